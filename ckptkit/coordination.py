@@ -1,0 +1,146 @@
+"""Agreement between processes through JAX's coordination service: no device collective is ever launched.
+
+A *channel* is a sequence of meetings that all processes hold in the same order; one thread uses it at a time.
+`agree` is the only primitive: everybody puts a value in, process 0 decides, everybody hears the verdict.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, final
+
+import jax
+from jax._src import distributed  # the client has no public name; tests/unit/test_coordination.py probes for it
+
+from ckptkit.clock import Deadline
+from ckptkit.errors import CoordinationError
+
+Decide = Callable[[list[Any]], Any]
+
+_instances = itertools.count()  # managers are made in the same order on every process
+
+
+class Coordinator(Protocol):
+    """How the processes of one job agree. Values are JSON."""
+
+    @property
+    def process(self) -> int:
+        """This process's index."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """How many processes there are."""
+        ...
+
+    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float) -> Any:
+        """Gathers everyone's `value`, and returns to all what process 0's `decide(values)` says.
+
+        Raises `CoordinationError` naming the processes that did not come within `timeout_s`.
+        """
+        ...
+
+
+def gather(coordinator: Coordinator, channel: str, value: Any, *, timeout_s: float) -> list[Any]:
+    """Everyone's values, in order of process index, on every process."""
+    return coordinator.agree(channel, value, lambda values: values, timeout_s=timeout_s)
+
+
+def make_coordinator() -> Coordinator:
+    """The coordinator of this job: trivial for one process, JAX's coordination service for several."""
+    if jax.process_count() == 1:
+        return LocalCoordinator()
+    return JaxCoordinator()
+
+
+@final
+class LocalCoordinator:
+    """One process agrees with itself."""
+
+    process = 0
+    count = 1
+
+    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float) -> Any:
+        """See `Coordinator.agree`."""
+        del channel, timeout_s
+        return json.loads(json.dumps(decide([value])))
+
+
+@final
+class JaxCoordinator:
+    """Meets in the key-value store of `jax.distributed`. Cost: one write and one blocking read per process.
+
+    Keys of a meeting are deleted by process 0 at the next meeting of the same channel, when everybody has
+    answered it and so has read the last verdict: what is kept does not grow.
+    """
+
+    def __init__(self) -> None:
+        client = distributed.global_state.client
+        if client is None:
+            raise RuntimeError(
+                "several processes but no coordination service: call jax.distributed.initialize() before "
+                "making a CheckpointManager"
+            )
+        self._client: Any = client
+        self._prefix = f"ckptkit/{next(_instances)}"
+        self._meetings: dict[str, int] = {}
+        self.process = jax.process_index()
+        self.count = jax.process_count()
+
+    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float) -> Any:
+        """See `Coordinator.agree`."""
+        number = self._meetings.get(channel, 0)
+        self._meetings[channel] = number + 1
+        meeting = f"{self._prefix}/{channel}/{number}"
+        deadline = Deadline(timeout_s)
+        self._client.key_value_set(f"{meeting}/in/{self.process}", json.dumps(value))
+        if self.process == 0:
+            return self._preside(meeting, f"{self._prefix}/{channel}/{number - 1}/", decide, deadline)
+        # Process 0 waits timeout_s for the others and then says who is missing: give that verdict time to arrive.
+        text = self._get(f"{meeting}/out", deadline.left_s + 5.0)
+        if text is None:
+            raise CoordinationError(f"{channel}: process 0 said nothing within {timeout_s:g} s")
+        verdict = json.loads(text)
+        if "missing" in verdict:
+            raise _missing(channel, verdict["missing"], timeout_s)
+        if "failed" in verdict:
+            raise CoordinationError(f"{channel}: process 0 could not decide: {verdict['failed']}")
+        return verdict["verdict"]
+
+    def _preside(self, meeting: str, last_meeting: str, decide: Decide, deadline: Deadline) -> Any:
+        values: list[Any] = []
+        missing: list[int] = []
+        for process in range(self.count):
+            text = self._get(f"{meeting}/in/{process}", deadline.left_s)
+            if text is None:
+                missing.append(process)
+            else:
+                values.append(json.loads(text))
+        self._client.key_value_delete(last_meeting)
+        channel = meeting.removeprefix(self._prefix + "/")
+        if missing:
+            self._client.key_value_set(f"{meeting}/out", json.dumps({"missing": missing}))
+            raise _missing(channel, missing, None)
+        try:
+            verdict = json.dumps({"verdict": decide(values)})
+        except Exception as error:
+            self._client.key_value_set(f"{meeting}/out", json.dumps({"failed": f"{type(error).__name__}: {error}"}))
+            raise
+        self._client.key_value_set(f"{meeting}/out", verdict)
+        return json.loads(verdict)["verdict"]
+
+    def _get(self, key: str, timeout_s: float) -> str | None:
+        try:
+            return self._client.blocking_key_value_get(key, max(1, int(timeout_s * 1000)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise CoordinationError(f"the coordination service failed: {error}") from error
+
+
+def _missing(channel: str, missing: Sequence[int], timeout_s: float | None) -> CoordinationError:
+    who = ", ".join(map(str, missing[:20])) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+    within = f" within {timeout_s:g} s" if timeout_s is not None else " in time"
+    return CoordinationError(f"{channel}: process {who} did not come{within}; look at why it stopped")

@@ -1,0 +1,60 @@
+"""Epoch records: which run saved from which base, so that an abandoned branch can never win.
+
+One small object per run that saved: `{"epoch": E, "ancestry": [[epoch, base step], ...]}`. A save of an epoch
+before `E` at a step above `base step` was abandoned when epoch `E` began from there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from ckptkit import layout
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.manifest import SaveId
+from ckptkit.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestry:
+    """Every rollback that is known: `(epoch, base step)` pairs. `epoch` is the newest epoch that saved."""
+
+    epoch: int = 0
+    rollbacks: tuple[tuple[int, int], ...] = ()
+
+    def superseded(self, save: SaveId) -> bool:
+        """Whether `save` belongs to a branch that a later epoch abandoned."""
+        return any(save.epoch < epoch and save.step > base for epoch, base in self.rollbacks)
+
+    def begin(self, epoch: int, base_step: int | None) -> Ancestry:
+        """The ancestry once `epoch` saves after it restored `base_step` (None: it restored nothing)."""
+        added = () if base_step is None else ((epoch, base_step),)
+        # A rollback to a step at or below an earlier one's makes that one's record redundant for good.
+        kept = tuple(pair for pair in self.rollbacks if base_step is None or pair[1] < base_step)
+        return Ancestry(epoch, kept + added)
+
+
+class EpochRecords:
+    """The records under one durable root. Reading costs one listing and one small get."""
+
+    def __init__(self, store: Store):
+        self._store = store
+
+    def read(self) -> Ancestry:
+        """The newest record; an empty one where nothing was ever saved."""
+        epochs = [epoch for name in self._store.list(layout.EPOCHS_DIR) if (epoch := layout.epoch_of_name(name))]
+        if not epochs:
+            return Ancestry()
+        key = f"{layout.EPOCHS_DIR}/{layout.epoch_name(max(epochs))}"
+        try:
+            record = json.loads(self._store.get(key))
+            return Ancestry(int(record["epoch"]), tuple((int(epoch), int(step)) for epoch, step in record["ancestry"]))
+        except (ValueError, KeyError, TypeError) as error:
+            path = f"{self._store.url}/{key}"
+            raise CorruptCheckpointError(f"epoch record {path} cannot be read: {error}", path=path) from error
+
+    def write(self, ancestry: Ancestry) -> None:
+        """Claims `ancestry.epoch`; raises `FileExistsError` where another run has claimed it."""
+        record = {"epoch": ancestry.epoch, "ancestry": [list(pair) for pair in ancestry.rollbacks]}
+        key = f"{layout.EPOCHS_DIR}/{layout.epoch_name(ancestry.epoch)}"
+        self._store.put(key, json.dumps(record).encode(), mode="create")

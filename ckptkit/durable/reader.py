@@ -1,0 +1,141 @@
+"""Reads boxes of a durable step that has our sidecars, and proves every cell that it returns."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from ckptkit import layout
+from ckptkit.errors import CorruptCheckpointError, StoreError, TransientStoreError
+from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, copy_proven
+from ckptkit.sharding import Box
+from ckptkit.store import Store, open_store
+
+READ_THREADS = 8
+
+
+class DurableReader:
+    """One step directory. `manifests` are the sidecars of all processes that wrote it, by item."""
+
+    def __init__(self, step_url: str, *, step: int):
+        self._url = step_url.rstrip("/")
+        self._step = step
+        self._store: Store = open_store(self._url)
+        self._lock = threading.Lock()
+        self._arrays: dict[tuple[str, str], ts.TensorStore] = {}
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})
+
+    def manifests(self) -> list[Manifest]:
+        """The sidecars of every process, all items; empty for a step that stock Orbax wrote.
+
+        Raises `CorruptCheckpointError` where one is damaged, or a process's sidecar is missing.
+        """
+        keys = []
+        for item in self._store.list(""):
+            if item.endswith("/"):
+                directory = f"{item}{layout.SIDECAR_DIR}"
+                names = self._store.list(directory)
+                keys += [f"{directory}/{name}" for name in names if layout.process_of_sidecar(name) is not None]
+        if not keys:
+            return []
+        with ThreadPoolExecutor(READ_THREADS) as pool:
+            manifests = list(pool.map(self._manifest, keys))
+        self._check_complete(manifests)
+        return manifests
+
+    def newest_manifest(self, item: str) -> Manifest | None:
+        """Process 0's sidecar of one item: enough to name the save. None for a step that stock Orbax wrote."""
+        try:
+            return self._manifest(f"{item}/{layout.SIDECAR_DIR}/{layout.sidecar_name(0)}")
+        except FileNotFoundError:
+            return None
+
+    def item_names(self) -> list[str]:
+        """The items of the step: its directories."""
+        return [name.rstrip("/") for name in self._store.list("") if name.endswith("/")]
+
+    def read(self, item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
+        """Copies `wanted` (a part of `record.box`) into `into`, whose shape is `wanted.shape`.
+
+        Reads whole cells and checks each against its digest; raises `CorruptCheckpointError` naming leaf and box.
+        """
+        array = self._open(item, leaf)
+
+        def fetch(cell: Box, start: int, stop: int) -> np.ndarray:
+            del start, stop
+            return _translated(lambda: array[cell.slices()].read().result(), self._url, leaf)
+
+        copy_proven(leaf, record, wanted, into, fetch, where=f"step {self._step} in {self._url}, item {item}")
+
+    def _manifest(self, key: str) -> Manifest:
+        manifest = Manifest.from_bytes(self._store.get(key), path=f"{self._url}/{key}")
+        if manifest.save_id.step != self._step:
+            raise CorruptCheckpointError(
+                f"{self._url}/{key} belongs to step {manifest.save_id.step}, found in step {self._step}",
+                step=self._step,
+                path=self._url,
+            )
+        return manifest
+
+    def _check_complete(self, manifests: list[Manifest]) -> None:
+        by_item: dict[str, set[int]] = {}
+        for manifest in manifests:
+            for item in manifest.arrays:
+                by_item.setdefault(item, set()).add(manifest.writer.process)
+        saves = {manifest.save_id for manifest in manifests}
+        for item, processes in by_item.items():
+            expected = set(range(manifests[0].writer.count))
+            if len(saves) > 1 or processes != expected:
+                raise CorruptCheckpointError(
+                    f"step {self._step} in {self._url}: item {item} has sidecars of processes {sorted(processes)} and "
+                    f"saves {sorted(map(str, saves))}, expected processes {sorted(expected)} and one save",
+                    step=self._step,
+                    path=self._url,
+                )
+
+    def _open(self, item: str, leaf: LeafRecord) -> Any:
+        with self._lock:
+            key = (item, leaf.name)
+            if key not in self._arrays:
+                spec = {
+                    "driver": "zarr",
+                    "kvstore": {
+                        "driver": "ocdbt",
+                        "base": _kvstore_url(f"{self._url}/{item}"),
+                        "path": f"{leaf.name}/",
+                    },
+                }
+                self._arrays[key] = _translated(
+                    lambda: ts.open(spec, open=True, read=True, context=self._context).result(), self._url, leaf
+                )
+            array = self._arrays[key]
+        if tuple(array.shape) != leaf.shape or array.dtype.numpy_dtype != np.dtype(leaf.dtype):
+            raise CorruptCheckpointError(
+                f"step {self._step} in {self._url}: leaf {item}:{leaf.name} is {array.dtype.name}{list(array.shape)} "
+                f"in its zarr metadata, {leaf.describe()} in the sidecar",
+                step=self._step,
+                path=self._url,
+            )
+        return array
+
+
+def _kvstore_url(directory: str) -> str:
+    return f"{directory}/" if "://" in directory else f"file://{directory}/"
+
+
+def _translated(operation: Any, url: str, leaf: LeafRecord) -> Any:
+    """TensorStore raises ValueError for everything; the status name in its text is what tells them apart."""
+    try:
+        return operation()
+    except ValueError as error:
+        text = str(error)
+        message = f"{url}: leaf {leaf.name}: {text}"
+        if any(status in text for status in ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "NOT_FOUND")):
+            raise CorruptCheckpointError(message, path=url) from error
+        if any(status in text for status in ("UNAVAILABLE", "ABORTED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")):
+            raise TransientStoreError(message, path=url) from error
+        raise StoreError(message, path=url) from error

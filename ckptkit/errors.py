@@ -1,0 +1,77 @@
+"""The errors of ckptkit: each says what failed, where, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError as StepAlreadyExistsError
+
+
+class CheckpointError(Exception):
+    """Base of every error that ckptkit raises; carries `.step`, `.tier` and `.path` where they are known."""
+
+    def __init__(self, message: str, *, step: int | None = None, tier: str | None = None, path: str | None = None):
+        super().__init__(message)
+        self.step = step
+        self.tier = tier
+        self.path = path
+
+
+class StepNotFoundError(CheckpointError, FileNotFoundError):
+    """No tier holds the step that was asked for (also a `FileNotFoundError`, which Orbax's callers catch)."""
+
+
+class NoRestorableStepError(CheckpointError):
+    """Every candidate was rejected; `.candidates` lists each as `(tier, step, reason)`."""
+
+    def __init__(self, candidates: Sequence[tuple[str, int, str]], *, path: str):
+        self.candidates = tuple(candidates)
+        lines = "\n".join(f"  step {step} in {tier}: {reason}" for tier, step, reason in candidates)
+        super().__init__(
+            f"no restorable step under {path}; every candidate was rejected:\n{lines}\n"
+            "Nothing was deleted. Mend or remove what is named above, or restore a given step by number.",
+            path=path,
+        )
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Bytes that do not match their digest, or metadata that cannot be what was written."""
+
+
+class TreeMismatchError(CheckpointError, ValueError):
+    """The tree asked for is not the tree on disk; `.differences` holds all differences, sorted."""
+
+    def __init__(self, differences: Iterable[str], *, step: int, where: str):
+        self.differences = tuple(sorted(differences))
+        lines = "\n".join(f"  {line}" for line in self.differences)
+        super().__init__(
+            f"step {step} in {where} is not the tree that was asked for "
+            f"({len(self.differences)} differences):\n{lines}\n"
+            "Restore with the abstract state of the model that was saved, or change the model.",
+            step=step,
+            path=where,
+        )
+
+
+class SaveFailedError(CheckpointError):
+    """A save failed in the background; the cause is attached as `__cause__`."""
+
+
+class CoordinationError(CheckpointError, TimeoutError):
+    """Processes did not meet in time; the message names the meeting and who is missing."""
+
+
+class StoreError(CheckpointError):
+    """A store refused or failed an operation; not retried."""
+
+
+class TransientStoreError(StoreError):
+    """A store failed in a way that a retry may mend (the only error that is retried)."""
+
+
+class StoreFullError(StoreError, OSError):
+    """There is no room for what was to be written; the message has the bytes needed and the bytes free."""
+
+
+class TierUnusableError(CheckpointError, ValueError):
+    """A tier cannot be used as it was declared (not writable, too small, held by another process)."""

@@ -1,0 +1,138 @@
+"""What happened, as frozen records in one append-only JSONL file per process: the only telemetry there is.
+
+Goodput, stall reports and plots are pure folds over these records (`ckptkit.goodput`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from ckptkit import clock
+
+
+class Kind(StrEnum):
+    """The kinds of event, in the order in which a run meets them."""
+
+    STARTED = "started"  # a process came up: fields attempt, pid
+    SPAN = "span"  # time that was spent: fields span (goodput's kind), duration_s; at_s is its END
+    PLANNED = "restore_planned"  # fields sources: tier -> bytes
+    REJECTED = "restore_rejected"  # fields reason
+    RESTORED = "restored"  # fields sources: tier -> bytes, duration_s
+    PHASE = "save_phase"  # a save crossed a phase boundary: fields phase
+    STAGED = "staged"  # fields strategy, reason, bytes, stall_s (the step loop's)
+    COMMITTED = "committed"  # step is whole in tier on ALL processes: fields bytes, duration_s since staged
+    SKIPPED = "save_skipped"  # vetoed or no room: fields reason
+    FAILED = "save_failed"  # fields reason
+    DEGRADED = "tier_degraded"  # fields reason
+    DISRUPTED = "disrupted"  # the launcher lost a process: fields process, cause, wiped
+    RELAUNCHED = "relaunched"  # the launcher starts the processes again: fields attempt
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One thing that happened. `at_s` is wall-clock seconds, `process` the JAX process index (-1: launcher)."""
+
+    kind: Kind
+    at_s: float
+    process: int
+    step: int | None = None
+    tier: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """One line of JSON without a newline."""
+        record = {"kind": self.kind, "at_s": round(self.at_s, 6), "process": self.process}
+        if self.step is not None:
+            record["step"] = self.step
+        if self.tier is not None:
+            record["tier"] = self.tier
+        return json.dumps({**record, **self.fields}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, line: str) -> Event:
+        """The event of one line; raises `ValueError` for a line that is not one (a torn last line, say)."""
+        record = json.loads(line)
+        try:
+            return cls(
+                kind=Kind(record.pop("kind")),
+                at_s=float(record.pop("at_s")),
+                process=int(record.pop("process")),
+                step=record.pop("step", None),
+                tier=record.pop("tier", None),
+                fields=record,
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not an event: {line[:200]!r}") from error
+
+
+class EventLog:
+    """Appends events to a JSONL file and shows each to observers.
+
+    Cost: one `json.dumps` and one `os.write` per event, no sync; a crash loses nothing that was written
+    and tears at most the last line. Safe from several threads. `EventLog()` writes no file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, process: int = 0):
+        self._process = process
+        self._observers: list[Callable[[Event], None]] = []
+        self._lock = threading.Lock()
+        self._fd: int | None = None
+        if path is not None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def observe(self, observer: Callable[[Event], None]) -> None:
+        """Calls `observer` with every later event, in the thread that emits it."""
+        self._observers.append(observer)
+
+    def emit(self, kind: Kind, *, step: int | None = None, tier: str | None = None, **fields: Any) -> None:
+        """Records that something happened now."""
+        event = Event(kind=kind, at_s=clock.wall_s(), process=self._process, step=step, tier=tier, fields=fields)
+        if self._fd is not None:
+            line = (event.to_json() + "\n").encode()
+            with self._lock:
+                if self._fd is not None:
+                    os.write(self._fd, line)
+        for observer in self._observers:
+            observer(event)
+
+    @contextmanager
+    def span(self, name: str, step: int | None = None) -> Iterator[None]:
+        """Records the time spent in the block under goodput kind `name`; the event is stamped at its end."""
+        start_s = clock.monotonic_s()
+        try:
+            yield
+        finally:
+            self.emit(Kind.SPAN, step=step, span=name, duration_s=round(clock.monotonic_s() - start_s, 6))
+
+    def close(self) -> None:
+        """Closes the file; later events reach only the observers."""
+        with self._lock:
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
+
+
+def read_events(path: str | os.PathLike[str]) -> list[Event]:
+    """The events of one log, in order. A torn last line is dropped; a bad line before it raises ValueError."""
+    lines = Path(path).read_text(errors="replace").split("\n")
+    events = []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            events.append(Event.from_json(line))
+        except ValueError as error:
+            if number == len(lines):  # no newline after it: the writer died in mid-write
+                break
+            raise ValueError(f"{path}:{number}: {error}") from error
+    return events

@@ -1,0 +1,84 @@
+"""Names and paths: where everything lives, and which names are allowed. Nothing here touches a disk.
+
+```
+<tier root>/<job>/<host id>/<local rank>/lock, slot-<k>.bin, <manifests>          fast tiers
+<durable root>/<step>/<item>/_ckptkit/process-<i>.json                            our sidecars in Orbax's steps
+<durable root>/_ckptkit/epochs/<epoch>.json                                       one record per run that saved
+```
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+PAGE_BYTES = 4096  # boxes begin at multiples of it in a slot
+LOCK_NAME = "lock"
+SIDECAR_DIR = "_ckptkit"
+EPOCHS_DIR = f"{SIDECAR_DIR}/epochs"
+
+_MANIFEST = re.compile(r"step-(\d{12})-e(\d{8})-n(\d{8})\.json")
+_SIDECAR = re.compile(r"process-(\d{1,6})\.json")
+_EPOCH = re.compile(r"(\d{8})\.json")
+_SLOT = re.compile(r"slot-(\d{1,3})\.bin")
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def job_name(durable_url: str, name: str = "job") -> str:
+    """The directory of a job under a tier root: a readable name and a hash of where its durable steps live."""
+    digest = hashlib.sha256(durable_url.rstrip("/").encode()).hexdigest()[:12]
+    return f"{checked_name(name, 'job name')}-{digest}"
+
+
+def checked_name(name: str, what: str) -> str:
+    """`name` if it can stand in a path as one component; raises ValueError otherwise."""
+    if not _SAFE_NAME.fullmatch(name):
+        raise ValueError(
+            f"{what} {name!r} cannot be a directory name: use letters, digits, '.', '_' and '-', "
+            "at most 128, beginning with a letter or digit"
+        )
+    return name
+
+
+def manifest_name(step: int, epoch: int, number: int) -> str:
+    """The file name of a fast-tier manifest: one per save, so that a save never replaces another's manifest."""
+    return f"step-{step:012d}-e{epoch:08d}-n{number:08d}.json"
+
+
+def save_of_manifest(name: str) -> tuple[int, int, int] | None:
+    """`(step, epoch, number)` of a fast-tier manifest's file name; None for any other name."""
+    match = _MANIFEST.fullmatch(name)
+    return (int(match[1]), int(match[2]), int(match[3])) if match else None
+
+
+def slot_name(index: int) -> str:
+    """The file name of slot `index`."""
+    return f"slot-{index}.bin"
+
+
+def slot_index(name: str) -> int | None:
+    """The index of a slot's file name; None for any other name."""
+    match = _SLOT.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def sidecar_name(process: int) -> str:
+    """The file name of one process's sidecar in a durable item."""
+    return f"process-{process}.json"
+
+
+def process_of_sidecar(name: str) -> int | None:
+    """The process of a sidecar's file name; None for any other name."""
+    match = _SIDECAR.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def epoch_name(epoch: int) -> str:
+    """The file name of an epoch record."""
+    return f"{epoch:08d}.json"
+
+
+def epoch_of_name(name: str) -> int | None:
+    """The epoch of a record's file name; None for any other name."""
+    match = _EPOCH.fullmatch(name)
+    return int(match[1]) if match else None

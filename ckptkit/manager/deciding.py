@@ -1,0 +1,85 @@
+"""Whether a step is taken, and for which tiers: decided from the step and the options, the same on every process."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
+
+from ckptkit.manager.saving import DURABLE
+from ckptkit.policy import Tier
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What Orbax's policies look at of a step (`PolicyCheckpointInfo`)."""
+
+    step: int
+    time: datetime.datetime = field(default_factory=lambda: datetime.datetime.now(datetime.UTC))
+    metrics: Any = None
+    is_locked: bool = False
+
+
+class _ShouldSaveFunction:
+    """`CheckpointManagerOptions.should_save_fn` as a policy."""
+
+    def __init__(self, function: Any):
+        self._function = function
+
+    def should_save(self, step: StepInfo, previous_steps: Sequence[StepInfo], *, context: Any) -> bool:
+        """Asks the function with the step and the one saved last."""
+        del context
+        return bool(self._function(step.step, previous_steps[-1].step if previous_steps else None))
+
+
+class Decider:
+    """Remembers what was taken, so that a decision never depends on how far a background save has come."""
+
+    def __init__(self, options: ocp.CheckpointManagerOptions, tiers: Sequence[Tier], durable_steps: Iterable[int]):
+        self._tiers = tiers
+        self._read_only = options.read_only
+        self._policy = options.save_decision_policy or _default_policy(options)
+        self._durable = [StepInfo(step) for step in sorted(durable_steps)]
+        self._last: int | None = None
+
+    def continue_from(self, step: int) -> None:
+        """The run goes on from `step`: later ones, of an abandoned branch, do not count any more."""
+        self._durable = [info for info in self._durable if info.step <= step]
+        self._last = step
+
+    def due(self, step: int, *, last: int | None, reached_preemption: bool, force: bool) -> frozenset[str]:
+        """The tiers that take `step`; none for a step at or below the last one, unless `force`."""
+        last = self._last if self._last is not None else last
+        if self._read_only or (last is not None and step <= last and not force):
+            return frozenset()
+        due = {tier.name for tier in self._tiers if force or tier.save.due(step)}
+        context = policies.DecisionContext(
+            is_saving_in_progress=False,
+            reached_preemption=reached_preemption,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(),
+        )
+        if force or self._policy.should_save(StepInfo(step), self._durable, context=context):  # pyright: ignore[reportArgumentType]
+            due.add(DURABLE)
+        return frozenset(due)
+
+    def taken(self, step: int, due: frozenset[str]) -> None:
+        """Records that `step` was taken for the tiers of `due`."""
+        self._last = step
+        if DURABLE in due:
+            self._durable.append(StepInfo(step))
+
+
+def _default_policy(options: ocp.CheckpointManagerOptions) -> Any:
+    """What Orbax makes of its options when no policy is given."""
+    chosen: list[Any] = [policies.PreemptionCheckpointingPolicy()]
+    if options.should_save_fn is not None:
+        return policies.AnySavePolicy([_ShouldSaveFunction(options.should_save_fn), *chosen])
+    if options.save_interval_steps is not None:
+        chosen.append(policies.FixedIntervalPolicy(options.save_interval_steps))
+    if options.save_on_steps is not None:
+        chosen.append(policies.SpecificStepsPolicy(options.save_on_steps))
+    return policies.AnySavePolicy([*chosen, policies.InitialSavePolicy()])

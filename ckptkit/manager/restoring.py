@@ -1,0 +1,340 @@
+"""The life of a restore: gather, rank, plan, read and prove, vote; the next candidate when the vote fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from ckptkit import clock
+from ckptkit.arena import SlotReader, read_manifests, slot_directories
+from ckptkit.coordination import Coordinator
+from ckptkit.durable.epochs import EpochRecords
+from ckptkit.durable.reader import DurableReader
+from ckptkit.durable.steps import DEFAULT_ITEM, DurableSteps
+from ckptkit.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    NoRestorableStepError,
+    StepNotFoundError,
+    TreeMismatchError,
+)
+from ckptkit.events import EventLog, Kind
+from ckptkit.manager.items import RestoreItems, restored_inline
+from ckptkit.manager.saving import DURABLE
+from ckptkit.manifest import Manifest, SaveId
+from ckptkit.plan import Candidate, Key, Source, plan_restore, rank_candidates
+from ckptkit.restore import BoxReader, Target, abstract_of, execute, merged_leaves, place, targets_of
+
+LISTED_DURABLE_STEPS = 8  # how many durable steps, newest first, are looked into before older ones are asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSave:
+    """A save as this host's fast tiers hold it: by tier, the slot directories with their manifests."""
+
+    save_id: SaveId
+    held: Mapping[str, tuple[tuple[Path, Manifest], ...]]
+
+    @property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """All manifests of the save on this host."""
+        return tuple(manifest for pairs in self.held.values() for _, manifest in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What a restore gave: items by name, the save they are of, and whether it was saved without names."""
+
+    items: Mapping[str, Any]
+    save_id: SaveId
+    default_item: bool
+
+
+class Restorer:
+    """Restores saves. Every method is called by all processes together, in the same order."""
+
+    def __init__(
+        self,
+        host_dirs: Mapping[str, Path],
+        durable: DurableSteps,
+        epochs: EpochRecords,
+        coordinator: Coordinator,
+        events: EventLog,
+        timeout_s: float,
+    ):
+        self._host_dirs = host_dirs
+        self._durable = durable
+        self._epochs = epochs
+        self._coordinator = coordinator
+        self._events = events
+        self._timeout_s = timeout_s
+
+    def local_saves(self) -> dict[SaveId, LocalSave]:
+        """What this host's fast tiers hold. Opens only directories of this host's own id."""
+        found: dict[SaveId, dict[str, list[tuple[Path, Manifest]]]] = {}
+        for tier, host_dir in self._host_dirs.items():
+            pairs, damaged = read_manifests(slot_directories(host_dir))
+            for error in damaged:
+                self._events.emit(Kind.REJECTED, tier=tier, reason=str(error))
+            for directory, manifest in pairs:
+                found.setdefault(manifest.save_id, {}).setdefault(tier, []).append((directory, manifest))
+        return {
+            save: LocalSave(save_id=save, held={tier: tuple(pairs) for tier, pairs in tiers.items()})
+            for save, tiers in found.items()
+        }
+
+    def restore(self, step: int | None, wanted: RestoreItems) -> Restored:
+        """The newest save that every process can have and that proves whole (`step`: only that one).
+
+        Raises `StepNotFoundError` where there is no candidate, `NoRestorableStepError` where all were rejected;
+        a tree mismatch, a missing permission and a tier that cannot be reached raise at once and never fall back.
+        """
+        local = self.local_saves()
+        rejected: list[tuple[str, int, str]] = []
+        tried: set[SaveId] = set()
+        for looked_into in (LISTED_DURABLE_STEPS, None):
+            for candidate in self._candidates(local, wanted, step, looked_into):
+                if candidate.save_id in tried:
+                    continue
+                tried.add(candidate.save_id)
+                outcome = candidate.refusal or self._try(candidate, local.get(candidate.save_id), wanted)
+                if isinstance(outcome, Restored):
+                    return outcome
+                rejected.append((candidate.where, candidate.save_id.step, outcome))
+                self._events.emit(Kind.REJECTED, step=candidate.save_id.step, tier=candidate.where, reason=outcome)
+        if not rejected:
+            what = f"step {step}" if step is not None else "no step"
+            raise StepNotFoundError(
+                f"{what} found in {self._durable.url} or in the fast tiers of any host; list what there is with "
+                f"`ckptkit steps {self._durable.url}`",
+                step=step,
+                path=self._durable.url,
+            )
+        raise NoRestorableStepError(rejected, path=self._durable.url)
+
+    def _candidates(
+        self, local: Mapping[SaveId, LocalSave], wanted: RestoreItems, step: int | None, looked_into: int | None
+    ) -> list[Candidate]:
+        report = [[*asdict(save).values(), self._refusal(held, wanted)] for save, held in local.items()]
+
+        def rank(reports: list[list[list[Any]]]) -> list[dict[str, Any]]:
+            fast = [{SaveId(*entry[:3]): entry[3] for entry in entries} for entries in reports]
+            ancestry = self._epochs.read()
+            ranked = rank_candidates(fast, self._durable_saves(step, looked_into), ancestry.superseded, step)
+            return [{**asdict(candidate), "save_id": list(asdict(candidate.save_id).values())} for candidate in ranked]
+
+        agreed = self._coordinator.agree("candidates", report, rank, timeout_s=self._timeout_s)
+        return [Candidate(**{**entry, "save_id": SaveId(*entry["save_id"])}) for entry in agreed]
+
+    def _durable_saves(self, step: int | None, looked_into: int | None) -> list[SaveId]:
+        """The newest durable saves, on process 0. Steps of stock Orbax count as epoch 0."""
+        steps = [each for each in self._durable.steps() if step is None or each == step]
+        newest = steps if looked_into is None else steps[-looked_into:]
+        return [self._durable.save_id(each) or SaveId(0, each, 0) for each in newest]
+
+    def _refusal(self, save: LocalSave, wanted: RestoreItems) -> str | None:
+        """Why this process cannot have `save` from its own host's fast tiers alone; None when it can."""
+        try:
+            sources = _fast_sources(save)
+            targets = self._targets(save.save_id, save.manifests, wanted)
+            plan_restore(save.save_id, {target.key: target.boxes for target in targets}, sources)
+            self._inline(save.manifests, wanted)
+        except TreeMismatchError:
+            return None  # it is held; the mismatch is raised when the candidate is tried
+        except (CorruptCheckpointError, ValueError) as error:
+            return str(error)
+        return None
+
+    def _try(self, candidate: Candidate, local: LocalSave | None, wanted: RestoreItems) -> Restored | str:
+        """The restored items, or why the processes together reject this candidate."""
+        start_s = clock.monotonic_s()
+        save_id = candidate.save_id
+        error: Exception | None = None
+        prepared = None
+        try:
+            prepared = self._read(candidate, local, wanted)
+        except (CheckpointError, ValueError, OSError, KeyError, TypeError) as caught:
+            error = caught
+        verdict = self._vote(error)
+        if verdict["fatal"] is not None:
+            if error is not None and _is_fatal(error):
+                raise error
+            raise CheckpointError(f"restore of step {save_id.step}: {verdict['fatal']}", step=save_id.step)
+        if verdict["reject"] is not None:
+            return verdict["reject"]
+        assert prepared is not None
+        targets, blocks, read_bytes, inline, manifests = prepared
+        if targets is None:  # a step of stock Orbax, which read it itself
+            items, read_bytes = inline, {"durable (orbax)": 0}
+        else:
+            items = self._assemble(targets, blocks, wanted, manifests)
+            items.update({name: restored_inline(name, inline[name], wanted.inline.get(name)) for name in inline})
+        self._events.emit(
+            Kind.RESTORED,
+            step=save_id.step,
+            sources=read_bytes,
+            save_id=str(save_id),
+            duration_s=round(clock.monotonic_s() - start_s, 6),
+        )
+        return Restored(items=items, save_id=save_id, default_item=DEFAULT_ITEM in items)
+
+    def _read(self, candidate: Candidate, local: LocalSave | None, wanted: RestoreItems) -> Any:
+        """Plans, reads and proves this process's part; touches no device."""
+        save_id = candidate.save_id
+        sources, readers = self._fast_sources_and_readers(local)
+        manifests = list(local.manifests) if local is not None else []
+        plan = targets = None
+        if manifests:
+            try:
+                targets = self._targets(save_id, manifests, wanted)
+                plan = plan_restore(save_id, {target.key: target.boxes for target in targets}, sources)
+                inline = self._inline(manifests, wanted)
+            except (CorruptCheckpointError, ValueError) as error:
+                if isinstance(error, TreeMismatchError) or not candidate.durable:
+                    raise
+                plan = None
+        if candidate.durable:
+            durable = self._durable.reader(save_id.step)
+            # Loaded even when the fast tiers cover everything: a box that proves bad there is mended from here.
+            durable_manifests = durable.manifests() if plan is None else []
+            if plan is None and not durable_manifests and not manifests:
+                return None, {}, {}, self._restore_stock(save_id.step, wanted), []
+            if plan is None:
+                manifests = [*manifests, *durable_manifests]
+                sources.append(Source(tier=DURABLE, manifests=tuple(durable_manifests)))
+                readers.append(_durable_reader(durable))
+                targets = self._targets(save_id, manifests, wanted)
+                plan = plan_restore(save_id, {target.key: target.boxes for target in targets}, sources)
+                inline = self._inline(manifests, wanted)
+        assert plan is not None
+        self._events.emit(Kind.PLANNED, step=save_id.step, sources=plan.bytes_by_tier(), save_id=str(save_id))
+        try:
+            blocks, read_bytes = execute(plan, readers, self._rejected(save_id))
+        except CorruptCheckpointError:
+            if not candidate.durable or any(source.tier == DURABLE for source in sources):
+                raise
+            return self._read(candidate, None, wanted)  # the fast tiers are bad: everything from the durable one
+        return targets, blocks, read_bytes, inline, manifests
+
+    def _targets(self, save_id: SaveId, manifests: Sequence[Manifest], wanted: RestoreItems) -> list[Target]:
+        items = {item for manifest in manifests for item in manifest.arrays}
+        asked = dict.fromkeys(sorted(items)) if wanted.abstract is None else wanted.abstract
+        targets = []
+        for item, abstract in asked.items():
+            if item not in items:
+                raise CorruptCheckpointError(f"save {save_id} has no array item {item!r}, only {sorted(items)}")
+            stored = merged_leaves(manifests, item)
+            abstract = abstract_of(stored) if abstract is None else abstract
+            targets += targets_of(item, abstract, stored, step=save_id.step, where=self._durable.url)
+        return targets
+
+    def _assemble(
+        self, targets: Sequence[Target], blocks: Mapping[Key, Any], wanted: RestoreItems, manifests: Sequence[Manifest]
+    ) -> dict[str, Any]:
+        by_item: dict[str, list[Any]] = {}
+        for target in targets:
+            by_item.setdefault(target.key[0], []).append(place(target, blocks[target.key]))
+        items = {}
+        for item, leaves in by_item.items():
+            abstract = (wanted.abstract or {}).get(item)
+            if abstract is None:
+                abstract = abstract_of(merged_leaves(manifests, item))
+            items[item] = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(abstract), leaves)
+        return items
+
+    def _inline(self, manifests: Sequence[Manifest], wanted: RestoreItems) -> dict[str, Any]:
+        """The small items. A data iterator's state belongs to one process out of as many as there were."""
+        names = sorted({n for m in manifests for n in m.inline}) if wanted.abstract is None else list(wanted.inline)
+        inline = {}
+        for name in names:
+            holders = [manifest for manifest in manifests if name in manifest.inline]
+            if not holders:
+                raise CorruptCheckpointError(f"the save has no item {name!r}")
+            if holders[0].inline[name]["kind"] == "grain":
+                holders = [m for m in holders if m.writer.process == self._coordinator.process]
+                count = manifests[0].writer.count
+                if count != self._coordinator.count or not holders:
+                    raise CorruptCheckpointError(
+                        f"item {name!r} is a data iterator saved by {count} processes, and this job has "
+                        f"{self._coordinator.count}: restore on {count}, or keep one global position in a JSON item"
+                    )
+            inline[name] = holders[0].inline[name]
+        return inline
+
+    def _restore_stock(self, step: int, wanted: RestoreItems) -> dict[str, Any]:
+        """A step that stock Orbax wrote, read by stock Orbax: correct bytes cannot be proven, only readability."""
+        if wanted.abstract is None:
+            found = self._durable.orbax.restore(step)
+            return dict(found.items()) if isinstance(found, ocp.args.Composite) else {DEFAULT_ITEM: found}
+        args: dict[str, Any] = {item: ocp.args.StandardRestore(abstract) for item, abstract in wanted.abstract.items()}
+        for name, iterator in wanted.inline.items():
+            args[name] = ocp.args.JsonRestore() if iterator is None else _grain_restore(iterator)
+        if wanted.default_item:
+            return {DEFAULT_ITEM: self._durable.orbax.restore(step, args=args[DEFAULT_ITEM])}
+        return dict(self._durable.orbax.restore(step, args=ocp.args.Composite(**args)).items())
+
+    def _fast_sources_and_readers(self, save: LocalSave | None) -> tuple[list[Source], list[BoxReader]]:
+        """One source per slot directory, so that a reader knows where a record's bytes stand."""
+        sources: list[Source] = []
+        readers: list[BoxReader] = []
+        for tier, pairs in (save.held if save is not None else {}).items():
+            for directory, manifest in pairs:
+                try:
+                    readers.append(_slot_reader(directory, manifest))
+                except (OSError, ValueError) as error:  # the slot is gone or empty: the next source is taken
+                    self._events.emit(Kind.REJECTED, step=manifest.save_id.step, tier=tier, reason=str(error))
+                    continue
+                sources.append(Source(tier=tier, manifests=(manifest,)))
+        return sources, readers
+
+    def _rejected(self, save_id: SaveId) -> Any:
+        def emit(tier: str, error: CorruptCheckpointError) -> None:
+            self._events.emit(Kind.REJECTED, step=save_id.step, tier=tier, reason=str(error))
+
+        return emit
+
+    def _vote(self, error: Exception | None) -> dict[str, str | None]:
+        """One verdict for all: a fatal error raises everywhere, a rejection sends everybody to the next candidate."""
+        value = None if error is None else [_is_fatal(error), f"{type(error).__name__}: {error}"]
+
+        def worst(values: list[Any]) -> dict[str, str | None]:
+            said = [(p, v[0], v[1]) for p, v in enumerate(values) if v is not None]
+            fatal = "; ".join(f"process {p}: {why}" for p, is_fatal, why in said if is_fatal) or None
+            reject = "; ".join(f"process {p}: {why}" for p, is_fatal, why in said if not is_fatal) or None
+            return {"fatal": fatal, "reject": reject}
+
+        return self._coordinator.agree("restore", value, worst, timeout_s=self._timeout_s)
+
+
+def _is_fatal(error: Exception) -> bool:
+    """Only what is proven bad or absent falls back to something older; unreachable is not absent."""
+    return not isinstance(error, CorruptCheckpointError | FileNotFoundError)
+
+
+def _fast_sources(save: LocalSave) -> list[Source]:
+    return [Source(tier=tier, manifests=tuple(manifest for _, manifest in pairs)) for tier, pairs in save.held.items()]
+
+
+def _slot_reader(directory: Path, manifest: Manifest) -> BoxReader:
+    slot = SlotReader(directory, manifest)
+
+    def read(item: str, leaf: Any, record: Any, wanted: Any, into: Any) -> None:
+        del item
+        slot.read(leaf, record, wanted, into)
+
+    return read
+
+
+def _durable_reader(reader: DurableReader) -> BoxReader:
+    return reader.read
+
+
+def _grain_restore(iterator: Any) -> Any:
+    from grain import checkpoint
+
+    return checkpoint.CheckpointRestore(iterator)

@@ -1,0 +1,374 @@
+"""The life of a save: stage on the step loop; then, in the background, digest, commit, vote, flush.
+
+A save is taken by a decision that is the same on every process. Whether it succeeds is voted in the background:
+one process that could not stage it drops it everywhere. The step loop waits for nothing but its own copy, and,
+when a durable save is due, for the previous durable save.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from ckptkit import clock, snapshot
+from ckptkit.arena import Arena, Slot
+from ckptkit.coordination import Coordinator
+from ckptkit.durable.epochs import EpochRecords
+from ckptkit.durable.shardings import sharding_text
+from ckptkit.durable.steps import DurableSteps, host_tree
+from ckptkit.errors import CheckpointError, SaveFailedError
+from ckptkit.events import EventLog, Kind
+from ckptkit.flush import Worker, commit_slot, copy_slot
+from ckptkit.manager.book import Book
+from ckptkit.manager.items import SaveItems
+from ckptkit.manifest import Manifest, SaveId, Writer
+
+DURABLE = "durable"
+MEMORY = "memory"  # the staging area of a run without a fast tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """One save on its way through the tiers. `slot` is None where this process had no room for it."""
+
+    save_id: SaveId
+    items: SaveItems
+    description: snapshot.Description
+    slot: Slot | None
+    due: frozenset[str]
+    metrics: Any
+    staged_s: float  # monotonic, when the step loop was let go
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers:
+    """Where saves go: the staging arena (a fast tier's, or anonymous memory), a slower arena, the durable root."""
+
+    staging: Arena
+    staging_name: str
+    disk: Arena | None
+    durable: DurableSteps
+    epochs: EpochRecords
+
+
+class SavePipeline:
+    """Owner of the background threads. Every method but `submit` may be called on one process alone."""
+
+    def __init__(
+        self, tiers: Tiers, coordinator: Coordinator, writer: Writer, book: Book, events: EventLog, timeout_s: float
+    ):
+        self._tiers = tiers
+        self._coordinator = coordinator
+        self._writer_record = writer
+        self._book = book
+        self._events = events
+        self._timeout_s = timeout_s
+        self._claimed: int | None = None
+        self._failures: list[SaveFailedError] = []
+        self._writer = Worker("ckptkit-writer", waiting_max=8)
+        self._disk = Worker("ckptkit-disk", waiting_max=1)
+        self._durable = Worker("ckptkit-durable", waiting_max=1)
+
+    def submit(self, save_id: SaveId, items: SaveItems, due: frozenset[str], metrics: Any) -> None:
+        """Stages the state and hands the save over; returns once the caller may donate the state.
+
+        Blocks for one copy of this process's boxes; with a durable save due, also for the previous durable save
+        and for a free slot (at most `timeout_s`, then the save is dropped by vote).
+        """
+        start_s = clock.monotonic_s()
+        self._phase(save_id, "begun")
+        description = _with_shardings(snapshot.describe_items(items.trees))
+        waits_s = 0.0
+        if DURABLE in due:
+            self._writer.wait_idle(self._timeout_s)
+            self._durable.wait_idle(self._timeout_s)
+            waits_s = self._timeout_s
+        slot = self._acquire(description.slot_bytes, waits_s)
+        waited_s = clock.monotonic_s() - start_s
+        strategy, reason = snapshot.strategy_for(jax.default_backend())
+        staged_bytes = snapshot.stage(description, slot.memory) if slot is not None else 0
+        staged_s = clock.monotonic_s()
+        self._book.begin(save_id)
+        if slot is not None:
+            self._events.emit(
+                Kind.STAGED,
+                step=save_id.step,
+                strategy=strategy,
+                reason=reason,
+                bytes=staged_bytes,
+                stall_s=round(staged_s - start_s, 6),
+                waited_s=round(waited_s, 6),
+            )
+        description = _without_values(description)
+        save = Save(
+            save_id=save_id,
+            items=replace(items, trees={}),
+            description=description,
+            slot=slot,
+            due=due,
+            metrics=metrics,
+            staged_s=staged_s,
+        )
+        self._writer.submit(lambda: self._commit(save))
+
+    def wait(self) -> None:
+        """Waits until every save that was taken is in all the tiers it was due in, or has failed."""
+        self._writer.drain()
+        self._disk.drain()
+        self._durable.drain()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is still on its way."""
+        return not (self._writer.idle and self._disk.idle and self._durable.idle)
+
+    def raise_failure(self) -> None:
+        """Raises the first background failure that was not raised yet, once; later ones are in its notes."""
+        if self._failures:
+            first, *others = self._failures
+            self._failures.clear()
+            for other in others:
+                first.add_note(f"also: {other}")
+            raise first
+
+    def close(self) -> None:
+        """Finishes what is under way and joins the threads."""
+        for worker in (self._writer, self._disk, self._durable):
+            worker.close()
+
+    # In the writer thread.
+
+    def _commit(self, save: Save) -> None:
+        """Digest, manifest, local commit, vote; then on to the slower tiers."""
+        manifest, refusal = None, "no free slot: slower tiers still read the others"
+        if save.slot is not None:
+            try:
+                self._claim_epoch(save.save_id)
+                manifest = self._digest_and_commit(save, save.slot)
+                refusal = None
+            except Exception as error:  # noqa: BLE001  the top of a thread: voted on, reported and stored below
+                refusal = self._describe(error)
+                self._fail(save.save_id, self._tiers.staging_name, error)
+        refusals = self._vote("commit", save.save_id, refusal)
+        if refusals:
+            self._drop(save, refusals)
+            return
+        assert manifest is not None
+        assert save.slot is not None
+        self._committed(save, self._tiers.staging_name, self._tiers.staging, manifest)
+        self._flush(save, save.slot, manifest)
+        self._tiers.staging.release(save.slot)
+
+    def _digest_and_commit(self, save: Save, slot: Slot) -> Manifest:
+        self._phase(save.save_id, "staged", self._tiers.staging_name)
+        records = snapshot.digest_records(save.description, slot.memory)
+        manifest = Manifest(
+            save_id=save.save_id,
+            writer=self._writer_record,
+            slot=slot.name,
+            arrays=records,
+            inline=save.items.inline,
+        )
+        self._phase(save.save_id, "digested", self._tiers.staging_name)
+        if self._tiers.staging.directory is not None:
+            self._tiers.staging.commit(slot, manifest)
+        self._phase(save.save_id, "committed_here", self._tiers.staging_name)
+        return manifest
+
+    def _claim_epoch(self, save_id: SaveId) -> None:
+        """Process 0 records the run's epoch before its first save can be committed anywhere."""
+        if self._coordinator.process != 0 or self._claimed == save_id.epoch:
+            return
+        try:
+            self._tiers.epochs.write(self._book.ancestry)
+            self._claimed = save_id.epoch
+        except FileExistsError as error:
+            raise CheckpointError(
+                f"another run has begun epoch {save_id.epoch} in {self._tiers.durable.url}; stop one of the two",
+                step=save_id.step,
+                path=self._tiers.durable.url,
+            ) from error
+        except CheckpointError as error:  # unreachable: tried again with the next save, training goes on
+            self._events.emit(Kind.DEGRADED, step=save_id.step, tier=DURABLE, reason=self._describe(error))
+
+    def _flush(self, save: Save, slot: Slot, manifest: Manifest) -> None:
+        disk = self._tiers.disk
+        if disk is not None and "ssd" in save.due:
+            # Whether the disk is still busy with an older step is a local matter, so it is voted on.
+            refusals = self._vote("disk", save.save_id, None if self._disk.idle else "still writing an older step")
+            if refusals:
+                self._events.emit(Kind.SKIPPED, step=save.save_id.step, tier="ssd", reason=refusals)
+            else:
+                self._tiers.staging.lease(slot)
+                self._disk.submit(lambda: self._flush_to_disk(save, slot, manifest, disk))
+        if DURABLE in save.due:
+            self._tiers.staging.lease(slot)
+            self._durable.submit(lambda: self._flush_to_durable(save, slot, manifest))
+
+    # In the disk thread.
+
+    def _flush_to_disk(self, save: Save, slot: Slot, manifest: Manifest, disk: Arena) -> None:
+        copied, refusal = None, None
+        self._phase(save.save_id, "begun", "ssd")
+        try:
+            copied = copy_slot(slot, manifest, save.description.slot_bytes, disk)
+            self._phase(save.save_id, "copied", "ssd")
+            commit_slot(copied, manifest, disk)
+            self._phase(save.save_id, "committed_here", "ssd")
+        except Exception as error:  # noqa: BLE001  the top of a thread: voted on, reported and stored
+            refusal = self._describe(error)
+            self._fail(save.save_id, "ssd", error)
+        finally:
+            self._tiers.staging.release(slot)
+        refusals = self._vote("disk-commit", save.save_id, refusal)
+        if refusals and copied is not None:
+            disk.discard(copied)
+        elif not refusals:
+            self._committed(save, "ssd", disk, manifest)
+        if copied is not None:
+            disk.release(copied)
+
+    # In the durable thread.
+
+    def _flush_to_durable(self, save: Save, slot: Slot, manifest: Manifest) -> None:
+        self._phase(save.save_id, "begun", DURABLE)
+        try:
+            self._fence(save.save_id)
+            self._tiers.durable.save(
+                save.save_id,
+                {**self._array_items(save, slot, manifest), **save.items.durable},
+                metrics=save.metrics,
+                default_item=save.items.default_item,
+                superseded=self._book.ancestry.superseded,
+            )
+            self._phase(save.save_id, "committed_here", DURABLE)
+            self._committed(save, DURABLE, None, manifest)
+        except Exception as error:  # noqa: BLE001  the top of a thread: reported and stored
+            self._fail(save.save_id, DURABLE, error)
+        finally:
+            self._tiers.staging.release(slot)
+
+    def _array_items(self, save: Save, slot: Slot, manifest: Manifest) -> dict[str, Any]:
+        items = {}
+        for item, sources in save.description.items.items():
+            leaves = [
+                (leaf, source.holders, {r.box: snapshot.box_array(r, leaf, slot.memory) for r in leaf.boxes})
+                for leaf, source in zip(manifest.arrays[item], sources, strict=True)
+            ]
+            items[item] = host_tree(
+                leaves,
+                save.description.treedefs[item],
+                manifest,
+                item,
+                lambda: self._phase(save.save_id, "written", DURABLE),
+            )
+        return items
+
+    def _fence(self, save_id: SaveId) -> None:
+        """Refuses to commit durably once a later run has begun: its branch must not be overtaken by this one."""
+
+        def newest(_: list[Any]) -> int:
+            return self._tiers.epochs.read().epoch
+
+        epoch = self._coordinator.agree("fence", None, newest, timeout_s=self._timeout_s)
+        if epoch > save_id.epoch:
+            raise CheckpointError(
+                f"step {save_id.step} is not committed to {self._tiers.durable.url}: this run has epoch "
+                f"{save_id.epoch}, and a later run has begun epoch {epoch} there; stop this run",
+                step=save_id.step,
+                tier=DURABLE,
+            )
+
+    # In any of them.
+
+    def _committed(self, save: Save, tier: str, arena: Arena | None, manifest: Manifest) -> None:
+        if tier == MEMORY:
+            return
+        self._book.commit(save.save_id, tier)
+        if arena is not None:
+            arena.protect(save.save_id)
+            self._book.keep_only(tier, arena.held())
+        else:
+            kept = set(self._tiers.durable.orbax.all_steps())
+            self._book.keep_only(tier, [r.save_id for r in self._book.records() if r.step in kept])
+        self._events.emit(
+            Kind.COMMITTED,
+            step=save.save_id.step,
+            tier=tier,
+            bytes=manifest.held_bytes,
+            duration_s=round(clock.monotonic_s() - save.staged_s, 6),
+        )
+
+    def _vote(self, channel: str, save_id: SaveId, refusal: str | None) -> str | None:
+        """Everybody's refusals as one sentence, None when there are none. A meeting that fails is a refusal."""
+
+        def joined(refusals: list[str | None]) -> str | None:
+            said = [f"process {process}: {why}" for process, why in enumerate(refusals) if why is not None]
+            return "; ".join(said[:4]) or None
+
+        try:
+            return self._coordinator.agree(channel, refusal, joined, timeout_s=self._timeout_s)
+        except CheckpointError as error:
+            self._fail(save_id, self._tiers.staging_name, error)
+            return self._describe(error)
+
+    def _drop(self, save: Save, refusals: str) -> None:
+        if save.slot is not None:
+            self._tiers.staging.discard(save.slot)
+            self._tiers.staging.release(save.slot)
+        self._book.fail(save.save_id)
+        self._events.emit(Kind.SKIPPED, step=save.save_id.step, tier=self._tiers.staging_name, reason=refusals)
+
+    def _fail(self, save_id: SaveId, tier: str, error: Exception) -> None:
+        self._book.fail(save_id)
+        reason = self._describe(error)
+        self._events.emit(Kind.FAILED, step=save_id.step, tier=tier, reason=reason)
+        failure = SaveFailedError(
+            f"step {save_id.step} was not committed to tier {tier}: {reason}", step=save_id.step, tier=tier
+        )
+        failure.__cause__ = error
+        self._failures.append(failure)
+
+    def _acquire(self, size_bytes: int, waits_s: float) -> Slot | None:
+        try:
+            return self._tiers.staging.acquire(size_bytes, timeout_s=waits_s)
+        except CheckpointError as error:  # no room: the tier is degraded, training goes on
+            self._events.emit(Kind.DEGRADED, tier=self._tiers.staging_name, reason=self._describe(error))
+            return None
+
+    def _phase(self, save_id: SaveId, phase: str, tier: str | None = None) -> None:
+        self._events.emit(Kind.PHASE, step=save_id.step, tier=tier, phase=phase)
+
+    def _describe(self, error: BaseException) -> str:
+        return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _with_shardings(description: snapshot.Description) -> snapshot.Description:
+    """Adds the words for each leaf's sharding to its record; the same sharding is put into words once."""
+    words: dict[jax.sharding.Sharding, str | None] = {}
+
+    def added(source: snapshot.LeafSource) -> snapshot.LeafSource:
+        if source.sharding is None:
+            return source
+        if source.sharding not in words:
+            words[source.sharding] = sharding_text(source.sharding)
+        text = words[source.sharding]
+        if text is None:
+            return source
+        return replace(source, record=replace(source.record, extra={**source.record.extra, "sharding": text}))
+
+    return replace(description, items={item: tuple(map(added, sources)) for item, sources in description.items.items()})
+
+
+def _without_values(description: snapshot.Description) -> snapshot.Description:
+    """Lets the arrays go: a reference held in the background would keep device memory from being reused."""
+    return replace(
+        description,
+        items={
+            item: tuple(replace(source, value=None) for source in sources)
+            for item, sources in description.items.items()
+        },
+    )

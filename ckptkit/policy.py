@@ -1,0 +1,78 @@
+"""What is saved where: the declaration of tiers and their save policies. Pure values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+from ckptkit import layout
+
+Medium = Literal["ram", "ssd"]
+
+
+@runtime_checkable
+class TierSavePolicy(Protocol):
+    """Decides from the step alone, so that every process decides the same without talking."""
+
+    def due(self, step: int) -> bool:
+        """Whether a tier takes this step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EverySteps:
+    """Takes every step that is a multiple of `steps`."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"EverySteps({self.steps}): a step interval is at least 1")
+
+    def due(self, step: int) -> bool:
+        """Whether `step` is a multiple of the interval."""
+        return step % self.steps == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """A fast tier of this host: a directory on a memory-backed mount or on a local disk.
+
+    Use `Tier.ram(path)` and `Tier.ssd(path)`. `save` says which steps the tier takes, `slots` how many steps it
+    has room for (a slot is as large as this process's share of the state), `job` names the job's directory.
+    """
+
+    name: str
+    medium: Medium
+    path: str
+    save: TierSavePolicy
+    slots: int
+    job: str = "job"
+
+    def __post_init__(self) -> None:
+        layout.checked_name(self.job, "job name")
+        if self.slots < 2:
+            raise ValueError(
+                f"Tier {self.name!r}: slots={self.slots}, at least 2 are needed: the newest committed step must stay "
+                "while the next one is written"
+            )
+        if not self.path:
+            raise ValueError(f"Tier {self.name!r} needs the path of a directory")
+
+    @classmethod
+    def ram(cls, path: str, *, save: TierSavePolicy | None = None, slots: int = 3, job: str = "job") -> Tier:
+        """A ramdisk tier: any directory on a memory-backed mount. Never synced; lost with the host's memory."""
+        return cls(name="ram", medium="ram", path=str(path), save=save or EverySteps(1), slots=slots, job=job)
+
+    @classmethod
+    def ssd(cls, path: str, *, save: TierSavePolicy | None = None, slots: int = 2, job: str = "job") -> Tier:
+        """A local disk tier: synced before a step counts as committed, so it survives a power failure."""
+        return cls(name="ssd", medium="ssd", path=str(path), save=save or EverySteps(10), slots=slots, job=job)
+
+
+def checked_tiers(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
+    """The tiers, fastest first; raises ValueError when one is declared twice."""
+    names = [tier.name for tier in tiers]
+    if len(set(names)) != len(names):
+        raise ValueError(f"tiers {names}: at most one ram and one ssd tier")
+    return tuple(sorted(tiers, key=lambda tier: ("ram", "ssd").index(tier.medium)))

@@ -1,0 +1,243 @@
+"""Executes a restore: compare trees, read and prove boxes, place them on devices. One verdict for all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from ckptkit.durable.shardings import sharding_of_text
+from ckptkit.errors import CorruptCheckpointError, TreeMismatchError
+from ckptkit.manifest import BoxRecord, LeafKind, LeafRecord, Manifest, describe
+from ckptkit.plan import BoxRead, Key, RestorePlan
+from ckptkit.sharding import Box, boxes_by_process
+from ckptkit.snapshot import leaf_path
+
+READ_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One leaf that is wanted: what it must be, and where it goes (`sharding` None: host memory)."""
+
+    key: Key
+    kind: LeafKind
+    shape: tuple[int, ...]  # of the stored array: for typed keys, of the key data
+    dtype: str
+    sharding: jax.sharding.Sharding | None
+    key_impl: str | None = None
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The distinct boxes that this process needs."""
+        if self.sharding is None:
+            return (Box.whole(self.shape),)
+        held = boxes_by_process(self.sharding, self.shape)
+        return tuple(box for box, processes in held.items() if jax.process_index() in processes)
+
+
+class BoxReader(Protocol):
+    """Reads a part of one stored box, proven, into host memory of the caller's."""
+
+    def __call__(self, item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
+        """Raises `CorruptCheckpointError` where the bytes do not match their digest."""
+        ...
+
+
+def targets_of(item: str, abstract: Any, stored: Sequence[LeafRecord], *, step: int, where: str) -> list[Target]:
+    """The leaves of `abstract`, each checked against what is stored; all differences are raised at once.
+
+    Raises `TreeMismatchError`: shapes, dtypes, leaves missing on either side. Nothing is cast, padded or cut.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(abstract)
+    on_disk = {leaf.path: leaf for leaf in stored}
+    differences, targets, asked = [], [], set()
+    for keypath, leaf in flat:
+        path, _ = leaf_path(keypath)
+        asked.add(path)
+        name = ".".join(path)
+        if path not in on_disk:
+            differences.append(f"{item}:{name} is {_describe_abstract(leaf)} in abstract_state, and not on disk")
+            continue
+        record = on_disk[path]
+        if not _same(leaf, record):
+            differences.append(
+                f"{item}:{name} is {record.describe()} on disk, {_describe_abstract(leaf)} in abstract_state"
+            )
+            continue
+        targets.append(_target(item, leaf, record))
+    differences += [
+        f"{item}:{leaf.name} is {leaf.describe()} on disk, and not in abstract_state"
+        for path, leaf in on_disk.items()
+        if path not in asked
+    ]
+    if differences:
+        raise TreeMismatchError(differences, step=step, where=where)
+    return targets
+
+
+def abstract_of(stored: Sequence[LeafRecord]) -> Any:
+    """An abstract tree made from the records alone: nested dicts and lists, with the shardings of the save where
+    today's devices allow it, else (one process) everything on the first device.
+
+    Raises ValueError in a job of several processes where the shardings cannot be rebuilt.
+    """
+    root: dict[str, Any] = {}
+    for leaf in stored:
+        node = root
+        for name in leaf.path[:-1]:
+            node = node.setdefault(name, {})
+        if not leaf.path:
+            return _abstract_leaf(leaf)
+        node[leaf.path[-1]] = _abstract_leaf(leaf)
+    return _with_sequences(root, {leaf.path: leaf.keys for leaf in stored})
+
+
+def execute(
+    plan: RestorePlan,
+    readers: Sequence[BoxReader],
+    rejected: Callable[[str, CorruptCheckpointError], None],
+) -> tuple[dict[Key, dict[Box, np.ndarray]], dict[str, int]]:
+    """Reads and proves every box of the plan into fresh host memory; returns them, and the bytes read by tier.
+
+    A box whose source proves bad is taken from the next source of the same save (`rejected` is told); when its
+    last one is bad, that `CorruptCheckpointError` is raised.
+    """
+
+    def read(box_read: BoxRead) -> tuple[BoxRead, np.ndarray, str]:
+        for index, records in box_read.sources:
+            try:
+                return box_read, _read_box(box_read, records, readers[index]), plan.tiers[index]
+            except CorruptCheckpointError as error:
+                rejected(plan.tiers[index], error)
+                last = error
+        raise last
+
+    blocks: dict[Key, dict[Box, np.ndarray]] = {}
+    read_bytes: dict[str, int] = {}
+    with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="ckptkit-restore") as pool:
+        for box_read, block, tier in pool.map(read, plan.reads):
+            blocks.setdefault(box_read.key, {})[box_read.wanted] = block
+            read_bytes[tier] = read_bytes.get(tier, 0) + block.nbytes
+    return blocks, read_bytes
+
+
+def place(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:
+    """The leaf from its proven blocks. Never references tier memory: the blocks are this restore's own."""
+    if target.sharding is None:
+        (block,) = blocks.values()
+        return block if target.kind in ("numpy", "jax") else block.item()
+    indices = target.sharding.addressable_devices_indices_map(target.shape)
+    taken: set[Box] = set()
+    shards = []
+    for device, index in indices.items():
+        box = Box.of_index(index or (), target.shape)
+        # Devices must not share host memory: on the CPU backend a transfer may alias it, and a step may donate it.
+        block = blocks[box].copy() if box in taken else blocks[box]
+        taken.add(box)
+        shards.append(jax.device_put(block, device))
+    array = jax.make_array_from_single_device_arrays(target.shape, target.sharding, shards)
+    return jax.random.wrap_key_data(array, impl=target.key_impl) if target.key_impl else array
+
+
+def merged_leaves(manifests: Iterable[Manifest], item: str) -> list[LeafRecord]:
+    """Every leaf of an item once, in the order of the save, without boxes."""
+    leaves: dict[tuple[str, ...], LeafRecord] = {}
+    for manifest in manifests:
+        for leaf in manifest.arrays.get(item, ()):
+            leaves.setdefault(leaf.path, leaf)
+    return list(leaves.values())
+
+
+def _read_box(box_read: BoxRead, records: Sequence[tuple[LeafRecord, BoxRecord]], reader: BoxReader) -> np.ndarray:
+    if not records:
+        raise CorruptCheckpointError(f"leaf {box_read.key} has no box of the shape {box_read.wanted.shape}")
+    block = np.empty(box_read.wanted.shape, np.dtype(records[0][0].dtype))
+    for leaf, record in records:
+        reader(box_read.key[0], leaf, record, box_read.wanted, block)
+    return block
+
+
+def _target(item: str, leaf: Any, record: LeafRecord) -> Target:
+    key, impl = (item, record.path), record.extra.get("key_impl")
+    if isinstance(leaf, bool | int | float):
+        kind: LeafKind = "bool" if isinstance(leaf, bool) else "int" if isinstance(leaf, int) else "float"
+        return Target(key=key, kind=kind, shape=record.shape, dtype=record.dtype, sharding=None)
+    if isinstance(leaf, np.ndarray | np.generic):
+        return Target(key=key, kind="numpy", shape=record.shape, dtype=record.dtype, sharding=None)
+    sharding = getattr(leaf, "sharding", None) or _stored_sharding(record)
+    if impl and isinstance(sharding, jax.sharding.NamedSharding):
+        # The key data has trailing dimensions of its own, which are never split.
+        spec = jax.sharding.PartitionSpec(*sharding.spec, *([None] * (len(leaf.shape) - len(sharding.spec))))
+        sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
+    return Target(key=key, kind="jax", shape=record.shape, dtype=record.dtype, sharding=sharding, key_impl=impl)
+
+
+def _same(leaf: Any, record: LeafRecord) -> bool:
+    if isinstance(leaf, bool | int | float):
+        return record.shape == ()
+    impl = record.extra.get("key_impl")
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return impl is not None and f"key<{_short_impl(impl)}>" == leaf.dtype.name and _starts(record, leaf)
+    return impl is None and tuple(leaf.shape) == record.shape and leaf.dtype.name == record.dtype
+
+
+def _short_impl(impl: str) -> str:
+    """Keys' dtypes are named by a tag (`key<fry>`), their implementations by a name (`threefry2x32`)."""
+    return jax.random.key(0, impl=impl).dtype.name.removeprefix("key<").removesuffix(">")
+
+
+def _starts(record: LeafRecord, leaf: Any) -> bool:
+    return record.shape[: len(leaf.shape)] == tuple(leaf.shape)
+
+
+def _describe_abstract(leaf: Any) -> str:
+    if isinstance(leaf, bool | int | float):
+        return type(leaf).__name__
+    dtype = getattr(leaf, "dtype", None)
+    return describe(dtype.name, leaf.shape) if dtype is not None else type(leaf).__name__
+
+
+def _abstract_leaf(leaf: LeafRecord) -> Any:
+    if leaf.kind != "jax":
+        block = np.empty(leaf.shape, np.dtype(leaf.dtype))
+        return block if leaf.kind == "numpy" else block.item()
+    impl = leaf.extra.get("key_impl")
+    if impl:
+        key = jax.random.key(0, impl=impl)
+        trailing = jax.random.key_data(key).ndim
+        return jax.ShapeDtypeStruct(
+            leaf.shape[: len(leaf.shape) - trailing], key.dtype, sharding=_stored_sharding(leaf)
+        )
+    return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=_stored_sharding(leaf))
+
+
+def _stored_sharding(leaf: LeafRecord) -> jax.sharding.Sharding:
+    sharding = sharding_of_text(leaf.extra.get("sharding", "{}"))
+    if sharding is not None:
+        return sharding
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"leaf {leaf.name} was saved on a mesh that today's devices cannot form; pass an abstract state with "
+            "shardings to restore"
+        )
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def _with_sequences(root: Any, keys: Mapping[tuple[str, ...], str]) -> Any:
+    """Turns the levels that were sequences back into lists."""
+    kinds = {path[:depth]: letters[depth] for path, letters in keys.items() for depth in range(len(path))}
+
+    def rebuild(node: Any, at: tuple[str, ...]) -> Any:
+        if not isinstance(node, dict):
+            return node
+        children = {name: rebuild(child, (*at, name)) for name, child in node.items()}
+        if kinds.get(at) == "s":
+            return [children[name] for name in sorted(children, key=int)]
+        return children
+
+    return rebuild(root, ())

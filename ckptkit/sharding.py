@@ -1,0 +1,144 @@
+"""Boxes: which slice of a global array is held where, and how a box is cut into cells. Pure functions.
+
+A *box* is a slice of a global array that one process holds; a *cell* is the unit of digests, of copies and of
+the durable layout's zarr chunks. A cell is a whole number of leading rows of its box (C order), so the bytes of
+a cell are contiguous in the bytes of its box.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+
+CELL_BYTES = 64 << 20  # bounded, so that copies, digests and partial reads run in parallel (DESIGN, format)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """A half-open slice `[start, stop)` of a global array, one pair per dimension."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.stop) or any(
+            not 0 <= a <= b for a, b in zip(self.start, self.stop, strict=True)
+        ):
+            raise ValueError(f"not a box: start {self.start}, stop {self.stop}")
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """The box that is all of an array of `shape`."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @classmethod
+    def of_index(cls, index: Sequence[slice], shape: Sequence[int]) -> Box:
+        """The box of a shard's index, as JAX gives it (`Shard.index`, `devices_indices_map`)."""
+        bounds = [part.indices(size) for part, size in zip(index, shape, strict=True)]
+        return cls(tuple(a for a, _, _ in bounds), tuple(b for _, b, _ in bounds))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements along each dimension."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """What two boxes have in common; None when that is nothing (a box without elements meets nothing)."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(start, stop)
+
+    def slices(self, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
+        """The index of this box in its global array, or in a block that begins at `origin`."""
+        origin = origin if origin is not None else (0,) * len(self.start)
+        return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, origin, strict=True))
+
+
+def missing_elements(wanted: Box, held: Iterable[Box]) -> int:
+    """How many elements of `wanted` no box of `held` covers; the boxes of `held` must not overlap."""
+    if wanted.size == 0:
+        return 0
+    return wanted.size - sum(common.size for box in held if (common := wanted.intersect(box)))
+
+
+def boxes_by_process(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[Box, tuple[int, ...]]:
+    """Every distinct box of a global array with the processes that hold it, both in ascending order.
+
+    Every process computes the same answer: it is a function of the global sharding alone.
+    """
+    held: dict[Box, set[int]] = {}
+    for device, index in sharding.devices_indices_map(tuple(shape)).items():
+        held.setdefault(Box.of_index(index or (), shape), set()).add(device.process_index)
+    return {box: tuple(sorted(held[box])) for box in sorted(held)}
+
+
+def choose_writers(holders: Sequence[Mapping[Box, tuple[int, ...]]], itemsizes: Sequence[int]) -> list[dict[Box, int]]:
+    """Which process writes each box of each leaf to the durable tier: once each, evenly by bytes.
+
+    Greedy in the given order: a box goes to the holder with the fewest bytes so far (ties: the lowest process).
+    Deterministic, so that every process computes the same answer without talking.
+    """
+    load: dict[int, int] = {}
+    chosen: list[dict[Box, int]] = []
+    for boxes, itemsize in zip(holders, itemsizes, strict=True):
+        writers = {}
+        for box, processes in boxes.items():
+            writer = min(processes, key=lambda process: (load.get(process, 0), process))
+            load[writer] = load.get(writer, 0) + box.size * itemsize
+            writers[box] = writer
+        chosen.append(writers)
+    return chosen
+
+
+def cell_shape(
+    shape: Sequence[int], box_shape: Sequence[int], itemsize: int, limit_bytes: int = CELL_BYTES
+) -> tuple[int, ...]:
+    """The cell of a leaf whose boxes all have `box_shape`: at most about `limit_bytes`, the same everywhere.
+
+    Leading dimensions are cut to single rows until one suffices. A dimension that is split over devices is cut at
+    a divisor of the box, so that no cell crosses a box; where the divisors are poor (a prime), the nearest one
+    above the limit is taken rather than a great many tiny cells.
+    """
+    cell = list(box_shape)
+    for axis, rows in enumerate(box_shape):
+        row_bytes = itemsize * math.prod(cell[axis + 1 :])
+        if rows * row_bytes <= limit_bytes:
+            break
+        wanted = max(1, limit_bytes // row_bytes)
+        whole_axis = rows == shape[axis]  # zarr allows a partial cell at the end of the array only
+        cell[axis] = wanted if whole_axis else _near_divisor(rows, wanted)
+        if cell[axis] > 1:
+            break
+    return tuple(max(1, rows) for rows in cell)
+
+
+def cells_of(box: Box, cell: Sequence[int]) -> list[Box]:
+    """The cells of a box in C order; the last along a dimension may be partial."""
+    if not box.start or box.size == 0:
+        return [box] if box.size else []
+    corners = [()]
+    for a, b, step in zip(box.start, box.stop, cell, strict=True):
+        corners = [(*corner, at) for corner in corners for at in range(a, b, step)]
+    return [
+        Box(corner, tuple(min(at + step, b) for at, step, b in zip(corner, cell, box.stop, strict=True)))
+        for corner in corners
+    ]
+
+
+def _near_divisor(rows: int, wanted: int) -> int:
+    """The largest divisor of `rows` up to `wanted`; if that is 16 times too small, the next larger divisor."""
+    divisors = sorted({d for i in range(1, math.isqrt(rows) + 1) if rows % i == 0 for d in (i, rows // i)})
+    below = max(d for d in divisors if d <= wanted)
+    if below * 16 >= wanted:
+        return below
+    return min(d for d in divisors if d > wanted)

@@ -1,0 +1,9 @@
+"""Put, get, stat, list and delete on one root: local directories, memory, and buckets."""
+
+from ckptkit.store.base import Stat as Stat
+from ckptkit.store.base import Store as Store
+from ckptkit.store.local import LocalStore as LocalStore
+from ckptkit.store.memory import MemoryStore as MemoryStore
+from ckptkit.store.remote import RemoteStore as RemoteStore
+from ckptkit.store.retry import RetryStore as RetryStore
+from ckptkit.store.roots import open_store as open_store

@@ -1,0 +1,57 @@
+"""The one storage interface. Retry and faults are the same interface wrapped around itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+PutMode = Literal["create", "replace"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """What is known of a stored object without reading it."""
+
+    size_bytes: int
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Objects under one root, named by relative keys with `/` between parts.
+
+    Every store guarantees: an object is whole or absent, never partly written; what `put` returned for is read
+    by every later `get`. Every method raises `StoreError`, or `TransientStoreError` where a retry may help.
+    """
+
+    @property
+    def url(self) -> str:
+        """The root, as error messages name it."""
+        ...
+
+    def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
+        """Stores `data` whole. `create` raises `FileExistsError` where the key exists already."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """The whole object; raises `FileNotFoundError` where there is none."""
+        ...
+
+    def stat(self, key: str) -> Stat | None:
+        """Facts about an object; None where there is none."""
+        ...
+
+    def list(self, prefix: str) -> list[str]:
+        """The names right below the directory `prefix`, sorted: objects and, ending in `/`, directories."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Removes an object; one that is absent is no error."""
+        ...
+
+
+def checked_key(key: str) -> str:
+    """`key` if it stays below its root; raises ValueError for absolute keys and for `..`."""
+    parts = key.split("/")
+    if key.startswith("/") or any(part in ("", ".", "..") for part in parts) or "\0" in key:
+        raise ValueError(f"{key!r} is not a key: relative, with no empty part, '.' or '..'")
+    return key

@@ -1,0 +1,120 @@
+"""A directory on a local or shared file system."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import final
+
+from ckptkit.errors import StoreError, StoreFullError, TransientStoreError
+from ckptkit.store.base import PutMode, Stat, checked_key
+
+_TRANSIENT = {errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+@final
+class LocalStore:
+    """Objects as files. `put` writes a temporary file, syncs it, renames it and syncs the directory.
+
+    With `durable=False` nothing is synced (a ramdisk has nothing to sync to).
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, durable: bool = True):
+        self._root = Path(root)
+        self._durable = durable
+
+    @property
+    def url(self) -> str:
+        """The directory."""
+        return str(self._root)
+
+    def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
+        """Stores `data` whole (see `Store.put`); survives power loss on return unless `durable=False`."""
+        path = self._path(key)
+        with _translated(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd, temporary = tempfile.mkstemp(prefix=".put-", dir=path.parent)
+            try:
+                with os.fdopen(fd, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    if self._durable:
+                        os.fsync(fd)
+                if mode == "create":
+                    os.link(temporary, path)  # fails where the name exists, unlike rename
+                    os.unlink(temporary)
+                else:
+                    os.replace(temporary, path)
+            except BaseException:
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary)
+                raise
+            self._sync_directory(path.parent)
+
+    def get(self, key: str) -> bytes:
+        """The whole object; raises `FileNotFoundError` where there is none."""
+        path = self._path(key)
+        with _translated(path):
+            return path.read_bytes()
+
+    def stat(self, key: str) -> Stat | None:
+        """Facts about an object; None where there is none."""
+        path = self._path(key)
+        with _translated(path):
+            try:
+                return Stat(path.stat().st_size)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def list(self, prefix: str) -> list[str]:
+        """The names right below `prefix`, sorted; directories end in `/`. Unfinished puts are left out."""
+        path = self._path(prefix) if prefix else self._root
+        with _translated(path):
+            try:
+                entries = list(os.scandir(path))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            return sorted(entry.name + "/" * entry.is_dir() for entry in entries if not entry.name.startswith(".put-"))
+
+    def delete(self, key: str) -> None:
+        """Removes an object; one that is absent is no error."""
+        path = self._path(key)
+        with _translated(path), suppress(FileNotFoundError):
+            path.unlink()
+            self._sync_directory(path.parent)
+
+    def _path(self, key: str) -> Path:
+        return self._root / checked_key(key)
+
+    def _sync_directory(self, directory: Path) -> None:
+        if self._durable:
+            sync_directory(directory)
+
+
+def sync_directory(directory: str | os.PathLike[str]) -> None:
+    """Makes names in a directory durable: a rename alone is lost on power failure (ext4)."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError):
+        raise
+    except OSError as error:
+        message = f"{path}: {error.strerror or error}"
+        if error.errno in _FULL:
+            raise StoreFullError(f"{message}; free some space or take another directory", path=str(path)) from error
+        if error.errno in _TRANSIENT:
+            raise TransientStoreError(message, path=str(path)) from error
+        raise StoreError(message, path=str(path)) from error

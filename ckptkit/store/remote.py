@@ -1,0 +1,102 @@
+"""A prefix of a bucket, through fsspec (gcsfs for `gs://`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, final
+
+import fsspec
+
+from ckptkit.errors import StoreError, TransientStoreError
+from ckptkit.store.base import PutMode, Stat, checked_key
+
+_TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
+
+
+@final
+class RemoteStore:
+    """Objects in a bucket; a put is one upload, which the bucket makes whole or absent.
+
+    Listings are never cached: another process may have written since.
+    """
+
+    def __init__(self, url: str):
+        self._url = url.rstrip("/")
+        self._fs, self._root = _open_filesystem(self._url)
+
+    @property
+    def url(self) -> str:
+        """The prefix, with its scheme."""
+        return self._url
+
+    def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
+        """Stores `data` whole; `create` is a precondition that the bucket itself checks."""
+        with _translated(f"{self._url}/{key}"):
+            self._fs.pipe_file(self._path(key), data, mode="create" if mode == "create" else "overwrite")
+
+    def get(self, key: str) -> bytes:
+        """The whole object; raises `FileNotFoundError` where there is none."""
+        with _translated(f"{self._url}/{key}"):
+            return self._fs.cat_file(self._path(key))
+
+    def stat(self, key: str) -> Stat | None:
+        """Facts about an object; None where there is none."""
+        with _translated(f"{self._url}/{key}"), suppress(FileNotFoundError):
+            info: dict[str, Any] = self._fs.info(self._path(key))
+            return Stat(int(info["size"])) if info["type"] == "file" else None
+        return None
+
+    def list(self, prefix: str) -> list[str]:
+        """The names right below `prefix`, sorted; directories end in `/`. One paged delimiter listing."""
+        path = self._path(prefix) if prefix else self._root
+        with _translated(f"{self._url}/{prefix}"), suppress(FileNotFoundError):
+            self._fs.invalidate_cache()
+            entries: list[dict[str, Any]] = self._fs.ls(path, detail=True)
+            names = {
+                entry["name"].rstrip("/").rpartition("/")[2] + "/" * (entry["type"] == "directory")
+                for entry in entries
+                if entry["name"].rstrip("/") != path
+            }
+            return sorted(names)
+        return []
+
+    def delete(self, key: str) -> None:
+        """Removes an object; one that is absent is no error."""
+        with _translated(f"{self._url}/{key}"), suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(key))
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{checked_key(key)}"
+
+
+def _open_filesystem(url: str) -> tuple[Any, str]:
+    with _translated(url):
+        return fsspec.core.url_to_fs(url)
+
+
+@contextmanager
+def _translated(where: str) -> Iterator[None]:
+    """Library errors become ours once, here. Statuses are found by attribute: gcsfs and aiohttp differ in type."""
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError):
+        raise
+    except Exception as error:
+        status = getattr(error, "code", None) or getattr(error, "status", None)
+        with suppress(TypeError, ValueError):
+            status = int(status)  # pyright: ignore[reportArgumentType]
+        message = f"{where}: {type(error).__name__}: {error}"
+        if status == 412:
+            raise FileExistsError(message) from error
+        if status in (401, 403):
+            raise StoreError(
+                f"{message}\nThe credentials in use may not do this; grant storage.objects.get, .list, .create and "
+                ".delete on the bucket, or sign in (gcloud auth application-default login).",
+                path=where,
+            ) from error
+        if status in _TRANSIENT_STATUS or isinstance(error, (ConnectionError, TimeoutError)):
+            raise TransientStoreError(message, path=where) from error
+        if type(error).__module__.split(".")[0] == "aiohttp":
+            raise TransientStoreError(message, path=where) from error
+        raise StoreError(message, path=where) from error

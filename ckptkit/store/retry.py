@@ -1,0 +1,74 @@
+"""A store that tries again: the one place where a failed operation is repeated."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar, final
+
+from ckptkit.clock import Deadline
+from ckptkit.errors import TransientStoreError
+from ckptkit.store.base import PutMode, Stat, Store
+
+T = TypeVar("T")
+
+
+@final
+class RetryStore:
+    """Repeats operations that raised `TransientStoreError` until `deadline_s`, with full jitter.
+
+    A `create` that is repeated may find its own first try committed: the content is compared, and equal is success.
+    """
+
+    def __init__(self, inner: Store, *, deadline_s: float = 60.0, first_delay_s: float = 0.1):
+        self._inner = inner
+        self._deadline_s = deadline_s
+        self._first_delay_s = first_delay_s
+
+    @property
+    def url(self) -> str:
+        """The wrapped store's."""
+        return self._inner.url
+
+    def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
+        """See `Store.put`."""
+        tries = 0
+
+        def attempt() -> None:
+            nonlocal tries
+            tries += 1
+            try:
+                self._inner.put(key, data, mode=mode)
+            except FileExistsError:
+                if tries == 1 or self._inner.get(key) != data:
+                    raise
+
+        self._retry(attempt)
+
+    def get(self, key: str) -> bytes:
+        """See `Store.get`."""
+        return self._retry(lambda: self._inner.get(key))
+
+    def stat(self, key: str) -> Stat | None:
+        """See `Store.stat`."""
+        return self._retry(lambda: self._inner.stat(key))
+
+    def list(self, prefix: str) -> list[str]:
+        """See `Store.list`."""
+        return self._retry(lambda: self._inner.list(prefix))
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        self._retry(lambda: self._inner.delete(key))
+
+    def _retry(self, operation: Callable[[], T]) -> T:
+        deadline, delay_s = Deadline(self._deadline_s), self._first_delay_s
+        while True:
+            try:
+                return operation()
+            except TransientStoreError:
+                if deadline.passed:
+                    raise
+            time.sleep(min(random.uniform(0, delay_s), deadline.left_s))
+            delay_s = min(delay_s * 2, 5.0)

@@ -1,0 +1,23 @@
+"""From a directory or URL to the store that serves it."""
+
+from __future__ import annotations
+
+import os
+
+from ckptkit.store.base import Store
+from ckptkit.store.local import LocalStore
+from ckptkit.store.remote import RemoteStore
+from ckptkit.store.retry import RetryStore
+
+
+def is_remote(root: str) -> bool:
+    """Whether `root` names a bucket rather than a directory."""
+    return "://" in root and not root.startswith("file://")
+
+
+def open_store(root: str | os.PathLike[str], *, deadline_s: float = 60.0) -> Store:
+    """The store of a directory, a `file://` URL, or a bucket URL such as `gs://bucket/prefix`."""
+    root = os.fspath(root)
+    if is_remote(root):
+        return RetryStore(RemoteStore(root), deadline_s=deadline_s)
+    return LocalStore(root.removeprefix("file://"))
