@@ -123,11 +123,12 @@ class CheckpointManager:
         if force and any(record.step == step for record in self._current_branch()):
             raise StepAlreadyExistsError(f"step {step} exists already in {self._durable.url} or its fast tiers")
         captured = save_items(args)
+        description = self._pipeline.describe(captured)
         self._begin_epoch()
         save_id = SaveId(self._epoch, step, self._number)
         self._number += 1
         self._decider.taken(step, due)
-        self._pipeline.submit(save_id, captured, due, metrics)
+        self._pipeline.submit(save_id, captured, description, due, metrics)
         return True
 
     def should_save(self, step: int) -> bool:

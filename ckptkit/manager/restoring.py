@@ -108,9 +108,9 @@ class Restorer:
                 rejected.append((candidate.where, candidate.save_id.step, outcome))
                 self._events.emit(Kind.REJECTED, step=candidate.save_id.step, tier=candidate.where, reason=outcome)
         if not rejected:
-            what = f"step {step}" if step is not None else "no step"
+            what = f"step {step} was not found" if step is not None else "no step was found"
             raise StepNotFoundError(
-                f"{what} found in {self._durable.url} or in the fast tiers of any host; list what there is with "
+                f"{what} in {self._durable.url} or in the fast tiers of any host; list what there is with "
                 f"`ckptkit steps {self._durable.url}`",
                 step=step,
                 path=self._durable.url,

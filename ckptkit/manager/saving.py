@@ -72,7 +72,18 @@ class SavePipeline:
         self._disk = Worker("ckptkit-disk", waiting_max=1)
         self._durable = Worker("ckptkit-durable", waiting_max=1)
 
-    def submit(self, save_id: SaveId, items: SaveItems, due: frozenset[str], metrics: Any) -> None:
+    def describe(self, items: SaveItems) -> snapshot.Description:
+        """What a save of `items` will hold; raises for leaves that cannot be saved, before anything is taken."""
+        return _with_shardings(snapshot.describe_items(items.trees))
+
+    def submit(
+        self,
+        save_id: SaveId,
+        items: SaveItems,
+        description: snapshot.Description,
+        due: frozenset[str],
+        metrics: Any,
+    ) -> None:
         """Stages the state and hands the save over; returns once the caller may donate the state.
 
         Blocks for one copy of this process's boxes; with a durable save due, also for the previous durable save
@@ -80,7 +91,6 @@ class SavePipeline:
         """
         start_s = clock.monotonic_s()
         self._phase(save_id, "begun")
-        description = _with_shardings(snapshot.describe_items(items.trees))
         waits_s = 0.0
         if DURABLE in due:
             self._writer.wait_idle(self._timeout_s)

@@ -1,0 +1,8 @@
+"""Every test process has four CPU devices, set before JAX is imported."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+# gcsfs asks Google for a bucket's kind over gRPC at first use; there is no Google behind an emulator.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"

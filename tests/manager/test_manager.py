@@ -1,0 +1,329 @@
+"""The manager in one process: what is saved comes back, from the fastest tier that still has it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from ckptkit.durable import DurableSteps
+from tests.states import abstract, assert_same, make_state, put, restore_args, save_args
+
+
+class Run:
+    """A job's directories, and managers over them; events are kept."""
+
+    def __init__(self, root: Path):
+        self.durable = root / "durable"
+        self.ram = root / "ram"
+        self.ssd = root / "ssd"
+        self.events: list[ckptkit.Event] = []
+
+    def manager(self, *, save_every: int = 4, tiers: bool = True, host_id: str = "host-a", **options: Any) -> Any:
+        log = ckptkit.EventLog()
+        log.observe(self.events.append)
+        fast = [
+            ckptkit.Tier.ram(str(self.ram), save=ckptkit.EverySteps(1)),
+            ckptkit.Tier.ssd(str(self.ssd), save=ckptkit.EverySteps(2)),
+        ]
+        return ckptkit.CheckpointManager(
+            self.durable,
+            options=ocp.CheckpointManagerOptions(save_interval_steps=save_every, **options),
+            tiers=fast if tiers else (),
+            host_id=host_id,
+            events=log,
+            timeout_s=30,
+        )
+
+    def save_steps(self, steps: range, **kwargs: Any) -> None:
+        with self.manager(**kwargs) as manager:
+            for step in steps:
+                assert manager.save(step, args=save_args(make_state(step), step))
+                manager.wait_until_finished()
+
+    def of_kind(self, kind: ckptkit.Kind) -> list[ckptkit.Event]:
+        return [event for event in self.events if event.kind == kind]
+
+    def sources(self) -> set[str]:
+        return set(self.of_kind(ckptkit.Kind.RESTORED)[-1].fields["sources"])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    yield Run(tmp_path)
+
+
+def restored_step(run: Run, **kwargs: Any) -> int:
+    """Restores the newest step, checks every bit of it, and says which it was."""
+    with run.manager(**kwargs) as manager:
+        restored = manager.restore(None, args=restore_args(abstract(make_state())))
+    assert_same(restored["state"], make_state(restored["data"]["step"]))
+    return restored["data"]["step"]
+
+
+def test_each_tier_serves_when_the_faster_ones_are_gone(run: Run) -> None:
+    """A lost ramdisk or disk would cost more than the steps that only it had."""
+    run.save_steps(range(8))
+    assert restored_step(run) == 7
+    assert run.sources() == {"ram"}
+    shutil.rmtree(run.ram)
+    assert restored_step(run) == 6
+    assert run.sources() == {"ssd"}
+    shutil.rmtree(run.ssd)
+    assert restored_step(run) == 4
+    assert run.sources() == {"durable"}
+
+
+def test_without_template_the_tree_comes_back_as_it_was(run: Run) -> None:
+    """A person who lost the model's code could not read a checkpoint."""
+    run.save_steps(range(1))
+    with run.manager() as manager:
+        restored = manager.restore(None)
+    assert_same(restored["state"], make_state(0))
+    assert restored["state"]["x"].sharding == make_state(0)["x"].sharding
+    assert restored["data"] == {"step": 0}
+
+
+def test_default_item_and_context_manager(run: Run) -> None:
+    """The simplest script, one unnamed state, would not work as with Orbax."""
+    with run.manager(tiers=False, save_every=1) as manager:
+        assert manager.save(3, args=ocp.args.StandardSave(make_state(3)))  # pyright: ignore[reportCallIssue]
+    with run.manager(tiers=False) as manager:
+        assert manager.latest_step() == 3
+        assert_same(manager.restore(3, args=ocp.args.StandardRestore(abstract(make_state()))), make_state(3))
+        assert_same(manager.restore(3), make_state(3))
+
+
+def test_a_step_is_taken_once_and_forced_twice_is_an_error(run: Run) -> None:
+    """Saving a step again would overwrite it, or pass for saved when it was not."""
+    with run.manager() as manager:
+        assert manager.save(5, args=save_args(make_state(5), 5))
+        assert not manager.save(5, args=save_args(make_state(5), 5))
+        assert not manager.save(3, args=save_args(make_state(3), 3))
+        with pytest.raises(ckptkit.StepAlreadyExistsError, match="step 5 exists already"):
+            manager.save(5, args=save_args(make_state(5), 5), force=True)
+
+
+def test_what_is_saved_is_what_was_there_when_save_returned(run: Run) -> None:
+    """A donating step right after `save` would change the checkpoint (or raise 'Array has been deleted')."""
+    step = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), donate_argnums=0)
+    state = {"a": put(np.zeros((64, 64), np.float32), "data", "fsdp"), "b": put(np.zeros(8, np.float32))}
+    with run.manager() as manager:
+        for number in range(12):
+            assert manager.save(number, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+            state = step(state)
+        manager.wait_until_finished()
+        for number in manager.all_steps():
+            for leaf in jax.tree.leaves(manager.restore(number)):
+                assert (np.asarray(leaf) == number).all()
+
+
+def test_restored_arrays_survive_the_reuse_of_every_slot(run: Run) -> None:
+    """A restored array that aliased a slot would change with the next saves."""
+    run.save_steps(range(3))
+    with run.manager() as manager:
+        restored = manager.restore(None, args=restore_args(abstract(make_state())))
+        for step in range(3, 10):
+            manager.save(step, args=save_args(make_state(step), step))
+        manager.wait_until_finished()
+        assert_same(restored["state"], make_state(2))
+
+
+@pytest.mark.parametrize("tier", ["ram", "ssd"])
+def test_a_flipped_bit_in_a_slot_is_never_restored(run: Run, tier: str) -> None:
+    """Damaged bytes would come back as weights."""
+    run.save_steps(range(5))
+    flip_slots(run.ram)
+    if tier == "ssd":
+        flip_slots(run.ssd)
+    assert restored_step(run) == 4
+    assert run.sources() == ({"ssd"} if tier == "ram" else {"durable"})
+
+
+def test_a_flipped_bit_in_the_durable_tier_is_never_restored(run: Run) -> None:
+    """Damaged bytes would come back as weights; stock Orbax does that 60 times out of 60."""
+    weights = np.random.default_rng(0).standard_normal((2, 64, 64), np.float32)
+    with run.manager(tiers=False, save_every=1) as manager:
+        for step in range(2):
+            manager.save(step, args=ocp.args.StandardSave({"w": put(weights[step], "fsdp")}))  # pyright: ignore[reportCallIssue]
+    flipped = 0
+    for path in (run.durable / "1").rglob("*"):
+        data = bytearray(path.read_bytes()) if path.is_file() else bytearray()
+        at = data.find(weights[1].tobytes()[:64])
+        if at >= 0:
+            data[at + 7] ^= 4
+            path.write_bytes(data)
+            flipped += 1
+    assert flipped == 1
+    with ocp.CheckpointManager(run.durable) as stock:
+        wrong = stock.restore(1, args=ocp.args.StandardRestore())["w"]  # pyright: ignore[reportCallIssue]
+        assert not np.array_equal(np.asarray(wrong), weights[1])  # restored without a word
+    with run.manager(tiers=False) as manager:
+        assert_same(manager.restore(None), {"w": put(weights[0], "fsdp")})
+        rejected = run.of_kind(ckptkit.Kind.REJECTED)[-1]
+        assert rejected.step == 1
+        assert "leaf w, cell (0, 0) to (32, 64) has digest" in rejected.fields["reason"]
+        with pytest.raises(ckptkit.NoRestorableStepError, match="step 1 in durable: process 0: CorruptCheckpointError"):
+            manager.restore(1)
+
+
+def flip_slots(root: Path) -> None:
+    for slot in root.rglob("slot-*.bin"):
+        data = bytearray(slot.read_bytes())
+        for at in range(0, len(data), 4096):  # boxes are page-aligned: the first byte of each
+            data[at] ^= 1
+        slot.write_bytes(data)
+
+
+def test_every_difference_of_the_trees_is_named(run: Run) -> None:
+    """A person would mend one leaf at a time, or get silently cast weights."""
+    run.save_steps(range(1))
+    target = abstract(make_state())
+    target["w"] = jax.ShapeDtypeStruct((8, 8), "bfloat16", sharding=target["w"].sharding)
+    target["more"] = target.pop("b")
+    with run.manager() as manager, pytest.raises(ckptkit.TreeMismatchError) as caught:
+        manager.restore(None, args=restore_args(target))
+    assert caught.value.differences == (
+        "state:b is bfloat16[4] on disk, and not in abstract_state",
+        "state:more is bfloat16[4] in abstract_state, and not on disk",
+        "state:w is float32[8,8] on disk, bfloat16[8,8] in abstract_state",
+    )
+
+
+def test_nothing_to_restore_says_what_was_looked_at(run: Run) -> None:
+    """An empty directory would look like a corrupt one."""
+    with run.manager() as manager:
+        assert manager.latest_step() is None
+        with pytest.raises(ckptkit.StepNotFoundError, match="no step was found in"):
+            manager.restore(None)
+        assert manager.save(1, args=save_args(make_state(1), 1))
+        with pytest.raises(FileNotFoundError, match="step 9 was not found in"):
+            manager.restore(9)
+
+
+def test_a_rollback_holds_across_restarts(run: Run) -> None:
+    """An abandoned branch would win at the next restart, as it does with stock Orbax (30 instead of 11)."""
+    run.save_steps(range(10, 31, 10), save_every=1)
+    with run.manager(save_every=1) as manager:
+        manager.restore(10)
+        assert manager.latest_step() == 30  # looking at an old step is not a rollback yet
+        assert manager.save(11, args=save_args(make_state(11), 11))
+        assert manager.latest_step() == 11
+        assert manager.all_steps() == [10, 11]
+    shutil.rmtree(run.ram)
+    shutil.rmtree(run.ssd)
+    assert restored_step(run) == 11
+    with run.manager(save_every=1) as manager:
+        manager.restore(None)
+        assert manager.save(20, args=save_args(make_state(21), 20))  # replaces the abandoned step of that number
+        manager.wait_until_finished()
+        assert_same(manager.restore(20)["state"], make_state(21))
+
+
+def test_a_lost_tier_with_newer_steps_cannot_win_after_a_newer_run(run: Run, tmp_path: Path) -> None:
+    """A host that returns with an old ramdisk would bring back a branch that the job has left behind."""
+    run.save_steps(range(8))
+    shutil.copytree(run.ram, tmp_path / "old")
+    shutil.rmtree(run.ram)
+    shutil.rmtree(run.ssd)
+    assert restored_step(run) == 4
+    with run.manager() as manager:
+        manager.restore(None)
+        manager.save(5, args=save_args(make_state(5), 5), force=True)
+    shutil.rmtree(run.ram)
+    shutil.copytree(tmp_path / "old", run.ram)
+    assert restored_step(run) == 5
+
+
+def test_a_failed_durable_save_is_reported_once_and_forgets_nothing(run: Run, monkeypatch: Any) -> None:
+    """A full disk would end training, or (as with stock Orbax) make good steps vanish without a word."""
+    run.save_steps(range(4), save_every=2)
+    with run.manager(save_every=2) as manager:
+        with monkeypatch.context() as patched:
+
+            def refuse(*_: Any, **__: Any) -> None:
+                raise OSError(28, "No space left on device")
+
+            patched.setattr(DurableSteps, "save", refuse)
+            assert manager.save(4, args=save_args(make_state(4), 4))
+            with pytest.raises(ckptkit.SaveFailedError, match="step 4 was not committed to tier durable"):
+                manager.wait_until_finished()
+        manager.check_for_errors()
+        assert manager.all_steps() == [0, 2, 3, 4]  # 4 is in the fast tiers
+        assert manager.save(6, args=save_args(make_state(6), 6))
+        manager.wait_until_finished()
+        assert {r.step for r in manager.steps() if "durable" in r.tiers} >= {0, 2, 6}
+
+
+def test_no_free_slot_skips_the_step_and_says_so(run: Run, monkeypatch: Any) -> None:
+    """The step loop would wait for a slow bucket, or overwrite a slot that is being uploaded."""
+    with run.manager(save_every=100) as manager:
+        assert manager.save(0, args=save_args(make_state(0), 0))  # Orbax's first save is always durable
+        manager.wait_until_finished()
+        arena = manager._pipeline._tiers.staging
+        held = [slot for _ in range(3) if (slot := arena.acquire(4096)) is not None]
+        assert len(held) == 2  # the third holds step 0, the newest committed one
+        assert manager.save(1, args=save_args(make_state(1), 1))
+        manager.wait_until_finished()
+        (skipped,) = run.of_kind(ckptkit.Kind.SKIPPED)
+        assert "no free slot" in skipped.fields["reason"]
+        assert manager.latest_step() == 0
+        for slot in held:
+            arena.release(slot)
+        assert manager.save(2, args=save_args(make_state(2), 2))
+        manager.wait_until_finished()
+        assert manager.latest_step() == 2
+
+
+def test_unsupported_items_and_leaves_are_refused_by_name(run: Run) -> None:
+    """A typo would be found at the restart, when the run is lost."""
+    with run.manager() as manager:
+        with pytest.raises(TypeError, match="item 'default' is saved with ArraySaveArgs; supported are"):
+            manager.save(1, args=ocp.args.ArraySave(np.zeros(3)))  # pyright: ignore[reportCallIssue]
+        with pytest.raises(TypeError, match=r"default:name is a str; a leaf to be saved is an array or a number"):
+            manager.save(1, args=ocp.args.StandardSave({"name": "x"}))  # pyright: ignore[reportCallIssue]
+        assert manager.save(1, args=save_args(make_state(1), 1))
+
+
+def test_a_tier_that_cannot_be_written_is_refused_at_construction(tmp_path: Path) -> None:
+    """The job would find out at its first save that it has no tier."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ckptkit.TierUnusableError, match="cannot be used: Not a directory; give a directory"):
+        ckptkit.CheckpointManager(tmp_path / "d", tiers=[ckptkit.Tier.ram(str(tmp_path / "file" / "ram"))])
+
+
+def test_only_directories_of_the_own_host_are_opened(run: Run, tmp_path: Path) -> None:
+    """On shared mounts one host's slots would pass for another's."""
+    run.save_steps(range(4), host_id="host-b")
+    with run.manager(host_id="host-a", save_every=100) as manager:
+        restored = manager.restore(None, args=restore_args(abstract(make_state())))
+        assert restored["data"]["step"] == 0
+        assert run.sources() == {"durable"}
+
+
+def test_events_tell_the_whole_story_as_json(run: Run, tmp_path: Path) -> None:
+    """Goodput would be computed from holes."""
+    log = ckptkit.EventLog(tmp_path / "events.jsonl")
+    with ckptkit.CheckpointManager(run.durable, tiers=[ckptkit.Tier.ram(str(run.ram))], events=log) as manager:
+        manager.save(1, args=save_args(make_state(1), 1))
+        manager.wait_until_finished()
+    log.close()
+    events = ckptkit.read_events(tmp_path / "events.jsonl")
+    assert [json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").read_text().splitlines()] == [
+        event.kind for event in events
+    ]
+    assert {(e.kind, e.tier) for e in events if e.kind == ckptkit.Kind.COMMITTED} == {
+        (ckptkit.Kind.COMMITTED, "ram"),
+        (ckptkit.Kind.COMMITTED, "durable"),
+    }
+    staged = next(event for event in events if event.kind == ckptkit.Kind.STAGED)
+    assert staged.fields["strategy"] == "slot_copy"
+    assert staged.fields["stall_s"] > 0
