@@ -37,8 +37,13 @@ class SaveId:
     step: int
     number: int
 
+    @property
+    def ours(self) -> bool:
+        """Whether a manifest names it; False for a step of stock Orbax, which gets an identity when it is listed."""
+        return self.number >= 0
+
     def __str__(self) -> str:
-        return f"{self.step}@{self.epoch}.{self.number}"
+        return f"{self.step}@{self.epoch}.{self.number}" if self.ours else f"{self.step} (Orbax's)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

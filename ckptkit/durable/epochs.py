@@ -1,13 +1,16 @@
 """Epoch records: which run saved from which base, so that an abandoned branch can never win.
 
-One small object per run that saved: `{"epoch": E, "ancestry": [[epoch, base step], ...]}`. A save of an epoch
-before `E` at a step above `base step` was abandoned when epoch `E` began from there.
+One small object per run that saved: `{"epoch": E, "ancestry": [[epoch, base step], ...], "abandoned": [step, ...]}`.
+A save of an epoch before `E` at a step above `base step` was abandoned when epoch `E` began from there. Steps of
+stock Orbax have no epoch: those that were there and abandoned are listed, every other one counts as newly written.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from ckptkit import layout
 from ckptkit.errors import CorruptCheckpointError
@@ -21,17 +24,40 @@ class Ancestry:
 
     epoch: int = 0
     rollbacks: tuple[tuple[int, int], ...] = ()
+    abandoned: tuple[int, ...] = ()  # steps of stock Orbax
+
+    def of_stock(self, step: int) -> SaveId:
+        """The identity of a durable step that stock Orbax wrote."""
+        return SaveId(0 if step in self.abandoned else self.epoch, step, -1)
 
     def superseded(self, save: SaveId) -> bool:
         """Whether `save` belongs to a branch that a later epoch abandoned."""
         return any(save.epoch < epoch and save.step > base for epoch, base in self.rollbacks)
 
-    def begin(self, epoch: int, base_step: int | None) -> Ancestry:
-        """The ancestry once `epoch` saves after it restored `base_step` (None: it restored nothing)."""
+    def begin(self, epoch: int, base_step: int | None, stock_steps: Iterable[int] = ()) -> Ancestry:
+        """The ancestry once `epoch` saves after it restored `base_step` (None: it restored nothing).
+
+        `stock_steps` are the steps of stock Orbax that are there now.
+        """
         added = () if base_step is None else ((epoch, base_step),)
         # A rollback to a step at or below an earlier one's makes that one's record redundant for good.
         kept = tuple(pair for pair in self.rollbacks if base_step is None or pair[1] < base_step)
-        return Ancestry(epoch, kept + added)
+        left = {step for step in stock_steps if base_step is not None and step > base_step}
+        return Ancestry(epoch, kept + added, tuple(sorted({*self.abandoned, *left})))
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as plain values."""
+        return {
+            "epoch": self.epoch,
+            "ancestry": [list(pair) for pair in self.rollbacks],
+            "abandoned": list(self.abandoned),
+        }
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Ancestry:
+        """The ancestry of a record; raises ValueError, KeyError or TypeError for what is none."""
+        rollbacks = tuple((int(epoch), int(step)) for epoch, step in record["ancestry"])
+        return cls(int(record["epoch"]), rollbacks, tuple(int(step) for step in record["abandoned"]))
 
 
 class EpochRecords:
@@ -47,14 +73,12 @@ class EpochRecords:
             return Ancestry()
         key = f"{layout.EPOCHS_DIR}/{layout.epoch_name(max(epochs))}"
         try:
-            record = json.loads(self._store.get(key))
-            return Ancestry(int(record["epoch"]), tuple((int(epoch), int(step)) for epoch, step in record["ancestry"]))
+            return Ancestry.from_json(json.loads(self._store.get(key)))
         except (ValueError, KeyError, TypeError) as error:
             path = f"{self._store.url}/{key}"
             raise CorruptCheckpointError(f"epoch record {path} cannot be read: {error}", path=path) from error
 
     def write(self, ancestry: Ancestry) -> None:
         """Claims `ancestry.epoch`; raises `FileExistsError` where another run has claimed it."""
-        record = {"epoch": ancestry.epoch, "ancestry": [list(pair) for pair in ancestry.rollbacks]}
         key = f"{layout.EPOCHS_DIR}/{layout.epoch_name(ancestry.epoch)}"
-        self._store.put(key, json.dumps(record).encode(), mode="create")
+        self._store.put(key, json.dumps(ancestry.to_json()).encode(), mode="create")

@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import type_handlers
 
 from ckptkit.coordination import Coordinator
+from ckptkit.durable.epochs import Ancestry
 from ckptkit.durable.host_shards import HostShards, HostShardsHandler
 from ckptkit.durable.reader import DurableReader
 from ckptkit.manifest import LeafRecord, Manifest, SaveId
@@ -98,18 +99,18 @@ class DurableSteps:
         *,
         metrics: Any,
         default_item: bool,
-        superseded: Callable[[SaveId], bool],
+        ancestry: Ancestry,
     ) -> None:
         """Writes and commits one step; returns once it is committed. Runs on a background thread.
 
         `items` are Orbax save arguments whose arrays are `HostShards` (see `host_tree`). The memory that they
-        view must not change until this returns. A step of the same number is replaced only where `superseded` says
-        that it belongs to an abandoned branch. Raises what Orbax raises; the books are then read afresh.
+        view must not change until this returns. A step of the same number is replaced only where `ancestry`
+        says that it belongs to an abandoned branch. Raises what Orbax raises; the books are then read afresh.
         """
         args = items[DEFAULT_ITEM] if default_item else ocp.args.Composite(**items)
         try:
             if save_id.step in self._inner.all_steps():
-                self._delete_abandoned(save_id.step, superseded)
+                self._delete_abandoned(save_id.step, ancestry)
             self._inner.save(save_id.step, args=args, metrics=metrics, force=True)
         except BaseException:
             # After a failed commit Orbax has forgotten older good steps (FACTS 5): look at the disk again.
@@ -121,10 +122,9 @@ class DurableSteps:
         self._inner.reload()
         return sorted(self._inner.all_steps())
 
-    def _delete_abandoned(self, step: int, superseded: Callable[[SaveId], bool]) -> None:
+    def _delete_abandoned(self, step: int, ancestry: Ancestry) -> None:
         def abandoned(_: list[Any]) -> bool:
-            old = self.save_id(step) or SaveId(0, step, 0)
-            return superseded(old)
+            return ancestry.superseded(self.save_id(step) or ancestry.of_stock(step))
 
         if self._coordinator.agree("abandoned", None, abandoned, timeout_s=self._timeout_s):
             self._inner.delete(step)

@@ -219,12 +219,10 @@ class CheckpointManager:
     def _first_look(self) -> Ancestry:
         """The epoch records, read by process 0. The first use of the durable root, so its errors come early."""
 
-        def read(_: list[Any]) -> list[Any]:
-            ancestry = self._epochs.read()
-            return [ancestry.epoch, [list(pair) for pair in ancestry.rollbacks]]
+        def read(_: list[Any]) -> dict[str, Any]:
+            return self._epochs.read().to_json()
 
-        epoch, rollbacks = self._coordinator.agree("first-look", None, read, timeout_s=self._timeout_s)
-        return Ancestry(epoch, tuple((e, s) for e, s in rollbacks))
+        return Ancestry.from_json(self._coordinator.agree("first-look", None, read, timeout_s=self._timeout_s))
 
     def _open_arenas(self) -> dict[str, Arena]:
         """Opens this process's slot directories; when one process cannot, all raise, so that none is left waiting."""
@@ -288,7 +286,7 @@ class CheckpointManager:
         """Every durable save on process 0; the identities of old ones are not read, only those that could matter."""
         steps = self._durable.steps()
         named = {step: self._durable.save_id(step) for step in steps[-8:]}
-        saves = [named.get(step) or SaveId(0, step, 0) for step in steps]
+        saves = [named.get(step) or self._book.ancestry.of_stock(step) for step in steps]
         return [[save.epoch, save.step, save.number] for save in saves]
 
     def _make_pipeline(self) -> SavePipeline:
@@ -319,6 +317,7 @@ class CheckpointManager:
         if self._saved_in_epoch:
             self._epoch += 1
         base_step = self._base.step if self._base is not None else None
-        self._book.ancestry = self._book.ancestry.begin(self._epoch, base_step)
+        stock_steps = [record.step for record in self._book.records() if not record.save_id.ours]
+        self._book.ancestry = self._book.ancestry.begin(self._epoch, base_step, stock_steps)
         self._saved_in_epoch = True
         self._base = None

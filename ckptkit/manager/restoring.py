@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from ckptkit import clock
 from ckptkit.arena import SlotReader, read_manifests, slot_directories
 from ckptkit.coordination import Coordinator
-from ckptkit.durable.epochs import EpochRecords
+from ckptkit.durable.epochs import Ancestry, EpochRecords
 from ckptkit.durable.reader import DurableReader
 from ckptkit.durable.steps import DEFAULT_ITEM, DurableSteps
 from ckptkit.errors import (
@@ -125,17 +125,17 @@ class Restorer:
         def rank(reports: list[list[list[Any]]]) -> list[dict[str, Any]]:
             fast = [{SaveId(*entry[:3]): entry[3] for entry in entries} for entries in reports]
             ancestry = self._epochs.read()
-            ranked = rank_candidates(fast, self._durable_saves(step, looked_into), ancestry.superseded, step)
+            ranked = rank_candidates(fast, self._durable_saves(ancestry, step, looked_into), ancestry.superseded, step)
             return [{**asdict(candidate), "save_id": list(asdict(candidate.save_id).values())} for candidate in ranked]
 
         agreed = self._coordinator.agree("candidates", report, rank, timeout_s=self._timeout_s)
         return [Candidate(**{**entry, "save_id": SaveId(*entry["save_id"])}) for entry in agreed]
 
-    def _durable_saves(self, step: int | None, looked_into: int | None) -> list[SaveId]:
-        """The newest durable saves, on process 0. Steps of stock Orbax count as epoch 0."""
+    def _durable_saves(self, ancestry: Ancestry, step: int | None, looked_into: int | None) -> list[SaveId]:
+        """The newest durable saves, on process 0."""
         steps = [each for each in self._durable.steps() if step is None or each == step]
         newest = steps if looked_into is None else steps[-looked_into:]
-        return [self._durable.save_id(each) or SaveId(0, each, 0) for each in newest]
+        return [self._durable.save_id(each) or ancestry.of_stock(each) for each in newest]
 
     def _refusal(self, save: LocalSave, wanted: RestoreItems) -> str | None:
         """Why this process cannot have `save` from its own host's fast tiers alone; None when it can."""

@@ -252,7 +252,7 @@ class SavePipeline:
                 {**self._array_items(save, slot, manifest), **save.items.durable},
                 metrics=save.metrics,
                 default_item=save.items.default_item,
-                superseded=self._book.ancestry.superseded,
+                ancestry=self._book.ancestry,
             )
             self._phase(save.save_id, "committed_here", DURABLE)
             self._committed(save, DURABLE, None, manifest)
