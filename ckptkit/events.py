@@ -32,7 +32,7 @@ class Kind(StrEnum):
     SKIPPED = "save_skipped"  # vetoed or no room: fields reason
     FAILED = "save_failed"  # fields reason
     DEGRADED = "tier_degraded"  # fields reason
-    DISRUPTED = "disrupted"  # the launcher lost a process: fields process, cause, wiped
+    DISRUPTED = "disrupted"  # the launcher lost a process: fields attempt, lost (which), cause, wiped
     RELAUNCHED = "relaunched"  # the launcher starts the processes again: fields attempt
     FINISHED = "finished"
 
