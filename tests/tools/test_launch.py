@@ -1,0 +1,323 @@
+"""The launcher, with small Python children: what is lost is noticed, told, and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptkit.events import Event, EventLog, Kind
+from tools.launch import ExitCode, Launcher, OncePrinter, RestartPolicy
+
+QUICK = RestartPolicy(restarts=2, backoff_s=0.0, grace_s=0.5)
+SLEEP = "import time; print('up', flush=True); time.sleep(60)"
+
+
+def child(code: str, *words: str) -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", code, *words]
+
+
+class Spy:
+    """Collects what a launcher says, its children print, and its events."""
+
+    def __init__(self):
+        self.lines: list[tuple[int, str]] = []
+        self.said: list[str] = []
+        self.events: list[Event] = []
+        self.log = EventLog(process=-1)
+        self.log.observe(self.events.append)
+
+    def launcher(
+        self,
+        command: list[str],
+        *,
+        processes: int = 2,
+        policy: RestartPolicy = QUICK,
+        on_lost: Callable[[int, int], None] | None = None,
+        devices_per_process: int | None = None,
+    ) -> Launcher:
+        return Launcher(
+            command,
+            processes=processes,
+            policy=policy,
+            on_output=lambda process, line: self.lines.append((process, line)),
+            on_lost=on_lost,
+            say=self.said.append,
+            events=self.log,
+            devices_per_process=devices_per_process,
+        )
+
+    @property
+    def kinds(self) -> list[Kind]:
+        return [event.kind for event in self.events]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    end_s = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_a_job_that_ends_well_ends_with_0_and_each_process_knows_its_place() -> None:
+    """Breaks when a placeholder is not replaced, other braces are, or the devices do not reach XLA."""
+    spy = Spy()
+    code = "import os, sys; print(*sys.argv[1:], os.environ['XLA_FLAGS'], os.environ['JAX_PLATFORMS'])"
+    command = child(code, "{process}/{processes}", "{coordinator}", "{attempt}", '{"a": {}}')
+    assert spy.launcher(command, devices_per_process=3).run() == ExitCode.OK
+    words = {process: line.split(" ", 3) for process, line in spy.lines}
+    assert [words[p][0] for p in (0, 1)] == ["0/2", "1/2"]
+    assert words[0][1] == words[1][1]
+    assert words[0][1].startswith("127.0.0.1:")
+    assert words[0][2] == "0"
+    assert words[0][3] == '{"a": {}} --xla_force_host_platform_device_count=3 cpu'
+    assert spy.kinds == [Kind.STARTED, Kind.FINISHED]
+    assert spy.said == []
+
+
+def test_a_killed_process_is_told_and_all_start_again_on_another_port() -> None:
+    """Breaks when a loss is not noticed, its event is wrong, or a survivor lives on into the next attempt."""
+    spy = Spy()
+    alive_at_loss: list[bool] = []
+
+    def on_lost(attempt: int, process: int) -> None:
+        pids = [int(line.split()[2]) for _, line in spy.lines if line.startswith("up")]
+        alive_at_loss.extend(is_alive(pid) for pid in pids)
+        assert (attempt, process) == (0, 1)
+
+    code = (
+        "import os, sys, time\n"
+        "print('up', sys.argv[2], os.getpid(), sys.argv[1], flush=True)\n"
+        "time.sleep(60 if sys.argv[1] == '0' else 0)"
+    )
+    launcher = spy.launcher(child(code, "{attempt}", "{coordinator}"), on_lost=on_lost)
+    threading.Thread(
+        target=lambda: wait_until(lambda: len(spy.lines) == 2) and launcher.kill(1, wiped=["ram", "ssd"])
+    ).start()
+    assert launcher.run() == ExitCode.OK
+    assert alive_at_loss == [False, False]
+    assert len({line.split()[1] for _, line in spy.lines}) == 2, "one port per attempt"
+    assert spy.kinds == [Kind.STARTED, Kind.DISRUPTED, Kind.RELAUNCHED, Kind.FINISHED]
+    expected = {"attempt": 0, "lost": 1, "cause": "SIGKILL", "wiped": ("ram", "ssd")}
+    assert spy.events[1].fields == expected
+    assert spy.events[2].fields == {"attempt": 1}
+    assert spy.said == [
+        "attempt 0: process 1 was lost (SIGKILL)",
+        "restarting all 2 processes in 0 s (1 restarts left)",
+    ]
+
+
+def test_kill_may_be_called_from_on_output() -> None:
+    """Breaks when a callback that kills waits for a lock that the run holds (the demo kills at a step)."""
+    launcher: Launcher
+
+    def on_output(process: int, line: str) -> None:
+        if line == "up 0":
+            assert launcher.kill(process)
+            assert not launcher.kill(7)
+
+    code = "import sys, time; print('up', sys.argv[1], flush=True); time.sleep(60 if sys.argv[1] == '0' else 0)"
+    launcher = Launcher(child(code, "{attempt}"), processes=1, policy=QUICK, on_output=on_output, say=lambda line: None)
+    assert launcher.run() == ExitCode.OK
+
+
+def test_a_spent_budget_ends_with_1_at_once() -> None:
+    """Breaks when a loss is noticed only when the survivors end, or restarts go on for ever."""
+    spy = Spy()
+    code = "import sys, time; time.sleep(60) if sys.argv[1] == '0' else sys.exit(3)"
+    start_s = time.monotonic()
+    assert spy.launcher(child(code, "{process}")).run() == ExitCode.BUDGET_SPENT
+    assert time.monotonic() - start_s < 10.0
+    assert spy.said[0] == "attempt 0: process 1 was lost (exit code 3)"
+    assert spy.said[-1] == "all 2 restarts are spent: giving up"
+    assert spy.kinds.count(Kind.DISRUPTED) == 3
+    assert spy.kinds.count(Kind.RELAUNCHED) == 2
+    assert spy.events[-1].fields == {"code": 1}
+
+
+def test_bad_input_is_never_restarted() -> None:
+    """Breaks when a wrong flag of the trainer is tried three times."""
+    spy = Spy()
+    code = "import sys, time; print('no such corpus'); sys.exit(2) if sys.argv[1] == '1' else time.sleep(60)"
+    assert spy.launcher(child(code, "{process}")).run() == ExitCode.USAGE
+    assert spy.said == ["process 1 refused its input (exit code 2): not restarted"]
+    assert spy.kinds == [Kind.STARTED, Kind.FINISHED]
+
+
+def test_a_survivor_that_ignores_sigterm_is_killed_after_the_grace() -> None:
+    """Breaks when a hung JAX process, whose notifier eats SIGTERM, keeps the job from restarting."""
+    spy = Spy()
+    code = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: os.write(1, b'terminated\\n'))\n"
+        "print('up', flush=True)\n"
+        "end = time.monotonic() + 60\n"
+        "while time.monotonic() < end: time.sleep(0.1)"
+    )
+    launcher = spy.launcher(child(code), policy=RestartPolicy(restarts=0, grace_s=1.0))
+    threading.Thread(target=lambda: wait_until(lambda: len(spy.lines) == 2) and launcher.kill(0)).start()
+    start_s = time.monotonic()
+    assert launcher.run() == ExitCode.BUDGET_SPENT
+    assert (1, "terminated") in spy.lines
+    assert 1.0 <= time.monotonic() - start_s < 10.0
+
+
+def test_a_child_that_never_ends_a_line_does_not_block() -> None:
+    """Breaks when output waits in a full pipe (64 KiB), or is held in memory until a newline comes."""
+    sizes: list[int] = []
+    code = "import sys; sys.stdout.write('x' * 3_000_000); sys.stderr.write('y' * 1_000_000)"
+    launcher = Launcher(child(code), processes=2, on_output=lambda process, line: sizes.append(len(line)), policy=QUICK)
+    assert launcher.run() == ExitCode.OK
+    assert sum(sizes) == 2 * 4_000_000
+    assert max(sizes) <= 65536
+
+
+def test_what_a_callback_raises_stops_the_job() -> None:
+    """Breaks when an error in a reader thread is lost and the job runs on unwatched."""
+
+    def on_output(process: int, line: str) -> None:
+        raise RuntimeError(f"cannot use {line}")
+
+    start_s = time.monotonic()
+    with pytest.raises(RuntimeError, match="cannot use up"):
+        Launcher(child(SLEEP), processes=2, on_output=on_output, policy=QUICK).run()
+    assert time.monotonic() - start_s < 10.0
+
+
+def test_what_a_child_started_dies_with_it() -> None:
+    """Breaks when a data worker of a dead process goes on, holding its pipe and its files."""
+    spy = Spy()
+    code = (
+        "import subprocess, sys\n"
+        "worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(worker.pid, flush=True)\n"
+        "sys.exit(1)"
+    )
+    launcher = spy.launcher(child(code), processes=1, policy=RestartPolicy(restarts=0, grace_s=0.1))
+    assert launcher.run() == ExitCode.BUDGET_SPENT
+    assert wait_until(lambda: not is_alive(int(spy.lines[0][1])), timeout_s=2.0)
+
+
+def test_a_command_that_does_not_exist_is_usage() -> None:
+    """Breaks when a typing error in the command is restarted, or shown as a traceback."""
+    spy = Spy()
+    assert spy.launcher(["no-such-command"]).run() == ExitCode.USAGE
+    assert "cannot start no-such-command: No such file or directory" in [line for _, line in spy.lines]
+
+
+def test_wrong_arguments_are_refused() -> None:
+    """Breaks when a launcher can be made that starts nothing, or waits for a negative time."""
+    with pytest.raises(ValueError, match="no command to launch: give it after --"):
+        Launcher([], processes=1)
+    with pytest.raises(ValueError, match="processes is 0, expected 1 or more"):
+        Launcher(["true"], processes=0)
+    with pytest.raises(ValueError, match="devices per process is 0"):
+        Launcher(["true"], processes=1, devices_per_process=0)
+    with pytest.raises(ValueError, match=r"grace_s is -1.0, expected 0 or more"):
+        RestartPolicy(grace_s=-1.0)
+
+
+def test_a_line_that_processes_print_alike_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Breaks when N processes show the same message N times, or a repeated line of one process is swallowed."""
+    show = OncePrinter()
+    for process, line in [(0, "a"), (1, "a"), (1, "a"), (0, "b"), (0, "b"), (0, "a")]:
+        show(process, line)
+    assert capsys.readouterr().out.splitlines() == ["[0] a", "[1] a", "[0] b", "[0] b"]
+
+
+def start_cli(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tools.launch", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+def read_pids(process: subprocess.Popen[str], count: int) -> list[int]:
+    assert process.stdout is not None
+    return [int(process.stdout.readline().split()[1]) for _ in range(count)]
+
+
+def test_the_command_line_shows_a_refusal_once_and_ends_with_2(tmp_path: Path) -> None:
+    """Breaks when bad input is told once per process, or the exit code does not say that it is the input."""
+    refuse = child("import sys; print('no corpus'); sys.exit(2)")
+    process = start_cli("--processes", "2", "--events", str(tmp_path), "--", *refuse)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert out.splitlines() in (["[0] no corpus"], ["[1] no corpus"])
+    assert "refused its input (exit code 2): not restarted" in err
+    last = (tmp_path / "launcher.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["code"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--processes", "2"], "no command to launch"),
+        (["--processes", "0", "--", "true"], "expected 1 or more"),
+        (["--processes", "two", "--", "true"], "invalid int value"),
+    ],
+)
+def test_wrong_usage_of_the_command_line_ends_with_2(words: list[str], message: str) -> None:
+    """Breaks when a wrong flag gives a traceback, or an exit code that reads as a failed job."""
+    process = start_cli(*words)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_launcher_stops_its_children_and_ends_with_130(signum: int) -> None:
+    """Breaks when Ctrl-C leaves trainers behind."""
+    process = start_cli("--processes", "2", "--grace-s", "1", "--", *child("import os;print(os.getpid());" + SLEEP))
+    pids = read_pids(process, 1)
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted" in err
+    assert not any(map(is_alive, pids))
+
+
+def test_stop_from_another_thread_cuts_a_backoff_short() -> None:
+    """Breaks when a job that waits to be restarted cannot be stopped."""
+    spy = Spy()
+    policy = RestartPolicy(restarts=1, backoff_s=50.0, grace_s=0.1)
+    launcher = spy.launcher(child("import sys; sys.exit(1)"), policy=policy)
+    threading.Thread(target=lambda: wait_until(lambda: len(spy.said) == 2) and launcher.stop()).start()
+    start_s = time.monotonic()
+    assert launcher.run() == ExitCode.INTERRUPTED
+    assert time.monotonic() - start_s < 10.0
+    assert spy.events[-1].fields == {"code": 130}
+    launcher.stop()  # after the end: nothing to wake
+
+
+def test_children_do_not_outlive_a_killed_launcher() -> None:
+    """Breaks when a launcher that is killed (or out of memory) leaves processes that hold ports and /dev/shm."""
+    process = start_cli("--processes", "2", "--", *child("import os;print(os.getpid());" + SLEEP))
+    assert process.stdout is not None
+    pids: list[int] = []
+    while len(pids) < 2:
+        word = process.stdout.readline().split()[1]
+        pids += [int(word)] if word.isdecimal() else []
+    assert all(map(is_alive, pids))
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    assert wait_until(lambda: not any(map(is_alive, pids)))

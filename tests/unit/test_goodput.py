@@ -1,0 +1,298 @@
+"""The account of a run: every second is counted once, and under the right name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.events import Event, EventLog, Kind
+from ckptkit.goodput import GoodputReport, Part, goodput_report, load_run
+
+
+def at(
+    kind: Kind,
+    at_s: float,
+    process: int = 0,
+    step: int | None = None,
+    tier: str | None = None,
+    **fields: object,
+) -> Event:
+    return Event(kind=kind, at_s=at_s, process=process, step=step, tier=tier, fields=fields)
+
+
+def span(name: str, start_s: float, end_s: float, step: int | None = None) -> Event:
+    return at(Kind.SPAN, end_s, step=step, span=name, duration_s=end_s - start_s)
+
+
+def two_attempts() -> list[list[Event]]:
+    """Steps 0..4, process 1 lost during step 5 at 20 s, resumed at step 3, to the end of step 6."""
+    first = [
+        at(Kind.STARTED, 2.0, attempt=0),
+        span("initialization", 2.0, 5.0),
+        span("compile", 5.0, 9.0),
+        *(span("step", 9.0 + 2 * k, 11.0 + 2 * k, step=k) for k in range(5)),
+        span("checkpoint_save", 12.5, 13.0, step=1),  # inside step 1
+        at(Kind.STAGED, 12.9, step=2, stall_s=0.5),
+        at(Kind.COMMITTED, 13.4, step=2, tier="ram", duration_s=0.5),
+    ]
+    other = [
+        at(Kind.STARTED, 2.5, process=1, attempt=0),
+        at(Kind.STAGED, 12.9, process=1, step=2, stall_s=0.7),
+        at(Kind.COMMITTED, 13.4, process=1, step=2, tier="ram", duration_s=0.7),
+    ]
+    second = [
+        at(Kind.STARTED, 24.0, attempt=1),
+        span("initialization", 24.0, 26.0),
+        span("checkpoint_restore", 26.0, 27.0),
+        at(Kind.RESTORED, 27.0, step=3, sources={"ram": 60, "ssd": 40}, duration_s=1.0),
+        *(span("step", 27.0 + 2 * k, 29.0 + 2 * k, step=3 + k) for k in range(4)),
+        at(Kind.FINISHED, 35.5),
+    ]
+    again = [
+        at(Kind.STARTED, 24.0, process=1, attempt=1),
+        at(Kind.RESTORED, 27.2, process=1, step=3, sources={"ssd": 100}, duration_s=1.2),
+    ]
+    launcher = [
+        at(Kind.STARTED, 0.0, process=-1, attempt=0),
+        at(Kind.DISRUPTED, 20.0, process=-1, attempt=0, lost=1, cause="SIGKILL", wiped=["ram"]),
+        at(Kind.RELAUNCHED, 22.0, process=-1, attempt=1),
+        at(Kind.FINISHED, 36.0, process=-1),
+    ]
+    return [first, other, second, again, launcher]
+
+
+def parts(report: GoodputReport) -> dict[str, float]:
+    return {str(part): round(seconds, 6) for part, seconds in report.parts_s.items() if seconds}
+
+
+def test_each_second_of_a_known_run_is_named() -> None:
+    """Breaks when lost steps count as productive, a nested span twice, or recovery is not seen."""
+    report = goodput_report(two_attempts())
+    assert report.wall_s == 36.0
+    assert parts(report) == {
+        "initialization": 2.0 + 3.0 + 2.0,  # until process 0 logs; its span; the second attempt's
+        "compile": 4.0,
+        "checkpoint_save": 0.5,
+        "productive": 6.0 - 0.5 + 8.0,
+        "wasted_progress_from_disruption": 4.0,  # steps 3 and 4
+        "infrastructure_recovery_from_disruption": 5.0,  # last span at 19, next attempt at 24
+        "checkpoint_restore": 1.0,
+        "other": 1.0,
+    }
+    assert report.goodput.ml_goodput == pytest.approx(13.5 / 36)
+    assert report.goodput.new_steps == pytest.approx(7 * 2.0 / 36)
+    assert report.goodput.distinct_steps == 7
+
+
+def test_a_disruption_says_what_it_cost() -> None:
+    """Breaks when lost steps or the phases of a resume are attributed to another loss."""
+    (loss,) = goodput_report(two_attempts()).disruptions
+    assert (loss.attempt, loss.process, loss.cause, loss.wiped) == (0, 1, "SIGKILL", ("ram",))
+    assert loss.lost_steps == 2
+    assert loss.resume_s == pytest.approx(9.0)  # step 3 again, at 29
+    assert loss.caught_up_s == pytest.approx(13.0)  # step 5, which nobody had done, at 33
+    assert {part: s for part, s in loss.resume_parts_s.items() if s} == {
+        Part.RECOVERY: 4.0,
+        Part.INITIALIZATION: 2.0,
+        Part.CHECKPOINT_RESTORE: 1.0,
+        Part.PRODUCTIVE: 2.0,
+    }
+
+
+def test_a_step_is_lost_once_and_to_the_loss_that_undid_it() -> None:
+    """Breaks when a deep rewind is charged to an earlier, cheap loss, or a loss before any step has a price."""
+
+    def attempt(number: int, steps: range) -> list[Event]:
+        begin_s = 100.0 * number
+        spans = [span("step", begin_s + k, begin_s + k + 1, step=step) for k, step in enumerate(steps)]
+        return [at(Kind.STARTED, begin_s, attempt=number), *spans]
+
+    logs = [attempt(0, range(42)), attempt(1, range(40, 77)), attempt(2, range(0)), attempt(3, range(1, 90))]
+    report = goodput_report(logs)
+    assert [loss.lost_steps for loss in report.disruptions] == [2, 76, 0]
+    assert report.parts_s[Part.WASTED] == pytest.approx(2 + 76)
+
+
+def test_saves_and_restores_are_added_over_processes() -> None:
+    """Breaks when a save of two processes counts as two, or a tier's bytes are those of one process."""
+    report = goodput_report(two_attempts())
+    assert report.saves.saves == 1
+    assert report.saves.stall_ms_p50 == report.saves.stall_ms_p99 == pytest.approx(700.0)
+    assert report.saves.commit_s_p50 == {"ram": pytest.approx(0.6)}
+    (restore,) = report.restores
+    assert (restore.attempt, restore.step) == (1, 3)
+    assert restore.source_bytes == {"ram": 60, "ssd": 140}
+    assert restore.restore_s == 1.2
+
+
+def test_stall_percentiles_are_numpys() -> None:
+    """Breaks when p99 of a few saves is not interpolated (it would be the maximum, or the one below)."""
+    log = [at(Kind.STARTED, 0.0, attempt=0)]
+    log += [at(Kind.STAGED, 1.0 + k, step=k, stall_s=k / 1000) for k in range(11)]
+    saves = goodput_report([log]).saves
+    assert (saves.stall_ms_p50, saves.stall_ms_p99) == (pytest.approx(5.0), pytest.approx(9.9))
+
+
+def test_inner_span_wins_although_its_start_looks_earlier() -> None:
+    """Breaks when nesting is told by starts: the outer's is late by what its thread was preempted at its end."""
+    log = [at(Kind.STARTED, 0.0, attempt=0), span("data_loading", 0.0, 4.0), span("step", 0.5, 10.5, step=0)]
+    assert parts(goodput_report([log])) == {"data_loading": 4.0, "productive": 6.5}
+
+
+def test_a_run_without_launcher_still_has_its_disruptions() -> None:
+    """Breaks when a cluster's own restarts (no launcher.jsonl) are not accounted for."""
+    report = goodput_report(two_attempts()[:-1])
+    (loss,) = report.disruptions
+    assert (loss.process, loss.cause, loss.lost_steps) == (None, "unknown", 2)
+    assert loss.resume_s == pytest.approx(10.0)  # from the last sign of life, at 19
+
+
+def test_a_loss_that_nobody_came_back_from_is_recovery_to_the_end() -> None:
+    """Breaks when a run whose restarts were spent counts the wait as `other` or its steps as wasted."""
+    first, other, *_ = two_attempts()
+    lost = at(Kind.DISRUPTED, 20.0, process=-1, attempt=0, lost=0, cause="exit code 1")
+    report = goodput_report([first, other, [lost, at(Kind.FINISHED, 25.0, process=-1)]])
+    assert report.parts_s[Part.RECOVERY] == pytest.approx(6.0)
+    assert report.parts_s[Part.WASTED] == 0.0
+    (loss,) = report.disruptions
+    assert (loss.resume_s, loss.caught_up_s, loss.resume_parts_s) == (None, None, {})
+
+
+def test_an_attempt_that_died_before_its_first_event_prolongs_the_recovery() -> None:
+    """Breaks when a process 0 that was lost at once leaves a hole that is called `other`."""
+    first, other, second, _, launcher = two_attempts()
+    stillborn = [at(Kind.STARTED, 22.0, process=1, attempt=1)]
+    report = goodput_report(
+        [first, other, stillborn, [replace(second[0], fields={"attempt": 2}), *second[1:]], launcher]
+    )
+    assert parts(report) == parts(goodput_report(two_attempts()))
+    assert [loss.lost_steps for loss in report.disruptions] == [2]
+
+
+def test_nothing_logged_is_an_error() -> None:
+    """Breaks when an empty directory reads as a perfect run."""
+    with pytest.raises(ValueError, match="nothing to account for"):
+        goodput_report([[], [at(Kind.STARTED, 0.0, process=-1, attempt=0)]])
+
+
+def test_load_run_reads_what_event_logs_write(tmp_path: Path) -> None:
+    """Breaks when the names of the files or of the fields drift between writer and reader."""
+    with pytest.raises(FileNotFoundError, match=r"attempt-<a>-process-<p>\.jsonl"):
+        load_run(tmp_path)
+    for attempt in (0, 1):
+        log = EventLog(tmp_path / f"attempt-{attempt}-process-0.jsonl", process=0)
+        log.emit(Kind.STARTED, attempt=attempt, pid=1)
+        with log.span("step", step=7):
+            pass
+        log.close()
+    launcher = EventLog(tmp_path / "launcher.jsonl", process=-1)
+    launcher.emit(Kind.DISRUPTED, attempt=0, lost=1, cause="SIGKILL", wiped=[])
+    launcher.close()
+    (tmp_path / "notes.jsonl").write_text("not an event\n")
+    report = goodput_report(load_run(tmp_path))
+    assert [(d.process, d.lost_steps) for d in report.disruptions] == [(1, 1)]
+    assert report.goodput.distinct_steps == 1
+
+
+MILLISECONDS = st.integers(1, 5000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A span of process 0: its own time in pieces, with inner spans between them."""
+
+    name: str
+    own_ms: int
+    inner: list[tuple[Part, int, int]]  # kind, its time, own time after it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """One attempt: how long it took to come up, from how many steps back it resumed, and what it did."""
+
+    gap_ms: int
+    rewind: int
+    blocks: list[Block]
+
+
+INNER = st.tuples(st.sampled_from([Part.DATA_LOADING, Part.CHECKPOINT_SAVE]), MILLISECONDS, MILLISECONDS)
+BLOCKS = st.builds(
+    Block,
+    name=st.sampled_from(["step", "step", "step", "compile", "training_prep", "checkpoint_restore", "lunch"]),
+    own_ms=MILLISECONDS,
+    inner=st.lists(INNER, max_size=3),
+)
+LIVES = st.lists(
+    st.builds(Life, gap_ms=MILLISECONDS, rewind=st.integers(0, 5), blocks=st.lists(BLOCKS, max_size=8)),
+    min_size=1,
+    max_size=5,
+)
+
+
+def play(lives: list[Life], *, origin_s: float) -> tuple[list[list[Event]], dict[Part, float]]:
+    """The logs that `lives` would write, and, added up along the way, the truth about the time."""
+    now_ms, step, truth_ms = 0, 0, dict.fromkeys(Part, 0)
+    logs: list[list[Event]] = []
+    launcher = [at(Kind.STARTED, origin_s, process=-1, attempt=0)]
+    steps: list[tuple[int, int, int]] = []  # attempt, step, own time
+    for number, life in enumerate(lives):
+        truth_ms[Part.RECOVERY if number else Part.INITIALIZATION] += life.gap_ms
+        if number:
+            lost_s = origin_s + (now_ms + life.gap_ms / 2) / 1e3
+            launcher.append(at(Kind.DISRUPTED, lost_s, process=-1, attempt=number - 1, lost=0, cause="SIGKILL"))
+        now_ms += life.gap_ms
+        step = max(0, step - life.rewind)
+        log = [at(Kind.STARTED, origin_s + now_ms / 1e3, attempt=number)]
+        for block in life.blocks:
+            start_ms, own_ms = now_ms, block.own_ms
+            now_ms += block.own_ms
+            for part, inner_ms, after_ms in block.inner:
+                log.append(span(part, origin_s + now_ms / 1e3, origin_s + (now_ms + inner_ms) / 1e3))
+                now_ms += inner_ms + after_ms
+                truth_ms[part] += inner_ms
+                own_ms += after_ms
+            log.append(span(block.name, origin_s + start_ms / 1e3, origin_s + now_ms / 1e3, step=step))
+            if block.name == "step":
+                steps.append((number, step, own_ms))
+                step += 1
+            else:
+                truth_ms[Part.OTHER if block.name == "lunch" else Part(block.name)] += own_ms
+        logs.append(log)
+    for number, done, own_ms in steps:
+        again = any(later > number and other <= done for later, other, _ in steps)
+        truth_ms[Part.WASTED if again else Part.PRODUCTIVE] += own_ms
+    return [*logs, launcher], {part: ms / 1e3 for part, ms in truth_ms.items()}
+
+
+@settings(deadline=None, max_examples=200)
+@given(lives=LIVES, origin_s=st.sampled_from([0.0, 1.75e9]))
+def test_the_parts_of_any_history_are_the_truth(lives: list[Life], origin_s: float) -> None:
+    """Breaks when any order of losses, rewinds and nested spans puts a second under a wrong name."""
+    logs, truth_s = play(lives, origin_s=origin_s)
+    report = goodput_report(logs)
+    assert dict(report.parts_s) == pytest.approx(truth_s, abs=1e-4)  # 1.75e9 s has a resolution of 0.2 us
+    taken = sum(e.kind == Kind.SPAN and e.fields["span"] == "step" for log in logs for e in log)
+    lost = sum(loss.lost_steps for loss in report.disruptions)
+    assert report.goodput.distinct_steps + lost == taken  # each repetition is charged to one loss
+
+
+@settings(deadline=None, max_examples=200)
+@given(lives=LIVES, origin_s=st.sampled_from([0.0, 1.75e9]), data=st.data())
+def test_the_parts_add_up_under_clock_jitter(lives: list[Life], origin_s: float, data: st.DataObject) -> None:
+    """Breaks when spans that overlap because clocks jumped are counted twice, or leave a hole."""
+    logs, _ = play(lives, origin_s=origin_s)
+    count = sum(map(len, logs))
+    jitter = iter(data.draw(st.lists(st.floats(-3.0, 3.0), min_size=count, max_size=count)))
+    logs = [[replace(event, at_s=event.at_s + next(jitter)) for event in log] for log in logs]
+    report = goodput_report(data.draw(st.permutations(logs)))
+    starts_s = [e.at_s - e.fields.get("duration_s", 0.0) for log in logs for e in log]
+    ends_s = [e.at_s for log in logs for e in log]
+    assert report.wall_s == pytest.approx(max(ends_s) - min(starts_s))
+    assert all(seconds >= 0.0 for seconds in report.parts_s.values())
+    assert set(report.parts_s) == set(Part)
+    assert math.fsum(report.parts_s.values()) == pytest.approx(report.wall_s, rel=1e-3, abs=1e-6)
