@@ -14,6 +14,9 @@ from ckptkit.manager.saving import DURABLE
 from ckptkit.policy import Tier
 
 
+_LOOKED_BACK_STEPS = 10_000  # a bound on what a restart looks through
+
+
 @dataclass(frozen=True)
 class StepInfo:
     """What Orbax's policies look at of a step (`PolicyCheckpointInfo`)."""
@@ -45,11 +48,18 @@ class Decider:
         self._policy = options.save_decision_policy or _default_policy(options)
         self._durable = [StepInfo(step) for step in sorted(durable_steps)]
         self._last: int | None = None
+        self._durable_owed = False
 
     def continue_from(self, step: int) -> None:
-        """The run goes on from `step`: later ones, of an abandoned branch, do not count any more."""
+        """The run goes on from `step`: later ones, of an abandoned branch, do not count any more.
+
+        Where a fast tier gave a step that the durable tier was due and does not have (the process died in the
+        upload), the next save is durable too: the next lost host must not fall back further than one interval.
+        """
         self._durable = [info for info in self._durable if info.step <= step]
         self._last = step
+        behind_from = max(self._durable[-1].step + 1 if self._durable else 0, step - _LOOKED_BACK_STEPS)
+        self._durable_owed = any(self._durable_due(each, False) for each in range(behind_from, step + 1))
 
     def due(self, step: int, *, last: int | None, reached_preemption: bool, force: bool) -> frozenset[str]:
         """The tiers that take `step`; none for a step at or below the last one, unless `force`."""
@@ -57,12 +67,7 @@ class Decider:
         if self._read_only or (last is not None and step <= last and not force):
             return frozenset()
         due = {tier.name for tier in self._tiers if force or tier.save.due(step)}
-        context = policies.DecisionContext(
-            is_saving_in_progress=False,
-            reached_preemption=reached_preemption,
-            multiprocessing_options=ocp.options.MultiprocessingOptions(),
-        )
-        if force or self._policy.should_save(StepInfo(step), self._durable, context=context):  # pyright: ignore[reportArgumentType]
+        if force or self._durable_due(step, reached_preemption) or (due and self._durable_owed):
             due.add(DURABLE)
         return frozenset(due)
 
@@ -71,6 +76,15 @@ class Decider:
         self._last = step
         if DURABLE in due:
             self._durable.append(StepInfo(step))
+            self._durable_owed = False
+
+    def _durable_due(self, step: int, reached_preemption: bool) -> bool:
+        context = policies.DecisionContext(
+            is_saving_in_progress=False,
+            reached_preemption=reached_preemption,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(),
+        )
+        return self._policy.should_save(StepInfo(step), self._durable, context=context)  # pyright: ignore[reportArgumentType]
 
 
 def _default_policy(options: ocp.CheckpointManagerOptions) -> Any:

@@ -243,6 +243,23 @@ def test_a_lost_tier_with_newer_steps_cannot_win_after_a_newer_run(run: Run, tmp
     assert restored_step(run) == 5
 
 
+def test_a_durable_step_that_a_crash_prevented_is_made_good_after_the_restart(run: Run, monkeypatch: Any) -> None:
+    """Two losses in a row would fall back two intervals: the second finds what the first one left undone."""
+    run.save_steps(range(4))
+    with monkeypatch.context() as patched:
+        patched.setattr(DurableSteps, "save", lambda *_, **__: (_ for _ in ()).throw(OSError("died in the upload")))
+        with pytest.raises(ckptkit.SaveFailedError), run.manager() as manager:
+            manager.save(4, args=save_args(make_state(4), 4))
+            manager.wait_until_finished()
+    with run.manager() as manager:
+        assert manager.restore(None, args=restore_args(abstract(make_state())))["data"]["step"] == 4
+        assert manager.save(5, args=save_args(make_state(5), 5))  # not due in the durable tier by itself
+        assert manager.save(6, args=save_args(make_state(6), 6))
+    shutil.rmtree(run.ram)
+    shutil.rmtree(run.ssd)
+    assert restored_step(run) == 5
+
+
 def test_a_failed_durable_save_is_reported_once_and_forgets_nothing(run: Run, monkeypatch: Any) -> None:
     """A full disk would end training, or (as with stock Orbax) make good steps vanish without a word."""
     run.save_steps(range(4), save_every=2)

@@ -1,0 +1,146 @@
+"""The loop in one process on the 4 devices of every test: interrupt, resume, compare; and bad input."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import get_args
+
+import jax
+import pytest
+from click.testing import CliRunner
+from jax.experimental.compilation_cache import compilation_cache
+
+from trainer.__main__ import main
+from trainer.config import (
+    CheckpointConfig,
+    DataConfig,
+    InputError,
+    LoopConfig,
+    ModelConfig,
+    ModelSize,
+    OptimizerConfig,
+    RunConfig,
+)
+from trainer.loop import train
+from trainer.spans import SpanKind
+
+SMALL = ModelSize(layers=1, d_model=32, heads=2, kv_heads=1, d_ff=64, vocab=256, seq_len=16)
+
+
+class SpanLog:
+    def __init__(self):
+        self.spans: list[tuple[str, int | None]] = []
+
+    @contextmanager
+    def span(self, kind, step=None):
+        self.spans.append((kind, step))
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("text") / "poem.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Iterator[Path]:
+    """Shared, with its compilation cache: the runs below differ in what is cheap."""
+    before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    yield tmp_path_factory.mktemp("runs")
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def straight(root: Path, text: str) -> tuple[dict, dict]:
+    train(run_config(root, text, "straight", steps=9), SpanLog())
+    return proof_of(root, "straight")
+
+
+def run_config(root: Path, text: str, proof: str, *, steps: int, seed: int = 0, checkpoint: bool = False) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(size=SMALL, dropout=0.1),
+        optimizer=OptimizerConfig(schedule_steps=9, warmup_steps=2),
+        data=DataConfig(data=text, corpus_dir=str(root / "corpus"), global_batch=4, seed=seed),
+        checkpoint=CheckpointConfig(directory=str(root / "checkpoints") if checkpoint else None, save_every=4),
+        loop=LoopConfig(
+            steps=steps, proof=str(root / proof), log_every=None, compile_cache=str(root / "compile-cache")
+        ),
+    )
+
+
+def proof_of(root: Path, name: str) -> tuple[dict, dict]:
+    lines = (root / name / "records-0.jsonl").read_text().splitlines()
+    steps = {line["step"]: line for line in map(json.loads, lines)}
+    return steps, json.loads((root / name / "state-0.json").read_text())
+
+
+def test_resumed_run_has_the_bits_of_a_straight_one(root: Path, text: str, straight):
+    """A failure would change the model: weights, moments, dropout or data order would not be what they were."""
+    train(run_config(root, text, "resumed", steps=6, checkpoint=True), SpanLog())
+    log = SpanLog()
+    end = train(run_config(root, text, "resumed", steps=9, checkpoint=True), log)
+    assert end.position.step == 9
+    resumed = proof_of(root, "resumed")
+    assert resumed[0] == straight[0]
+    assert resumed[1] == straight[1]
+    assert [step for kind, step in log.spans if kind == "step"] == [6, 7, 8]
+    assert {kind for kind, _ in log.spans} == set(get_args(SpanKind))
+    with pytest.raises(InputError, match="seed is 0 in the checkpoint, 1 here"):
+        train(run_config(root, text, "other", steps=9, seed=1, checkpoint=True), SpanLog())
+
+
+def test_proof_sees_another_seed(root: Path, text: str, straight):
+    """Equal proofs would mean nothing."""
+    train(run_config(root, text, "one", steps=2, seed=1), SpanLog())
+    steps, state = proof_of(root, "one")
+    assert steps[0]["rows"] != straight[0][0]["rows"]
+    assert state["model/embed"] != straight[1]["model/embed"]
+    assert state["dropout/key"] != straight[1]["dropout/key"]
+
+
+def test_help_names_every_flag():
+    """A person could not find out what the trainer takes."""
+    help_text = CliRunner().invoke(main, ["--help"]).output
+    undocumented = [option.name for option in main.params if not getattr(option, "help", None)]
+    assert undocumented == []
+    for flag in ("--preset", "--mesh", "--checkpoint", "--ram", "--ssd", "--coordinator", "--heartbeat-s", "--proof"):
+        assert flag in help_text
+    assert "[default: tiny]" in help_text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--mesh", "tensor=2"], "Error: --mesh 'tensor=2': cannot read 'tensor=2'"),
+        (["--mesh", "fsdp=3"], "--mesh data=1,fsdp=3,model=1 needs 3 devices, this job has 4"),
+        (["--data", "/no/such/text"], "Error: --data /no/such/text: there is no such file or directory"),
+        (["--checkpoint", "/proc/none"], "Error: --checkpoint /proc/none:"),
+        (["--ram", "/tmp"], "also give --checkpoint"),
+        (["--processes", "2"], "needs --coordinator HOST:PORT"),
+        (["--accumulate", "3"], "does not split into --accumulate 3 microbatches"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path, text: str, flags: list[str], message: str):
+    """A person would read a traceback, or learn of it after an hour."""
+    done = CliRunner().invoke(main, ["--data", text, "--run-dir", str(tmp_path), *flags])
+    assert done.exit_code == 2, done.output
+    assert message in done.output
+    assert "Traceback" not in done.output
+
+
+def test_plan_command():
+    """The command in the README would not run."""
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer", "plan", "--preset", "gpt3-175b", "--mesh", "data=8,model=8"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The smallest fsdp that does is 6" in " ".join(done.stdout.split())

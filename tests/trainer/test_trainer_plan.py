@@ -1,0 +1,73 @@
+"""The plan's numbers for a model that nobody allocates."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from trainer.config import InputError, MeshConfig, preset
+from trainer.plan import Plan, make_plan, print_plan
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(
+        preset("gpt3-175b").model,
+        MeshConfig(data=8, model=8),
+        microbatch_rows=1,
+        device_bytes=80_000_000_000,
+        devices_per_host=8,
+    )
+
+
+def test_gpt3_numbers(plan: Plan):
+    """The plan would promise what the hardware cannot hold. 174.6e9 parameters: Brown et al. 2020."""
+    assert plan.parameters == pytest.approx(174.6e9, rel=0.01)
+    assert plan.checkpoint_bytes == pytest.approx(12 * plan.parameters, rel=1e-6)
+    assert plan.memory.parameters == pytest.approx(4 * plan.parameters / 8, rel=1e-3)
+    assert plan.memory.gradients == plan.memory.parameters
+    assert plan.memory.optimizer == pytest.approx(2 * plan.memory.parameters, rel=1e-6)
+    assert plan.host_bytes == pytest.approx(plan.checkpoint_bytes, rel=1e-3), "8-way model: a host holds it all"
+
+
+def test_gpt3_does_not_fit_and_says_what_does(plan: Plan):
+    """The truth of the issue: f32 Adam over 8 model ways alone is above 80 GB."""
+    assert not plan.fits
+    assert plan.fitting is not None
+    fsdp, memory = plan.fitting
+    assert fsdp == 6  # 4 needs 87 GB before activations, 5 does not divide 12288
+    assert memory.total <= 80e9
+
+
+def test_printed(plan: Plan):
+    """The command would compute and not tell."""
+    out = io.StringIO()
+    print_plan(plan, keep=3, console=Console(file=out, width=110))
+    text = " ".join(out.getvalue().split())
+    assert "blocks/*/attention/key_value" in text
+    assert "arXiv:2205.05198" in text
+    assert "The smallest fsdp that does is 6" in text
+    assert "data=8,fsdp=6,model=8, 384 devices" in text
+
+
+def test_small_model_fits():
+    """Every model would be refused, or every one accepted."""
+    plan = make_plan(
+        preset("125m").model, MeshConfig(fsdp=8), microbatch_rows=1, device_bytes=80 * 10**9, devices_per_host=4
+    )
+    assert plan.fits
+    assert plan.parameters == pytest.approx(125e6, rel=0.05)
+    assert plan.host_bytes < 0.51 * plan.checkpoint_bytes, "half of the boxes, and the small replicated leaves"
+
+
+def test_nothing_fits():
+    """The search would name an fsdp that does not fit, or not end."""
+    plan = make_plan(preset("tiny").model, MeshConfig(), microbatch_rows=1, device_bytes=100_000, devices_per_host=8)
+    assert not plan.fits
+    assert plan.fitting is None
+
+
+def test_mesh_that_does_not_divide():
+    """A plan would be made for a layout that the trainer refuses."""
+    with pytest.raises(InputError, match="key_value: model=4 does not divide"):
+        make_plan(preset("tiny").model, MeshConfig(model=4), microbatch_rows=1, device_bytes=10**9, devices_per_host=8)

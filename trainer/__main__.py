@@ -1,0 +1,155 @@
+"""`python -m trainer` trains, `python -m trainer plan` computes what a run would need."""
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from ckptkit.events import EventLog, Kind
+from tools.corpus import CorpusError
+from trainer.cluster import leave
+from trainer.config import (
+    PRESETS,
+    CheckpointConfig,
+    ClusterConfig,
+    DataConfig,
+    InputError,
+    LoopConfig,
+    MeshConfig,
+    OptimizerConfig,
+    RunConfig,
+    preset,
+)
+from trainer.loop import train
+from trainer.plan import make_plan, print_plan
+
+DTYPES = click.Choice(["float32", "bfloat16"])
+Dtype = Literal["float32", "bfloat16"]
+
+
+@click.group(invoke_without_command=True, context_settings={"show_default": True, "terminal_width": 110})
+@click.option("--preset", type=click.Choice(list(PRESETS)), default="tiny", help="Model, batch and rate.")
+@click.option("--steps", type=click.IntRange(1), default=200, help="Steps in all, resumed ones included.")
+@click.option("--seed", type=int, default=0, help="Fixes weights, dropout and data order.")
+@click.option("--mesh", help="Axis sizes, like data=1,fsdp=2,model=2.  [default: all devices on fsdp]")
+@click.option("--global-batch", type=click.IntRange(1), help="Rows per step.  [default: the preset's]")
+@click.option("--accumulate", type=click.IntRange(1), default=1, help="Microbatches per step.")
+@click.option("--learning-rate", type=float, help="Peak rate.  [default: the preset's]")
+@click.option("--schedule-steps", type=click.IntRange(1), help="Length of the rate schedule.  [default: --steps]")
+@click.option("--compute-dtype", type=DTYPES, help="What matmuls run in.  [default: the preset's]")
+@click.option("--split-step", is_flag=True, help="Gradient and update apart; same bits.")
+@click.option("--data", default="stdlib", help="Text file, directory, or stdlib.")
+@click.option("--run-dir", default="runs/default", help="Where a run keeps what has no other place.")
+@click.option("--corpus-dir", help="Where corpora are built.  [default: RUN_DIR/corpus]")
+@click.option("--compile-cache", help="Compiled programs.  [default: RUN_DIR/compile-cache]")
+@click.option("--checkpoint", help="Durable tier: a directory or gs://bucket/path.  [default: none]")
+@click.option("--save-every", type=click.IntRange(1), default=50, help="Steps between durable saves.")
+@click.option("--keep", type=click.IntRange(1), default=3, help="Durable steps to keep.")
+@click.option("--ram", help="Ramdisk tier, a directory on this host.  [default: none]")
+@click.option("--ram-every", type=click.IntRange(1), default=5, help="Steps between ramdisk saves.")
+@click.option("--ssd", help="SSD tier, a directory on this host.  [default: none]")
+@click.option("--ssd-every", type=click.IntRange(1), default=20, help="Steps between SSD saves.")
+@click.option("--host-id", help="Name of this host in the tiers.  [default: the machine's]")
+@click.option("--coordinator", help="HOST:PORT of process 0, for --processes above 1.")
+@click.option("--processes", type=click.IntRange(1), default=1, help="Processes of the job.")
+@click.option("--process", type=click.IntRange(0), default=0, help="Which of them this is.")
+@click.option("--heartbeat-s", type=click.IntRange(1), default=10, help="Silence after which a peer is lost.")
+@click.option("--events", help="Write event logs here, for goodput.  [default: none]")
+@click.option("--attempt", type=click.IntRange(0), default=0, help="Which start of this run it is, for the logs.")
+@click.option("--proof", help="Write record ids, losses and state digests here.  [default: none]")
+@click.option("--log-every", type=click.IntRange(1), default=10, help="Steps between progress lines.")
+@click.option("--quiet", is_flag=True, help="No progress lines.")
+@click.pass_context
+def main(context: click.Context, **flags: Any) -> None:
+    """Train a byte-level language model on text, and resume where the last run stopped."""
+    if context.invoked_subcommand is not None:
+        return
+    cluster = ClusterConfig()
+    try:
+        config = read_flags(flags)
+        cluster = config.cluster
+        with event_log(flags["events"], flags["attempt"], cluster.process) as events:
+            train(config, events)
+    except (InputError, CorpusError) as error:
+        click.echo(f"Error: {error}", err=True)
+        leave(cluster, 2)
+    except Exception:  # noqa: BLE001 - shown, not hidden: peers wait for a process that lingers after a failure
+        traceback.print_exc()
+        leave(cluster, 1)
+    leave(cluster, 0)
+
+
+@contextmanager
+def event_log(directory: str | None, attempt: int, process: int) -> Iterator[EventLog]:
+    """This process's log of this attempt, where `ckptkit.goodput.load_run` finds it; without a directory, no file."""
+    path = Path(directory) / f"attempt-{attempt}-process-{process}.jsonl" if directory else None
+    log = EventLog(path, process=process)
+    log.emit(Kind.STARTED, attempt=attempt, pid=os.getpid())
+    yield log
+    log.emit(Kind.FINISHED)
+    log.close()
+
+
+def read_flags(flags: dict[str, Any]) -> RunConfig:
+    """The run that the flags describe."""
+    chosen = preset(flags["preset"], compute_dtype=flags["compute_dtype"])
+    run_dir = Path(flags["run_dir"])
+    return RunConfig(
+        model=chosen.model,
+        optimizer=OptimizerConfig(
+            learning_rate=flags["learning_rate"] or chosen.learning_rate,
+            schedule_steps=flags["schedule_steps"] or flags["steps"],
+            accumulate=flags["accumulate"],
+        ),
+        mesh=MeshConfig.parse(flags["mesh"]) if flags["mesh"] else None,
+        data=DataConfig(
+            data=flags["data"],
+            corpus_dir=flags["corpus_dir"] or str(run_dir / "corpus"),
+            global_batch=flags["global_batch"] or chosen.global_batch,
+            seed=flags["seed"],
+        ),
+        checkpoint=CheckpointConfig(
+            directory=flags["checkpoint"],
+            **{name: flags[name] for name in ("save_every", "keep", "ram", "ram_every", "ssd", "ssd_every", "host_id")},
+        ),
+        cluster=ClusterConfig(**{name: flags[name] for name in ("coordinator", "processes", "process", "heartbeat_s")}),
+        loop=LoopConfig(
+            steps=flags["steps"],
+            split_step=flags["split_step"],
+            compile_cache=flags["compile_cache"] or str(run_dir / "compile-cache"),
+            proof=flags["proof"],
+            log_every=None if flags["quiet"] else flags["log_every"],
+        ),
+    )
+
+
+@main.command()
+@click.option("--preset", "name", type=click.Choice(list(PRESETS)), default="gpt3-175b", help="The model.")
+@click.option("--mesh", default="data=8,model=8", help="Axis sizes, like data=8,fsdp=4,model=8.")
+@click.option("--microbatch-rows", type=click.IntRange(1), default=1, help="Rows per device at a time.")
+@click.option("--device-memory-gb", type=float, default=80.0, help="Memory of one device, in 1e9 bytes.")
+@click.option("--devices-per-host", type=click.IntRange(1), default=8, help="Devices of one host.")
+@click.option("--keep", type=click.IntRange(1), default=3, help="Durable steps to keep.")
+def plan(name: str, mesh: str, microbatch_rows: int, device_memory_gb: float, devices_per_host: int, keep: int) -> None:
+    """Compute memory, checkpoint bytes and sharding of a run; allocates nothing and needs no device."""
+    try:
+        made = make_plan(
+            preset(name).model,
+            MeshConfig.parse(mesh),
+            microbatch_rows=microbatch_rows,
+            device_bytes=int(device_memory_gb * 1e9),
+            devices_per_host=devices_per_host,
+        )
+    except InputError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(2)
+    print_plan(made, keep=keep)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Everything the loop knows of checkpoints: make a manager, restore the newest step, save, wait."""
+
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+import ckptkit
+from trainer.config import CheckpointConfig, InputError
+from trainer.data import Position, resume_position
+from trainer.spans import Events
+from trainer.step import State
+
+
+def make_manager(config: CheckpointConfig, events: Events) -> Any | None:
+    """The checkpoint manager of a run, or None when it keeps no checkpoints.
+
+    With one process the tiers `ram` and `ssd` need nothing of the others; with more, all processes call this together.
+    """
+    if config.directory is None:
+        return None
+    tiers = []
+    if config.ram is not None:
+        tiers.append(ckptkit.Tier.ram(config.ram, save=ckptkit.EverySteps(config.ram_every)))
+    if config.ssd is not None:
+        tiers.append(ckptkit.Tier.ssd(config.ssd, save=ckptkit.EverySteps(config.ssd_every)))
+    return ckptkit.CheckpointManager(
+        config.directory,
+        options=ocp.CheckpointManagerOptions(
+            save_interval_steps=config.save_every, max_to_keep=config.keep, cleanup_tmp_directories=True
+        ),
+        tiers=tiers,
+        host_id=config.host_id,
+        events=events if isinstance(events, ckptkit.EventLog) else None,
+    )
+
+
+def restore_newest(manager: Any | None, abstract_state: State, start: Position) -> tuple[State, Position] | None:
+    """The newest saved state, placed as `abstract_state` says, and its position; None when nothing is saved."""
+    if manager is None or manager.latest_step() is None:
+        return None
+    restored = manager.restore(
+        None,
+        args=ocp.args.Composite(
+            state=ocp.args.StandardRestore(abstract_state),  # pyright: ignore[reportCallIssue]
+            data=ocp.args.JsonRestore(),
+        ),
+    )
+    return restored["state"], resume_position(restored["data"], start)
+
+
+def save(manager: Any | None, state: State, position: Position, *, force: bool = False) -> bool:
+    """Save under the number of finished steps when the manager's policy says so; True when it did.
+
+    Returns once the caller may donate `state`. What is saved is durable only after the manager says so.
+    """
+    if manager is None:
+        return False
+    args = ocp.args.Composite(
+        state=ocp.args.StandardSave(state),  # pyright: ignore[reportCallIssue]
+        data=ocp.args.JsonSave(position.to_json()),  # pyright: ignore[reportCallIssue]
+    )
+    return bool(manager.save(position.step, args=args, force=force))
+
+
+def wait_until_staged(manager: Any | None) -> None:
+    """Wait for the last save's copy out of the device memory that the coming update will donate."""
+    if manager is not None and hasattr(
+        manager, "wait_until_staged"
+    ):  # ckptkit's; Orbax's `save` has staged when it returns
+        manager.wait_until_staged()
+
+
+def check_writable(directory: str | None, flag: str) -> None:
+    """Refuse a local directory that cannot be made or written, naming the flag; URLs are checked by the store."""
+    if directory is None or "://" in directory:
+        return
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise InputError(f"{flag} {directory}: {error}; give a directory that can be written") from error

@@ -1,0 +1,68 @@
+"""Join the other processes, and leave without holding anybody up."""
+
+import os
+import sys
+import time
+
+import jax
+
+from trainer.config import ClusterConfig
+
+
+def join(config: ClusterConfig, compile_cache: str | None) -> None:
+    """Connect to the other processes and turn the compilation cache on; comes before any other use of JAX.
+
+    Raises:
+        RuntimeError: from JAX, when the coordinator cannot be reached or a process is missing.
+    """
+    if compile_cache:
+        jax.config.update("jax_compilation_cache_dir", compile_cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if config.processes > 1:
+        jax.distributed.initialize(
+            config.coordinator,
+            config.processes,
+            config.process,
+            heartbeat_timeout_seconds=config.heartbeat_s,
+            shutdown_timeout_seconds=3 * config.heartbeat_s,
+        )
+        if compile_cache and jax.default_backend() == "cpu":
+            _let_every_process_write_cache()
+
+
+def leave(config: ClusterConfig, code: int) -> None:
+    """End the process. After a failure it does not wait for peers, which may never come to a shutdown barrier."""
+    if config.processes == 1:
+        sys.exit(code)
+    if code == 0:
+        jax.distributed.shutdown()
+        sys.exit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if config.process == 0:
+        time.sleep(1)  # the coordinator goes last, so that peers with the same fault can name it before they abort
+    os._exit(code)
+
+
+def _let_every_process_write_cache() -> None:
+    """Make a restart on CPU cheap for all processes, not only for process 0.
+
+    JAX lets process 0 alone write the cache, counting on one key for all. On CPU the key holds the process's own
+    devices, so the others never hit. This reaches into a private module (jax 0.10.2) and does nothing when it is gone.
+    """
+    from jax._src import compiler, distributed
+
+    write = getattr(compiler, "_cache_write", None)
+    if write is None:
+        return
+
+    def write_as_process_0(*args: object, **kwargs: object) -> object:
+        state = distributed.global_state
+        process, state.process_id = state.process_id, 0
+        try:
+            return write(*args, **kwargs)
+        finally:
+            state.process_id = process
+
+    compiler._cache_write = write_as_process_0  # type: ignore[attr-defined]

@@ -1,0 +1,125 @@
+"""The data pipeline: a global order of batches that no process count can change.
+
+The position is one number, the next step. Row r of step k holds record `shuffled[k x global_batch + r]`, and each
+process reads the rows that its devices hold, whichever these are.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from tools.corpus import Corpus
+from trainer.config import InputError
+
+READ_THREADS, STEPS_AHEAD = 2, 4  # per process; a step's rows are read together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where the data stands: saved with the state, a few dozen bytes of JSON."""
+
+    step: int  # the next step, which is also how many are done
+    global_batch: int
+    seed: int
+    source_digest: str
+    records: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The form in which it is saved."""
+        return asdict(self)
+
+
+class Batch(NamedTuple):
+    """One step's data."""
+
+    step: int
+    rows: np.ndarray  # int64[rows of this process, 2]: global row, record id
+    tokens: jax.Array  # int32[global batch, T + 1], split over the mesh
+
+
+def start_position(corpus: Corpus, *, global_batch: int, seed: int) -> Position:
+    """The position before the first step."""
+    return Position(step=0, global_batch=global_batch, seed=seed, source_digest=corpus.digest, records=corpus.records)
+
+
+def resume_position(saved: dict[str, Any], start: Position) -> Position:
+    """The saved position, when this run would have reached it with the same data in the same order.
+
+    Raises:
+        InputError: the run has another corpus, seed or batch; each difference with both values.
+    """
+    names = [field.name for field in fields(Position) if field.name != "step"]
+    differences = [
+        f"{name} is {saved.get(name)!r} in the checkpoint, {getattr(start, name)!r} here"
+        for name in names
+        if saved.get(name) != getattr(start, name)
+    ]
+    if differences:
+        raise InputError(
+            f"cannot resume step {saved.get('step')} with other data: {'; '.join(differences)}; "
+            "give the same --data, --seed, --global-batch and preset, or another --checkpoint to start anew"
+        )
+    return Position(**(start.to_json() | {"step": saved["step"]}))
+
+
+def shuffled_ids(records: int, seed: int) -> grain.MapDataset:
+    """Record ids in the order of the run: each epoch a new permutation, without end, random access by position."""
+    return grain.MapDataset.range(records).seed(seed).shuffle().repeat()
+
+
+def batch_ids(ids: Sequence[int] | grain.MapDataset, step: int, global_batch: int, rows: np.ndarray) -> np.ndarray:
+    """Record ids of some rows of a step: int64[len(rows)]."""
+    return np.array([ids[step * global_batch + int(row)] for row in rows], np.int64)
+
+
+def local_rows(sharding: NamedSharding, global_batch: int) -> np.ndarray:
+    """The rows that this process's devices hold, each once, ascending: int64[rows]."""
+    boxes = sharding.addressable_devices_indices_map((global_batch,)).values()
+    return np.unique(np.concatenate([np.arange(global_batch)[box] for box in boxes if box is not None]))
+
+
+def open_batches(corpus: Corpus, position: Position, sharding: NamedSharding, *, steps: int) -> Iterator[Batch]:
+    """Yield the batches of steps `position.step` to `steps`; records are read and decoded ahead by threads.
+
+    Args:
+        corpus: whose records hold T + 1 byte tokens.
+        position: where to start.
+        sharding: of the batch's rows.
+        steps: where to end, exclusive.
+    """
+    if not Path(corpus.path).exists():
+        raise InputError(f"{corpus.path}: the records are gone since their index was read; build the corpus again")
+    source = grain.sources.ArrayRecordDataSource([corpus.path])
+    ids = shuffled_ids(corpus.records, position.seed)
+    rows = local_rows(sharding, position.global_batch)
+    shape = (position.global_batch, corpus.record_bytes)
+
+    def read(step: int) -> tuple[int, np.ndarray, np.ndarray]:
+        records = batch_ids(ids, step, position.global_batch, rows)
+        found = source.__getitems__(records.tolist())  # pyright: ignore[reportAttributeAccessIssue]
+        tokens = [np.frombuffer(record, np.uint8) for record in found]
+        return step, np.stack([rows, records], axis=1), np.stack(tokens).astype(np.int32)
+
+    steps_to_do = grain.MapDataset.range(position.step, max(steps, position.step + 1)).map(read)
+    options = grain.ReadOptions(num_threads=READ_THREADS, prefetch_buffer_size=STEPS_AHEAD)
+    for step, row_ids, local in steps_to_do.to_iter_dataset(options):
+        if step >= steps:
+            return
+        yield Batch(step, row_ids, _to_global(local, rows, sharding, shape))
+
+
+def _to_global(local: np.ndarray, rows: np.ndarray, sharding: NamedSharding, shape: tuple[int, int]) -> jax.Array:
+    """Place this process's rows on its devices, as parts of the global array."""
+
+    def of_device(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        wanted = np.arange(shape[0])[index[0]]
+        return local[np.searchsorted(rows, wanted)]
+
+    return jax.make_array_from_callback(shape, sharding, of_device)

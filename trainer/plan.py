@@ -1,0 +1,258 @@
+"""What a run would need, computed from shapes alone: memory per device, bytes per checkpoint, sharding."""
+
+import math
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding
+from rich.console import Console
+from rich.table import Table
+
+from trainer.config import MESH_AXES, InputError, MeshConfig, ModelConfig, OptimizerConfig
+from trainer.sharding import axes_of, check_rules, group_of, named_leaves, shard_state
+from trainer.step import abstract_train
+
+SLOTS = 2  # of a fast tier: the newest committed step and the one being written
+ACTIVATION_SOURCE = "Korthikanti et al. 2022, arXiv:2205.05198, table 2, no sequence parallelism"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes on one device at the fullest moment of a step."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int  # one block's weights in the compute dtype, whole over fsdp
+    activations: int  # an estimate; the other numbers are exact
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The same weight of every block."""
+
+    name: str
+    count: int
+    shape: tuple[int, ...]
+    spec: str
+    device_bytes: int  # float32, of all `count` weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The answer, ready to print."""
+
+    mesh: MeshConfig
+    parameters: int
+    device_bytes: int  # that a device has
+    memory: Memory
+    checkpoint_bytes: int  # every leaf once
+    host_bytes: int  # distinct boxes of one host: what it stages, and what a fast tier holds per step
+    groups: tuple[Group, ...]
+    fitting: tuple[int, Memory] | None  # the smallest fsdp that fits, with the same data and model
+
+    @property
+    def fits(self) -> bool:
+        """Whether the mesh as given fits its devices."""
+        return self.memory.total <= self.device_bytes
+
+
+def make_plan(
+    model: ModelConfig, mesh: MeshConfig, *, microbatch_rows: int, device_bytes: int, devices_per_host: int
+) -> Plan:
+    """Plan a run without devices.
+
+    Args:
+        model: what would be trained.
+        mesh: over how many devices and how.
+        microbatch_rows: rows that one device works on at a time; accumulation makes up the rest of the batch.
+        device_bytes: memory of one device.
+        devices_per_host: neighbours in mesh order that share a host.
+
+    Raises:
+        InputError: the mesh does not fit the model.
+    """
+    _, abstract = abstract_train(model, OptimizerConfig())
+    params = named_leaves(abstract["model"])
+    _check(params, mesh)
+    leaves = named_leaves(shard_state(abstract, _abstract_mesh(mesh)))
+    hosts = max(1, mesh.devices // devices_per_host)
+    return Plan(
+        mesh=mesh,
+        parameters=sum(math.prod(leaf.shape) for leaf in params.values()),
+        device_bytes=device_bytes,
+        memory=device_memory(leaves, model, mesh, microbatch_rows),
+        checkpoint_bytes=sum(_bytes(leaf.shape, leaf) for leaf in leaves.values()),
+        host_bytes=max(
+            sum(_host_bytes(leaf, mesh, host, devices_per_host) for leaf in leaves.values())
+            for host in range(min(hosts, 8))  # the first few: mesh order repeats itself
+        ),
+        groups=_groups(leaves),
+        fitting=_smallest_fsdp(abstract, model, mesh, microbatch_rows, device_bytes),
+    )
+
+
+def device_memory(
+    leaves: dict[str, jax.ShapeDtypeStruct], model: ModelConfig, mesh: MeshConfig, microbatch_rows: int
+) -> Memory:
+    """Bytes on one device: float32 weights, gradients and two moments, the gathered block, activations."""
+    shards = {path: _bytes(leaf.sharding.shard_shape(leaf.shape), leaf) for path, leaf in leaves.items()}
+    parameters = sum(size for path, size in shards.items() if path.startswith("model/"))
+    block = sum(size for path, size in shards.items() if path.startswith("model/blocks/0/"))
+    width = np.dtype(model.compute_dtype).itemsize
+    return Memory(
+        parameters=parameters,
+        gradients=parameters,
+        optimizer=sum(size for path, size in shards.items() if path.startswith("optimizer/")),
+        gathered=block * mesh.fsdp * width // 4 if mesh.fsdp > 1 else 0,
+        activations=activation_bytes(model, microbatch_rows, mesh.model),
+    )
+
+
+def activation_bytes(model: ModelConfig, rows: int, model_ways: int) -> int:
+    """Estimate the activations one device keeps for the backward pass, in bytes.
+
+    Per layer s b h (10 + 24/t + 5 a s / (h t)) bytes at 16 bits, and 2 s b h when blocks are recomputed (plus one
+    block at work): Korthikanti et al. 2022, arXiv:2205.05198, table 2, for a GELU MLP of 4 h and full attention heads.
+    s tokens, b rows, h width, a heads, t ways of model parallelism. Twice that at 32 bits. Added: float32 logits and
+    their gradient, 8 s b v / t.
+    """
+    size = model.size
+    s, b, h, a, t = size.seq_len, rows, size.d_model, size.heads, model_ways
+    width = np.dtype(model.compute_dtype).itemsize / 2
+    block = s * b * h * (10 + 24 / t + 5 * a * s / (h * t)) * width
+    kept = size.layers * 2 * s * b * h * width + block if model.remat else size.layers * block
+    return int(kept + 8 * s * b * size.vocab / t)
+
+
+def _check(params: dict[str, jax.ShapeDtypeStruct], mesh: MeshConfig) -> None:
+    check_rules(params, mesh, global_batch=mesh.data * mesh.fsdp)
+
+
+def _abstract_mesh(mesh: MeshConfig) -> AbstractMesh:
+    return AbstractMesh(tuple(mesh.sizes.values()), MESH_AXES)
+
+
+def _smallest_fsdp(
+    abstract: object, model: ModelConfig, mesh: MeshConfig, microbatch_rows: int, device_bytes: int
+) -> tuple[int, Memory] | None:
+    """The first fsdp that divides the model and fits; d_model bounds the search, as every rule splits it."""
+    params = named_leaves(abstract["model"])  # pyright: ignore[reportIndexIssue]
+    for fsdp in (n for n in range(1, model.size.d_model + 1) if model.size.d_model % n == 0):
+        candidate = replace(mesh, fsdp=fsdp)
+        try:
+            _check(params, candidate)
+        except InputError:
+            continue
+        leaves = named_leaves(shard_state(abstract, _abstract_mesh(candidate)))  # pyright: ignore[reportArgumentType]
+        memory = device_memory(leaves, model, candidate, microbatch_rows)
+        if memory.total <= device_bytes:
+            return fsdp, memory
+    return None
+
+
+def _groups(leaves: dict[str, jax.ShapeDtypeStruct]) -> tuple[Group, ...]:
+    members: dict[str, list[jax.ShapeDtypeStruct]] = {}
+    for path, leaf in leaves.items():
+        if path.startswith("model/"):
+            members.setdefault(group_of(path.removeprefix("model/")), []).append(leaf)
+    return tuple(
+        Group(
+            name=name,
+            count=len(same),
+            shape=same[0].shape,
+            spec=_spec_text(same[0].sharding),
+            device_bytes=len(same) * _bytes(same[0].sharding.shard_shape(same[0].shape), same[0]),
+        )
+        for name, same in members.items()
+    )
+
+
+def _host_bytes(leaf: jax.ShapeDtypeStruct, mesh: MeshConfig, host: int, devices_per_host: int) -> int:
+    """Bytes of the different boxes of a leaf on one host: replicas within the host count once."""
+    devices = np.arange(host * devices_per_host, min((host + 1) * devices_per_host, mesh.devices))
+    coordinates: dict[Any, np.ndarray] = dict(
+        zip(MESH_AXES, np.unravel_index(devices, tuple(mesh.sizes.values())), strict=True)
+    )
+    axes = axes_of(leaf.sharding.spec)
+    boxes = {tuple(int(coordinates[axis][i]) for axis in axes) for i in range(len(devices))}
+    return len(boxes) * _bytes(leaf.sharding.shard_shape(leaf.shape), leaf)
+
+
+def _bytes(shape: tuple[int, ...], leaf: jax.ShapeDtypeStruct) -> int:
+    # A typed key is two uint32 in a checkpoint (threefry); numpy does not know its dtype.
+    width = 8 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.dtype(leaf.dtype).itemsize
+    return math.prod(shape) * width
+
+
+def _spec_text(sharding: NamedSharding) -> str:
+    return ", ".join("-" if entry is None else str(entry) for entry in sharding.spec) or "whole"
+
+
+def print_plan(plan: Plan, *, keep: int, console: Console | None = None) -> None:
+    """Print the plan: three tables and the verdict. `keep` is the number of durable steps."""
+    console = console or Console(width=None if sys.stdout.isatty() else 110)
+    console.print(f"{plan.parameters / 1e9:.2f} B parameters on mesh {plan.mesh}: {plan.mesh.devices} devices")
+    console.print(_sharding_table(plan))
+    console.print(_memory_table(plan))
+    console.print(f"Activations are an estimate after {ACTIVATION_SOURCE}.")
+    console.print(_checkpoint_table(plan, keep))
+    console.print(verdict(plan), style="bold")
+
+
+def verdict(plan: Plan) -> str:
+    """Whether it fits, and the smallest fsdp that does."""
+    need = f"{_gb(plan.memory.total)} of {_gb(plan.device_bytes)} per device"
+    if plan.fits:
+        return f"Fits: {need}."
+    if plan.fitting is None:
+        return f"Does not fit: {need}, and no fsdp does with model={plan.mesh.model}; choose a larger model axis."
+    fsdp, memory = plan.fitting
+    mesh = replace(plan.mesh, fsdp=fsdp)
+    return (
+        f"Does not fit: {need}. The smallest fsdp that does is {fsdp}: {_gb(memory.total)} per device "
+        f"on {mesh}, {mesh.devices} devices."
+    )
+
+
+def _sharding_table(plan: Plan) -> Table:
+    table = Table(title="Sharding (moments follow)")
+    for column in ("weight", "count", "shape", "split over", "per device"):
+        table.add_column(column, no_wrap=True)
+    for group in plan.groups:
+        shape = " x ".join(map(str, group.shape))
+        table.add_row(group.name, str(group.count), shape, group.spec, _gb(group.device_bytes))
+    return table
+
+
+def _memory_table(plan: Plan) -> Table:
+    columns = [(f"fsdp={plan.mesh.fsdp}", plan.memory)]
+    if plan.fitting and not plan.fits:
+        columns.append((f"fsdp={plan.fitting[0]}", plan.fitting[1]))
+    table = Table("memory per device", *(name for name, _ in columns))
+    for part in ("parameters", "gradients", "optimizer", "gathered", "activations", "total"):
+        table.add_row(part, *(_gb(getattr(memory, part)) for _, memory in columns))
+    return table
+
+
+def _checkpoint_table(plan: Plan, keep: int) -> Table:
+    table = Table("checkpoint", "bytes", "what it is")
+    table.add_row("one step", _gb(plan.checkpoint_bytes), "every leaf once: weights, moments, counters")
+    table.add_row("per host", _gb(plan.host_bytes), "its distinct boxes: what one save stages")
+    table.add_row("ramdisk, per host", _gb(SLOTS * plan.host_bytes), f"{SLOTS} slots: committed and being written")
+    table.add_row("SSD, per host", _gb(SLOTS * plan.host_bytes), f"{SLOTS} slots")
+    table.add_row("durable, in all", _gb(keep * plan.checkpoint_bytes), f"{keep} steps kept, one replica writes")
+    return table
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e7 else f"{count / 1e6:,.3f} MB"

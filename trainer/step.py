@@ -1,0 +1,171 @@
+"""The training step over a functional state: whole, or split into gradient and donating update.
+
+The state is one `nnx.State` pytree: `model` (parameters), `optimizer` (moments and counters) and `dropout` (a key and
+a counter). A checkpoint of it, with the data position, is all that a resumed run needs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh, NamedSharding
+
+from trainer.config import ModelConfig, OptimizerConfig
+from trainer.model import Transformer, cross_entropy
+from trainer.optimizer import make_optimizer
+from trainer.sharding import USE_SPECS, P, batch_sharding, shard_state
+
+State = nnx.State
+StepFn = Callable[[State, jax.Array, Callable[[], None]], tuple[State, jax.Array]]
+
+
+class Train(nnx.Module):
+    """What is trained, in the shape in which it is saved."""
+
+    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, seed: int):
+        weights, drops = jax.random.split(jax.random.key(seed))
+        self.model = Transformer(model, nnx.Rngs(params=weights))
+        self.optimizer = nnx.Optimizer(self.model, make_optimizer(optimizer), wrt=nnx.Param)
+        self.dropout = nnx.RngStream(drops, tag="dropout")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The jitted functions of a run and the abstract state they share (a sharding on every leaf)."""
+
+    mesh: Mesh
+    abstract_state: State
+    init: Callable[[], State]
+    whole: Any  # (state, tokens) -> (state, loss), donates state
+    gradient: Any  # (state, tokens) -> (gradients, loss), leaves state alone
+    update: Any  # (state, gradients) -> state, donates state
+
+
+def abstract_train(model: ModelConfig, optimizer: OptimizerConfig) -> tuple[nnx.GraphDef[Train], State]:
+    """Structure and shapes of the state; allocates nothing, whatever the size."""
+    return nnx.split(nnx.eval_shape(lambda: Train(model, optimizer, seed=0)))
+
+
+def make_program(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh, *, seed: int) -> Program:
+    """Build the functions of a run; nothing is compiled or allocated until they are called.
+
+    `whole` gives the same bits as `gradient` then `update`; see `_as_if_returned` for how.
+    """
+    graphdef, abstract = abstract_train(model, optimizer)
+    abstract_state = shard_state(abstract, mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
+    replicated = NamedSharding(mesh, P())
+
+    def place(x: jax.Array, what: str) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, USE_SPECS[what]))
+
+    def init() -> State:
+        return nnx.state(Train(model, optimizer, seed))
+
+    def gradient(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
+        train = nnx.merge(graphdef, state)
+        model_def, params = nnx.split(train.model, nnx.Param)
+        step_key = jax.random.fold_in(train.dropout.key[...], train.dropout.count[...])
+
+        def loss_of(params: State, rows: jax.Array, key: jax.Array) -> jax.Array:
+            logits = nnx.merge(model_def, params)(rows[:, :-1], dropout_key=key, place=place)
+            return cross_entropy(logits, rows[:, 1:])
+
+        return _accumulate(jax.value_and_grad(loss_of), params, tokens, step_key, optimizer.accumulate)
+
+    def update(state: State, gradients: State) -> State:
+        train = nnx.merge(graphdef, state)
+        train.optimizer.update(train.model, gradients)
+        train.dropout.count[...] += 1  # the step's key is spent
+        return nnx.state(train)
+
+    def whole(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
+        gradients, loss = gradient(state, tokens)
+        return update(state, _as_if_returned(gradients, shardings["model"])), loss
+
+    return Program(
+        mesh=mesh,
+        abstract_state=abstract_state,
+        init=jax.jit(init, out_shardings=shardings),
+        whole=jax.jit(whole, donate_argnums=0, out_shardings=(shardings, replicated)),
+        gradient=jax.jit(gradient, out_shardings=(shardings["model"], replicated)),
+        update=jax.jit(update, donate_argnums=0, out_shardings=shardings),
+    )
+
+
+def _as_if_returned(gradients: State, shardings: State) -> State:
+    """Pin the gradients as the end of a jitted function would, so that the update cannot tell the difference.
+
+    Each part was needed for equal bits on CPU (jax 0.10.2): without the sharding, gradients are reduced in another
+    order; without the row-major layout, so is the global norm; the barrier keeps fusion from crossing. It is done on
+    each device's own part, because the partitioner would gather whole gradients to lay them out.
+    """
+    specs = jax.tree.map(lambda s: s.spec, shardings)
+    mesh = jax.tree.leaves(shardings)[0].mesh
+
+    def pin(parts: State) -> State:
+        parts = jax.tree.map(lambda g: with_layout_constraint(g, Layout(tuple(range(g.ndim)))), parts)
+        return jax.lax.optimization_barrier(parts)
+
+    # check_vma=False: layout constraints do not tell it that equal parts stay equal.
+    return jax.shard_map(pin, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)(gradients)
+
+
+def _accumulate(
+    value_and_grad: Callable[..., tuple[jax.Array, State]],
+    params: State,
+    tokens: jax.Array,
+    key: jax.Array,
+    microbatches: int,
+) -> tuple[State, jax.Array]:
+    """Mean gradients and loss over the microbatches of int32[rows, T + 1], one in memory at a time.
+
+    Microbatch j takes every microbatches-th row from row j, so each device cuts up its own rows and none move.
+    """
+    if microbatches == 1:
+        loss, gradients = value_and_grad(params, tokens, key)
+        return gradients, loss
+    split = tokens.reshape(-1, microbatches, tokens.shape[1]).swapaxes(0, 1)
+
+    def add(total: tuple[jax.Array, State], part: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+        rows, i = part
+        return jax.tree.map(jnp.add, total, value_and_grad(params, rows, jax.random.fold_in(key, i))), None
+
+    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    (loss, gradients), _ = jax.lax.scan(add, zeros, (split, jnp.arange(microbatches)))
+    return jax.tree.map(lambda g: g / microbatches, gradients), loss / microbatches
+
+
+def compile_step(program: Program, batch_shape: tuple[int, int], *, split: bool) -> StepFn:
+    """Compile now, and return `take_step(state, tokens, gate) -> (state, loss)`, which consumes `state`.
+
+    Args:
+        program: the functions.
+        batch_shape: (global batch, T + 1) of the int32 tokens.
+        split: call `gate()` between gradient and update, the last moment at which the old state may still be read;
+            otherwise `gate` comes before the whole step.
+    """
+    tokens = jax.ShapeDtypeStruct(batch_shape, jnp.int32, sharding=batch_sharding(program.mesh))
+    state = program.abstract_state
+    if not split:
+        whole = program.whole.lower(state, tokens).compile()
+
+        def take_whole_step(state: State, tokens: jax.Array, gate: Callable[[], None]) -> tuple[State, jax.Array]:
+            gate()
+            return whole(state, tokens)
+
+        return take_whole_step
+
+    gradient = program.gradient.lower(state, tokens).compile()
+    update = program.update.lower(state, state["model"]).compile()
+
+    def take_split_step(state: State, tokens: jax.Array, gate: Callable[[], None]) -> tuple[State, jax.Array]:
+        gradients, loss = gradient(state, tokens)
+        gate()
+        return update(state, gradients), loss
+
+    return take_split_step
