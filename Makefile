@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup setup-system demo test lint format clean
+.PHONY: setup setup-system demo test kill-phases bucket-campaign lint format clean
 
 setup: $(STAMP)
 
@@ -13,8 +13,22 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[trainer,test,lint]'
 	@touch $@
 
+# What only some tests need from Debian's packages; a test that needs one and does not find it says so.
+setup-system:
+	apt-get install --yes --no-install-recommends strace
+
+demo: setup
+	$(BIN)/python -m tools.demo
+
 test: setup
 	$(BIN)/python -m pytest
+
+# Long campaigns; a short version of each is in `make test`.
+kill-phases: setup
+	$(BIN)/python -m pytest -m slow tests/multiprocess
+
+bucket-campaign: setup
+	$(BIN)/python -m pytest -m slow tests/bucket
 
 lint: setup
 	$(BIN)/ruff check .
@@ -27,4 +41,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache runs

@@ -15,7 +15,7 @@ import jax
 from jax._src import distributed  # the client has no public name; tests/unit/test_coordination.py probes for it
 
 from ckptkit.clock import Deadline
-from ckptkit.errors import CoordinationError
+from ckptkit.errors import CoordinationError, heard_from
 
 Decide = Callable[[list[Any]], Any]
 
@@ -38,7 +38,8 @@ class Coordinator(Protocol):
     def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float) -> Any:
         """Gathers everyone's `value`, and returns to all what process 0's `decide(values)` says.
 
-        Raises `CoordinationError` naming the processes that did not come within `timeout_s`.
+        Raises `CoordinationError` naming the processes that did not come within `timeout_s`. Where `decide` raises,
+        the others hear it as an error of the same class.
         """
         ...
 
@@ -106,7 +107,7 @@ class JaxCoordinator:
         if "missing" in verdict:
             raise _missing(channel, verdict["missing"], timeout_s)
         if "failed" in verdict:
-            raise CoordinationError(f"{channel}: process 0 could not decide: {verdict['failed']}")
+            raise heard_from(0, *verdict["failed"])
         return verdict["verdict"]
 
     def _preside(self, meeting: str, last_meeting: str, decide: Decide, deadline: Deadline) -> Any:
@@ -126,7 +127,7 @@ class JaxCoordinator:
         try:
             verdict = json.dumps({"verdict": decide(values)})
         except Exception as error:
-            self._client.key_value_set(f"{meeting}/out", json.dumps({"failed": f"{type(error).__name__}: {error}"}))
+            self._client.key_value_set(f"{meeting}/out", json.dumps({"failed": [type(error).__name__, str(error)]}))
             raise
         self._client.key_value_set(f"{meeting}/out", verdict)
         return json.loads(verdict)["verdict"]

@@ -75,3 +75,14 @@ class StoreFullError(StoreError, OSError):
 
 class TierUnusableError(CheckpointError, ValueError):
     """A tier cannot be used as it was declared (not writable, too small, held by another process)."""
+
+
+_HEARD = {
+    error.__name__: error
+    for error in (CorruptCheckpointError, StoreError, TransientStoreError, StoreFullError, TierUnusableError)
+}
+
+
+def heard_from(process: int, name: str, message: str) -> CheckpointError:
+    """The error that another process raised, of the same class where that can be, so that all end alike."""
+    return _HEARD.get(name, CheckpointError)(f"process {process}: {message}")

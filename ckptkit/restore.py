@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ckptkit.durable.shardings import sharding_of_text
@@ -114,8 +115,9 @@ def execute(
                 return box_read, _read_box(box_read, records, readers[index]), plan.tiers[index]
             except CorruptCheckpointError as error:
                 rejected(plan.tiers[index], error)
-                last = error
-        raise last
+                if index == box_read.sources[-1][0]:
+                    raise
+        raise AssertionError("a planned box has a source")
 
     blocks: dict[Key, dict[Box, np.ndarray]] = {}
     read_bytes: dict[str, int] = {}
@@ -181,7 +183,7 @@ def _same(leaf: Any, record: LeafRecord) -> bool:
     if isinstance(leaf, bool | int | float):
         return record.shape == ()
     impl = record.extra.get("key_impl")
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return impl is not None and f"key<{_short_impl(impl)}>" == leaf.dtype.name and _starts(record, leaf)
     return impl is None and tuple(leaf.shape) == record.shape and leaf.dtype.name == record.dtype
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ckptkit.layout import PAGE_BYTES
@@ -165,7 +166,7 @@ def _unwrap(name: str, value: Any) -> tuple[LeafKind, Any, dict[str, str]]:
                 "make it a global array (jax.device_put with a sharding over the mesh), or a NumPy array"
             )
         extra = {}
-        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             extra["key_impl"] = str(jax.random.key_impl(value))
             value = jax.random.key_data(value)
         return "jax", value, extra

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import click
 
+from ckptkit import CheckpointError, StoreError, TierUnusableError, TransientStoreError, TreeMismatchError
 from ckptkit.events import EventLog, Kind
 from tools.corpus import CorpusError
 from trainer.cluster import leave
@@ -66,7 +67,10 @@ Dtype = Literal["float32", "bfloat16"]
 @click.option("--quiet", is_flag=True, help="No progress lines.")
 @click.pass_context
 def main(context: click.Context, **flags: Any) -> None:
-    """Train a byte-level language model on text, and resume where the last run stopped."""
+    """Train a byte-level language model on text, and resume where the last run stopped.
+
+    Exit codes: 0 trained; 1 failed, and a restart may help; 2 input that has to be mended first.
+    """
     if context.invoked_subcommand is not None:
         return
     cluster = ClusterConfig()
@@ -75,9 +79,12 @@ def main(context: click.Context, **flags: Any) -> None:
         cluster = config.cluster
         with event_log(flags["events"], flags["attempt"], cluster.process) as events:
             train(config, events)
-    except (InputError, CorpusError) as error:
+    except (InputError, CorpusError, TierUnusableError, TreeMismatchError, StoreError) as error:
         click.echo(f"Error: {error}", err=True)
-        leave(cluster, 2)
+        leave(cluster, 1 if isinstance(error, TransientStoreError) else 2)  # what may pass is worth a restart
+    except CheckpointError as error:
+        click.echo(f"Error: {error}", err=True)
+        leave(cluster, 1)
     except Exception:  # noqa: BLE001 - shown, not hidden: peers wait for a process that lingers after a failure
         traceback.print_exc()
         leave(cluster, 1)

@@ -9,11 +9,10 @@ import orbax.checkpoint as ocp
 import ckptkit
 from trainer.config import CheckpointConfig, InputError
 from trainer.data import Position, resume_position
-from trainer.spans import Events
 from trainer.step import State
 
 
-def make_manager(config: CheckpointConfig, events: Events) -> Any | None:
+def make_manager(config: CheckpointConfig, events: ckptkit.EventLog) -> Any | None:
     """The checkpoint manager of a run, or None when it keeps no checkpoints.
 
     With one process the tiers `ram` and `ssd` need nothing of the others; with more, all processes call this together.
@@ -32,7 +31,7 @@ def make_manager(config: CheckpointConfig, events: Events) -> Any | None:
         ),
         tiers=tiers,
         host_id=config.host_id,
-        events=events if isinstance(events, ckptkit.EventLog) else None,
+        events=events,
     )
 
 
@@ -66,9 +65,7 @@ def save(manager: Any | None, state: State, position: Position, *, force: bool =
 
 def wait_until_staged(manager: Any | None) -> None:
     """Wait for the last save's copy out of the device memory that the coming update will donate."""
-    if manager is not None and hasattr(
-        manager, "wait_until_staged"
-    ):  # ckptkit's; Orbax's `save` has staged when it returns
+    if manager is not None:
         manager.wait_until_staged()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 import jax
 
+from ckptkit import EventLog
 from tools.corpus import build_corpus
 from trainer.checkpoint import check_writable, make_manager, restore_newest, save, wait_until_staged
 from trainer.cluster import join
@@ -15,7 +16,6 @@ from trainer.config import MeshConfig, RunConfig
 from trainer.data import Position, open_batches, start_position
 from trainer.proof import Proof
 from trainer.sharding import batch_sharding, check_rules, make_mesh, named_leaves
-from trainer.spans import Events
 from trainer.step import State, compile_step, make_program
 
 
@@ -27,7 +27,7 @@ class LoopState:
     position: Position  # of the data; `position.step` steps are done
 
 
-def train(config: RunConfig, events: Events) -> LoopState:
+def train(config: RunConfig, events: EventLog) -> LoopState:
     """Train from the newest checkpoint, or from the start, to `config.loop.steps` steps.
 
     The result depends on the configuration alone, not on where it was interrupted: with the same mesh the bits are

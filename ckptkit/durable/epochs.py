@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit import layout
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.manifest import SaveId
 from ckptkit.store import Store
 
@@ -77,6 +77,21 @@ class EpochRecords:
         except (ValueError, KeyError, TypeError) as error:
             path = f"{self._store.url}/{key}"
             raise CorruptCheckpointError(f"epoch record {path} cannot be read: {error}", path=path) from error
+
+    def probe(self) -> None:
+        """Writes and deletes a small object: better now than at the first save.
+
+        Raises `StoreError` where the root cannot be written, naming it and what to do.
+        """
+        key = f"{layout.SIDECAR_DIR}/probe"
+        try:
+            self._store.put(key, b"")
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"{self._store.url} cannot be written: {error}; create the bucket, or correct its name",
+                path=self._store.url,
+            ) from error
+        self._store.delete(key)
 
     def write(self, ancestry: Ancestry) -> None:
         """Claims `ancestry.epoch`; raises `FileExistsError` where another run has claimed it."""

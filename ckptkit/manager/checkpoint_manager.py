@@ -15,7 +15,7 @@ from ckptkit.arena import Arena
 from ckptkit.coordination import gather, make_coordinator
 from ckptkit.durable import DurableSteps, EpochRecords
 from ckptkit.durable.epochs import Ancestry
-from ckptkit.errors import CheckpointError, StepAlreadyExistsError
+from ckptkit.errors import CheckpointError, StepAlreadyExistsError, heard_from
 from ckptkit.events import EventLog
 from ckptkit.manager.book import Book, StepRecord
 from ckptkit.manager.deciding import Decider
@@ -26,6 +26,8 @@ from ckptkit.manifest import SaveId, Writer
 from ckptkit.policy import Tier, checked_tiers
 from ckptkit.store import open_store
 from ckptkit.store.roots import is_remote
+
+STORE_DEADLINE_S = 20.0  # for small reads and writes of the durable root: a restart should not hang on a dead bucket
 
 
 class CheckpointManager:
@@ -67,7 +69,7 @@ class CheckpointManager:
         root = os.fspath(directory)
         url = root if is_remote(root) else os.path.abspath(root.removeprefix("file://"))
         # Asked first: its errors say what is wrong with the root, and nothing has been opened yet.
-        self._epochs = EpochRecords(open_store(url, deadline_s=20.0))
+        self._epochs = EpochRecords(open_store(url, deadline_s=STORE_DEADLINE_S))
         ancestry = self._first_look()
         self._durable = DurableSteps(url, self._options, self._coordinator, timeout_s=timeout_s)
         self._host_dirs = {
@@ -177,6 +179,11 @@ class CheckpointManager:
         """Whether a preemption was announced and the processes agreed to save at `step`."""
         return self._durable.orbax.reached_preemption(step)
 
+    def wait_until_staged(self) -> None:
+        """Returns once what the last `save` was given may be donated: for a step that is split into gradient and
+        donating update. `save` itself stages before it returns, so there is nothing to wait for after it.
+        """
+
     def is_saving_in_progress(self) -> bool:
         """Whether any tier is still being written."""
         return self._pipeline.busy
@@ -220,7 +227,10 @@ class CheckpointManager:
         """The epoch records, read by process 0. The first use of the durable root, so its errors come early."""
 
         def read(_: list[Any]) -> dict[str, Any]:
-            return self._epochs.read().to_json()
+            ancestry = self._epochs.read()
+            if self._options.create and not self._options.read_only:
+                self._epochs.probe()
+            return ancestry.to_json()
 
         return Ancestry.from_json(self._coordinator.agree("first-look", None, read, timeout_s=self._timeout_s))
 
@@ -237,11 +247,13 @@ class CheckpointManager:
                 )
         except CheckpointError as error:
             failure = error
-        said = gather(self._coordinator, "arenas", failure and str(failure), timeout_s=self._timeout_s)
-        if any(said):
+        mine = failure and [type(failure).__name__, str(failure)]
+        said = gather(self._coordinator, "arenas", mine, timeout_s=self._timeout_s)
+        failed = [process for process, why in enumerate(said) if why]
+        if failed:
             for arena in arenas.values():
                 arena.close()
-            raise failure or CheckpointError(next(f"process {p}: {why}" for p, why in enumerate(said) if why))
+            raise failure or heard_from(failed[0], *said[failed[0]])
         return arenas
 
     def _take_stock(self) -> int:

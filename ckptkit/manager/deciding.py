@@ -13,7 +13,6 @@ from orbax.checkpoint import checkpoint_managers as policies
 from ckptkit.manager.saving import DURABLE
 from ckptkit.policy import Tier
 
-
 _LOOKED_BACK_STEPS = 10_000  # a bound on what a restart looks through
 
 
@@ -33,7 +32,7 @@ class _ShouldSaveFunction:
     def __init__(self, function: Any):
         self._function = function
 
-    def should_save(self, step: StepInfo, previous_steps: Sequence[StepInfo], *, context: Any) -> bool:
+    def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
         """Asks the function with the step and the one saved last."""
         del context
         return bool(self._function(step.step, previous_steps[-1].step if previous_steps else None))

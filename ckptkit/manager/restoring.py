@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from ckptkit import clock
 from ckptkit.arena import SlotReader, read_manifests, slot_directories
 from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import Ancestry, EpochRecords
-from ckptkit.durable.reader import DurableReader
 from ckptkit.durable.steps import DEFAULT_ITEM, DurableSteps
 from ckptkit.errors import (
     CheckpointError,
@@ -22,6 +21,7 @@ from ckptkit.errors import (
     NoRestorableStepError,
     StepNotFoundError,
     TreeMismatchError,
+    heard_from,
 )
 from ckptkit.events import EventLog, Kind
 from ckptkit.manager.items import RestoreItems, restored_inline
@@ -53,6 +53,31 @@ class Restored:
     items: Mapping[str, Any]
     save_id: SaveId
     default_item: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Holdings:
+    """Sources of one save in order of cost, and how the boxes of each are read."""
+
+    sources: tuple[Source, ...]
+    readers: tuple[BoxReader, ...]
+
+    @property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """Every manifest of every source."""
+        return tuple(manifest for source in self.sources for manifest in source.manifests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Proven:
+    """What one process has read and proven of a save, in host memory; `stock`: what stock Orbax restored instead."""
+
+    targets: Sequence[Target] = ()
+    blocks: Mapping[Key, Any] = field(default_factory=dict)
+    inline: Mapping[str, Any] = field(default_factory=dict)
+    manifests: Sequence[Manifest] = ()
+    read_bytes: Mapping[str, int] = field(default_factory=lambda: {"durable (orbax)": 0})
+    stock: dict[str, Any] | None = None
 
 
 class Restorer:
@@ -155,71 +180,59 @@ class Restorer:
         start_s = clock.monotonic_s()
         save_id = candidate.save_id
         error: Exception | None = None
-        prepared = None
+        proven = None
         try:
-            prepared = self._read(candidate, local, wanted)
+            proven = self._read(candidate, local, wanted)
         except (CheckpointError, ValueError, OSError, KeyError, TypeError) as caught:
             error = caught
         verdict = self._vote(error)
         if verdict["fatal"] is not None:
             if error is not None and _is_fatal(error):
                 raise error
-            raise CheckpointError(f"restore of step {save_id.step}: {verdict['fatal']}", step=save_id.step)
+            raise heard_from(*verdict["fatal"])
         if verdict["reject"] is not None:
             return verdict["reject"]
-        assert prepared is not None
-        targets, blocks, read_bytes, inline, manifests = prepared
-        if targets is None:  # a step of stock Orbax, which read it itself
-            items, read_bytes = inline, {"durable (orbax)": 0}
-        else:
-            items = self._assemble(targets, blocks, wanted, manifests)
-            items.update({name: restored_inline(name, inline[name], wanted.inline.get(name)) for name in inline})
+        assert proven is not None
+        items = self._assemble(proven, wanted)
         self._events.emit(
             Kind.RESTORED,
             step=save_id.step,
-            sources=read_bytes,
+            sources=proven.read_bytes,
             save_id=str(save_id),
             duration_s=round(clock.monotonic_s() - start_s, 6),
         )
         return Restored(items=items, save_id=save_id, default_item=DEFAULT_ITEM in items)
 
-    def _read(self, candidate: Candidate, local: LocalSave | None, wanted: RestoreItems) -> Any:
-        """Plans, reads and proves this process's part; touches no device."""
-        save_id = candidate.save_id
-        sources, readers = self._fast_sources_and_readers(local)
-        manifests = list(local.manifests) if local is not None else []
-        plan = targets = None
-        if manifests:
+    def _read(self, candidate: Candidate, local: LocalSave | None, wanted: RestoreItems) -> _Proven:
+        """Plans, reads and proves this process's part; touches no device.
+
+        The durable tier is asked only for what the fast ones do not cover, or hold damaged.
+        """
+        fast = self._fast_holdings(local)
+        if fast.manifests:
             try:
-                targets = self._targets(save_id, manifests, wanted)
-                plan = plan_restore(save_id, {target.key: target.boxes for target in targets}, sources)
-                inline = self._inline(manifests, wanted)
+                return self._read_from(candidate.save_id, fast, wanted)
             except (CorruptCheckpointError, ValueError) as error:
                 if isinstance(error, TreeMismatchError) or not candidate.durable:
                     raise
-                plan = None
-        if candidate.durable:
-            durable = self._durable.reader(save_id.step)
-            # Loaded even when the fast tiers cover everything: a box that proves bad there is mended from here.
-            durable_manifests = durable.manifests() if plan is None else []
-            if plan is None and not durable_manifests and not manifests:
-                return None, {}, {}, self._restore_stock(save_id.step, wanted), []
-            if plan is None:
-                manifests = [*manifests, *durable_manifests]
-                sources.append(Source(tier=DURABLE, manifests=tuple(durable_manifests)))
-                readers.append(_durable_reader(durable))
-                targets = self._targets(save_id, manifests, wanted)
-                plan = plan_restore(save_id, {target.key: target.boxes for target in targets}, sources)
-                inline = self._inline(manifests, wanted)
-        assert plan is not None
+        reader = self._durable.reader(candidate.save_id.step)
+        durable = tuple(reader.manifests()) if candidate.durable else ()
+        if not durable and not fast.manifests:
+            return _Proven(stock=self._restore_stock(candidate.save_id.step, wanted))
+        both = _Holdings(
+            sources=(*fast.sources, Source(tier=DURABLE, manifests=durable)), readers=(*fast.readers, reader.read)
+        )
+        return self._read_from(candidate.save_id, both, wanted)
+
+    def _read_from(self, save_id: SaveId, holdings: _Holdings, wanted: RestoreItems) -> _Proven:
+        targets = self._targets(save_id, holdings.manifests, wanted)
+        inline = self._inline(holdings.manifests, wanted)
+        plan = plan_restore(save_id, {target.key: target.boxes for target in targets}, holdings.sources)
         self._events.emit(Kind.PLANNED, step=save_id.step, sources=plan.bytes_by_tier(), save_id=str(save_id))
-        try:
-            blocks, read_bytes = execute(plan, readers, self._rejected(save_id))
-        except CorruptCheckpointError:
-            if not candidate.durable or any(source.tier == DURABLE for source in sources):
-                raise
-            return self._read(candidate, None, wanted)  # the fast tiers are bad: everything from the durable one
-        return targets, blocks, read_bytes, inline, manifests
+        blocks, read_bytes = execute(plan, holdings.readers, self._rejected(save_id))
+        return _Proven(
+            targets=targets, blocks=blocks, inline=inline, manifests=holdings.manifests, read_bytes=read_bytes
+        )
 
     def _targets(self, save_id: SaveId, manifests: Sequence[Manifest], wanted: RestoreItems) -> list[Target]:
         items = {item for manifest in manifests for item in manifest.arrays}
@@ -233,18 +246,21 @@ class Restorer:
             targets += targets_of(item, abstract, stored, step=save_id.step, where=self._durable.url)
         return targets
 
-    def _assemble(
-        self, targets: Sequence[Target], blocks: Mapping[Key, Any], wanted: RestoreItems, manifests: Sequence[Manifest]
-    ) -> dict[str, Any]:
-        by_item: dict[str, list[Any]] = {}
-        for target in targets:
-            by_item.setdefault(target.key[0], []).append(place(target, blocks[target.key]))
-        items = {}
-        for item, leaves in by_item.items():
+    def _assemble(self, proven: _Proven, wanted: RestoreItems) -> dict[str, Any]:
+        """Places what is proven on the devices, and sets the iterators: nothing before this has a side effect."""
+        if proven.stock is not None:
+            return proven.stock
+        leaves: dict[str, list[Any]] = {}
+        for target in proven.targets:
+            leaves.setdefault(target.key[0], []).append(place(target, proven.blocks[target.key]))
+        items: dict[str, Any] = {}
+        for item, placed in leaves.items():
             abstract = (wanted.abstract or {}).get(item)
             if abstract is None:
-                abstract = abstract_of(merged_leaves(manifests, item))
-            items[item] = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(abstract), leaves)
+                abstract = abstract_of(merged_leaves(proven.manifests, item))
+            items[item] = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(abstract), placed)
+        for name, stored in proven.inline.items():
+            items[name] = restored_inline(name, stored, wanted.inline.get(name))
         return items
 
     def _inline(self, manifests: Sequence[Manifest], wanted: RestoreItems) -> dict[str, Any]:
@@ -278,7 +294,7 @@ class Restorer:
             return {DEFAULT_ITEM: self._durable.orbax.restore(step, args=args[DEFAULT_ITEM])}
         return dict(self._durable.orbax.restore(step, args=ocp.args.Composite(**args)).items())
 
-    def _fast_sources_and_readers(self, save: LocalSave | None) -> tuple[list[Source], list[BoxReader]]:
+    def _fast_holdings(self, save: LocalSave | None) -> _Holdings:
         """One source per slot directory, so that a reader knows where a record's bytes stand."""
         sources: list[Source] = []
         readers: list[BoxReader] = []
@@ -290,7 +306,7 @@ class Restorer:
                     self._events.emit(Kind.REJECTED, step=manifest.save_id.step, tier=tier, reason=str(error))
                     continue
                 sources.append(Source(tier=tier, manifests=(manifest,)))
-        return sources, readers
+        return _Holdings(sources=tuple(sources), readers=tuple(readers))
 
     def _rejected(self, save_id: SaveId) -> Any:
         def emit(tier: str, error: CorruptCheckpointError) -> None:
@@ -298,15 +314,15 @@ class Restorer:
 
         return emit
 
-    def _vote(self, error: Exception | None) -> dict[str, str | None]:
+    def _vote(self, error: Exception | None) -> dict[str, Any]:
         """One verdict for all: a fatal error raises everywhere, a rejection sends everybody to the next candidate."""
-        value = None if error is None else [_is_fatal(error), f"{type(error).__name__}: {error}"]
+        value = None if error is None else [_is_fatal(error), type(error).__name__, str(error)]
 
-        def worst(values: list[Any]) -> dict[str, str | None]:
-            said = [(p, v[0], v[1]) for p, v in enumerate(values) if v is not None]
-            fatal = "; ".join(f"process {p}: {why}" for p, is_fatal, why in said if is_fatal) or None
-            reject = "; ".join(f"process {p}: {why}" for p, is_fatal, why in said if not is_fatal) or None
-            return {"fatal": fatal, "reject": reject}
+        def worst(values: list[Any]) -> dict[str, Any]:
+            said = [(process, *each) for process, each in enumerate(values) if each is not None]
+            fatal = [[process, name, text] for process, is_fatal, name, text in said if is_fatal]
+            reject = [f"process {process}: {name}: {text}" for process, is_fatal, name, text in said if not is_fatal]
+            return {"fatal": fatal[0] if fatal else None, "reject": "; ".join(reject) or None}
 
         return self._coordinator.agree("restore", value, worst, timeout_s=self._timeout_s)
 
@@ -328,10 +344,6 @@ def _slot_reader(directory: Path, manifest: Manifest) -> BoxReader:
         slot.read(leaf, record, wanted, into)
 
     return read
-
-
-def _durable_reader(reader: DurableReader) -> BoxReader:
-    return reader.read
 
 
 def _grain_restore(iterator: Any) -> Any:

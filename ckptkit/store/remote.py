@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, final
 
+import aiohttp
 import fsspec
 
 from ckptkit.errors import StoreError, TransientStoreError
 from ckptkit.store.base import PutMode, Stat, checked_key
 
+_ANSWER_TIMEOUT_S = 20.0
 _TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
 
 
@@ -71,8 +73,11 @@ class RemoteStore:
 
 
 def _open_filesystem(url: str) -> tuple[Any, str]:
+    # Without it a server that accepts and never answers is waited for forever.
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_ANSWER_TIMEOUT_S)
+    options = {"requests_timeout": timeout} if url.startswith(("gs://", "gcs://")) else {}
     with _translated(url):
-        return fsspec.core.url_to_fs(url)
+        return fsspec.core.url_to_fs(url, **options)
 
 
 @contextmanager
@@ -89,7 +94,8 @@ def _translated(where: str) -> Iterator[None]:
         message = f"{where}: {type(error).__name__}: {error}"
         if status == 412:
             raise FileExistsError(message) from error
-        if status in (401, 403):
+        # gcsfs makes an OSError of a 403 and keeps no status.
+        if status in (401, 403) or str(error).startswith("Forbidden"):
             raise StoreError(
                 f"{message}\nThe credentials in use may not do this; grant storage.objects.get, .list, .create and "
                 ".delete on the bucket, or sign in (gcloud auth application-default login).",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +56,8 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    yield Run(tmp_path)
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
 
 
 def restored_step(run: Run, **kwargs: Any) -> int:
@@ -67,6 +66,11 @@ def restored_step(run: Run, **kwargs: Any) -> int:
         restored = manager.restore(None, args=restore_args(abstract(make_state())))
     assert_same(restored["state"], make_state(restored["data"]["step"]))
     return restored["data"]["step"]
+
+
+def refused(*_: Any, **__: Any) -> None:
+    """A durable save on a full disk."""
+    raise OSError(28, "No space left on device")
 
 
 def test_each_tier_serves_when_the_faster_ones_are_gone(run: Run) -> None:
@@ -247,10 +251,11 @@ def test_a_durable_step_that_a_crash_prevented_is_made_good_after_the_restart(ru
     """Two losses in a row would fall back two intervals: the second finds what the first one left undone."""
     run.save_steps(range(4))
     with monkeypatch.context() as patched:
-        patched.setattr(DurableSteps, "save", lambda *_, **__: (_ for _ in ()).throw(OSError("died in the upload")))
-        with pytest.raises(ckptkit.SaveFailedError), run.manager() as manager:
-            manager.save(4, args=save_args(make_state(4), 4))
-            manager.wait_until_finished()
+        patched.setattr(DurableSteps, "save", refused)
+        manager = run.manager()
+        manager.save(4, args=save_args(make_state(4), 4))
+        with pytest.raises(ckptkit.SaveFailedError):
+            manager.close()
     with run.manager() as manager:
         assert manager.restore(None, args=restore_args(abstract(make_state())))["data"]["step"] == 4
         assert manager.save(5, args=save_args(make_state(5), 5))  # not due in the durable tier by itself
@@ -265,11 +270,7 @@ def test_a_failed_durable_save_is_reported_once_and_forgets_nothing(run: Run, mo
     run.save_steps(range(4), save_every=2)
     with run.manager(save_every=2) as manager:
         with monkeypatch.context() as patched:
-
-            def refuse(*_: Any, **__: Any) -> None:
-                raise OSError(28, "No space left on device")
-
-            patched.setattr(DurableSteps, "save", refuse)
+            patched.setattr(DurableSteps, "save", refused)
             assert manager.save(4, args=save_args(make_state(4), 4))
             with pytest.raises(ckptkit.SaveFailedError, match="step 4 was not committed to tier durable"):
                 manager.wait_until_finished()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -80,15 +79,15 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 @pytest.fixture(scope="module")
-def reference(job: Job) -> Iterator[Path]:
+def reference(job: Job) -> Path:
     """The uninterrupted run, which reads and writes no checkpoint."""
-    yield job.run("reference", "--plain")
+    return job.run("reference", "--plain")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(job: Job) -> Iterator[Path]:
+def undisturbed(job: Job) -> Path:
     """A run with all tiers to which nothing happens, and which writes down every path that it opens."""
-    yield job.run("undisturbed", "--trace-opens")
+    return job.run("undisturbed", "--trace-opens")
 
 
 def events_of(directory: Path) -> list[ckptkit.Event]:

@@ -1,6 +1,6 @@
 """One process of the trainer with its event log open, which can be told to die at a phase of a save.
 
-    python -m tests.multiprocess.worker --process 0 --coordinator HOST:PORT --attempt 0 --die tier:phase:step:process DIR
+    python -m tests.multiprocess.worker --process 0 --coordinator HOST:PORT --die tier:phase:step:process DIR
 
 Runs the reference trainer's own loop (preset `tiny`) with all three tiers below DIR. With `--plain` it reads and
 writes no checkpoint. On the attempt 0, process `process` sends itself SIGKILL when the phase is reached.
@@ -70,10 +70,10 @@ class Killer:
 
 
 def train(args: argparse.Namespace, log: ckptkit.EventLog) -> None:
-    from trainer import loop  # noqa: PLC0415  JAX is imported only here, after the log says that the process is up
-    from trainer.__main__ import read_flags  # noqa: PLC0415
-    from trainer.__main__ import main as command  # noqa: PLC0415
-    from trainer.cluster import leave  # noqa: PLC0415
+    from trainer import loop
+    from trainer.__main__ import main as command
+    from trainer.__main__ import read_flags
+    from trainer.cluster import leave
 
     flags = ["--preset", "tiny", "--steps", str(STEPS), "--mesh", "data=2,fsdp=2", "--run-dir", str(args.dir)]
     flags += ["--corpus-dir", str(args.dir.parent / "corpus"), "--compile-cache", args.cache, "--seed", "11"]

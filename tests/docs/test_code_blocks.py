@@ -1,0 +1,53 @@
+"""The code in README.md and docs/ is run as it stands."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks() -> list[tuple[str, str]]:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [(page.name, code) for page in pages for code in BLOCK.findall(page.read_text())]
+
+
+def test_there_is_an_example() -> None:
+    """The pattern would match nothing, and the test below would test nothing."""
+    assert "README.md" in [page for page, _ in blocks()]
+
+
+@pytest.mark.parametrize(("page", "code"), blocks())
+def test_code_block_runs(page: str, code: str, tmp_path: Path) -> None:
+    """The first thing that a reader tries would fail."""
+    code = code.replace("/dev/shm/", f"{tmp_path}/ram-").replace("/tmp/", f"{tmp_path}/")
+    for _ in range(2):  # the second run resumes
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        assert result.returncode == 0, f"{page}:\n{result.stderr}"
+    assert any(tmp_path.rglob("_ckptkit"))
+    shutil.rmtree(tmp_path)
+
+
+def test_the_drop_in_is_fifteen_lines() -> None:
+    """A drop-in that takes a page is none."""
+    (code,) = [code for page, code in blocks() if page == "README.md"]
+    lines = [line for line in code.splitlines() if line.strip()]
+    assert len(lines) <= 16
+
+
+def test_every_file_that_the_readme_names_is_there() -> None:
+    """The tree in the README would be that of an older version."""
+    text = (ROOT / "README.md").read_text()
+    tree = text.split("## What is where")[1].split("```")[1]
+    for line in tree.strip().splitlines():
+        parent = ROOT / "ckptkit" if line.startswith("  ") else ROOT
+        for name in re.findall(r"^\s*((?:[\w./]+(?:\.py|/)\s)+)", line):
+            for path in name.split():
+                assert (parent / path).exists(), path

@@ -1,0 +1,53 @@
+"""A durable root in a bucket that is missing, refuses, or does not answer: one clear error, before training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ckptkit
+from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, PermissionWithdrawn, Status
+from tests.states import abstract, assert_same, make_state, restore_args, save_args
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
+    with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+def test_a_bucket_that_is_not_there_is_named(server: BucketServer) -> None:
+    """A typing error in the URL would be found at the first save, hours later."""
+    with pytest.raises(ckptkit.StoreError, match=r"gs://no-such-bucket/run cannot be written: .*create the bucket"):
+        ckptkit.CheckpointManager("gs://no-such-bucket/run")
+
+
+def test_a_refused_permission_names_what_is_missing(server: BucketServer) -> None:
+    """A person would look for the bug in the trainer."""
+    server.faults = FaultPlan(faults=(Fault(effect=PermissionWithdrawn()),))
+    with pytest.raises(ckptkit.StoreError, match=r"grant storage\.objects\.get, \.list, \.create") as caught:
+        ckptkit.CheckpointManager("gs://runs/run")
+    assert not isinstance(caught.value, ckptkit.TransientStoreError)
+
+
+def test_an_unreachable_bucket_is_not_an_empty_one(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart while the bucket is away would begin again from step 0."""
+    monkeypatch.setattr("gcsfs.retry.asyncio.sleep", _no_sleep)
+    monkeypatch.setattr("ckptkit.manager.checkpoint_manager.STORE_DEADLINE_S", 0.5)
+    with ckptkit.CheckpointManager("gs://runs/run") as manager:
+        manager.save(3, args=save_args(make_state(3), 3))
+    server.faults = FaultPlan(faults=(Fault(effect=Status(code=503)),))
+    with pytest.raises(ckptkit.TransientStoreError, match="gs://runs/run"):
+        ckptkit.CheckpointManager("gs://runs/run")
+    server.faults = FaultPlan()
+    with ckptkit.CheckpointManager("gs://runs/run") as manager:
+        assert manager.latest_step() == 3
+        assert_same(manager.restore(None, args=restore_args(abstract(make_state())))["state"], make_state(3))
+
+
+async def _no_sleep(_: float) -> None:
+    """Retries at once."""

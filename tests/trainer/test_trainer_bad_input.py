@@ -1,0 +1,64 @@
+"""Checkpoints and places that cannot be used: one clear message, exit code 2, before training starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import pytest
+from click.testing import CliRunner, Result
+from jax.experimental.compilation_cache import compilation_cache
+
+from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, PermissionWithdrawn
+from trainer.__main__ import main
+
+
+@pytest.fixture(autouse=True)
+def own_compile_cache() -> object:
+    """The trainer turns the compilation cache on for the whole process."""
+    before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+def run(tmp_path: Path, *flags: str) -> Result:
+    text = tmp_path / "text"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    common = ["--preset", "tiny", "--steps", "1", "--run-dir", str(tmp_path / "run"), "--data", str(text)]
+    result = CliRunner().invoke(main, [*common, *flags])
+    assert "Traceback" not in result.output
+    return result
+
+
+def test_a_checkpoint_of_another_model_names_every_difference(tmp_path: Path) -> None:
+    """The run would begin again, or with weights that do not fit."""
+    durable = str(tmp_path / "durable")
+    assert run(tmp_path, "--checkpoint", durable, "--save-every", "1").exit_code == 0
+    result = run(tmp_path, "--checkpoint", durable, "--preset", "25m")
+    assert result.exit_code == 2
+    assert "Error: step 1 in" in result.output
+    assert "is not the tree that was asked for" in result.output
+    assert "in abstract_state" in result.output
+
+
+def test_a_refused_bucket_and_a_missing_one_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training would start, and lose everything at its first failure."""
+    with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        missing = run(tmp_path, "--checkpoint", "gs://no-such-bucket/run")
+        server.faults = FaultPlan(faults=(Fault(effect=PermissionWithdrawn()),))
+        refused = run(tmp_path, "--checkpoint", "gs://runs/run")
+    assert (missing.exit_code, refused.exit_code) == (2, 2)
+    assert "gs://no-such-bucket/run cannot be written" in missing.output
+    assert "grant storage.objects.get" in refused.output
+
+
+def test_a_tier_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """The job would run without its fast tier."""
+    (tmp_path / "file").write_text("")
+    result = run(tmp_path, "--checkpoint", str(tmp_path / "durable"), "--ram", str(tmp_path / "file" / "ram"))
+    assert result.exit_code == 2
+    assert "--ram" in result.output
+    assert "give a directory that can be written" in result.output
