@@ -16,6 +16,8 @@ from ckptkit.events import Event as Event
 from ckptkit.events import EventLog as EventLog
 from ckptkit.events import Kind as Kind
 from ckptkit.events import read_events as read_events
+from ckptkit.inspection import inspect as inspect
+from ckptkit.inspection import list_steps as list_steps
 from ckptkit.manager import CheckpointManager as CheckpointManager
 from ckptkit.manager import StepRecord as StepRecord
 from ckptkit.policy import EverySteps as EverySteps

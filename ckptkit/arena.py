@@ -10,6 +10,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
@@ -210,9 +211,9 @@ def _map_file(path: Path, size_bytes: int) -> mmap.mmap:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            stat = os.statvfs(path.parent)
+            disk = os.statvfs(path.parent)
             raise StoreFullError(
-                f"slot {path} needs {size_bytes} bytes, {stat.f_bavail * stat.f_frsize} are free in {path.parent}; "
+                f"slot {path} needs {size_bytes} bytes, {disk.f_bavail * disk.f_frsize} are free in {path.parent}; "
                 "mount a larger ramdisk, give fewer slots, or leave this tier out",
                 path=str(path),
             ) from error
@@ -239,6 +240,8 @@ def slot_directories(host_dir: Path) -> list[Path]:
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest at `path`; raises `CorruptCheckpointError` where it is damaged or implausibly large."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise CorruptCheckpointError(f"manifest {path} is no regular file", path=str(path))
     if path.stat().st_size > MANIFEST_BYTES_MAX:
         raise CorruptCheckpointError(f"manifest {path} is larger than {MANIFEST_BYTES_MAX} bytes", path=str(path))
     manifest = Manifest.from_bytes(path.read_bytes(), path=str(path))
@@ -263,6 +266,8 @@ def read_manifests(
                 found.append((directory, read_manifest(directory / name)))
             except FileNotFoundError:  # superseded between the listing and the read
                 continue
+            except OSError as error:
+                damaged.append(CorruptCheckpointError(f"manifest {directory / name}: {error}", path=str(directory)))
             except CorruptCheckpointError as error:
                 damaged.append(error)
     return sorted(found, key=lambda pair: pair[1].save_id, reverse=True), damaged
@@ -280,9 +285,11 @@ class SlotReader:
         self._manifest = manifest
         self._manifest_path = directory / _manifest_name(manifest.save_id)
         self._path = directory / manifest.slot
-        size = self._path.stat().st_size
-        with self._path.open("rb") as file:
-            self._memory = np.frombuffer(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ), np.uint8)
+        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # no link, no pipe
+        try:
+            self._memory = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ), np.uint8)
+        finally:
+            os.close(fd)
 
     def read(self, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
         """Copies the part of `wanted` that `record.box` holds into `into`; raises `CorruptCheckpointError`."""

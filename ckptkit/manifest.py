@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import ml_dtypes  # registers bfloat16, fp8 and the small integers with np.dtype
 import numpy as np
@@ -21,6 +21,7 @@ from ckptkit.sharding import Box, cells_of
 
 FORMAT = 1
 MANIFEST_BYTES_MAX = 1 << 30  # a bound for what is parsed; 100,000 leaves of 8 boxes are about 150 MB
+_LEAF_BYTES_MAX = 1 << 62  # beyond every machine: a damaged shape
 assert ml_dtypes.bfloat16 is not None
 
 LeafKind = Literal["jax", "numpy", "int", "float", "bool"]
@@ -144,14 +145,16 @@ class Manifest:
                     f"manifest {path} has format {body['format']}, this version reads format {FORMAT}",
                     path=path,
                 )
-            return cls(
+            manifest = cls(
                 save_id=SaveId(**body["save_id"]),
                 writer=Writer(**body["writer"]),
                 slot=body["slot"],
                 arrays={item: tuple(map(_leaf_from_json, leaves)) for item, leaves in body["arrays"].items()},
                 inline=body["inline"],
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            _check_manifest(manifest)
+            return manifest
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CorruptCheckpointError(f"manifest {path} cannot be read: {error}", path=path) from error
 
 
@@ -204,8 +207,10 @@ def _leaf_to_json(leaf: LeafRecord) -> dict[str, Any]:
 
 
 def _leaf_from_json(record: dict[str, Any]) -> LeafRecord:
+    if any(type(size) is not int or size < 0 for size in (*record["shape"], *record["cell"])):
+        raise ValueError(f"leaf {record['path']} has shape {record['shape']}, cells of {record['cell']}")
     boxes = tuple(
-        BoxRecord(box=Box(tuple(start), tuple(stop)), offset=int(offset), digests=tuple(digests))
+        BoxRecord(box=Box(tuple(start), tuple(stop)), offset=offset, digests=tuple(digests))
         for start, stop, offset, digests in record["boxes"]
     )
     leaf = LeafRecord(
@@ -222,10 +227,35 @@ def _leaf_from_json(record: dict[str, Any]) -> LeafRecord:
     return leaf
 
 
+def _check_manifest(manifest: Manifest) -> None:
+    """Refuses manifests that no writer writes, so that what is made of one cannot fail."""
+    save, writer = manifest.save_id, manifest.writer
+    numbers = (save.epoch, save.step, save.number, writer.process, writer.count)
+    if any(type(number) is not int or number < 0 for number in numbers) or writer.process >= writer.count:
+        raise ValueError(f"save {save} by process {writer.process} of {writer.count}")
+    if not isinstance(writer.host, str) or not isinstance(manifest.slot, str):
+        raise ValueError(f"host {writer.host!r}, slot {manifest.slot!r}")
+    for item, stored in manifest.inline.items():
+        if not isinstance(stored["kind"], str) or "value" not in stored:
+            raise ValueError(f"item {item!r} is no small item")
+    for item, leaves in manifest.arrays.items():
+        if len({leaf.path for leaf in leaves}) != len(leaves):
+            raise ValueError(f"item {item!r} has a leaf twice")
+
+
 def _check_leaf(leaf: LeafRecord) -> None:
     """Refuses records that no writer writes, before anything is allocated for them."""
-    if any(not isinstance(size, int) or size < 0 for size in leaf.shape):
+    words = (*leaf.path, leaf.keys, leaf.kind, leaf.dtype, *leaf.extra, *leaf.extra.values())
+    if not all(isinstance(word, str) for word in words) or len(leaf.keys) != len(leaf.path):
+        raise ValueError(f"leaf {leaf.path} is no leaf")
+    if leaf.kind not in get_args(LeafKind) or np.dtype(leaf.dtype).hasobject or leaf.itemsize == 0:
+        raise ValueError(f"leaf {leaf.name} is a {leaf.kind} of {leaf.dtype}")
+    if math.prod(leaf.shape) * leaf.itemsize > _LEAF_BYTES_MAX:
         raise ValueError(f"leaf {leaf.name} has shape {leaf.shape}")
+    if not isinstance(json.loads(leaf.extra.get("sharding", "{}")), dict):
+        raise ValueError(f"leaf {leaf.name} has the sharding {leaf.extra['sharding'][:100]}")
+    if len({record.box for record in leaf.boxes}) != len(leaf.boxes):
+        raise ValueError(f"leaf {leaf.name} has a box twice")
     if len(leaf.cell) != len(leaf.shape) or any(rows < 1 for rows in leaf.cell):
         raise ValueError(f"leaf {leaf.name} has cells of {leaf.cell}")
     whole = Box.whole(leaf.shape)
@@ -236,5 +266,5 @@ def _check_leaf(leaf: LeafRecord) -> None:
         cells = math.prod(-(-n // rows) for n, rows in zip(record.box.shape, leaf.cell, strict=True))
         if len(record.digests) != cells:
             raise ValueError(f"leaf {leaf.name} has {len(record.digests)} digests for {cells} cells")
-        if record.offset < -1:
+        if type(record.offset) is not int or not -1 <= record.offset < _LEAF_BYTES_MAX:
             raise ValueError(f"leaf {leaf.name} has a box at offset {record.offset}")

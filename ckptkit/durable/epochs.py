@@ -74,7 +74,7 @@ class EpochRecords:
         key = f"{layout.EPOCHS_DIR}/{layout.epoch_name(max(epochs))}"
         try:
             return Ancestry.from_json(json.loads(self._store.get(key)))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             path = f"{self._store.url}/{key}"
             raise CorruptCheckpointError(f"epoch record {path} cannot be read: {error}", path=path) from error
 

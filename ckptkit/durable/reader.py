@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,11 +12,31 @@ import tensorstore as ts
 
 from ckptkit import layout
 from ckptkit.errors import CorruptCheckpointError, StoreError, TransientStoreError
-from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, copy_proven
+from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, copy_proven
 from ckptkit.sharding import Box
 from ckptkit.store import Store, open_store
 
 READ_THREADS = 8
+_DAMAGED = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "FAILED_PRECONDITION", "Error decoding", "Truncated")
+_REFUSED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
+_UNREACHABLE = ("UNAVAILABLE", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
+
+
+_STEP_METADATA = "_CHECKPOINT_METADATA"
+_IDENTITY = "ckptkit_save_id"
+
+
+def identity_metadata(save_id: SaveId) -> dict[str, Any]:
+    """What names a save in Orbax's own step metadata, for a step without arrays and so without a sidecar."""
+    return {_IDENTITY: [save_id.epoch, save_id.step, save_id.number]}
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether what stock Orbax raised while it restored says that the step is damaged, rather than refused."""
+    if isinstance(error, FileNotFoundError | json.JSONDecodeError | KeyError):
+        return True
+    text = str(error)
+    return any(word in text for word in _DAMAGED) and not any(word in text for word in (*_REFUSED, *_UNREACHABLE))
 
 
 class DurableReader:
@@ -52,6 +73,14 @@ class DurableReader:
         try:
             return self._manifest(f"{item}/{layout.SIDECAR_DIR}/{layout.sidecar_name(0)}")
         except FileNotFoundError:
+            return None
+
+    def save_id_in_metadata(self) -> SaveId | None:
+        """The identity of a step of ours without arrays, which has no sidecar; None where Orbax's file has none."""
+        try:
+            record = json.loads(self._store.get(_STEP_METADATA))["custom_metadata"][_IDENTITY]
+            return SaveId(*map(int, record))
+        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def item_names(self) -> list[str]:
@@ -128,14 +157,15 @@ def _kvstore_url(directory: str) -> str:
 
 
 def _translated(operation: Any, url: str, leaf: LeafRecord) -> Any:
-    """TensorStore raises ValueError for everything; the status name in its text is what tells them apart."""
+    """TensorStore raises ValueError for everything. The status name in its text tells them apart, where there is one:
+    a damaged B-tree node has none, so what names no access problem is damage."""
     try:
         return operation()
     except ValueError as error:
         text = str(error)
         message = f"{url}: leaf {leaf.name}: {text}"
-        if any(status in text for status in ("DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "NOT_FOUND")):
-            raise CorruptCheckpointError(message, path=url) from error
-        if any(status in text for status in ("UNAVAILABLE", "ABORTED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")):
+        if any(status in text for status in _REFUSED):
+            raise StoreError(message, path=url) from error
+        if any(status in text for status in _UNREACHABLE):
             raise TransientStoreError(message, path=url) from error
-        raise StoreError(message, path=url) from error
+        raise CorruptCheckpointError(message, path=url) from error

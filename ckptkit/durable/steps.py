@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,10 +14,10 @@ from orbax.checkpoint import type_handlers
 from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import Ancestry
 from ckptkit.durable.host_shards import HostShards, HostShardsHandler
-from ckptkit.durable.reader import DurableReader
+from ckptkit.durable.reader import DurableReader, identity_metadata
 from ckptkit.manifest import LeafRecord, Manifest, SaveId
 from ckptkit.sharding import Box, choose_writers
-from ckptkit.store.roots import is_remote
+from ckptkit.store.roots import root_url
 
 DEFAULT_ITEM = "default"  # Orbax's name for the item of a step that was saved without Composite
 
@@ -48,7 +47,7 @@ class DurableSteps:
         *,
         timeout_s: float,
     ):
-        self.url = directory if is_remote(directory) else os.path.abspath(directory.removeprefix("file://"))
+        self.url = root_url(directory)
         self._coordinator = coordinator
         self._timeout_s = timeout_s
         multiprocessing = ocp.options.MultiprocessingOptions()
@@ -90,7 +89,7 @@ class DurableSteps:
             manifest = reader.newest_manifest(item)
             if manifest is not None:
                 return manifest.save_id
-        return None
+        return reader.save_id_in_metadata()
 
     def save(
         self,
@@ -111,7 +110,14 @@ class DurableSteps:
         try:
             if save_id.step in self._inner.all_steps():
                 self._delete_abandoned(save_id.step, ancestry)
-            self._inner.save(save_id.step, args=args, metrics=metrics, force=True)
+            has_sidecar = any(isinstance(item, ocp.args.PyTreeSave) for item in items.values())
+            self._inner.save(
+                save_id.step,
+                args=args,
+                metrics=metrics,
+                force=True,
+                custom_metadata=None if has_sidecar else identity_metadata(save_id),
+            )
         except BaseException:
             # After a failed commit Orbax has forgotten older good steps (FACTS 5): look at the disk again.
             self._inner.reload()

@@ -10,7 +10,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from ckptkit import layout
+from ckptkit import clock, layout
 from ckptkit.arena import Arena
 from ckptkit.coordination import gather, make_coordinator
 from ckptkit.durable import DurableSteps, EpochRecords
@@ -25,7 +25,7 @@ from ckptkit.manager.saving import DURABLE, MEMORY, SavePipeline, Tiers
 from ckptkit.manifest import SaveId, Writer
 from ckptkit.policy import Tier, checked_tiers
 from ckptkit.store import open_store
-from ckptkit.store.roots import is_remote
+from ckptkit.store.roots import root_url
 
 STORE_DEADLINE_S = 20.0  # for small reads and writes of the durable root: a restart should not hang on a dead bucket
 
@@ -66,8 +66,7 @@ class CheckpointManager:
         self._host_id = layout.checked_name(host_id or socket.gethostname(), "host_id")
         self._timeout_s = timeout_s
         self._coordinator = make_coordinator()
-        root = os.fspath(directory)
-        url = root if is_remote(root) else os.path.abspath(root.removeprefix("file://"))
+        url = root_url(directory)
         # Asked first: its errors say what is wrong with the root, and nothing has been opened yet.
         self._epochs = EpochRecords(open_store(url, deadline_s=STORE_DEADLINE_S))
         ancestry = self._first_look()
@@ -115,6 +114,7 @@ class CheckpointManager:
         Raises `StepAlreadyExistsError` for a forced save of a step that is there, `TypeError` and `ValueError`
         for items that cannot be saved.
         """
+        start_s = clock.monotonic_s()
         if items is not None or save_kwargs is not None:
             raise ValueError("pass args=ocp.args.StandardSave(state) (or Composite); `items` is Orbax's legacy form")
         if args is None:
@@ -130,7 +130,7 @@ class CheckpointManager:
         save_id = SaveId(self._epoch, step, self._number)
         self._number += 1
         self._decider.taken(step, due)
-        self._pipeline.submit(save_id, captured, description, due, metrics)
+        self._pipeline.submit(save_id, captured, description, due, metrics, start_s)
         return True
 
     def should_save(self, step: int) -> bool:

@@ -14,6 +14,7 @@ from ckptkit import clock
 from ckptkit.arena import SlotReader, read_manifests, slot_directories
 from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import Ancestry, EpochRecords
+from ckptkit.durable.reader import is_damage
 from ckptkit.durable.steps import DEFAULT_ITEM, DurableSteps
 from ckptkit.errors import (
     CheckpointError,
@@ -284,6 +285,17 @@ class Restorer:
 
     def _restore_stock(self, step: int, wanted: RestoreItems) -> dict[str, Any]:
         """A step that stock Orbax wrote, read by stock Orbax: correct bytes cannot be proven, only readability."""
+        if not self._durable.reader(step).item_names():
+            raise CorruptCheckpointError(f"step {step} in {self._durable.url} holds no item", step=step, tier=DURABLE)
+        try:
+            return self._restore_by_orbax(step, wanted)
+        except Exception as error:
+            if is_damage(error):
+                message = f"step {step} in {self._durable.url}: {type(error).__name__}: {error}"
+                raise CorruptCheckpointError(message, step=step, tier=DURABLE) from error
+            raise
+
+    def _restore_by_orbax(self, step: int, wanted: RestoreItems) -> dict[str, Any]:
         if wanted.abstract is None:
             found = self._durable.orbax.restore(step)
             return dict(found.items()) if isinstance(found, ocp.args.Composite) else {DEFAULT_ITEM: found}

@@ -83,21 +83,23 @@ class SavePipeline:
         description: snapshot.Description,
         due: frozenset[str],
         metrics: Any,
+        start_s: float,
     ) -> None:
         """Stages the state and hands the save over; returns once the caller may donate the state.
 
         Blocks for one copy of this process's boxes; with a durable save due, also for the previous durable save
-        and for a free slot (at most `timeout_s`, then the save is dropped by vote).
+        and for a free slot (at most `timeout_s`, then the save is dropped by vote). `start_s` is when the step loop
+        was stopped (monotonic).
         """
-        start_s = clock.monotonic_s()
         self._phase(save_id, "begun")
+        waiting_s = clock.monotonic_s()
         waits_s = 0.0
         if DURABLE in due:
             self._writer.wait_idle(self._timeout_s)
             self._durable.wait_idle(self._timeout_s)
             waits_s = self._timeout_s
         slot = self._acquire(description.slot_bytes, waits_s)
-        waited_s = clock.monotonic_s() - start_s
+        waited_s = clock.monotonic_s() - waiting_s
         strategy, reason = snapshot.strategy_for(jax.default_backend())
         staged_bytes = snapshot.stage(description, slot.memory) if slot is not None else 0
         staged_s = clock.monotonic_s()
@@ -162,7 +164,11 @@ class SavePipeline:
             except Exception as error:  # noqa: BLE001  the top of a thread: voted on, reported and stored below
                 refusal = self._describe(error)
                 self._fail(save.save_id, self._tiers.staging_name, error)
-        refusals = self._vote("commit", save.save_id, refusal)
+        try:
+            refusals = self._vote("commit", refusal)
+        except CheckpointError as error:
+            self._leave_undecided(save, error)
+            return
         if refusals:
             self._drop(save, refusals)
             return
@@ -208,7 +214,7 @@ class SavePipeline:
         disk = self._tiers.disk
         if disk is not None and "ssd" in save.due:
             # Whether the disk is still busy with an older step is a local matter, so it is voted on.
-            refusals = self._vote("disk", save.save_id, None if self._disk.idle else "still writing an older step")
+            refusals = self._vote("disk", None if self._disk.idle else "still writing an older step")
             if refusals:
                 self._events.emit(Kind.SKIPPED, step=save.save_id.step, tier="ssd", reason=refusals)
             else:
@@ -233,11 +239,14 @@ class SavePipeline:
             self._fail(save.save_id, "ssd", error)
         finally:
             self._tiers.staging.release(slot)
-        refusals = self._vote("disk-commit", save.save_id, refusal)
-        if refusals and copied is not None:
-            disk.discard(copied)
-        elif not refusals:
-            self._committed(save, "ssd", disk, manifest)
+        try:
+            refusals = self._vote("disk-commit", refusal)
+            if refusals and copied is not None:
+                disk.discard(copied)
+            elif not refusals:
+                self._committed(save, "ssd", disk, manifest)
+        except CheckpointError as error:  # nobody knows the verdict: what is committed here stays
+            self._fail(save.save_id, "ssd", error)
         if copied is not None:
             disk.release(copied)
 
@@ -312,18 +321,20 @@ class SavePipeline:
             duration_s=round(clock.monotonic_s() - save.staged_s, 6),
         )
 
-    def _vote(self, channel: str, save_id: SaveId, refusal: str | None) -> str | None:
-        """Everybody's refusals as one sentence, None when there are none. A meeting that fails is a refusal."""
+    def _vote(self, channel: str, refusal: str | None) -> str | None:
+        """Everybody's refusals as one sentence, None when there are none; raises where the meeting fails."""
 
         def joined(refusals: list[str | None]) -> str | None:
             said = [f"process {process}: {why}" for process, why in enumerate(refusals) if why is not None]
             return "; ".join(said[:4]) or None
 
-        try:
-            return self._coordinator.agree(channel, refusal, joined, timeout_s=self._timeout_s)
-        except CheckpointError as error:
-            self._fail(save_id, self._tiers.staging_name, error)
-            return self._describe(error)
+        return self._coordinator.agree(channel, refusal, joined, timeout_s=self._timeout_s)
+
+    def _leave_undecided(self, save: Save, error: CheckpointError) -> None:
+        """Nobody here knows the verdict. What is committed here stays: others may count on it at the restart."""
+        self._fail(save.save_id, self._tiers.staging_name, error)
+        if save.slot is not None:
+            self._tiers.staging.release(save.slot)
 
     def _drop(self, save: Save, refusals: str) -> None:
         if save.slot is not None:

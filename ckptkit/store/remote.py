@@ -95,7 +95,7 @@ def _translated(where: str) -> Iterator[None]:
         if status == 412:
             raise FileExistsError(message) from error
         # gcsfs makes an OSError of a 403 and keeps no status.
-        if status in (401, 403) or str(error).startswith("Forbidden"):
+        if status in (401, 403) or str(error).startswith("Forbidden") or type(error).__name__ == "GoogleAuthError":
             raise StoreError(
                 f"{message}\nThe credentials in use may not do this; grant storage.objects.get, .list, .create and "
                 ".delete on the bucket, or sign in (gcloud auth application-default login).",
@@ -103,6 +103,6 @@ def _translated(where: str) -> Iterator[None]:
             ) from error
         if status in _TRANSIENT_STATUS or isinstance(error, (ConnectionError, TimeoutError)):
             raise TransientStoreError(message, path=where) from error
-        if type(error).__module__.split(".")[0] == "aiohttp":
+        if type(error).__module__.split(".")[0] in ("aiohttp", "requests"):  # gcsfs makes a ProxyError of a 502
             raise TransientStoreError(message, path=where) from error
         raise StoreError(message, path=where) from error

@@ -15,6 +15,15 @@ def is_remote(root: str) -> bool:
     return "://" in root and not root.startswith("file://")
 
 
+def root_url(root: str | os.PathLike[str]) -> str:
+    """One name for one root: a bucket URL without a trailing slash, or the real path of a directory.
+
+    The real path, because fast tiers are keyed by it: through a link the same run must find the same ramdisk.
+    """
+    root = os.fspath(root)
+    return root.rstrip("/") if is_remote(root) else os.path.realpath(root.removeprefix("file://"))
+
+
 def open_store(root: str | os.PathLike[str], *, deadline_s: float = 60.0) -> Store:
     """The store of a directory, a `file://` URL, or a bucket URL such as `gs://bucket/prefix`."""
     root = os.fspath(root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,9 @@ def test_max_to_keep_rules_the_durable_tier(tmp_path: Path) -> None:
 
 def test_large_leaves_are_cut_into_cells_that_orbax_reads(tmp_path: Path, monkeypatch: Any) -> None:
     """Cells smaller than a box would be written in the wrong place or order."""
-    monkeypatch.setattr("ckptkit.snapshot.cell_shape", lambda shape, box, itemsize: cell_shape(shape, box, itemsize, 256))
+    monkeypatch.setattr(
+        "ckptkit.snapshot.cell_shape", lambda shape, box, itemsize: cell_shape(shape, box, itemsize, 256)
+    )
     state = make_state(3)
     with ckptkit.CheckpointManager(tmp_path) as manager:
         manager.save(3, args=save_args(state, 3))
@@ -174,3 +177,43 @@ def test_large_leaves_are_cut_into_cells_that_orbax_reads(tmp_path: Path, monkey
         restored = stock.restore(3, args=restore_args(abstract(state)))["state"]
     assert_same(restored, state)
     assert np.asarray(restored["w"]).shape == (8, 8)
+
+
+def test_an_empty_step_directory_is_passed_over(tmp_path: Path) -> None:
+    """An interrupted copy or deletion would be restored as a step of nothing."""
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, args=save_args(make_state(step), step))
+    (tmp_path / "16").mkdir()
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        assert manager.restore(None, args=restore_args(abstract(make_state())))["data"] == {"step": 2}
+        assert manager.restore(None)["data"] == {"step": 2}
+
+
+@pytest.mark.parametrize("lost", ["state/manifest.ocdbt", "state"])
+def test_a_half_deleted_step_of_stock_orbax_is_passed_over(tmp_path: Path, lost: str) -> None:
+    """A deletion that was cut off would stop every restart."""
+    with ocp.CheckpointManager(tmp_path) as stock:
+        for step in (1, 2):
+            stock.save(step, args=save_args(make_state(step), step))
+    path = tmp_path / "2" / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        assert manager.restore(None, args=restore_args(abstract(make_state())))["data"] == {"step": 1}
+
+
+def test_a_step_of_small_items_alone_keeps_its_identity(tmp_path: Path) -> None:
+    """It would count as stock Orbax's, and be abandoned for good by the rollback that it belongs to."""
+
+    def args(step: int) -> Any:
+        return ocp.args.Composite(data=ocp.args.JsonSave({"step": step}))  # pyright: ignore[reportCallIssue]
+
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, args=args(step))
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        manager.restore(1)
+        assert manager.save(2, args=args(20))
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == [1, 2]
+        assert manager.restore(None)["data"] == {"step": 20}

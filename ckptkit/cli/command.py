@@ -1,0 +1,107 @@
+"""The commands and their flags: flags to arguments, a library function, its records to text or JSON."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+import click
+
+from ckptkit import layout
+from ckptkit.cli.exits import Exit, exit_of, quiet_libraries
+from ckptkit.cli.show_inspection import matching, show_inspection
+from ckptkit.cli.show_steps import show_steps
+from ckptkit.cli.text import print_json, printable
+from ckptkit.inspection import inspect as inspect_path
+from ckptkit.inspection import list_steps
+from ckptkit.store.roots import is_remote
+
+_TIMEOUT = click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0.1),
+    default=20.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a bucket that does not answer is tried.",
+)
+_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout (docs/CLI.md has its shape).")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command with `arguments` (default: the process's own) and returns its exit code. Never raises."""
+    try:
+        with quiet_libraries():
+            code = commands.main(
+                None if arguments is None else list(arguments), prog_name="ckptkit", standalone_mode=False
+            )
+        return int(code or Exit.OK)
+    except BrokenPipeError:  # `ckptkit ... | head`: what reads us has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.ERROR
+    except SystemExit as end:  # rich's own answer to a broken pipe
+        return int(end.code or Exit.OK)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the top of a process: one message, never a traceback
+        return exit_of(error)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def commands() -> None:
+    """Look at checkpoints: what is in them, and which there are. Needs no accelerator, and writes nothing."""
+
+
+@commands.command()
+@click.argument("path")
+@_JSON
+@click.option("--depth", type=click.IntRange(min=1), help="Group leaves by the first N parts of their names.")
+@click.option("--match", "pattern", metavar="GLOB", help="Only leaves whose name, or item:name, matches.")
+@click.option("--sort", type=click.Choice(["name", "bytes"]), help="Order of the leaves [default: as they were saved].")
+@_TIMEOUT
+def inspect(
+    path: str, as_json: bool, depth: int | None, pattern: str | None, sort: str | None, timeout_s: float
+) -> int:
+    """Say what PATH is: a step directory (ckptkit's or Orbax's), an item in one, a root with steps, or a slot.
+
+    Only metadata is read. PATH is local, file:// or gs://.
+    """
+    found = matching(inspect_path(path, timeout_s=timeout_s), pattern, sort)
+    if as_json:
+        print_json(found.to_json(depth=depth or 1))
+    else:
+        show_inspection(found, depth)
+    return _code(found.problems)
+
+
+@commands.command()
+@click.argument("root")
+@click.option(
+    "--tier", "tiers", multiple=True, metavar="PATH", help="A fast tier's path on this host; may be repeated."
+)
+@click.option("--host-id", metavar="ID", help="Whose slots to look at [default: this machine's name].")
+@_JSON
+@_TIMEOUT
+def steps(root: str, tiers: tuple[str, ...], host_id: str | None, as_json: bool, timeout_s: float) -> int:
+    """List the steps of ROOT over its durable directory and this host's fast tiers, with their state."""
+    try:
+        host = layout.checked_name(host_id or socket.gethostname(), "host id")
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--host-id") from error
+    for tier in tiers:
+        if is_remote(tier):
+            raise click.BadParameter(f"{tier!r} is no local directory, as a fast tier is", param_hint="--tier")
+    listing = list_steps(root, tiers=tiers, host_id=host, timeout_s=timeout_s)
+    if as_json:
+        print_json(listing.to_json())
+    else:
+        show_steps(listing)
+    return _code(listing.problems)
+
+
+def _code(problems: Sequence[str]) -> Exit:
+    """What could be read was printed; that something is damaged is said on stderr, and by the exit code."""
+    sys.stdout.flush()
+    for problem in problems:
+        click.echo(f"ckptkit: damaged: {printable(problem)}", err=True)
+    return Exit.CORRUPT if problems else Exit.OK

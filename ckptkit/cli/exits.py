@@ -1,0 +1,66 @@
+"""From what went wrong to an exit code and one message on stderr."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+
+import click
+
+from ckptkit.cli.text import printable
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+
+_TALKERS = ("gcsfs", "fsspec", "aiohttp", "asyncio", "absl")  # they log tracebacks of what we say in one sentence
+
+
+class Exit(IntEnum):
+    """The exit codes of every command."""
+
+    OK = 0
+    ERROR = 1
+    USAGE = 2
+    NOT_FOUND = 10
+    CORRUPT = 11
+    INTERRUPTED = 130
+
+
+def exit_of(error: BaseException) -> Exit:
+    """The code and, on stderr, the message of what ended a command."""
+    if isinstance(error, click.UsageError):
+        error.show(sys.stderr)
+        return Exit.USAGE
+    if isinstance(error, click.Abort | KeyboardInterrupt):
+        return _said("interrupted", Exit.INTERRUPTED)
+    if isinstance(error, StepNotFoundError):
+        return _said(str(error), Exit.NOT_FOUND)
+    if isinstance(error, CorruptCheckpointError):
+        return _said(f"corrupt: {error}", Exit.CORRUPT)
+    if isinstance(error, RecursionError):
+        return _said("corrupt: a JSON item is nested too deeply to be read", Exit.CORRUPT)
+    if isinstance(error, CheckpointError):
+        return _said(str(error), Exit.ERROR)
+    if isinstance(error, OSError):
+        return _said(f"{error.filename or 'input or output'}: {error.strerror or error}", Exit.ERROR)
+    return _said(f"internal error, please report it: {type(error).__name__}: {error}", Exit.ERROR)
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Keeps the libraries' loggers off stderr for one command; their errors reach us as exceptions."""
+    loggers = [logging.getLogger(name) for name in _TALKERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _said(message: str, code: Exit) -> Exit:
+    click.echo(f"ckptkit: {printable(message)}", err=True)
+    return code

@@ -1,0 +1,102 @@
+"""An inspection as text: what it is, its leaves, its totals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from ckptkit import clock
+from ckptkit.cli.text import age_text, print_line, print_table, shape_text, short_json, size_text
+from ckptkit.errors import StepNotFoundError
+from ckptkit.inspection import Inspection, Item, Leaf, totals
+
+
+def matching(found: Inspection, pattern: str | None, sort: str | None) -> Inspection:
+    """`found` with only the leaves that match, in the order asked for; raises where none does."""
+    items = tuple(replace(item, leaves=_chosen(item, pattern, sort)) for item in found.items)
+    if pattern is not None and not any(item.leaves for item in items):
+        raise StepNotFoundError(
+            f"{found.path}: no leaf matches {pattern!r}; inspect without --match lists them", path=found.path
+        )
+    return replace(found, items=items)
+
+
+def show_inspection(found: Inspection, depth: int | None) -> None:
+    """Prints it on stdout."""
+    for line in _heading(found):
+        print_line(line)
+    leaves = [(item, leaf) for item in found.items for leaf in item.leaves]
+    if leaves and depth is None:
+        print_line()
+        _print_leaves(leaves)
+    if leaves:
+        for title, sums in (
+            (f"group (depth {depth or 1})", totals(found.items, depth=depth or 1)["by_group"]),
+            ("dtype", totals(found.items)["by_dtype"]),
+        ):
+            rows = [(key, str(entry["leaves"]), size_text(entry["bytes"])) for key, entry in sums.items()]
+            print_line()
+            print_table([(title, False), ("leaves", True), ("bytes", True)], rows)
+    for item in found.items:
+        if item.value is not None:
+            print_line()
+            print_line(f"{item.name} ({item.kind}): {short_json(item.value)}")
+
+
+def _heading(found: Inspection) -> list[str]:
+    origin = found.origin
+    what = {"step": "step", "item": "item of step", "slot": "fast-tier slot, step"}[found.kind]
+    step = "" if found.step is None else f" {found.step}"
+    lines = [f"{found.path}: {what if step else found.kind}{step}, {_layouts(found)}"]
+    lines += [f"  {note}" for note in found.notes]
+    processes = "" if origin.processes is None else f" from {origin.processes} process{'es' * (origin.processes != 1)}"
+    hosts = f" on {', '.join(origin.hosts[:4])}{', ...' * (len(origin.hosts) > 4)}" if origin.hosts else ""
+    save = "" if origin.save_id is None else f", save {origin.save_id}"
+    age = "" if origin.committed_at_s is None else f", {age_text(clock.wall_s() - origin.committed_at_s)} ago"
+    if origin.writer == "unknown":
+        return lines
+    lines.append(f"  written by {origin.writer}{processes}{hosts}{save}{age}")
+    lines.append("  proven: every cell has a digest (not checked here)" if origin.proven else f"  {_unproven(found)}")
+    sums = totals(found.items)
+    lines.append(f"  {sums['leaves']} leaves, {size_text(sums['bytes'])} ({sums['bytes']} bytes)")
+    return lines
+
+
+def _layouts(found: Inspection) -> str:
+    return "; ".join(f"{item.name}: {item.kind} ({item.layout})" for item in found.items)
+
+
+def _unproven(found: Inspection) -> str:
+    if found.origin.writer == "orbax":
+        return "unproven: stock Orbax keeps no digests"
+    return "unproven: its records are not whole"
+
+
+def _print_leaves(leaves: list[tuple[Item, Leaf]]) -> None:
+    slots = any(leaf.held_bytes is not None for _, leaf in leaves)
+    columns = [("leaf", False), ("dtype", False), ("shape", False), ("bytes", True)]
+    columns += [("held", True)] * slots + [("sharding", False), ("cell", False)]
+    print_table(columns, [_row(item, leaf, slots) for item, leaf in leaves])
+
+
+def _row(item: Item, leaf: Leaf, slots: bool) -> list[str]:
+    dtype = leaf.dtype or leaf.kind
+    if leaf.key_impl:
+        dtype = f"{dtype} (key {leaf.key_impl})"
+    held = [size_text(leaf.held_bytes or 0)] * slots
+    size = "" if leaf.dtype is None else size_text(leaf.array_bytes)
+    sharding = leaf.sharding or ("" if leaf.kind == "jax" else f"- ({leaf.kind})")
+    return [f"{item.name}:{leaf.name}", dtype, shape_text(leaf.shape), size, *held, sharding, shape_text(leaf.cell)]
+
+
+def _chosen(item: Item, pattern: str | None, sort: str | None) -> tuple[Leaf, ...]:
+    leaves = [
+        leaf
+        for leaf in item.leaves
+        if pattern is None or fnmatchcase(leaf.name, pattern) or fnmatchcase(f"{item.name}:{leaf.name}", pattern)
+    ]
+    if sort == "name":
+        leaves.sort(key=lambda leaf: leaf.name)
+    elif sort == "bytes":
+        leaves.sort(key=lambda leaf: (-leaf.array_bytes, leaf.name))
+    return tuple(leaves)

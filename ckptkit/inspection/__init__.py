@@ -1,0 +1,12 @@
+"""What a checkpoint is and which steps there are: read from metadata alone, for people and for the command."""
+
+from ckptkit.inspection.look import inspect as inspect
+from ckptkit.inspection.records import Holding as Holding
+from ckptkit.inspection.records import Inspection as Inspection
+from ckptkit.inspection.records import Item as Item
+from ckptkit.inspection.records import Leaf as Leaf
+from ckptkit.inspection.records import Listing as Listing
+from ckptkit.inspection.records import Origin as Origin
+from ckptkit.inspection.records import StepEntry as StepEntry
+from ckptkit.inspection.records import totals as totals
+from ckptkit.inspection.steps import list_steps as list_steps

@@ -1,0 +1,215 @@
+"""The leaves of an array item as stock Orbax describes them: its `_METADATA`, its shardings, zarr's own metadata.
+
+Every number is checked before it is used: a hostile file may say anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorstore as ts
+
+from ckptkit.errors import CorruptCheckpointError, StoreError, TransientStoreError
+from ckptkit.inspection.places import Place, readable
+from ckptkit.inspection.records import Leaf
+from ckptkit.inspection.words import dtype_name, sharding_words
+from ckptkit.store.roots import is_remote
+
+METADATA = "_METADATA"
+OCDBT = "manifest.ocdbt"
+SHARDINGS = "_sharding"
+ARRAY_METADATAS = "array_metadatas"
+
+_ZARR_NAMES = {2: ".zarray", 3: "zarr.json"}
+_KINDS = {"jax.Array": "jax", "np.ndarray": "numpy"}
+_NOT_IN_ZARR = frozenset({"string"})  # they stand together in `_strings.json`
+_READS_AT_ONCE = 1000
+_ACCESS = (
+    "ABORTED",
+    "CANCELLED",
+    "DEADLINE_EXCEEDED",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "UNAUTHENTICATED",
+    "UNAVAILABLE",
+)
+_LEAF_BYTES_MAX = 1 << 62  # beyond every machine: a damaged shape
+
+Entry = tuple[tuple[str, ...], str, bool]  # path, kind, whether zarr has it
+
+
+def read_arrays(place: Place, *, timeout_s: float) -> tuple[str, tuple[Leaf, ...], list[str]]:
+    """The layout of an item, its leaves, and what of it is damaged. Cost: one small read per leaf.
+
+    Raises `CorruptCheckpointError` where a leaf has no readable zarr metadata: then nothing is known of it.
+    """
+    problems: list[str] = []
+    ocdbt = OCDBT in place.names()
+    described = place.json(METADATA)
+    kvstore = _open_kvstore(place, ocdbt, timeout_s) if ocdbt or is_remote(place.url) else None
+    with readable(f"{place.url}/{METADATA}"):
+        version, entries = (2, []) if described is None else _entries(described)
+    if described is None:
+        problems.append(f"{place.url} has no {METADATA}: the names and kinds of its leaves are guessed from its arrays")
+        version, entries = _guessed(place, kvstore, timeout_s)
+    names = [".".join(path) for path, _, in_zarr in entries if in_zarr]
+    documents = _documents(place, kvstore, [f"{name}/{_ZARR_NAMES[version]}" for name in names], timeout_s)
+    found = dict(zip(names, documents, strict=True))
+    shardings = _tolerated(lambda: _shardings(place), problems)
+    impls = _tolerated(lambda: _key_impls(place), problems)
+    leaves = tuple(_leaf(place, entry, version, found, shardings, impls) for entry in entries)
+    return f"{'ocdbt' if ocdbt else 'files'}, zarr{version}", leaves, problems
+
+
+def _entries(described: Any) -> tuple[int, list[Entry]]:
+    entries = []
+    for record in described["tree_metadata"].values():
+        path = tuple(str(part["key"]) for part in record["key_metadata"])
+        value = record["value_metadata"]
+        kind = str(value["value_type"])
+        in_zarr = not value.get("skip_deserialize") and kind not in _NOT_IN_ZARR
+        entries.append((path, _KINDS.get(kind, kind), in_zarr))
+    return (3 if described.get("use_zarr3") else 2), entries
+
+
+def _guessed(place: Place, kvstore: Any, timeout_s: float) -> tuple[int, list[Entry]]:
+    """The leaves by the arrays that are there, for an item that lost its `_METADATA`."""
+    if kvstore is not None:
+        keys = [key.decode(errors="replace") for key in _result(kvstore.list(), place.url, timeout_s)]
+    else:
+        keys = [f"{name}/{inner}" for name in place.directories() for inner in place.below(name).names()]
+    for version, zarr_name in _ZARR_NAMES.items():
+        names = sorted(key.removesuffix(f"/{zarr_name}") for key in keys if key.endswith(f"/{zarr_name}"))
+        if names:
+            return version, [(tuple(name.split(".")), "array", True) for name in names]
+    raise CorruptCheckpointError(f"{place.url} has neither {METADATA} nor any zarr array", path=place.url)
+
+
+def _documents(place: Place, kvstore: Any, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+    """zarr's own metadata of every leaf; raises `CorruptCheckpointError` naming those that have none."""
+    found: list[bytes | None] = []
+    for start in range(0, len(keys), _READS_AT_ONCE):
+        some = keys[start : start + _READS_AT_ONCE]
+        if kvstore is None:
+            found += [place.read(key) for key in some]
+            continue
+        reads = [kvstore.read(key) for key in some]
+        results = [_result(read, f"{place.url}/{key}", timeout_s) for read, key in zip(reads, some, strict=True)]
+        found += [result.value if result.state == "value" else None for result in results]
+    missing = [key.rpartition("/")[0] for key, data in zip(keys, found, strict=True) if data is None]
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise CorruptCheckpointError(
+            f"{place.url}: no array of leaf {', '.join(missing[:5])}{more} is there, though {METADATA} names it; "
+            "the item is damaged or not whole",
+            path=place.url,
+        )
+    return [data for data in found if data is not None]
+
+
+def _leaf(
+    place: Place,
+    entry: Entry,
+    version: int,
+    documents: Mapping[str, bytes],
+    shardings: Mapping[str, str],
+    impls: Mapping[str, str],
+) -> Leaf:
+    path, kind, in_zarr = entry
+    name = ".".join(path)
+    if not in_zarr:
+        return Leaf(path=path, kind=kind)
+    with readable(f"{place.url}/{name}/{_ZARR_NAMES[version]}"):
+        dtype, shape, cell = _zarr_facts(json.loads(documents[name]), version)
+        leaf = Leaf(
+            path=path,
+            kind=kind,
+            dtype=dtype,
+            shape=shape,
+            cell=cell,
+            sharding=shardings.get(name),
+            key_impl=impls.get(name),
+        )
+        if leaf.array_bytes > _LEAF_BYTES_MAX:
+            raise ValueError(f"shape {shape} cannot be")
+    return leaf
+
+
+def _zarr_facts(document: Any, version: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    if version == 2:
+        dtype, cell = document["dtype"], document["chunks"]
+    else:
+        dtype, cell = document["data_type"], document["chunk_grid"]["configuration"]["chunk_shape"]
+        for codec in document.get("codecs", ()):
+            if codec["name"] == "sharding_indexed":  # what is read whole is a chunk inside the shard
+                cell = codec["configuration"]["chunk_shape"]
+    shape = _sizes(document["shape"], least=0)
+    cell = _sizes(cell, least=0 if 0 in shape else 1)
+    if len(cell) != len(shape):
+        raise ValueError(f"chunks {cell} of an array of shape {shape}")
+    return dtype_name(dtype), shape, cell
+
+
+def _sizes(values: Any, *, least: int) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(type(size) is not int or size < least for size in values):
+        raise ValueError(f"{values!r} is no shape")
+    return tuple(values)
+
+
+def _shardings(place: Place) -> dict[str, str]:
+    recorded = place.json(SHARDINGS)
+    with readable(f"{place.url}/{SHARDINGS}"):
+        words = {text: sharding_words(text) for text in set((recorded or {}).values())}
+        return {base64.urlsafe_b64decode(key).decode(): words[text] for key, text in (recorded or {}).items()}
+
+
+def _key_impls(place: Place) -> dict[str, str]:
+    """Which leaves are typed PRNG keys. Every process records all leaves that it holds; the first is enough."""
+    if f"{ARRAY_METADATAS}/" not in place.names():
+        return {}
+    directory = place.below(ARRAY_METADATAS)
+    names = directory.names()
+    if not names:
+        return {}
+    recorded = directory.json("process_0" if "process_0" in names else names[0])
+    with readable(f"{directory.url}/{names[0]}"):
+        facts = [entry["array_metadata"] for entry in recorded["array_metadatas"]]
+        return {
+            fact["param_name"]: str(fact["ext_metadata"]["random_key_impl"])
+            for fact in facts
+            if (fact.get("ext_metadata") or {}).get("random_key_impl")
+        }
+
+
+def _tolerated(read: Any, problems: list[str]) -> dict[str, str]:
+    """What is only an addition to the leaves: where it is damaged, that is said, and the leaves are shown."""
+    try:
+        return read()
+    except CorruptCheckpointError as error:
+        problems.append(str(error))
+        return {}
+
+
+def _open_kvstore(place: Place, ocdbt: bool, timeout_s: float) -> Any:
+    base = f"{place.url}/" if is_remote(place.url) else f"file://{place.url}/"
+    return _result(ts.KvStore.open({"driver": "ocdbt", "base": base} if ocdbt else base), place.url, timeout_s)
+
+
+def _result(future: Any, where: str, timeout_s: float) -> Any:
+    """TensorStore raises ValueError for everything; the status name in its text is what tells them apart.
+
+    Damaged nodes of an OCDBT tree are INVALID_ARGUMENT, the one status that it does not name: so what is not known
+    to be about access is damage.
+    """
+    try:
+        return future.result(timeout=timeout_s)
+    except TimeoutError as error:
+        raise TransientStoreError(f"{where}: no answer within {timeout_s:g} s; try again", path=where) from error
+    except ValueError as error:
+        message = f"{where}: {str(error).strip()}"
+        if any(status in message for status in _ACCESS):
+            raise StoreError(message, path=where) from error
+        raise CorruptCheckpointError(message, path=where) from error

@@ -1,0 +1,86 @@
+"""What a durable directory is: a step, an item of one, or neither; and the facts that its names alone tell."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Literal
+
+from ckptkit import layout
+from ckptkit.inspection.arrays import ARRAY_METADATAS, METADATA, OCDBT, SHARDINGS
+from ckptkit.inspection.places import Place, readable
+from ckptkit.store.roots import is_remote
+
+STEP_METADATA = "_CHECKPOINT_METADATA"
+COMMITTED = "commit_success.txt"
+TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of what Orbax has not committed yet, on a disk
+
+ItemKind = Literal["arrays", "json", "grain", "other"]
+
+_ARRAY_SIGNS = frozenset({METADATA, OCDBT, SHARDINGS, f"{ARRAY_METADATAS}/"})
+_JSON_NAMES = ("metadata", "metrics")  # Orbax's JSON handler, and the one of its metrics
+_GRAIN = re.compile(r"process_\d+-of-\d+\.json")
+_STEP_NAME = re.compile(r"(?:[^/]*_)?(\d{1,18})")
+
+
+def step_of_name(name: str) -> int | None:
+    """The step of a directory's name (`12`, `00012`, `step_12`), of a temporary one too; None for other names."""
+    match = _STEP_NAME.fullmatch(name.partition(TEMPORARY)[0])
+    return int(match[1]) if match else None
+
+
+def item_kind(place: Place) -> ItemKind | None:
+    """What kind of item a directory is; None for what holds no item."""
+    names = place.names()
+    if _ARRAY_SIGNS.intersection(names):
+        return "arrays"
+    if STEP_METADATA in names:
+        return None
+    if json_name(place) is not None:
+        return "json"
+    if any(_GRAIN.fullmatch(name) for name in names):
+        return "grain"
+    return None
+
+
+def json_name(place: Place) -> str | None:
+    """The file of a JSON item; None where there is none."""
+    return next((name for name in _JSON_NAMES if name in place.names()), None)
+
+
+def json_value(place: Place, name: str) -> Any:
+    """The content of a small item, which must be JSON that can be printed again."""
+    value = place.json(name)
+    with readable(f"{place.url}/{name}"):
+        json.dumps(value)
+    return value
+
+
+def grain_names(place: Place) -> list[str]:
+    """The files of a data iterator's item, one per process."""
+    return [name for name in place.names() if _GRAIN.fullmatch(name)]
+
+
+def step_items(place: Place) -> list[str]:
+    """The directories in a step that are its items."""
+    return [name for name in place.directories() if name != layout.SIDECAR_DIR]
+
+
+def is_slot_directory(names: list[str]) -> bool:
+    """Whether these are the names of a fast tier's slot directory."""
+    return any(layout.slot_index(name) is not None or layout.save_of_manifest(name) for name in names)
+
+
+def is_committed(place: Place) -> bool:
+    """Whether Orbax has committed a step: by its name on a disk, by a file in it on a bucket."""
+    if is_remote(place.url):
+        return COMMITTED in place.names()
+    return TEMPORARY not in place.name
+
+
+def committed_at_s(place: Place) -> float | None:
+    """When Orbax committed a step, in seconds of the wall clock; None where it does not say."""
+    recorded = place.json(STEP_METADATA)
+    with readable(f"{place.url}/{STEP_METADATA}"):
+        nanoseconds = (recorded or {}).get("commit_timestamp_nsecs")
+        return None if nanoseconds is None else int(nanoseconds) / 1e9

@@ -1,0 +1,259 @@
+"""`inspect`: what stands at a path, from its metadata alone. No array byte is read, no device is asked for."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from ckptkit import layout
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.inspection.arrays import ARRAY_METADATAS, read_arrays
+from ckptkit.inspection.directories import (
+    COMMITTED,
+    STEP_METADATA,
+    committed_at_s,
+    grain_names,
+    is_committed,
+    is_slot_directory,
+    item_kind,
+    json_name,
+    json_value,
+    step_items,
+    step_of_name,
+)
+from ckptkit.inspection.places import Place, local_kind, nothing_at, readable
+from ckptkit.inspection.records import Inspection, Item, Leaf, Origin
+from ckptkit.inspection.shares import (
+    Share,
+    incomplete,
+    items_of_manifest,
+    leaf_of_record,
+    read_share,
+    read_shares,
+    read_sidecars,
+    sidecar_processes,
+)
+from ckptkit.inspection.steps import durable_steps, newest_committed, read_ancestry
+from ckptkit.manifest import Manifest
+from ckptkit.store.roots import is_remote, root_url
+
+
+def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
+    """What stands at `path`: a step directory (ours or stock Orbax's), an item in one, a root with steps (then its
+    newest committed step), or a fast tier's slot directory or manifest file.
+
+    Where something is damaged and the rest can be read, the rest is returned and the damage is in `problems`.
+    Cost: small reads only; a step with our sidecars costs one per process, another one per leaf.
+
+    Raises `StepNotFoundError` where nothing that can be inspected is there, `CorruptCheckpointError` where what is
+    there cannot be read, `StoreError` where it cannot be reached.
+    """
+    url = root_url(path)
+    if not is_remote(url):
+        kind = local_kind(url)
+        if kind is None:
+            raise nothing_at(url, "there is no such file or directory; check the path")
+        if kind != stat.S_IFDIR:
+            return _manifest_file(Path(url))
+    place = Place.open(url, timeout_s=timeout_s)
+    names = place.names()
+    if not names:
+        raise nothing_at(url, "it is empty" if not is_remote(url) else "there is nothing; check bucket and prefix")
+    if is_slot_directory(names):
+        return _slot_directory(Path(url))
+    if item_kind(place) is not None:
+        return _directory(place, "item", [place], timeout_s)
+    if STEP_METADATA in names or COMMITTED in names:
+        return _step(place, timeout_s)
+    return _newest_of_root(place, timeout_s) or _bare_step(place, timeout_s)
+
+
+def _newest_of_root(place: Place, timeout_s: float) -> Inspection | None:
+    ancestry, problems = read_ancestry(place)
+    steps = durable_steps(place, ancestry)
+    if not steps:
+        return None
+    newest = newest_committed(steps)
+    problems += [step.problem for step in steps if step.problem is not None]
+    if newest is None and problems:
+        raise CorruptCheckpointError(f"{place.url} has no whole step: {'; '.join(problems)}", path=place.url)
+    if newest is None:
+        states = ", ".join(sorted(f"{step.step} ({step.state})" for step in steps))
+        raise nothing_at(place.url, f"it has no committed step, only {states}; name one of them to look at it")
+    found = (
+        _directory(newest.place, "item", [newest.place], timeout_s)
+        if item_kind(newest.place)
+        else _step(newest.place, timeout_s)
+    )
+    committed = sum(step.state == "committed" for step in steps)
+    note = f"the newest of {committed} committed steps in {place.url}"
+    return replace(found, notes=(note, *found.notes), problems=(*problems, *found.problems))
+
+
+def _bare_step(place: Place, timeout_s: float) -> Inspection:
+    """A directory without Orbax's step metadata (an old one, or unfinished), if it has items."""
+    if any(item_kind(place.below(name)) for name in place.directories()):
+        return _step(place, timeout_s)
+    shown = ", ".join(place.names()[:5]) + (", ..." if len(place.names()) > 5 else "")
+    raise nothing_at(
+        place.url,
+        f"neither a step, an item, a root with steps nor a slot directory (it has {shown}); a fast tier's slots are "
+        "<tier>/<job>/<host id>/<rank>",
+    )
+
+
+def _step(place: Place, timeout_s: float) -> Inspection:
+    return _directory(place, "step", [place.below(name) for name in step_items(place)], timeout_s)
+
+
+def _directory(place: Place, kind: Literal["step", "item"], items: Sequence[Place], timeout_s: float) -> Inspection:
+    problems: list[str] = []
+    notes: list[str] = []
+    if kind == "step" and not is_committed(place):
+        notes.append("unfinished: this step was never committed")
+    elif kind == "step" and not items:
+        raise CorruptCheckpointError(f"{place.url} is a step without any item", path=place.url)
+    origin, sidecars = _origin(place, items, problems)
+    found = tuple(_item(item, sidecars.get(item.name), problems, timeout_s) for item in items)
+    step = step_of_name(place.name) if kind == "step" else origin.save_id.step if origin.save_id else None
+    return Inspection(
+        path=place.url,
+        kind=kind,
+        step=step,
+        origin=origin,
+        items=found,
+        notes=tuple(notes),
+        problems=tuple(problems),
+    )
+
+
+def _origin(place: Place, items: Sequence[Place], problems: list[str]) -> tuple[Origin, dict[str, Manifest]]:
+    """Who wrote a step or an item, and the first sidecar of each item that is proven whole."""
+    at_s = None
+    try:
+        at_s = committed_at_s(place)
+    except CorruptCheckpointError as error:
+        problems.append(str(error))
+    ours = [item for item in items if sidecar_processes(item)]
+    if not any(item_kind(item) == "arrays" for item in items):  # nothing in a small item says who wrote it
+        return Origin(writer="unknown", committed_at_s=at_s), {}
+    if not ours:
+        return Origin(writer="orbax", processes=_stock_processes(items), committed_at_s=at_s), {}
+    sidecars: dict[str, Manifest] = {}
+    hosts: set[str] = set()
+    for item in ours:
+        try:
+            manifests = read_sidecars(item, sidecar_processes(item))
+        except CorruptCheckpointError as error:
+            problems.append(str(error))
+            continue
+        why = incomplete(item, manifests, sidecar_processes(item))
+        if why is not None:
+            problems.append(why)
+            continue
+        sidecars[item.name] = manifests[0]
+        hosts.update(manifest.writer.host for manifest in manifests)
+    first = next(iter(sidecars.values()), None)
+    origin = Origin(
+        writer="ckptkit",
+        proven=len(sidecars) == len(ours),
+        save_id=None if first is None else first.save_id,
+        processes=None if first is None else first.writer.count,
+        hosts=tuple(sorted(hosts)),
+        committed_at_s=at_s,
+    )
+    return origin, sidecars
+
+
+def _item(place: Place, sidecar: Manifest | None, problems: list[str], timeout_s: float) -> Item:
+    kind = item_kind(place)
+    if kind == "arrays":
+        if sidecar is not None and sidecar.arrays:
+            return Item(name=place.name, kind="arrays", layout="ocdbt, zarr2", leaves=_sidecar_leaves(sidecar))
+        layout_words, leaves, damaged = read_arrays(place, timeout_s=timeout_s)
+        problems += damaged
+        return Item(name=place.name, kind="arrays", layout=layout_words, leaves=leaves)
+    try:
+        name = json_name(place) if kind == "json" else None
+        if name is not None:
+            return Item(name=place.name, kind="json", layout="file", value=json_value(place, name))
+        if kind == "grain":
+            value = {name: json_value(place, name) for name in grain_names(place)}
+            return Item(name=place.name, kind="grain", layout="file per process", value=value)
+    except CorruptCheckpointError as error:
+        problems.append(str(error))
+    return Item(name=place.name, kind=kind or "other", layout=", ".join(place.names()[:5]) or "empty")
+
+
+def _sidecar_leaves(sidecar: Manifest) -> tuple[Leaf, ...]:
+    """Every process's sidecar names all leaves, each with that process's boxes."""
+    return tuple(leaf_of_record(leaf, held=False) for leaves in sidecar.arrays.values() for leaf in leaves)
+
+
+def _stock_processes(items: Sequence[Place]) -> int | None:
+    """How many processes stock Orbax saved from: each wrote what it knew of its arrays."""
+    counts = [len(item.below(ARRAY_METADATAS).names()) for item in items if f"{ARRAY_METADATAS}/" in item.names()]
+    return max(counts, default=None)
+
+
+def _slot_directory(directory: Path) -> Inspection:
+    shares, damaged = read_shares(directory)
+    problems = [str(error) for error in damaged]
+    if not shares:
+        if problems:
+            raise CorruptCheckpointError("; ".join(problems), path=str(directory))
+        raise nothing_at(str(directory), "a slot directory that holds no committed save")
+    notes = []
+    if len(shares) > 1:
+        others = ", ".join(str(share.manifest.save_id.step) for share in shares[1:])
+        notes.append(f"the newest of {len(shares)} saves in {directory}; the others are of steps {others}")
+    found = _slot(shares[0])
+    return replace(found, notes=(*notes, *found.notes), problems=(*problems, *found.problems))
+
+
+def _manifest_file(path: Path) -> Inspection:
+    if layout.save_of_manifest(path.name) is not None:
+        return _slot(read_share(path))
+    if layout.process_of_sidecar(path.name) is None:
+        raise nothing_at(
+            str(path), "a file that is no manifest; inspect takes step and item directories, roots, slots, manifests"
+        )
+    place = Place.open(str(path.parent), timeout_s=1.0)
+    data = place.read(path.name)
+    with readable(str(path)):
+        manifest = Manifest.from_bytes(data or b"", path=str(path))
+    return _of_manifest(path, manifest, "item", path.stat().st_mtime)
+
+
+def _slot(share: Share) -> Inspection:
+    save = share.manifest.save_id
+    path = share.directory / layout.manifest_name(save.step, save.epoch, save.number)
+    return _of_manifest(path, share.manifest, "slot", share.committed_at_s)
+
+
+def _of_manifest(path: Path, manifest: Manifest, kind: Literal["slot", "item"], at_s: float) -> Inspection:
+    problems = []
+    if kind == "slot" and not os.path.isfile(path.parent / manifest.slot):
+        problems.append(f"{path.parent / manifest.slot} is gone: the manifest names bytes that are not there")
+    writer = manifest.writer
+    note = f"the share of process {writer.process} of {writer.count}, on host {writer.host}"
+    return Inspection(
+        path=str(path),
+        kind=kind,
+        step=manifest.save_id.step,
+        origin=Origin(
+            writer="ckptkit",
+            proven=not problems,
+            save_id=manifest.save_id,
+            processes=writer.count,
+            hosts=(writer.host,),
+            committed_at_s=at_s,
+        ),
+        items=items_of_manifest(manifest),
+        notes=(note,),
+        problems=tuple(problems),
+    )

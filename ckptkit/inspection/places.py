@@ -1,0 +1,183 @@
+"""Reads of metadata that somebody else wrote: bounded, never following what could hang, and never writing."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, final
+
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StoreError
+from ckptkit.manifest import MANIFEST_BYTES_MAX
+from ckptkit.store import Stat, Store, open_store
+from ckptkit.store.base import PutMode
+from ckptkit.store.roots import is_remote
+
+_REASON_CHARS = 200  # of a library's own words in a message
+
+
+@final
+class ReadOnlyStore:
+    """A store that is only looked at: every write is refused, and a read is of a regular file of bounded size.
+
+    A named pipe or a link to a device in a checkpoint would otherwise hang the reader or fill its memory.
+    """
+
+    def __init__(self, inner: Store):
+        self._inner = inner
+
+    @property
+    def url(self) -> str:
+        """The wrapped store's."""
+        return self._inner.url
+
+    def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
+        """Refused with `StoreError`."""
+        del data, mode
+        raise StoreError(f"{self.url}/{key} is only looked at, and was not written")
+
+    def get(self, key: str) -> bytes:
+        """See `Store.get`; raises `CorruptCheckpointError` for what is no plain object of a plausible size."""
+        where = f"{self.url}/{key}"
+        if not is_remote(self.url):
+            require_regular(where)
+        found = self._inner.stat(key)
+        if found is not None and found.size_bytes > MANIFEST_BYTES_MAX:
+            raise CorruptCheckpointError(
+                f"{where} has {found.size_bytes} bytes, and metadata has at most {MANIFEST_BYTES_MAX}", path=where
+            )
+        return self._inner.get(key)
+
+    def stat(self, key: str) -> Stat | None:
+        """See `Store.stat`."""
+        return self._inner.stat(key)
+
+    def list(self, prefix: str) -> list[str]:
+        """See `Store.list`; names that are no part of a key are left out."""
+        return [name for name in self._inner.list(prefix) if name.rstrip("/") not in ("", ".", "..")]
+
+    def delete(self, key: str) -> None:
+        """Refused with `StoreError`."""
+        raise StoreError(f"{self.url}/{key} is only looked at, and was not deleted")
+
+
+@final
+class Place:
+    """A directory of a disk or a bucket, and those below it. Listings are taken once: a look is at one moment."""
+
+    def __init__(self, store: Store, prefix: str = ""):
+        self.store = store
+        self._prefix = prefix
+        self._names: list[str] | None = None
+        self._below: dict[str, Place] = {}
+
+    @classmethod
+    def open(cls, url: str, *, timeout_s: float) -> Place:
+        """The directory at `url`; nothing is read yet."""
+        return cls(ReadOnlyStore(open_store(url, deadline_s=timeout_s)))
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return f"{self.store.url}/{self._prefix}" if self._prefix else self.store.url
+
+    @property
+    def name(self) -> str:
+        """Its own name, without what stands before it."""
+        return self.url.rstrip("/").rpartition("/")[2]
+
+    def below(self, name: str) -> Place:
+        """A directory in it."""
+        if name not in self._below:
+            self._below[name] = Place(self.store, self._key(name))
+        return self._below[name]
+
+    def again(self) -> Place:
+        """The same directory, to be listed afresh."""
+        return Place(self.store, self._prefix)
+
+    def names(self) -> list[str]:
+        """What is in it, sorted; directories end in `/`. Empty where there is nothing."""
+        if self._names is None:
+            with readable(self.url):
+                self._names = self.store.list(self._prefix)
+        return self._names
+
+    def directories(self) -> list[str]:
+        """The names of the directories in it."""
+        return [name.rstrip("/") for name in self.names() if name.endswith("/")]
+
+    def read(self, name: str) -> bytes | None:
+        """A small object in it; None where there is none."""
+        with suppress(FileNotFoundError), readable(f"{self.url}/{name}"):
+            return self.store.get(self._key(name))
+        return None
+
+    def json(self, name: str) -> Any:
+        """A JSON object in it; None where there is none. Raises `CorruptCheckpointError` for what is no JSON."""
+        data = self.read(name)
+        with readable(f"{self.url}/{name}"):
+            return None if data is None else json.loads(data)
+
+    def stored_bytes(self) -> int:
+        """Bytes of everything below it. Cost: one listing per directory; links are not followed."""
+        if not is_remote(self.url):
+            return _local_bytes(self.url)
+        own = (self.store.stat(self._key(name)) for name in self.store.list(self._prefix) if not name.endswith("/"))
+        # The sizes come from the listing just made, which the client keeps: no request per object.
+        here = sum(found.size_bytes for found in list(own) if found is not None)
+        return here + sum(self.below(name).stored_bytes() for name in self.directories())
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}" if self._prefix else name
+
+
+@contextmanager
+def readable(where: str) -> Iterator[None]:
+    """Metadata that is not what a writer writes is corrupt, whatever it makes a parser raise."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"[:_REASON_CHARS]
+        raise CorruptCheckpointError(
+            f"{where} cannot be read ({reason}); it is damaged, or neither Orbax nor ckptkit wrote it", path=where
+        ) from error
+
+
+def local_kind(path: str) -> int | None:
+    """The kind of file (`stat.S_IFMT`) at a local path; None where there is none. Raises `StoreError`."""
+    try:
+        return stat.S_IFMT(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}; look at its permissions and links", path=path) from error
+
+
+def require_regular(path: str) -> None:
+    """Raises `CorruptCheckpointError` where a local path is there and no regular file (a pipe, a device)."""
+    kind = local_kind(path)
+    if kind is not None and kind != stat.S_IFREG:
+        raise CorruptCheckpointError(f"{path} is not a regular file, as every file of a checkpoint is", path=path)
+
+
+def nothing_at(url: str, why: str) -> StepNotFoundError:
+    """The error for a path with nothing to look at."""
+    return StepNotFoundError(f"{url}: {why}", path=url)
+
+
+def _local_bytes(path: str) -> int:
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # pruned while it was counted
+            raise StoreError(f"{error.filename}: {error.strerror}", path=path) from error
+
+    found = 0
+    for directory, _, names in os.walk(path, onerror=fail):
+        for name in names:
+            with suppress(FileNotFoundError):
+                found += os.lstat(os.path.join(directory, name)).st_size
+    return found

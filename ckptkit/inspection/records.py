@@ -1,0 +1,216 @@
+"""What looking at a checkpoint gives. `to_json` of each record is the documented shape of `--json` (docs/CLI.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from ckptkit.manifest import SaveId
+
+FORMAT = 1  # of the JSON shapes: grows when a field goes or changes its meaning, not when one is added
+
+State = Literal["committed", "partial", "unfinished", "superseded", "damaged"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One leaf of an array item. `dtype`, `shape` and `cell` are None for what is no array (a string, an empty dict).
+
+    `cell` is the smallest part that is read whole: our cells, zarr's chunks. `held_bytes` is what a fast-tier slot
+    holds of the leaf, None for a durable one.
+    """
+
+    path: tuple[str, ...]
+    kind: str
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    cell: tuple[int, ...] | None = None
+    sharding: str | None = None
+    key_impl: str | None = None
+    held_bytes: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The path as Orbax writes it."""
+        return ".".join(self.path)
+
+    @property
+    def array_bytes(self) -> int:
+        """Bytes of the whole array in memory; compression may make it less on disk."""
+        if self.dtype is None or self.shape is None:
+            return 0
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {"name": self.name, "bytes": self.array_bytes, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One item of a step: `kind` says what it is, `layout` how its bytes stand, `value` is a small item's content."""
+
+    name: str
+    kind: Literal["arrays", "json", "grain", "other"]
+    layout: str
+    leaves: tuple[Leaf, ...] = ()
+    value: Any = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "layout": self.layout,
+            "value": self.value,
+            "leaves": [leaf.to_json() for leaf in self.leaves],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Who wrote it. `proven`: every process's record with the digests of its cells is there and is whole itself."""
+
+    writer: Literal["ckptkit", "orbax", "unknown"]
+    proven: bool = False
+    save_id: SaveId | None = None
+    processes: int | None = None
+    hosts: tuple[str, ...] = ()
+    committed_at_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What stands at `path`. `notes` say what was chosen, `problems` what is damaged; the rest is still shown."""
+
+    path: str
+    kind: Literal["step", "item", "slot"]
+    step: int | None
+    origin: Origin
+    items: tuple[Item, ...]
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def to_json(self, *, depth: int = 1) -> dict[str, Any]:
+        """As `--json` prints it; groups are the first `depth` parts of the leaves' paths."""
+        return {
+            "format": FORMAT,
+            "path": self.path,
+            "kind": self.kind,
+            "step": self.step,
+            "origin": asdict(self.origin),
+            "items": [item.to_json() for item in self.items],
+            "totals": totals(self.items, depth=depth),
+            "notes": self.notes,
+            "problems": self.problems,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What one tier has of a save. `processes` of `expected` are those whose share it has; None: nobody says."""
+
+    tier: str
+    path: str
+    held_bytes: int
+    committed_at_s: float | None = None
+    processes: tuple[int, ...] | None = None
+    expected: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEntry:
+    """One save over all tiers that were looked at; `problem` says what is damaged."""
+
+    step: int
+    state: State
+    save_id: SaveId | None
+    items: tuple[str, ...]
+    holdings: tuple[Holding, ...]
+    problem: str | None = None
+
+    @property
+    def processes(self) -> tuple[int, ...] | None:
+        """The processes whose share some tier has; None where nobody says."""
+        known = [holding.processes for holding in self.holdings if holding.processes is not None]
+        return tuple(sorted({process for processes in known for process in processes})) if known else None
+
+    @property
+    def expected(self) -> int | None:
+        """How many processes saved it; None where nobody says."""
+        return max((holding.expected for holding in self.holdings if holding.expected is not None), default=None)
+
+    @property
+    def committed_at_s(self) -> float | None:
+        """When the first tier had it, in seconds of the wall clock."""
+        known = [holding.committed_at_s for holding in self.holdings if holding.committed_at_s is not None]
+        return min(known, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {
+            "step": self.step,
+            "state": self.state,
+            "save_id": None if self.save_id is None else asdict(self.save_id),
+            "committed_at_s": self.committed_at_s,
+            "processes": self.processes,
+            "expected_processes": self.expected,
+            "items": self.items,
+            "tiers": [
+                {
+                    "tier": holding.tier,
+                    "path": holding.path,
+                    "bytes": holding.held_bytes,
+                    "committed_at_s": holding.committed_at_s,
+                    "processes": holding.processes,
+                }
+                for holding in self.holdings
+            ],
+            "problem": self.problem,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """Every step of a root over the tiers that were looked at, ascending."""
+
+    root: str
+    host_id: str
+    steps: tuple[StepEntry, ...]
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {
+            "format": FORMAT,
+            "root": self.root,
+            "host_id": self.host_id,
+            "steps": [entry.to_json() for entry in self.steps],
+            "notes": self.notes,
+            "problems": self.problems,
+        }
+
+
+def totals(items: Iterable[Item], *, depth: int = 1) -> dict[str, Any]:
+    """Leaves and bytes: over all, by dtype, and by group (the first `depth` parts of the path)."""
+    leaves = [(item.name, leaf) for item in items for leaf in item.leaves]
+    return {
+        "leaves": len(leaves),
+        "bytes": sum(leaf.array_bytes for _, leaf in leaves),
+        "by_dtype": _sums((leaf.dtype or leaf.kind, leaf) for _, leaf in leaves),
+        "by_group": _sums((f"{item}:{'.'.join(leaf.path[:depth])}", leaf) for item, leaf in leaves),
+    }
+
+
+def _sums(keyed: Iterable[tuple[str, Leaf]]) -> Mapping[str, dict[str, int]]:
+    sums: dict[str, dict[str, int]] = {}
+    for key, leaf in keyed:
+        entry = sums.setdefault(key, {"leaves": 0, "bytes": 0})
+        entry["leaves"] += 1
+        entry["bytes"] += leaf.array_bytes
+    return sums

@@ -1,0 +1,144 @@
+"""What our own records say: manifests of fast-tier slots, and the sidecars of durable items."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptkit import layout
+from ckptkit.arena import read_manifest
+from ckptkit.errors import CorruptCheckpointError, StoreError
+from ckptkit.inspection.places import Place, readable, require_regular
+from ckptkit.inspection.records import Item, Leaf
+from ckptkit.inspection.words import dtype_name, sharding_words
+from ckptkit.manifest import LeafRecord, Manifest
+
+_READ_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One process's manifest in a fast tier's slot directory."""
+
+    directory: Path
+    manifest: Manifest
+    committed_at_s: float
+
+
+def read_shares(directory: Path) -> tuple[list[Share], list[CorruptCheckpointError]]:
+    """The committed saves of one slot directory, newest first, and what is damaged. Takes no lock.
+
+    A manifest that goes while it is read was superseded, and is left out.
+    """
+    shares, damaged = [], []
+    for name in _listed(directory):
+        if layout.save_of_manifest(name) is None:
+            continue
+        try:
+            shares.append(read_share(directory / name))
+        except FileNotFoundError:
+            continue
+        except CorruptCheckpointError as error:
+            damaged.append(error)
+    return sorted(shares, key=lambda share: share.manifest.save_id, reverse=True), damaged
+
+
+def read_share(path: Path) -> Share:
+    """One manifest file; raises `CorruptCheckpointError`, `FileNotFoundError`, `StoreError`."""
+    try:
+        require_regular(str(path))
+        with readable(str(path)):
+            manifest = read_manifest(path)
+        return Share(directory=path.parent, manifest=manifest, committed_at_s=path.stat().st_mtime)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}; look at its permissions", path=str(path)) from error
+
+
+def read_sidecars(item: Place, processes: Iterable[int]) -> list[Manifest]:
+    """The sidecars of these processes in a durable item; raises `CorruptCheckpointError` for a damaged one."""
+    directory = item.below(layout.SIDECAR_DIR)
+
+    def read(process: int) -> Manifest:
+        name = layout.sidecar_name(process)
+        data = directory.read(name)
+        where = f"{directory.url}/{name}"
+        if data is None:
+            raise CorruptCheckpointError(f"{where} is gone", path=where)
+        with readable(where):
+            return Manifest.from_bytes(data, path=where)
+
+    with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="ckptkit-inspect") as pool:
+        return list(pool.map(read, processes))
+
+
+def sidecar_processes(item: Place) -> list[int]:
+    """The processes whose sidecars are in a durable item; none in one that stock Orbax wrote."""
+    if f"{layout.SIDECAR_DIR}/" not in item.names():
+        return []
+    names = item.below(layout.SIDECAR_DIR).names()
+    return sorted(process for name in names if (process := layout.process_of_sidecar(name)) is not None)
+
+
+def incomplete(item: Place, manifests: Sequence[Manifest], present: Sequence[int]) -> str | None:
+    """Why the sidecars of an item do not prove it; None where they do."""
+    saves = sorted({str(manifest.save_id) for manifest in manifests})
+    expected = list(range(manifests[0].writer.count))
+    if list(present) != expected or len(saves) > 1:
+        return (
+            f"{item.url} has sidecars of processes {_ranges(present)} and saves {', '.join(saves)}, expected "
+            f"processes {_ranges(expected)} and one save"
+        )
+    return None
+
+
+def leaf_of_record(record: LeafRecord, *, held: bool) -> Leaf:
+    """A leaf as one process recorded it; raises `CorruptCheckpointError` for a sharding that nobody writes."""
+    with readable(f"leaf {record.name}"):
+        text = record.extra.get("sharding")
+        return Leaf(
+            path=record.path,
+            kind=record.kind,
+            dtype=dtype_name(record.dtype),
+            shape=record.shape,
+            cell=record.cell,
+            sharding=None if text is None else sharding_words(text),
+            key_impl=record.extra.get("key_impl"),
+            held_bytes=record.held_bytes if held else None,
+        )
+
+
+def items_of_manifest(manifest: Manifest) -> tuple[Item, ...]:
+    """The items of one process's share in a slot, the small ones with their values."""
+    arrays = [
+        Item(
+            name=name,
+            kind="arrays",
+            layout=f"slot {manifest.slot}" if manifest.slot else "sidecar",
+            leaves=tuple(leaf_of_record(leaf, held=True) for leaf in leaves),
+        )
+        for name, leaves in manifest.arrays.items()
+    ]
+    inline = [
+        Item(name=name, kind="json" if stored["kind"] == "json" else "grain", layout="inline", value=stored["value"])
+        for name, stored in manifest.inline.items()
+    ]
+    return (*arrays, *inline)
+
+
+def _listed(directory: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise StoreError(f"{directory}: {error.strerror}; look at its permissions", path=str(directory)) from error
+
+
+def _ranges(processes: Sequence[int]) -> str:
+    shown = ", ".join(map(str, processes[:8]))
+    return f"{shown} and {len(processes) - 8} more" if len(processes) > 8 else shown or "none"

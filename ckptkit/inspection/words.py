@@ -1,0 +1,50 @@
+"""A stored sharding in the words that people write: `P('fsdp', None) on data=2,fsdp=2`. No device is asked."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+
+def sharding_words(text: str) -> str:
+    """The short form of Orbax's JSON of a sharding; raises ValueError for what is no sharding."""
+    record = json.loads(text)
+    if not isinstance(record, dict):
+        raise ValueError(f"{text[:100]!r} is no sharding")
+    kind = record.get("sharding_type")
+    if kind == "NamedSharding":
+        axes = ",".join(f"{_text(name)}={int(size)}" for name, size in _pairs(record["axis_names"], record["shape"]))
+        return f"P({', '.join(map(_part, record['partition_spec']))}) on {axes}"
+    if kind == "SingleDeviceSharding":
+        return f"one device ({record.get('device_str')})"
+    return str(kind)
+
+
+def dtype_name(text: Any) -> str:
+    """NumPy's name of a stored dtype; raises ValueError or TypeError for what no array of numbers has."""
+    dtype = np.dtype(text) if isinstance(text, str) else None
+    registered = dtype is not None and dtype.isbuiltin == 2  # bfloat16 and its kin, which have kind V
+    if dtype is None or (dtype.kind not in "biufc" and not registered):
+        raise ValueError(f"dtype {text!r} is none that Orbax writes")
+    return dtype.name
+
+
+def _pairs(names: list[Any], sizes: list[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(names, sizes, strict=True))
+
+
+def _part(part: Any) -> str:
+    if part is None:
+        return "None"
+    if isinstance(part, list):
+        names = ", ".join(map(_part, part))
+        return f"({names},)" if len(part) == 1 else f"({names})"
+    return repr(_text(part))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no axis name")
+    return value

@@ -1,0 +1,208 @@
+"""`ckptkit steps`: every save over all tiers, with its state, and nothing changed by looking."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+import pytest
+
+from ckptkit import layout
+from ckptkit.arena import read_manifest
+from ckptkit.manifest import Manifest, Writer
+from tests.cli.conftest import HOST, Ours, Run
+from tests.states import make_state, save_args
+
+
+def listed(ckpt: Run, root: object, *arguments: object, code: int = 0) -> dict[int, dict[str, Any]]:
+    said = ckpt("steps", root, "--json", *arguments)
+    assert said.code == code, said.err
+    return {entry["step"]: entry for entry in json.loads(said.out)["steps"]}
+
+
+def tiers(ours: Ours) -> tuple[object, ...]:
+    return ("--tier", ours.ram, "--host-id", HOST)
+
+
+def test_all_tiers_and_states(ckpt: Run, ours: Ours) -> None:
+    """Nobody could tell which step a restart takes, or which were abandoned by a rollback."""
+    steps = listed(ckpt, ours.root, *tiers(ours))
+    assert {step: entry["state"] for step, entry in steps.items()} == {
+        4: "committed",
+        5: "committed",
+        7: "superseded",
+        8: "superseded",
+    }
+    held = {step: [tier["tier"] for tier in entry["tiers"]] for step, entry in steps.items()}
+    assert held == {4: ["durable"], 5: [str(ours.ram)], 7: [str(ours.ram)], 8: [str(ours.ram), "durable"]}
+    assert steps[5]["save_id"] == {"epoch": 2, "step": 5, "number": 0}
+    assert steps[5]["items"] == ["data", "state"]
+    assert (steps[5]["processes"], steps[5]["expected_processes"]) == ([0], 1)
+    files = [path for path in (ours.root / "8").rglob("*") if path.is_file()]
+    assert steps[8]["tiers"][1]["bytes"] == sum(path.stat().st_size for path in files)
+    assert steps[8]["tiers"][0]["bytes"] == read_manifest(ours.manifest(8)).held_bytes
+    assert 0 <= os.stat(ours.manifest(8)).st_mtime - steps[8]["committed_at_s"] < 60
+
+
+def test_text_for_people(ckpt: Run, ours: Ours) -> None:
+    """The table that people read would lose a column."""
+    lines = ckpt("steps", ours.root, *tiers(ours)).out.splitlines()
+    assert lines[0] == f"{ours.root}: 4 steps, host {HOST}"
+    (row,) = [line.split() for line in lines if line.split()[:1] == ["8"]]
+    assert row[:5] == ["8", "superseded", "8@1.8", f"{ours.ram},", "durable"]
+    assert row[-5:] == ["1", "of", "1", "data,", "state"]
+
+
+def test_only_the_given_host_is_opened(ckpt: Run, mine: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at a shared tier would take another host's slots for this one's."""
+    other = mine.slots.parent.with_name("h1")
+    shutil.copytree(mine.slots.parent, other)
+    opened: list[str] = []
+    listdir, scandir = os.listdir, os.scandir
+    monkeypatch.setattr(os, "listdir", lambda path=".": (opened.append(os.fspath(path)), listdir(path))[1])
+    monkeypatch.setattr(os, "scandir", lambda path=".": (opened.append(os.fspath(path)), scandir(path))[1])
+    assert 5 in listed(ckpt, mine.root, *tiers(mine))
+    assert str(mine.slots) in opened
+    assert [path for path in opened if path.startswith(str(other))] == []
+    assert 5 not in listed(ckpt, mine.root, "--tier", mine.ram, "--host-id", "h2")
+
+
+def test_another_roots_slots_are_left_out(ckpt: Run, ours: Ours, stock: Path) -> None:
+    """Two jobs on one ramdisk would be mixed up."""
+    said = ckpt("steps", stock / "root", *tiers(ours))
+    assert said.code == 0
+    assert f"{ours.ram} holds no slots of host {HOST} for this root" in said.out
+    assert list(listed(ckpt, stock / "root", *tiers(ours))) == [3]
+
+
+def test_share_of_some_processes_is_partial(ckpt: Run, mine: Ours) -> None:
+    """A save of which this host lost a process's share would look whole."""
+    path = mine.manifest(5)
+    manifest = read_manifest(path)
+    for process in (0, 2):
+        share = dataclasses.replace(manifest, writer=Writer(process=process, count=3, host=HOST))
+        directory = mine.slots.parent / str(process)
+        directory.mkdir(exist_ok=True)
+        (directory / path.name).write_bytes(share.to_bytes())
+    steps = listed(ckpt, mine.root, *tiers(mine))
+    assert (steps[5]["state"], steps[5]["processes"], steps[5]["expected_processes"]) == ("partial", [0, 2], 3)
+    assert "2 of 3" in ckpt("steps", mine.root, *tiers(mine)).out
+
+
+def test_two_tiers_make_a_save_whole(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
+    """A save whose shares stand in different tiers would be called partial, though a restart takes it."""
+    path = mine.manifest(5)
+    manifest = read_manifest(path)
+    path.write_bytes(dataclasses.replace(manifest, writer=Writer(process=0, count=2, host=HOST)).to_bytes())
+    other = tmp_path / "ssd" / mine.slots.relative_to(mine.ram).parent / "1"
+    other.mkdir(parents=True)
+    share = dataclasses.replace(manifest, writer=Writer(process=1, count=2, host=HOST))
+    (other / path.name).write_bytes(share.to_bytes())
+    assert listed(ckpt, mine.root, *tiers(mine))[5]["state"] == "partial"
+    assert listed(ckpt, mine.root, *tiers(mine), "--tier", tmp_path / "ssd")[5]["state"] == "committed"
+
+
+def test_unfinished_and_damaged_steps(ckpt: Run, mine: Ours) -> None:
+    """A save that was cut off, or a step without its records, would be taken for good."""
+    shutil.copytree(mine.root / "4", mine.root / "12.orbax-checkpoint-tmp")
+    (mine.root / "16").mkdir()
+    (mine.root / "notes_2024").mkdir()
+    mine.manifest(5).write_bytes(mine.manifest(5).read_bytes()[:-200])
+    (mine.root / "8/state/_ckptkit/process-0.json").write_text("{}")
+    said = ckpt("steps", mine.root, *tiers(mine), "--json")
+    assert said.code == 11
+    found = [(e["step"], e["state"], len(e["tiers"])) for e in json.loads(said.out)["steps"]]
+    assert found == [
+        (4, "committed", 1),
+        (5, "damaged", 1),
+        (7, "superseded", 1),
+        (8, "superseded", 1),  # the ramdisk's share, which the damaged durable step cannot claim any more
+        (8, "damaged", 1),
+        (12, "unfinished", 1),
+        (16, "damaged", 1),
+    ]
+    said = ckpt("steps", mine.root, *tiers(mine))
+    assert str(mine.manifest(5)) in said.err
+    assert f"step 8 in {mine.root / '8'}: manifest" in said.err
+    assert f"step 16 in {mine.root / '16'}: it holds no item that Orbax writes" in said.err
+    assert said.out.count("damaged") == 3
+
+
+def test_missing_process_of_a_durable_step(ckpt: Run, mine: Ours) -> None:
+    """A durable step that lost a process's record would be called committed."""
+    path = mine.root / "4/state/_ckptkit/process-0.json"
+    manifest = Manifest.from_bytes(path.read_bytes(), path=str(path))
+    path.write_bytes(dataclasses.replace(manifest, writer=Writer(process=0, count=2, host=HOST)).to_bytes())
+    said = ckpt("steps", mine.root)
+    assert said.code == 11
+    assert "has sidecars of processes 0 and saves 4@1.4, expected processes 0, 1 and one save" in said.err
+    assert ckpt("inspect", mine.root / "4").code == 11
+
+
+def test_a_damaged_newest_step_is_not_passed_over_in_silence(ckpt: Run, mine: Ours) -> None:
+    """`inspect ROOT` would show an older step as the newest, and nobody would look at what broke."""
+    (mine.root / "6").mkdir()
+    said = ckpt("inspect", mine.root)
+    assert said.code == 11
+    assert "step 4," in said.out
+    assert f"step 6 in {mine.root / '6'}: it holds no item that Orbax writes" in said.err
+    shutil.rmtree(mine.root / "4")
+    said = ckpt("inspect", mine.root)
+    assert (said.code, said.out) == (11, "")
+    assert f"{mine.root} has no whole step" in said.err
+
+
+def test_looking_changes_nothing(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
+    """A look would write, make directories, or take a lock that a starting job needs."""
+
+    def facts() -> dict[str, tuple[int, int]]:
+        return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in mine.home.rglob("*")}
+
+    before = facts()
+    with (mine.slots / layout.LOCK_NAME).open("rb") as lock:  # as a running job holds it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert ckpt("steps", mine.root, *tiers(mine), "--tier", tmp_path / "none").code == 0
+        assert ckpt("inspect", mine.slots).code == 0
+        assert ckpt("inspect", mine.root).code == 0
+    assert facts() == before
+    assert not (tmp_path / "none").exists()
+
+
+def test_stock_orbax_beside_ours(ckpt: Run, tmp_path: Path) -> None:
+    """Steps that stock Orbax wrote, with its own names and metrics, would be missing from the list."""
+    options = ocp.CheckpointManagerOptions(step_prefix="run", step_format_fixed_length=6)
+    with ocp.CheckpointManager(tmp_path / "root", options=options) as manager:
+        manager.save(7, args=save_args(make_state(7), 7))
+    steps = listed(ckpt, tmp_path / "root")
+    assert (steps[7]["state"], steps[7]["save_id"], steps[7]["processes"]) == ("committed", None, None)
+    assert steps[7]["tiers"][0]["path"] == str(tmp_path / "root/run_000007")
+    assert json.loads(ckpt("inspect", tmp_path / "root", "--json").out)["step"] == 7
+
+
+def test_json_shape(ckpt: Run, ours: Ours) -> None:
+    """Scripts that read `--json` would break: docs/CLI.md promises these names."""
+    found = json.loads(ckpt("steps", ours.root, "--json", *tiers(ours)).out)
+    top = ["format", "root", "host_id", "steps", "notes", "problems"]
+    assert list(found) == top
+    entry = [
+        "step",
+        "state",
+        "save_id",
+        "committed_at_s",
+        "processes",
+        "expected_processes",
+        "items",
+        "tiers",
+        "problem",
+    ]
+    assert list(found["steps"][0]) == entry
+    tier = ["tier", "path", "bytes", "committed_at_s", "processes"]
+    assert list(found["steps"][0]["tiers"][0]) == tier
+    page = (Path(__file__).parents[2] / "docs/CLI.md").read_text()
+    assert [name for name in (*top, *entry, *tier) if f"`{name}`" not in page] == []
