@@ -1,0 +1,166 @@
+"""What Google answers when a request cannot be served: status, reason and body."""
+
+import json
+from typing import Final, final
+from xml.sax.saxutils import escape
+
+CONDITION_TEXT: Final = "At least one of the pre-conditions you specified did not hold."
+_LOGIN_TEXT: Final = (
+    "Anonymous caller does not have storage.objects.get access to the Google Cloud Storage object. "
+    "Permission 'storage.objects.get' denied on resource (or it may not exist)."
+)
+_BUSY_TEXT: Final = "We encountered an internal error. Please try again."
+
+
+@final
+class GoogleError(Exception):
+    """A request ends with this status and Google's body for it; costs nothing else."""
+
+    def __init__(
+        self,
+        status: int,
+        reason: str,
+        message: str,
+        *,
+        domain: str = "global",
+        location: tuple[str, str] | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(f"{status} {reason}: {message}")
+        self.status = status
+        self.reason = reason
+        self.message = message
+        self.domain = domain
+        self.location = location
+        self.headers = headers or {}
+
+    def as_json(self) -> bytes:
+        """The body of the JSON API."""
+        detail = {"message": self.message, "domain": self.domain, "reason": self.reason}
+        if self.location is not None:
+            detail["locationType"], detail["location"] = self.location
+        error = {"code": self.status, "message": self.message, "errors": [detail]}
+        return json.dumps({"error": error}, indent=1).encode()
+
+    def as_text(self) -> bytes:
+        """The body of a media download, which Google answers in plain words."""
+        return self.message.encode("utf-8", "replace")
+
+    def as_xml(self) -> bytes:
+        """The body of the XML API."""
+        code = _XML_CODES.get(self.status, "InternalError")
+        text = escape(self.message)
+        return (
+            f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{code}</Code><Message>{text}</Message></Error>".encode(
+                "utf-8", "replace"
+            )
+        )
+
+
+def invalid(message: str, *, reason: str = "invalid") -> GoogleError:
+    """400: the request cannot be understood."""
+    return GoogleError(400, reason, message)
+
+
+def required(parameter: str) -> GoogleError:
+    """400: a parameter is missing."""
+    return GoogleError(400, "required", f"Required parameter: {parameter}", location=("parameter", parameter))
+
+
+def no_such_bucket() -> GoogleError:
+    """404 for a bucket."""
+    return GoogleError(404, "notFound", "The specified bucket does not exist.")
+
+
+def no_such_object(bucket: str, name: str) -> GoogleError:
+    """404 for an object, or for a generation of it that is no longer live."""
+    return GoogleError(404, "notFound", f"No such object: {bucket}/{name}")
+
+
+def no_such_path() -> GoogleError:
+    """404 for a path that is no method of the API."""
+    return GoogleError(404, "notFound", "Not Found")
+
+
+def condition_not_met() -> GoogleError:
+    """412: a precondition did not hold, nothing was changed."""
+    return GoogleError(412, "conditionNotMet", CONDITION_TEXT, location=("header", "If-Match"))
+
+
+def not_modified() -> GoogleError:
+    """304: a `NotMatch` precondition did not hold on a read."""
+    return GoogleError(304, "notModified", "")
+
+
+def conflict(message: str) -> GoogleError:
+    """409: the bucket exists, or is not empty."""
+    return GoogleError(409, "conflict", message)
+
+
+def range_not_satisfiable(size_bytes: int) -> GoogleError:
+    """416: the range begins after the last byte."""
+    return GoogleError(
+        416,
+        "requestedRangeNotSatisfiable",
+        "Request range not satisfiable",
+        location=("header", "Range"),
+        headers={"Content-Range": f"bytes */{size_bytes}"},
+    )
+
+
+def session_gone() -> GoogleError:
+    """410: the resumable session ended or never was; the client starts a new one."""
+    return GoogleError(410, "gone", "The requested upload session is no longer available.")
+
+
+def permission_denied() -> GoogleError:
+    """403 after the caller's role was withdrawn; clients do not retry it."""
+    return GoogleError(
+        403, "forbidden", "The caller does not have permission to access the Google Cloud Storage object."
+    )
+
+
+def quota_full() -> GoogleError:
+    """403 `quotaExceeded`; clients do not retry it."""
+    return GoogleError(
+        403, "quotaExceeded", "The storage quota for this project has been exceeded.", domain="usageLimits"
+    )
+
+
+def by_status(status: int) -> GoogleError:
+    """The body that comes with a status which carries no detail of the request."""
+    reason, message, domain = _PLAIN[status]
+    location = ("header", "Authorization") if status == 401 else None
+    return GoogleError(status, reason, message, domain=domain, location=location)
+
+
+_PLAIN: Final = {
+    401: ("required", _LOGIN_TEXT, "global"),
+    403: ("forbidden", "Forbidden", "global"),
+    404: ("notFound", "Not Found", "global"),
+    408: ("requestTimeout", "The request timed out.", "global"),
+    413: ("uploadTooLarge", "Your client issued a request that was too large.", "global"),
+    414: ("uriTooLong", "The requested URL is too large to process.", "global"),
+    429: (
+        "rateLimitExceeded",
+        "The rate of requests exceeds the limit. Please reduce your request rate. "
+        "See https://cloud.google.com/storage/docs/gcs429.",
+        "usageLimits",
+    ),
+    500: ("internalError", _BUSY_TEXT, "global"),
+    502: ("backendError", _BUSY_TEXT, "global"),
+    503: ("backendError", _BUSY_TEXT, "global"),
+    504: ("backendError", _BUSY_TEXT, "global"),
+}
+
+_XML_CODES: Final = {
+    304: "NotModified",
+    400: "InvalidArgument",
+    401: "AuthenticationRequired",
+    403: "AccessDenied",
+    404: "NoSuchKey",
+    412: "PreconditionFailed",
+    416: "InvalidRange",
+    429: "SlowDown",
+    503: "ServiceUnavailable",
+}

@@ -1,0 +1,77 @@
+"""Decides for each request which faults of the plan in force hit it; keeps the counts."""
+
+import random
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import final
+
+from ckptkit.testing.bucket.call import Kind
+from ckptkit.testing.bucket.faults import Delay, Effect, Fault, FaultPlan
+from ckptkit.testing.bucket.throttle import TokenBucket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ordeal:
+    """What one request has to go through: a wait, then at most one effect."""
+
+    delay_s: float = 0.0
+    effect: Effect | None = None
+
+
+@final
+class Injector:
+    """Holds the plan in force and the shared bandwidth; the plan may be replaced at any time, from any thread."""
+
+    def __init__(self, plan: FaultPlan) -> None:
+        self._lock = threading.Lock()
+        self.download = TokenBucket()
+        self.upload = TokenBucket()
+        self.set_plan(plan)
+
+    @property
+    def plan(self) -> FaultPlan:
+        """The plan in force."""
+        return self._plan
+
+    def set_plan(self, plan: FaultPlan) -> None:
+        """Replace the plan; counts begin anew, transfers in flight go on at the new bandwidth."""
+        with self._lock:
+            self._plan = plan
+            self._matched = [0] * len(plan.faults)
+            self._fired = [0] * len(plan.faults)
+            self._asked: Counter[tuple[int, Kind, str]] = Counter()
+            self.download.rate = plan.download_bytes_per_s
+            self.upload.rate = plan.upload_bytes_per_s
+
+    def fired(self) -> list[int]:
+        """How many requests each fault of the plan has hit."""
+        with self._lock:
+            return list(self._fired)
+
+    def decide(self, kind: Kind, name: str) -> Ordeal:
+        """Walk the plan for one request, and count."""
+        delay_s = 0.0
+        with self._lock:
+            for line, fault in enumerate(self._plan.faults):
+                source = self._hit(line, fault, kind, name)
+                if source is None:
+                    continue
+                if not isinstance(fault.effect, Delay):
+                    return Ordeal(delay_s=delay_s, effect=fault.effect)
+                delay_s += fault.effect.latency.draw(source)
+        return Ordeal(delay_s=delay_s)
+
+    def _hit(self, line: int, fault: Fault, kind: Kind, name: str) -> random.Random | None:
+        if (fault.kinds and kind not in fault.kinds) or not fnmatchcase(name, fault.objects):
+            return None
+        self._matched[line] += 1
+        if self._matched[line] <= fault.skip or (fault.count is not None and self._fired[line] >= fault.count):
+            return None
+        self._asked[line, kind, name] += 1
+        source = random.Random(f"{self._plan.seed}/{line}/{kind}/{name}/{self._asked[line, kind, name]}")
+        if source.random() >= fault.probability:
+            return None
+        self._fired[line] += 1
+        return source

@@ -1,0 +1,267 @@
+"""The object store: an index in memory, the bytes and records on disk, one lock for every commit."""
+
+import bisect
+import fcntl
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO, final
+
+from ckptkit.testing.bucket import errors
+from ckptkit.testing.bucket.conditions import Preconditions
+from ckptkit.testing.bucket.content import Content, Spool
+from ckptkit.testing.bucket.disk import BucketDirectory
+from ckptkit.testing.bucket.listing import ListQuery, Page, page
+from ckptkit.testing.bucket.names import check_bucket, check_object, file_name
+from ckptkit.testing.bucket.records import BucketRecord, JsonObject, ObjectRecord, now_us
+
+
+@dataclass(slots=True, kw_only=True)
+class _Bucket:
+    record: BucketRecord
+    directory: BucketDirectory
+    objects: dict[str, ObjectRecord] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)  # sorted, which is also the order of the UTF-8 bytes
+
+
+@final
+class ObjectStore:
+    """Strongly consistent: preconditions are checked and the change is made under one lock.
+
+    Every change is on disk before the call returns. Costs memory for records only, about a kilobyte for each.
+    One process at a time may open a directory; another gets `BlockingIOError`.
+    """
+
+    def __init__(self, root: Path) -> None:
+        buckets = root / "buckets"
+        buckets.mkdir(parents=True, exist_ok=True)
+        self._root = buckets
+        self._lock = threading.Lock()
+        self._lock_file = (root / "lock").open("w")
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._buckets = {record.name: _recover(each, record) for each, record in BucketDirectory.find(buckets)}
+        except BaseException:
+            self._lock_file.close()
+            raise
+        generations = (record.generation for each in self._buckets.values() for record in each.objects.values())
+        self._last_generation = max(generations, default=0)
+
+    def close(self) -> None:
+        """Let another process open the directory."""
+        self._lock_file.close()
+
+    def buckets(self) -> list[BucketRecord]:
+        """All buckets, sorted."""
+        with self._lock:
+            return [self._buckets[name].record for name in sorted(self._buckets)]
+
+    def bucket(self, name: str, conditions: Preconditions) -> BucketRecord:
+        """One bucket, or 404."""
+        with self._lock:
+            record = self._find(name).record
+            conditions.check_read(record)
+            return record
+
+    def create_bucket(self, name: str, fields: JsonObject) -> BucketRecord:
+        """Make a bucket; 409 when it exists."""
+        check_bucket(name)
+        with self._lock:
+            if name in self._buckets:
+                raise errors.conflict(
+                    "Your previous request to create the named bucket succeeded and you already own it."
+                )
+            now = now_us()
+            record = BucketRecord(name=name, created_us=now, updated_us=now, fields=fields)
+            directory = BucketDirectory(self._root / file_name(name))
+            directory.create(record)
+            self._buckets[name] = _Bucket(record=record, directory=directory)
+            return record
+
+    def patch_bucket(self, name: str, fields: JsonObject, conditions: Preconditions) -> BucketRecord:
+        """Replace a bucket's fields."""
+        with self._lock:
+            bucket = self._find(name)
+            conditions.check_write(bucket.record)
+            bucket.record = bucket.record.patched(fields)
+            bucket.directory.write_bucket(bucket.record)
+            return bucket.record
+
+    def delete_bucket(self, name: str, conditions: Preconditions) -> None:
+        """Remove an empty bucket; 409 when it holds objects."""
+        with self._lock:
+            bucket = self._find(name)
+            conditions.check_write(bucket.record)
+            if bucket.objects:
+                raise errors.conflict("The bucket you tried to delete is not empty.")
+            del self._buckets[name]
+            bucket.directory.remove()
+
+    def directory(self, bucket: str) -> BucketDirectory:
+        """Where spools and sessions of a bucket live, or 404."""
+        with self._lock:
+            return self._find(bucket).directory
+
+    def stat(self, bucket: str, name: str, conditions: Preconditions, *, generation: int | None = None) -> ObjectRecord:
+        """The live record, or 404; only the live generation can be asked for."""
+        with self._lock:
+            return self._read(bucket, name, conditions, generation)
+
+    def open(
+        self, bucket: str, name: str, conditions: Preconditions, *, generation: int | None = None
+    ) -> tuple[ObjectRecord, BinaryIO]:
+        """The live record and its bytes, which stay readable when the object is overwritten or deleted."""
+        with self._lock:
+            record = self._read(bucket, name, conditions, generation)
+            return record, self._buckets[bucket].directory.open_data(record)
+
+    def list(self, bucket: str, query: ListQuery) -> tuple[list[ObjectRecord], Page]:
+        """One page at one moment."""
+        with self._lock:
+            found = self._find(bucket)
+            result = page(found.names, query)
+            return [found.objects[name] for name in result.names], result
+
+    def committed_as(self, bucket: str, content_id: str) -> ObjectRecord | None:
+        """The live object with these bytes, if an upload got so far before the server was killed."""
+        with self._lock:
+            records = self._find(bucket).objects.values()
+            return next((record for record in records if record.content.id == content_id), None)
+
+    def commit(
+        self, bucket: str, name: str, spool: Spool, content: Content, fields: JsonObject, conditions: Preconditions
+    ) -> ObjectRecord:
+        """Make sealed bytes the live generation of `name`, or raise 412 and change nothing."""
+        check_object(name)
+        with self._lock:
+            found = self._find(bucket)
+            current = found.objects.get(name)
+            conditions.check_write(current)
+            record = self._new_record(name, content, fields)
+            self._put(found, record, spool.path)
+            return record
+
+    def patch(
+        self, bucket: str, name: str, change: Callable[[JsonObject], JsonObject], conditions: Preconditions
+    ) -> ObjectRecord:
+        """Replace the fields by `change(fields)`: a new metageneration of the same generation."""
+        with self._lock:
+            found = self._find(bucket)
+            current = _live(found, name)
+            conditions.check_write(current)
+            record = current.patched(change(current.fields))
+            found.directory.write_record(record)
+            found.objects[name] = record
+            return record
+
+    def delete(self, bucket: str, name: str, conditions: Preconditions, *, generation: int | None = None) -> None:
+        """Remove the live object, or raise 404 or 412 and change nothing."""
+        with self._lock:
+            found = self._find(bucket)
+            current = _live(found, name)
+            if generation not in {None, current.generation}:
+                raise errors.no_such_object(bucket, name)
+            conditions.check_write(current)
+            self._remove(found, current)
+
+    def copy(
+        self,
+        source: tuple[str, str],
+        target: tuple[str, str],
+        source_conditions: Preconditions,
+        conditions: Preconditions,
+        *,
+        generation: int | None = None,
+        fields: JsonObject | None = None,
+    ) -> ObjectRecord:
+        """Make `target` a new object with the bytes of `source`, and its fields unless given; moves no bytes."""
+        check_object(target[1])
+        with self._lock:
+            original = self._source(source, source_conditions, generation)
+            found = self._find(target[0])
+            conditions.check_write(found.objects.get(target[1]))
+            return self._link(found, target[1], source[0], original, original.fields if fields is None else fields)
+
+    def move(
+        self, bucket: str, source: str, target: str, source_conditions: Preconditions, conditions: Preconditions
+    ) -> ObjectRecord:
+        """Rename within a bucket, at once for every reader; a kill in between leaves both names, never neither."""
+        check_object(target)
+        if source == target:
+            raise errors.invalid("The source and the destination of a move must differ.")
+        with self._lock:
+            original = self._source((bucket, source), source_conditions, None)
+            found = self._find(bucket)
+            conditions.check_write(found.objects.get(target))
+            record = self._link(found, target, bucket, original, original.fields)
+            self._remove(found, original)
+            return record
+
+    def _find(self, name: str) -> _Bucket:
+        bucket = self._buckets.get(check_bucket(name))
+        if bucket is None:
+            raise errors.no_such_bucket()
+        return bucket
+
+    def _read(self, bucket: str, name: str, conditions: Preconditions, generation: int | None) -> ObjectRecord:
+        record = _live(self._find(bucket), name)
+        if generation not in {None, record.generation}:
+            raise errors.no_such_object(bucket, name)
+        conditions.check_read(record)
+        return record
+
+    def _new_record(self, name: str, content: Content, fields: JsonObject) -> ObjectRecord:
+        now = now_us()
+        self._last_generation = max(now, self._last_generation + 1)
+        return ObjectRecord(
+            name=name,
+            generation=self._last_generation,
+            created_us=now,
+            updated_us=now,
+            content=content,
+            fields=fields,
+        )
+
+    def _source(self, source: tuple[str, str], conditions: Preconditions, generation: int | None) -> ObjectRecord:
+        record = _live(self._find(source[0]), source[1])
+        if generation not in {None, record.generation}:
+            raise errors.no_such_object(*source)
+        conditions.check_write(record)  # Google answers 412, not 304, for a source that does not match
+        return record
+
+    def _link(
+        self, bucket: _Bucket, name: str, origin: str, original: ObjectRecord, fields: JsonObject
+    ) -> ObjectRecord:
+        content = replace(original.content, id=uuid.uuid4().hex)
+        record = self._new_record(name, content, fields)
+        self._put(bucket, record, self._buckets[origin].directory.data_path(original))
+        return record
+
+    def _put(self, bucket: _Bucket, record: ObjectRecord, source: Path) -> None:
+        bucket.directory.put(record, source)
+        replaced = bucket.objects.get(record.name)
+        if replaced is None:
+            bisect.insort(bucket.names, record.name)
+        bucket.objects[record.name] = record
+        if replaced is not None:
+            bucket.directory.erase_data(replaced)
+
+    def _remove(self, bucket: _Bucket, record: ObjectRecord) -> None:
+        bucket.directory.erase_record(record.name)
+        del bucket.objects[record.name]
+        del bucket.names[bisect.bisect_left(bucket.names, record.name)]
+        bucket.directory.erase_data(record)
+
+
+def _recover(directory: BucketDirectory, record: BucketRecord) -> _Bucket:
+    objects = {each.name: each for each in directory.recover()}
+    return _Bucket(record=record, directory=directory, objects=objects, names=sorted(objects))
+
+
+def _live(bucket: _Bucket, name: str) -> ObjectRecord:
+    record = bucket.objects.get(check_object(name))
+    if record is None:
+        raise errors.no_such_object(bucket.record.name, name)
+    return record

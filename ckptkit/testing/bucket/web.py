@@ -1,0 +1,267 @@
+"""Between aiohttp and the API: one handler that routes, lets faults happen, answers and logs."""
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, final
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.streams import StreamReader
+
+from ckptkit.testing.bucket import errors
+from ckptkit.testing.bucket.api import Api
+from ckptkit.testing.bucket.batch import Batches, refuse
+from ckptkit.testing.bucket.call import Call, Kind, Reply, Route, error_reply, json_reply, resolve, split_target
+from ckptkit.testing.bucket.delivery import Delivery, Interrupted, reset
+from ckptkit.testing.bucket.faults import Effect, FaultPlan, Hang, Reset, effect_name
+from ckptkit.testing.bucket.injector import Injector
+from ckptkit.testing.bucket.log import Entry, Exchange, RequestLog
+from ckptkit.testing.bucket.objects import ObjectStore
+from ckptkit.testing.bucket.sessions import Sessions
+from ckptkit.testing.bucket.throttle import TokenBucket
+from ckptkit.testing.bucket.upload import Opening, Uploads, read_small
+
+SMALL_BODY_LIMIT_BYTES: Final = 8 << 20  # every body but an upload's
+HEADER_LIMIT_BYTES: Final = 16 * 1024  # ours: Google publishes none for this API
+TARGET_LIMIT_BYTES: Final = 16 * 1024
+_GONE_POLL_S: Final = 0.1
+_UPLOADS: Final = frozenset({"media", "multipart", "resumable", "chunk", "abandon", "refuse"})
+
+
+@final
+class RequestBody:
+    """The body of a request: counted, paced by the shared bandwidth, and cut off where the script says."""
+
+    def __init__(self, content: StreamReader, shared: TokenBucket) -> None:
+        self._content = content
+        self._shared = shared
+        self._cut_bytes: int | None = None
+        self.received_bytes = 0
+
+    def cut_after(self, size_bytes: int) -> None:
+        """Raise `Interrupted` instead of reading on after so many bytes."""
+        self._cut_bytes = size_bytes
+
+    async def read(self) -> bytes:
+        """The next bytes, none at the end."""
+        left = None if self._cut_bytes is None else self._cut_bytes - self.received_bytes
+        if left is not None and left <= 0:
+            raise Interrupted
+        if left is not None:
+            chunk = await self._content.read(left)
+        else:
+            chunk = await self._chunk()
+        self.received_bytes += len(chunk)
+        await self._shared.take(len(chunk))
+        return chunk
+
+    async def _chunk(self) -> bytes:
+        # An empty chunk that does not end the body only marks a border of chunked encoding.
+        while True:
+            chunk, _ = await self._content.readchunk()
+            if chunk or self._content.at_eof():
+                return chunk
+
+
+@dataclass(slots=True, kw_only=True)
+class _Exchange:
+    """What the log will say of a request; filled in as it goes."""
+
+    body: RequestBody
+    route: Route
+    name: str = ""
+    status: int = 0
+    effect: Effect | None = None
+    delivery: Delivery | None = None
+    noted: bool = False
+    started_s: float = field(default_factory=time.monotonic)
+
+
+@final
+class Web:
+    """The handler of every connection; used from the server's event loop only."""
+
+    def __init__(self, store: ObjectStore, injector: Injector, log: RequestLog, url: str = "") -> None:
+        self._api = Api(store)
+        self._sessions = Sessions(store)
+        self._uploads = Uploads(store, self._sessions)
+        self._batches = Batches(self._api, injector, log)
+        self._injector = injector
+        self._log = log
+        self._stopped = asyncio.Event()
+        self.url = url
+        self.defects: list[Exception] = []
+
+    def stop(self) -> None:
+        """Release the requests that never get an answer."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Close the files of unfinished uploads."""
+        self._sessions.close()
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Serve one request; never raises but when the connection is gone."""
+        exchange = _Exchange(
+            body=RequestBody(request.content, self._injector.upload),
+            route=Route(kind=Kind.UNKNOWN, method=request.method, action=""),
+        )
+        try:
+            return await self._serve(request, exchange)
+        except ConnectionError:
+            exchange.status = 0
+            self._note(exchange)
+            reset(request)
+            return web.Response()  # goes nowhere: there is no connection
+
+    async def _serve(self, request: web.BaseRequest, exchange: _Exchange) -> web.StreamResponse:
+        reply = await self._reply(request, exchange)
+        exchange.status = reply.status
+        note = partial(self._note, exchange)
+        exchange.delivery = Delivery(request, self._injector.download, note)
+        return await exchange.delivery.send(reply, exchange.effect)
+
+    async def _reply(self, request: web.BaseRequest, exchange: _Exchange) -> Reply:
+        try:
+            return await self._answer(request, exchange)
+        except errors.GoogleError as error:
+            return error_reply(error, exchange.route.action)
+        except (web.RequestPayloadError, HttpProcessingError):
+            return error_reply(errors.invalid("Malformed request body."), exchange.route.action)
+        except ConnectionError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the top of a request: kept, and raised when the server closes
+            self.defects.append(error)
+            return error_reply(errors.by_status(500), exchange.route.action)
+
+    def _note(self, exchange: _Exchange) -> None:
+        if not exchange.noted and exchange.route.kind is not Kind.ADMIN:
+            exchange.noted = True
+            self._log.add(_entry(exchange))
+
+    async def _answer(self, request: web.BaseRequest, exchange: _Exchange) -> Reply:
+        _check_head(request)
+        path, query = split_target(request.raw_path)
+        route = exchange.route = resolve(request.method, path, query)
+        exchange.name = route.name
+        if "100-continue" in request.headers.get("Expect", "").lower():
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0
+        call = Call(
+            method=request.method,
+            path=path,
+            query=query,
+            headers=request.headers,
+            base_url=f"http://{request.headers['Host']}" if request.headers.get("Host") else self.url,
+        )
+        if route.kind is Kind.ADMIN:
+            return await self._administer(route, exchange.body)
+        opening = await self._open(call, route, exchange.body)
+        exchange.name = opening.name
+        return await self._undergo(request, exchange, opening)
+
+    async def _open(self, call: Call, route: Route, body: RequestBody) -> Opening:
+        if route.action in _UPLOADS:
+            return await self._uploads.open(call, route, body)
+        content = await read_small(body, SMALL_BODY_LIMIT_BYTES)
+        call = Call(
+            method=call.method,
+            path=call.path,
+            query=call.query,
+            headers=call.headers,
+            base_url=call.base_url,
+            body=content,
+        )
+        return Opening(name=route.name, finish=partial(self._handle, call, route))
+
+    async def _handle(self, call: Call, route: Route) -> Reply:
+        if route.kind is Kind.BATCH:
+            return self._batches.handle(call)
+        if route.kind is Kind.COMPOSE:  # the only verb that moves bytes
+            return await asyncio.to_thread(self._api.handle, call, route)
+        return self._api.handle(call, route)
+
+    async def _undergo(self, request: web.BaseRequest, exchange: _Exchange, opening: Opening) -> Reply:
+        ordeal = self._injector.decide(exchange.route.kind, opening.name)
+        effect = exchange.effect = ordeal.effect
+        if ordeal.delay_s:
+            await self._wait(request, ordeal.delay_s)
+        await self._strike(request, effect, "before")
+        if isinstance(effect, Reset) and effect.stage == "upload":
+            exchange.body.cut_after(effect.after_bytes)
+        reply = await opening.finish()
+        try:
+            await self._strike(request, effect, "after")
+        except BaseException:
+            if reply.span is not None:
+                reply.span.file.close()
+            raise
+        return reply
+
+    async def _strike(self, request: web.BaseRequest, effect: Effect | None, stage: str) -> None:
+        refuse(effect, stage=stage)
+        if isinstance(effect, Reset) and effect.stage == stage:
+            raise Interrupted
+        if isinstance(effect, Hang) and effect.stage == stage:
+            await self._wait(request, float("inf"))
+            raise Interrupted
+
+    async def _wait(self, request: web.BaseRequest, duration_s: float) -> None:
+        """Wait, but not for a client that is gone nor when the server stops."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + duration_s
+        while (left_s := end_s - loop.time()) > 0:
+            try:
+                async with asyncio.timeout(min(left_s, _GONE_POLL_S)):
+                    await self._stopped.wait()
+            except TimeoutError:
+                if request.transport is None or request.transport.is_closing():
+                    raise Interrupted from None
+            else:
+                raise Interrupted
+
+    async def _administer(self, route: Route, body: RequestBody) -> Reply:
+        content = await read_small(body, SMALL_BODY_LIMIT_BYTES)
+        match route.method, route.action:
+            case "POST", "faults":
+                try:
+                    self._injector.set_plan(FaultPlan.from_json(json.loads(content)))
+                except (ValueError, RecursionError) as error:
+                    raise errors.invalid(f"Invalid fault plan: {error}") from error
+                return json_reply(self._injector.plan.as_json())
+            case "GET", "faults":
+                return json_reply({"plan": self._injector.plan.as_json(), "fired": self._injector.fired()})
+            case "GET", "log":
+                return json_reply(self._log.as_json())
+            case "DELETE", "log":
+                self._log.clear()
+                return Reply(status=204)
+            case _:
+                raise errors.no_such_path()
+
+
+def _check_head(request: web.BaseRequest) -> None:
+    if len(request.raw_path) > TARGET_LIMIT_BYTES:
+        raise errors.by_status(414)
+    if sum(len(name) + len(value) for name, value in request.raw_headers) > HEADER_LIMIT_BYTES:
+        raise errors.by_status(413)
+
+
+def _entry(exchange: _Exchange) -> Entry:
+    return Entry(
+        kind=exchange.route.kind,
+        method=exchange.route.method,
+        bucket=exchange.route.bucket,
+        name=exchange.name,
+        status=exchange.status,
+        fault=None if exchange.effect is None else effect_name(exchange.effect),
+        exchange=Exchange(
+            received_bytes=exchange.body.received_bytes,
+            sent_bytes=0 if exchange.delivery is None else exchange.delivery.sent_bytes,
+            started_s=exchange.started_s,
+            elapsed_s=time.monotonic() - exchange.started_s,
+        ),
+    )
