@@ -21,7 +21,7 @@ from typing import final
 import numpy as np
 
 from ckptkit import layout
-from ckptkit.errors import CorruptCheckpointError, StoreFullError, TierUnusableError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreFullError, TierUnusableError
 from ckptkit.manifest import MANIFEST_BYTES_MAX, BoxRecord, LeafRecord, Manifest, SaveId, copy_proven
 from ckptkit.sharding import Box
 from ckptkit.store import LocalStore
@@ -57,11 +57,9 @@ class Arena:
         self._maps: dict[str, mmap.mmap] = {}
         self._protected: SaveId | None = None
         self._store = LocalStore(directory, durable=synced) if directory is not None else None
-        for manifest in self.manifests():
-            for slot in self._slots:
-                if slot.name == manifest.slot:
-                    slot.save_id = manifest.save_id
-                    self._protected = max(filter(None, (self._protected, slot.save_id)))
+        self._retired: list[Slot] = []  # of a run with more slots: kept until a newer save is protected
+        if directory is not None:
+            self._take_over(directory)
 
     @classmethod
     def open(cls, host_dir: Path, local_rank: int, *, slots: int, synced: bool) -> Arena:
@@ -119,7 +117,12 @@ class Arena:
         if self._store is not None:
             if self.synced and slot.name in self._maps:
                 self._maps[slot.name].flush()
-            self._store.put(_manifest_name(manifest.save_id), manifest.to_bytes(), mode="create")
+            try:
+                self._store.put(_manifest_name(manifest.save_id), manifest.to_bytes(), mode="create")
+            except BaseException:
+                with suppress(CheckpointError, OSError):  # its name may be there: nothing may stay that names this slot
+                    self._store.delete(_manifest_name(manifest.save_id))
+                raise
         with self._changed:
             slot.save_id = manifest.save_id
 
@@ -132,6 +135,7 @@ class Arena:
         """Says that `save_id` is the newest save committed by all processes: it is kept until the next such call."""
         with self._changed:
             self._protected = save_id
+            self._drop_retired()
             self._changed.notify_all()
 
     def lease(self, slot: Slot) -> None:
@@ -149,7 +153,8 @@ class Arena:
     def held(self) -> list[SaveId]:
         """The saves that committed slots hold."""
         with self._changed:
-            return [slot.save_id for slot in self._slots if slot.save_id is not None]
+            slots = [*self._slots, *self._retired]
+            return [slot.save_id for slot in slots if slot.save_id is not None]
 
     def manifests(self) -> list[Manifest]:
         """The committed manifests of this arena; damaged ones are left where they are and left out."""
@@ -169,6 +174,27 @@ class Arena:
             if self._lock_fd is not None:
                 os.close(self._lock_fd)
                 self._lock_fd = None
+
+    def _take_over(self, directory: Path) -> None:
+        """Finds what the process before left here: committed slots, slots beyond today's count, unfinished puts."""
+        held = {manifest.slot: manifest.save_id for manifest in reversed(self.manifests())}
+        self._protected = max(held.values(), default=None)
+        for slot in self._slots:
+            slot.save_id = held.get(slot.name)
+        mine = {slot.name for slot in self._slots}
+        for name in sorted(os.listdir(directory)):
+            if layout.slot_index(name) is not None and name not in mine:
+                self._retired.append(Slot(name, np.empty(0, np.uint8), save_id=held.get(name)))
+            elif name.startswith(".put-"):
+                (directory / name).unlink(missing_ok=True)
+        self._drop_retired()
+
+    def _drop_retired(self) -> None:
+        for slot in list(self._retired):
+            if self.directory is not None and (slot.save_id is None or slot.save_id != self._protected):
+                self._forget(slot)
+                (self.directory / slot.name).unlink(missing_ok=True)
+                self._retired.remove(slot)
 
     def _reusable(self) -> Slot | None:
         free = [

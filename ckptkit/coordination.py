@@ -96,7 +96,7 @@ class JaxCoordinator:
         self._meetings[channel] = number + 1
         meeting = f"{self._prefix}/{channel}/{number}"
         deadline = Deadline(timeout_s)
-        self._client.key_value_set(f"{meeting}/in/{self.process}", json.dumps(value))
+        self._ask("key_value_set", f"{meeting}/in/{self.process}", json.dumps(value))
         if self.process == 0:
             return self._preside(meeting, f"{self._prefix}/{channel}/{number - 1}/", decide, deadline)
         # Process 0 waits timeout_s for the others and then says who is missing: give that verdict time to arrive.
@@ -119,22 +119,26 @@ class JaxCoordinator:
                 missing.append(process)
             else:
                 values.append(json.loads(text))
-        self._client.key_value_delete(last_meeting)
+        self._ask("key_value_delete", last_meeting)
         channel = meeting.removeprefix(self._prefix + "/")
         if missing:
-            self._client.key_value_set(f"{meeting}/out", json.dumps({"missing": missing}))
+            self._ask("key_value_set", f"{meeting}/out", json.dumps({"missing": missing}))
             raise _missing(channel, missing, None)
         try:
             verdict = json.dumps({"verdict": decide(values)})
         except Exception as error:
-            self._client.key_value_set(f"{meeting}/out", json.dumps({"failed": [type(error).__name__, str(error)]}))
+            self._ask("key_value_set", f"{meeting}/out", json.dumps({"failed": [type(error).__name__, str(error)]}))
             raise
-        self._client.key_value_set(f"{meeting}/out", verdict)
+        self._ask("key_value_set", f"{meeting}/out", verdict)
         return json.loads(verdict)["verdict"]
 
     def _get(self, key: str, timeout_s: float) -> str | None:
+        return self._ask("blocking_key_value_get", key, max(1, int(timeout_s * 1000)))
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        """One call of the service; None where a blocking one ran out of time."""
         try:
-            return self._client.blocking_key_value_get(key, max(1, int(timeout_s * 1000)))
+            return getattr(self._client, method)(*args)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None

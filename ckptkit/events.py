@@ -9,13 +9,16 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from ckptkit import clock
+
+_LINE_BYTES_MAX = 1 << 20  # no event is longer
+_RESERVED = frozenset({"kind", "at_s", "process", "step", "tier"})
 
 
 class Kind(StrEnum):
@@ -88,22 +91,30 @@ class EventLog:
         self._fd: int | None = None
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            _cut_torn_line(self._fd)
 
     def observe(self, observer: Callable[[Event], None]) -> None:
         """Calls `observer` with every later event, in the thread that emits it."""
         self._observers.append(observer)
 
     def emit(self, kind: Kind, *, step: int | None = None, tier: str | None = None, **fields: Any) -> None:
-        """Records that something happened now."""
+        """Records that something happened now. A full disk loses events, never the job; observers hear them still.
+
+        Raises ValueError for a field with the name of something that every event has.
+        """
+        if not _RESERVED.isdisjoint(fields):
+            raise ValueError(f"{sorted(_RESERVED & set(fields))} of a {kind} event: every event has its own")
         event = Event(kind=kind, at_s=clock.wall_s(), process=self._process, step=step, tier=tier, fields=fields)
         if self._fd is not None:
-            line = (event.to_json() + "\n").encode()
-            with self._lock:
-                if self._fd is not None:
-                    os.write(self._fd, line)
+            self._append((event.to_json() + "\n").encode())
         for observer in self._observers:
             observer(event)
+
+    def _append(self, line: bytes) -> None:
+        with self._lock, suppress(OSError):
+            if self._fd is not None and os.write(self._fd, line) < len(line):
+                _cut_torn_line(self._fd)
 
     @contextmanager
     def span(self, name: str, step: int | None = None) -> Iterator[None]:
@@ -120,6 +131,14 @@ class EventLog:
             if self._fd is not None:
                 os.close(self._fd)
                 self._fd = None
+
+
+def _cut_torn_line(fd: int) -> None:
+    """Removes what a writer that died, or a full disk, left after the last newline: the next event begins a line."""
+    size = os.fstat(fd).st_size
+    tail = os.pread(fd, min(size, _LINE_BYTES_MAX), max(0, size - _LINE_BYTES_MAX))
+    if tail and not tail.endswith(b"\n"):
+        os.ftruncate(fd, size - len(tail) + tail.rfind(b"\n") + 1)
 
 
 def read_events(path: str | os.PathLike[str]) -> list[Event]:

@@ -17,10 +17,10 @@ LOCK_NAME = "lock"
 SIDECAR_DIR = "_ckptkit"
 EPOCHS_DIR = f"{SIDECAR_DIR}/epochs"
 
-_MANIFEST = re.compile(r"step-(\d{12})-e(\d{8})-n(\d{8})\.json")
-_SIDECAR = re.compile(r"process-(\d{1,6})\.json")
-_EPOCH = re.compile(r"(\d{8})\.json")
-_SLOT = re.compile(r"slot-(\d{1,3})\.bin")
+_MANIFEST = re.compile(r"step-([0-9]{12})-e([0-9]{8})-n([0-9]{8})\.json")
+_SIDECAR = re.compile(r"process-([0-9]{1,6})\.json")
+_EPOCH = re.compile(r"([0-9]{8})\.json")
+_SLOT = re.compile(r"slot-([0-9]{1,3})\.bin")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -42,6 +42,10 @@ def checked_name(name: str, what: str) -> str:
 
 def manifest_name(step: int, epoch: int, number: int) -> str:
     """The file name of a fast-tier manifest: one per save, so that a save never replaces another's manifest."""
+    if not (0 <= step < 10**12 and 0 <= epoch < 10**8 and 0 <= number < 10**8):
+        raise ValueError(
+            f"step {step}, epoch {epoch}, save {number}: a manifest's name has room for 12, 8 and 8 digits"
+        )
     return f"step-{step:012d}-e{epoch:08d}-n{number:08d}.json"
 
 

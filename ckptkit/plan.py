@@ -166,7 +166,7 @@ def _covering(
         if record.box == wanted:
             return ((leaf, record),)
     if wanted.size == 0:
-        return () if records else None
+        return tuple(records[:1]) or None
     if missing_elements(wanted, [record.box for _, record in records]):
         return None
     return tuple((leaf, record) for leaf, record in records if record.box.intersect(wanted))

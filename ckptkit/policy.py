@@ -73,6 +73,6 @@ class Tier:
 def checked_tiers(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
     """The tiers, fastest first; raises ValueError when one is declared twice."""
     names = [tier.name for tier in tiers]
-    if len(set(names)) != len(names):
+    if len({tier.medium for tier in tiers}) != len(tiers):
         raise ValueError(f"tiers {names}: at most one ram and one ssd tier")
     return tuple(sorted(tiers, key=lambda tier: ("ram", "ssd").index(tier.medium)))

@@ -16,7 +16,7 @@ from ckptkit.errors import CorruptCheckpointError, TreeMismatchError
 from ckptkit.manifest import BoxRecord, LeafKind, LeafRecord, Manifest, describe
 from ckptkit.plan import BoxRead, Key, RestorePlan
 from ckptkit.sharding import Box, boxes_by_process
-from ckptkit.snapshot import leaf_path
+from ckptkit.snapshot import kind_of_number, leaf_path
 
 READ_THREADS = 8
 
@@ -167,8 +167,7 @@ def _read_box(box_read: BoxRead, records: Sequence[tuple[LeafRecord, BoxRecord]]
 def _target(item: str, leaf: Any, record: LeafRecord) -> Target:
     key, impl = (item, record.path), record.extra.get("key_impl")
     if isinstance(leaf, bool | int | float):
-        kind: LeafKind = "bool" if isinstance(leaf, bool) else "int" if isinstance(leaf, int) else "float"
-        return Target(key=key, kind=kind, shape=record.shape, dtype=record.dtype, sharding=None)
+        return Target(key=key, kind=kind_of_number(leaf), shape=record.shape, dtype=record.dtype, sharding=None)
     if isinstance(leaf, np.ndarray | np.generic):
         return Target(key=key, kind="numpy", shape=record.shape, dtype=record.dtype, sharding=None)
     sharding = getattr(leaf, "sharding", None) or _stored_sharding(record)
@@ -181,7 +180,7 @@ def _target(item: str, leaf: Any, record: LeafRecord) -> Target:
 
 def _same(leaf: Any, record: LeafRecord) -> bool:
     if isinstance(leaf, bool | int | float):
-        return record.shape == ()
+        return record.kind == kind_of_number(leaf)
     impl = record.extra.get("key_impl")
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return impl is not None and f"key<{_short_impl(impl)}>" == leaf.dtype.name and _starts(record, leaf)

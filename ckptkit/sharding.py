@@ -65,10 +65,25 @@ class Box:
 
 
 def missing_elements(wanted: Box, held: Iterable[Box]) -> int:
-    """How many elements of `wanted` no box of `held` covers; the boxes of `held` must not overlap."""
-    if wanted.size == 0:
-        return 0
-    return wanted.size - sum(common.size for box in held if (common := wanted.intersect(box)))
+    """How many elements of `wanted` no box of `held` covers; the boxes of `held` may overlap."""
+    missing = [wanted] if wanted.size else []
+    for box in held:
+        missing = [rest for part in missing for rest in _without(part, box)]
+    return sum(part.size for part in missing)
+
+
+def _without(box: Box, taken: Box) -> list[Box]:
+    """`box` less `taken`, as boxes that do not overlap."""
+    common = box.intersect(taken)
+    if common is None:
+        return [box]
+    rest, start, stop = [], list(box.start), list(box.stop)
+    for axis in range(len(start)):
+        for low, high in ((start[axis], common.start[axis]), (common.stop[axis], stop[axis])):
+            if low < high:
+                rest.append(Box((*start[:axis], low, *start[axis + 1 :]), (*stop[:axis], high, *stop[axis + 1 :])))
+        start[axis], stop[axis] = common.start[axis], common.stop[axis]
+    return rest
 
 
 def boxes_by_process(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[Box, tuple[int, ...]]:

@@ -57,6 +57,7 @@ def describe_items(trees: Mapping[str, Any]) -> Description:
         for keypath, value in flat:
             source, offset = _describe_leaf(item, keypath, value, offset)
             sources.append(source)
+        _refuse_equal_names(item, sources)
         items[item] = tuple(sources)
     return Description(items=items, treedefs=treedefs, slot_bytes=offset)
 
@@ -141,6 +142,16 @@ def _describe_leaf(item: str, keypath: Any, value: Any, offset: int) -> tuple[Le
     return LeafSource(value=value, sharding=sharding, record=record, holders=holders), offset
 
 
+def _refuse_equal_names(item: str, sources: Sequence[LeafSource]) -> None:
+    seen: set[str] = set()
+    for source in sources:
+        if source.record.name in seen:
+            raise ValueError(
+                f"{item}:{source.record.name} names two leaves, which would share one array on disk; rename one"
+            )
+        seen.add(source.record.name)
+
+
 def leaf_path(keypath: Sequence[Any]) -> tuple[tuple[str, ...], str]:
     """A key path as names and as one letter per level (d: mapping, s: sequence, a: attribute)."""
     names, letters = [], []
@@ -170,12 +181,21 @@ def _unwrap(name: str, value: Any) -> tuple[LeafKind, Any, dict[str, str]]:
             extra["key_impl"] = str(jax.random.key_impl(value))
             value = jax.random.key_data(value)
         return "jax", value, extra
-    if isinstance(value, bool | int | float):
-        kind: LeafKind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
-        return kind, np.asarray(value), {}
-    if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
-        return "numpy", np.asarray(value), {}
+    if isinstance(value, bool | int | float) and _is_numeric(np.asarray(value).dtype):
+        return kind_of_number(value), np.asarray(value), {}
+    if isinstance(value, np.ndarray | np.generic) and _is_numeric(value.dtype):
+        return "numpy", np.asarray(value, value.dtype.newbyteorder("=")), {}
     raise TypeError(f"{name} is a {type(value).__name__}; a leaf to be saved is an array or a number")
+
+
+def kind_of_number(value: bool | int | float) -> LeafKind:
+    """What a Python number is stored as: it comes back as one."""
+    return "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
+
+
+def _is_numeric(dtype: np.dtype) -> bool:
+    """Whether elements are numbers of a fixed size: no objects, no text, no structures; bfloat16 and its kin are."""
+    return dtype.kind in "biufcmM" or dtype.isbuiltin == 2
 
 
 def _held(source: LeafSource) -> list[tuple[Any, BoxRecord]]:

@@ -1,13 +1,15 @@
 """Epoch records: which run saved from which base, so that an abandoned branch can never win.
 
-One small object per run that saved: `{"epoch": E, "ancestry": [[epoch, base step], ...], "abandoned": [step, ...]}`.
-A save of an epoch before `E` at a step above `base step` was abandoned when epoch `E` began from there. Steps of
-stock Orbax have no epoch: those that were there and abandoned are listed, every other one counts as newly written.
+One small object per run that saved: `{"epoch": E, "ancestry": [[epoch, base step], ...], "stock": [[step, epoch], ...],
+"run": ...}`. A save of an epoch before `E` at a step above `base step` was abandoned when epoch `E` began from there.
+Steps of stock Orbax have no identity of their own: a step that is first seen when epoch `E` begins was written after
+the epoch before it, and is recorded as of that one; one that no record names was written since.
 """
 
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +26,11 @@ class Ancestry:
 
     epoch: int = 0
     rollbacks: tuple[tuple[int, int], ...] = ()
-    abandoned: tuple[int, ...] = ()  # steps of stock Orbax
+    stock: tuple[tuple[int, int], ...] = ()  # steps of stock Orbax, each with the epoch that it counts for
 
     def of_stock(self, step: int) -> SaveId:
         """The identity of a durable step that stock Orbax wrote."""
-        return SaveId(0 if step in self.abandoned else self.epoch, step, -1)
+        return SaveId(dict(self.stock).get(step, self.epoch), step, -1)
 
     def superseded(self, save: SaveId) -> bool:
         """Whether `save` belongs to a branch that a later epoch abandoned."""
@@ -42,22 +44,22 @@ class Ancestry:
         added = () if base_step is None else ((epoch, base_step),)
         # A rollback to a step at or below an earlier one's makes that one's record redundant for good.
         kept = tuple(pair for pair in self.rollbacks if base_step is None or pair[1] < base_step)
-        left = {step for step in stock_steps if base_step is not None and step > base_step}
-        return Ancestry(epoch, kept + added, tuple(sorted({*self.abandoned, *left})))
+        stock = tuple((step, self.of_stock(step).epoch) for step in sorted(set(stock_steps)))
+        return Ancestry(epoch, kept + added, stock)
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain values."""
         return {
             "epoch": self.epoch,
             "ancestry": [list(pair) for pair in self.rollbacks],
-            "abandoned": list(self.abandoned),
+            "stock": [list(pair) for pair in self.stock],
         }
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Ancestry:
         """The ancestry of a record; raises ValueError, KeyError or TypeError for what is none."""
         rollbacks = tuple((int(epoch), int(step)) for epoch, step in record["ancestry"])
-        return cls(int(record["epoch"]), rollbacks, tuple(int(step) for step in record["abandoned"]))
+        return cls(int(record["epoch"]), rollbacks, tuple((int(step), int(epoch)) for step, epoch in record["stock"]))
 
 
 class EpochRecords:
@@ -73,7 +75,10 @@ class EpochRecords:
             return Ancestry()
         key = f"{layout.EPOCHS_DIR}/{layout.epoch_name(max(epochs))}"
         try:
-            return Ancestry.from_json(json.loads(self._store.get(key)))
+            ancestry = Ancestry.from_json(json.loads(self._store.get(key)))
+            if ancestry.epoch != max(epochs):
+                raise ValueError(f"it is of epoch {ancestry.epoch}")
+            return ancestry
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             path = f"{self._store.url}/{key}"
             raise CorruptCheckpointError(f"epoch record {path} cannot be read: {error}", path=path) from error
@@ -96,4 +101,6 @@ class EpochRecords:
     def write(self, ancestry: Ancestry) -> None:
         """Claims `ancestry.epoch`; raises `FileExistsError` where another run has claimed it."""
         key = f"{layout.EPOCHS_DIR}/{layout.epoch_name(ancestry.epoch)}"
-        self._store.put(key, json.dumps(ancestry.to_json()).encode(), mode="create")
+        # Named, so that a repeated put can tell its own record from the same words of another run.
+        record = json.dumps({**ancestry.to_json(), "run": uuid.uuid4().hex}).encode()
+        self._store.put(key, record, mode="create")

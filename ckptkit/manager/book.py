@@ -73,6 +73,11 @@ class Book:
             visible = [record for record in self._records.values() if not self.ancestry.superseded(record.save_id)]
         return sorted(visible, key=lambda record: record.save_id)
 
+    def stock_steps(self) -> list[int]:
+        """Steps that stock Orbax wrote, those of abandoned branches too: what an epoch record has to name."""
+        with self._lock:
+            return sorted(record.step for record in self._records.values() if not record.save_id.ours)
+
     def latest_step(self) -> int | None:
         """The step of the newest save, as Orbax counts it: one under way is listed."""
         records = self.records()

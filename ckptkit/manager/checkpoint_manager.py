@@ -329,7 +329,6 @@ class CheckpointManager:
         if self._saved_in_epoch:
             self._epoch += 1
         base_step = self._base.step if self._base is not None else None
-        stock_steps = [record.step for record in self._book.records() if not record.save_id.ours]
-        self._book.ancestry = self._book.ancestry.begin(self._epoch, base_step, stock_steps)
+        self._book.ancestry = self._book.ancestry.begin(self._epoch, base_step, self._book.stock_steps())
         self._saved_in_epoch = True
         self._base = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -37,7 +38,10 @@ class LocalStore:
         """Stores `data` whole (see `Store.put`); survives power loss on return unless `durable=False`."""
         path = self._path(key)
         with _translated(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._make_directory(path.parent)
+            except (FileExistsError, NotADirectoryError) as error:
+                raise StoreError(f"{path}: an object stands where a directory is needed", path=str(path)) from error
             fd, temporary = tempfile.mkstemp(prefix=".put-", dir=path.parent)
             try:
                 with os.fdopen(fd, "wb") as file:
@@ -60,16 +64,20 @@ class LocalStore:
         """The whole object; raises `FileNotFoundError` where there is none."""
         path = self._path(key)
         with _translated(path):
-            return path.read_bytes()
+            try:
+                return path.read_bytes()
+            except (IsADirectoryError, NotADirectoryError) as error:
+                raise FileNotFoundError(f"{path} is no object") from error
 
     def stat(self, key: str) -> Stat | None:
         """Facts about an object; None where there is none."""
         path = self._path(key)
         with _translated(path):
             try:
-                return Stat(path.stat().st_size)
+                found = path.stat()
             except (FileNotFoundError, NotADirectoryError):
                 return None
+            return Stat(found.st_size) if stat.S_ISREG(found.st_mode) else None
 
     def list(self, prefix: str) -> list[str]:
         """The names right below `prefix`, sorted; directories end in `/`. Unfinished puts are left out."""
@@ -84,9 +92,18 @@ class LocalStore:
     def delete(self, key: str) -> None:
         """Removes an object; one that is absent is no error."""
         path = self._path(key)
-        with _translated(path), suppress(FileNotFoundError):
+        with _translated(path), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             path.unlink()
             self._sync_directory(path.parent)
+
+    def _make_directory(self, directory: Path) -> None:
+        """Makes a directory and those above it, each new name synced in the directory that holds it."""
+        if directory.is_dir():
+            return
+        if directory.parent != directory:
+            self._make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        self._sync_directory(directory.parent)
 
     def _path(self, key: str) -> Path:
         return self._root / checked_key(key)

@@ -34,25 +34,28 @@ class RemoteStore:
 
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
         """Stores `data` whole; `create` is a precondition that the bucket itself checks."""
+        path = self._path(key)
         with _translated(f"{self._url}/{key}"):
-            self._fs.pipe_file(self._path(key), data, mode="create" if mode == "create" else "overwrite")
+            self._fs.pipe_file(path, data, mode="create" if mode == "create" else "overwrite")
 
     def get(self, key: str) -> bytes:
         """The whole object; raises `FileNotFoundError` where there is none."""
+        path = self._path(key)
         with _translated(f"{self._url}/{key}"):
-            return self._fs.cat_file(self._path(key))
+            return self._fs.cat_file(path)
 
     def stat(self, key: str) -> Stat | None:
         """Facts about an object; None where there is none."""
-        with _translated(f"{self._url}/{key}"), suppress(FileNotFoundError):
-            info: dict[str, Any] = self._fs.info(self._path(key))
+        path = self._path(key)
+        with suppress(FileNotFoundError), _translated(f"{self._url}/{key}"):
+            info: dict[str, Any] = self._fs.info(path)
             return Stat(int(info["size"])) if info["type"] == "file" else None
         return None
 
     def list(self, prefix: str) -> list[str]:
         """The names right below `prefix`, sorted; directories end in `/`. One paged delimiter listing."""
         path = self._path(prefix) if prefix else self._root
-        with _translated(f"{self._url}/{prefix}"), suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), _translated(f"{self._url}/{prefix}"):
             self._fs.invalidate_cache()
             entries: list[dict[str, Any]] = self._fs.ls(path, detail=True)
             names = {
@@ -65,8 +68,9 @@ class RemoteStore:
 
     def delete(self, key: str) -> None:
         """Removes an object; one that is absent is no error."""
-        with _translated(f"{self._url}/{key}"), suppress(FileNotFoundError):
-            self._fs.rm_file(self._path(key))
+        path = self._path(key)
+        with suppress(FileNotFoundError), _translated(f"{self._url}/{key}"):
+            self._fs.rm_file(path)
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{checked_key(key)}"
@@ -85,8 +89,10 @@ def _translated(where: str) -> Iterator[None]:
     """Library errors become ours once, here. Statuses are found by attribute: gcsfs and aiohttp differ in type."""
     try:
         yield
-    except (FileNotFoundError, FileExistsError):
-        raise
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise FileNotFoundError(f"{where}: {error}") from error
+    except FileExistsError as error:
+        raise FileExistsError(f"{where} exists: {error}") from error
     except Exception as error:
         status = getattr(error, "code", None) or getattr(error, "status", None)
         with suppress(TypeError, ValueError):

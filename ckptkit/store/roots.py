@@ -29,4 +29,4 @@ def open_store(root: str | os.PathLike[str], *, deadline_s: float = 60.0) -> Sto
     root = os.fspath(root)
     if is_remote(root):
         return RetryStore(RemoteStore(root), deadline_s=deadline_s)
-    return LocalStore(root.removeprefix("file://"))
+    return RetryStore(LocalStore(root.removeprefix("file://")), deadline_s=deadline_s)

@@ -1,0 +1,102 @@
+"""The book of steps: what a run has, over all tiers, and never a step of an abandoned branch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from ckptkit.durable.epochs import Ancestry
+from ckptkit.manager.book import Book, StepRecord
+from ckptkit.manifest import SaveId
+
+SAVES = st.builds(SaveId, st.integers(1, 3), st.integers(0, 6), st.just(0))
+TIERS = st.sampled_from(["ram", "ssd", "durable"])
+
+
+@dataclass
+class Known:
+    """What the model knows of one save."""
+
+    tiers: set[str] = field(default_factory=set)
+
+
+class BookAgainstModel(RuleBasedStateMachine):
+    """The book against a dictionary of sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ancestry = Ancestry(3, ((3, 4),))
+        self.book = Book(self.ancestry)
+        self.model: dict[SaveId, Known] = {}
+
+    @rule(save=SAVES)
+    def begin(self, save: SaveId) -> None:
+        if save not in self.model:  # a save is begun once
+            self.book.begin(save)
+            self.model[save] = Known()
+
+    @rule(save=SAVES, tier=TIERS)
+    def commit(self, save: SaveId, tier: str) -> None:
+        self.book.commit(save, tier)
+        self.model.setdefault(save, Known()).tiers.add(tier)
+
+    @rule(save=SAVES)
+    def fail(self, save: SaveId) -> None:
+        self.book.fail(save)
+        if save in self.model and not self.model[save].tiers:
+            del self.model[save]
+
+    @rule(held=st.sets(SAVES), tier=TIERS)
+    def keep_only(self, held: set[SaveId], tier: str) -> None:
+        self.book.keep_only(tier, held)
+        for save, known in list(self.model.items()):
+            if tier in known.tiers and save not in held:
+                known.tiers.discard(tier)
+                if not known.tiers:
+                    del self.model[save]
+
+    @invariant()
+    def the_records_are_the_models(self) -> None:
+        """If it failed, `latest_step` would name a step that no tier holds, or hide one that some tier has."""
+        expected = [
+            StepRecord(
+                step=save.step,
+                save_id=save,
+                state="committed" if known.tiers else "in_flight",
+                tiers=tuple(sorted(known.tiers)),
+            )
+            for save, known in sorted(self.model.items())
+            if not (save.epoch < 3 and save.step > 4)
+        ]
+        assert self.book.records() == expected
+        assert self.book.latest_step() == (expected[-1].step if expected else None)
+
+
+TestBook = BookAgainstModel.TestCase
+TestBook.settings = settings(deadline=None, max_examples=60, stateful_step_count=25)
+
+
+def test_a_rollback_hides_the_abandoned_steps_at_once() -> None:
+    """If it failed, `latest_step` right after a rollback's first save would be the abandoned branch's (FACTS 14)."""
+    book = Book(Ancestry(1))
+    for step in (10, 20, 30):
+        book.commit(SaveId(1, step, step), "ram")
+    assert book.latest_step() == 30
+    book.ancestry = book.ancestry.begin(2, 10)
+    book.begin(SaveId(2, 15, 31))
+    assert [record.step for record in book.records()] == [10, 15]
+    assert book.latest_step() == 15
+
+
+def test_a_failed_save_leaves_the_tiers_that_hold_it() -> None:
+    """If it failed, one failed upload would make a run forget a step that its ramdisk has."""
+    book = Book(Ancestry(1))
+    save = SaveId(1, 5, 0)
+    book.begin(save)
+    assert [(r.step, r.state) for r in book.records()] == [(5, "in_flight")]
+    book.commit(save, "ram")
+    book.fail(save)
+    assert [(r.state, r.tiers) for r in book.records()] == [("committed", ("ram",))]

@@ -1,0 +1,281 @@
+"""Agreement: one verdict for everybody, or one error that says who is missing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import pytest
+
+from ckptkit import coordination
+from ckptkit.coordination import JaxCoordinator, LocalCoordinator, gather, make_coordinator
+from ckptkit.errors import (
+    CheckpointError,
+    CoordinationError,
+    CorruptCheckpointError,
+    StoreError,
+    TransientStoreError,
+)
+
+MOVED = (
+    "JAX {version} has moved or changed its coordination client: ckptkit/coordination.py uses "
+    "jax._src.distributed.global_state.client with key_value_set, blocking_key_value_get and key_value_delete "
+    "({what}). Look where jax.experimental.multihost_utils gets its client from in this version, follow it there, and "
+    "raise the lower bound of jax in pyproject.toml if old and new cannot both be served."
+)
+
+
+def test_the_private_client_is_where_we_look_for_it() -> None:
+    """If it failed, a new JAX has moved its private coordination client: follow it (the message says how)."""
+
+    def moved(what: str) -> str:
+        return MOVED.format(version=jax.__version__, what=what)
+
+    state = getattr(coordination.distributed, "global_state", None)
+    assert state is not None, moved("no global_state")
+    assert hasattr(state, "client"), moved("no client in global_state")
+    assert state.client is None, moved("a client without jax.distributed.initialize()")
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+    client = getattr(_jax, "DistributedRuntimeClient", None)
+    assert client is not None, moved("no DistributedRuntimeClient")
+    for method in ("key_value_set", "blocking_key_value_get", "key_value_delete"):
+        assert hasattr(client, method), moved(f"no {method}")
+    assert issubclass(jax.errors.JaxRuntimeError, RuntimeError), moved("errors")
+
+
+class FakeService:
+    """JAX's coordination service in memory; its clients time out as the real one does, by a clock of its own."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.changed = threading.Condition()
+        self.gone: set[int] = set()  # processes that never come: who waits for them times out at once
+        self.most = 0
+
+    def key_value_set(self, key: str, value: str) -> None:
+        with self.changed:
+            if key in self.values:
+                raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: key {key} already exists")
+            self.values[key] = value
+            self.most = max(self.most, len(self.values))
+            self.changed.notify_all()
+
+    def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
+        assert isinstance(timeout_ms, int)
+        assert timeout_ms >= 1
+        waits = 0.0 if key.rpartition("/")[2] in map(str, self.gone) else 60.0
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.values, waits):
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: GetKeyValue() timed out with key: {key}")
+            return self.values[key]
+
+    def key_value_delete(self, key: str) -> None:
+        with self.changed:
+            for each in [k for k in self.values if k == key or k.startswith(key.rstrip("/") + "/")]:
+                del self.values[each]
+
+
+class FakeJob:
+    """As many coordinators as there are processes, over one service; each speaks in a thread of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int):
+        self.service = FakeService()
+        monkeypatch.setattr(coordination.distributed.global_state, "client", self.service)
+        self.processes = []
+        for process in range(count):
+            monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+            monkeypatch.setattr(jax, "process_count", lambda: count)
+            monkeypatch.setattr(coordination, "_instances", iter([0]))
+            self.processes.append(make_coordinator())
+
+    def all(self, say: Callable[[Any], Any], absent: tuple[int, ...] = ()) -> list[Any]:
+        """What `say(coordinator)` gives or raises on every process."""
+        self.service.gone = set(absent)
+
+        def speak(coordinator: Any) -> Any:
+            try:
+                return say(coordinator)
+            except Exception as error:  # noqa: BLE001  the error is the answer
+                return error
+
+        present = [c for c in self.processes if c.process not in absent]
+        with ThreadPoolExecutor(len(present)) as pool:
+            return list(pool.map(speak, present))
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
+    yield FakeJob(monkeypatch, 4)
+    monkeypatch.undo()
+
+
+def test_one_process_agrees_with_itself_in_json() -> None:
+    """If it failed, one process would see Python objects where several see JSON, and only several would fail."""
+    local = make_coordinator()
+    assert isinstance(local, LocalCoordinator)
+    assert (local.process, local.count) == (0, 1)
+    assert local.agree("x", 3, lambda values: {"sum": sum(values), 1: (1, 2)}, timeout_s=1) == {"sum": 3, "1": [1, 2]}
+    assert gather(local, "x", "mine", timeout_s=1) == ["mine"]
+    with pytest.raises(TypeError):
+        local.agree("x", 1, lambda _: object(), timeout_s=1)
+    with pytest.raises(KeyError):
+        local.agree("x", 1, lambda _: {}["missing"], timeout_s=1)
+
+
+def test_several_processes_without_a_service_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it failed, a forgotten jax.distributed.initialize() would end in an AttributeError."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(RuntimeError, match=r"no coordination service: call jax\.distributed\.initialize\(\) before"):
+        make_coordinator()
+
+
+def test_everybody_hears_what_process_0_decides(job: FakeJob) -> None:
+    """If it failed, processes would take different steps or restore different saves."""
+    answers = job.all(lambda c: c.agree("vote", c.process * 10, lambda values: [max(values), values], timeout_s=5))
+    assert answers == [[30, [0, 10, 20, 30]]] * 4
+    assert job.all(lambda c: gather(c, "who", f"p{c.process}", timeout_s=5)) == [["p0", "p1", "p2", "p3"]] * 4
+
+
+def test_only_process_0_decides(job: FakeJob) -> None:
+    """If it failed, a decision that reads the bucket would be made by every host, each from its own listing."""
+    deciders = []
+    job.all(lambda c: c.agree("vote", None, lambda _: deciders.append(c.process), timeout_s=5))
+    assert deciders == [0]
+
+
+@pytest.mark.parametrize("absent", [(2,), (1, 3)])
+def test_a_missing_process_is_named_to_everybody(job: FakeJob, absent: tuple[int, ...]) -> None:
+    """If it failed, a thousand hosts would time out and none would say because of whom."""
+    answers = job.all(lambda c: c.agree("commit", 1, sum, timeout_s=3), absent=absent)
+    who = ", ".join(map(str, absent))
+    assert len(answers) == 4 - len(absent)
+    for process, answer in enumerate(answers):
+        assert isinstance(answer, CoordinationError)
+        assert isinstance(answer, TimeoutError)
+        within = "in time" if process == 0 else "within 3 s"
+        channel = "commit/0" if process == 0 else "commit"
+        assert str(answer) == f"{channel}: process {who} did not come {within}; look at why it stopped"
+
+
+def test_a_silent_process_0_is_named(job: FakeJob) -> None:
+    """If it failed, everybody would wait for ever for a host that is gone."""
+    with job.service.changed:
+        job.service.gone = {0}
+    original = job.service.blocking_key_value_get
+
+    def silent(key: str, timeout_ms: int) -> str:
+        assert timeout_ms > 3000  # longer than process 0 waits for the others, so that its verdict can arrive
+        return original("nobody/0", timeout_ms)
+
+    job.service.blocking_key_value_get = silent  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(CoordinationError, match=r"^commit: process 0 said nothing within 3 s$"):
+        job.processes[1].agree("commit", 1, sum, timeout_s=3)
+
+
+def test_many_missing_processes_are_one_line() -> None:
+    """If it failed, the error of a large job would be pages of numbers."""
+    text = str(coordination._missing("vote", list(range(1000)), 5))
+    assert text.startswith("vote: process 0, 1, 2, ")
+    assert text.endswith("19 and 980 more did not come within 5 s; look at why it stopped")
+
+
+def test_a_decision_that_fails_is_heard_by_all(job: FakeJob) -> None:
+    """If it failed, process 0 would raise and the others would wait until the timeout for a verdict."""
+
+    def fails(_: list[Any]) -> Any:
+        raise ValueError("no such bucket")
+
+    first, *others = job.all(lambda c: c.agree("stock", 1, fails, timeout_s=5))
+    assert isinstance(first, ValueError)
+    assert [str(error) for error in others] == ["process 0: no such bucket"] * 3
+    assert {type(error) for error in others} == {CheckpointError}
+    assert job.all(lambda c: c.agree("stock", 1, sum, timeout_s=5)) == [4] * 4  # and the channel goes on
+
+
+@pytest.mark.parametrize("kind", [StoreError, TransientStoreError, CorruptCheckpointError])
+def test_a_store_that_fails_on_process_0_fails_alike_on_all(job: FakeJob, kind: type[CheckpointError]) -> None:
+    """If it failed, one process would end with exit code 2 and a message, the others with a traceback."""
+
+    def fails(_: list[Any]) -> Any:
+        raise kind("gs://b: 403")
+
+    first, *others = job.all(lambda c: c.agree("stock", 1, fails, timeout_s=5))
+    assert (type(first), str(first)) == (kind, "gs://b: 403")
+    assert [(type(error), str(error)) for error in others] == [(kind, "process 0: gs://b: 403")] * 3
+
+
+def test_a_verdict_that_is_no_json_is_heard_by_all(job: FakeJob) -> None:
+    """If it failed, a programming error on process 0 would be a time-out on all others."""
+    first, *others = job.all(lambda c: c.agree("stock", 1, lambda _: object(), timeout_s=5))
+    assert isinstance(first, TypeError)
+    assert [str(error) for error in others] == ["process 0: Object of type object is not JSON serializable"] * 3
+
+
+def test_a_missed_meeting_does_not_shift_the_next_one(job: FakeJob) -> None:
+    """If it failed, one late process would hear answers to the question before, for the rest of the run."""
+    job.all(lambda c: c.agree("vote", 1, sum, timeout_s=3), absent=(3,))
+    job.service.gone = set()
+    late = job.processes[3]
+    with pytest.raises(CoordinationError, match=r"^vote: process 3 did not come within 3 s"):
+        late.agree("vote", 1, sum, timeout_s=3)
+    assert job.all(lambda c: c.agree("vote", c.process, sum, timeout_s=5)) == [6] * 4
+
+
+def test_channels_do_not_hear_each_other(job: FakeJob) -> None:
+    """If it failed, a vote of the disk thread would answer a question of the writer thread."""
+    answers = job.all(
+        lambda c: [
+            c.agree(channel, c.process, lambda v, channel=channel: [channel, v], timeout_s=5) for channel in "ab"
+        ]
+    )
+    assert answers == [[["a", [0, 1, 2, 3]], ["b", [0, 1, 2, 3]]]] * 4
+
+
+def test_a_thousand_meetings_leave_no_more_keys_than_one(job: FakeJob) -> None:
+    """If it failed, the coordination service of a long run would run out of memory."""
+
+    def meet(c: Any) -> int:
+        return [c.agree("vote", n, sum, timeout_s=30) for n in range(1000)][-1]
+
+    assert job.all(meet) == [4 * 999] * 4
+    assert len(job.service.values) == 5  # one value per process and the verdict of the last meeting
+    assert job.service.most <= 2 * 5
+
+
+def test_failures_of_the_service_are_ours(job: FakeJob) -> None:
+    """If it failed, JAX's own error would escape from a background thread, and its slot stay leased for ever."""
+
+    def broken(*_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection refused")
+
+    for method in ("blocking_key_value_get", "key_value_set", "key_value_delete"):
+        original = getattr(job.service, method)
+        setattr(job.service, method, broken)
+        with pytest.raises(
+            CoordinationError, match=r"the coordination service failed: UNAVAILABLE: connection refused"
+        ):
+            FakeJobOfOne(job).agree(method)
+        setattr(job.service, method, original)
+
+
+class FakeJobOfOne:
+    """Process 0 of the fake job, as if it were alone, so that nobody else is waited for."""
+
+    def __init__(self, job: FakeJob):
+        self._process = job.processes[0]
+        self._process.count = 1
+
+    def agree(self, channel: str) -> Any:
+        return self._process.agree(channel, 1, sum, timeout_s=3)
+
+
+def test_two_managers_of_one_process_do_not_share_meetings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it failed, a second manager would hear the votes of the first."""
+    monkeypatch.setattr(coordination.distributed.global_state, "client", FakeService())
+    first, second = JaxCoordinator(), JaxCoordinator()
+    assert first.agree("vote", 1, sum, timeout_s=1) == 1
+    assert second.agree("vote", 2, sum, timeout_s=1) == 2  # the service refuses a key that is there already

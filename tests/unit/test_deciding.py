@@ -1,0 +1,181 @@
+"""Which steps are taken: what stock Orbax decides for the durable tier, and each fast tier's own policy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from orbax.checkpoint import checkpoint_managers as policies
+
+from ckptkit.manager.deciding import Decider
+from ckptkit.manager.saving import DURABLE
+from ckptkit.policy import EverySteps, Tier
+
+Options = ocp.CheckpointManagerOptions
+
+OPTIONS: dict[str, Callable[[], Options]] = {
+    "default": Options,
+    "interval": lambda: Options(save_interval_steps=3),
+    "interval 1": lambda: Options(save_interval_steps=1),
+    "on steps": lambda: Options(save_interval_steps=100, save_on_steps=[2, 5, 6, 30]),
+    "interval and on steps": lambda: Options(save_interval_steps=4, save_on_steps=[3, 7]),
+    "function of the step": lambda: Options(should_save_fn=lambda step, last: step % 5 == 2),
+    "function of the distance": lambda: Options(should_save_fn=lambda step, last: last is None or step - last >= 3),
+    "fixed interval policy": lambda: Options(save_decision_policy=policies.FixedIntervalPolicy(4)),
+    "specific steps policy": lambda: Options(save_decision_policy=policies.SpecificStepsPolicy([1, 4, 9])),
+    "initial policy": lambda: Options(save_decision_policy=policies.InitialSavePolicy()),
+    "any policy": lambda: Options(
+        save_decision_policy=policies.AnySavePolicy([policies.FixedIntervalPolicy(5), policies.InitialSavePolicy()])
+    ),
+    "read only": lambda: Options(read_only=True, create=False),
+}
+STEPS = [
+    list(range(15)),
+    [3, 5, 6, 9, 10, 12],  # begins in the middle
+    [0, 4, 4, 2, 8, 7, 9],  # repeats, and goes back
+    [7],
+]
+
+
+def ours(options: Options, steps: Iterable[int], before: Sequence[int] = (), tiers: Sequence[Tier] = ()) -> list[Any]:
+    """What is decided for each of `steps`, in turn, where `before` are the durable steps that are there already."""
+    decider = Decider(options, tiers, before)
+    decided = []
+    for step in steps:
+        due = decider.due(step, last=max(before, default=None), reached_preemption=False, force=False)
+        if due:
+            decider.taken(step, due)
+        decided.append(due)
+    return decided
+
+
+def orbaxs(root: Path, options: Options, steps: Iterable[int], before: Sequence[int] = ()) -> list[bool]:
+    """What stock Orbax's manager decides and does."""
+    root.mkdir()
+    state = {"x": np.zeros(2)}
+    if before:
+        with ocp.CheckpointManager(root, options=Options(save_interval_steps=1)) as manager:
+            for step in before:
+                manager.save(step, args=ocp.args.StandardSave(state))
+    decided = []
+    with ocp.CheckpointManager(root, options=options) as manager:
+        for step in steps:
+            said = manager.should_save(step)
+            if said:
+                manager.save(step, args=ocp.args.StandardSave(state))
+                manager.wait_until_finished()
+            decided.append(said)
+    return decided
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_durable_tier_takes_the_steps_that_orbax_would(tmp_path: Path, name: str) -> None:
+    """If it failed, swapping the import would change which steps a job finds in its bucket."""
+    for number, (steps, before) in enumerate(itertools.product(STEPS, [(), (3, 4)])):
+        expected = orbaxs(tmp_path / f"{number}", OPTIONS[name](), steps, before)
+        found = [DURABLE in due for due in ours(OPTIONS[name](), steps, before)]
+        assert found == expected, (name, steps, before)
+
+
+@given(
+    interval=st.integers(1, 6),
+    on_steps=st.none() | st.lists(st.integers(0, 20), max_size=4),
+    steps=st.lists(st.integers(0, 20), min_size=1, max_size=8),
+)
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_interval_and_any_steps_are_decided_as_orbax_does(
+    tmp_path_factory: pytest.TempPathFactory, interval: int, on_steps: list[int] | None, steps: list[int]
+) -> None:
+    """If it failed, some combination of options would save other steps than Orbax."""
+
+    def options() -> Options:
+        return Options(save_interval_steps=interval, save_on_steps=on_steps)
+
+    expected = orbaxs(tmp_path_factory.mktemp("any") / "run", options(), steps)
+    assert [DURABLE in due for due in ours(options(), steps)] == expected
+
+
+def test_a_preemption_is_saved() -> None:
+    """If it failed, the step before a host is taken away would be lost."""
+    decider = Decider(Options(save_interval_steps=100), (), [1])
+    assert decider.due(7, last=1, reached_preemption=False, force=False) == frozenset()
+    assert decider.due(7, last=1, reached_preemption=True, force=False) == {DURABLE}
+
+
+def test_fast_tiers_follow_their_own_policy() -> None:
+    """If it failed, a ramdisk would be saved as seldom as the bucket, or the bucket as often as the ramdisk."""
+    tiers = (Tier.ram("/r", save=EverySteps(2)), Tier.ssd("/s", save=EverySteps(3)))
+    decided = ours(Options(save_interval_steps=4), range(1, 9), before=[0], tiers=tiers)
+    assert decided == [
+        set(),
+        {"ram"},
+        {"ssd"},
+        {"ram", DURABLE},
+        set(),
+        {"ram", "ssd"},
+        set(),
+        {"ram", DURABLE},
+    ]
+
+
+def test_a_step_at_or_below_the_last_is_taken_only_by_force() -> None:
+    """If it failed, a step would be saved twice, or `force` would mean nothing."""
+    tiers = (Tier.ram("/r"),)
+    decider = Decider(Options(), tiers, [])
+    assert decider.due(5, last=9, reached_preemption=False, force=False) == frozenset()
+    assert decider.due(5, last=9, reached_preemption=False, force=True) == {"ram", DURABLE}
+    decider.taken(12, frozenset({"ram"}))
+    assert decider.due(12, last=9, reached_preemption=False, force=False) == frozenset()
+    assert decider.due(13, last=9, reached_preemption=False, force=False) == {"ram", DURABLE}
+
+
+def test_a_read_only_manager_takes_nothing_even_by_force() -> None:
+    """If it failed, an evaluation job would write into the training job's bucket."""
+    decider = Decider(Options(read_only=True), (Tier.ram("/r"),), [])
+    assert decider.due(1, last=None, reached_preemption=True, force=True) == frozenset()
+
+
+def test_a_rollback_forgets_the_abandoned_steps() -> None:
+    """If it failed, a run that went back to step 10 would not save before it passed step 30 again."""
+
+    def far_enough(step: int, last: int | None) -> bool:
+        return last is None or step - last >= 5
+
+    decider = Decider(Options(should_save_fn=far_enough), (), [10, 20, 30])
+    decider.continue_from(10)
+    assert decider.due(14, last=30, reached_preemption=False, force=False) == frozenset()
+    assert decider.due(15, last=30, reached_preemption=False, force=False) == {DURABLE}
+
+
+def test_a_durable_step_that_a_crash_prevented_is_made_good() -> None:
+    """If it failed, a second lost host would fall back two durable intervals instead of one."""
+    tiers = (Tier.ram("/r", save=EverySteps(2)),)
+    decider = Decider(Options(save_interval_steps=10), tiers, [0, 10])
+    decider.continue_from(22)  # from the ramdisk: the upload of 20 died with the process
+    assert decider.due(23, last=22, reached_preemption=False, force=False) == frozenset()
+    assert decider.due(24, last=22, reached_preemption=False, force=False) == {"ram", DURABLE}
+    decider.taken(24, frozenset({"ram", DURABLE}))
+    assert decider.due(26, last=22, reached_preemption=False, force=False) == {"ram"}
+    settled = Decider(Options(save_interval_steps=10), tiers, [0, 10, 20])
+    settled.continue_from(22)
+    assert settled.due(24, last=22, reached_preemption=False, force=False) == {"ram"}
+
+
+def test_decisions_do_not_depend_on_the_wall_clock_of_a_background_save() -> None:
+    """If it failed, two processes could decide differently and one would wait for the other for ever."""
+    policy_saw = []
+
+    class Watching:
+        def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
+            policy_saw.append((step.step, [info.step for info in previous_steps], context.is_saving_in_progress))
+            return step.step % 2 == 0
+
+    ours(Options(save_decision_policy=Watching()), range(4))
+    assert policy_saw == [(0, [], False), (1, [0], False), (2, [0], False), (3, [0, 2], False)]

@@ -1,0 +1,241 @@
+"""Epochs: an abandoned branch can never win, whoever comes back with it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.durable.epochs import Ancestry, EpochRecords
+from ckptkit.errors import CorruptCheckpointError, TransientStoreError
+from ckptkit.manifest import SaveId
+from ckptkit.plan import rank_candidates
+from ckptkit.store import MemoryStore, RetryStore
+from ckptkit.store.base import PutMode, Stat, Store
+
+
+@dataclass
+class Model:
+    """Runs with rollbacks, by brute force: every save knows the save that it continues from."""
+
+    ancestry: Ancestry = field(default_factory=Ancestry)
+    unpruned: list[tuple[int, int]] = field(default_factory=list)
+    saves: list[SaveId] = field(default_factory=list)
+    parent: dict[SaveId, SaveId | None] = field(default_factory=dict)
+    abandoned: set[SaveId] = field(default_factory=set)
+
+    def lineage(self, save: SaveId | None) -> set[SaveId]:
+        """`save` and all that it grew from."""
+        found = set()
+        while save is not None:
+            found.add(save)
+            save = self.parent[save]
+        return found
+
+    def run(self, base: SaveId | None, steps: list[int]) -> None:
+        """A run that restores `base` and saves `steps` (above it). Whatever base did not grow from is given up."""
+        epoch = self.ancestry.epoch + 1
+        base_step = base.step if base is not None else None
+        self.ancestry = self.ancestry.begin(epoch, base_step)
+        if base is not None:
+            self.unpruned.append((epoch, base.step))
+            self.abandoned |= set(self.saves) - self.lineage(base)
+        last = base
+        for step in sorted(steps):
+            save = SaveId(epoch, step, len(self.saves))
+            self.saves.append(save)
+            self.parent[save] = last
+            last = save
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> Model:
+    """A first run and up to six restarts, each from any save that is still good (not always the newest)."""
+    model = Model()
+    model.run(None, sorted(draw(st.sets(st.integers(0, 20), min_size=1, max_size=5))))
+    for _ in range(draw(st.integers(0, 6))):
+        good = [save for save in model.saves if save not in model.abandoned]
+        base = draw(st.sampled_from(good))
+        model.run(base, [base.step + gap for gap in draw(st.sets(st.integers(1, 8), max_size=4))])
+    return model
+
+
+@given(model=histories())
+@settings(deadline=None, max_examples=400)
+def test_superseded_says_exactly_what_the_model_abandoned(model: Model) -> None:
+    """If it failed, a host that returns with an old ramdisk could overrule the run that replaced it."""
+    assert {save for save in model.saves if model.ancestry.superseded(save)} == model.abandoned
+
+
+@given(model=histories(), data=st.data())
+@settings(deadline=None, max_examples=200)
+def test_an_abandoned_branch_never_wins(model: Model, data: st.DataObject) -> None:
+    """If it failed, training would silently go on from weights that were rolled back."""
+    held = data.draw(st.lists(st.sampled_from(model.saves), unique=True))  # whatever survived, in whatever tiers
+    ranked = rank_candidates([dict.fromkeys(held)], held, model.ancestry.superseded)
+    assert not {candidate.save_id for candidate in ranked} & model.abandoned
+    good = [save for save in held if save not in model.abandoned]
+    assert [candidate.save_id for candidate in ranked] == sorted(good, reverse=True)
+
+
+@given(model=histories(), epoch=st.integers(0, 12), step=st.integers(0, 60))
+@settings(deadline=None, max_examples=400)
+def test_forgetting_redundant_rollbacks_changes_no_answer(model: Model, epoch: int, step: int) -> None:
+    """If it failed, the record would be short and wrong; without pruning it would grow with every restart."""
+    keep_all = Ancestry(model.ancestry.epoch, tuple(model.unpruned))
+    save = SaveId(epoch, step, 0)
+    assert model.ancestry.superseded(save) == keep_all.superseded(save)
+    bases = [base for _, base in model.ancestry.rollbacks]
+    assert bases == sorted(set(bases))  # what is kept is bounded by the distinct steps, not by the restarts
+
+
+@given(
+    stock=st.sets(st.integers(0, 20), min_size=1, max_size=5),
+    restarts=st.lists(st.tuples(st.integers(0, 30), st.sets(st.integers(1, 8), max_size=4)), min_size=1, max_size=5),
+)
+@settings(deadline=None, max_examples=300)
+def test_steps_of_stock_orbax_never_outrank_the_saves_that_followed_them(
+    stock: set[int], restarts: list[tuple[int, set[int]]]
+) -> None:
+    """If it failed, a job that moved here from Orbax would, after a crash, resume from before it moved."""
+    model = Model()
+    for choice, gaps in restarts:
+        listed = [model.ancestry.of_stock(step) for step in stock]
+        good = sorted(save for save in [*listed, *model.saves] if not model.ancestry.superseded(save))
+        base = good[choice % len(good)]
+        epoch = model.ancestry.epoch + 1
+        model.ancestry = model.ancestry.begin(epoch, base.step, stock)
+        model.saves += [SaveId(epoch, base.step + gap, len(model.saves)) for gap in gaps]
+        for save in model.saves:
+            for step in stock:
+                if step < save.step and not model.ancestry.superseded(save):
+                    theirs = model.ancestry.of_stock(step)
+                    assert theirs < save or model.ancestry.superseded(theirs), (step, theirs, save, model.ancestry)
+
+
+def test_a_claimed_epoch_without_a_save_changes_nothing_about_what_is_newest() -> None:
+    """If it failed, a crash between an epoch's claim and its first commit would send a job back to Orbax's step."""
+    first = Ancestry().begin(1, 10, [10])  # restored Orbax's step 10, then saved 20 and 25
+    second = first.begin(2, 25, [10])  # restored 25, claimed its epoch, and died
+    ours = [SaveId(1, 20, 0), SaveId(1, 25, 1)]
+    ranked = rank_candidates([{}], [*ours, second.of_stock(10)], second.superseded)
+    assert [candidate.save_id.step for candidate in ranked] == [25, 20, 10]
+
+
+def test_steps_that_stock_orbax_wrote_since_are_newer_than_ours() -> None:
+    """If it failed, a job that went back to Orbax for a while would lose what it trained there."""
+    ancestry = Ancestry().begin(1, 10, [10])
+    assert max(SaveId(1, 25, 7), ancestry.of_stock(30)) == ancestry.of_stock(30)
+    later = ancestry.begin(2, 30, [10, 30])
+    assert max(SaveId(1, 25, 7), later.of_stock(30)) == later.of_stock(30)
+
+
+def test_a_run_that_restored_nothing_abandons_nothing() -> None:
+    """If it failed, a first save into a directory of Orbax's would hide the steps that are there."""
+    ancestry = Ancestry(3, ((2, 10), (3, 20))).begin(4, None)
+    assert ancestry == Ancestry(4, ((2, 10), (3, 20)))
+    assert not ancestry.superseded(SaveId(3, 25, 0))
+
+
+@given(model=histories())
+@settings(deadline=None, max_examples=50)
+def test_a_record_is_read_back_as_it_was_written(model: Model) -> None:
+    """If it failed, a restart would not know which branches were given up."""
+    records = EpochRecords(MemoryStore())
+    assert records.read() == Ancestry()
+    records.write(model.ancestry)
+    assert records.read() == model.ancestry
+
+
+def test_the_newest_record_wins_whatever_the_order_of_writing() -> None:
+    """If it failed, a slow run of an older epoch could take back what a newer one recorded."""
+    store = MemoryStore()
+    records = EpochRecords(store)
+    records.write(Ancestry(12, ((12, 5),)))
+    records.write(Ancestry(9, ((9, 90),)))
+    store.put("_ckptkit/epochs/notes.txt", b"a user's file")
+    assert records.read() == Ancestry(12, ((12, 5),))
+
+
+def test_an_epoch_is_claimed_once() -> None:
+    """If it failed, two runs could save under one epoch and neither would be fenced off."""
+    records = EpochRecords(MemoryStore())
+    records.write(Ancestry(2, ()))
+    with pytest.raises(FileExistsError, match=r"_ckptkit/epochs/00000002\.json"):
+        records.write(Ancestry(2, ((2, 5),)))
+    assert records.read() == Ancestry(2, ())
+
+
+class FailsFirstPut:
+    """A store whose first put does not arrive, and during which `meanwhile` happens."""
+
+    def __init__(self, inner: Store, meanwhile: EpochRecords, ancestry: Ancestry):
+        self._inner = inner
+        self._meanwhile: EpochRecords | None = meanwhile
+        self._ancestry = ancestry
+        self.url = inner.url
+
+    def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
+        if self._meanwhile is not None:
+            other, self._meanwhile = self._meanwhile, None
+            other.write(self._ancestry)
+            raise TransientStoreError("503 try again")
+        self._inner.put(key, data, mode=mode)
+
+    def get(self, key: str) -> bytes:
+        return self._inner.get(key)
+
+    def stat(self, key: str) -> Stat | None:
+        return self._inner.stat(key)
+
+    def list(self, prefix: str) -> list[str]:
+        return self._inner.list(prefix)
+
+    def delete(self, key: str) -> None:
+        self._inner.delete(key)
+
+
+def test_two_runs_cannot_both_claim_an_epoch_through_a_retry() -> None:
+    """If it failed, a repeated put that finds the OTHER run's equal record would take it for its own: two owners."""
+    bucket = MemoryStore()
+    ancestry = Ancestry(2, ((2, 5),))  # two restarts from the same base write the same words
+    flaky = FailsFirstPut(bucket, meanwhile=EpochRecords(bucket), ancestry=ancestry)
+    with pytest.raises(FileExistsError):
+        EpochRecords(RetryStore(flaky, first_delay_s=0.0)).write(ancestry)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"epoch":"x","ancestry":[],"stock":[]}',
+        b'{"epoch":3,"ancestry":[[1]],"stock":[]}',
+        b'{"epoch":3,"ancestry":null,"stock":[]}',
+        b'{"epoch":3,"ancestry":[]}',
+        b'{"epoch":3,"ancestry":[],"stock":[null]}',
+        b"\xff\xfe\x00",
+    ],
+)
+def test_a_damaged_record_is_refused_and_named(text: bytes) -> None:
+    """If it failed, a torn record would count as no record, and an abandoned branch would come back."""
+    store = MemoryStore("gs://b/run")
+    store.put("_ckptkit/epochs/00000003.json", text)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        EpochRecords(store).read()
+    path = "gs://b/run/_ckptkit/epochs/00000003.json"
+    assert str(caught.value).startswith(f"epoch record {path} cannot be read: ")
+    assert caught.value.path == path
+
+
+def test_a_record_under_another_epochs_name_is_refused() -> None:
+    """If it failed, a record copied by hand would set the clock of epochs back."""
+    store = MemoryStore()
+    store.put("_ckptkit/epochs/00000007.json", json.dumps(Ancestry(3).to_json()).encode())
+    with pytest.raises(CorruptCheckpointError, match=r"00000007\.json .*epoch 3"):
+        EpochRecords(store).read()

@@ -1,0 +1,203 @@
+"""Boxes and cells: which bytes are whose, and that no byte is nobody's."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from ckptkit.sharding import (
+    Box,
+    boxes_by_process,
+    cell_shape,
+    cells_of,
+    choose_writers,
+    missing_elements,
+)
+
+SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
+
+
+def grid(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
+    """The boxes of an array that is split evenly into `parts` along each dimension."""
+    steps = [n // p for n, p in zip(shape, parts, strict=True)]
+    return [
+        Box(
+            tuple(i * s for i, s in zip(at, steps, strict=True)),
+            tuple((i + 1) * s for i, s in zip(at, steps, strict=True)),
+        )
+        for at in np.ndindex(*parts)
+    ]
+
+
+@st.composite
+def split_arrays(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A shape and the even split of it: `(shape, parts)`, every part with the same shape."""
+    parts = draw(st.lists(st.integers(1, 3), max_size=4).map(tuple))
+    return tuple(p * draw(st.integers(1, 13)) for p in parts), parts
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    """Any box, with elements or without, inside an array of `shape`."""
+    pairs = [sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+    return Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+
+
+def marked(shape: tuple[int, ...], boxes: list[Box]) -> np.ndarray:
+    """How many of `boxes` hold each element."""
+    count = np.zeros(shape, int)
+    for box in boxes:
+        count[box.slices()] += 1
+    return count
+
+
+@given(data=st.data(), split=split_arrays(), itemsize=st.sampled_from([1, 2, 4, 8, 16]), limit=st.integers(1, 400))
+@settings(deadline=None, max_examples=300)
+def test_cells_tile_a_box_exactly_and_in_order(
+    data: st.DataObject, split: tuple[tuple[int, ...], tuple[int, ...]], itemsize: int, limit: int
+) -> None:
+    """If it failed, a digest would be of bytes of two cells, or some bytes would have no digest at all."""
+    shape, parts = split
+    box = data.draw(st.sampled_from(grid(shape, parts)))
+    cell = cell_shape(shape, box.shape, itemsize, limit)
+    elements = np.arange(math.prod(shape)).reshape(shape)
+    in_box_order = elements[box.slices()].reshape(-1)
+    in_cell_order = [elements[each.slices()].reshape(-1) for each in cells_of(box, cell)]
+    # Concatenated, the cells are the box's own bytes: every element once, each cell contiguous.
+    np.testing.assert_array_equal(np.concatenate(in_cell_order), in_box_order)
+
+
+@given(split=split_arrays(), itemsize=st.sampled_from([1, 2, 4, 8, 16]), limit=st.integers(1, 400))
+@settings(deadline=None, max_examples=300)
+def test_no_cell_crosses_a_box(split: tuple[tuple[int, ...], tuple[int, ...]], itemsize: int, limit: int) -> None:
+    """If it failed, two processes would write the same zarr chunk and the later one would erase the other's half."""
+    shape, parts = split
+    cell = cell_shape(shape, grid(shape, parts)[0].shape, itemsize, limit)
+    boxes = grid(shape, parts)
+    for box in boxes[0], boxes[len(boxes) // 2], boxes[-1]:
+        for each in cells_of(box, cell):
+            whole_chunk = all(
+                start % rows == 0 and (stop - start == rows or stop == n)
+                for start, stop, rows, n in zip(each.start, each.stop, cell, shape, strict=True)
+            )
+            assert whole_chunk, (box, each, cell)
+
+
+@given(split=split_arrays(), itemsize=st.sampled_from([1, 2, 4, 8, 16]), limit=st.integers(1, 400))
+@settings(deadline=None, max_examples=300)
+def test_cells_respect_the_limit_or_the_documented_exception(
+    split: tuple[tuple[int, ...], tuple[int, ...]], itemsize: int, limit: int
+) -> None:
+    """If it failed, one cell could be as large as a leaf, and a partial read or a digest would not be bounded."""
+    shape, parts = split
+    box_shape = grid(shape, parts)[0].shape
+    cell = cell_shape(shape, box_shape, itemsize, limit)
+    cell_bytes = math.prod(cell) * itemsize
+    if cell_bytes <= max(limit, itemsize):
+        return
+    cut = [axis for axis, rows in enumerate(cell) if rows > 1]
+    axis = cut[0]
+    # Only a split dimension whose divisors are poor may exceed it, and then by the nearest divisor above.
+    assert parts[axis] > 1
+    row_bytes = itemsize * math.prod(box_shape[axis + 1 :])
+    wanted = limit // row_bytes
+    divisors = [d for d in range(1, box_shape[axis] + 1) if box_shape[axis] % d == 0]
+    assert max(d for d in divisors if d <= max(1, wanted)) * 16 < wanted
+    assert cell[axis] == min(d for d in divisors if d > wanted)
+
+
+def test_a_prime_split_dimension_takes_the_divisor_above() -> None:
+    """If it failed, a split of prime length would give a million digests of a row each."""
+    assert cell_shape((2 * 10007, 4), (10007, 4), 4, limit_bytes=1600) == (10007, 4)
+    assert cell_shape((10007, 4), (10007, 4), 4, limit_bytes=1600) == (100, 4)  # not split: any rows will do
+
+
+@pytest.mark.parametrize(("shape", "cells"), [((), 1), ((0,), 0), ((3, 0), 0), ((1,), 1)])
+def test_scalars_have_one_cell_and_empty_arrays_none(shape: tuple[int, ...], cells: int) -> None:
+    """If it failed, a scalar would have no digest, or an empty array one that no reader computes."""
+    box = Box.whole(shape)
+    assert len(cells_of(box, cell_shape(shape, shape, 4))) == cells
+
+
+@given(data=st.data(), shape=SHAPES)
+@settings(deadline=None)
+def test_intersection_is_set_intersection(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    """If it failed, a resharded restore would copy the wrong rows of a neighbour."""
+    a, b = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
+    both = marked(shape, [a]) * marked(shape, [b])
+    common = a.intersect(b)
+    np.testing.assert_array_equal(both, np.zeros(shape, int) if common is None else marked(shape, [common]))
+    assert common == b.intersect(a)
+
+
+@given(data=st.data(), split=split_arrays())
+@settings(deadline=None)
+def test_missing_elements_counts_what_no_box_covers(
+    data: st.DataObject, split: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    """If it failed, a save with a hole would pass for whole and the hole be restored as whatever memory held."""
+    shape, parts = split
+    held = data.draw(st.lists(st.sampled_from(grid(shape, parts)), unique=True))
+    wanted = data.draw(boxes_in(shape))
+    covered = marked(shape, held)[wanted.slices()]
+    assert missing_elements(wanted, held) == np.count_nonzero(covered == 0)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop"), [((0,), (1, 1)), ((2,), (1,)), ((-1,), (1,))], ids=["ranks", "reversed", "negative"]
+)
+def test_what_is_no_box_is_refused(start: tuple[int, ...], stop: tuple[int, ...]) -> None:
+    """If it failed, a damaged manifest could index an array from its end."""
+    with pytest.raises(ValueError, match=r"not a box: start \("):
+        Box(start, stop)
+
+
+def test_boxes_of_a_sharding_are_every_distinct_slice_once() -> None:
+    """If it failed, a replica would be stored twice or a shard not at all."""
+    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    split = boxes_by_process(NamedSharding(mesh, PartitionSpec(None, "fsdp")), (4, 6))
+    assert split == {Box((0, 0), (4, 3)): (0,), Box((0, 3), (4, 6)): (0,)}
+    assert boxes_by_process(NamedSharding(mesh, PartitionSpec()), (4,)) == {Box((0,), (4,)): (0,)}
+    assert boxes_by_process(SingleDeviceSharding(jax.devices()[2]), ()) == {Box((), ()): (0,)}
+    both = boxes_by_process(NamedSharding(mesh, PartitionSpec(("data", "fsdp"))), (8,))
+    assert [box.start for box in both] == [(0,), (2,), (4,), (6,)]
+
+
+@given(data=st.data(), processes=st.integers(1, 5), leaves=st.integers(0, 12))
+@settings(deadline=None)
+def test_every_box_has_one_writer_among_its_holders(data: st.DataObject, processes: int, leaves: int) -> None:
+    """If it failed, a box would be missing from the durable step, or be written by one that does not have it."""
+    some = st.lists(st.integers(0, processes - 1), min_size=1, unique=True).map(lambda p: tuple(sorted(p)))
+    holders = [
+        {
+            Box((i,), (i + 1 + data.draw(st.integers(0, 50)),)): data.draw(some)
+            for i in range(data.draw(st.integers(1, 4)))
+        }
+        for _ in range(leaves)
+    ]
+    itemsizes = [data.draw(st.sampled_from([1, 2, 4, 8])) for _ in holders]
+    writers = choose_writers(holders, itemsizes)
+    assert [list(chosen) for chosen in writers] == [list(boxes) for boxes in holders]
+    assert all(
+        writer in boxes[box] for boxes, chosen in zip(holders, writers, strict=True) for box, writer in chosen.items()
+    )
+    assert writers == choose_writers(holders, itemsizes)
+
+
+@given(data=st.data(), processes=st.integers(1, 5))
+@settings(deadline=None)
+def test_writers_are_balanced_to_within_the_largest_box(data: st.DataObject, processes: int) -> None:
+    """If it failed, one host would upload the whole checkpoint of a data-parallel job while the others look on."""
+    sizes = data.draw(st.lists(st.integers(1, 1000), min_size=1, max_size=30))
+    everybody = tuple(range(processes))
+    writers = choose_writers([{Box((0,), (n,)): everybody} for n in sizes], [4] * len(sizes))
+    load = [0] * processes
+    for n, chosen in zip(sizes, writers, strict=True):
+        load[chosen[Box((0,), (n,))]] += 4 * n
+    assert max(load) - min(load) <= 4 * max(sizes)

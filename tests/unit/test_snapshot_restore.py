@@ -1,0 +1,580 @@
+"""Stage, digest, read back, place: the same bits in every dtype and sharding, and memory that nobody shares."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from ckptkit import snapshot
+from ckptkit.arena import Arena, SlotReader, read_manifests
+from ckptkit.durable.shardings import sharding_text
+from ckptkit.errors import CorruptCheckpointError, TreeMismatchError
+from ckptkit.manifest import LeafRecord, Manifest, SaveId, Writer
+from ckptkit.plan import Source, plan_restore
+from ckptkit.restore import Target, abstract_of, execute, place, targets_of
+
+_serial = itertools.count()
+SAVE = SaveId(1, 5, 0)
+
+
+def mesh() -> Mesh:
+    return jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def named(*spec: Any) -> NamedSharding:
+    return NamedSharding(mesh(), PartitionSpec(*spec))
+
+
+SHARDINGS: dict[str, Callable[[], jax.sharding.Sharding]] = {
+    "replicated": lambda: named(),
+    "rows": lambda: named("x"),
+    "rows over both": lambda: named(("x", "y")),
+    "columns": lambda: named(None, "y"),
+    "2-D": lambda: named("x", "y"),
+    "one device": lambda: SingleDeviceSharding(jax.devices()[3]),
+}
+DTYPES = [
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e4m3b11fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "int4",
+    "uint4",
+    "int8",
+    "uint8",
+    "int16",
+    "uint16",
+    "int32",
+    "uint32",
+    "bool",
+    "complex64",
+]
+SMALL_INTEGERS = {"int4": np.arange(-8, 8), "uint4": np.arange(16), "bool": np.arange(2)}
+
+
+def bits(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Every kind of bit pattern that the dtype has: -0.0, NaNs with payloads and signs, denormals, infinities."""
+    rng = np.random.default_rng(seed)
+    if dtype in SMALL_INTEGERS:
+        return rng.choice(SMALL_INTEGERS[dtype], shape).astype(np.dtype(dtype))
+    size = int(np.prod(shape))
+    itemsize = np.dtype(dtype).itemsize
+    raw = rng.integers(0, 256, size * itemsize, np.uint8)
+    if dtype == "float32" and size >= 8:
+        raw = raw.view(np.uint32)
+        raw[:8] = [0x80000000, 0x7FC00001, 0xFFC12345, 0x7F800001, 0x00000001, 0x7F800000, 0xFF800000, 0]
+    return raw.view(np.dtype(dtype)).reshape(shape)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    host = Path(f"/dev/shm/ckptkit-test-snapshot-{os.getpid()}-{next(_serial)}")
+    made = Arena.open(host, 0, slots=2, synced=False)
+    yield made
+    made.close()
+    shutil.rmtree(host)
+
+
+def save(arena: Arena, tree: Any, save_id: SaveId = SAVE) -> Manifest:
+    """What the manager does with a state: describe, stage, digest, commit."""
+    description = snapshot.describe_items({"state": tree})
+    slot = arena.acquire(description.slot_bytes)
+    assert slot is not None
+    slot.memory[:] = 0xEE
+    staged = snapshot.stage(description, slot.memory)
+    records = snapshot.digest_records(description, slot.memory)
+    manifest = Manifest(
+        save_id=save_id,
+        writer=Writer(process=0, count=1, host="h"),
+        slot=slot.name,
+        arrays=records,
+        inline={},
+    )
+    assert staged == manifest.held_bytes
+    arena.commit(slot, manifest)
+    arena.release(slot)
+    return manifest
+
+
+def restore(arena: Arena, manifest: Manifest, abstract: Any) -> Any:
+    """What the manager does to have it back: compare, plan, read and prove, place."""
+    assert arena.directory is not None
+    stored = manifest.arrays["state"]
+    targets = targets_of("state", abstract, stored, step=manifest.save_id.step, where="here")
+    source = Source(tier="ram", manifests=(manifest,))
+    plan = plan_restore(manifest.save_id, {target.key: target.boxes for target in targets}, [source])
+    slot = SlotReader(arena.directory, manifest)
+
+    def read(item: str, leaf: Any, record: Any, wanted: Any, into: Any) -> None:
+        assert item == "state"
+        slot.read(leaf, record, wanted, into)
+
+    blocks, _ = execute(plan, [read], lambda *_: None)
+    leaves = [place(target, blocks[target.key]) for target in targets]
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(abstract), leaves)
+
+
+def abstract(tree: Any) -> Any:
+    def of(leaf: Any) -> Any:
+        return (
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            if isinstance(leaf, jax.Array)
+            else leaf
+        )
+
+    return jax.tree.map(of, tree)
+
+
+def plain(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
+
+
+def same_bits(found: Any, expected: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True)
+    for (path, a), b in pairs:
+        where = jax.tree_util.keystr(path)
+        assert type(a) is type(b), where
+        if isinstance(a, jax.Array):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape), where
+            assert a.sharding.is_equivalent_to(b.sharding, a.ndim), (where, a.sharding, b.sharding)
+        assert (plain(a).dtype, plain(a).shape) == (plain(b).dtype, plain(b).shape), where
+        assert plain(a).tobytes() == plain(b).tobytes(), where
+
+
+# Bit for bit.
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_and_sharding_comes_back_bit_for_bit(arena: Arena, dtype: str, sharding: str) -> None:
+    """If it failed, weights, scales or masks of this dtype would change in a save without anybody noticing."""
+    value = jax.device_put(bits(dtype, (8, 4)), SHARDINGS[sharding]())
+    assert np.asarray(value).tobytes() == bits(dtype, (8, 4)).tobytes()  # the device took the bits as they are
+    tree = {"w": value}
+    same_bits(restore(arena, save(arena, tree), abstract(tree)), tree)
+
+
+@pytest.mark.parametrize("target", SHARDINGS)
+@pytest.mark.parametrize("source", SHARDINGS)
+def test_any_sharding_is_restored_as_any_other(arena: Arena, source: str, target: str) -> None:
+    """If it failed, a job could not go on with another mesh."""
+    values = bits("float32", (8, 4))
+    manifest = save(arena, {"w": jax.device_put(values, SHARDINGS[source]())})
+    wanted = jax.ShapeDtypeStruct((8, 4), np.float32, sharding=SHARDINGS[target]())
+    found = restore(arena, manifest, {"w": wanted})["w"]
+    assert found.sharding == wanted.sharding
+    for shard in found.addressable_shards:
+        assert np.asarray(shard.data).tobytes() == values[shard.index].tobytes()
+
+
+@given(
+    shape=st.lists(st.integers(0, 3), max_size=3).map(lambda s: tuple(4 * n for n in s)),
+    dtype=st.sampled_from(DTYPES),
+    axes=st.permutations(["x", "y", None]),
+    target=st.permutations(["x", "y", None]),
+    cell_bytes=st.integers(1, 200),
+)
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_shape_is_restored_on_any_mesh_with_any_cells(
+    arena: Arena, shape: tuple[int, ...], dtype: str, axes: list[str | None], target: list[str | None], cell_bytes: int
+) -> None:
+    """If it failed, some shape (scalar, empty, split on two axes) could not be saved, or not on another mesh."""
+    source = named(*axes[: len(shape)])
+    wanted = named(*target[: len(shape)])
+    values = bits(dtype, shape)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(snapshot, "cell_shape", functools.partial(snapshot.cell_shape, limit_bytes=cell_bytes))
+        manifest = save(arena, {"w": jax.device_put(values, source)}, SaveId(1, next(_serial), 0))
+    found = restore(arena, manifest, {"w": jax.ShapeDtypeStruct(shape, values.dtype, sharding=wanted)})["w"]
+    assert (found.shape, found.dtype) == (shape, values.dtype)
+    assert np.asarray(found).tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("spec", [(), ("x",), (("x", "y"),), (None, "y"), ("x", "y")], ids=str)
+def test_typed_keys_come_back_as_keys(arena: Arena, impl: str, spec: tuple[Any, ...]) -> None:
+    """If it failed, a resumed run would draw other dropout masks."""
+    keys = jax.random.split(jax.random.key(7, impl=impl), (4, 2))
+    tree = {"keys": jax.device_put(keys, named(*spec)), "one": jax.random.key(3, impl=impl)}
+    found = restore(arena, save(arena, tree), abstract(tree))
+    same_bits(found, tree)
+    drawn = jax.random.uniform(found["one"], (3,))
+    assert np.asarray(drawn).tobytes() == np.asarray(jax.random.uniform(tree["one"], (3,))).tobytes()
+
+
+def test_typed_keys_are_restored_on_another_mesh(arena: Arena) -> None:
+    """If it failed, per-device keys would tie a checkpoint to the mesh that wrote it."""
+    keys = jax.device_put(jax.random.split(jax.random.key(1), 4), named("x"))
+    wanted = jax.ShapeDtypeStruct((4,), keys.dtype, sharding=named(("x", "y")))
+    found = restore(arena, save(arena, {"k": keys}), {"k": wanted})["k"]
+    assert plain(found).tobytes() == plain(keys).tobytes()
+    assert len({plain(shard.data).tobytes() for shard in found.addressable_shards}) == 4
+
+
+def test_host_leaves_come_back_as_they_were(arena: Arena) -> None:
+    """If it failed, counters and learning rates would change type on the first resume."""
+    tree = {
+        "int": 2**53 + 1,
+        "big": 2**63 + 5,
+        "negative": -(2**63),
+        "float": -0.0,
+        "nan": float("nan"),
+        "bool": True,
+        "array": bits("float32", (5, 3)),
+        "f64": np.array([1e300, -0.0]),
+        "i64": np.array([-(2**63), 2**63 - 1]),
+        "bf16": bits("bfloat16", (7,)),
+        "int4": bits("int4", (9,)),
+        "scalar": np.array(3.5, np.float64),
+        "empty": np.zeros((0, 3), np.int16),
+        "transposed": bits("int16", (3, 4)).T,
+        "strided": np.arange(20)[::3],
+        "date": np.array(["2026-01-01"], "datetime64[D]"),
+    }
+    found = restore(arena, save(arena, tree), tree)
+    same_bits(found, {**tree, "transposed": np.ascontiguousarray(tree["transposed"])})
+    assert found["int"] == 2**53 + 1
+
+
+def test_other_byte_orders_keep_their_values(arena: Arena) -> None:
+    """If it failed, a big-endian array (from a file, say) would come back as other numbers, and prove whole."""
+    tree = {"w": np.arange(5, dtype=">f4")}
+    try:
+        manifest = save(arena, tree)
+    except TypeError as error:  # refusing it is as right as converting it
+        assert re.search(r"state:w .*byte order", str(error))  # noqa: PT017
+        return
+    found = restore(arena, manifest, {"w": np.zeros(5, np.float32)})
+    np.testing.assert_array_equal(found["w"], tree["w"])
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        np.array(["text"]),
+        np.zeros(2, [("a", "f4"), ("b", "i4")]),
+        np.array([{}], object),
+        2**70,
+        1j,
+        "text",
+        b"bytes",
+        {1, 2},
+    ],
+    ids=["strings", "structured", "objects", "huge", "complex", "text", "bytes", "set"],
+)
+def test_leaves_that_cannot_come_back_are_refused_before_anything_is_taken(arena: Arena, leaf: Any) -> None:
+    """If it failed, the save would fail in the background, or be restored as something else."""
+    with pytest.raises(TypeError, match=r"^state:bad is a \w+.*; a leaf to be saved is an array or a number"):
+        snapshot.describe_items({"state": {"bad": leaf}})
+    assert arena.held() == []
+
+
+def test_uneven_splits_are_refused_by_name() -> None:
+    """If it failed, a leaf with boxes of two shapes would be cut into cells that cross them."""
+
+    class Uneven:
+        def devices_indices_map(self, shape: tuple[int, ...]) -> Mapping[Any, Any]:
+            del shape
+            return {jax.devices()[0]: (slice(0, 3),), jax.devices()[1]: (slice(3, 8),)}
+
+    from ckptkit.sharding import boxes_by_process
+
+    boxes = boxes_by_process(Uneven(), (8,))  # pyright: ignore[reportArgumentType]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(snapshot, "boxes_by_process", lambda *_: boxes)
+        with pytest.raises(
+            ValueError, match=r"^state:w is split unevenly over its devices .*; pad it or replicate it$"
+        ):
+            snapshot.describe_items({"state": {"w": jnp.zeros(8)}})
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"a.b": np.zeros(1), "a": {"b": np.ones(1)}},
+        {"a": [np.zeros(1)], "a.0": np.ones(1)},
+    ],
+    ids=["mapping", "sequence"],
+)
+def test_two_leaves_with_one_name_are_refused(tree: Any) -> None:
+    """If it failed, both would be written to one zarr array, and the step could never be restored."""
+    with pytest.raises(ValueError, match=r"a\.(b|0)"):
+        snapshot.describe_items({"state": tree})
+
+
+def test_boxes_lie_on_pages_and_never_overlap() -> None:
+    """If it failed, one leaf would overwrite the end of another."""
+    tree = {f"{n}": jnp.zeros((n,), jnp.int8) for n in (0, 1, 4095, 4096, 4097)} | {
+        "split": jax.device_put(jnp.zeros((8, 3), jnp.int16), named("x", None))
+    }
+    description = snapshot.describe_items({"state": tree, "more": {"w": np.zeros(5)}})
+    spans = sorted(
+        (box.offset, box.offset + box.box.size * source.record.itemsize)
+        for sources in description.items.values()
+        for source in sources
+        for box in source.record.boxes
+    )
+    assert all(start % 4096 == 0 for start, _ in spans)
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
+    assert spans[-1][1] <= description.slot_bytes
+
+
+def test_large_states_are_copied_by_several_threads_without_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it failed, a leaf at the border of two threads' shares would be copied twice or not at all."""
+    monkeypatch.setattr(snapshot, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(snapshot, "COPY_THREADS", 4)
+    tree = {f"{n}": bits("uint8", (n,), seed=n) for n in (1, 999, 1000, 1001, 5000, 12345, 0)}
+    description = snapshot.describe_items({"state": tree})
+    memory = np.full(description.slot_bytes, 0xEE, np.uint8)
+    assert snapshot.stage(description, memory) == sum(value.nbytes for value in tree.values())
+    for source in description.items["state"]:
+        (box,) = source.record.boxes
+        assert snapshot.box_array(box, source.record, memory).tobytes() == tree[source.record.path[0]].tobytes()
+        end = box.offset + box.box.size
+        assert (memory[end : -(-end // 4096) * 4096] == 0xEE).all()  # the padding is nobody's
+
+
+# What is on disk against what is asked for.
+
+
+def test_every_difference_is_named_at_once() -> None:
+    """If it failed, a changed model would be mended one restart per leaf."""
+    stored = [
+        source.record
+        for source in snapshot.describe_items(
+            {
+                "state": {
+                    "a": jnp.zeros((2, 3)),
+                    "b": jnp.zeros(4, jnp.bfloat16),
+                    "gone": np.zeros(2),
+                    "k": jax.random.key(0),
+                }
+            }
+        ).items["state"]
+    ]
+    asked = {
+        "a": jax.ShapeDtypeStruct((2, 4), np.float32),
+        "b": jax.ShapeDtypeStruct((4,), np.float32),
+        "k": jax.random.key(0, impl="rbg"),
+        "new": {"x": 1},
+    }
+    with pytest.raises(TreeMismatchError) as caught:
+        targets_of("state", asked, stored, step=7, where="gs://b/run")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "step 7 in gs://b/run is not the tree that was asked for (5 differences):"
+    assert lines[1:6] == [
+        "  state:a is float32[2,3] on disk, float32[2,4] in abstract_state",
+        "  state:b is bfloat16[4] on disk, float32[4] in abstract_state",
+        "  state:gone is float64[2] on disk, and not in abstract_state",
+        lines[4],
+        "  state:new.x is int in abstract_state, and not on disk",
+    ]
+    assert lines[4].startswith("  state:k is ")
+    assert "threefry2x32" in lines[4]
+    assert "key<rbg>" in lines[4]
+    assert lines[6] == "Restore with the abstract state of the model that was saved, or change the model."
+    assert caught.value.differences == tuple(line.strip() for line in lines[1:6])
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked"),
+    [(1.5, 1), (1.5, True), (7, True), (True, 1), (7, 1.5), (np.float32(1.5), 1)],
+    ids=lambda v: f"{type(v).__name__}",
+)
+def test_numbers_of_another_kind_are_differences(arena: Arena, stored: Any, asked: Any) -> None:
+    """If it failed, a step counter could come back as 3.5, or a flag as 7 (nothing is cast)."""
+    manifest = save(arena, {"n": stored})
+    with pytest.raises(TreeMismatchError, match=r"state:n is .* on disk, .* in abstract_state"):
+        restore(arena, manifest, {"n": asked})
+
+
+def test_a_tree_can_be_made_from_the_records_alone(arena: Arena) -> None:
+    """If it failed, `restore(step)` without an abstract state would give other shardings than were saved."""
+    tree = {
+        "layers": [{"w": jax.device_put(bits("float32", (8, 4)), named("x", "y"))}, {"w": jnp.zeros((2,))}] * 6,
+        "key": jax.device_put(jax.random.split(jax.random.key(2), 4), named("x")),
+        "count": 3,
+        "host": np.arange(3),
+    }
+    manifest = save(arena, tree)
+
+    def with_sharding(leaf: LeafRecord, value: Any) -> LeafRecord:
+        text = sharding_text(value.sharding) if isinstance(value, jax.Array) else None
+        return replace(leaf, extra={**leaf.extra, "sharding": text}) if text else leaf
+
+    records = [with_sharding(*pair) for pair in zip(manifest.arrays["state"], jax.tree.leaves(tree), strict=True)]
+    manifest = replace(manifest, arrays={"state": tuple(records)})
+    same_bits(restore(arena, manifest, abstract_of(records)), tree)
+
+
+# Whose memory.
+
+
+def pointers(array: jax.Array) -> set[int]:
+    return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
+
+
+def big_tree(seed: int) -> dict[str, jax.Array]:
+    """Large and aligned enough for transfers without a copy, replicated and split."""
+    return {
+        "replicated": jax.device_put(bits("float32", (64, 64), seed), named()),
+        "split": jax.device_put(bits("float32", (64, 64), seed + 1), named("x", "y")),
+        "half": jax.device_put(bits("int32", (64, 64), seed + 2), named("x")),
+        "one": jax.device_put(bits("int32", (64, 64), seed + 3), SingleDeviceSharding(jax.devices()[0])),
+    }
+
+
+def test_what_is_restored_never_changes_with_the_slot(arena: Arena) -> None:
+    """If it failed, the next save would change the weights of the running model (FACTS 3)."""
+    tree = big_tree(0)
+    manifest = save(arena, tree)
+    found = restore(arena, manifest, abstract(tree))
+    expected = jax.tree.map(lambda leaf: plain(leaf).copy(), tree)
+    for slot in arena._slots:
+        slot.memory[:] = 0x55
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(plain(a).view(np.uint8), b.view(np.uint8)), found, expected)
+
+
+def test_no_two_devices_share_restored_memory(arena: Arena) -> None:
+    """If it failed, a donating step on one replica would overwrite the other replica's weights."""
+    tree = big_tree(0)
+    found = restore(arena, save(arena, tree), abstract(tree))
+    all_pointers = [p for leaf in jax.tree.leaves(found) for p in sorted(pointers(leaf))]
+    shards = sum(len(leaf.addressable_shards) for leaf in jax.tree.leaves(found))
+    assert len(set(all_pointers)) == len(all_pointers) == shards
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def step(tree: Any, seed: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf + seed.astype(leaf.dtype), tree)
+
+
+def finite_tree(seed: int) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(seed)
+    specs = {"replicated": named(), "split": named("x", "y"), "half": named("x")}
+    return {
+        name: jax.device_put(rng.integers(-1000, 1000, (64, 64)).astype(np.float32), spec)
+        for name, spec in specs.items()
+    }
+
+
+def test_a_donating_step_on_what_was_restored_computes_what_it_should(arena: Arena) -> None:
+    """If it failed, the first step after a resume would compute on memory that it also writes."""
+    tree = finite_tree(1)
+    found = restore(arena, save(arena, tree), abstract(tree))
+    expected = jax.tree.map(lambda leaf: plain(leaf).copy(), tree)
+    for n in range(1, 6):
+        found = step(found, jnp.int32(n))
+        expected = jax.tree.map(lambda leaf, n=n: leaf + np.float32(n), expected)
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(plain(a), b), found, expected)
+        jax.tree.map(
+            lambda leaf: [np.testing.assert_array_equal(s.data, plain(leaf)[s.index]) for s in leaf.addressable_shards],
+            found,
+        )
+
+
+@given(seed=st.integers(0, 2**31))
+@settings(deadline=None, max_examples=5)
+def test_donating_steps_after_a_save_never_change_what_was_saved(seed: int) -> None:
+    """If it failed, a checkpoint would hold parts of two steps, and its digests would prove it whole."""
+    tree = finite_tree(seed)
+    slots: list[tuple[snapshot.Description, np.ndarray, Any]] = []
+    for n in range(6):
+        description = snapshot.describe_items({"state": tree})
+        memory = np.empty(description.slot_bytes, np.uint8)
+        expected = jax.tree.map(lambda leaf: np.array(leaf, copy=True), tree)
+        snapshot.stage(description, memory)
+        tree = step(tree, jnp.int32(n + 1))  # at once, as a training loop does
+        tree = step(tree, jnp.int32(n + 2))
+        slots.append((description, memory, expected))
+    jax.block_until_ready(tree)
+    for description, memory, expected in slots:
+        for source in description.items["state"]:
+            for box in source.record.boxes:
+                stored = snapshot.box_array(box, source.record, memory)
+                np.testing.assert_array_equal(stored, expected[source.record.path[0]][box.box.slices()])
+
+
+@pytest.mark.parametrize("sharding", ["one device", "2-D", "replicated"])
+def test_staging_keeps_no_hold_on_the_state(sharding: str) -> None:
+    """If it failed, the step after a save would take fresh memory instead of the donated (FACTS 3): a slow step."""
+    value = jax.device_put(np.ones((256, 256), np.float32), SHARDINGS[sharding]())
+    double = jax.jit(lambda x: x * 2, donate_argnums=0)
+    unstaged = jax.block_until_ready(double(jax.device_put(np.ones((256, 256), np.float32), SHARDINGS[sharding]())))
+    before = pointers(unstaged)
+    reused = pointers(jax.block_until_ready(double(unstaged))) == before
+    assert reused, "donation itself does not reuse memory here: this test cannot tell"
+    value = jax.block_until_ready(double(value))
+    description = snapshot.describe_items({"state": {"w": value}})
+    snapshot.stage(description, np.empty(description.slot_bytes, np.uint8))
+    del description
+    before = pointers(value)
+    assert pointers(jax.block_until_ready(double(value))) == before
+
+
+# Every bit counts.
+
+
+def test_one_flipped_bit_anywhere_is_rejected_and_named(arena: Arena) -> None:
+    """If it failed, memory that rots would go into the model."""
+    tree = {
+        "a": jax.device_put(bits("bfloat16", (4, 2)), named("x", "y")),
+        "b": np.arange(3, dtype=np.int8),
+        "k": jax.random.key(1),
+        "n": 7,
+    }
+    manifest = save(arena, tree)
+    (slot,) = [slot for slot in arena._slots if slot.save_id == SAVE]
+    covered = 0
+    for leaf in manifest.arrays["state"]:
+        for record in leaf.boxes:
+            for bit in range(8 * record.box.size * leaf.itemsize):
+                at = record.offset + bit // 8
+                slot.memory[at] ^= 1 << bit % 8
+                with pytest.raises(CorruptCheckpointError, match=rf"/slot-\d\.bin: leaf {leaf.name}, cell \("):
+                    restore(arena, manifest, abstract(tree))
+                slot.memory[at] ^= 1 << bit % 8
+                covered += 1
+    assert covered == 8 * manifest.held_bytes
+    same_bits(restore(arena, manifest, abstract(tree)), tree)
+
+
+def test_the_manifest_on_disk_restores_what_the_one_in_memory_does(arena: Arena) -> None:
+    """If it failed, only the process that saved a step could restore it."""
+    tree = big_tree(3) | {"k": jax.random.key(5), "n": 1}
+    save(arena, tree)
+    assert arena.directory is not None
+    ((_, manifest),) = read_manifests([arena.directory])[0]
+    same_bits(restore(arena, manifest, abstract(tree)), tree)
+
+
+def test_a_target_needs_exactly_the_boxes_of_its_devices() -> None:
+    """If it failed, a process would read the whole of every leaf, or miss a shard."""
+    target = Target(key=("s", ("w",)), kind="jax", shape=(8, 4), dtype="float32", sharding=named("x", "y"))
+    assert [box.start for box in target.boxes] == [(0, 0), (0, 2), (4, 0), (4, 2)]
+    host = replace(target, sharding=None)
+    assert [(box.start, box.stop) for box in host.boxes] == [((0, 0), (8, 4))]
+    assert ml_dtypes.bfloat16 is not None

@@ -1,0 +1,165 @@
+"""The background threads: jobs in order, a bound on what waits, errors told once, and a thread that ends."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptkit.arena import Arena
+from ckptkit.errors import StoreFullError
+from ckptkit.flush import Worker, commit_slot, copy_slot
+from ckptkit.manifest import Manifest, SaveId, Writer
+
+LONG_S = 60.0  # only ever waited out by a test that fails
+
+
+class Gate:
+    """A job that says that it runs, and ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.running = threading.Event()
+        self.go_on = threading.Event()
+
+    def __call__(self) -> None:
+        self.running.set()
+        assert self.go_on.wait(LONG_S)
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker("ckptkit-test", waiting_max=2)
+    yield made
+    made.close()
+
+
+def test_jobs_run_in_the_order_of_submit(worker: Worker) -> None:
+    """If it failed, two processes would hold their meetings in different orders and wait for each other for ever."""
+    ran: list[tuple[int, str]] = []
+    for n in range(50):
+        worker.submit(lambda n=n: ran.append((n, threading.current_thread().name)))
+    worker.drain()
+    assert ran == [(n, "ckptkit-test") for n in range(50)]
+
+
+def test_submit_waits_while_the_queue_is_full(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it failed, a slow bucket would let saves pile up until the host has no memory left."""
+    gate, ran = Gate(), []
+    worker.submit(gate)
+    assert gate.running.wait(LONG_S)
+    worker.submit(lambda: ran.append(1))
+    worker.submit(lambda: ran.append(2))
+    settled, submitted = threading.Event(), threading.Event()
+    wait_for = worker._changed.wait_for
+
+    def told(predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        if not predicate():
+            settled.set()  # about to wait
+        return wait_for(predicate, timeout)
+
+    def third() -> None:
+        worker.submit(lambda: ran.append(3))
+        submitted.set()
+        settled.set()
+
+    monkeypatch.setattr(worker._changed, "wait_for", told)
+    thread = threading.Thread(target=third)
+    thread.start()
+    assert settled.wait(LONG_S)
+    assert not submitted.is_set()
+    assert ran == []
+    gate.go_on.set()
+    assert submitted.wait(LONG_S)
+    thread.join(LONG_S)
+    worker.drain()
+    assert ran == [1, 2, 3]
+
+
+def test_idle_says_whether_anything_runs_or_waits(worker: Worker) -> None:
+    """If it failed, `is_saving_in_progress` would lie, and a flush would begin while another one runs."""
+    assert worker.idle
+    gate = Gate()
+    worker.submit(gate)
+    assert not worker.idle  # whether it waits or runs
+    assert gate.running.wait(LONG_S)
+    assert not worker.idle
+    assert not worker.wait_idle(0.0)
+    gate.go_on.set()
+    assert worker.wait_idle(LONG_S)
+    assert worker.idle
+
+
+def test_drain_raises_the_first_escaped_error_once_and_the_thread_lives_on(worker: Worker) -> None:
+    """If it failed, a failed save would be silent, be raised twice, or end all later saves."""
+
+    def fails(text: str) -> None:
+        raise RuntimeError(text)
+
+    ran = []
+    worker.submit(lambda: fails("first"))
+    worker.submit(lambda: fails("second"))
+    worker.submit(lambda: ran.append(3))
+    with pytest.raises(RuntimeError, match=r"^first$"):
+        worker.drain()
+    assert ran == [3]
+    worker.drain()
+    worker.submit(lambda: ran.append(4))
+    worker.drain()
+    assert ran == [3, 4]
+
+
+def test_close_finishes_what_is_queued_and_joins_the_thread() -> None:
+    """If it failed, the last checkpoint of a run would be lost, or the process would never end."""
+    worker = Worker("ckptkit-closing", waiting_max=8)
+    gate, ran = Gate(), []
+    worker.submit(gate)
+    for n in range(3):
+        worker.submit(lambda n=n: ran.append(n))
+    gate.go_on.set()
+    worker.close()
+    assert ran == [0, 1, 2]
+    assert "ckptkit-closing" not in [thread.name for thread in threading.enumerate()]
+    worker.close()
+    with pytest.raises(RuntimeError, match=r"^ckptkit-closing was closed$"):
+        worker.submit(lambda: None)
+
+
+def test_a_finished_job_keeps_nothing_alive(worker: Worker) -> None:
+    """If it failed, the last save's arrays would stay in memory until the next save."""
+
+    class Held:
+        pass
+
+    held = Held()
+    gone = weakref.ref(held)
+    worker.submit(lambda held=held: None)
+    del held
+    worker.drain()
+    assert gone() is None
+
+
+def test_a_copied_slot_is_committed_under_its_own_name(tmp_path: Path) -> None:
+    """If it failed, a manifest on the SSD would name the ramdisk's slot."""
+    ram = Arena.open(tmp_path / "ram", 0, slots=2, synced=False)
+    ssd = Arena.open(tmp_path / "ssd", 0, slots=2, synced=True)
+    source = ram.acquire(5000)
+    assert source is not None
+    source.memory[:5000] = np.arange(5000) % 251
+    save = SaveId(1, 4, 0)
+    writer = Writer(process=0, count=1, host="h")
+    manifest = Manifest(save_id=save, writer=writer, slot="slot-9.bin", arrays={}, inline={})
+    copied = copy_slot(source, manifest, 5000, ssd)
+    np.testing.assert_array_equal(copied.memory[:5000], source.memory[:5000])
+    assert (ssd.held(), copied.leases) == ([], 1)
+    commit_slot(copied, manifest, ssd)
+    assert [(m.save_id, m.slot) for m in ssd.manifests()] == [(save, copied.name)]
+    other = ssd.acquire(1)
+    assert other is not None
+    with pytest.raises(StoreFullError, match=r"^no free slot in .*/ssd/0 for step 4$"):
+        copy_slot(source, manifest, 5000, ssd)
+    ram.close()
+    ssd.close()
