@@ -56,11 +56,20 @@ def save(manager: Any | None, state: State, position: Position, *, force: bool =
     """
     if manager is None:
         return False
-    args = ocp.args.Composite(
+    return bool(manager.save(position.step, args=_args(state, position), force=force))
+
+
+def prepare(manager: Any | None, state: State, position: Position) -> None:
+    """Begin to make the room that saves of this state take, while the step compiles."""
+    if manager is not None:
+        manager.prepare(_args(state, position))
+
+
+def _args(state: State, position: Position) -> Any:
+    return ocp.args.Composite(
         state=ocp.args.StandardSave(state),  # pyright: ignore[reportCallIssue]
         data=ocp.args.JsonSave(position.to_json()),  # pyright: ignore[reportCallIssue]
     )
-    return bool(manager.save(position.step, args=args, force=force))
 
 
 def wait_until_staged(manager: Any | None) -> None:

@@ -10,7 +10,7 @@ import jax
 
 from ckptkit import EventLog
 from tools.corpus import build_corpus
-from trainer.checkpoint import check_writable, make_manager, restore_newest, save, wait_until_staged
+from trainer.checkpoint import check_writable, make_manager, prepare, restore_newest, save, wait_until_staged
 from trainer.cluster import join
 from trainer.config import MeshConfig, RunConfig
 from trainer.data import Position, open_batches, start_position
@@ -59,6 +59,7 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
     with events.span("training_prep"):
         state, position = restored or (jax.block_until_ready(program.init()), start)
         loop_state = LoopState(state=state, position=position)
+        prepare(manager, state, position)
         batches = open_batches(corpus, position, batch_sharding(mesh), steps=loop.steps)
         proof = Proof(Path(loop.proof), jax.process_index()) if loop.proof else None
     with events.span("compile"):

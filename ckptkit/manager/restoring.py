@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
-from ckptkit import clock
+from ckptkit import clock, layout
 from ckptkit.arena import SlotReader, read_manifests, slot_directories
 from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import Ancestry, EpochRecords
@@ -54,6 +55,7 @@ class Restored:
     items: Mapping[str, Any]
     save_id: SaveId
     default_item: bool
+    slot_bytes: int  # that a save of the same would take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +204,9 @@ class Restorer:
             save_id=str(save_id),
             duration_s=round(clock.monotonic_s() - start_s, 6),
         )
-        return Restored(items=items, save_id=save_id, default_item=DEFAULT_ITEM in items)
+        return Restored(
+            items=items, save_id=save_id, default_item=DEFAULT_ITEM in items, slot_bytes=_slot_bytes(proven.targets)
+        )
 
     def _read(self, candidate: Candidate, local: LocalSave | None, wanted: RestoreItems) -> _Proven:
         """Plans, reads and proves this process's part; touches no device.
@@ -337,6 +341,11 @@ class Restorer:
             return {"fatal": fatal[0] if fatal else None, "reject": "; ".join(reject) or None}
 
         return self._coordinator.agree("restore", value, worst, timeout_s=self._timeout_s)
+
+
+def _slot_bytes(targets: Sequence[Target]) -> int:
+    page, sizes = layout.PAGE_BYTES, [(t.boxes, np.dtype(t.dtype).itemsize) for t in targets]
+    return sum(-(-box.size * itemsize // page) * page for boxes, itemsize in sizes for box in boxes)
 
 
 def _is_fatal(error: Exception) -> bool:

@@ -68,13 +68,42 @@ class SavePipeline:
         self._timeout_s = timeout_s
         self._claimed: int | None = None
         self._failures: list[SaveFailedError] = []
+        self._prepared_bytes = 0
+        self._describer = snapshot.Describer(_with_shardings)
+        self._maker = Worker("ckptkit-arena", waiting_max=4)
         self._writer = Worker("ckptkit-writer", waiting_max=8)
         self._disk = Worker("ckptkit-disk", waiting_max=1)
         self._durable = Worker("ckptkit-durable", waiting_max=1)
 
     def describe(self, items: SaveItems) -> snapshot.Description:
         """What a save of `items` will hold; raises for leaves that cannot be saved, before anything is taken."""
-        return _with_shardings(snapshot.describe_items(items.trees))
+        return self._describer(items.trees)
+
+    def prepare(self, slot_bytes: int) -> None:
+        """Begins to make the slots of every fast tier in the background, for saves of `slot_bytes`.
+
+        Raises `StoreFullError` where a tier has no room for its slots, with the bytes needed and free.
+        """
+        arenas = [arena for arena in (self._tiers.staging, self._tiers.disk) if arena is not None]
+        for arena in arenas:
+            arena.check_room(slot_bytes)
+        self.reserve(slot_bytes)
+
+    def reserve(self, slot_bytes: int) -> None:
+        """What `prepare` begins, without asking for room first: a tier that has none says so in an event."""
+        if self._prepared_bytes >= slot_bytes:
+            return
+        self._prepared_bytes = slot_bytes
+
+        def reserve(arena: Arena, tier: str) -> None:
+            try:
+                arena.reserve(slot_bytes)
+            except CheckpointError as error:
+                self._events.emit(Kind.DEGRADED, tier=tier, reason=self._describe(error))
+
+        self._maker.submit(lambda: reserve(self._tiers.staging, self._tiers.staging_name))
+        if (disk := self._tiers.disk) is not None:
+            self._maker.submit(lambda: reserve(disk, "ssd"))
 
     def submit(
         self,
@@ -101,7 +130,7 @@ class SavePipeline:
         slot = self._acquire(description.slot_bytes, waits_s)
         waited_s = clock.monotonic_s() - waiting_s
         strategy, reason = snapshot.strategy_for(jax.default_backend())
-        staged_bytes = snapshot.stage(description, slot.memory) if slot is not None else 0
+        staged_bytes = snapshot.stage(description, items.trees, slot.memory) if slot is not None else 0
         staged_s = clock.monotonic_s()
         self._book.begin(save_id)
         if slot is not None:
@@ -114,16 +143,16 @@ class SavePipeline:
                 stall_s=round(staged_s - start_s, 6),
                 waited_s=round(waited_s, 6),
             )
-        description = _without_values(description)
         save = Save(
             save_id=save_id,
-            items=replace(items, trees={}),
+            items=replace(items, trees={}),  # a reference held in the background would keep device memory in use
             description=description,
             slot=slot,
             due=due,
             metrics=metrics,
             staged_s=staged_s,
         )
+        self.reserve(description.slot_bytes)  # the other slots: the next saves find them made
         self._writer.submit(lambda: self._commit(save))
 
     def wait(self) -> None:
@@ -148,7 +177,7 @@ class SavePipeline:
 
     def close(self) -> None:
         """Finishes what is under way and joins the threads."""
-        for worker in (self._writer, self._disk, self._durable):
+        for worker in (self._writer, self._disk, self._durable, self._maker):
             worker.close()
 
     # In the writer thread.
@@ -382,14 +411,3 @@ def _with_shardings(description: snapshot.Description) -> snapshot.Description:
         return replace(source, record=replace(source.record, extra={**source.record.extra, "sharding": text}))
 
     return replace(description, items={item: tuple(map(added, sources)) for item, sources in description.items.items()})
-
-
-def _without_values(description: snapshot.Description) -> snapshot.Description:
-    """Lets the arrays go: a reference held in the background would keep device memory from being reused."""
-    return replace(
-        description,
-        items={
-            item: tuple(replace(source, value=None) for source in sources)
-            for item, sources in description.items.items()
-        },
-    )

@@ -301,6 +301,27 @@ def test_no_free_slot_skips_the_step_and_says_so(run: Run, monkeypatch: Any) -> 
         assert manager.latest_step() == 2
 
 
+def test_slots_are_made_before_the_first_save(run: Run) -> None:
+    """The first saves would pay for the first touch of their memory, seconds for a large state."""
+    with run.manager() as manager:
+        manager.prepare(save_args(make_state(0), 0))
+    sizes = {path.name: path.stat().st_size for path in run.ram.rglob("slot-*.bin")}
+    assert set(sizes) == {"slot-0.bin", "slot-1.bin", "slot-2.bin"}
+    assert len(set(sizes.values())) == 1
+    assert len(list(run.ssd.rglob("slot-*.bin"))) == 2
+    with run.manager() as manager:
+        manager.save(0, args=save_args(make_state(0), 0))
+    assert {path.stat().st_size for path in run.ram.rglob("slot-*.bin")} == set(sizes.values())
+
+
+def test_a_ramdisk_that_is_too_small_is_refused_with_numbers(run: Run, monkeypatch: Any) -> None:
+    """The job would find out in the middle of a save, slot by slot."""
+    monkeypatch.setattr("ckptkit.arena._free_bytes", lambda _: 8192)
+    said = r"needs \d+ more bytes for 3 slots of \d+, 8192 are free"
+    with run.manager() as manager, pytest.raises(ckptkit.StoreFullError, match=said):
+        manager.prepare(save_args(make_state(0), 0))
+
+
 def test_unsupported_items_and_leaves_are_refused_by_name(run: Run) -> None:
     """A typo would be found at the restart, when the run is lost."""
     with run.manager() as manager:
