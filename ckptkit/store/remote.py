@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, final
 
-import aiohttp
 import fsspec
+from fsspec.asyn import AsyncFileSystem
 
 from ckptkit.errors import StoreError, TransientStoreError
 from ckptkit.store.base import PutMode, Stat, checked_key
 
-_ANSWER_TIMEOUT_S = 20.0
+_OPERATION_TIMEOUT_S = 20.0  # of a small object; a server that accepts and never answers would hang a restart
 _TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
 
 
@@ -36,19 +36,19 @@ class RemoteStore:
         """Stores `data` whole; `create` is a precondition that the bucket itself checks."""
         path = self._path(key)
         with _translated(f"{self._url}/{key}"):
-            self._fs.pipe_file(path, data, mode="create" if mode == "create" else "overwrite")
+            self._ask("pipe_file", path, data, mode="create" if mode == "create" else "overwrite")
 
     def get(self, key: str) -> bytes:
         """The whole object; raises `FileNotFoundError` where there is none."""
         path = self._path(key)
         with _translated(f"{self._url}/{key}"):
-            return self._fs.cat_file(path)
+            return self._ask("cat_file", path)
 
     def stat(self, key: str) -> Stat | None:
         """Facts about an object; None where there is none."""
         path = self._path(key)
         with suppress(FileNotFoundError), _translated(f"{self._url}/{key}"):
-            info: dict[str, Any] = self._fs.info(path)
+            info: dict[str, Any] = self._ask("info", path)
             return Stat(int(info["size"])) if info["type"] == "file" else None
         return None
 
@@ -57,7 +57,7 @@ class RemoteStore:
         path = self._path(prefix) if prefix else self._root
         with suppress(FileNotFoundError), _translated(f"{self._url}/{prefix}"):
             self._fs.invalidate_cache()
-            entries: list[dict[str, Any]] = self._fs.ls(path, detail=True)
+            entries: list[dict[str, Any]] = self._ask("ls", path, detail=True)
             names = {
                 entry["name"].rstrip("/").rpartition("/")[2] + "/" * (entry["type"] == "directory")
                 for entry in entries
@@ -70,18 +70,21 @@ class RemoteStore:
         """Removes an object; one that is absent is no error."""
         path = self._path(key)
         with suppress(FileNotFoundError), _translated(f"{self._url}/{key}"):
-            self._fs.rm_file(path)
+            self._ask("rm_file", path)
+
+    def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """One operation. An asynchronous file system's own tries end at the limit, however many they would be."""
+        if isinstance(self._fs, AsyncFileSystem):
+            kwargs["timeout"] = _OPERATION_TIMEOUT_S
+        return getattr(self._fs, method)(*args, **kwargs)
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{checked_key(key)}"
 
 
 def _open_filesystem(url: str) -> tuple[Any, str]:
-    # Without it a server that accepts and never answers is waited for forever.
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_ANSWER_TIMEOUT_S)
-    options = {"requests_timeout": timeout} if url.startswith(("gs://", "gcs://")) else {}
     with _translated(url):
-        return fsspec.core.url_to_fs(url, **options)
+        return fsspec.core.url_to_fs(url)
 
 
 @contextmanager
@@ -98,6 +101,8 @@ def _translated(where: str) -> Iterator[None]:
         with suppress(TypeError, ValueError):
             status = int(status)  # pyright: ignore[reportArgumentType]
         message = f"{where}: {type(error).__name__}: {error}"
+        if isinstance(error, TimeoutError):
+            message = f"{where}: no answer within {_OPERATION_TIMEOUT_S:g} s; look at the network and at the service"
         if status == 412:
             raise FileExistsError(message) from error
         # gcsfs makes an OSError of a 403 and keeps no status.

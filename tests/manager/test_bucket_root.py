@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, PermissionWithdrawn, Status
+from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Hang, PermissionWithdrawn, Status
 from tests.states import abstract, assert_same, make_state, restore_args, save_args
 
 
@@ -47,6 +47,16 @@ def test_an_unreachable_bucket_is_not_an_empty_one(server: BucketServer, monkeyp
     with ckptkit.CheckpointManager("gs://runs/run") as manager:
         assert manager.latest_step() == 3
         assert_same(manager.restore(None, args=restore_args(abstract(make_state())))["state"], make_state(3))
+
+
+def test_a_bucket_that_never_answers_is_given_up(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart would hang for ever, and nobody would know on what."""
+    monkeypatch.setattr("ckptkit.store.remote._OPERATION_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("ckptkit.manager.checkpoint_manager.STORE_DEADLINE_S", 0.5)
+    server.faults = FaultPlan(faults=(Fault(effect=Hang()),))
+    with pytest.raises(ckptkit.TransientStoreError, match=r"gs://runs/run.*: no answer within 1 s"):
+        ckptkit.CheckpointManager("gs://runs/run")
+    server.faults = FaultPlan()
 
 
 async def _no_sleep(_: float) -> None:
