@@ -79,25 +79,25 @@ class Describer:
         return self._last[1]
 
 
-def strategy_for(backend: str) -> tuple[str, str]:
-    """How a save keeps the state alive while the next step donates it, and why."""
-    if backend == "cpu":
-        return "slot_copy", "on the CPU backend one copy straight into the slot is the floor"
-    return "block", f"the {backend} backend's transfer to the slot is waited for"
+Shard = tuple[Any, BoxRecord]  # a single-device array or a NumPy one, and where it goes
 
 
-def stage(description: Description, trees: Mapping[str, Any], memory: np.ndarray) -> int:
-    """Copies every box of this process into `memory` and returns the bytes; the caller may then donate the state.
+def local_shards(description: Description, trees: Mapping[str, Any]) -> list[Shard]:
+    """One local shard for every box that this process stores, in the order of their offsets. Moves no bytes."""
+    return [
+        shard
+        for item, sources in description.items.items()
+        for source, value in zip(sources, jax.tree.leaves(trees[item]), strict=True)
+        for shard in _held(source.record, value)
+    ]
+
+
+def copy_shards(shards: Sequence[Shard], memory: np.ndarray) -> int:
+    """Copies shards into a slot and returns the bytes; when it returns, nothing refers to the arrays any more.
 
     Waits for the arrays to be ready, then runs at memory speed on several threads. Keeps no view of any array: on
     the CPU backend a held view would make the next donating step allocate afresh.
     """
-    shards = [
-        held
-        for item, sources in description.items.items()
-        for source, value in zip(sources, jax.tree.leaves(trees[item]), strict=True)
-        for held in _held(source.record, value)
-    ]
     for shard, _ in shards:
         if not isinstance(shard, np.ndarray):
             shard.copy_to_host_async()
@@ -215,7 +215,7 @@ def _is_numeric(dtype: np.dtype) -> bool:
     return dtype.kind in "biufcmM" or dtype.isbuiltin == 2
 
 
-def _held(record: LeafRecord, value: Any) -> list[tuple[Any, BoxRecord]]:
+def _held(record: LeafRecord, value: Any) -> list[Shard]:
     """One local shard for every box that this process stores of a leaf."""
     if record.kind != "jax":
         return [(np.asarray(value, np.dtype(record.dtype)), record.boxes[0])]

@@ -24,6 +24,7 @@ from ckptkit.manager.restoring import Restorer
 from ckptkit.manager.saving import DURABLE, MEMORY, SavePipeline, Tiers
 from ckptkit.manifest import SaveId, Writer
 from ckptkit.policy import Tier, checked_tiers
+from ckptkit.staging import checked_choice
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
 
@@ -44,6 +45,8 @@ class CheckpointManager:
       tiers: `Tier.ram(...)`, `Tier.ssd(...)`.
       host_id: names this host below a tier's path (default: the host's name); it must outlive a restart.
       events: where to record what happens (default: nowhere).
+      staging: how a save keeps the state alive (`ckptkit.staging`): `auto`, or a strategy by name. With `gate` the
+        state may be donated only after `wait_until_staged`.
       timeout_s: the longest wait for other processes, and for the previous durable save.
 
     Raises `TierUnusableError` for a tier that cannot be written, `StoreError` for a durable root that cannot be
@@ -58,6 +61,7 @@ class CheckpointManager:
         tiers: Sequence[Tier] = (),
         host_id: str | None = None,
         events: EventLog | None = None,
+        staging: str = "auto",
         timeout_s: float = 600.0,
     ):
         self._options = options or ocp.CheckpointManagerOptions()
@@ -65,6 +69,7 @@ class CheckpointManager:
         self._events = events or EventLog()
         self._host_id = layout.checked_name(host_id or socket.gethostname(), "host_id")
         self._timeout_s = timeout_s
+        self._staging = checked_choice(staging)
         self._coordinator = make_coordinator()
         url = root_url(directory)
         # Asked first: its errors say what is wrong with the root, and nothing has been opened yet.
@@ -190,9 +195,11 @@ class CheckpointManager:
         return self._durable.orbax.reached_preemption(step)
 
     def wait_until_staged(self) -> None:
-        """Returns once what the last `save` was given may be donated: for a step that is split into gradient and
-        donating update. `save` itself stages before it returns, so there is nothing to wait for after it.
+        """Returns once everything that `save` was given may be donated, also with `staging="gate"`: for a step that is
+        split into gradient and donating update, to call between the two. Raises nothing: a save that failed while it
+        was staged is reported as any other.
         """
+        self._pipeline.wait_until_staged()
 
     def is_saving_in_progress(self) -> bool:
         """Whether any tier is still being written."""
@@ -319,7 +326,7 @@ class CheckpointManager:
             staging, name = Arena(None, slots=3, synced=False), MEMORY
         tiers = Tiers(staging=staging, staging_name=name, disk=disk, durable=self._durable, epochs=self._epochs)
         writer = Writer(process=self._coordinator.process, count=self._coordinator.count, host=self._host_id)
-        return SavePipeline(tiers, self._coordinator, writer, self._book, self._events, self._timeout_s)
+        return SavePipeline(tiers, self._coordinator, writer, self._book, self._events, self._timeout_s, self._staging)
 
     def _due(self, step: int, force: bool) -> frozenset[str]:
         reached = self._durable.orbax.reached_preemption(step)

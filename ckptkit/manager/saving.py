@@ -7,13 +7,14 @@ when a durable save is due, for the previous durable save.
 
 from __future__ import annotations
 
+import threading
 import traceback
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from ckptkit import clock, snapshot
+from ckptkit import clock, snapshot, staging
 from ckptkit.arena import Arena, Slot
 from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import EpochRecords
@@ -38,6 +39,7 @@ class Save:
     items: SaveItems
     description: snapshot.Description
     slot: Slot | None
+    staging: staging.Staging | None
     due: frozenset[str]
     metrics: Any
     staged_s: float  # monotonic, when the step loop was let go
@@ -58,7 +60,14 @@ class SavePipeline:
     """Owner of the background threads. Every method but `submit` may be called on one process alone."""
 
     def __init__(
-        self, tiers: Tiers, coordinator: Coordinator, writer: Writer, book: Book, events: EventLog, timeout_s: float
+        self,
+        tiers: Tiers,
+        coordinator: Coordinator,
+        writer: Writer,
+        book: Book,
+        events: EventLog,
+        timeout_s: float,
+        choice: str,
     ):
         self._tiers = tiers
         self._coordinator = coordinator
@@ -68,6 +77,9 @@ class SavePipeline:
         self._timeout_s = timeout_s
         self._claimed: int | None = None
         self._failures: list[SaveFailedError] = []
+        self._choice = staging.checked_choice(choice)
+        self._staged = threading.Condition()
+        self._unstaged = 0
         self._prepared_bytes = 0
         self._describer = snapshot.Describer(_with_shardings)
         self._maker = Worker("ckptkit-arena", waiting_max=4)
@@ -129,17 +141,16 @@ class SavePipeline:
             waits_s = self._timeout_s
         slot = self._acquire(description.slot_bytes, waits_s)
         waited_s = clock.monotonic_s() - waiting_s
-        strategy, reason = snapshot.strategy_for(jax.default_backend())
-        staged_bytes = snapshot.stage(description, items.trees, slot.memory) if slot is not None else 0
+        staged = staging.begin(self._choice, description, items.trees, slot.memory) if slot is not None else None
         staged_s = clock.monotonic_s()
         self._book.begin(save_id)
-        if slot is not None:
+        if staged is not None:
             self._events.emit(
                 Kind.STAGED,
                 step=save_id.step,
-                strategy=strategy,
-                reason=reason,
-                bytes=staged_bytes,
+                strategy=staged.strategy,
+                reason=staged.reason,
+                bytes=sum(source.record.held_bytes for sources in description.items.values() for source in sources),
                 stall_s=round(staged_s - start_s, 6),
                 waited_s=round(waited_s, 6),
             )
@@ -148,12 +159,20 @@ class SavePipeline:
             items=replace(items, trees={}),  # a reference held in the background would keep device memory in use
             description=description,
             slot=slot,
+            staging=staged,
             due=due,
             metrics=metrics,
             staged_s=staged_s,
         )
         self.reserve(description.slot_bytes)  # the other slots: the next saves find them made
+        with self._staged:
+            self._unstaged += 1
         self._writer.submit(lambda: self._commit(save))
+
+    def wait_until_staged(self) -> None:
+        """Waits until no save refers to the arrays that it was given."""
+        with self._staged:
+            self._staged.wait_for(lambda: self._unstaged == 0)
 
     def wait(self) -> None:
         """Waits until every save that was taken is in all the tiers it was due in, or has failed."""
@@ -183,16 +202,17 @@ class SavePipeline:
     # In the writer thread.
 
     def _commit(self, save: Save) -> None:
-        """Digest, manifest, local commit, vote; then on to the slower tiers."""
-        manifest, refusal = None, "no free slot: slower tiers still read the others"
-        if save.slot is not None:
-            try:
+        """Finish staging, digest, manifest, local commit, vote; then on to the slower tiers."""
+        manifest = None
+        refusal = "no free slot: slower tiers still read the others, or they are still being made"
+        try:
+            self._finish_staging(save)
+            if save.slot is not None:
                 self._claim_epoch(save.save_id)
-                manifest = self._digest_and_commit(save, save.slot)
-                refusal = None
-            except Exception as error:  # noqa: BLE001  the top of a thread: voted on, reported and stored below
-                refusal = self._describe(error)
-                self._fail(save.save_id, self._tiers.staging_name, error)
+                manifest, refusal = self._digest_and_commit(save, save.slot), None
+        except Exception as error:  # noqa: BLE001  the top of a thread: voted on, reported and stored below
+            refusal = self._describe(error)
+            self._fail(save.save_id, self._tiers.staging_name, error)
         try:
             refusals = self._vote("commit", refusal)
         except CheckpointError as error:
@@ -207,8 +227,17 @@ class SavePipeline:
         self._flush(save, save.slot, manifest)
         self._tiers.staging.release(save.slot)
 
+    def _finish_staging(self, save: Save) -> None:
+        try:
+            if save.staging is not None:
+                save.staging.finish()
+                self._phase(save.save_id, "staged", self._tiers.staging_name)
+        finally:
+            with self._staged:
+                self._unstaged -= 1
+                self._staged.notify_all()
+
     def _digest_and_commit(self, save: Save, slot: Slot) -> Manifest:
-        self._phase(save.save_id, "staged", self._tiers.staging_name)
         records = snapshot.digest_records(save.description, slot.memory)
         manifest = Manifest(
             save_id=save.save_id,

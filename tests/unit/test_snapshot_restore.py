@@ -101,7 +101,7 @@ def save(arena: Arena, tree: Any, save_id: SaveId = SAVE) -> Manifest:
     slot = arena.acquire(description.slot_bytes)
     assert slot is not None
     slot.memory[:] = 0xEE
-    staged = snapshot.stage(description, {"state": tree}, slot.memory)
+    staged = snapshot.copy_shards(snapshot.local_shards(description, {"state": tree}), slot.memory)
     records = snapshot.digest_records(description, slot.memory)
     manifest = Manifest(
         save_id=save_id,
@@ -349,7 +349,9 @@ def test_large_states_are_copied_by_several_threads_without_a_gap(monkeypatch: p
     tree = {f"{n}": bits("uint8", (n,), seed=n) for n in (1, 999, 1000, 1001, 5000, 12345, 0)}
     description = snapshot.describe_items({"state": tree})
     memory = np.full(description.slot_bytes, 0xEE, np.uint8)
-    assert snapshot.stage(description, {"state": tree}, memory) == sum(value.nbytes for value in tree.values())
+    assert snapshot.copy_shards(snapshot.local_shards(description, {"state": tree}), memory) == sum(
+        value.nbytes for value in tree.values()
+    )
     for source in description.items["state"]:
         (box,) = source.record.boxes
         assert snapshot.box_array(box, source.record, memory).tobytes() == tree[source.record.path[0]].tobytes()
@@ -506,7 +508,7 @@ def test_donating_steps_after_a_save_never_change_what_was_saved(seed: int) -> N
         description = snapshot.describe_items({"state": tree})
         memory = np.empty(description.slot_bytes, np.uint8)
         expected = jax.tree.map(lambda leaf: np.array(leaf, copy=True), tree)
-        snapshot.stage(description, {"state": tree}, memory)
+        snapshot.copy_shards(snapshot.local_shards(description, {"state": tree}), memory)
         tree = step(tree, jnp.int32(n + 1))  # at once, as a training loop does
         tree = step(tree, jnp.int32(n + 2))
         slots.append((description, memory, expected))
@@ -529,7 +531,9 @@ def test_staging_keeps_no_hold_on_the_state(sharding: str) -> None:
     assert reused, "donation itself does not reuse memory here: this test cannot tell"
     value = jax.block_until_ready(double(value))
     description = snapshot.describe_items({"state": {"w": value}})
-    snapshot.stage(description, {"state": {"w": value}}, np.empty(description.slot_bytes, np.uint8))
+    snapshot.copy_shards(
+        snapshot.local_shards(description, {"state": {"w": value}}), np.empty(description.slot_bytes, np.uint8)
+    )
     del description
     before = pointers(value)
     assert pointers(jax.block_until_ready(double(value))) == before

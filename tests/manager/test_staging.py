@@ -1,0 +1,150 @@
+"""Saves between donating steps: whatever the strategy, what is restored is what was there when `save` was called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckptkit
+from ckptkit import staging
+from tests.states import assert_same, make_state, put
+
+
+@jax.jit
+def gradient(state: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf * 0 + 1, state)
+
+
+update = jax.jit(lambda state, by: jax.tree.map(jnp.add, state, by), donate_argnums=0)
+step_whole = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), donate_argnums=0)
+
+
+def begin_state() -> Any:
+    return {
+        "w": put(np.zeros((256, 64), np.float32), "data", "fsdp"),
+        "b": put(np.zeros(8, np.int32)),
+        "h": put(np.zeros(16, np.float16), "fsdp"),
+    }
+
+
+@pytest.mark.parametrize("strategy", ["auto", "slot_copy", "device_copy", "gate", "alias", "block"])
+@settings(deadline=None, max_examples=8)
+@given(actions=st.lists(st.sampled_from(["whole", "split", "save"]), min_size=4, max_size=14))
+def test_every_restored_step_is_exact(tmp_path_factory: Any, strategy: str, actions: list[str]) -> None:
+    """A checkpoint would hold parts of two steps, or a save would fail with 'Array has been deleted'."""
+    root: Path = tmp_path_factory.mktemp("run")
+    state, count = begin_state(), 0
+    tiers = [ckptkit.Tier.ram(str(root / "ram"), slots=4)]
+    options = ocp.CheckpointManagerOptions(save_interval_steps=10**6)
+    with ckptkit.CheckpointManager(root / "d", options=options, tiers=tiers, staging=strategy) as manager:
+        for number, action in enumerate(actions):
+            if action == "save":
+                manager.save(number * 100 + count, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+                continue
+            if action == "whole" and strategy != "gate":
+                state = step_whole(state)
+            else:
+                by = gradient(state)
+                manager.wait_until_staged()
+                state = update(state, by)
+            count += 1
+        manager.wait_until_finished()
+        for saved in manager.all_steps():
+            for leaf in jax.tree.leaves(manager.restore(saved)):
+                assert (np.asarray(leaf) == saved % 100).all()
+
+
+def test_the_event_names_the_strategy_and_its_reason(tmp_path: Path) -> None:
+    """Nobody could tell why a save stalls, or that a forced strategy was not taken."""
+    log, events = ckptkit.EventLog(), []
+    log.observe(events.append)
+    for strategy in ("auto", "device_copy"):
+        with ckptkit.CheckpointManager(tmp_path / strategy, staging=strategy, events=log) as manager:
+            manager.save(1, args=ocp.args.StandardSave(make_state(1)))  # pyright: ignore[reportCallIssue]
+    said = [event.fields for event in events if event.kind == ckptkit.Kind.STAGED]
+    assert [(each["strategy"], each["reason"]) for each in said] == [
+        ("slot_copy", "on the CPU backend one copy straight into the slot is the floor"),
+        ("device_copy", "asked for"),
+    ]
+
+
+def test_all_leaf_kinds_go_through_a_device_copy(tmp_path: Path) -> None:
+    """Keys, booleans or host arrays would be lost on the way that accelerators take."""
+    with ckptkit.CheckpointManager(tmp_path, staging="device_copy") as manager:
+        state = make_state(5)
+        manager.save(5, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+        state["host"] += 1  # the caller may change what is on the host as soon as `save` returns
+        manager.wait_until_finished()
+        assert_same(manager.restore(5), make_state(5))
+
+
+def test_a_device_copy_does_not_wait_for_the_step_in_flight(tmp_path: Path) -> None:
+    """A save would hold the loop for a whole step, on every accelerator."""
+
+    @jax.jit
+    def long_step(state: Any) -> Any:
+        return jax.lax.fori_loop(0, 400, lambda _, w: w @ w / 1000, state)
+
+    state = {"w": jnp.ones((700, 700))}
+    long_step(state["w"]).block_until_ready()
+    with ckptkit.CheckpointManager(tmp_path, staging="device_copy") as manager:
+        manager.save(0, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+        manager.wait_until_finished()
+        state = {"w": long_step(state["w"])}
+        manager.save(1, args=ocp.args.StandardSave(state), force=True)  # pyright: ignore[reportCallIssue]
+        assert not state["w"].is_ready()
+        manager.wait_until_finished()
+        assert_same(manager.restore(1), state)
+
+
+def test_boxes_that_do_not_fit_on_the_device_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state larger than half of the memory would end the job, or be copied as a whole with a full stall."""
+    from ckptkit import snapshot
+
+    state = begin_state()
+    description = snapshot.describe_items({"default": state})
+    memory = np.zeros(description.slot_bytes, np.uint8)
+    free = dict.fromkeys(jax.devices(), 9000)
+    monkeypatch.setattr(staging, "_free_bytes", free.get)
+    monkeypatch.setattr(staging, "choose", lambda *_: ("device_copy", "because"))
+    begun = staging.begin("auto", description, {"default": state}, memory)
+    assert begun.strategy == "device_copy"
+    assert "boxes do not fit beside the state and are waited for" in begun.reason
+    state = step_whole(step_whole(state))
+    assert begun.finish() == sum(leaf.held_bytes for leaf in (s.record for s in description.items["default"]))
+    assert (memory == 0).all()
+
+
+@pytest.mark.parametrize("free", [0, 10**9])
+def test_the_choice_follows_the_memory_of_the_device(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """An accelerator without room would be asked for a copy, or one with room would stall on every transfer."""
+
+    class Device:
+        platform = "gpu"
+
+    class Array:
+        nbytes = 4
+
+        def devices(self) -> set[Any]:
+            return {Device}
+
+    monkeypatch.setattr(staging, "_free_bytes", lambda _: free)
+    strategy, reason = staging.choose("auto", [Array()])
+    assert strategy == ("device_copy" if free else "block")
+    assert ("1.0 GB of each device" if free else "say nothing of free memory") in reason
+
+
+def test_a_strategy_that_is_none_is_refused(tmp_path: Path) -> None:
+    """A typing error would choose another strategy without a word."""
+    with pytest.raises(
+        ValueError, match=r"staging 'gated': give one of slot_copy, device_copy, gate, alias, block, auto"
+    ):
+        ckptkit.CheckpointManager(tmp_path, staging="gated")
