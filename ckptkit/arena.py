@@ -143,6 +143,8 @@ class Arena:
                 self._maps[slot.name].flush()
             try:
                 self._store.put(_manifest_name(manifest.save_id), manifest.to_bytes(), mode="create")
+            except FileExistsError:
+                raise  # another save's: never taken back
             except BaseException:
                 with suppress(CheckpointError, OSError):  # its name may be there: nothing may stay that names this slot
                     self._store.delete(_manifest_name(manifest.save_id))
@@ -299,7 +301,7 @@ def _remove_slots(directory: Path) -> None:
 
 def slot_directories(host_dir: Path) -> list[Path]:
     """The slot directories of this host's processes; no other host's directory is opened."""
-    with suppress(FileNotFoundError):
+    with suppress(OSError):  # not there, or not ours to read: this host holds nothing then
         return sorted(Path(entry.path) for entry in os.scandir(host_dir) if entry.is_dir(follow_symlinks=False))
     return []
 
@@ -325,7 +327,12 @@ def read_manifests(
     found: list[tuple[Path, Manifest]] = []
     damaged: list[CorruptCheckpointError] = []
     for directory in directories:
-        for name in sorted(os.listdir(directory)):
+        try:
+            names = sorted(os.listdir(directory))
+        except OSError as error:
+            damaged.append(CorruptCheckpointError(f"slot directory {directory}: {error}", path=str(directory)))
+            continue
+        for name in names:
             if layout.save_of_manifest(name) is None:
                 continue
             try:

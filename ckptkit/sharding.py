@@ -151,9 +151,10 @@ def cells_of(box: Box, cell: Sequence[int]) -> list[Box]:
 
 
 def _near_divisor(rows: int, wanted: int) -> int:
-    """The largest divisor of `rows` up to `wanted`; if that is 16 times too small, the next larger divisor."""
+    """The largest divisor of `rows` up to `wanted`; if that is 16 times too small, one up to 4 times too large."""
     divisors = sorted({d for i in range(1, math.isqrt(rows) + 1) if rows % i == 0 for d in (i, rows // i)})
     below = max(d for d in divisors if d <= wanted)
     if below * 16 >= wanted:
         return below
-    return min(d for d in divisors if d > wanted)
+    above = min(d for d in divisors if d > wanted)
+    return above if above <= 4 * wanted else below

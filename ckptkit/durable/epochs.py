@@ -67,6 +67,7 @@ class EpochRecords:
 
     def __init__(self, store: Store):
         self._store = store
+        self._run = uuid.uuid4().hex
 
     def read(self) -> Ancestry:
         """The newest record; an empty one where nothing was ever saved."""
@@ -102,5 +103,9 @@ class EpochRecords:
         """Claims `ancestry.epoch`; raises `FileExistsError` where another run has claimed it."""
         key = f"{layout.EPOCHS_DIR}/{layout.epoch_name(ancestry.epoch)}"
         # Named, so that a repeated put can tell its own record from the same words of another run.
-        record = json.dumps({**ancestry.to_json(), "run": uuid.uuid4().hex}).encode()
-        self._store.put(key, record, mode="create")
+        record = json.dumps({**ancestry.to_json(), "run": self._run}).encode()
+        try:
+            self._store.put(key, record, mode="create")
+        except FileExistsError:
+            if self._store.get(key) != record:  # a put that landed and reported an error is this run's own
+                raise

@@ -14,7 +14,9 @@ from orbax.checkpoint import type_handlers
 from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import Ancestry
 from ckptkit.durable.host_shards import HostShards, HostShardsHandler
+from ckptkit.durable.preservation import BranchPreservation, prunes, replaced_options
 from ckptkit.durable.reader import DurableReader, identity_metadata
+from ckptkit.errors import CorruptCheckpointError
 from ckptkit.manifest import LeafRecord, Manifest, SaveId
 from ckptkit.sharding import Box, choose_writers
 from ckptkit.store.roots import root_url
@@ -49,6 +51,7 @@ class DurableSteps:
     ):
         self.url = root_url(directory)
         self._coordinator = coordinator
+        self._identities: dict[int, SaveId | None] = {}  # of steps that this process has read or written
         self._timeout_s = timeout_s
         multiprocessing = ocp.options.MultiprocessingOptions()
         if coordinator.count > 1:
@@ -62,8 +65,10 @@ class DurableSteps:
         self._name_format = options.step_name_format or ocp.path.step.standard_name_format(
             step_prefix=options.step_prefix, step_format_fixed_length=options.step_format_fixed_length
         )
+        self._preservation = BranchPreservation(options)
         inner_options = dataclasses.replace(
             options,
+            **(replaced_options(self._preservation) if prunes(options) else {}),
             create=False,
             enable_async_checkpointing=False,
             async_options=ocp.AsyncOptions(timeout_secs=int(timeout_s)),
@@ -108,8 +113,7 @@ class DurableSteps:
         """
         args = items[DEFAULT_ITEM] if default_item else ocp.args.Composite(**items)
         try:
-            if save_id.step in self._inner.all_steps():
-                self._delete_abandoned(save_id.step, ancestry)
+            self._meet_abandoned(save_id.step, ancestry)
             has_sidecar = any(isinstance(item, ocp.args.PyTreeSave) for item in items.values())
             self._inner.save(
                 save_id.step,
@@ -118,6 +122,7 @@ class DurableSteps:
                 force=True,
                 custom_metadata=None if has_sidecar else identity_metadata(save_id),
             )
+            self._identities[save_id.step] = save_id
         except BaseException:
             # After a failed commit Orbax has forgotten older good steps (FACTS 5): look at the disk again.
             self._inner.reload()
@@ -128,12 +133,24 @@ class DurableSteps:
         self._inner.reload()
         return sorted(self._inner.all_steps())
 
-    def _delete_abandoned(self, step: int, ancestry: Ancestry) -> None:
-        def abandoned(_: list[Any]) -> bool:
-            return ancestry.superseded(self.save_id(step) or ancestry.of_stock(step))
+    def _meet_abandoned(self, step: int, ancestry: Ancestry) -> None:
+        """All processes hear from process 0 which steps are abandoned; one of the number to be saved goes first."""
 
-        if self._coordinator.agree("abandoned", None, abandoned, timeout_s=self._timeout_s):
+        def abandoned(_: list[Any]) -> list[int]:
+            return [each for each in self.steps() if self._is_abandoned(each, ancestry)]
+
+        steps = self._coordinator.agree("abandoned", None, abandoned, timeout_s=self._timeout_s)
+        self._preservation.abandoned = frozenset(steps)
+        if step in steps:
             self._inner.delete(step)
+
+    def _is_abandoned(self, step: int, ancestry: Ancestry) -> bool:
+        try:
+            if step not in self._identities:
+                self._identities[step] = self.save_id(step)
+            return ancestry.superseded(self._identities[step] or ancestry.of_stock(step))
+        except CorruptCheckpointError:  # damaged: the run that continues from an older step has abandoned it
+            return ancestry.superseded(SaveId(0, step, 0))
 
     def close(self) -> None:
         """Ends Orbax's manager."""

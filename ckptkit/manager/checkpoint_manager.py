@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ckptkit.manager.restoring import Restorer
 from ckptkit.manager.saving import DURABLE, MEMORY, SavePipeline, Tiers
 from ckptkit.manifest import SaveId, Writer
 from ckptkit.policy import Tier, checked_tiers
+from ckptkit.snapshot import Description
 from ckptkit.staging import checked_choice
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
@@ -131,6 +133,8 @@ class CheckpointManager:
             raise StepAlreadyExistsError(f"step {step} exists already in {self._durable.url} or its fast tiers")
         captured = save_items(args)
         description = self._pipeline.describe(captured)
+        if DURABLE in due:
+            _refuse_empty_arrays(description)
         self._begin_epoch()
         save_id = SaveId(self._epoch, step, self._number)
         self._number += 1
@@ -223,11 +227,12 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
-        self._pipeline.wait()
-        self._pipeline.close()
-        self._durable.close()
-        for arena in self._arenas.values():
-            arena.close(remove=remove_arenas)
+        with ExitStack() as ends:  # last in, first out, whatever raises
+            for arena in self._arenas.values():
+                ends.callback(arena.close, remove=remove_arenas)
+            ends.callback(self._durable.close)
+            ends.callback(self._pipeline.close)
+            self._pipeline.wait()
         self.check_for_errors()
 
     def __enter__(self) -> CheckpointManager:
@@ -312,10 +317,9 @@ class CheckpointManager:
         return writer.process == self._coordinator.process and writer.count == self._coordinator.count
 
     def _restorer_durable_steps(self) -> list[list[int]]:
-        """Every durable save on process 0; the identities of old ones are not read, only those that could matter."""
+        """Every durable save on process 0. Cost: a listing and a small read per step."""
         steps = self._durable.steps()
-        named = {step: self._durable.save_id(step) for step in steps[-8:]}
-        saves = [named.get(step) or self._book.ancestry.of_stock(step) for step in steps]
+        saves = [self._restorer.identity(step, self._book.ancestry) for step in steps]
         return [[save.epoch, save.step, save.number] for save in saves]
 
     def _make_pipeline(self) -> SavePipeline:
@@ -349,3 +353,11 @@ class CheckpointManager:
         self._book.ancestry = self._book.ancestry.begin(self._epoch, base_step, self._book.stock_steps())
         self._saved_in_epoch = True
         self._base = None
+
+
+def _refuse_empty_arrays(description: Description) -> None:
+    """Orbax's steps cannot hold them: said by `save`, not by a failure in the background."""
+    records = [source.record for sources in description.items.values() for source in sources]
+    empty = [record.name for record in records if record.kind == "jax" and 0 in record.shape]
+    if empty:
+        raise ValueError(f"arrays without elements cannot be saved to the durable tier: {', '.join(sorted(empty))}")

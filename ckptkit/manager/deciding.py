@@ -44,6 +44,7 @@ class Decider:
     def __init__(self, options: ocp.CheckpointManagerOptions, tiers: Sequence[Tier], durable_steps: Iterable[int]):
         self._tiers = tiers
         self._read_only = options.read_only
+        self._asks_user = options.save_decision_policy is not None or options.should_save_fn is not None
         self._policy = options.save_decision_policy or _default_policy(options)
         self._durable = [StepInfo(step) for step in sorted(durable_steps)]
         self._last: int | None = None
@@ -57,6 +58,9 @@ class Decider:
         """
         self._durable = [info for info in self._durable if info.step <= step]
         self._last = step
+        if self._asks_user:  # a policy or function of the caller's is asked once per step, in order, and only then
+            self._durable_owed = step not in [info.step for info in self._durable]
+            return
         behind_from = max(self._durable[-1].step + 1 if self._durable else 0, step - _LOOKED_BACK_STEPS)
         self._durable_owed = any(self._durable_due(each, False) for each in range(behind_from, step + 1))
 

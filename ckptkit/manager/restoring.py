@@ -18,7 +18,6 @@ from ckptkit.durable.epochs import Ancestry, EpochRecords
 from ckptkit.durable.reader import is_damage
 from ckptkit.durable.steps import DEFAULT_ITEM, DurableSteps
 from ckptkit.errors import (
-    CheckpointError,
     CorruptCheckpointError,
     NoRestorableStepError,
     StepNotFoundError,
@@ -161,9 +160,22 @@ class Restorer:
 
     def _durable_saves(self, ancestry: Ancestry, step: int | None, looked_into: int | None) -> list[SaveId]:
         """The newest durable saves, on process 0."""
-        steps = [each for each in self._durable.steps() if step is None or each == step]
-        newest = steps if looked_into is None else steps[-looked_into:]
-        return [self._durable.save_id(each) or ancestry.of_stock(each) for each in newest]
+        saves: list[SaveId] = []
+        for each in reversed([s for s in self._durable.steps() if step is None or s == step]):
+            save = self.identity(each, ancestry)
+            # Abandoned steps do not count: a rollback may leave any number of them above the newest good one.
+            saves += [] if ancestry.superseded(save) else [save]
+            if len(saves) == looked_into:
+                break
+        return saves
+
+    def identity(self, step: int, ancestry: Ancestry) -> SaveId:
+        """Which save a durable step is, on process 0. A damaged step is of unknown age: the oldest there is."""
+        try:
+            return self._durable.save_id(step) or ancestry.of_stock(step)
+        except CorruptCheckpointError as error:  # a candidate of unknown age: tried last, and rejected with this reason
+            self._events.emit(Kind.REJECTED, step=step, tier=DURABLE, reason=str(error))
+            return SaveId(0, step, 0)
 
     def _refusal(self, save: LocalSave, wanted: RestoreItems) -> str | None:
         """Why this process cannot have `save` from its own host's fast tiers alone; None when it can."""
@@ -174,8 +186,8 @@ class Restorer:
             self._inline(save.manifests, wanted)
         except TreeMismatchError:
             return None  # it is held; the mismatch is raised when the candidate is tried
-        except (CorruptCheckpointError, ValueError) as error:
-            return str(error)
+        except Exception as error:  # noqa: BLE001  said in the vote: who does not come leaves the others waiting
+            return f"{type(error).__name__}: {error}"
         return None
 
     def _try(self, candidate: Candidate, local: LocalSave | None, wanted: RestoreItems) -> Restored | str:
@@ -186,7 +198,7 @@ class Restorer:
         proven = None
         try:
             proven = self._read(candidate, local, wanted)
-        except (CheckpointError, ValueError, OSError, KeyError, TypeError) as caught:
+        except Exception as caught:  # noqa: BLE001  voted on: who does not vote leaves the others waiting
             error = caught
         verdict = self._vote(error)
         if verdict["fatal"] is not None:
@@ -220,8 +232,17 @@ class Restorer:
             except (CorruptCheckpointError, ValueError) as error:
                 if isinstance(error, TreeMismatchError) or not candidate.durable:
                     raise
+        if not candidate.durable:
+            raise CorruptCheckpointError(
+                f"the slots of save {candidate.save_id} are gone or damaged", step=candidate.save_id.step
+            )
         reader = self._durable.reader(candidate.save_id.step)
-        durable = tuple(reader.manifests()) if candidate.durable else ()
+        durable = tuple(reader.manifests())
+        if candidate.save_id.ours and {manifest.save_id for manifest in durable} - {candidate.save_id}:
+            raise CorruptCheckpointError(
+                f"step {candidate.save_id.step} in {self._durable.url} is no longer save {candidate.save_id}",
+                step=candidate.save_id.step,
+            )
         if not durable and not fast.manifests:
             return _Proven(stock=self._restore_stock(candidate.save_id.step, wanted))
         both = _Holdings(

@@ -141,7 +141,7 @@ class SavePipeline:
             waits_s = self._timeout_s
         slot = self._acquire(description.slot_bytes, waits_s)
         waited_s = clock.monotonic_s() - waiting_s
-        staged = staging.begin(self._choice, description, items.trees, slot.memory) if slot is not None else None
+        staged = self._begin_staging(description, items, slot)
         staged_s = clock.monotonic_s()
         self._book.begin(save_id)
         if staged is not None:
@@ -169,6 +169,17 @@ class SavePipeline:
             self._unstaged += 1
         self._writer.submit(lambda: self._commit(save))
 
+    def _begin_staging(
+        self, description: snapshot.Description, items: SaveItems, slot: Slot | None
+    ) -> staging.Staging | None:
+        if slot is None:
+            return None
+        try:
+            return staging.begin(self._choice, description, items.trees, slot.memory)
+        except BaseException:  # an array that was deleted, say: the caller hears it, the slot is free again
+            self._tiers.staging.release(slot)
+            raise
+
     def wait_until_staged(self) -> None:
         """Waits until no save refers to the arrays that it was given."""
         with self._staged:
@@ -187,9 +198,11 @@ class SavePipeline:
 
     def raise_failure(self) -> None:
         """Raises the first background failure that was not raised yet, once; later ones are in its notes."""
-        if self._failures:
-            first, *others = self._failures
-            self._failures.clear()
+        taken = []
+        while self._failures:  # one by one: a thread may add one meanwhile
+            taken.append(self._failures.pop(0))
+        if taken:
+            first, *others = taken
             for other in others:
                 first.add_note(f"also: {other}")
             raise first
@@ -223,9 +236,11 @@ class SavePipeline:
             return
         assert manifest is not None
         assert save.slot is not None
-        self._committed(save, self._tiers.staging_name, self._tiers.staging, manifest)
-        self._flush(save, save.slot, manifest)
-        self._tiers.staging.release(save.slot)
+        try:
+            self._committed(save, self._tiers.staging_name, self._tiers.staging, manifest)
+            self._flush(save, save.slot, manifest)
+        finally:
+            self._tiers.staging.release(save.slot)
 
     def _finish_staging(self, save: Save) -> None:
         try:
@@ -275,6 +290,8 @@ class SavePipeline:
             refusals = self._vote("disk", None if self._disk.idle else "still writing an older step")
             if refusals:
                 self._events.emit(Kind.SKIPPED, step=save.save_id.step, tier="ssd", reason=refusals)
+                if DURABLE not in save.due:
+                    self._book.fail(save.save_id)  # no tier will hold it (one that holds it already stays)
             else:
                 self._tiers.staging.lease(slot)
                 self._disk.submit(lambda: self._flush_to_disk(save, slot, manifest, disk))
@@ -301,7 +318,9 @@ class SavePipeline:
             refusals = self._vote("disk-commit", refusal)
             if refusals and copied is not None:
                 disk.discard(copied)
-            elif not refusals:
+            if refusals and DURABLE not in save.due:
+                self._book.fail(save.save_id)
+            if not refusals:
                 self._committed(save, "ssd", disk, manifest)
         except CheckpointError as error:  # nobody knows the verdict: what is committed here stays
             self._fail(save.save_id, "ssd", error)
@@ -389,10 +408,9 @@ class SavePipeline:
         return self._coordinator.agree(channel, refusal, joined, timeout_s=self._timeout_s)
 
     def _leave_undecided(self, save: Save, error: CheckpointError) -> None:
-        """Nobody here knows the verdict. What is committed here stays: others may count on it at the restart."""
+        """Nobody here knows the verdict. What is committed here stays, and its slot stays leased: others may count on
+        it at the restart."""
         self._fail(save.save_id, self._tiers.staging_name, error)
-        if save.slot is not None:
-            self._tiers.staging.release(save.slot)
 
     def _drop(self, save: Save, refusals: str) -> None:
         if save.slot is not None:

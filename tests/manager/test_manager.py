@@ -348,6 +348,90 @@ def test_only_directories_of_the_own_host_are_opened(run: Run, tmp_path: Path) -
         assert run.sources() == {"durable"}
 
 
+def durable_steps(run: Run) -> set[str]:
+    return {path.name for path in run.durable.iterdir() if path.name.isdigit()}
+
+
+def test_a_damaged_sidecar_costs_one_step_and_can_be_saved_again(run: Run) -> None:
+    """One flipped byte would stop every restart, and the step could never be written again."""
+    run.save_steps(range(1, 4), tiers=False, save_every=1)
+    (sidecar,) = (run.durable / "3" / "state").rglob("process-0.json")
+    data = bytearray(sidecar.read_bytes())
+    data[len(data) // 2] ^= 1
+    sidecar.write_bytes(data)
+    assert restored_step(run, tiers=False) == 2
+    with run.manager(tiers=False, save_every=1) as manager:
+        manager.restore(None)
+        assert manager.save(3, args=save_args(make_state(33), 3))
+    with run.manager(tiers=False) as manager:
+        assert_same(manager.restore(None)["state"], make_state(33))
+
+
+def test_the_branch_is_found_below_any_number_of_abandoned_steps(run: Run) -> None:
+    """Only the highest steps would be looked at, and the newest committed one be lost."""
+    run.save_steps(range(10, 31), tiers=False, save_every=1)
+    with run.manager(tiers=False, save_every=1) as manager:
+        manager.restore(10)
+        assert manager.save(11, args=save_args(make_state(11), 11))
+    with run.manager(tiers=False) as manager:
+        assert manager.latest_step() == 11
+        assert manager.all_steps() == [10, 11]
+        assert manager.restore(None)["data"] == {"step": 11}
+
+
+def test_abandoned_steps_do_not_push_good_ones_out(run: Run) -> None:
+    """`max_to_keep` would keep the abandoned step and delete the newest good one."""
+    run.save_steps(range(10, 21, 10), tiers=False, save_every=1, max_to_keep=2)
+    with run.manager(tiers=False, save_every=1, max_to_keep=2) as manager:
+        manager.restore(10)
+        manager.save(11, args=save_args(make_state(11), 11))
+        manager.wait_until_finished()
+        assert durable_steps(run) == {"10", "11"}
+    with run.manager(tiers=False, save_every=1, max_to_keep=2) as manager:
+        manager.restore(None)
+        manager.save(12, args=save_args(make_state(12), 12))
+        manager.wait_until_finished()
+        assert durable_steps(run) == {"11", "12"}
+
+
+def test_a_fast_save_that_is_gone_never_stands_in_for_an_abandoned_durable_one(run: Run) -> None:
+    """The step of the same number in the durable tier is of a branch that was left."""
+    run.save_steps(range(5, 7), tiers=False, save_every=1)
+    with run.manager(save_every=100) as manager:
+        manager.restore(5)
+        manager.save(6, args=save_args(make_state(66), 6))
+    for slot in [*run.ram.rglob("slot-*.bin"), *run.ssd.rglob("slot-*.bin")]:
+        slot.write_bytes(b"")
+    assert restored_step(run) == 5
+
+
+def test_a_state_that_was_donated_is_an_error_of_the_caller_and_costs_no_slot(run: Run) -> None:
+    """Two such calls would take both slots for good, and every later save be dropped without a word."""
+    with run.manager(save_every=100) as manager:
+        manager.save(0, args=save_args(make_state(0), 0))
+        manager.wait_until_finished()
+        for step in range(1, 6):
+            state = make_state(step)
+            state["w"].delete()
+            with pytest.raises(RuntimeError, match="deleted"):
+                manager.save(step, args=save_args(state, step))
+        assert manager.save(6, args=save_args(make_state(6), 6))
+        manager.wait_until_finished()
+        assert manager.latest_step() == 6
+
+
+def test_an_array_without_elements_is_refused_by_name_for_the_durable_tier(run: Run) -> None:
+    """The durable save would fail in the background, step after step."""
+    state = {"w": put(np.zeros((0, 8), np.float32)), "v": put(np.ones(4, np.float32))}
+    with run.manager(save_every=100) as manager:
+        with pytest.raises(ValueError, match="without elements cannot be saved to the durable tier: w"):
+            manager.save(0, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+        manager.save(1, args=ocp.args.StandardSave({"v": state["v"]}))  # pyright: ignore[reportCallIssue]
+        assert manager.save(2, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+        manager.wait_until_finished()
+        assert_same(manager.restore(2), state)
+
+
 def test_events_tell_the_whole_story_as_json(run: Run, tmp_path: Path) -> None:
     """Goodput would be computed from holes."""
     log = ckptkit.EventLog(tmp_path / "events.jsonl")

@@ -109,12 +109,13 @@ def test_cells_respect_the_limit_or_the_documented_exception(
     wanted = limit // row_bytes
     divisors = [d for d in range(1, box_shape[axis] + 1) if box_shape[axis] % d == 0]
     assert max(d for d in divisors if d <= max(1, wanted)) * 16 < wanted
-    assert cell[axis] == min(d for d in divisors if d > wanted)
+    assert cell[axis] == min(d for d in divisors if d > wanted) <= 4 * wanted
 
 
-def test_a_prime_split_dimension_takes_the_divisor_above() -> None:
-    """If it failed, a split of prime length would give a million digests of a row each."""
-    assert cell_shape((2 * 10007, 4), (10007, 4), 4, limit_bytes=1600) == (10007, 4)
+def test_a_prime_split_dimension_takes_the_divisor_above_unless_it_is_far() -> None:
+    """If it failed, a prime split would give a digest per row, or one cell as large as the whole box."""
+    assert cell_shape((2 * 311, 4), (311, 4), 4, limit_bytes=1600) == (311, 4)
+    assert cell_shape((2 * 10007, 4), (10007, 4), 4, limit_bytes=1600) == (1, 4)
     assert cell_shape((10007, 4), (10007, 4), 4, limit_bytes=1600) == (100, 4)  # not split: any rows will do
 
 

@@ -1,0 +1,58 @@
+"""Which durable steps are kept: Orbax's own policies, asked about the steps of the run's own branch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
+
+
+class BranchPreservation:
+    """An Orbax preservation policy that does not count abandoned steps, and keeps none of them.
+
+    They would push good steps out of `max_to_keep`, and be kept in their place. Orbax deletes what is not preserved
+    only after the new step is committed.
+    """
+
+    def __init__(self, options: ocp.CheckpointManagerOptions):
+        self._policy: Any = options.preservation_policy or _default_policy(options)
+        self.abandoned: frozenset[int] = frozenset()  # set before each save, the same on every process
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Whether to keep each of `checkpoints`."""
+        branch = [checkpoint for checkpoint in checkpoints if checkpoint.step not in self.abandoned]
+        kept = iter(self._policy.should_preserve(branch, context=context))
+        return [checkpoint.step not in self.abandoned and next(kept) for checkpoint in checkpoints]
+
+
+def prunes(options: ocp.CheckpointManagerOptions) -> bool:
+    """Whether these options ever delete a step."""
+    return options.max_to_keep is not None or options.preservation_policy is not None
+
+
+def replaced_options(policy: BranchPreservation) -> dict[str, Any]:
+    """The options that put `policy` in the place of Orbax's own: the two ways to say it exclude each other."""
+    return {"preservation_policy": policy, "max_to_keep": None, "keep_time_interval": None, "keep_period": None}
+
+
+def _default_policy(options: ocp.CheckpointManagerOptions) -> Any:
+    """What Orbax makes of its options when no policy is given."""
+    chosen: list[Any] = []
+    if options.keep_period is not None:
+        chosen.append(policies.preservation_policy.EveryNSteps(options.keep_period))
+    if options.keep_time_interval is not None:
+        seconds = int(options.keep_time_interval.total_seconds())
+        chosen.append(policies.preservation_policy.EveryNSeconds(interval_secs=seconds))
+    if options.best_fn is None:
+        chosen.append(policies.preservation_policy.LatestN(n=options.max_to_keep))
+    else:
+        best = policies.preservation_policy.BestN(
+            get_metric_fn=options.best_fn,
+            reverse=options.best_mode == "min",
+            n=options.max_to_keep,
+            keep_checkpoints_without_metrics=options.keep_checkpoints_without_metrics,
+        )
+        chosen.append(best)
+    return policies.preservation_policy.AnyPreservationPolicy(chosen)
