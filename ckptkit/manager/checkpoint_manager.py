@@ -22,7 +22,8 @@ from ckptkit.manager.book import Book, StepRecord
 from ckptkit.manager.deciding import Decider
 from ckptkit.manager.items import restore_items, save_items
 from ckptkit.manager.restoring import Restorer
-from ckptkit.manager.saving import DURABLE, MEMORY, SavePipeline, Tiers
+from ckptkit.manager.saving import SavePipeline
+from ckptkit.manager.taken import DURABLE, MEMORY, Tiers
 from ckptkit.manifest import SaveId, Writer
 from ckptkit.policy import Tier, checked_tiers
 from ckptkit.snapshot import Description

@@ -10,7 +10,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
-from ckptkit.manager.saving import DURABLE
+from ckptkit.manager.taken import DURABLE
 from ckptkit.policy import Tier
 
 _LOOKED_BACK_STEPS = 10_000  # a bound on what a restart looks through

@@ -26,7 +26,7 @@ from ckptkit.errors import (
 )
 from ckptkit.events import EventLog, Kind
 from ckptkit.manager.items import RestoreItems, restored_inline
-from ckptkit.manager.saving import DURABLE
+from ckptkit.manager.taken import DURABLE
 from ckptkit.manifest import Manifest, SaveId
 from ckptkit.plan import Candidate, Key, Source, plan_restore, rank_candidates
 from ckptkit.restore import BoxReader, Target, abstract_of, execute, merged_leaves, place, targets_of
@@ -383,7 +383,13 @@ def _slot_reader(directory: Path, manifest: Manifest) -> BoxReader:
 
     def read(item: str, leaf: Any, record: Any, wanted: Any, into: Any) -> None:
         del item
-        slot.read(leaf, record, wanted, into)
+        try:
+            slot.read(leaf, record, wanted, into)
+        except CorruptCheckpointError as error:
+            if slot.gone():  # reused for a newer save in the meantime: not damage
+                message = f"{directory}: save {manifest.save_id} was superseded while it was read"
+                raise CorruptCheckpointError(message, path=str(directory)) from error
+            raise
 
     return read
 

@@ -9,51 +9,20 @@ from __future__ import annotations
 
 import threading
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
-
-import jax
 
 from ckptkit import clock, snapshot, staging
 from ckptkit.arena import Arena, Slot
 from ckptkit.coordination import Coordinator
-from ckptkit.durable.epochs import EpochRecords
-from ckptkit.durable.shardings import sharding_text
-from ckptkit.durable.steps import DurableSteps, host_tree
+from ckptkit.durable.steps import host_tree
 from ckptkit.errors import CheckpointError, SaveFailedError
 from ckptkit.events import EventLog, Kind
 from ckptkit.flush import Worker, commit_slot, copy_slot
 from ckptkit.manager.book import Book
 from ckptkit.manager.items import SaveItems
+from ckptkit.manager.taken import DURABLE, MEMORY, Save, Tiers, with_shardings
 from ckptkit.manifest import Manifest, SaveId, Writer
-
-DURABLE = "durable"
-MEMORY = "memory"  # the staging area of a run without a fast tier
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
-    """One save on its way through the tiers. `slot` is None where this process had no room for it."""
-
-    save_id: SaveId
-    items: SaveItems
-    description: snapshot.Description
-    slot: Slot | None
-    staging: staging.Staging | None
-    due: frozenset[str]
-    metrics: Any
-    staged_s: float  # monotonic, when the step loop was let go
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiers:
-    """Where saves go: the staging arena (a fast tier's, or anonymous memory), a slower arena, the durable root."""
-
-    staging: Arena
-    staging_name: str
-    disk: Arena | None
-    durable: DurableSteps
-    epochs: EpochRecords
 
 
 class SavePipeline:
@@ -81,7 +50,7 @@ class SavePipeline:
         self._staged = threading.Condition()
         self._unstaged = 0
         self._prepared_bytes = 0
-        self._describer = snapshot.Describer(_with_shardings)
+        self._describer = snapshot.Describer(with_shardings)
         self._maker = Worker("ckptkit-arena", waiting_max=4)
         self._writer = Worker("ckptkit-writer", waiting_max=8)
         self._disk = Worker("ckptkit-disk", waiting_max=1)
@@ -441,20 +410,3 @@ class SavePipeline:
 
     def _describe(self, error: BaseException) -> str:
         return "".join(traceback.format_exception_only(error)).strip()
-
-
-def _with_shardings(description: snapshot.Description) -> snapshot.Description:
-    """Adds the words for each leaf's sharding to its record; the same sharding is put into words once."""
-    words: dict[jax.sharding.Sharding, str | None] = {}
-
-    def added(source: snapshot.LeafSource) -> snapshot.LeafSource:
-        if source.sharding is None:
-            return source
-        if source.sharding not in words:
-            words[source.sharding] = sharding_text(source.sharding)
-        text = words[source.sharding]
-        if text is None:
-            return source
-        return replace(source, record=replace(source.record, extra={**source.record.extra, "sharding": text}))
-
-    return replace(description, items={item: tuple(map(added, sources)) for item, sources in description.items.items()})

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from orbax.checkpoint import checkpoint_managers as policies
 
 from ckptkit.manager.deciding import Decider
-from ckptkit.manager.saving import DURABLE
+from ckptkit.manager.taken import DURABLE
 from ckptkit.policy import EverySteps, Tier
 
 Options = ocp.CheckpointManagerOptions
