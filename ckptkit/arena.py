@@ -374,7 +374,7 @@ class SlotReader:
                     f"{self._path} has {self._memory.nbytes} bytes, leaf {leaf.name} ends at {record.offset + stop}",
                     path=str(self._path),
                 )
-            return self._memory[record.offset + start : record.offset + stop].copy()
+            return self._memory[record.offset + start : record.offset + stop]
 
         copy_proven(leaf, record, wanted, into, fetch, where=str(self._path))
 

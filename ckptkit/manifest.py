@@ -185,18 +185,22 @@ def copy_proven(
     the leaf and the cell.
     """
     dtype = np.dtype(leaf.dtype)
+    whole = into.reshape(-1).view(np.uint8) if record.box == wanted and into.flags.c_contiguous else None
     for (cell, start, stop), digest in zip(cell_ranges(record, leaf), record.digests, strict=True):
         common = cell.intersect(wanted)
         if common is None:
             continue
-        data = np.ascontiguousarray(fetch(cell, start, stop))
-        found = digest_of(data.reshape(-1).view(np.uint8))
+        # Copied first and digested where it lies: a slot may be overwritten while it is read.
+        data = whole[start:stop] if whole is not None else np.empty(stop - start, np.uint8)
+        np.copyto(data, np.ascontiguousarray(fetch(cell, start, stop)).reshape(-1).view(np.uint8))
+        found = digest_of(data)
         if found != digest:
             raise CorruptCheckpointError(
                 f"{where}: leaf {leaf.name}, cell {cell.start} to {cell.stop} has digest {found}, expected {digest}",
                 path=where,
             )
-        into[common.slices(wanted.start)] = data.view(dtype).reshape(cell.shape)[common.slices(cell.start)]
+        if whole is None:
+            into[common.slices(wanted.start)] = data.view(dtype).reshape(cell.shape)[common.slices(cell.start)]
 
 
 def _leaf_to_json(leaf: LeafRecord) -> dict[str, Any]:
