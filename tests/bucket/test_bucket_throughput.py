@@ -14,7 +14,7 @@ from bucket_http import BUCKET
 from bucket_process import BucketProcess
 
 SIZE = 64 << 20
-UPLOAD_GOAL, DOWNLOAD_GOAL = 300e6, 500e6  # bytes per second, issue 3
+UPLOAD_GOAL, DOWNLOAD_GOAL = 300e6, 500e6  # bytes per second
 
 
 class _Zeros:

@@ -31,7 +31,7 @@ def test_gpt3_numbers(plan: Plan):
 
 
 def test_gpt3_does_not_fit_and_says_what_does(plan: Plan):
-    """The truth of the issue: f32 Adam over 8 model ways alone is above 80 GB."""
+    """A person would order the machines that it does not fit: f32 Adam over 8 model ways alone is above 80 GB."""
     assert not plan.fits
     assert plan.fitting is not None
     fsdp, memory = plan.fitting

@@ -1,0 +1,92 @@
+"""The figures of a run, in one fixed JSON shape: every key and every contender, present or null."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+CONTENDERS = ("ckptkit", "orbax_async", "orbax_tuned", "orbax_v1", "orbax_sync", "limit")
+OPTIONAL_CONTENDERS = ("torch_dcp",)  # a column only where torch is importable
+BLOCKING_PARTS = ("ready", "in_flight")  # the state at rest, and a long step that still computes it
+
+FIGURES: Mapping[str, str] = {
+    "blocking_ms.ready": "time that save holds the caller, state at rest",
+    "blocking_ms.in_flight": "the same, with the step that makes the state still running",
+    "stall_ms_per_save": "loop compute: with a save minus without",
+    "stall_idle_ms_per_save": "loop idle_host: with a save minus without",
+    "cpu_s_per_gb": "processor time (user and system) of a save until it is committed",
+    "commit_gbps": "state bytes / time from save to committed",
+    "restore_gbps": "state bytes / time from restore to arrays that are ready",
+    "peak_extra_bytes": "anonymous memory above what was there before the save",
+    "ssd_commit_gbps": "as commit_gbps, durable on a disk",
+}
+KEYS = tuple(dict.fromkeys(figure.partition(".")[0] for figure in FIGURES))
+
+Samples = dict[str, dict[str, list[float]]]  # figure -> contender (or a variant of one) -> samples
+
+
+def available() -> tuple[str, ...]:
+    """The contenders of this installation, in the order in which they take turns."""
+    return (*CONTENDERS, *(OPTIONAL_CONTENDERS if importlib.util.find_spec("torch") is not None else ()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What one state on one number of devices gave: samples in order, and what else is worth knowing.
+
+    `samples` holds contenders by name; limits of other kinds stand beside `limit` (`limit_1_thread`).
+    """
+
+    samples: Samples
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self, contenders: Iterable[str]) -> dict[str, Any]:
+        """Medians under the fixed keys, then every sample."""
+        return {
+            **medians(self.samples, tuple(contenders)),
+            "spread": spreads(self.samples),
+            "samples": self.samples,
+            "details": dict(self.details),
+        }
+
+
+def median(samples: Sequence[float] | None) -> float | None:
+    """The median; None where nothing was measured."""
+    return statistics.median(samples) if samples else None
+
+
+def medians(samples: Samples, contenders: Sequence[str]) -> dict[str, Any]:
+    """Key -> contender -> median. `blocking_ms` has `ready` and `in_flight` inside each contender."""
+
+    def of(figure: str, contender: str) -> float | None:
+        return median(samples.get(figure, {}).get(contender))
+
+    found: dict[str, Any] = {}
+    for key in KEYS:
+        if key == "blocking_ms":
+            found[key] = {c: {part: of(f"{key}.{part}", c) for part in BLOCKING_PARTS} for c in contenders}
+        else:
+            found[key] = {c: of(key, c) for c in contenders}
+    return found
+
+
+def spreads(samples: Samples) -> dict[str, dict[str, list[float]]]:
+    """Figure -> contender -> [least, greatest]."""
+    return {
+        figure: {name: [min(each), max(each)] for name, each in by_name.items() if each}
+        for figure, by_name in samples.items()
+    }
+
+
+class Recorder:
+    """Collects samples by figure and contender."""
+
+    def __init__(self) -> None:
+        self.samples: Samples = {}
+
+    def add(self, figure: str, contender: str, value: float) -> None:
+        """One more sample; figures outside FIGURES are extra ones, kept in the samples alone."""
+        self.samples.setdefault(figure, {}).setdefault(contender, []).append(value)
