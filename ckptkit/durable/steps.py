@@ -137,20 +137,21 @@ class DurableSteps:
         """All processes hear from process 0 which steps are abandoned; one of the number to be saved goes first."""
 
         def abandoned(_: list[Any]) -> list[int]:
-            return [each for each in self.steps() if self._is_abandoned(each, ancestry)]
+            return [each for each in self.steps() if self._is_abandoned(each, ancestry, replaced=each == step)]
 
         steps = self._coordinator.agree("abandoned", None, abandoned, timeout_s=self._timeout_s)
         self._preservation.abandoned = frozenset(steps)
         if step in steps:
             self._inner.delete(step)
 
-    def _is_abandoned(self, step: int, ancestry: Ancestry) -> bool:
+    def _is_abandoned(self, step: int, ancestry: Ancestry, *, replaced: bool) -> bool:
+        """A step whose sidecar is damaged may be of this branch: it goes only where a new save takes its number."""
         try:
             if step not in self._identities:
                 self._identities[step] = self.save_id(step)
             return ancestry.superseded(self._identities[step] or ancestry.of_stock(step))
-        except CorruptCheckpointError:  # damaged: the run that continues from an older step has abandoned it
-            return ancestry.superseded(SaveId(0, step, 0))
+        except CorruptCheckpointError:
+            return replaced and ancestry.superseded(SaveId(0, step, 0))
 
     def close(self) -> None:
         """Ends Orbax's manager."""

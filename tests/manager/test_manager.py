@@ -394,6 +394,21 @@ def test_abandoned_steps_do_not_push_good_ones_out(run: Run) -> None:
         assert durable_steps(run) == {"11", "12"}
 
 
+def test_a_damaged_step_of_the_own_branch_is_not_taken_for_an_abandoned_one(run: Run) -> None:
+    """A damaged sidecar would cost the step, which might still be mended."""
+    run.save_steps(range(1, 3), tiers=False, save_every=1)
+    with run.manager(tiers=False, save_every=1) as manager:
+        manager.restore(None)
+        for step in (3, 4):
+            manager.save(step, args=save_args(make_state(step), step))
+    (sidecar,) = (run.durable / "3" / "state").rglob("process-0.json")
+    sidecar.write_bytes(b"{")
+    with run.manager(tiers=False, save_every=1, max_to_keep=4) as manager:
+        assert manager.restore(None)["data"] == {"step": 4}
+        manager.save(5, args=save_args(make_state(5), 5))
+    assert durable_steps(run) == {"2", "3", "4", "5"}
+
+
 def test_a_fast_save_that_is_gone_never_stands_in_for_an_abandoned_durable_one(run: Run) -> None:
     """The step of the same number in the durable tier is of a branch that was left."""
     run.save_steps(range(5, 7), tiers=False, save_every=1)
