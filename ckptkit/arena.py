@@ -12,7 +12,7 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +21,15 @@ from typing import final
 import numpy as np
 
 from ckptkit import layout
+from ckptkit.clock import Deadline
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreFullError, TierUnusableError
+from ckptkit.host_memory import HostMemory, Room, mount_room, refuse_beyond, store_full
 from ckptkit.manifest import MANIFEST_BYTES_MAX, BoxRecord, LeafRecord, Manifest, SaveId, copy_proven
 from ckptkit.sharding import Box
 from ckptkit.store import LocalStore
 from ckptkit.store.local import sync_directory
 
+_LESS_ON_MOUNT = "give fewer slots, or leave this tier out"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: fault pages in without touching what they hold
 
 
@@ -48,8 +51,17 @@ class Arena:
     which is the newest one committed by all processes. Safe from several threads.
     """
 
-    def __init__(self, directory: Path | None, *, slots: int, synced: bool, lock_fd: int | None = None):
+    def __init__(
+        self,
+        directory: Path | None,
+        *,
+        slots: int,
+        synced: bool,
+        lock_fd: int | None = None,
+        memory: HostMemory | None = None,
+    ):
         self.directory = directory
+        self._memory = memory  # whose limits the slots keep; None for a disk
         self.synced = synced
         self._lock_fd = lock_fd
         self._changed = threading.Condition()
@@ -62,7 +74,9 @@ class Arena:
             self._take_over(directory)
 
     @classmethod
-    def open(cls, host_dir: Path, local_rank: int, *, slots: int, synced: bool) -> Arena:
+    def open(
+        cls, host_dir: Path, local_rank: int, *, slots: int, synced: bool, memory: HostMemory | None = None
+    ) -> Arena:
         """The arena of this process below its host's directory, mode 0700, held by `flock` until `close`.
 
         A directory that another process still holds (one of the previous run that has not died yet) is left to
@@ -84,7 +98,7 @@ class Arena:
             except BlockingIOError:
                 os.close(fd)
                 continue
-            return cls(directory, slots=slots, synced=synced, lock_fd=fd)
+            return cls(directory, slots=slots, synced=synced, lock_fd=fd, memory=memory)
         raise TierUnusableError(f"every slot directory below {host_dir} is held by another process", path=str(host_dir))
 
     def reserve(self, size_bytes: int) -> None:
@@ -105,36 +119,53 @@ class Arena:
                 self.release(slot)
 
     def check_room(self, size_bytes: int) -> None:
-        """Raises `StoreFullError` where the slots cannot all have `size_bytes`, with the bytes needed and free."""
-        if self.directory is None:
-            return
-        missing_bytes = sum(max(0, size_bytes - _allocated_bytes(self.directory / slot.name)) for slot in self._slots)
-        free_bytes = _free_bytes(self.directory)
-        if missing_bytes > free_bytes:
-            raise StoreFullError(
-                f"{self.directory} needs {missing_bytes} more bytes for {len(self._slots)} slots of {size_bytes}, "
-                f"{free_bytes} are free; mount a larger ramdisk, give fewer slots, or leave this tier out",
-                path=str(self.directory),
-            )
+        """Raises `StoreFullError` where the slots cannot all have `size_bytes`, with the bytes needed and free.
+
+        Asks the mount, and for host memory also the control groups and the setting (`HostMemory`).
+        """
+        slot_bytes = _whole_pages(size_bytes)
+        missing_bytes = sum(max(0, slot_bytes - self._allocated_bytes(slot)) for slot in self._slots)
+        room = self._room()
+        refuse_beyond(
+            room,
+            missing_bytes,
+            f"{self._name} needs {missing_bytes} more bytes for {len(self._slots)} slots of {slot_bytes}",
+            self._less,
+        )
 
     def acquire(self, size_bytes: int, *, timeout_s: float = 0.0) -> Slot | None:
         """A leased slot of at least `size_bytes` to write, its old manifest gone; None when all are in use.
 
-        Waits up to `timeout_s` for a lease to end. Prefers empty slots, then the one with the oldest save.
+        Waits up to `timeout_s` for a lease to end. Prefers empty slots, then the one with the oldest save; a slot
+        for which there is no room is passed over, and raises `StoreFullError` only where no other can be had.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._reusable() is not None, timeout_s)
-            slot = self._reusable()
-            if slot is None:
-                return None
-            slot.leases = 1
-        try:
-            self._forget(slot)
-            self._grow(slot, size_bytes)
-        except BaseException:
-            self.release(slot)
-            raise
-        return slot
+        deadline = Deadline(timeout_s)
+        full: dict[str, StoreFullError] = {}
+
+        def settled() -> bool:
+            others = [slot for slot in self._slots if slot.name not in full]
+            return self._reusable(full) is not None or not any(slot.leases for slot in others)
+
+        while True:
+            with self._changed:
+                self._changed.wait_for(settled, deadline.left_s)
+                slot = self._reusable(full)
+                if slot is None and full:
+                    raise next(iter(full.values()))
+                if slot is None:
+                    return None
+                slot.leases = 1
+            try:
+                self._grow(slot, size_bytes)  # before its save is forgotten: what cannot grow keeps what it has
+                self._forget(slot)
+            except StoreFullError as error:
+                full[slot.name] = error
+                self.release(slot)
+            except BaseException:
+                self.release(slot)
+                raise
+            else:
+                return slot
 
     def commit(self, slot: Slot, manifest: Manifest) -> None:
         """Makes `manifest` the truth about `slot`: data synced first (disk), then the manifest, then its name."""
@@ -223,22 +254,27 @@ class Arena:
                 self._retired.remove(slot)
 
     def _may_reserve(self, slot: Slot, size_bytes: int) -> bool:
-        if self.directory is None or slot.save_id is None:
-            return True
-        return _allocated_bytes(self.directory / slot.name) >= size_bytes
+        return slot.save_id is None or self._allocated_bytes(slot) >= size_bytes
 
-    def _reusable(self) -> Slot | None:
+    def _reusable(self, passed_over: Collection[str] = ()) -> Slot | None:
         free = [
             slot
             for slot in self._slots
-            if slot.leases == 0 and (slot.save_id is None or slot.save_id != self._protected)
+            if slot.leases == 0
+            and (slot.save_id is None or slot.save_id != self._protected)
+            and slot.name not in passed_over
         ]
         return min(free, key=lambda slot: slot.save_id or SaveId(-1, -1, -1), default=None)
 
     def _grow(self, slot: Slot, size_bytes: int) -> None:
-        size_bytes = max(layout.PAGE_BYTES, -(-size_bytes // layout.PAGE_BYTES) * layout.PAGE_BYTES)
+        size_bytes = _whole_pages(size_bytes)
         if slot.memory.nbytes >= size_bytes:
             return
+        missing_bytes = size_bytes - self._allocated_bytes(slot)
+        # Asked first: to find out by filling a ramdisk takes as long as filling it.
+        refuse_beyond(
+            self._room(), missing_bytes, f"slot {self._name}/{slot.name} needs {size_bytes} bytes", self._less
+        )
         slot.memory = np.empty(0, np.uint8)
         if self.directory is None:
             mapping = mmap.mmap(-1, size_bytes)
@@ -248,6 +284,32 @@ class Arena:
             mapping.madvise(_POPULATE_WRITE)
         self._maps[slot.name] = mapping
         slot.memory = np.frombuffer(mapping, np.uint8)
+
+    @property
+    def _name(self) -> str:
+        return str(self.directory or "the staging memory")
+
+    @property
+    def _less(self) -> str:
+        if self.directory is None:
+            return "lower in_flight_max, or shard the state over more processes"
+        return _LESS_ON_MOUNT
+
+    def _room(self) -> Room | None:
+        """The narrowest of the limits."""
+        taken_bytes = sum(map(self._allocated_bytes, self._slots))
+        rooms = self._memory.rooms(taken_bytes) if self._memory is not None else []
+        if self.directory is not None:
+            rooms.append(mount_room(self.directory))
+        return min(rooms, key=lambda room: room.free_bytes, default=None)
+
+    def _allocated_bytes(self, slot: Slot) -> int:
+        if self.directory is None:
+            return slot.memory.nbytes
+        try:
+            return (self.directory / slot.name).stat().st_size
+        except FileNotFoundError:
+            return 0
 
     def _forget(self, slot: Slot) -> None:
         if slot.save_id is not None and self._store is not None:
@@ -268,26 +330,15 @@ def _map_file(path: Path, size_bytes: int) -> mmap.mmap:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            raise StoreFullError(
-                f"slot {path} needs {size_bytes} bytes, {_free_bytes(path.parent)} are free in {path.parent}; "
-                "mount a larger ramdisk, give fewer slots, or leave this tier out",
-                path=str(path),
-            ) from error
+            room = mount_room(path.parent)
+            raise store_full(room, f"slot {path} needs {size_bytes} bytes", _LESS_ON_MOUNT) from error
         return mmap.mmap(fd, size_bytes)
     finally:
         os.close(fd)
 
 
-def _allocated_bytes(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def _free_bytes(directory: Path) -> int:
-    disk = os.statvfs(directory)
-    return disk.f_bavail * disk.f_frsize
+def _whole_pages(size_bytes: int) -> int:
+    return max(layout.PAGE_BYTES, -(-size_bytes // layout.PAGE_BYTES) * layout.PAGE_BYTES)
 
 
 def _remove_slots(directory: Path) -> None:

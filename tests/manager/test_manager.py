@@ -316,7 +316,7 @@ def test_slots_are_made_before_the_first_save(run: Run) -> None:
 
 def test_a_ramdisk_that_is_too_small_is_refused_with_numbers(run: Run, monkeypatch: Any) -> None:
     """The job would find out in the middle of a save, slot by slot."""
-    monkeypatch.setattr("ckptkit.arena._free_bytes", lambda _: 8192)
+    monkeypatch.setattr("ckptkit.host_memory._mount_bytes", lambda _: (1 << 30, 8192))
     said = r"needs \d+ more bytes for 3 slots of \d+, 8192 are free"
     with run.manager() as manager, pytest.raises(ckptkit.StoreFullError, match=said):
         manager.prepare(save_args(make_state(0), 0))

@@ -1,0 +1,121 @@
+"""How much host memory snapshots may still take: the least of the setting, the control groups and the mount."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from ckptkit.errors import StoreFullError
+
+CONTAINER_SHM_BYTES = 64 << 20  # what Docker and Kubernetes give /dev/shm where nobody asks for more
+_UNLIMITED_BYTES = 1 << 60  # version 1 says "no limit" as a huge number, rounded to pages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What one limit leaves: bytes, where that is, and how to get more."""
+
+    free_bytes: int
+    where: str
+    more: str
+
+
+@final
+class HostMemory:
+    """The host memory of one process's snapshots: at most `bytes_max`, and what its control groups leave.
+
+    Control groups of both versions are asked from the process's own up to the mount's root; what they could reclaim
+    at once (clean file pages) counts as free, memory-backed files do not. `proc` and `groups` are for tests.
+    """
+
+    def __init__(
+        self,
+        bytes_max: int | None = None,
+        *,
+        proc: Path = Path("/proc/self/cgroup"),
+        groups: Path = Path("/sys/fs/cgroup"),
+    ):
+        self._bytes_max = bytes_max
+        self._proc = proc
+        self._groups = groups
+
+    def rooms(self, taken_bytes: int) -> list[Room]:
+        """What each limit leaves to a process whose snapshots have `taken_bytes`. Cost: some 10 small file reads."""
+        rooms = [
+            Room(free_bytes=max(0, free), where=f"in control group {group}", more="raise the container's memory limit")
+            for group, free in self._group_frees()
+        ]
+        if self._bytes_max is not None:
+            left = max(0, self._bytes_max - taken_bytes)
+            rooms.append(
+                Room(free_bytes=left, where=f"under host_bytes_max={self._bytes_max}", more="raise host_bytes_max")
+            )
+        return rooms
+
+    def _group_frees(self) -> Iterator[tuple[Path, int]]:
+        try:
+            lines = self._proc.read_text().splitlines()
+        except OSError:  # no control groups here
+            return
+        for line in lines:
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                for root in (self._groups, self._groups / "unified"):
+                    yield from _frees(root, path, "memory.max", "memory.current", "")
+            elif "memory" in controllers.split(","):
+                root = self._groups / "memory"
+                yield from _frees(root, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+
+def refuse_beyond(room: Room | None, missing_bytes: int, needs: str, less: str) -> None:
+    """Raises `StoreFullError` where `missing_bytes` are more than `room` has."""
+    if room is not None and missing_bytes > room.free_bytes:
+        raise store_full(room, needs, less)
+
+
+def store_full(room: Room, needs: str, less: str) -> StoreFullError:
+    """The error of a snapshot that has no room: what it needs, what is free and where, and the ways out."""
+    return StoreFullError(f"{needs}, {room.free_bytes} are free {room.where}; {room.more}, {less}")
+
+
+def mount_room(directory: Path) -> Room:
+    """What the mount of `directory` leaves; where it is a container's small /dev/shm, how to get another."""
+    total_bytes, free_bytes = _mount_bytes(directory)
+    more = "mount a larger ramdisk"
+    if total_bytes <= CONTAINER_SHM_BYTES:
+        more = (
+            f"the whole mount has {total_bytes} bytes, as a container's own /dev/shm does: run Docker with --shm-size, "
+            "or mount a Kubernetes emptyDir with medium: Memory and give its path to Tier.ram"
+        )
+    return Room(free_bytes=free_bytes, where=f"in {directory}", more=more)
+
+
+def _mount_bytes(directory: Path) -> tuple[int, int]:
+    mount = os.statvfs(directory)
+    return mount.f_blocks * mount.f_frsize, mount.f_bavail * mount.f_frsize
+
+
+def _frees(root: Path, path: str, limit: str, usage: str, prefix: str) -> Iterator[tuple[Path, int]]:
+    """Every group from the process's own up to the root of the hierarchy that has a limit, and what it leaves.
+
+    In a container the process's path often is not there, because the mount's root is its own group: what is there of
+    the way up is asked.
+    """
+    own = root / path.lstrip("/")
+    for group in [own, *(parent for parent in own.parents if parent.is_relative_to(root))]:
+        with suppress(OSError, ValueError):  # not there, or "max"
+            limit_bytes = int((group / limit).read_text())
+            if limit_bytes < _UNLIMITED_BYTES:
+                used_bytes = int((group / usage).read_text()) - _reclaimable_bytes(group / "memory.stat", prefix)
+                yield group, limit_bytes - used_bytes
+
+
+def _reclaimable_bytes(stat: Path, prefix: str) -> int:
+    """File pages that the kernel may drop; pages of a ramdisk are not among them (they count as anonymous)."""
+    counted = {f"{prefix}inactive_file", f"{prefix}active_file"}
+    lines = (line.split() for line in stat.read_text().splitlines())
+    return sum(int(words[1]) for words in lines if words[0] in counted)

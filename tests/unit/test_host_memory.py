@@ -1,0 +1,171 @@
+"""What snapshots may take of the host's memory, and what is said where it is not enough."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptkit.arena import Arena
+from ckptkit.errors import StoreFullError
+from ckptkit.host_memory import CONTAINER_SHM_BYTES, HostMemory, mount_room
+from ckptkit.layout import PAGE_BYTES as PAGE
+from ckptkit.manifest import SaveId
+
+GIB = 1 << 30
+
+
+class Groups:
+    """A machine's control groups, as files."""
+
+    def __init__(self, root: Path):
+        self._root = root
+        self._root.mkdir()
+
+    def add(self, path: str, limit: str, used: int, clean: int = 0) -> None:
+        """One group of version 2, or, below `memory/`, of version 1."""
+        group = self._root / path
+        group.mkdir(parents=True, exist_ok=True)
+        first = path.startswith("memory")
+        (group / ("memory.limit_in_bytes" if first else "memory.max")).write_text(limit + "\n")
+        (group / ("memory.usage_in_bytes" if first else "memory.current")).write_text(f"{used}\n")
+        prefix = "total_" if first else ""
+        (group / "memory.stat").write_text(
+            f"anon 5\n{prefix}inactive_file {clean}\n{prefix}active_file 0\nshmem 77\ninactive_file 999999999999\n"
+            if first
+            else f"anon 5\ninactive_file {clean}\nactive_file 0\nshmem 77\n"
+        )
+
+    def memory(self, line: str, bytes_max: int | None = None) -> HostMemory:
+        """What a process sees whose /proc/self/cgroup holds `line`."""
+        proc = self._root / "self-cgroup"
+        proc.write_text(f"12:cpu,cpuacct:/elsewhere\n{line}\n")
+        return HostMemory(bytes_max, proc=proc, groups=self._root)
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Groups:
+    return Groups(tmp_path / "cgroup")
+
+
+def frees(memory: HostMemory, taken: int = 0) -> list[int]:
+    return [room.free_bytes for room in memory.rooms(taken)]
+
+
+def test_a_limit_anywhere_up_the_hierarchy_counts(groups: Groups) -> None:
+    """A pod's limit stands above its container's: a snapshot beyond it is an OOM kill."""
+    groups.add("pod", str(4 * GIB), used=3 * GIB)
+    groups.add("pod/container", "max", used=GIB)
+    groups.add("pod/container/leaf", str(2 * GIB), used=GIB // 2)
+    memory = groups.memory("0::/pod/container/leaf")
+    assert frees(memory) == [3 * GIB // 2, GIB]
+    assert [room.where.split("cgroup/")[-1] for room in memory.rooms(0)] == ["pod/container/leaf", "pod"]
+
+
+def test_version_1_is_read_and_its_no_limit_is_none(groups: Groups) -> None:
+    """Every host without version 2 would look unlimited, or limited to 8 exabytes less what is used."""
+    groups.add("memory", "9223372036854771712", used=GIB)
+    groups.add("memory/docker/abc", str(GIB), used=GIB // 4)
+    assert frees(groups.memory("4:memory:/docker/abc")) == [3 * GIB // 4]
+
+
+def test_in_a_container_the_mount_is_the_own_group(groups: Groups) -> None:
+    """Without a namespace the process's path is the host's, which the container cannot see: no limit would be found."""
+    groups.add("memory", str(GIB), used=GIB // 2)
+    assert frees(groups.memory("4:hugetlb,memory:/docker/abc")) == [GIB // 2]
+
+
+def test_clean_file_pages_are_free_and_a_ramdisk_is_not(groups: Groups) -> None:
+    """A job that has read its data set would seem to have no memory left."""
+    groups.add("pod", str(4 * GIB), used=3 * GIB, clean=2 * GIB)
+    assert frees(groups.memory("0::/pod")) == [3 * GIB]
+
+
+def test_a_full_group_leaves_nothing_and_the_setting_counts_what_is_taken(groups: Groups) -> None:
+    """A negative number of free bytes would pass for some."""
+    groups.add("pod", str(GIB), used=2 * GIB)
+    assert frees(groups.memory("0::/pod", bytes_max=100), taken=30) == [0, 70]
+    assert frees(groups.memory("0::/other", bytes_max=100), taken=130) == [0]
+
+
+def test_no_control_groups_are_no_limit(tmp_path: Path) -> None:
+    """A kernel without them would make every save an error."""
+    assert frees(HostMemory(proc=tmp_path / "none", groups=tmp_path)) == []
+
+
+def test_the_groups_of_this_machine_can_be_read() -> None:
+    """The paths would be right in the tests alone."""
+    for room in HostMemory().rooms(0):
+        assert room.free_bytes >= 0
+
+
+def test_slots_keep_the_narrowest_limit(groups: Groups, tmp_path: Path) -> None:
+    """The kernel would kill the job, or the setting would be a comment."""
+    groups.add("pod", str(100 * PAGE), used=0)
+    said = rf"needs {30 * PAGE} more bytes for 3 slots of {10 * PAGE}, {25 * PAGE} are free under host_bytes_max="
+    arena = Arena(tmp_path, slots=3, synced=False, memory=groups.memory("0::/pod", bytes_max=25 * PAGE))
+    with pytest.raises(StoreFullError, match=said + r"\d+; raise host_bytes_max, give fewer slots, or leave this tier"):
+        arena.check_room(10 * PAGE - 5)
+    for step in (1, 2):
+        assert arena.acquire(10 * PAGE) is not None, step
+    said = rf"slot .*slot-2.bin needs {10 * PAGE} bytes, {5 * PAGE} are free under host_bytes_max"
+    with pytest.raises(StoreFullError, match=said):
+        arena.acquire(10 * PAGE)
+    anonymous = Arena(None, slots=2, synced=False, memory=groups.memory("0::/pod"))
+    said = rf"the staging memory needs {120 * PAGE} more bytes for 2 slots of {60 * PAGE}, {100 * PAGE} are free in "
+    with pytest.raises(StoreFullError, match=said + r"control group .*pod; raise the container's memory limit, lower"):
+        anonymous.check_room(60 * PAGE)
+    arena.close()
+    anonymous.close()
+
+
+def test_the_slots_that_could_be_made_serve(tmp_path: Path) -> None:
+    """One slot too many would stop a tier that has room for two."""
+    arena = Arena(tmp_path, slots=3, synced=False, memory=HostMemory(20 * PAGE, proc=tmp_path / "none"))
+    names = []
+    for number in range(4):
+        slot = arena.acquire(10 * PAGE)
+        assert slot is not None
+        slot.save_id = SaveId(1, number, number)
+        arena.protect(slot.save_id)
+        arena.release(slot)
+        names.append(slot.name)
+    assert names == ["slot-0.bin", "slot-1.bin", "slot-0.bin", "slot-1.bin"]
+    arena.close()
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A container's /dev/shm."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    mount = tmp_path / "shm"
+    mount.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={CONTAINER_SHM_BYTES}", "tmpfs", str(mount)],
+        capture_output=True,
+        text=True,
+    )
+    if made.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {made.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_containers_shm_says_what_to_mount(small_tmpfs: Path) -> None:
+    """Everybody who runs in a container would have to find out for themselves."""
+    arena = Arena.open(small_tmpfs / "host", 0, slots=3, synced=False)
+    free = mount_room(small_tmpfs).free_bytes
+    with pytest.raises(StoreFullError) as caught:
+        arena.check_room(100 << 20)
+    assert str(caught.value) == (
+        f"{small_tmpfs}/host/0 needs {300 << 20} more bytes for 3 slots of {100 << 20}, {free} are free in "
+        f"{small_tmpfs}/host/0; the whole mount has {CONTAINER_SHM_BYTES} bytes, as a container's own /dev/shm does: "
+        "run Docker with --shm-size, or mount a Kubernetes emptyDir with medium: Memory and give its path to Tier.ram, "
+        "give fewer slots, or leave this tier out"
+    )
+    arena.check_room(20 << 20)  # what fits is not refused
+    arena.close()
