@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 from ckptkit import layout
 
 Medium = Literal["ram", "ssd"]
+DurableBusy = Literal["wait", "skip"]
 
 
 @runtime_checkable
@@ -68,6 +69,37 @@ class Tier:
     def ssd(cls, path: str, *, save: TierSavePolicy | None = None, slots: int = 2, job: str = "job") -> Tier:
         """A local disk tier: synced before a step counts as committed, so it survives a power failure."""
         return cls(name="ssd", medium="ssd", path=str(path), save=save or EverySteps(10), slots=slots, job=job)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backpressure:
+    """What happens to a save that comes too early, and how much host memory snapshots may take.
+
+    `in_flight_max` snapshots may be on their way to their first commit by all processes; one more is skipped.
+    `host_bytes_max` bounds the bytes of one process's snapshots (ramdisk slots included; None: what control groups
+    and the mount leave). `durable_busy` says what a save does that is due while the durable tier is still busy.
+    """
+
+    in_flight_max: int = 1
+    host_bytes_max: int | None = None
+    durable_busy: DurableBusy = "wait"
+
+    def __post_init__(self) -> None:
+        if self.in_flight_max < 1:
+            raise ValueError(f"in_flight_max={self.in_flight_max}: at least one snapshot must be allowed")
+        if self.host_bytes_max is not None and self.host_bytes_max < 1:
+            raise ValueError(f"host_bytes_max={self.host_bytes_max}: give a number of bytes, or None for no setting")
+        if self.durable_busy not in get_args(DurableBusy):
+            raise ValueError(f"durable_busy {self.durable_busy!r}: give one of {', '.join(get_args(DurableBusy))}")
+
+    def check_tiers(self, tiers: tuple[Tier, ...]) -> None:
+        """Raises ValueError where the ramdisk tier has too few slots for what may be in flight."""
+        for tier in tiers:
+            if tier.medium == "ram" and tier.slots <= self.in_flight_max:
+                raise ValueError(
+                    f"in_flight_max={self.in_flight_max} needs Tier.ram(slots={self.in_flight_max + 1}) or more, "
+                    f"found {tier.slots}: one slot keeps the newest committed step"
+                )
 
 
 def checked_tiers(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:

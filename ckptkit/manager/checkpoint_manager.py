@@ -18,6 +18,7 @@ from ckptkit.durable import DurableSteps, EpochRecords
 from ckptkit.durable.epochs import Ancestry
 from ckptkit.errors import CheckpointError, StepAlreadyExistsError, heard_from
 from ckptkit.events import EventLog
+from ckptkit.host_memory import HostMemory
 from ckptkit.manager.book import Book, StepRecord
 from ckptkit.manager.deciding import Decider
 from ckptkit.manager.items import restore_items, save_items
@@ -25,7 +26,7 @@ from ckptkit.manager.restoring import Restorer
 from ckptkit.manager.saving import SavePipeline
 from ckptkit.manager.taken import DURABLE, MEMORY, Tiers
 from ckptkit.manifest import SaveId, Writer
-from ckptkit.policy import Tier, checked_tiers
+from ckptkit.policy import Backpressure, DurableBusy, Tier, checked_tiers
 from ckptkit.snapshot import Description
 from ckptkit.staging import checked_choice
 from ckptkit.store import open_store
@@ -51,6 +52,15 @@ class CheckpointManager:
       staging: how a save keeps the state alive (`ckptkit.staging`): `auto`, or a strategy by name. With `gate` the
         state may be donated only after `wait_until_staged`.
       timeout_s: the longest wait for other processes, and for the previous durable save.
+      in_flight_max: how many snapshots may be on their way to their first commit by all processes. A save that comes
+        while there are as many is skipped everywhere, with an event; one that is due in the durable tier waits.
+        Without a ramdisk tier a snapshot is on its way until every tier has it, and this is how many there may be
+        in memory.
+      host_bytes_max: the most host memory that this process's snapshots may take, ramdisk slots included. The limit
+        is the least of this, `memory.max` of every control group above the process, and what the mount has free.
+      durable_busy: what a save does that is due in the durable tier while that is still busy: `wait` blocks and
+        reports how long (`waited_s` of the `staged` event), `skip` leaves the step out of the durable tier. Forced
+        saves and those of a preemption always wait.
 
     Raises `TierUnusableError` for a tier that cannot be written, `StoreError` for a durable root that cannot be
     read, `CoordinationError` where a process does not come.
@@ -66,9 +76,16 @@ class CheckpointManager:
         events: EventLog | None = None,
         staging: str = "auto",
         timeout_s: float = 600.0,
+        in_flight_max: int = 1,
+        host_bytes_max: int | None = None,
+        durable_busy: DurableBusy = "wait",
     ):
+        self._backpressure = Backpressure(
+            in_flight_max=in_flight_max, host_bytes_max=host_bytes_max, durable_busy=durable_busy
+        )
         self._options = options or ocp.CheckpointManagerOptions()
         self._tiers = checked_tiers(tuple(tiers))
+        self._backpressure.check_tiers(self._tiers)
         self._events = events or EventLog()
         self._host_id = layout.checked_name(host_id or socket.gethostname(), "host_id")
         self._timeout_s = timeout_s
@@ -83,6 +100,7 @@ class CheckpointManager:
             tier.name: Path(tier.path) / layout.job_name(self._durable.url, tier.job) / self._host_id
             for tier in self._tiers
         }
+        self._memory = HostMemory(host_bytes_max)
         self._arenas = self._open_arenas()
         self._restorer = Restorer(
             self._host_dirs, self._durable, self._epochs, self._coordinator, self._events, timeout_s
@@ -116,8 +134,9 @@ class CheckpointManager:
         """Takes a step for the tiers in which it is due; returns whether it was taken.
 
         Returns once the caller may donate the state. The step is committed to a tier only after its `committed`
-        event. Blocks for one copy of this process's boxes; when the durable tier is due, also for the previous
-        durable save. A background failure is raised by `check_for_errors`, `wait_until_finished` or `close`.
+        event; one that came too early on some process is dropped on all, with a `save_skipped` event. Blocks for one
+        copy of this process's boxes; when the durable tier is due, also for the previous durable save. A background
+        failure is raised by `check_for_errors`, `wait_until_finished` or `close`.
 
         Raises `StepAlreadyExistsError` for a forced save of a step that is there, `TypeError` and `ValueError`
         for items that cannot be saved.
@@ -127,7 +146,8 @@ class CheckpointManager:
             raise ValueError("pass args=ocp.args.StandardSave(state) (or Composite); `items` is Orbax's legacy form")
         if args is None:
             raise ValueError("save needs args, such as ocp.args.StandardSave(state)")
-        due = self._due(step, force)
+        reached = self._durable.orbax.reached_preemption(step)
+        due = self._due(step, force, reached)
         if not due:
             return False
         if force and any(record.step == step for record in self._current_branch()):
@@ -140,7 +160,7 @@ class CheckpointManager:
         save_id = SaveId(self._epoch, step, self._number)
         self._number += 1
         self._decider.taken(step, due)
-        self._pipeline.submit(save_id, captured, description, due, metrics, start_s)
+        self._pipeline.submit(save_id, captured, description, due, metrics, start_s, must_wait=force or reached)
         return True
 
     def prepare(self, args: Any) -> None:
@@ -154,7 +174,7 @@ class CheckpointManager:
 
     def should_save(self, step: int) -> bool:
         """Whether `save(step)` would take the step for any tier."""
-        return bool(self._due(step, False))
+        return bool(self._due(step, False, self._durable.orbax.reached_preemption(step)))
 
     def restore(
         self, step: int | None, items: Any = None, restore_kwargs: Mapping[str, Any] | None = None, args: Any = None
@@ -266,7 +286,11 @@ class CheckpointManager:
         try:
             for tier in self._tiers:
                 arenas[tier.name] = Arena.open(
-                    self._host_dirs[tier.name], local_rank, slots=tier.slots, synced=tier.medium == "ssd"
+                    self._host_dirs[tier.name],
+                    local_rank,
+                    slots=tier.slots,
+                    synced=tier.medium == "ssd",
+                    memory=self._memory if tier.medium == "ram" else None,
                 )
         except CheckpointError as error:
             failure = error
@@ -328,13 +352,24 @@ class CheckpointManager:
         if "ram" in self._arenas:
             staging, name = self._arenas["ram"], "ram"
         else:
-            staging, name = Arena(None, slots=3, synced=False), MEMORY
+            staging, name = (
+                Arena(None, slots=self._backpressure.in_flight_max, synced=False, memory=self._memory),
+                MEMORY,
+            )
         tiers = Tiers(staging=staging, staging_name=name, disk=disk, durable=self._durable, epochs=self._epochs)
         writer = Writer(process=self._coordinator.process, count=self._coordinator.count, host=self._host_id)
-        return SavePipeline(tiers, self._coordinator, writer, self._book, self._events, self._timeout_s, self._staging)
+        return SavePipeline(
+            tiers,
+            self._coordinator,
+            writer,
+            self._book,
+            self._events,
+            self._timeout_s,
+            self._staging,
+            self._backpressure,
+        )
 
-    def _due(self, step: int, force: bool) -> frozenset[str]:
-        reached = self._durable.orbax.reached_preemption(step)
+    def _due(self, step: int, force: bool, reached: bool) -> frozenset[str]:
         return self._decider.due(step, last=self._book.latest_step(), reached_preemption=reached, force=force)
 
     def _current_branch(self) -> list[StepRecord]:

@@ -1,32 +1,36 @@
 """The life of a save: stage on the step loop; then, in the background, digest, commit, vote, flush.
 
 A save is taken by a decision that is the same on every process. Whether it succeeds is voted in the background:
-one process that could not stage it drops it everywhere. The step loop waits for nothing but its own copy, and,
-when a durable save is due, for the previous durable save.
+one process that could not stage it, or was too busy to, drops it everywhere. The step loop waits for nothing but its
+own copy, and, when a durable save is due (`durable_busy="wait"`), for the previous durable save.
 """
 
 from __future__ import annotations
 
 import threading
-import traceback
 from dataclasses import replace
 from typing import Any
 
 from ckptkit import clock, snapshot, staging
 from ckptkit.arena import Arena, Slot
+from ckptkit.clock import Deadline
 from ckptkit.coordination import Coordinator
-from ckptkit.durable.steps import host_tree
-from ckptkit.errors import CheckpointError, SaveFailedError
+from ckptkit.errors import CheckpointError, StoreFullError
 from ckptkit.events import EventLog, Kind
-from ckptkit.flush import Worker, commit_slot, copy_slot
+from ckptkit.flush import Worker
 from ckptkit.manager.book import Book
+from ckptkit.manager.flushing import Flusher
 from ckptkit.manager.items import SaveItems
-from ckptkit.manager.taken import DURABLE, MEMORY, Save, Tiers, with_shardings
+from ckptkit.manager.outcomes import Outcomes, Refusal, describe
+from ckptkit.manager.taken import DURABLE, Save, Tiers, with_shardings
 from ckptkit.manifest import Manifest, SaveId, Writer
+from ckptkit.policy import Backpressure
+
+VOTES_WAITING_MAX = 1024  # of saves that came too early: a few hundred bytes each
 
 
 class SavePipeline:
-    """Owner of the background threads. Every method but `submit` may be called on one process alone."""
+    """Owner of the writer thread. Every method but `submit` may be called on one process alone."""
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class SavePipeline:
         events: EventLog,
         timeout_s: float,
         choice: str,
+        backpressure: Backpressure,
     ):
         self._tiers = tiers
         self._coordinator = coordinator
@@ -44,17 +49,19 @@ class SavePipeline:
         self._book = book
         self._events = events
         self._timeout_s = timeout_s
+        self._backpressure = backpressure
         self._claimed: int | None = None
-        self._failures: list[SaveFailedError] = []
         self._choice = staging.checked_choice(choice)
-        self._staged = threading.Condition()
-        self._unstaged = 0
+        self._changed = threading.Condition()
+        self._unstaged = 0  # saves that still refer to the caller's arrays
+        self._in_flight = 0  # snapshots that are taken and not yet committed, or dropped, by all
+        self._undecided: list[Slot] = []
         self._prepared_bytes = 0
         self._describer = snapshot.Describer(with_shardings)
+        self._outcomes = Outcomes(tiers, coordinator, book, events, timeout_s)
+        self._flusher = Flusher(tiers, coordinator, book, self._outcomes, timeout_s)
         self._maker = Worker("ckptkit-arena", waiting_max=4)
-        self._writer = Worker("ckptkit-writer", waiting_max=8)
-        self._disk = Worker("ckptkit-disk", waiting_max=1)
-        self._durable = Worker("ckptkit-durable", waiting_max=1)
+        self._writer = Worker("ckptkit-writer", waiting_max=VOTES_WAITING_MAX)
 
     def describe(self, items: SaveItems) -> snapshot.Description:
         """What a save of `items` will hold; raises for leaves that cannot be saved, before anything is taken."""
@@ -80,7 +87,7 @@ class SavePipeline:
             try:
                 arena.reserve(slot_bytes)
             except CheckpointError as error:
-                self._events.emit(Kind.DEGRADED, tier=tier, reason=self._describe(error))
+                self._outcomes.degraded(None, tier, error)
 
         self._maker.submit(lambda: reserve(self._tiers.staging, self._tiers.staging_name))
         if (disk := self._tiers.disk) is not None:
@@ -94,21 +101,21 @@ class SavePipeline:
         due: frozenset[str],
         metrics: Any,
         start_s: float,
+        *,
+        must_wait: bool = False,
     ) -> None:
         """Stages the state and hands the save over; returns once the caller may donate the state.
 
-        Blocks for one copy of this process's boxes; with a durable save due, also for the previous durable save
-        and for a free slot (at most `timeout_s`, then the save is dropped by vote). `start_s` is when the step loop
-        was stopped (monotonic).
+        Blocks for one copy of this process's boxes. A save that comes while `in_flight_max` snapshots are on their
+        way is not staged, and dropped by vote; one that is due in the durable tier waits instead, for those, for
+        the previous durable save and for a free slot (at most `timeout_s`, then it is dropped by vote), unless the
+        policy is to skip it and it is not a `must_wait`. `start_s` is when the step loop was stopped (monotonic).
         """
-        self._phase(save_id, "begun")
+        self._outcomes.phase(save_id, "begun")
+        waits = DURABLE in due and (must_wait or self._backpressure.durable_busy == "wait")
         waiting_s = clock.monotonic_s()
-        waits_s = 0.0
-        if DURABLE in due:
-            self._writer.wait_idle(self._timeout_s)
-            self._durable.wait_idle(self._timeout_s)
-            waits_s = self._timeout_s
-        slot = self._acquire(description.slot_bytes, waits_s)
+        was_busy = waits and self.busy
+        slot, refusal = self._admit(save_id, description.slot_bytes, due, Deadline(self._timeout_s if waits else 0.0))
         waited_s = clock.monotonic_s() - waiting_s
         staged = self._begin_staging(description, items, slot)
         staged_s = clock.monotonic_s()
@@ -122,21 +129,50 @@ class SavePipeline:
                 bytes=sum(source.record.held_bytes for sources in description.items.values() for source in sources),
                 stall_s=round(staged_s - start_s, 6),
                 waited_s=round(waited_s, 6),
+                **({"policy": "wait"} if was_busy else {}),
             )
+        # A reference to the trees, held in the background, would keep device memory in use.
+        kept = replace(items, trees={}) if staged is not None else replace(items, trees={}, inline={}, durable={})
         save = Save(
             save_id=save_id,
-            items=replace(items, trees={}),  # a reference held in the background would keep device memory in use
+            items=kept,
             description=description,
             slot=slot,
             staging=staged,
             due=due,
+            waits=waits,
             metrics=metrics,
             staged_s=staged_s,
         )
         self.reserve(description.slot_bytes)  # the other slots: the next saves find them made
-        with self._staged:
+        with self._changed:
             self._unstaged += 1
-        self._writer.submit(lambda: self._commit(save))
+            self._in_flight += slot is not None
+        self._writer.submit(lambda: self._commit(save, refusal))
+
+    def _admit(
+        self, save_id: SaveId, size_bytes: int, due: frozenset[str], deadline: Deadline
+    ) -> tuple[Slot | None, Refusal | None]:
+        """A slot for the next snapshot, or why this process has none; waits until `deadline`, if that is ahead.
+
+        Which of the two is a local matter of timing, so it decides nothing: the refusal goes into the vote.
+        """
+        waits_s = deadline.left_s
+        if waits_s and not (self._writer.wait_idle(waits_s) and self._flusher.wait_durable(deadline)):
+            return None, Refusal(policy="wait", reason=f"earlier saves were not done within {waits_s:.1f} s")
+        in_flight, in_flight_max = self._in_flight, self._backpressure.in_flight_max
+        if in_flight >= in_flight_max:
+            reason = f"too early: {in_flight} snapshots are on their way, in_flight_max={in_flight_max}"
+            return None, Refusal(policy="skip", reason=reason)
+        try:
+            slot = self._tiers.staging.acquire(size_bytes, timeout_s=deadline.left_s)
+        except StoreFullError as error:
+            self._outcomes.no_room(save_id, self._tiers.staging_name, error, due)
+            return None, Refusal(policy="veto", reason=describe(error))
+        if slot is None:
+            reason = "no free slot: slower tiers still read the others, or they are still being made"
+            return None, Refusal(policy="wait" if waits_s else "skip", reason=reason)
+        return slot, None
 
     def _begin_staging(
         self, description: snapshot.Description, items: SaveItems, slot: Slot | None
@@ -151,63 +187,67 @@ class SavePipeline:
 
     def wait_until_staged(self) -> None:
         """Waits until no save refers to the arrays that it was given."""
-        with self._staged:
-            self._staged.wait_for(lambda: self._unstaged == 0)
+        with self._changed:
+            self._changed.wait_for(lambda: self._unstaged == 0)
 
     def wait(self) -> None:
         """Waits until every save that was taken is in all the tiers it was due in, or has failed."""
         self._writer.drain()
-        self._disk.drain()
-        self._durable.drain()
+        self._flusher.drain()
 
     @property
     def busy(self) -> bool:
         """Whether a save is still on its way."""
-        return not (self._writer.idle and self._disk.idle and self._durable.idle)
+        return not (self._writer.idle and self._flusher.idle)
 
     def raise_failure(self) -> None:
         """Raises the first background failure that was not raised yet, once; later ones are in its notes."""
-        taken = []
-        while self._failures:  # one by one: a thread may add one meanwhile
-            taken.append(self._failures.pop(0))
-        if taken:
-            first, *others = taken
-            for other in others:
-                first.add_note(f"also: {other}")
-            raise first
+        self._outcomes.raise_failure()
 
     def close(self) -> None:
         """Finishes what is under way and joins the threads."""
-        for worker in (self._writer, self._disk, self._durable, self._maker):
-            worker.close()
+        self._writer.close()
+        self._flusher.close()
+        self._maker.close()
 
     # In the writer thread.
 
-    def _commit(self, save: Save) -> None:
+    def _commit(self, save: Save, refusal: Refusal | None) -> None:
+        try:
+            self._commit_and_vote(save, refusal)
+        finally:
+            with self._changed:
+                self._in_flight -= save.slot is not None
+                self._changed.notify_all()
+
+    def _commit_and_vote(self, save: Save, refusal: Refusal | None) -> None:
         """Finish staging, digest, manifest, local commit, vote; then on to the slower tiers."""
         manifest = None
-        refusal = "no free slot: slower tiers still read the others, or they are still being made"
         try:
             self._finish_staging(save)
             if save.slot is not None:
                 self._claim_epoch(save.save_id)
-                manifest, refusal = self._digest_and_commit(save, save.slot), None
+                manifest = self._digest_and_commit(save, save.slot)
+        except StoreFullError as error:
+            refusal = Refusal(policy="veto", reason=describe(error))
+            self._outcomes.no_room(save.save_id, self._tiers.staging_name, error, save.due)
         except Exception as error:  # noqa: BLE001  the top of a thread: voted on, reported and stored below
-            refusal = self._describe(error)
-            self._fail(save.save_id, self._tiers.staging_name, error)
+            refusal = Refusal(policy="veto", reason=describe(error))
+            self._outcomes.failed(save.save_id, self._tiers.staging_name, error)
         try:
-            refusals = self._vote("commit", refusal)
+            refusals = self._outcomes.vote("commit", refusal)
         except CheckpointError as error:
             self._leave_undecided(save, error)
             return
-        if refusals:
+        if refusals is not None:
             self._drop(save, refusals)
             return
         assert manifest is not None
         assert save.slot is not None
         try:
-            self._committed(save, self._tiers.staging_name, self._tiers.staging, manifest)
-            self._flush(save, save.slot, manifest)
+            self._outcomes.committed(save, self._tiers.staging_name, self._tiers.staging, manifest)
+            self._release_undecided()
+            self._flusher.flush(save, save.slot, manifest)
         finally:
             self._tiers.staging.release(save.slot)
 
@@ -215,11 +255,11 @@ class SavePipeline:
         try:
             if save.staging is not None:
                 save.staging.finish()
-                self._phase(save.save_id, "staged", self._tiers.staging_name)
+                self._outcomes.phase(save.save_id, "staged", self._tiers.staging_name)
         finally:
-            with self._staged:
+            with self._changed:
                 self._unstaged -= 1
-                self._staged.notify_all()
+                self._changed.notify_all()
 
     def _digest_and_commit(self, save: Save, slot: Slot) -> Manifest:
         records = snapshot.digest_records(save.description, slot.memory)
@@ -230,10 +270,10 @@ class SavePipeline:
             arrays=records,
             inline=save.items.inline,
         )
-        self._phase(save.save_id, "digested", self._tiers.staging_name)
+        self._outcomes.phase(save.save_id, "digested", self._tiers.staging_name)
         if self._tiers.staging.directory is not None:
             self._tiers.staging.commit(slot, manifest)
-        self._phase(save.save_id, "committed_here", self._tiers.staging_name)
+        self._outcomes.phase(save.save_id, "committed_here", self._tiers.staging_name)
         return manifest
 
     def _claim_epoch(self, save_id: SaveId) -> None:
@@ -250,163 +290,23 @@ class SavePipeline:
                 path=self._tiers.durable.url,
             ) from error
         except CheckpointError as error:  # unreachable: tried again with the next save, training goes on
-            self._events.emit(Kind.DEGRADED, step=save_id.step, tier=DURABLE, reason=self._describe(error))
-
-    def _flush(self, save: Save, slot: Slot, manifest: Manifest) -> None:
-        disk = self._tiers.disk
-        if disk is not None and "ssd" in save.due:
-            # Whether the disk is still busy with an older step is a local matter, so it is voted on.
-            refusals = self._vote("disk", None if self._disk.idle else "still writing an older step")
-            if refusals:
-                self._events.emit(Kind.SKIPPED, step=save.save_id.step, tier="ssd", reason=refusals)
-                if DURABLE not in save.due:
-                    self._book.fail(save.save_id)  # no tier will hold it (one that holds it already stays)
-            else:
-                self._tiers.staging.lease(slot)
-                self._disk.submit(lambda: self._flush_to_disk(save, slot, manifest, disk))
-        if DURABLE in save.due:
-            self._tiers.staging.lease(slot)
-            self._durable.submit(lambda: self._flush_to_durable(save, slot, manifest))
-
-    # In the disk thread.
-
-    def _flush_to_disk(self, save: Save, slot: Slot, manifest: Manifest, disk: Arena) -> None:
-        copied, refusal = None, None
-        self._phase(save.save_id, "begun", "ssd")
-        try:
-            copied = copy_slot(slot, manifest, save.description.slot_bytes, disk)
-            self._phase(save.save_id, "copied", "ssd")
-            commit_slot(copied, manifest, disk)
-            self._phase(save.save_id, "committed_here", "ssd")
-        except Exception as error:  # noqa: BLE001  the top of a thread: voted on, reported and stored
-            refusal = self._describe(error)
-            self._fail(save.save_id, "ssd", error)
-        finally:
-            self._tiers.staging.release(slot)
-        try:
-            refusals = self._vote("disk-commit", refusal)
-            if refusals and copied is not None:
-                disk.discard(copied)
-            if refusals and DURABLE not in save.due:
-                self._book.fail(save.save_id)
-            if not refusals:
-                self._committed(save, "ssd", disk, manifest)
-        except CheckpointError as error:  # nobody knows the verdict: what is committed here stays
-            self._fail(save.save_id, "ssd", error)
-        if copied is not None:
-            disk.release(copied)
-
-    # In the durable thread.
-
-    def _flush_to_durable(self, save: Save, slot: Slot, manifest: Manifest) -> None:
-        self._phase(save.save_id, "begun", DURABLE)
-        try:
-            self._fence(save.save_id)
-            self._tiers.durable.save(
-                save.save_id,
-                {**self._array_items(save, slot, manifest), **save.items.durable},
-                metrics=save.metrics,
-                default_item=save.items.default_item,
-                ancestry=self._book.ancestry,
-            )
-            self._phase(save.save_id, "committed_here", DURABLE)
-            self._committed(save, DURABLE, None, manifest)
-        except Exception as error:  # noqa: BLE001  the top of a thread: reported and stored
-            self._fail(save.save_id, DURABLE, error)
-        finally:
-            self._tiers.staging.release(slot)
-
-    def _array_items(self, save: Save, slot: Slot, manifest: Manifest) -> dict[str, Any]:
-        items = {}
-        for item, sources in save.description.items.items():
-            leaves = [
-                (leaf, source.holders, {r.box: snapshot.box_array(r, leaf, slot.memory) for r in leaf.boxes})
-                for leaf, source in zip(manifest.arrays[item], sources, strict=True)
-            ]
-            items[item] = host_tree(
-                leaves,
-                save.description.treedefs[item],
-                manifest,
-                item,
-                lambda: self._phase(save.save_id, "written", DURABLE),
-            )
-        return items
-
-    def _fence(self, save_id: SaveId) -> None:
-        """Refuses to commit durably once a later run has begun: its branch must not be overtaken by this one."""
-
-        def newest(_: list[Any]) -> int:
-            return self._tiers.epochs.read().epoch
-
-        epoch = self._coordinator.agree("fence", None, newest, timeout_s=self._timeout_s)
-        if epoch > save_id.epoch:
-            raise CheckpointError(
-                f"step {save_id.step} is not committed to {self._tiers.durable.url}: this run has epoch "
-                f"{save_id.epoch}, and a later run has begun epoch {epoch} there; stop this run",
-                step=save_id.step,
-                tier=DURABLE,
-            )
-
-    # In any of them.
-
-    def _committed(self, save: Save, tier: str, arena: Arena | None, manifest: Manifest) -> None:
-        if tier == MEMORY:
-            return
-        self._book.commit(save.save_id, tier)
-        if arena is not None:
-            arena.protect(save.save_id)
-            self._book.keep_only(tier, arena.held())
-        else:
-            kept = set(self._tiers.durable.orbax.all_steps())
-            self._book.keep_only(tier, [r.save_id for r in self._book.records() if r.step in kept])
-        self._events.emit(
-            Kind.COMMITTED,
-            step=save.save_id.step,
-            tier=tier,
-            bytes=manifest.held_bytes,
-            duration_s=round(clock.monotonic_s() - save.staged_s, 6),
-        )
-
-    def _vote(self, channel: str, refusal: str | None) -> str | None:
-        """Everybody's refusals as one sentence, None when there are none; raises where the meeting fails."""
-
-        def joined(refusals: list[str | None]) -> str | None:
-            said = [f"process {process}: {why}" for process, why in enumerate(refusals) if why is not None]
-            return "; ".join(said[:4]) or None
-
-        return self._coordinator.agree(channel, refusal, joined, timeout_s=self._timeout_s)
+            self._outcomes.degraded(save_id.step, DURABLE, error)
 
     def _leave_undecided(self, save: Save, error: CheckpointError) -> None:
-        """Nobody here knows the verdict. What is committed here stays, and its slot stays leased: others may count on
-        it at the restart."""
-        self._fail(save.save_id, self._tiers.staging_name, error)
+        """Nobody here knows the verdict. What is committed here stays, and its slot stays leased until a newer save is
+        committed by all: others may count on it at the restart."""
+        self._outcomes.failed(save.save_id, self._tiers.staging_name, error)
+        if save.slot is not None:
+            self._undecided.append(save.slot)
+            if self._tiers.staging.directory is None:  # nothing of it outlives the process
+                self._release_undecided()
 
-    def _drop(self, save: Save, refusals: str) -> None:
+    def _release_undecided(self) -> None:
+        while self._undecided:
+            self._tiers.staging.release(self._undecided.pop())
+
+    def _drop(self, save: Save, refusals: Refusal) -> None:
         if save.slot is not None:
             self._tiers.staging.discard(save.slot)
             self._tiers.staging.release(save.slot)
-        self._book.fail(save.save_id)
-        self._events.emit(Kind.SKIPPED, step=save.save_id.step, tier=self._tiers.staging_name, reason=refusals)
-
-    def _fail(self, save_id: SaveId, tier: str, error: Exception) -> None:
-        self._book.fail(save_id)
-        reason = self._describe(error)
-        self._events.emit(Kind.FAILED, step=save_id.step, tier=tier, reason=reason)
-        failure = SaveFailedError(
-            f"step {save_id.step} was not committed to tier {tier}: {reason}", step=save_id.step, tier=tier
-        )
-        failure.__cause__ = error
-        self._failures.append(failure)
-
-    def _acquire(self, size_bytes: int, waits_s: float) -> Slot | None:
-        try:
-            return self._tiers.staging.acquire(size_bytes, timeout_s=waits_s)
-        except CheckpointError as error:  # no room: the tier is degraded, training goes on
-            self._events.emit(Kind.DEGRADED, tier=self._tiers.staging_name, reason=self._describe(error))
-            return None
-
-    def _phase(self, save_id: SaveId, phase: str, tier: str | None = None) -> None:
-        self._events.emit(Kind.PHASE, step=save_id.step, tier=tier, phase=phase)
-
-    def _describe(self, error: BaseException) -> str:
-        return "".join(traceback.format_exception_only(error)).strip()
+        self._outcomes.skipped(save.save_id, self._tiers.staging_name, refusals, gone=True)

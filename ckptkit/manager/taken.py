@@ -29,6 +29,7 @@ class Save:
     slot: Slot | None
     staging: staging.Staging | None
     due: frozenset[str]
+    waits: bool  # for its turn in the durable tier, on every process alike
     metrics: Any
     staged_s: float  # monotonic, when the step loop was let go
 

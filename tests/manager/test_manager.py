@@ -442,6 +442,7 @@ def test_an_array_without_elements_is_refused_by_name_for_the_durable_tier(run: 
         with pytest.raises(ValueError, match="without elements cannot be saved to the durable tier: w"):
             manager.save(0, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
         manager.save(1, args=ocp.args.StandardSave({"v": state["v"]}))  # pyright: ignore[reportCallIssue]
+        manager.wait_until_finished()
         assert manager.save(2, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
         manager.wait_until_finished()
         assert_same(manager.restore(2), state)

@@ -1,0 +1,166 @@
+"""From a committed snapshot to the slower tiers: SSD and durable, each in a thread of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ckptkit import snapshot
+from ckptkit.arena import Arena, Slot
+from ckptkit.clock import Deadline
+from ckptkit.coordination import Coordinator
+from ckptkit.durable.steps import host_tree
+from ckptkit.errors import CheckpointError, StoreFullError
+from ckptkit.flush import Worker, commit_slot, copy_slot
+from ckptkit.manager.book import Book
+from ckptkit.manager.outcomes import Outcomes, Refusal, describe
+from ckptkit.manager.taken import DURABLE, Save, Tiers
+from ckptkit.manifest import Manifest, SaveId
+
+
+class Flusher:
+    """Owner of the threads that fill the slower tiers. They read the snapshot's slot under a lease."""
+
+    def __init__(self, tiers: Tiers, coordinator: Coordinator, book: Book, outcomes: Outcomes, timeout_s: float):
+        self._tiers = tiers
+        self._coordinator = coordinator
+        self._book = book
+        self._outcomes = outcomes
+        self._timeout_s = timeout_s
+        self._disk = Worker("ckptkit-disk", waiting_max=1)
+        self._durable = Worker("ckptkit-durable", waiting_max=1)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no tier is being filled."""
+        return self._disk.idle and self.durable_idle
+
+    @property
+    def durable_idle(self) -> bool:
+        """Whether no durable save is on its way."""
+        return self._durable.idle
+
+    def wait_durable(self, deadline: Deadline) -> bool:
+        """Waits for the durable save on its way; False where time ran out first."""
+        return self._durable.wait_idle(deadline.left_s)
+
+    def drain(self) -> None:
+        """Waits for every tier; raises what escaped a thread."""
+        self._disk.drain()
+        self._durable.drain()
+
+    def close(self) -> None:
+        """Finishes what is under way and joins the threads."""
+        self._disk.close()
+        self._durable.close()
+
+    def flush(self, save: Save, slot: Slot, manifest: Manifest) -> None:
+        """Sends a save that all processes have committed on to the slower tiers it is due in; for the writer thread.
+
+        Whether a slower tier is still busy with an older step is a local matter, so it is voted on: a tier that is
+        busy anywhere leaves the step out everywhere. A durable save that waited for its turn needs no vote.
+        """
+        refused = {tier: self._refused(save, tier) for tier in ("ssd", DURABLE) if tier in save.due}
+        accepted = frozenset(tier for tier, refusal in refused.items() if refusal is None)
+        for tier, refusal in refused.items():
+            if refusal is not None:
+                self._outcomes.skipped(save.save_id, tier, refusal, gone=not accepted)
+        save = replace(save, due=accepted)
+        disk = self._tiers.disk
+        if disk is not None and "ssd" in accepted:
+            self._tiers.staging.lease(slot)
+            self._disk.submit(lambda: self._flush_to_disk(save, slot, manifest, disk))
+        if DURABLE in accepted:
+            self._tiers.staging.lease(slot)
+            self._durable.submit(lambda: self._flush_to_durable(save, slot, manifest))
+
+    def _refused(self, save: Save, tier: str) -> Refusal | None:
+        if tier == DURABLE:
+            return None if save.waits else self._outcomes.vote("durable", _too_early(self._durable))
+        return self._outcomes.vote("disk", _too_early(self._disk))
+
+    # In the disk thread.
+
+    def _flush_to_disk(self, save: Save, slot: Slot, manifest: Manifest, disk: Arena) -> None:
+        copied, refusal = None, None
+        self._outcomes.phase(save.save_id, "begun", "ssd")
+        try:
+            copied = copy_slot(slot, manifest, save.description.slot_bytes, disk)
+            self._outcomes.phase(save.save_id, "copied", "ssd")
+            commit_slot(copied, manifest, disk)
+            self._outcomes.phase(save.save_id, "committed_here", "ssd")
+        except StoreFullError as error:
+            refusal = Refusal(policy="veto", reason=describe(error))
+            self._outcomes.degraded(save.save_id.step, "ssd", error)
+        except Exception as error:  # noqa: BLE001  the top of a thread: voted on, reported and stored
+            refusal = Refusal(policy="veto", reason=describe(error))
+            self._outcomes.failed(save.save_id, "ssd", error)
+        finally:
+            self._tiers.staging.release(slot)
+        try:
+            refusals = self._outcomes.vote("disk-commit", refusal)
+            if refusals is not None and copied is not None:
+                disk.discard(copied)
+            if refusals is not None:
+                self._outcomes.skipped(save.save_id, "ssd", refusals, gone=DURABLE not in save.due)
+            else:
+                self._outcomes.committed(save, "ssd", disk, manifest)
+        except CheckpointError as error:  # nobody knows the verdict: what is committed here stays
+            self._outcomes.failed(save.save_id, "ssd", error)
+        if copied is not None:
+            disk.release(copied)
+
+    # In the durable thread.
+
+    def _flush_to_durable(self, save: Save, slot: Slot, manifest: Manifest) -> None:
+        self._outcomes.phase(save.save_id, "begun", DURABLE)
+        try:
+            self._fence(save.save_id)
+            self._tiers.durable.save(
+                save.save_id,
+                {**self._array_items(save, slot, manifest), **save.items.durable},
+                metrics=save.metrics,
+                default_item=save.items.default_item,
+                ancestry=self._book.ancestry,
+            )
+            self._outcomes.phase(save.save_id, "committed_here", DURABLE)
+            self._outcomes.committed(save, DURABLE, None, manifest)
+        except Exception as error:  # noqa: BLE001  the top of a thread: reported and stored
+            self._outcomes.failed(save.save_id, DURABLE, error)
+        finally:
+            self._tiers.staging.release(slot)
+
+    def _array_items(self, save: Save, slot: Slot, manifest: Manifest) -> dict[str, Any]:
+        items = {}
+        for item, sources in save.description.items.items():
+            leaves = [
+                (leaf, source.holders, {r.box: snapshot.box_array(r, leaf, slot.memory) for r in leaf.boxes})
+                for leaf, source in zip(manifest.arrays[item], sources, strict=True)
+            ]
+            items[item] = host_tree(
+                leaves,
+                save.description.treedefs[item],
+                manifest,
+                item,
+                lambda: self._outcomes.phase(save.save_id, "written", DURABLE),
+            )
+        return items
+
+    def _fence(self, save_id: SaveId) -> None:
+        """Refuses to commit durably once a later run has begun: its branch must not be overtaken by this one."""
+
+        def newest(_: list[Any]) -> int:
+            return self._tiers.epochs.read().epoch
+
+        epoch = self._coordinator.agree("fence", None, newest, timeout_s=self._timeout_s)
+        if epoch > save_id.epoch:
+            raise CheckpointError(
+                f"step {save_id.step} is not committed to {self._tiers.durable.url}: this run has epoch "
+                f"{save_id.epoch}, and a later run has begun epoch {epoch} there; stop this run",
+                step=save_id.step,
+                tier=DURABLE,
+            )
+
+
+def _too_early(worker: Worker) -> Refusal | None:
+    return None if worker.idle else Refusal(policy="skip", reason="still writing an older step")

@@ -1,0 +1,312 @@
+"""Saves that come too early, and saves for which there is no memory: skipped or waited for, and always said."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from ckptkit import Kind
+from ckptkit.errors import CoordinationError
+
+STATE = {"w": np.arange(5000.0), "b": np.ones(7, np.int8)}
+
+
+class Gate:
+    """Holds a background thread at a phase of a step until it is opened."""
+
+    def __init__(self, tier: str, phase: str, step: int):
+        self._at = (tier, phase, step)
+        self.reached = threading.Event()
+        self._open = threading.Event()
+
+    def __call__(self, event: ckptkit.Event) -> None:
+        if (event.tier, event.fields.get("phase"), event.step) == self._at:
+            self.reached.set()
+            assert self._open.wait(30)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+class Job:
+    """A manager over a ramdisk and a durable tier whose events are kept."""
+
+    def __init__(self, root: Path, *, gate: Gate | None = None, ram: Path | None = None, **options: Any):
+        self.events: list[ckptkit.Event] = []
+        log = ckptkit.EventLog()
+        log.observe(self.events.append)
+        if gate is not None:
+            log.observe(gate)
+        tiers = options.pop("tiers", None)
+        self.manager = ckptkit.CheckpointManager(
+            root / "durable",
+            options=ocp.CheckpointManagerOptions(save_interval_steps=options.pop("save_every", 10)),
+            tiers=[ckptkit.Tier.ram(str(ram or root / "ram"), slots=4)] if tiers is None else tiers,
+            events=log,
+            timeout_s=options.pop("timeout_s", 30),
+            **options,
+        )
+
+    def save(self, step: int, **kwargs: Any) -> bool:
+        return self.manager.save(step, args=ocp.args.StandardSave({**STATE, "step": step}), **kwargs)  # pyright: ignore[reportCallIssue]
+
+    def said(self, kind: Kind, *fields: str) -> list[Any]:
+        return [
+            (event.step, event.tier, *(event.fields.get(name) for name in fields))
+            for event in self.events
+            if event.kind == kind
+        ]
+
+    def steps(self, tier: str) -> list[int]:
+        return [record.step for record in self.manager.steps() if tier in record.tiers]
+
+
+def test_a_save_that_comes_too_early_is_skipped_and_the_event_says_so(tmp_path: Path) -> None:
+    """Snapshots would pile up in host memory, or the step loop would wait for the writer."""
+    gate = Gate("ram", "staged", 1)
+    job = Job(tmp_path, gate=gate)
+    with job.manager:
+        job.save(0)
+        job.manager.wait_until_finished()
+        job.save(1)
+        assert gate.reached.wait(10)
+        started = time.monotonic()
+        assert job.save(2), "whether a step is taken is never a local matter of timing"
+        assert time.monotonic() - started < 5, "the step loop waited"
+        gate.open()
+        job.manager.wait_until_finished()
+        job.save(3)
+        job.manager.wait_until_finished()
+        assert job.steps("ram")[-2:] == [1, 3]
+    too_early = "process 0: too early: 1 snapshots are on their way, in_flight_max=1"
+    assert job.said(Kind.SKIPPED, "policy", "reason") == [(2, "ram", "skip", too_early)]
+
+
+def test_more_snapshots_in_flight_where_they_are_allowed(tmp_path: Path) -> None:
+    """The setting would be a word without a meaning."""
+    gate = Gate("ram", "staged", 1)
+    job = Job(tmp_path, gate=gate, in_flight_max=2)
+    with job.manager:
+        job.save(0)
+        job.manager.wait_until_finished()
+        for step in (1, 2, 3):
+            job.save(step)
+        gate.open()
+        job.manager.wait_until_finished()
+        assert job.manager.latest_step() == 2
+    assert [step for step, *_ in job.said(Kind.SKIPPED)] == [3]
+
+
+def test_any_number_of_early_saves_never_stops_the_step_loop(tmp_path: Path) -> None:
+    """A writer that hangs in a meeting would stop training once its queue is full."""
+    gate = Gate("ram", "staged", 1)
+    job = Job(tmp_path, gate=gate, save_every=10**6)
+    with job.manager:
+        job.save(0)
+        job.manager.wait_until_finished()
+        for step in range(1, 200):
+            assert job.save(step)
+        gate.open()
+        job.manager.wait_until_finished()
+    assert len(job.said(Kind.SKIPPED)) == 198
+
+
+def test_a_durable_save_waits_for_the_last_one_and_reports_how_long(tmp_path: Path) -> None:
+    """A step that the durable tier was due would be lost, or a stall would have no cause."""
+    gate = Gate("durable", "begun", 10)
+    job = Job(tmp_path, gate=gate)
+    with job.manager:
+        job.save(10)
+        assert gate.reached.wait(10)
+        threading.Timer(0.4, gate.open).start()
+        job.save(20)
+        job.manager.wait_until_finished()
+        assert job.steps("durable") == [10, 20]
+    (first, second) = job.said(Kind.STAGED, "policy", "waited_s")
+    assert first[2] is None
+    assert second[2] == "wait"
+    assert second[3] > 0.2
+
+
+def test_a_durable_save_that_waits_in_vain_is_dropped_and_says_so(tmp_path: Path) -> None:
+    """A bucket that hangs would hang training with it."""
+    gate = Gate("durable", "begun", 10)
+    job = Job(tmp_path, gate=gate, timeout_s=0.3)
+    with job.manager:
+        job.save(10)
+        assert gate.reached.wait(10)
+        assert job.save(20)
+        job.manager._pipeline._writer.drain()
+        assert job.said(Kind.SKIPPED, "policy", "reason") == [
+            (20, "ram", "wait", "process 0: earlier saves were not done within 0.3 s")
+        ]
+        gate.open()
+        job.manager.wait_until_finished()
+
+
+def test_a_durable_tier_may_skip_instead(tmp_path: Path) -> None:
+    """A slow bucket would stop a loop whose owner said that it must not."""
+    gate = Gate("durable", "begun", 10)
+    job = Job(tmp_path, gate=gate, durable_busy="skip")
+    with job.manager:
+        job.save(10)
+        assert gate.reached.wait(10)
+        job.manager._pipeline._writer.drain()
+        job.save(20)
+        job.manager._pipeline._writer.drain()
+        assert job.steps("ram") == [10, 20]
+        assert job.said(Kind.SKIPPED, "policy", "reason") == [
+            (20, "durable", "skip", "process 0: still writing an older step")
+        ]
+        threading.Timer(0.3, gate.open).start()
+        assert job.save(21, force=True), "a forced save waits all the same"
+        job.manager.wait_until_finished()
+        assert job.steps("durable") == [10, 21]
+
+
+def test_a_step_that_every_tier_skips_is_forgotten(tmp_path: Path) -> None:
+    """It would be listed as on its way for ever, and never be there."""
+    gate = Gate("durable", "begun", 10)
+    job = Job(tmp_path, gate=gate, durable_busy="skip", tiers=[], in_flight_max=2)
+    with job.manager:
+        job.save(10)
+        assert gate.reached.wait(10)
+        job.save(20)
+        job.manager._pipeline._writer.drain()
+        assert job.manager.all_steps() == [10]
+        gate.open()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"in_flight_max": 0}, "in_flight_max=0: at least one snapshot"),
+        ({"in_flight_max": 4}, r"in_flight_max=4 needs Tier.ram\(slots=5\) or more, found 4: one slot keeps"),
+        ({"host_bytes_max": 0}, "host_bytes_max=0: give a number of bytes, or None"),
+        ({"durable_busy": "block"}, "durable_busy 'block': give one of wait, skip"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    """A typing error would be found in the middle of a run."""
+    with pytest.raises(ValueError, match=said):
+        Job(tmp_path, **options)
+
+
+def test_without_a_ramdisk_there_is_one_snapshot_in_memory_however_many_tiers(tmp_path: Path) -> None:
+    """Host memory would hold a snapshot per tier, and the kernel would end the job."""
+    job = Job(tmp_path, tiers=[ckptkit.Tier.ssd(str(tmp_path / "ssd"), save=ckptkit.EverySteps(1))])
+    with job.manager:
+        for step in range(0, 40, 5):
+            job.save(step)
+            job.manager._pipeline._writer.drain()
+        job.manager.wait_until_finished()
+        slots = job.manager._pipeline._tiers.staging._slots
+        assert len(slots) == 1
+        slot_bytes = job.manager._pipeline.describe(_items()).slot_bytes
+        assert slots[0].memory.nbytes == slot_bytes
+    assert set(job.steps("durable")) >= {0, 10, 20, 30}
+
+
+def test_a_save_beyond_host_bytes_max_is_skipped_in_fast_tiers_and_fails_the_durable_one(tmp_path: Path) -> None:
+    """The limit would be exceeded, or a run would find out at its end that it has no checkpoint."""
+    job = Job(tmp_path, host_bytes_max=20_000, save_every=10)
+    with job.manager:
+        with pytest.raises(ckptkit.StoreFullError, match=r"4 slots of .* 20000 are free under host_bytes_max=20000"):
+            job.manager.prepare(ocp.args.StandardSave({**STATE, "step": 0}))  # pyright: ignore[reportCallIssue]
+        assert job.save(10)
+        with pytest.raises(
+            ckptkit.SaveFailedError, match=r"step 10 was not committed to tier durable: .*host_bytes_max"
+        ):
+            job.manager.wait_until_finished()
+        assert job.save(11)
+        job.manager.wait_until_finished()
+        assert job.manager.all_steps() == []
+    assert job.said(Kind.SKIPPED, "policy") == [(10, "ram", "veto"), (11, "ram", "veto")]
+    assert len(job.said(Kind.DEGRADED)) >= 2
+
+
+def test_a_slot_of_an_undecided_save_is_kept_until_a_newer_one_is_committed_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may have heard that the step is committed, and restore it."""
+    job = Job(tmp_path, save_every=10**6)
+    outcomes = job.manager._pipeline._outcomes
+    with job.manager:
+        job.save(0)
+        job.manager.wait_until_finished()
+
+        def nobody_comes(*_: Any) -> None:
+            raise CoordinationError("commit: process 1 did not come in time")
+
+        monkeypatch.setattr(outcomes, "vote", nobody_comes)
+        job.save(1)
+        with pytest.raises(ckptkit.SaveFailedError, match="process 1 did not come"):
+            job.manager.wait_until_finished()
+        monkeypatch.undo()
+        arena = job.manager._pipeline._tiers.staging
+        assert [slot.save_id.step for slot in arena._slots if slot.leases and slot.save_id] == [1]
+        job.save(2)
+        job.manager.wait_until_finished()
+        assert not any(slot.leases for slot in arena._slots)
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    mount = tmp_path / "shm"
+    mount.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], capture_output=True, text=True
+    )
+    if made.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {made.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_ramdisk_that_fills_up_later_degrades_the_tier_and_never_the_job(
+    tmp_path: Path, small_tmpfs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another job's file in /dev/shm would end the training."""
+    job = Job(tmp_path, ram=small_tmpfs, save_every=10**6)
+    with job.manager:
+        job.manager.prepare(ocp.args.StandardSave({**STATE, "step": 0}))  # pyright: ignore[reportCallIssue]
+        job.save(0)
+        job.manager.wait_until_finished()
+        fill(small_tmpfs / "filler")
+        for step in (1, 2):
+            job.save(step)
+            job.manager.wait_until_finished()  # raises nothing: the tier is degraded, the job goes on
+        assert job.manager.latest_step() == 0
+        (small_tmpfs / "filler").unlink()
+        job.save(3)
+        job.manager.wait_until_finished()
+        assert job.manager.latest_step() == 3
+    assert [(step, tier) for step, tier, *_ in job.said(Kind.DEGRADED)] == [(1, "ram"), (2, "ram")]
+    assert job.said(Kind.SKIPPED, "policy") == [(1, "ram", "veto"), (2, "ram", "veto")]
+    assert "tier ram is degraded" in caplog.text
+
+
+def fill(path: Path) -> None:
+    """Leaves no page free on the mount."""
+    with suppress(OSError), path.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+def _items() -> Any:
+    from ckptkit.manager.items import save_items
+
+    return save_items(ocp.args.StandardSave({**STATE, "step": 0}))  # pyright: ignore[reportCallIssue]
