@@ -19,6 +19,7 @@ from ckptkit.events import read_events as read_events
 from ckptkit.inspection import inspect as inspect
 from ckptkit.inspection import list_steps as list_steps
 from ckptkit.manager import CheckpointManager as CheckpointManager
+from ckptkit.manager import RestoreHandle as RestoreHandle
 from ckptkit.manager import StepRecord as StepRecord
 from ckptkit.policy import EverySteps as EverySteps
 from ckptkit.policy import Tier as Tier

@@ -1,5 +1,6 @@
 """Everything the loop knows of checkpoints: make a manager, restore the newest step, save, wait."""
 
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -35,18 +36,28 @@ def make_manager(config: CheckpointConfig, events: ckptkit.EventLog) -> Any | No
     )
 
 
-def restore_newest(manager: Any | None, abstract_state: State, start: Position) -> tuple[State, Position] | None:
-    """The newest saved state, placed as `abstract_state` says, and its position; None when nothing is saved."""
+def restore_newest(
+    manager: Any | None, abstract_state: State, start: Position
+) -> Callable[[], tuple[State, Position] | None]:
+    """Begin to restore the newest saved state; the result, to call once, waits for it.
+
+    The result gives the state, placed as `abstract_state` says, and its position; None when nothing is saved.
+    """
     if manager is None or manager.latest_step() is None:
-        return None
-    restored = manager.restore(
+        return lambda: None
+    handle = manager.restore_async(
         None,
         args=ocp.args.Composite(
             state=ocp.args.StandardRestore(abstract_state),  # pyright: ignore[reportCallIssue]
             data=ocp.args.JsonRestore(),
         ),
     )
-    return restored["state"], resume_position(restored["data"], start)
+
+    def result() -> tuple[State, Position]:
+        restored = handle.result()
+        return restored["state"], resume_position(restored["data"], start)
+
+    return result
 
 
 def save(manager: Any | None, state: State, position: Position, *, force: bool = False) -> bool:

@@ -55,16 +55,19 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
         start = start_position(corpus, global_batch=config.data.global_batch, seed=config.data.seed)
         manager = make_manager(config.checkpoint, events)
     with events.span("checkpoint_restore"):
-        restored = restore_newest(manager, program.abstract_state, start)
+        restoring = restore_newest(manager, program.abstract_state, start)
+    with events.span("compile"):  # while the bytes come in
+        batch_shape = (config.data.global_batch, corpus.record_bytes)
+        take_step = compile_step(program, batch_shape, split=loop.split_step)
+    with events.span("checkpoint_restore"):
+        restored = restoring()
     with events.span("training_prep"):
         state, position = restored or (jax.block_until_ready(program.init()), start)
+        del restored, restoring  # they would keep the first state in memory
         loop_state = LoopState(state=state, position=position)
         prepare(manager, state, position)
         batches = open_batches(corpus, position, batch_sharding(mesh), steps=loop.steps)
         proof = Proof(Path(loop.proof), jax.process_index()) if loop.proof else None
-    with events.span("compile"):
-        batch_shape = (config.data.global_batch, corpus.record_bytes)
-        take_step = compile_step(program, batch_shape, split=loop.split_step)
 
     progress = Progress(config, mesh_config, loop_state)
     while loop_state.position.step < loop.steps:

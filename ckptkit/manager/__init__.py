@@ -2,3 +2,4 @@
 
 from ckptkit.manager.book import StepRecord as StepRecord
 from ckptkit.manager.checkpoint_manager import CheckpointManager as CheckpointManager
+from ckptkit.manager.pending import RestoreHandle as RestoreHandle

@@ -13,16 +13,18 @@ import orbax.checkpoint as ocp
 
 from ckptkit import clock, layout
 from ckptkit.arena import Arena
-from ckptkit.coordination import gather, make_coordinator
+from ckptkit.coordination import make_coordinator
 from ckptkit.durable import DurableSteps, EpochRecords
 from ckptkit.durable.epochs import Ancestry
-from ckptkit.errors import CheckpointError, StepAlreadyExistsError, heard_from
+from ckptkit.errors import CheckpointError, StepAlreadyExistsError
 from ckptkit.events import EventLog
 from ckptkit.host_memory import HostMemory
 from ckptkit.manager.book import Book, StepRecord
 from ckptkit.manager.deciding import Decider
 from ckptkit.manager.items import restore_items, save_items
-from ckptkit.manager.restoring import Restorer
+from ckptkit.manager.opening import open_arenas, take_stock
+from ckptkit.manager.pending import RestoreHandle
+from ckptkit.manager.restoring import Restored, Restorer
 from ckptkit.manager.saving import SavePipeline
 from ckptkit.manager.taken import DURABLE, MEMORY, Tiers
 from ckptkit.manifest import SaveId, Writer
@@ -101,14 +103,16 @@ class CheckpointManager:
             for tier in self._tiers
         }
         self._memory = HostMemory(host_bytes_max)
-        self._arenas = self._open_arenas()
+        self._arenas = open_arenas(
+            self._tiers, self._host_dirs, self._host_id, self._memory, self._coordinator, timeout_s
+        )
         self._restorer = Restorer(
             self._host_dirs, self._durable, self._epochs, self._coordinator, self._events, timeout_s
         )
         self._book = Book(ancestry)
         self._number = 0
         self._saved_in_epoch = False
-        self._epoch = self._take_stock()
+        self._epoch = take_stock(self._book, self._restorer, self._durable, self._coordinator, timeout_s)
         self._decider = Decider(
             self._options, self._tiers, [r.step for r in self._book.records() if DURABLE in r.tiers]
         )
@@ -146,6 +150,7 @@ class CheckpointManager:
             raise ValueError("pass args=ocp.args.StandardSave(state) (or Composite); `items` is Orbax's legacy form")
         if args is None:
             raise ValueError("save needs args, such as ocp.args.StandardSave(state)")
+        self._refuse_while_restoring("save")
         reached = self._durable.orbax.reached_preemption(step)
         due = self._due(step, force, reached)
         if not due:
@@ -190,17 +195,23 @@ class CheckpointManager:
         """
         if items is not None or restore_kwargs is not None:
             raise ValueError("pass args=ocp.args.StandardRestore(abstract_state); `items` is Orbax's legacy form")
+        self._refuse_while_restoring("restore")
         self._pipeline.wait()
-        restored = self._restorer.restore(step, restore_items(args))
-        self._base = restored.save_id
-        self._decider.continue_from(restored.save_id.step)
-        for arena in self._arenas.values():
-            if restored.save_id in arena.held():
-                arena.protect(restored.save_id)
-        self._pipeline.reserve(restored.slot_bytes)
-        if restored.default_item:
-            return next(iter(restored.items.values()))
-        return ocp.args.Composite(**restored.items)
+        return self._adopt(self._restorer.restore(step, restore_items(args)))
+
+    def restore_async(self, step: int | None, args: Any = None) -> RestoreHandle:
+        """Begins `restore(step, args=args)` in the background, so that the caller compiles its step meanwhile.
+
+        Returns a handle at once (after the saves that are under way); its `result` gives or raises what `restore`
+        does. All processes call both together. Until `result` has returned or raised, `save`, `restore` and another
+        `restore_async` raise `CheckpointError`; iterators in `args` belong to the restore. No device collective is
+        launched (a step of stock Orbax is read by stock Orbax, which does as it does).
+        """
+        self._refuse_while_restoring("restore_async")
+        wanted = restore_items(args)
+        self._pipeline.wait()
+        self._pending = RestoreHandle(lambda: self._restorer.restore(step, wanted), self._adopt, self._settled)
+        return self._pending
 
     def latest_step(self) -> int | None:
         """The newest step over all tiers, as Orbax counts: one on its way is listed, a failed one is not."""
@@ -253,6 +264,8 @@ class CheckpointManager:
                 ends.callback(arena.close, remove=remove_arenas)
             ends.callback(self._durable.close)
             ends.callback(self._pipeline.close)
+            if self._pending is not None:
+                self._pending.join()
             self._pipeline.wait()
         self.check_for_errors()
 
@@ -264,7 +277,30 @@ class CheckpointManager:
 
     # How it comes about.
 
+    _pending: RestoreHandle | None = None  # a restore whose result was not taken over yet
     _base: SaveId | None = None  # what was restored last: the next save continues from it
+
+    def _adopt(self, restored: Restored) -> Any:
+        """The run goes on from what was restored; gives it as Orbax would."""
+        self._base = restored.save_id
+        self._decider.continue_from(restored.save_id.step)
+        for arena in self._arenas.values():
+            if restored.save_id in arena.held():
+                arena.protect(restored.save_id)
+        self._pipeline.reserve(restored.slot_bytes)
+        if restored.default_item:
+            return next(iter(restored.items.values()))
+        return ocp.args.Composite(**restored.items)
+
+    def _refuse_while_restoring(self, what: str) -> None:
+        if self._pending is not None:
+            raise CheckpointError(
+                f"{what}: a restore_async has not been taken over; call result() of its handle first, on every process"
+            )
+
+    def _settled(self, handle: RestoreHandle) -> None:
+        if self._pending is handle:
+            self._pending = None
 
     def _first_look(self) -> Ancestry:
         """The epoch records, read by process 0. The first use of the durable root, so its errors come early."""
@@ -276,76 +312,6 @@ class CheckpointManager:
             return ancestry.to_json()
 
         return Ancestry.from_json(self._coordinator.agree("first-look", None, read, timeout_s=self._timeout_s))
-
-    def _open_arenas(self) -> dict[str, Arena]:
-        """Opens this process's slot directories; when one process cannot, all raise, so that none is left waiting."""
-        hosts = gather(self._coordinator, "hosts", self._host_id, timeout_s=self._timeout_s)
-        local_rank = hosts[: self._coordinator.process].count(self._host_id)
-        arenas: dict[str, Arena] = {}
-        failure: CheckpointError | None = None
-        try:
-            for tier in self._tiers:
-                arenas[tier.name] = Arena.open(
-                    self._host_dirs[tier.name],
-                    local_rank,
-                    slots=tier.slots,
-                    synced=tier.medium == "ssd",
-                    memory=self._memory if tier.medium == "ram" else None,
-                )
-        except CheckpointError as error:
-            failure = error
-        mine = failure and [type(failure).__name__, str(failure)]
-        said = gather(self._coordinator, "arenas", mine, timeout_s=self._timeout_s)
-        failed = [process for process, why in enumerate(said) if why]
-        if failed:
-            for arena in arenas.values():
-                arena.close()
-            raise failure or heard_from(failed[0], *said[failed[0]])
-        return arenas
-
-    def _take_stock(self) -> int:
-        """Fills the book with what all tiers hold, agreed by all processes; returns this run's epoch."""
-        mine = [
-            [save.epoch, save.step, save.number, tier]
-            for save, held in self._restorer.local_saves().items()
-            for tier, pairs in held.held.items()
-            if any(self._wrote(manifest.writer) for _, manifest in pairs)
-        ]
-
-        def stock(reports: list[list[list[Any]]]) -> dict[str, Any]:
-            seen = {tuple(entry[:3]) for report in reports for entry in report}
-            common = [
-                save
-                for save in sorted(seen)
-                if all(any(tuple(entry[:3]) == save for entry in report) for report in reports)
-            ]
-            tiers = {
-                save: sorted({entry[3] for report in reports for entry in report if tuple(entry[:3]) == save})
-                for save in common
-            }
-            newest = self._restorer_durable_steps()
-            return {
-                "fast": [[*save, tiers[save]] for save in common],
-                "durable": newest,
-                "epoch": max([self._book.ancestry.epoch, *(save[0] for save in seen), *(e for e, _, _ in newest)]),
-            }
-
-        agreed = self._coordinator.agree("stock", mine, stock, timeout_s=self._timeout_s)
-        for epoch, step, number, tiers in agreed["fast"]:
-            for tier in tiers:
-                self._book.commit(SaveId(epoch, step, number), tier)
-        for epoch, step, number in agreed["durable"]:
-            self._book.commit(SaveId(epoch, step, number), DURABLE)
-        return agreed["epoch"] + 1
-
-    def _wrote(self, writer: Writer) -> bool:
-        return writer.process == self._coordinator.process and writer.count == self._coordinator.count
-
-    def _restorer_durable_steps(self) -> list[list[int]]:
-        """Every durable save on process 0. Cost: a listing and a small read per step."""
-        steps = self._durable.steps()
-        saves = [self._restorer.identity(step, self._book.ancestry) for step in steps]
-        return [[save.epoch, save.step, save.number] for save in saves]
 
     def _make_pipeline(self) -> SavePipeline:
         disk = self._arenas.get("ssd")
