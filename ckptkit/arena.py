@@ -10,27 +10,28 @@ import errno
 import fcntl
 import mmap
 import os
-import stat
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import TypeVar, final
 
 import numpy as np
 
 from ckptkit import layout
 from ckptkit.clock import Deadline
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreFullError, TierUnusableError
+from ckptkit.disk_file import DiskFile, Method
+from ckptkit.errors import CheckpointError, StoreFullError, TierUnusableError
 from ckptkit.host_memory import HostMemory, Room, mount_room, refuse_beyond, store_full
-from ckptkit.manifest import MANIFEST_BYTES_MAX, BoxRecord, LeafRecord, Manifest, SaveId, copy_proven
-from ckptkit.sharding import Box
+from ckptkit.manifest import Manifest, SaveId
+from ckptkit.pages import populate
+from ckptkit.slot_reader import manifest_name_of, read_manifests
 from ckptkit.store import LocalStore
 from ckptkit.store.local import sync_directory
 
+_T = TypeVar("_T")
 _LESS_ON_MOUNT = "give fewer slots, or leave this tier out"
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: fault pages in without touching what they hold
 
 
 @dataclass(eq=False, slots=True)
@@ -66,7 +67,10 @@ class Arena:
         self._lock_fd = lock_fd
         self._changed = threading.Condition()
         self._slots = [Slot(layout.slot_name(i), np.empty(0, np.uint8)) for i in range(slots)]
-        self._maps: dict[str, mmap.mmap] = {}
+        self._maps: dict[str, mmap.mmap] = {}  # of slots in memory
+        self._files: dict[str, DiskFile] = {}  # of slots on a disk
+        self.method: Method = "direct"  # how these are written, where the file system allows it
+        self._probed = False
         self._protected: SaveId | None = None
         self._store = LocalStore(directory, durable=synced) if directory is not None else None
         self._retired: list[Slot] = []  # of a run with more slots: kept until a newer save is protected
@@ -106,7 +110,8 @@ class Arena:
 
         Costs a first touch of that memory, 0.3 to 5 GB/s, which a save would otherwise pay. A slot is leased while
         it is made; one that holds a save keeps it and is only mapped. Raises `StoreFullError` with the bytes needed
-        and free; slots that were made before it stay.
+        and free; slots that were made before it stay. On a disk, new slots are written once with zeros, and the first
+        one that is empty shows which method is faster.
         """
         for slot in self._slots:
             with self._changed:
@@ -115,6 +120,8 @@ class Arena:
                 slot.leases = 1
             try:
                 self._grow(slot, size_bytes)
+                if self.synced:
+                    self._warm_up(slot)
             finally:
                 self.release(slot)
 
@@ -167,21 +174,31 @@ class Arena:
             else:
                 return slot
 
-    def commit(self, slot: Slot, manifest: Manifest) -> None:
-        """Makes `manifest` the truth about `slot`: data synced first (disk), then the manifest, then its name."""
+    def write(self, slot: Slot, source: np.ndarray, start: int) -> None:
+        """Overwrites a leased slot on a disk from byte `start` (of a page) with flat, page-aligned bytes.
+
+        By `method`, and without the GIL, so that several threads may write at the same time; `commit` syncs it.
+        """
+        self._files[slot.name].write(source, start, self.method)
+
+    def commit(self, slot: Slot, save_id: SaveId, manifest: bytes) -> None:
+        """Makes `manifest`, of `save_id` and of this slot's name, the truth about `slot`.
+
+        Data is synced first (disk), then the manifest, then its name.
+        """
         if self._store is not None:
-            if self.synced and slot.name in self._maps:
-                self._maps[slot.name].flush()
+            if slot.name in self._files:
+                self._files[slot.name].sync()
             try:
-                self._store.put(_manifest_name(manifest.save_id), manifest.to_bytes(), mode="create")
+                self._store.put(manifest_name_of(save_id), manifest, mode="create")
             except FileExistsError:
                 raise  # another save's: never taken back
             except BaseException:
                 with suppress(CheckpointError, OSError):  # its name may be there: nothing may stay that names this slot
-                    self._store.delete(_manifest_name(manifest.save_id))
+                    self._store.delete(manifest_name_of(save_id))
                 raise
         with self._changed:
-            slot.save_id = manifest.save_id
+            slot.save_id = save_id
 
     def discard(self, slot: Slot) -> None:
         """Forgets what `slot` holds: its manifest goes."""
@@ -226,6 +243,9 @@ class Arena:
                 with suppress(BufferError):  # a view is still held somewhere: unmapped when that goes
                     mapping.close()
             self._maps.clear()
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
             if remove and self.directory is not None:
                 _remove_slots(self.directory)
             if self._lock_fd is not None:
@@ -276,14 +296,29 @@ class Arena:
             self._room(), missing_bytes, f"slot {self._name}/{slot.name} needs {size_bytes} bytes", self._less
         )
         slot.memory = np.empty(0, np.uint8)
+        if self.synced and self.directory is not None:
+            if slot.name in self._files:
+                self._files.pop(slot.name).close()
+            self._files[slot.name] = _allocated(DiskFile, self.directory / slot.name, size_bytes)
+            slot.memory = self._files[slot.name].memory
+            return
         if self.directory is None:
             mapping = mmap.mmap(-1, size_bytes)
         else:
-            mapping = _map_file(self.directory / slot.name, size_bytes)
-        with suppress(OSError):  # an old kernel: pages are faulted in by the first copy instead
-            mapping.madvise(_POPULATE_WRITE)
+            mapping = _allocated(_map_file, self.directory / slot.name, size_bytes)
         self._maps[slot.name] = mapping
         slot.memory = np.frombuffer(mapping, np.uint8)
+        populate(slot.memory, write=True)  # an old kernel cannot: pages are faulted in by the first copy then
+
+    def _warm_up(self, slot: Slot) -> None:
+        """Writes a new slot once, and finds the faster method with the first that holds nothing."""
+        file = self._files[slot.name]
+        if slot.save_id is not None:
+            return
+        if file.is_new:
+            file.fill()
+        if not self._probed:
+            self.method, self._probed = file.faster_method(), True
 
     @property
     def _name(self) -> str:
@@ -313,25 +348,25 @@ class Arena:
 
     def _forget(self, slot: Slot) -> None:
         if slot.save_id is not None and self._store is not None:
-            self._store.delete(_manifest_name(slot.save_id))
+            self._store.delete(manifest_name_of(slot.save_id))
         slot.save_id = None
 
 
-def _manifest_name(save_id: SaveId) -> str:
-    return layout.manifest_name(save_id.step, save_id.epoch, save_id.number)
+def _allocated(make: Callable[[Path, int], _T], path: Path, size_bytes: int) -> _T:
+    """What `make` gives; raises `StoreFullError` where the mount has no room for it."""
+    try:
+        return make(path, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise store_full(mount_room(path.parent), f"slot {path} needs {size_bytes} bytes", _LESS_ON_MOUNT) from error
 
 
 def _map_file(path: Path, size_bytes: int) -> mmap.mmap:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         size_bytes = max(size_bytes, os.fstat(fd).st_size)  # a larger slot of an earlier state is kept
-        try:
-            os.posix_fallocate(fd, 0, size_bytes)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            room = mount_room(path.parent)
-            raise store_full(room, f"slot {path} needs {size_bytes} bytes", _LESS_ON_MOUNT) from error
+        os.posix_fallocate(fd, 0, size_bytes)
         return mmap.mmap(fd, size_bytes)
     finally:
         os.close(fd)
@@ -348,87 +383,3 @@ def _remove_slots(directory: Path) -> None:
     ]:
         (directory / name).unlink(missing_ok=True)
     sync_directory(directory)
-
-
-def slot_directories(host_dir: Path) -> list[Path]:
-    """The slot directories of this host's processes; no other host's directory is opened."""
-    with suppress(OSError):  # not there, or not ours to read: this host holds nothing then
-        return sorted(Path(entry.path) for entry in os.scandir(host_dir) if entry.is_dir(follow_symlinks=False))
-    return []
-
-
-def read_manifest(path: Path) -> Manifest:
-    """The manifest at `path`; raises `CorruptCheckpointError` where it is damaged or implausibly large."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise CorruptCheckpointError(f"manifest {path} is no regular file", path=str(path))
-    if path.stat().st_size > MANIFEST_BYTES_MAX:
-        raise CorruptCheckpointError(f"manifest {path} is larger than {MANIFEST_BYTES_MAX} bytes", path=str(path))
-    manifest = Manifest.from_bytes(path.read_bytes(), path=str(path))
-    if layout.slot_index(manifest.slot) is None or _manifest_name(manifest.save_id) != path.name:
-        raise CorruptCheckpointError(
-            f"manifest {path} names slot {manifest.slot!r} and save {manifest.save_id}", path=str(path)
-        )
-    return manifest
-
-
-def read_manifests(
-    directories: Iterable[Path],
-) -> tuple[list[tuple[Path, Manifest]], list[CorruptCheckpointError]]:
-    """Every readable manifest with its directory, newest first, and the errors of those that are not."""
-    found: list[tuple[Path, Manifest]] = []
-    damaged: list[CorruptCheckpointError] = []
-    for directory in directories:
-        try:
-            names = sorted(os.listdir(directory))
-        except OSError as error:
-            damaged.append(CorruptCheckpointError(f"slot directory {directory}: {error}", path=str(directory)))
-            continue
-        for name in names:
-            if layout.save_of_manifest(name) is None:
-                continue
-            try:
-                found.append((directory, read_manifest(directory / name)))
-            except FileNotFoundError:  # superseded between the listing and the read
-                continue
-            except OSError as error:
-                damaged.append(CorruptCheckpointError(f"manifest {directory / name}: {error}", path=str(directory)))
-            except CorruptCheckpointError as error:
-                damaged.append(error)
-    return sorted(found, key=lambda pair: pair[1].save_id, reverse=True), damaged
-
-
-@final
-class SlotReader:
-    """Reads boxes of one committed manifest, in this process or another; never an alias of the slot's memory.
-
-    Manifest, bytes, manifest again: `gone()` says whether the slot has been reused since, in which case what did
-    not match its digest was superseded, not corrupt.
-    """
-
-    def __init__(self, directory: Path, manifest: Manifest):
-        self._manifest = manifest
-        self._manifest_path = directory / _manifest_name(manifest.save_id)
-        self._path = directory / manifest.slot
-        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # no link, no pipe
-        try:
-            self._memory = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ), np.uint8)
-        finally:
-            os.close(fd)
-
-    def read(self, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
-        """Copies the part of `wanted` that `record.box` holds into `into`; raises `CorruptCheckpointError`."""
-
-        def fetch(cell: Box, start: int, stop: int) -> np.ndarray:
-            del cell
-            if record.offset + stop > self._memory.nbytes:
-                raise CorruptCheckpointError(
-                    f"{self._path} has {self._memory.nbytes} bytes, leaf {leaf.name} ends at {record.offset + stop}",
-                    path=str(self._path),
-                )
-            return self._memory[record.offset + start : record.offset + stop]
-
-        copy_proven(leaf, record, wanted, into, fetch, where=str(self._path))
-
-    def gone(self) -> bool:
-        """Whether the manifest is no longer there: the slot may hold a newer save by now."""
-        return not self._manifest_path.exists()

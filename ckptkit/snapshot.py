@@ -1,11 +1,13 @@
 """Device to host: the state of one save, copied into one slot before the caller may donate it.
 
-`describe_items` is a pure function of shapes and shardings; `stage` moves bytes and nothing else.
+`describe_items` is a pure function of shapes and shardings; `copy_shards` moves bytes and nothing else.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ckptkit.layout import PAGE_BYTES
-from ckptkit.manifest import BoxRecord, LeafKind, LeafRecord, cell_ranges, digest_of
+from ckptkit.manifest import BoxRecord, LeafKind, LeafRecord, cell_ranges, copy_digested
 from ckptkit.sharding import Box, boxes_by_process, cell_shape
 
 COPY_THREADS = min(4, os.cpu_count() or 1)
-_PIECE_BYTES = 16 << 20  # large enough to amortise a task, small enough to share a leaf between threads
+_SHARED_BYTES = 16 << 20  # below it the copy is over before a second thread has started
+_SMALL_BYTES = 64 << 10  # below it a piece is bound by the interpreter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +33,33 @@ class LeafSource:
     sharding: jax.sharding.Sharding | None  # the leaf's own: for typed keys, without the dimensions of the key data
     record: LeafRecord
     holders: Mapping[Box, tuple[int, ...]]  # every box of the global array -> the processes that hold it
+    devices: tuple[Any, ...]  # for each box of the record, the local device that it is read from; none: host memory
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where box `number` of a save lies in a slot; `cells`: the byte ranges `[start, stop)` of its cells, in order."""
+
+    number: int
+    offset: int
+    stop: int
+    cells: tuple[tuple[int, int], ...]
+    on_device: bool  # read from memory that is not the host's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What a save will hold: leaves by item, their trees, and the bytes of slot they take."""
+    """What a save will hold: leaves by item, their trees, every box's place, and the bytes of slot they take."""
 
     items: Mapping[str, tuple[LeafSource, ...]]
     treedefs: Mapping[str, Any]
+    extents: tuple[Extent, ...]  # of every box, in the order of the leaves: ascending
     slot_bytes: int
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the boxes, without what alignment adds to them in a slot."""
+        return sum(extent.stop - extent.offset for extent in self.extents)
 
 
 def describe_items(trees: Mapping[str, Any]) -> Description:
@@ -50,7 +71,7 @@ def describe_items(trees: Mapping[str, Any]) -> Description:
     offset = 0
     items: dict[str, tuple[LeafSource, ...]] = {}
     treedefs = {}
-    for item, tree in trees.items():
+    for item, tree in sorted(trees.items()):  # as manifests have them
         flat, treedefs[item] = jax.tree_util.tree_flatten_with_path(tree)
         sources = []
         for keypath, value in flat:
@@ -58,7 +79,14 @@ def describe_items(trees: Mapping[str, Any]) -> Description:
             sources.append(source)
         _refuse_equal_names(item, sources)
         items[item] = tuple(sources)
-    return Description(items=items, treedefs=treedefs, slot_bytes=offset)
+    boxes = [
+        (source.record, box, bool(source.devices) and source.devices[at].platform != "cpu")
+        for sources in items.values()
+        for source in sources
+        for at, box in enumerate(source.record.boxes)
+    ]
+    extents = tuple(_extent(number, *box) for number, box in enumerate(boxes))
+    return Description(items=items, treedefs=treedefs, extents=extents, slot_bytes=offset)
 
 
 class Describer:
@@ -79,45 +107,99 @@ class Describer:
         return self._last[1]
 
 
-Shard = tuple[Any, BoxRecord]  # a single-device array or a NumPy one, and where it goes
+Shard = tuple[Any, Extent]  # a single-device array or a NumPy one, and where it goes
+Digests = tuple[str, ...]  # of the cells of one box
 
 
 def local_shards(description: Description, trees: Mapping[str, Any]) -> list[Shard]:
     """One local shard for every box that this process stores, in the order of their offsets. Moves no bytes."""
-    return [
-        shard
+    arrays = [
+        array
         for item, sources in description.items.items()
         for source, value in zip(sources, jax.tree.leaves(trees[item]), strict=True)
-        for shard in _held(source.record, value)
+        for array in _held(source, value)
     ]
+    return list(zip(arrays, description.extents, strict=True))
 
 
-def copy_shards(shards: Sequence[Shard], memory: np.ndarray) -> int:
-    """Copies shards into a slot and returns the bytes; when it returns, nothing refers to the arrays any more.
+def copy_shards(
+    shards: Sequence[Shard], memory: np.ndarray, copied: Callable[[int, int], None] = lambda start, stop: None
+) -> dict[int, Digests]:
+    """Copies shards into a slot and returns the digests of their cells, by the number of the box.
 
-    Waits for the arrays to be ready, then runs at memory speed on several threads. Keeps no view of any array: on
+    Waits for the arrays to be ready, then runs at memory speed on several threads: each byte is read from memory
+    once, digested, and copied from the cache. `copied(start, stop)` is called from these threads as soon as the bytes
+    of a cell are in the slot. When it returns, nothing refers to the arrays any more; no view of an array is kept: on
     the CPU backend a held view would make the next donating step allocate afresh.
     """
-    for shard, _ in shards:
-        if not isinstance(shard, np.ndarray):
-            shard.copy_to_host_async()
-    pieces: list[tuple[np.ndarray, int]] = []
-    staged_bytes = 0
-    for shard, record in shards:
-        data = _bytes_of(shard)
-        staged_bytes += data.nbytes
-        pieces += [(data[at : at + _PIECE_BYTES], record.offset + at) for at in range(0, data.nbytes, _PIECE_BYTES)]
-    _copy_all(pieces, memory)
-    return staged_bytes
+    small = [shard for shard in shards if shard[1].stop - shard[1].offset < _SMALL_BYTES]
+    # Large ones first: what is left for the end is short, so no thread waits long for another.
+    large = [shard for shard in shards if shard[1].stop - shard[1].offset >= _SMALL_BYTES]
+    waiting = deque(sorted(large, key=lambda shard: shard[1].offset - shard[1].stop))
+    for array, extent in (*waiting, *small):
+        if extent.on_device:
+            array.copy_to_host_async()
+    digests: dict[int, list[str]] = {extent.number: [""] * len(extent.cells) for _, extent in shards}
+    cells: deque[tuple[np.ndarray, int, int, list[str], int]] = deque()
+    opening = threading.Lock()
+
+    def open_next() -> bool:
+        if not waiting:
+            return False
+        array, extent = waiting.popleft()
+        data, found = _bytes_of(array), digests[extent.number]
+        for index, (start, stop) in enumerate(extent.cells):
+            cells.append((data[start - extent.offset : stop - extent.offset], start, stop, found, index))
+        return True
+
+    def copy_large() -> None:
+        while True:
+            with opening:  # in the order of the transfers, which are waited for here
+                while not cells:
+                    if not open_next():
+                        return
+                piece, start, stop, found, index = cells.popleft()
+            found[index] = copy_digested(piece, memory[start:stop])
+            copied(start, stop)
+
+    def copy_small() -> None:
+        for array, extent in small:
+            data, found = _bytes_of(array), digests[extent.number]
+            for index, (start, stop) in enumerate(extent.cells):
+                found[index] = copy_digested(data[start - extent.offset : stop - extent.offset], memory[start:stop])
+                copied(start, stop)
+
+    share_work(copy_large, sum(extent.stop - extent.offset for _, extent in large), meanwhile=copy_small)
+    return {number: tuple(found) for number, found in digests.items()}
 
 
-def digest_records(description: Description, memory: np.ndarray) -> dict[str, tuple[LeafRecord, ...]]:
-    """The leaf records with the digest of every cell, read from the slot: what a manifest commits to."""
-    with ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="ckptkit-digest") as pool:
-        return {
-            item: tuple(pool.map(lambda source: _digested(source.record, memory), sources))
-            for item, sources in description.items.items()
-        }
+def share_work(work: Callable[[], None], size_bytes: int, meanwhile: Callable[[], None]) -> None:
+    """Runs `work` on as many threads as copying so many bytes is worth; this one comes after it has done `meanwhile`.
+
+    What is small belongs into `meanwhile`: it is bound by the interpreter, and threads would only get in each other's
+    way.
+    """
+    if size_bytes < _SHARED_BYTES or COPY_THREADS == 1:
+        meanwhile()
+        work()
+        return
+    with ThreadPoolExecutor(COPY_THREADS - 1, thread_name_prefix="ckptkit-copy") as pool:
+        others = [pool.submit(work) for _ in range(COPY_THREADS - 1)]
+        meanwhile()
+        work()
+        for other in others:
+            other.result()
+
+
+def with_digests(description: Description, digests: Mapping[int, Digests]) -> dict[str, tuple[LeafRecord, ...]]:
+    """The leaf records of a save by item, each box with the digests of its cells: what a manifest commits to."""
+    numbers = iter(range(len(description.extents)))
+
+    def added(leaf: LeafRecord) -> LeafRecord:
+        boxes = tuple(BoxRecord(box=b.box, offset=b.offset, digests=digests[next(numbers)]) for b in leaf.boxes)
+        return replace(leaf, boxes=boxes)
+
+    return {item: tuple(added(source.record) for source in sources) for item, sources in description.items.items()}
 
 
 def box_array(record: BoxRecord, leaf: LeafRecord, memory: np.ndarray) -> np.ndarray:
@@ -142,7 +224,7 @@ def _describe_leaf(item: str, keypath: Any, value: Any, offset: int) -> tuple[Le
         mine = [Box.whole(value.shape)]
         holders = {mine[0]: (0,)}
         box_shape = value.shape
-    boxes = []
+    boxes, devices = [], _devices_of(value, mine) if kind == "jax" else ()
     for box in mine:
         boxes.append(BoxRecord(box=box, offset=offset, digests=()))
         offset += -(-box.size * itemsize // PAGE_BYTES) * PAGE_BYTES
@@ -156,7 +238,7 @@ def _describe_leaf(item: str, keypath: Any, value: Any, offset: int) -> tuple[Le
         extra=extra,
         boxes=tuple(boxes),
     )
-    return LeafSource(sharding=sharding, record=record, holders=holders), offset
+    return LeafSource(sharding=sharding, record=record, holders=holders, devices=devices), offset
 
 
 def _refuse_equal_names(item: str, sources: Sequence[LeafSource]) -> None:
@@ -215,17 +297,29 @@ def _is_numeric(dtype: np.dtype) -> bool:
     return dtype.kind in "biufcmM" or dtype.isbuiltin == 2
 
 
-def _held(record: LeafRecord, value: Any) -> list[Shard]:
-    """One local shard for every box that this process stores of a leaf."""
-    if record.kind != "jax":
-        return [(np.asarray(value, np.dtype(record.dtype)), record.boxes[0])]
-    if "key_impl" in record.extra:
+def _devices_of(array: jax.Array, boxes: Sequence[Box]) -> tuple[Any, ...]:
+    """For each box, the first local device that holds it."""
+    holding: dict[Box, Any] = {}
+    for device, index in array.sharding.addressable_devices_indices_map(array.shape).items():
+        holding.setdefault(Box.of_index(index or (), array.shape), device)
+    return tuple(holding[box] for box in boxes)
+
+
+def _extent(number: int, leaf: LeafRecord, box: BoxRecord, on_device: bool) -> Extent:
+    cells = tuple((box.offset + start, box.offset + stop) for _, start, stop in cell_ranges(box, leaf))
+    return Extent(number, box.offset, box.offset + box.box.size * leaf.itemsize, cells, on_device)
+
+
+def _held(source: LeafSource, value: Any) -> list[Any]:
+    """One local array for every box that this process stores of a leaf."""
+    if not source.devices:
+        return [np.asarray(value, np.dtype(source.record.dtype))]
+    if "key_impl" in source.record.extra:
         value = jax.random.key_data(value)
-    shards = value.addressable_shards
-    if len(shards) == 1:
-        return [(shards[0].data, record.boxes[0])]
-    local = {Box.of_index(shard.index, record.shape): shard.data for shard in shards}
-    return [(local[box.box], box) for box in record.boxes]
+    if value.sharding.num_devices == 1:
+        return [value]
+    local = {shard.device: shard.data for shard in value.addressable_shards}
+    return [local[device] for device in source.devices]
 
 
 def _signature(trees: Mapping[str, Any]) -> Any:
@@ -240,33 +334,8 @@ def _signature(trees: Mapping[str, Any]) -> Any:
     return [(item, treedef, [of(leaf) for leaf in leaves]) for item, (leaves, treedef) in flat.items()]
 
 
-def _bytes_of(shard: Any) -> np.ndarray:
-    return np.ascontiguousarray(np.asarray(shard)).reshape(-1).view(np.uint8)
-
-
-def _copy_all(pieces: list[tuple[np.ndarray, int]], memory: np.ndarray) -> None:
-    def copy(some: Sequence[tuple[np.ndarray, int]]) -> None:
-        for data, offset in some:
-            np.copyto(memory[offset : offset + data.nbytes], data)
-
-    total = sum(data.nbytes for data, _ in pieces)
-    if total < _PIECE_BYTES or COPY_THREADS == 1:
-        copy(pieces)
-        return
-    shares: list[list[tuple[np.ndarray, int]]] = [[] for _ in range(COPY_THREADS)]
-    filled = 0
-    for data, offset in pieces:
-        shares[min(COPY_THREADS - 1, filled * COPY_THREADS // total)].append((data, offset))
-        filled += data.nbytes
-    with ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="ckptkit-copy") as pool:
-        list(pool.map(copy, shares))
-
-
-def _digested(leaf: LeafRecord, memory: np.ndarray) -> LeafRecord:
-    return replace(leaf, boxes=tuple(replace(record, digests=_digests(record, leaf, memory)) for record in leaf.boxes))
-
-
-def _digests(record: BoxRecord, leaf: LeafRecord, memory: np.ndarray) -> tuple[str, ...]:
-    return tuple(
-        digest_of(memory[record.offset + start : record.offset + stop]) for _, start, stop in cell_ranges(record, leaf)
-    )
+def _bytes_of(array: Any) -> np.ndarray:
+    data = np.asarray(array)
+    if not data.flags.c_contiguous:
+        data = np.ascontiguousarray(data)
+    return data.reshape(-1).view(np.uint8)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ckptkit.snapshot import Description, Shard, copy_shards, local_shards
+from ckptkit.snapshot import Description, Digests, Shard, copy_shards, local_shards
 
 Strategy = Literal["slot_copy", "device_copy", "gate", "alias", "block"]
 Choice = Strategy | Literal["auto"]
@@ -32,11 +32,12 @@ _HEADROOM = 0.9  # of the device memory that was never in use: the step's own pe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """A state that is on its way into a slot. `finish` moves what is left, once, and lets the arrays go."""
+    """A state that is on its way into a slot. `finish` moves what is left, once, lets the arrays go, and returns the
+    digests of every box by its number."""
 
     strategy: Strategy
     reason: str
-    finish: Callable[[], int]
+    finish: Callable[[], dict[int, Digests]]
 
 
 def checked_choice(choice: str) -> str:
@@ -46,31 +47,39 @@ def checked_choice(choice: str) -> str:
     return choice
 
 
-def begin(choice: str, description: Description, trees: Mapping[str, Any], memory: np.ndarray) -> Staging:
+def begin(
+    choice: str,
+    description: Description,
+    trees: Mapping[str, Any],
+    memory: np.ndarray,
+    copied: Callable[[int, int], None] | None = None,
+) -> Staging:
     """Stages the state of one save by `choice`; returns as soon as the strategy lets the step loop go on.
 
     With `gate` the caller must not donate the state before `finish` has returned; with the others it may at once.
+    `copied(start, stop)` is told, on any thread, which bytes of `memory` are final.
     """
+    copy = partial(copy_shards, memory=memory, copied=copied or _untold)
     shards = local_shards(description, trees)
     host = [shard for shard in shards if isinstance(shard[0], np.ndarray)]
     device = [shard for shard in shards if not isinstance(shard[0], np.ndarray)]
-    host_bytes = copy_shards(host, memory)
+    digests = copy(host)
     strategy, reason = choose(choice, [array for array, _ in device])
     later: Sequence[Shard] = ()
     if strategy == "gate":
         later = device
     elif strategy == "alias":
-        later = [(np.asarray(array), record) for array, record in device]
+        later = [(np.asarray(array), extent) for array, extent in device]
     elif strategy == "device_copy":
         fitting = _within_budget(device, everything=choice == "device_copy")
         later = _device_copies(fitting)
         if len(later) < len(device):
             rest = device[len(later) :]
             reason += f"; {len(rest)} of {len(device)} boxes do not fit beside the state and are waited for"
-            host_bytes += copy_shards(rest, memory)
+            digests |= copy(rest)
     else:
-        host_bytes += copy_shards(device, memory)
-    return Staging(strategy=strategy, reason=reason, finish=_once(later, memory, host_bytes))
+        digests |= copy(device)
+    return Staging(strategy=strategy, reason=reason, finish=_once(copy, later, digests))
 
 
 def choose(choice: str, arrays: Sequence[Any]) -> tuple[Strategy, str]:
@@ -85,14 +94,20 @@ def choose(choice: str, arrays: Sequence[Any]) -> tuple[Strategy, str]:
     return "device_copy", f"{free / 1e9:.1f} GB of each device were never in use: a copy there costs one dispatch"
 
 
-def _once(later: Sequence[Shard], memory: np.ndarray, staged_bytes: int) -> Callable[[], int]:
+def _untold(start: int, stop: int) -> None:
+    """Nobody follows the copy."""
+
+
+def _once(
+    copy: Callable[[Sequence[Shard]], dict[int, Digests]], later: Sequence[Shard], digests: dict[int, Digests]
+) -> Callable[[], dict[int, Digests]]:
     """A function that copies `later` and forgets it: what the closure held would keep device memory in use."""
     held = list(later)
 
-    def finish() -> int:
-        copied_bytes = copy_shards(held, memory)
+    def finish() -> dict[int, Digests]:
+        digests.update(copy(held))
         held.clear()
-        return staged_bytes + copied_bytes
+        return digests
 
     return finish
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit import layout
-from ckptkit.arena import read_manifest
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, readable, require_regular
 from ckptkit.inspection.records import Item, Leaf
 from ckptkit.inspection.words import dtype_name, sharding_words
 from ckptkit.manifest import LeafRecord, Manifest
+from ckptkit.slot_reader import read_manifest
 
 _READ_THREADS = 8
 

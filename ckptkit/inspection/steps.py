@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit import layout
-from ckptkit.arena import slot_directories
 from ckptkit.durable import EpochRecords
 from ckptkit.durable.epochs import Ancestry
 from ckptkit.errors import CorruptCheckpointError, StoreError
@@ -25,6 +24,7 @@ from ckptkit.inspection.places import Place, nothing_at, readable
 from ckptkit.inspection.records import Holding, Listing, State, StepEntry
 from ckptkit.inspection.shares import Share, incomplete, read_shares, read_sidecars, sidecar_processes
 from ckptkit.manifest import SaveId
+from ckptkit.slot_reader import slot_directories
 from ckptkit.store.roots import root_url
 
 DURABLE = "durable"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,10 @@ from ckptkit.clock import Deadline
 from ckptkit.coordination import Coordinator
 from ckptkit.durable.steps import host_tree
 from ckptkit.errors import CheckpointError, StoreFullError
-from ckptkit.flush import Worker, commit_slot, copy_slot
+from ckptkit.flush import DiskCopy, Worker
 from ckptkit.manager.book import Book
 from ckptkit.manager.outcomes import Outcomes, Refusal, describe
-from ckptkit.manager.taken import DURABLE, Save, Tiers
+from ckptkit.manager.taken import DURABLE, DiskFlush, Save, Sealed, Tiers
 from ckptkit.manifest import Manifest, SaveId
 
 
@@ -54,49 +55,87 @@ class Flusher:
         self._disk.close()
         self._durable.close()
 
-    def flush(self, save: Save, slot: Slot, manifest: Manifest) -> None:
+    def begin_disk(
+        self, save_id: SaveId, slot: Slot, extents: Sequence[snapshot.Extent], size_bytes: int
+    ) -> DiskFlush | None:
+        """Begins to copy `slot` to the disk tier while boxes are still copied into it: as they come when `extents` are
+        to be filled, at once without. None where the disk is still busy with an older step.
+        """
+        if self._tiers.disk is None or not self._disk.idle:
+            return None
+        begun = DiskFlush(copy=DiskCopy(slot, extents, size_bytes, self._tiers.disk))
+        self._tiers.staging.lease(slot)
+        disk = self._tiers.disk
+        self._disk.submit(lambda: self._flush_to_disk(save_id, slot, begun, disk))
+        return begun
+
+    def flush(self, save: Save, slot: Slot, sealed: Sealed) -> None:
         """Sends a save that all processes have committed on to the slower tiers it is due in; for the writer thread.
 
         Whether a slower tier is still busy with an older step is a local matter, so it is voted on: a tier that is
         busy anywhere leaves the step out everywhere. A durable save that waited for its turn needs no vote.
         """
-        refused = {tier: self._refused(save, tier) for tier in ("ssd", DURABLE) if tier in save.due}
-        accepted = frozenset(tier for tier, refusal in refused.items() if refusal is None)
-        for tier, refusal in refused.items():
-            if refusal is not None:
-                self._outcomes.skipped(save.save_id, tier, refusal, gone=not accepted)
-        save = replace(save, due=accepted)
-        disk = self._tiers.disk
-        if disk is not None and "ssd" in accepted:
-            self._tiers.staging.lease(slot)
-            self._disk.submit(lambda: self._flush_to_disk(save, slot, manifest, disk))
-        if DURABLE in accepted:
-            self._tiers.staging.lease(slot)
-            self._durable.submit(lambda: self._flush_to_durable(save, slot, manifest))
+        begun = save.disk
+        if begun is None and "ssd" in save.due:
+            begun = self.begin_disk(save.save_id, slot, (), save.description.slot_bytes)
+        try:
+            refused = {
+                tier: self._refused(save, tier, begun is not None) for tier in ("ssd", DURABLE) if tier in save.due
+            }
+            accepted = frozenset(tier for tier, refusal in refused.items() if refusal is None)
+            for tier, refusal in refused.items():
+                if refusal is not None:
+                    self._outcomes.skipped(save.save_id, tier, refusal, gone=not accepted)
+            save = replace(save, due=accepted)
+            if begun is not None and "ssd" in accepted:
+                begun.decided.set_result((save, sealed))
+            if DURABLE in accepted:
+                self._tiers.staging.lease(slot)
+                self._durable.submit(lambda: self._flush_to_durable(save, slot, sealed))
+        finally:
+            if begun is not None and not begun.decided.done():
+                begun.leave_out()
 
-    def _refused(self, save: Save, tier: str) -> Refusal | None:
+    def _refused(self, save: Save, tier: str, begun: bool) -> Refusal | None:
+        too_early = Refusal(policy="skip", reason="still writing an older step")
         if tier == DURABLE:
-            return None if save.waits else self._outcomes.vote("durable", _too_early(self._durable))
-        return self._outcomes.vote("disk", _too_early(self._disk))
+            return None if save.waits else self._outcomes.vote("durable", None if self._durable.idle else too_early)
+        return self._outcomes.vote("disk", None if begun else too_early)
 
     # In the disk thread.
 
-    def _flush_to_disk(self, save: Save, slot: Slot, manifest: Manifest, disk: Arena) -> None:
+    def _flush_to_disk(self, save_id: SaveId, slot: Slot, begun: DiskFlush, disk: Arena) -> None:
+        """Copies, waits for the save's fate, commits, votes: a copy for nothing was never a committed slot."""
         copied, refusal = None, None
-        self._outcomes.phase(save.save_id, "begun", "ssd")
+        self._outcomes.phase(save_id, "begun", "ssd")
         try:
-            copied = copy_slot(slot, manifest, save.description.slot_bytes, disk)
-            self._outcomes.phase(save.save_id, "copied", "ssd")
-            commit_slot(copied, manifest, disk)
-            self._outcomes.phase(save.save_id, "committed_here", "ssd")
+            copied = begun.copy.run()
+            self._outcomes.phase(save_id, "copied", "ssd")
         except StoreFullError as error:
             refusal = Refusal(policy="veto", reason=describe(error))
-            self._outcomes.degraded(save.save_id.step, "ssd", error)
+            self._outcomes.degraded(save_id.step, "ssd", error)
         except Exception as error:  # noqa: BLE001  the top of a thread: voted on, reported and stored
             refusal = Refusal(policy="veto", reason=describe(error))
-            self._outcomes.failed(save.save_id, "ssd", error)
+            self._outcomes.failed(save_id, "ssd", error)
         finally:
             self._tiers.staging.release(slot)
+        try:
+            if (decided := begun.decided.result()) is not None:
+                self._commit_to_disk(*decided, copied, refusal, disk)
+        finally:
+            if copied is not None:
+                disk.release(copied)
+
+    def _commit_to_disk(
+        self, save: Save, sealed: Sealed, copied: Slot | None, refusal: Refusal | None, disk: Arena
+    ) -> None:
+        if copied is not None:
+            try:
+                disk.commit(copied, save.save_id, sealed.text_for(copied))
+                self._outcomes.phase(save.save_id, "committed_here", "ssd")
+            except Exception as error:  # noqa: BLE001  voted on, reported and stored
+                refusal = Refusal(policy="veto", reason=describe(error))
+                self._outcomes.failed(save.save_id, "ssd", error)
         try:
             refusals = self._outcomes.vote("disk-commit", refusal)
             if refusals is not None and copied is not None:
@@ -104,27 +143,25 @@ class Flusher:
             if refusals is not None:
                 self._outcomes.skipped(save.save_id, "ssd", refusals, gone=DURABLE not in save.due)
             else:
-                self._outcomes.committed(save, "ssd", disk, manifest)
+                self._outcomes.committed(save, "ssd", disk)
         except CheckpointError as error:  # nobody knows the verdict: what is committed here stays
             self._outcomes.failed(save.save_id, "ssd", error)
-        if copied is not None:
-            disk.release(copied)
 
     # In the durable thread.
 
-    def _flush_to_durable(self, save: Save, slot: Slot, manifest: Manifest) -> None:
+    def _flush_to_durable(self, save: Save, slot: Slot, sealed: Sealed) -> None:
         self._outcomes.phase(save.save_id, "begun", DURABLE)
         try:
             self._fence(save.save_id)
             self._tiers.durable.save(
                 save.save_id,
-                {**self._array_items(save, slot, manifest), **save.items.durable},
+                {**self._array_items(save, slot, sealed.manifest(slot)), **save.items.durable},
                 metrics=save.metrics,
                 default_item=save.items.default_item,
                 ancestry=self._book.ancestry,
             )
             self._outcomes.phase(save.save_id, "committed_here", DURABLE)
-            self._outcomes.committed(save, DURABLE, None, manifest)
+            self._outcomes.committed(save, DURABLE, None)
         except Exception as error:  # noqa: BLE001  the top of a thread: reported and stored
             self._outcomes.failed(save.save_id, DURABLE, error)
         finally:
@@ -160,7 +197,3 @@ class Flusher:
                 step=save_id.step,
                 tier=DURABLE,
             )
-
-
-def _too_early(worker: Worker) -> Refusal | None:
-    return None if worker.idle else Refusal(policy="skip", reason="still writing an older step")

@@ -14,7 +14,7 @@ from ckptkit.errors import SaveFailedError
 from ckptkit.events import EventLog, Kind
 from ckptkit.manager.book import Book
 from ckptkit.manager.taken import DURABLE, MEMORY, Save, Tiers
-from ckptkit.manifest import Manifest, SaveId
+from ckptkit.manifest import SaveId
 
 _log = logging.getLogger(__name__)  # for those who keep no events: what is lost without an exception
 
@@ -59,7 +59,7 @@ class Outcomes:
         """A save crossed a phase boundary here."""
         self._events.emit(Kind.PHASE, step=save_id.step, tier=tier, phase=phase)
 
-    def committed(self, save: Save, tier: str, arena: Arena | None, manifest: Manifest) -> None:
+    def committed(self, save: Save, tier: str, arena: Arena | None) -> None:
         """All processes hold the save in `tier`: it is booked, protected, and what it replaces is forgotten."""
         if tier == MEMORY:
             return
@@ -74,8 +74,9 @@ class Outcomes:
             Kind.COMMITTED,
             step=save.save_id.step,
             tier=tier,
-            bytes=manifest.held_bytes,
+            bytes=save.description.held_bytes,
             duration_s=round(clock.monotonic_s() - save.staged_s, 6),
+            **({"method": arena.method} if arena is not None and arena.synced else {}),
         )
 
     def skipped(self, save_id: SaveId, tier: str, refusal: Refusal, *, gone: bool) -> None:

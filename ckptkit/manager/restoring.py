@@ -12,7 +12,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ckptkit import clock, layout
-from ckptkit.arena import SlotReader, read_manifests, slot_directories
 from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import Ancestry, EpochRecords
 from ckptkit.durable.reader import is_damage
@@ -30,6 +29,7 @@ from ckptkit.manager.taken import DURABLE
 from ckptkit.manifest import Manifest, SaveId
 from ckptkit.plan import Candidate, Key, Source, plan_restore, rank_candidates
 from ckptkit.restore import BoxReader, Target, abstract_of, execute, merged_leaves, place, targets_of
+from ckptkit.slot_reader import SlotReader, read_manifests, slot_directories
 
 LISTED_DURABLE_STEPS = 8  # how many durable steps, newest first, are looked into before older ones are asked for
 

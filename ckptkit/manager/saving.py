@@ -1,4 +1,4 @@
-"""The life of a save: stage on the step loop; then, in the background, digest, commit, vote, flush.
+"""The life of a save: stage on the step loop, copying and digesting; then, in the background, commit, vote, flush.
 
 A save is taken by a decision that is the same on every process. Whether it succeeds is voted in the background:
 one process that could not stage it, or was too busy to, drops it everywhere. The step loop waits for nothing but its
@@ -8,6 +8,7 @@ own copy, and, when a durable save is due (`durable_busy="wait"`), for the previ
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +23,8 @@ from ckptkit.manager.book import Book
 from ckptkit.manager.flushing import Flusher
 from ckptkit.manager.items import SaveItems
 from ckptkit.manager.outcomes import Outcomes, Refusal, describe
-from ckptkit.manager.taken import DURABLE, Save, Tiers, with_shardings
-from ckptkit.manifest import Manifest, SaveId, Writer
+from ckptkit.manager.taken import DURABLE, DiskFlush, Save, Sealed, Tiers, with_shardings
+from ckptkit.manifest import ManifestText, SaveId, Writer
 from ckptkit.policy import Backpressure
 
 VOTES_WAITING_MAX = 1024  # of saves that came too early: a few hundred bytes each
@@ -58,6 +59,7 @@ class SavePipeline:
         self._undecided: list[Slot] = []
         self._prepared_bytes = 0
         self._describer = snapshot.Describer(with_shardings)
+        self._text: tuple[snapshot.Description, ManifestText] | None = None
         self._outcomes = Outcomes(tiers, coordinator, book, events, timeout_s)
         self._flusher = Flusher(tiers, coordinator, book, self._outcomes, timeout_s)
         self._maker = Worker("ckptkit-arena", waiting_max=4)
@@ -117,7 +119,7 @@ class SavePipeline:
         was_busy = waits and self.busy
         slot, refusal = self._admit(save_id, description.slot_bytes, due, Deadline(self._timeout_s if waits else 0.0))
         waited_s = clock.monotonic_s() - waiting_s
-        staged = self._begin_staging(description, items, slot)
+        disk, staged = self._begin_staging(save_id, description, items, slot, due)
         staged_s = clock.monotonic_s()
         self._book.begin(save_id)
         if staged is not None:
@@ -126,7 +128,7 @@ class SavePipeline:
                 step=save_id.step,
                 strategy=staged.strategy,
                 reason=staged.reason,
-                bytes=sum(source.record.held_bytes for sources in description.items.values() for source in sources),
+                bytes=description.held_bytes,
                 stall_s=round(staged_s - start_s, 6),
                 waited_s=round(waited_s, 6),
                 **({"policy": "wait"} if was_busy else {}),
@@ -139,6 +141,7 @@ class SavePipeline:
             description=description,
             slot=slot,
             staging=staged,
+            disk=disk,
             due=due,
             waits=waits,
             metrics=metrics,
@@ -175,13 +178,24 @@ class SavePipeline:
         return slot, None
 
     def _begin_staging(
-        self, description: snapshot.Description, items: SaveItems, slot: Slot | None
-    ) -> staging.Staging | None:
+        self,
+        save_id: SaveId,
+        description: snapshot.Description,
+        items: SaveItems,
+        slot: Slot | None,
+        due: frozenset[str],
+    ) -> tuple[DiskFlush | None, staging.Staging | None]:
         if slot is None:
-            return None
+            return None, None
+        disk = None
         try:
-            return staging.begin(self._choice, description, items.trees, slot.memory)
+            if "ssd" in due:
+                disk = self._flusher.begin_disk(save_id, slot, description.extents, description.slot_bytes)
+            copied = disk.copy.filled if disk is not None else None
+            return disk, staging.begin(self._choice, description, items.trees, slot.memory, copied)
         except BaseException:  # an array that was deleted, say: the caller hears it, the slot is free again
+            if disk is not None:
+                disk.leave_out()
             self._tiers.staging.release(slot)
             raise
 
@@ -216,18 +230,20 @@ class SavePipeline:
         try:
             self._commit_and_vote(save, refusal)
         finally:
+            if save.disk is not None and not save.disk.decided.done():
+                save.disk.leave_out()
             with self._changed:
                 self._in_flight -= save.slot is not None
                 self._changed.notify_all()
 
     def _commit_and_vote(self, save: Save, refusal: Refusal | None) -> None:
-        """Finish staging, digest, manifest, local commit, vote; then on to the slower tiers."""
-        manifest = None
+        """Finish staging, manifest, local commit, vote; then on to the slower tiers."""
+        sealed = None
         try:
-            self._finish_staging(save)
+            digests = self._finish_staging(save)
             if save.slot is not None:
                 self._claim_epoch(save.save_id)
-                manifest = self._digest_and_commit(save, save.slot)
+                sealed = self._commit_here(save, save.slot, digests)
         except StoreFullError as error:
             refusal = Refusal(policy="veto", reason=describe(error))
             self._outcomes.no_room(save.save_id, self._tiers.staging_name, error, save.due)
@@ -242,39 +258,47 @@ class SavePipeline:
         if refusals is not None:
             self._drop(save, refusals)
             return
-        assert manifest is not None
+        assert sealed is not None
         assert save.slot is not None
         try:
-            self._outcomes.committed(save, self._tiers.staging_name, self._tiers.staging, manifest)
+            self._outcomes.committed(save, self._tiers.staging_name, self._tiers.staging)
             self._release_undecided()
-            self._flusher.flush(save, save.slot, manifest)
+            self._flusher.flush(save, save.slot, sealed)
         finally:
             self._tiers.staging.release(save.slot)
 
-    def _finish_staging(self, save: Save) -> None:
+    def _finish_staging(self, save: Save) -> Mapping[int, snapshot.Digests]:
         try:
-            if save.staging is not None:
-                save.staging.finish()
-                self._outcomes.phase(save.save_id, "staged", self._tiers.staging_name)
+            if save.staging is None:
+                return {}
+            digests = save.staging.finish()
+            self._outcomes.phase(save.save_id, "staged", self._tiers.staging_name)
+            return digests
         finally:
             with self._changed:
                 self._unstaged -= 1
                 self._changed.notify_all()
 
-    def _digest_and_commit(self, save: Save, slot: Slot) -> Manifest:
-        records = snapshot.digest_records(save.description, slot.memory)
-        manifest = Manifest(
+    def _commit_here(self, save: Save, slot: Slot, digests: Mapping[int, snapshot.Digests]) -> Sealed:
+        sealed = Sealed(
             save_id=save.save_id,
             writer=self._writer_record,
-            slot=slot.name,
-            arrays=records,
+            description=save.description,
+            digests=digests,
             inline=save.items.inline,
+            text=self._text_of(save.description),
         )
-        self._outcomes.phase(save.save_id, "digested", self._tiers.staging_name)
         if self._tiers.staging.directory is not None:
-            self._tiers.staging.commit(slot, manifest)
+            self._tiers.staging.commit(slot, save.save_id, sealed.text_for(slot))
         self._outcomes.phase(save.save_id, "committed_here", self._tiers.staging_name)
-        return manifest
+        return sealed
+
+    def _text_of(self, description: snapshot.Description) -> ManifestText:
+        """What manifests of a description have in common; a loop saves the same description again and again."""
+        if self._text is None or self._text[0] is not description:
+            records = {item: tuple(s.record for s in sources) for item, sources in description.items.items()}
+            self._text = (description, ManifestText(records))
+        return self._text[1]
 
     def _claim_epoch(self, save_id: SaveId) -> None:
         """Process 0 records the run's epoch before its first save can be committed anywhere."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -12,8 +14,9 @@ from ckptkit.arena import Arena, Slot
 from ckptkit.durable.epochs import EpochRecords
 from ckptkit.durable.shardings import sharding_text
 from ckptkit.durable.steps import DurableSteps
+from ckptkit.flush import DiskCopy
 from ckptkit.manager.items import SaveItems
-from ckptkit.manifest import SaveId
+from ckptkit.manifest import Manifest, ManifestText, SaveId, Writer
 
 DURABLE = "durable"
 MEMORY = "memory"  # the staging area of a run without a fast tier
@@ -28,10 +31,47 @@ class Save:
     description: snapshot.Description
     slot: Slot | None
     staging: staging.Staging | None
+    disk: DiskFlush | None  # None where the disk was busy when the save began, or the tier is not due
     due: frozenset[str]
     waits: bool  # for its turn in the durable tier, on every process alike
     metrics: Any
     staged_s: float  # monotonic, when the step loop was let go
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskFlush:
+    """A copy to the disk tier that began with the save, and what was decided of the save: None to leave it out."""
+
+    copy: DiskCopy
+    decided: Future[tuple[Save, Sealed] | None] = field(default_factory=Future)
+
+    def leave_out(self) -> None:
+        """Ends the copy for nothing, unless the save goes on to the disk already."""
+        self.copy.abandon()
+        if not self.decided.done():
+            self.decided.set_result(None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sealed:
+    """What one process's manifests of a staged save say, whatever the slot. `text` is that of the description."""
+
+    save_id: SaveId
+    writer: Writer
+    description: snapshot.Description
+    digests: Mapping[int, snapshot.Digests]
+    inline: Mapping[str, Mapping[str, Any]]
+    text: ManifestText
+
+    def text_for(self, slot: Slot) -> bytes:
+        """The manifest that makes `slot` a committed one."""
+        digests = (self.digests[number] for number in range(len(self.description.extents)))
+        return self.text.to_bytes(self.save_id, self.writer, slot.name, digests, self.inline)
+
+    def manifest(self, slot: Slot) -> Manifest:
+        """The same as records, for a tier that has another layout."""
+        arrays = snapshot.with_digests(self.description, self.digests)
+        return Manifest(save_id=self.save_id, writer=self.writer, slot=slot.name, arrays=arrays, inline=self.inline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

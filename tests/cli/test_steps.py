@@ -14,8 +14,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from ckptkit import layout
-from ckptkit.arena import read_manifest
 from ckptkit.manifest import Manifest, Writer
+from ckptkit.slot_reader import read_manifest
 from tests.cli.conftest import HOST, Ours, Run
 from tests.states import make_state, save_args
 

@@ -21,7 +21,6 @@ from tools.proof import compare
 PHASES = [
     ("", "begun"),
     ("ram", "staged"),
-    ("ram", "digested"),
     ("ram", "committed_here"),
     ("ram", "committed"),
     ("ssd", "begun"),

@@ -21,10 +21,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ckptkit import arena as arena_module
-from ckptkit.arena import Arena, Slot, SlotReader, read_manifest, read_manifests, slot_directories
+from ckptkit import slot_reader
+from ckptkit.arena import Arena, Slot
 from ckptkit.errors import CorruptCheckpointError, StoreError, StoreFullError, TierUnusableError
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, cell_ranges, digest_of
 from ckptkit.sharding import Box
+from ckptkit.slot_reader import SlotReader, read_manifest, read_manifests, slot_directories
 
 PAGE = 4096
 _serial = itertools.count()
@@ -55,11 +57,15 @@ def fill(slot: Slot, save: SaveId, size: int) -> Manifest:
     return Manifest(save_id=save, writer=writer, slot=slot.name, arrays={"state": (whole,)}, inline={})
 
 
+def commit(arena: Arena, slot: Slot, manifest: Manifest) -> None:
+    arena.commit(slot, manifest.save_id, manifest.to_bytes())
+
+
 def write(arena: Arena, step: int, size: int = 2 * PAGE) -> Slot:
     """A committed save, its lease given back."""
     slot = arena.acquire(size)
     assert slot is not None
-    arena.commit(slot, fill(slot, save_of(step), size))
+    commit(arena, slot, fill(slot, save_of(step), size))
     arena.release(slot)
     return slot
 
@@ -163,7 +169,7 @@ class ArenaAgainstModel(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.writing)))
         slot = self.writing.pop(name)
         self.step += 1
-        self.arena.commit(slot, fill(slot, save_of(self.step), size))
+        commit(self.arena, slot, fill(slot, save_of(self.step), size))
         self.held[name] = save_of(self.step)
         self.reading.append(slot)
 
@@ -292,7 +298,7 @@ def test_a_save_that_dies_anywhere_leaves_the_newest_committed_whole(
                     slot.memory[:size] = 0
                     np.copyto(slot.memory[:half], whole[:half])
                     np.copyto(slot.memory[half:size], whole[half:])
-                    arena.commit(slot, manifest)
+                    commit(arena, slot, manifest)
             die(arena)
             found = proven(here / "0")
             outcomes.add(frozenset(save.step for save in found))
@@ -341,7 +347,7 @@ def test_a_commit_that_fails_after_its_name_is_there_is_taken_back(
     monkeypatch.setattr(os, "unlink", unlink)
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(StoreError, match="Input/output error"):
-        arena.commit(slot, manifest)
+        commit(arena, slot, manifest)
     monkeypatch.undo()
     arena.discard(slot)  # as the manager does when a save has failed
     arena.release(slot)
@@ -637,7 +643,7 @@ def test_a_huge_manifest_is_refused_before_it_is_read(host: Path, monkeypatch: p
     arena = Arena.open(host, 0, slots=2, synced=False)
     write(arena, 1)
     (path,) = (host / "0").glob("step-*")
-    monkeypatch.setattr(arena_module, "MANIFEST_BYTES_MAX", 100)
+    monkeypatch.setattr(slot_reader, "MANIFEST_BYTES_MAX", 100)
     with pytest.raises(CorruptCheckpointError, match=rf"^manifest {path} is larger than 100 bytes$"):
         read_manifest(path)
     arena.close()

@@ -21,13 +21,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from ckptkit import manifest as manifest_module
 from ckptkit import snapshot
-from ckptkit.arena import Arena, SlotReader, read_manifests
+from ckptkit.arena import Arena
 from ckptkit.durable.shardings import sharding_text
 from ckptkit.errors import CorruptCheckpointError, TreeMismatchError
-from ckptkit.manifest import LeafRecord, Manifest, SaveId, Writer
+from ckptkit.manifest import LeafRecord, Manifest, SaveId, Writer, digest_of
 from ckptkit.plan import Source, plan_restore
 from ckptkit.restore import Target, abstract_of, execute, place, targets_of
+from ckptkit.slot_reader import SlotReader, read_manifests
 
 _serial = itertools.count()
 SAVE = SaveId(1, 5, 0)
@@ -101,17 +103,15 @@ def save(arena: Arena, tree: Any, save_id: SaveId = SAVE) -> Manifest:
     slot = arena.acquire(description.slot_bytes)
     assert slot is not None
     slot.memory[:] = 0xEE
-    staged = snapshot.copy_shards(snapshot.local_shards(description, {"state": tree}), slot.memory)
-    records = snapshot.digest_records(description, slot.memory)
+    digests = snapshot.copy_shards(snapshot.local_shards(description, {"state": tree}), slot.memory)
     manifest = Manifest(
         save_id=save_id,
         writer=Writer(process=0, count=1, host="h"),
         slot=slot.name,
-        arrays=records,
+        arrays=snapshot.with_digests(description, digests),
         inline={},
     )
-    assert staged == manifest.held_bytes
-    arena.commit(slot, manifest)
+    arena.commit(slot, manifest.save_id, manifest.to_bytes())
     arena.release(slot)
     return manifest
 
@@ -343,15 +343,22 @@ def test_boxes_lie_on_pages_and_never_overlap() -> None:
 
 
 def test_large_states_are_copied_by_several_threads_without_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it failed, a leaf at the border of two threads' shares would be copied twice or not at all."""
-    monkeypatch.setattr(snapshot, "_PIECE_BYTES", 1000)
+    """If it failed, a cell would be copied by nobody, or a piece of it would be left out of its digest."""
+    monkeypatch.setattr(manifest_module, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(snapshot, "_SHARED_BYTES", 1)
+    monkeypatch.setattr(snapshot, "_SMALL_BYTES", 1001)
     monkeypatch.setattr(snapshot, "COPY_THREADS", 4)
-    tree = {f"{n}": bits("uint8", (n,), seed=n) for n in (1, 999, 1000, 1001, 5000, 12345, 0)}
+    tree = {f"{n}": bits("uint8", (n,), seed=n) for n in (1, 999, 1000, 1001, 0, 5000, 12345)}
     description = snapshot.describe_items({"state": tree})
     memory = np.full(description.slot_bytes, 0xEE, np.uint8)
-    assert snapshot.copy_shards(snapshot.local_shards(description, {"state": tree}), memory) == sum(
-        value.nbytes for value in tree.values()
+    said: list[tuple[int, int]] = []
+    digests = snapshot.copy_shards(
+        snapshot.local_shards(description, {"state": tree}), memory, lambda start, stop: said.append((start, stop))
     )
+    assert sorted(said) == sorted(cell for extent in description.extents for cell in extent.cells)
+    for leaf in snapshot.with_digests(description, digests)["state"]:
+        expected = tree[leaf.path[0]].tobytes()
+        assert [box.digests for box in leaf.boxes] == [(digest_of(expected),) if expected else ()]
     for source in description.items["state"]:
         (box,) = source.record.boxes
         assert snapshot.box_array(box, source.record, memory).tobytes() == tree[source.record.path[0]].tobytes()

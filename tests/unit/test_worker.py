@@ -5,15 +5,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import numpy as np
 import pytest
 
-from ckptkit.arena import Arena
-from ckptkit.errors import StoreFullError
-from ckptkit.flush import Worker, commit_slot, copy_slot
-from ckptkit.manifest import Manifest, SaveId, Writer
+from ckptkit.flush import Worker
 
 LONG_S = 60.0  # only ever waited out by a test that fails
 
@@ -140,26 +135,3 @@ def test_a_finished_job_keeps_nothing_alive(worker: Worker) -> None:
     del held
     worker.drain()
     assert gone() is None
-
-
-def test_a_copied_slot_is_committed_under_its_own_name(tmp_path: Path) -> None:
-    """If it failed, a manifest on the SSD would name the ramdisk's slot."""
-    ram = Arena.open(tmp_path / "ram", 0, slots=2, synced=False)
-    ssd = Arena.open(tmp_path / "ssd", 0, slots=2, synced=True)
-    source = ram.acquire(5000)
-    assert source is not None
-    source.memory[:5000] = np.arange(5000) % 251
-    save = SaveId(1, 4, 0)
-    writer = Writer(process=0, count=1, host="h")
-    manifest = Manifest(save_id=save, writer=writer, slot="slot-9.bin", arrays={}, inline={})
-    copied = copy_slot(source, manifest, 5000, ssd)
-    np.testing.assert_array_equal(copied.memory[:5000], source.memory[:5000])
-    assert (ssd.held(), copied.leases) == ([], 1)
-    commit_slot(copied, manifest, ssd)
-    assert [(m.save_id, m.slot) for m in ssd.manifests()] == [(save, copied.name)]
-    other = ssd.acquire(1)
-    assert other is not None
-    with pytest.raises(StoreFullError, match=r"^no free slot in .*/ssd/0 for step 4$"):
-        copy_slot(source, manifest, 5000, ssd)
-    ram.close()
-    ssd.close()

@@ -1,0 +1,107 @@
+"""What stands in slot directories, whoever wrote it: manifests, and the bytes of the slots that they name, proven."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import final
+
+import numpy as np
+
+from ckptkit import layout
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.manifest import MANIFEST_BYTES_MAX, BoxRecord, LeafRecord, Manifest, SaveId, copy_proven
+from ckptkit.sharding import Box
+
+
+def manifest_name_of(save_id: SaveId) -> str:
+    """The file name of the manifest of a save."""
+    return layout.manifest_name(save_id.step, save_id.epoch, save_id.number)
+
+
+def slot_directories(host_dir: Path) -> list[Path]:
+    """The slot directories of this host's processes; no other host's directory is opened."""
+    with suppress(OSError):  # not there, or not ours to read: this host holds nothing then
+        return sorted(Path(entry.path) for entry in os.scandir(host_dir) if entry.is_dir(follow_symlinks=False))
+    return []
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest at `path`; raises `CorruptCheckpointError` where it is damaged or implausibly large."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise CorruptCheckpointError(f"manifest {path} is no regular file", path=str(path))
+    if path.stat().st_size > MANIFEST_BYTES_MAX:
+        raise CorruptCheckpointError(f"manifest {path} is larger than {MANIFEST_BYTES_MAX} bytes", path=str(path))
+    manifest = Manifest.from_bytes(path.read_bytes(), path=str(path))
+    if layout.slot_index(manifest.slot) is None or manifest_name_of(manifest.save_id) != path.name:
+        raise CorruptCheckpointError(
+            f"manifest {path} names slot {manifest.slot!r} and save {manifest.save_id}", path=str(path)
+        )
+    return manifest
+
+
+def read_manifests(
+    directories: Iterable[Path],
+) -> tuple[list[tuple[Path, Manifest]], list[CorruptCheckpointError]]:
+    """Every readable manifest with its directory, newest first, and the errors of those that are not."""
+    found: list[tuple[Path, Manifest]] = []
+    damaged: list[CorruptCheckpointError] = []
+    for directory in directories:
+        try:
+            names = sorted(os.listdir(directory))
+        except OSError as error:
+            damaged.append(CorruptCheckpointError(f"slot directory {directory}: {error}", path=str(directory)))
+            continue
+        for name in names:
+            if layout.save_of_manifest(name) is None:
+                continue
+            try:
+                found.append((directory, read_manifest(directory / name)))
+            except FileNotFoundError:  # superseded between the listing and the read
+                continue
+            except OSError as error:
+                damaged.append(CorruptCheckpointError(f"manifest {directory / name}: {error}", path=str(directory)))
+            except CorruptCheckpointError as error:
+                damaged.append(error)
+    return sorted(found, key=lambda pair: pair[1].save_id, reverse=True), damaged
+
+
+@final
+class SlotReader:
+    """Reads boxes of one committed manifest, in this process or another; never an alias of the slot's memory.
+
+    Manifest, bytes, manifest again: `gone()` says whether the slot has been reused since, in which case what did
+    not match its digest was superseded, not corrupt.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest):
+        self._manifest = manifest
+        self._manifest_path = directory / manifest_name_of(manifest.save_id)
+        self._path = directory / manifest.slot
+        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # no link, no pipe
+        try:
+            self._memory = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ), np.uint8)
+        finally:
+            os.close(fd)
+
+    def read(self, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
+        """Copies the part of `wanted` that `record.box` holds into `into`; raises `CorruptCheckpointError`."""
+
+        def fetch(cell: Box, start: int, stop: int) -> np.ndarray:
+            del cell
+            if record.offset + stop > self._memory.nbytes:
+                raise CorruptCheckpointError(
+                    f"{self._path} has {self._memory.nbytes} bytes, leaf {leaf.name} ends at {record.offset + stop}",
+                    path=str(self._path),
+                )
+            return self._memory[record.offset + start : record.offset + stop]
+
+        copy_proven(leaf, record, wanted, into, fetch, where=str(self._path))
+
+    def gone(self) -> bool:
+        """Whether the manifest is no longer there: the slot may hold a newer save by now."""
+        return not self._manifest_path.exists()
