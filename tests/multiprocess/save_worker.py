@@ -8,14 +8,17 @@ Writes DIR/found-{process}.json. What is measured has no training step in betwee
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 PROCESSES = 2
+LIMIT_S = 100.0
 STRATEGIES = ("slot_copy", "device_copy", "gate", "alias")
 
 
@@ -25,18 +28,17 @@ def main() -> None:
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("dir", type=Path)
     args = parser.parse_args()
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a collective that not all processes launch hangs
     dump = args.dir / f"programs-{args.process}"
     os.environ["XLA_FLAGS"] += f" --xla_dump_to={dump} --xla_dump_hlo_as_text"
     import jax
 
     jax.distributed.initialize(args.coordinator, PROCESSES, args.process)
     worker = Worker(args.dir, args.process, args.coordinator, dump)
-    worker.count_a_real_collective()
-    for strategy in STRATEGIES:
-        worker.save_by(strategy)
-    worker.restore()
-    worker.veto()
-    (args.dir / f"found-{args.process}.json").write_text(json.dumps(worker.found))
+    acts = [worker.count_a_real_collective, *(partial(worker.save_by, each) for each in STRATEGIES)]
+    for act in [*acts, worker.restore, worker.veto]:
+        act()
+        (args.dir / f"found-{args.process}.json").write_text(json.dumps(worker.found))
     jax.distributed.shutdown()
 
 

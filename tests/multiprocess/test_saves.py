@@ -14,8 +14,8 @@ from tools.launch import ExitCode, Launcher, RestartPolicy
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each process of one job wrote down."""
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ExitCode, str]:
+    """A job's directory, how it ended, and the end of what it said."""
     root: Path = tmp_path_factory.mktemp("saves")
     output: list[str] = []
     command = [sys.executable, "-m", "tests.multiprocess.save_worker"]
@@ -28,8 +28,19 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         on_output=lambda process, line: output.append(f"{process}: {line}"),
         say=output.append,
     )
-    assert launcher.run() == ExitCode.OK, "\n".join(output[-60:])
-    return [json.loads((root / f"found-{process}.json").read_text()) for process in range(PROCESSES)]
+    return root, launcher.run(), "\n".join(output[-60:])
+
+
+@pytest.fixture
+def found(job: tuple[Path, ExitCode, str]) -> list[dict[str, Any]]:
+    """What each process wrote down until it ended."""
+    return [json.loads((job[0] / f"found-{process}.json").read_text()) for process in range(PROCESSES)]
+
+
+def test_the_job_ends_well(job: tuple[Path, ExitCode, str]) -> None:
+    """A process would wait for ever for another that takes no part in a meeting, or in a collective."""
+    _, code, output = job
+    assert code == ExitCode.OK, output
 
 
 def test_the_counter_counts_a_real_collective(found: list[dict[str, Any]]) -> None:
