@@ -30,9 +30,10 @@ class Kind(StrEnum):
     REJECTED = "restore_rejected"  # fields reason
     RESTORED = "restored"  # fields sources: tier -> bytes, duration_s
     PHASE = "save_phase"  # a save crossed a phase boundary: fields phase
-    STAGED = "staged"  # fields strategy, reason, bytes, stall_s (the step loop's)
+    # fields strategy, reason, bytes, stall_s (the step loop's), waited_s of it for earlier saves; policy "wait" if so
+    STAGED = "staged"
     COMMITTED = "committed"  # step is whole in tier on ALL processes: fields bytes, duration_s since staged
-    SKIPPED = "save_skipped"  # vetoed or no room: fields reason
+    SKIPPED = "save_skipped"  # dropped everywhere: fields reason, policy: skip (too early), wait (in vain), veto
     FAILED = "save_failed"  # fields reason
     DEGRADED = "tier_degraded"  # fields reason
     DISRUPTED = "disrupted"  # the launcher lost a process: fields attempt, lost (which), cause, wiped

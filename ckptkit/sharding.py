@@ -122,7 +122,8 @@ def cell_shape(
 
     Leading dimensions are cut to single rows until one suffices. A dimension that is split over devices is cut at
     a divisor of the box, so that no cell crosses a box; where the divisors are poor (a prime), the nearest one
-    above the limit is taken rather than a great many tiny cells.
+    above the limit is taken rather than a great many tiny cells. Other dimensions are cut at a divisor too where that
+    costs at most twice the cells: a partial last cell is padded to a whole one in memory and in the file.
     """
     cell = list(box_shape)
     for axis, rows in enumerate(box_shape):
@@ -131,7 +132,7 @@ def cell_shape(
             break
         wanted = max(1, limit_bytes // row_bytes)
         whole_axis = rows == shape[axis]  # zarr allows a partial cell at the end of the array only
-        cell[axis] = wanted if whole_axis else _near_divisor(rows, wanted)
+        cell[axis] = _even_rows(rows, wanted) if whole_axis else _near_divisor(rows, wanted)
         if cell[axis] > 1:
             break
     return tuple(max(1, rows) for rows in cell)
@@ -150,9 +151,19 @@ def cells_of(box: Box, cell: Sequence[int]) -> list[Box]:
     ]
 
 
+def _even_rows(rows: int, wanted: int) -> int:
+    """The largest divisor of `rows` up to `wanted`, or `wanted` itself where that is more than twice as many."""
+    below = max(d for d in _divisors(rows) if d <= wanted)
+    return below if below * 2 >= wanted else wanted
+
+
+def _divisors(rows: int) -> list[int]:
+    return sorted({d for i in range(1, math.isqrt(rows) + 1) if rows % i == 0 for d in (i, rows // i)})
+
+
 def _near_divisor(rows: int, wanted: int) -> int:
     """The largest divisor of `rows` up to `wanted`; if that is 16 times too small, one up to 4 times too large."""
-    divisors = sorted({d for i in range(1, math.isqrt(rows) + 1) if rows % i == 0 for d in (i, rows // i)})
+    divisors = _divisors(rows)
     below = max(d for d in divisors if d <= wanted)
     if below * 16 >= wanted:
         return below

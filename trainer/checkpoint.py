@@ -71,7 +71,10 @@ def save(manager: Any | None, state: State, position: Position, *, force: bool =
 
 
 def prepare(manager: Any | None, state: State, position: Position) -> None:
-    """Begin to make the room that saves of this state take, while the step compiles."""
+    """Begin to make the room that saves of this state, or abstract state, take, while the step compiles.
+
+    Raises ckptkit.StoreFullError where there is none: before anything was spent on the run.
+    """
     if manager is not None:
         manager.prepare(_args(state, position))
 

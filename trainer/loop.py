@@ -54,6 +54,7 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
         )
         start = start_position(corpus, global_batch=config.data.global_batch, seed=config.data.seed)
         manager = make_manager(config.checkpoint, events)
+        prepare(manager, program.abstract_state, start)
     with events.span("checkpoint_restore"):
         restoring = restore_newest(manager, program.abstract_state, start)
     with events.span("compile"):  # while the bytes come in
@@ -65,7 +66,6 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
         state, position = restored or (jax.block_until_ready(program.init()), start)
         del restored, restoring  # they would keep the first state in memory
         loop_state = LoopState(state=state, position=position)
-        prepare(manager, state, position)
         batches = open_batches(corpus, position, batch_sharding(mesh), steps=loop.steps)
         proof = Proof(Path(loop.proof), jax.process_index()) if loop.proof else None
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from ckptkit import clock, layout
@@ -22,7 +23,7 @@ from ckptkit.host_memory import HostMemory
 from ckptkit.manager.book import Book, StepRecord
 from ckptkit.manager.deciding import Decider
 from ckptkit.manager.items import restore_items, save_items
-from ckptkit.manager.opening import open_arenas, take_stock
+from ckptkit.manager.opening import abstract_slot_bytes, open_arenas, take_stock
 from ckptkit.manager.pending import RestoreHandle
 from ckptkit.manager.restoring import Restored, Restorer
 from ckptkit.manager.saving import SavePipeline
@@ -171,11 +172,16 @@ class CheckpointManager:
     def prepare(self, args: Any) -> None:
         """Makes the slots of the fast tiers in the background, for saves of `args` (as given to `save`).
 
-        Returns at once. Call it after the state is made and before the first save, which otherwise pays for the first
-        touch of its slot's memory (0.3 to 5 GB/s). `restore` does it by itself. Raises `StoreFullError` where a tier
-        has no room for all its slots, with the bytes needed and free.
+        Returns at once. Leaves may be abstract (`jax.ShapeDtypeStruct` with shardings), so that it can be called right
+        after the manager is made; at the latest before the first save, which otherwise pays for the first touch of
+        its slot's memory (0.3 to 5 GB/s). `restore` does it by itself. Raises `StoreFullError` where a tier, or host
+        memory, has no room for all its slots, with the bytes needed and free, and what to do.
         """
-        self._pipeline.prepare(self._pipeline.describe(save_items(args)).slot_bytes)
+        trees = save_items(args).trees
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(dict(trees))):
+            self._pipeline.prepare(abstract_slot_bytes(trees))
+        else:
+            self._pipeline.prepare(self._pipeline.describe(save_items(args)).slot_bytes)
 
     def should_save(self, step: int) -> bool:
         """Whether `save(step)` would take the step for any tier."""

@@ -6,16 +6,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from ckptkit.arena import Arena
 from ckptkit.coordination import Coordinator, gather
 from ckptkit.durable import DurableSteps
 from ckptkit.errors import CheckpointError, heard_from
 from ckptkit.host_memory import HostMemory
+from ckptkit.layout import PAGE_BYTES
 from ckptkit.manager.book import Book
 from ckptkit.manager.restoring import Restorer
 from ckptkit.manager.taken import DURABLE
 from ckptkit.manifest import SaveId
 from ckptkit.policy import Tier
+from ckptkit.sharding import Box, boxes_by_process
 
 
 def open_arenas(
@@ -50,6 +55,21 @@ def open_arenas(
             arena.close()
         raise failure or heard_from(failed[0], *said[failed[0]])
     return arenas
+
+
+def abstract_slot_bytes(trees: Mapping[str, Any]) -> int:
+    """The bytes of slot that a save of `trees` takes on this process; leaves may be `jax.ShapeDtypeStruct`.
+
+    Without a sharding an abstract leaf counts as whole. Exact: every distinct box of a leaf begins a page.
+    """
+    total_bytes = 0
+    for leaf in jax.tree.leaves(dict(trees)):
+        array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        sharding = getattr(array, "sharding", None)
+        held = boxes_by_process(sharding, array.shape) if sharding is not None else {Box.whole(array.shape): ()}
+        mine = [box for box, processes in held.items() if not processes or jax.process_index() in processes]
+        total_bytes += sum(-(-box.size * array.dtype.itemsize // PAGE_BYTES) * PAGE_BYTES for box in mine)
+    return total_bytes
 
 
 def take_stock(

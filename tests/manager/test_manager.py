@@ -314,6 +314,18 @@ def test_slots_are_made_before_the_first_save(run: Run) -> None:
     assert {path.stat().st_size for path in run.ram.rglob("slot-*.bin")} == set(sizes.values())
 
 
+def test_slots_are_made_from_the_abstract_state_as_large_as_from_the_real_one(run: Run, tmp_path: Path) -> None:
+    """Room would be refused, or found missing, only when minutes have gone into making the state."""
+    sizes = []
+    for number, state in enumerate((make_state(0), abstract(make_state(0)))):
+        other = Run(tmp_path / str(number))
+        with other.manager() as manager:
+            manager.prepare(save_args(state, 0))
+        sizes.append({path.name: path.stat().st_size for path in other.ram.rglob("slot-*.bin")})
+    assert sizes[0] == sizes[1]
+    assert len(sizes[0]) == 3
+
+
 def test_a_ramdisk_that_is_too_small_is_refused_with_numbers(run: Run, monkeypatch: Any) -> None:
     """The job would find out in the middle of a save, slot by slot."""
     monkeypatch.setattr("ckptkit.host_memory._mount_bytes", lambda _: (1 << 30, 8192))

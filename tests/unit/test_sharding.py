@@ -119,6 +119,13 @@ def test_a_prime_split_dimension_takes_the_divisor_above_unless_it_is_far() -> N
     assert cell_shape((10007, 4), (10007, 4), 4, limit_bytes=1600) == (100, 4)  # not split: any rows will do
 
 
+def test_cells_are_even_where_that_is_cheap() -> None:
+    """If it failed, the last cell of every large leaf would be padded: 64 MiB of memory and of disk for each."""
+    assert cell_shape((32_000_000,), (32_000_000,), 4) == (16_000_000,)
+    assert cell_shape((1 << 26,), (1 << 26,), 4) == (1 << 24,)
+    assert cell_shape((50257, 768), (50257, 768), 4) == (21845, 768)  # 29 x 1733: even cells would be 13 times as many
+
+
 @pytest.mark.parametrize(("shape", "cells"), [((), 1), ((0,), 0), ((3, 0), 0), ((1,), 1)])
 def test_scalars_have_one_cell_and_empty_arrays_none(shape: tuple[int, ...], cells: int) -> None:
     """If it failed, a scalar would have no digest, or an empty array one that no reader computes."""

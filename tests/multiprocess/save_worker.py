@@ -1,0 +1,197 @@
+"""One process of a job that saves and restores, and writes down what that sent over the device collectives.
+
+    python -m tests.multiprocess.save_worker --process 0 --coordinator HOST:PORT DIR
+
+Writes DIR/found-{process}.json. What is measured has no training step in between: any collective would be a save's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+PROCESSES = 2
+LIMIT_S = 100.0
+STRATEGIES = ("slot_copy", "device_copy", "gate", "alias")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--process", type=int, required=True)
+    parser.add_argument("--coordinator", required=True)
+    parser.add_argument("dir", type=Path)
+    args = parser.parse_args()
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a collective that not all processes launch hangs
+    dump = args.dir / f"programs-{args.process}"
+    os.environ["XLA_FLAGS"] += f" --xla_dump_to={dump} --xla_dump_hlo_as_text"
+    import jax
+
+    jax.distributed.initialize(args.coordinator, PROCESSES, args.process)
+    worker = Worker(args.dir, args.process, args.coordinator, dump)
+    acts = [worker.count_a_real_collective, *(partial(worker.save_by, each) for each in STRATEGIES)]
+    for act in [*acts, worker.restore, worker.veto]:
+        act()
+        (args.dir / f"found-{args.process}.json").write_text(json.dumps(worker.found))
+    jax.distributed.shutdown()
+
+
+class Worker:
+    """The acts of the job, in the same order on every process."""
+
+    def __init__(self, root: Path, process: int, coordinator: str, dump: Path):
+        self.found: dict[str, Any] = {"collectives": {}}
+        self._root, self._process, self._coordinator, self._dump = root, process, coordinator, dump
+        self._events: list[Any] = []
+
+    @contextmanager
+    def counted(self, name: str) -> Iterator[None]:
+        """Writes down the bytes sent and the programs with collectives compiled in the block."""
+        from tests.multiprocess.collectives import programs_with_collectives, sent_bytes
+
+        sent, programs = sent_bytes(self._coordinator), programs_with_collectives(self._dump)
+        yield
+        self.found["collectives"][name] = {
+            "sent_bytes": sent_bytes(self._coordinator) - sent,
+            "programs": sorted(programs_with_collectives(self._dump) - programs),
+        }
+
+    def count_a_real_collective(self) -> None:
+        """Shows that the counter counts: first with the connections made, then with a program that is compiled."""
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        whole = NamedSharding(_mesh(), PartitionSpec())
+        total = jax.jit(lambda w: w.sum(), out_shardings=whole)
+        with self.counted("sum"):
+            total(make_state(1)["w"]).block_until_ready()
+        with self.counted("sum again"):
+            total(make_state(2)["w"]).block_until_ready()
+
+    def manager(self, staging: str, **options: Any) -> Any:
+        import orbax.checkpoint as ocp
+
+        import ckptkit
+
+        log = ckptkit.EventLog(process=self._process)
+        log.observe(self._events.append)
+        tiers = [
+            ckptkit.Tier.ram(str(self._root / "ram"), slots=2),
+            ckptkit.Tier.ssd(str(self._root / "ssd"), save=ckptkit.EverySteps(1)),
+        ]
+        return ckptkit.CheckpointManager(
+            self._root / staging,
+            options=ocp.CheckpointManagerOptions(save_interval_steps=2),
+            tiers=tiers,
+            host_id=f"host-{self._process}",
+            events=log,
+            staging=staging,
+            timeout_s=60,
+            **options,
+        )
+
+    def save_by(self, staging: str) -> None:
+        """Saves three steps, two of them in every tier, and closes."""
+        with self.counted(f"save by {staging}"), self.manager(staging) as manager:
+            for step in range(3):
+                manager.prepare(save_args(step))
+                manager.save(step, args=save_args(step))
+                manager.wait_until_finished()
+            self.found[f"saved by {staging}"] = [[r.step, sorted(r.tiers)] for r in manager.steps()]
+
+    def restore(self) -> None:
+        """Restores in the background, from the fast tiers and then from the durable one."""
+        import orbax.checkpoint as ocp
+
+        with self.manager("gate") as manager:
+            for step in (2, 0):
+                with self.counted(f"restore step {step}"):
+                    handle = manager.restore_async(step, args=ocp.args.StandardRestore(make_abstract()))  # pyright: ignore[reportCallIssue]
+                    restored = handle.result(timeout=60)
+                self.found[f"restored step {step}"] = same_here(restored, make_state(step))
+        self.found["sources"] = [sorted(e.fields["sources"]) for e in self._events if e.kind == "restored"]
+
+    def veto(self) -> None:
+        """Process 1 has no slot for step 11: the step is dropped everywhere, and the one before is kept."""
+        import orbax.checkpoint as ocp
+
+        with self.manager("auto") as manager:
+            manager.save(10, args=save_args(10))
+            manager.wait_until_finished()
+            arena = manager._pipeline._tiers.staging
+            taken = []
+            while self._process == 1 and (slot := arena.acquire(1)) is not None:
+                taken.append(slot)
+            answer = manager.save(11, args=save_args(11))
+            manager.wait_until_finished()
+            self.found["veto"] = {
+                "save returned": answer,
+                "steps": manager.all_steps(),
+                "skipped": [[e.step, e.tier, dict(e.fields)] for e in self._events if e.kind == "save_skipped"],
+                "held": [save.step for save in arena.held()],
+                "staged": [e.step for e in self._events if e.kind == "staged"][-1],
+            }
+            for slot in taken:
+                arena.release(slot)
+            restored = manager.restore(None, args=ocp.args.StandardRestore(make_abstract()))  # pyright: ignore[reportCallIssue]
+            self.found["veto"]["restored"] = same_here(restored, make_state(10))
+            manager.save(12, args=save_args(12))
+            manager.wait_until_finished()
+            self.found["veto"]["steps after"] = manager.all_steps()[-1]
+
+
+def make_state(seed: int) -> Any:
+    """Global arrays over both processes: split, replicated, a key; different for every seed."""
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    def put(value: Any, *spec: Any) -> Any:
+        sharding = NamedSharding(_mesh(), PartitionSpec(*spec))
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    return {
+        "w": put(np.arange(256, dtype=np.float32).reshape(16, 16) + seed, "x"),
+        "b": put(np.full(8, seed, np.int32)),
+    }
+
+
+def make_abstract() -> Any:
+    import jax
+
+    return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding), make_state(0))
+
+
+def save_args(step: int) -> Any:
+    import orbax.checkpoint as ocp
+
+    return ocp.args.StandardSave(make_state(step))  # pyright: ignore[reportCallIssue]
+
+
+def same_here(found: Any, expected: Any) -> bool:
+    """Whether this process's shards of two trees are the same bits; launches nothing across processes."""
+    import jax
+    import numpy as np
+
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return all(
+        np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
+        for left, right in pairs
+        for a, b in zip(left.addressable_shards, right.addressable_shards, strict=True)
+    )
+
+
+def _mesh() -> Any:
+    import jax
+
+    return jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Two processes that save and restore: what they agree on, and that no device collective is launched for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multiprocess.save_worker import PROCESSES, STRATEGIES
+from tools.launch import ExitCode, Launcher, RestartPolicy
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ExitCode, str]:
+    """A job's directory, how it ended, and the end of what it said."""
+    root: Path = tmp_path_factory.mktemp("saves")
+    output: list[str] = []
+    command = [sys.executable, "-m", "tests.multiprocess.save_worker"]
+    command += ["--process", "{process}", "--coordinator", "{coordinator}", str(root)]
+    launcher = Launcher(
+        command,
+        processes=PROCESSES,
+        devices_per_process=2,
+        policy=RestartPolicy(restarts=0),
+        on_output=lambda process, line: output.append(f"{process}: {line}"),
+        say=output.append,
+    )
+    return root, launcher.run(), "\n".join(output[-60:])
+
+
+@pytest.fixture
+def found(job: tuple[Path, ExitCode, str]) -> list[dict[str, Any]]:
+    """What each process wrote down until it ended."""
+    return [json.loads((job[0] / f"found-{process}.json").read_text()) for process in range(PROCESSES)]
+
+
+def test_the_job_ends_well(job: tuple[Path, ExitCode, str]) -> None:
+    """A process would wait for ever for another that takes no part in a meeting, or in a collective."""
+    _, code, output = job
+    assert code == ExitCode.OK, output
+
+
+def test_the_counter_counts_a_real_collective(found: list[dict[str, Any]]) -> None:
+    """A counter that counts nothing would prove nothing."""
+    for process in found:
+        first, second = process["collectives"]["sum"], process["collectives"]["sum again"]
+        assert first["sent_bytes"] > 0
+        assert len(first["programs"]) == 1
+        assert second["sent_bytes"] > 0, "a program that is compiled already is seen by its bytes"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_save_launches_no_device_collective(found: list[dict[str, Any]], strategy: str) -> None:
+    """From a background thread it would meet the train step's in another order on another process, and hang both."""
+    for process in found:
+        assert process["collectives"][f"save by {strategy}"] == {"sent_bytes": 0, "programs": []}
+        assert process[f"saved by {strategy}"] == [
+            [0, ["durable"]],
+            [1, ["ram", "ssd"]],
+            [2, ["durable", "ram", "ssd"]],
+        ]
+
+
+@pytest.mark.parametrize("step", [2, 0])
+def test_a_restore_in_the_background_launches_no_device_collective(found: list[dict[str, Any]], step: int) -> None:
+    """It would meet whatever the caller runs meanwhile."""
+    for process in found:
+        assert process["collectives"][f"restore step {step}"] == {"sent_bytes": 0, "programs": []}
+        assert process[f"restored step {step}"] is True
+        assert process["sources"] == [["ram"], ["durable"]]
+
+
+def test_a_step_that_one_process_vetoes_is_dropped_everywhere(found: list[dict[str, Any]]) -> None:
+    """A step that one process has and another has not would be taken for the newest."""
+    for number, process in enumerate(found):
+        veto = process["veto"]
+        assert veto["save returned"] is True
+        assert veto["staged"] == (11 if number == 0 else 10)
+        assert veto["steps"] == [10]
+        assert 11 not in veto["held"]
+        assert veto["restored"] is True
+        assert veto["steps after"] == 12
+        ((step, tier, fields),) = veto["skipped"]
+        assert (step, tier, fields["policy"]) == (11, "ram", "skip")
+        assert fields["reason"].startswith("process 1: no free slot")

@@ -1,0 +1,23 @@
+"""Host memory that saves take, as the kernel counts it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.system.saving_process import LEAF_BYTES, LEAVES
+
+BUFFERS_BYTES = 64 << 20  # the stated budget beside the snapshot: one cell's worth
+
+
+@pytest.mark.parametrize("tiers", ["durable", "ssd"])
+def test_saves_take_one_snapshot_and_the_buffers_however_many_tiers(tiers: str, tmp_path: Path) -> None:
+    """A state that fits into a host beside one snapshot would be killed by its own checkpoints."""
+    command = [sys.executable, "-m", "tests.system.saving_process", tiers, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    taken_bytes = int(done.stdout.split()[-1])
+    assert LEAVES * LEAF_BYTES * 0.9 < taken_bytes < LEAVES * LEAF_BYTES + BUFFERS_BYTES
