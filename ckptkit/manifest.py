@@ -195,19 +195,25 @@ def digest_of(data: Any) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-_PIECE_BYTES = 1 << 20  # fits a core's cache: what was digested is copied from there
+_PIECE_BYTES = 384 << 10  # what was copied is still in a core's cache when it is digested
 
 
-def copy_digested(source: np.ndarray, target: np.ndarray) -> str:
-    """Copies flat bytes and returns the digest of what was read. Reads memory once; releases the GIL."""
+def copy_digested(source: np.ndarray, target: np.ndarray, *, of_target: bool = False) -> str:
+    """Copies flat bytes and returns the digest of the source, or of the target. Releases the GIL.
+
+    Of the source, so that what goes wrong on the way is seen later; of the target where the source may change under
+    the copy. Each byte is read from memory once: 0.75 of the speed of the copy alone.
+    """
+    proven = target if of_target else source
     if source.nbytes <= _PIECE_BYTES:
         target[:] = source
-        return digest_of(source)
+        return digest_of(proven)
     state = xxhash.xxh3_128()
     for at in range(0, source.nbytes, _PIECE_BYTES):
-        piece: Any = source[at : at + _PIECE_BYTES]
+        stop = at + _PIECE_BYTES
+        target[at:stop] = source[at:stop]
+        piece: Any = proven[at:stop]
         state.update(piece)
-        target[at : at + _PIECE_BYTES] = piece
     return state.hexdigest()
 
 
@@ -232,23 +238,24 @@ def copy_proven(
     The bytes whose digest is checked are the very bytes that are returned. Raises `CorruptCheckpointError` naming
     the leaf and the cell.
     """
-    dtype = np.dtype(leaf.dtype)
     whole = into.reshape(-1).view(np.uint8) if record.box == wanted and into.flags.c_contiguous else None
     for (cell, start, stop), digest in zip(cell_ranges(record, leaf), record.digests, strict=True):
-        common = cell.intersect(wanted)
+        common = cell if whole is not None else cell.intersect(wanted)
         if common is None:
             continue
-        # Copied first and digested where it lies: a slot may be overwritten while it is read.
         data = whole[start:stop] if whole is not None else np.empty(stop - start, np.uint8)
-        np.copyto(data, np.ascontiguousarray(fetch(cell, start, stop)).reshape(-1).view(np.uint8))
-        found = digest_of(data)
+        source = fetch(cell, start, stop)
+        if source.dtype != np.uint8 or source.ndim != 1:
+            source = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
+        found = copy_digested(source, data, of_target=True)  # a slot may be overwritten while it is read
         if found != digest:
             raise CorruptCheckpointError(
                 f"{where}: leaf {leaf.name}, cell {cell.start} to {cell.stop} has digest {found}, expected {digest}",
                 path=where,
             )
         if whole is None:
-            into[common.slices(wanted.start)] = data.view(dtype).reshape(cell.shape)[common.slices(cell.start)]
+            block = data.view(np.dtype(leaf.dtype)).reshape(cell.shape)
+            into[common.slices(wanted.start)] = block[common.slices(cell.start)]
 
 
 def _leaf_to_json(leaf: LeafRecord) -> dict[str, Any]:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId
 from ckptkit.sharding import Box, missing_elements
@@ -40,6 +38,7 @@ class Source:
 
     tier: str
     manifests: tuple[Manifest, ...]
+    remote: bool = False  # reads wait for an answer: many at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +47,7 @@ class BoxRead:
 
     key: Key
     wanted: Box
+    nbytes: int  # of the wanted box
     sources: tuple[tuple[int, tuple[tuple[LeafRecord, BoxRecord], ...]], ...]
 
 
@@ -57,16 +57,15 @@ class RestorePlan:
 
     save_id: SaveId
     tiers: tuple[str, ...]
+    remote: tuple[bool, ...]  # of the sources, as `tiers`
     reads: tuple[BoxRead, ...]
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes that the plan reads from each tier if every first choice proves whole."""
         read_bytes: dict[str, int] = {}
         for read in self.reads:
-            index, records = read.sources[0]
-            tier = self.tiers[index]
-            itemsize = np.dtype(records[0][0].dtype).itemsize if records else 0
-            read_bytes[tier] = read_bytes.get(tier, 0) + read.wanted.size * itemsize
+            tier = self.tiers[read.sources[0][0]]
+            read_bytes[tier] = read_bytes.get(tier, 0) + read.nbytes
         return read_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -141,8 +140,15 @@ def plan_restore(save_id: SaveId, wanted: Mapping[Key, Sequence[Box]], sources: 
                     f"{box.start} to {box.stop}",
                     step=save_id.step,
                 )
-            reads.append(BoxRead(key=key, wanted=box, sources=covering))
-    return RestorePlan(save_id=save_id, tiers=tuple(source.tier for source in sources), reads=tuple(reads))
+            records = covering[0][1]
+            nbytes = box.size * records[0][0].itemsize if records else 0
+            reads.append(BoxRead(key=key, wanted=box, nbytes=nbytes, sources=covering))
+    return RestorePlan(
+        save_id=save_id,
+        tiers=tuple(source.tier for source in sources),
+        remote=tuple(source.remote for source in sources),
+        reads=tuple(reads),
+    )
 
 
 def _records_by_leaf(source: Source, save_id: SaveId) -> dict[Key, list[tuple[LeafRecord, BoxRecord]]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import jax
@@ -14,11 +17,13 @@ import numpy as np
 from ckptkit.durable.shardings import sharding_of_text
 from ckptkit.errors import CorruptCheckpointError, TreeMismatchError
 from ckptkit.manifest import BoxRecord, LeafKind, LeafRecord, Manifest, describe
+from ckptkit.pages import empty_block
 from ckptkit.plan import BoxRead, Key, RestorePlan
-from ckptkit.sharding import Box, boxes_by_process
-from ckptkit.snapshot import kind_of_number, leaf_path
+from ckptkit.sharding import Box, boxes_held
+from ckptkit.snapshot import COPY_THREADS, kind_of_number, leaf_path
 
-READ_THREADS = 8
+_REMOTE_READS = 8  # at a time: each waits for a store's answer
+_SMALL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,7 @@ class Target:
     shape: tuple[int, ...]  # of the stored array: for typed keys, of the key data
     dtype: str
     sharding: jax.sharding.Sharding | None
+    process: int  # whose boxes they are
     key_impl: str | None = None
 
     @property
@@ -37,8 +43,7 @@ class Target:
         """The distinct boxes that this process needs."""
         if self.sharding is None:
             return (Box.whole(self.shape),)
-        held = boxes_by_process(self.sharding, self.shape)
-        return tuple(box for box, processes in held.items() if jax.process_index() in processes)
+        return boxes_held(self.sharding, self.shape, self.process)
 
 
 class BoxReader(Protocol):
@@ -57,6 +62,7 @@ def targets_of(item: str, abstract: Any, stored: Sequence[LeafRecord], *, step: 
     flat, _ = jax.tree_util.tree_flatten_with_path(abstract)
     on_disk = {leaf.path: leaf for leaf in stored}
     differences, targets, asked = [], [], set()
+    process = jax.process_index()
     for keypath, leaf in flat:
         path, _ = leaf_path(keypath)
         asked.add(path)
@@ -70,7 +76,7 @@ def targets_of(item: str, abstract: Any, stored: Sequence[LeafRecord], *, step: 
                 f"{item}:{name} is {record.describe()} on disk, {_describe_abstract(leaf)} in abstract_state"
             )
             continue
-        targets.append(_target(item, leaf, record))
+        targets.append(_target(item, leaf, record, process))
     differences += [
         f"{item}:{leaf.name} is {leaf.describe()} on disk, and not in abstract_state"
         for path, leaf in on_disk.items()
@@ -102,11 +108,13 @@ def execute(
     plan: RestorePlan,
     readers: Sequence[BoxReader],
     rejected: Callable[[str, CorruptCheckpointError], None],
-) -> tuple[dict[Key, dict[Box, np.ndarray]], dict[str, int]]:
-    """Reads and proves every box of the plan into fresh host memory; returns them, and the bytes read by tier.
+    proven: Callable[[Key, dict[Box, np.ndarray]], None],
+) -> dict[str, int]:
+    """Reads and proves every box of the plan into fresh host memory; returns the bytes read by tier.
 
-    A box whose source proves bad is taken from the next source of the same save (`rejected` is told); when its
-    last one is bad, that `CorruptCheckpointError` is raised.
+    `proven(key, blocks)` is called on this thread for each leaf as soon as all of its boxes are there, while others
+    are still being read. A box whose source proves bad is taken from the next source of the same save (`rejected` is
+    told); when its last one is bad, that `CorruptCheckpointError` is raised.
     """
 
     def read(box_read: BoxRead) -> tuple[BoxRead, np.ndarray, str]:
@@ -119,31 +127,68 @@ def execute(
                     raise
         raise AssertionError("a planned box has a source")
 
+    missing: dict[Key, int] = {}
+    for box_read in plan.reads:
+        missing[box_read.key] = missing.get(box_read.key, 0) + 1
     blocks: dict[Key, dict[Box, np.ndarray]] = {}
     read_bytes: dict[str, int] = {}
-    with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="ckptkit-restore") as pool:
-        for box_read, block, tier in pool.map(read, plan.reads):
-            blocks.setdefault(box_read.key, {})[box_read.wanted] = block
-            read_bytes[tier] = read_bytes.get(tier, 0) + block.nbytes
-    return blocks, read_bytes
+
+    def deliver(box_read: BoxRead, block: np.ndarray, tier: str) -> None:
+        key = box_read.key
+        blocks.setdefault(key, {})[box_read.wanted] = block
+        read_bytes[tier] = read_bytes.get(tier, 0) + block.nbytes
+        missing[key] -= 1
+        if not missing[key]:
+            proven(key, blocks.pop(key))
+
+    waits = any(plan.remote[box_read.sources[0][0]] for box_read in plan.reads)
+    # From memory, what is small is bound by the interpreter: this thread reads it alone.
+    shared = [box_read for box_read in plan.reads if waits or box_read.nbytes >= _SMALL_BYTES]
+    alone = [box_read for box_read in plan.reads if not waits and box_read.nbytes < _SMALL_BYTES]
+    shared.sort(key=lambda box_read: -box_read.nbytes)
+    with ExitStack() as stack:
+        pool = ThreadPoolExecutor(_REMOTE_READS if waits else COPY_THREADS, thread_name_prefix="ckptkit-restore")
+        stack.callback(pool.shutdown, cancel_futures=True)
+        running = deque(pool.submit(read, box_read) for box_read in shared)
+        for box_read in alone:
+            deliver(*read(box_read))
+        while running:
+            deliver(*running.popleft().result())
+    return read_bytes
 
 
 def place(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:
-    """The leaf from its proven blocks. Never references tier memory: the blocks are this restore's own."""
+    """The leaf from its proven blocks. Never references tier memory: the blocks are this restore's own.
+
+    On the CPU backend the array takes the blocks' memory as it is; on others they are transferred.
+    """
     if target.sharding is None:
         (block,) = blocks.values()
         return block if target.kind in ("numpy", "jax") else block.item()
     indices = target.sharding.addressable_devices_indices_map(target.shape)
+    if len(indices) == len(blocks):
+        only, *more = blocks.values()
+        array = jax.make_array_from_callback(
+            target.shape,
+            target.sharding,
+            lambda index: blocks[Box.of_index(index or (), target.shape)] if more else only,
+        )
+    else:
+        array = _place_copies(target, blocks, indices)
+    return jax.random.wrap_key_data(array, impl=target.key_impl) if target.key_impl else array
+
+
+def _place_copies(target: Target, blocks: Mapping[Box, np.ndarray], indices: Mapping[Any, Any]) -> jax.Array:
+    """Devices must not share host memory: on the CPU backend a transfer may alias it, and a step may donate it."""
     taken: set[Box] = set()
     shards = []
     for device, index in indices.items():
         box = Box.of_index(index or (), target.shape)
-        # Devices must not share host memory: on the CPU backend a transfer may alias it, and a step may donate it.
         block = blocks[box].copy() if box in taken else blocks[box]
         taken.add(box)
         shards.append(jax.device_put(block, device))
-    array = jax.make_array_from_single_device_arrays(target.shape, target.sharding, shards)
-    return jax.random.wrap_key_data(array, impl=target.key_impl) if target.key_impl else array
+    assert target.sharding is not None
+    return jax.make_array_from_single_device_arrays(target.shape, target.sharding, shards)
 
 
 def merged_leaves(manifests: Iterable[Manifest], item: str) -> list[LeafRecord]:
@@ -158,33 +203,50 @@ def merged_leaves(manifests: Iterable[Manifest], item: str) -> list[LeafRecord]:
 def _read_box(box_read: BoxRead, records: Sequence[tuple[LeafRecord, BoxRecord]], reader: BoxReader) -> np.ndarray:
     if not records:
         raise CorruptCheckpointError(f"leaf {box_read.key} has no box of the shape {box_read.wanted.shape}")
-    block = np.empty(box_read.wanted.shape, np.dtype(records[0][0].dtype))
+    block = empty_block(box_read.wanted.shape, np.dtype(records[0][0].dtype))
     for leaf, record in records:
         reader(box_read.key[0], leaf, record, box_read.wanted, block)
     return block
 
 
-def _target(item: str, leaf: Any, record: LeafRecord) -> Target:
+def _target(item: str, leaf: Any, record: LeafRecord, process: int) -> Target:
     key, impl = (item, record.path), record.extra.get("key_impl")
+    kind: LeafKind = "jax"
+    sharding = None
     if isinstance(leaf, bool | int | float):
-        return Target(key=key, kind=kind_of_number(leaf), shape=record.shape, dtype=record.dtype, sharding=None)
-    if isinstance(leaf, np.ndarray | np.generic):
-        return Target(key=key, kind="numpy", shape=record.shape, dtype=record.dtype, sharding=None)
-    sharding = getattr(leaf, "sharding", None) or _stored_sharding(record)
+        kind, impl = kind_of_number(leaf), None
+    elif isinstance(leaf, np.ndarray | np.generic):
+        kind, impl = "numpy", None
+    else:
+        sharding = getattr(leaf, "sharding", None) or _stored_sharding(record)
     if impl and isinstance(sharding, jax.sharding.NamedSharding):
         # The key data has trailing dimensions of its own, which are never split.
         spec = jax.sharding.PartitionSpec(*sharding.spec, *([None] * (len(leaf.shape) - len(sharding.spec))))
         sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
-    return Target(key=key, kind="jax", shape=record.shape, dtype=record.dtype, sharding=sharding, key_impl=impl)
+    return Target(
+        key=key,
+        kind=kind,
+        shape=record.shape,
+        dtype=record.dtype,
+        sharding=sharding,
+        process=process,
+        key_impl=impl,
+    )
 
 
 def _same(leaf: Any, record: LeafRecord) -> bool:
     if isinstance(leaf, bool | int | float):
         return record.kind == kind_of_number(leaf)
     impl = record.extra.get("key_impl")
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if not isinstance(leaf.dtype, np.dtype) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return impl is not None and f"key<{_short_impl(impl)}>" == leaf.dtype.name and _starts(record, leaf)
-    return impl is None and tuple(leaf.shape) == record.shape and leaf.dtype.name == record.dtype
+    return impl is None and tuple(leaf.shape) == record.shape and _name_of(leaf.dtype) == record.dtype
+
+
+@lru_cache
+def _name_of(dtype: Any) -> str:
+    """NumPy works the name out each time it is asked."""
+    return dtype.name
 
 
 def _short_impl(impl: str) -> str:

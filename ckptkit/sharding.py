@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import ge, sub
 
 import jax
 
@@ -24,10 +26,11 @@ class Box:
     stop: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.start) != len(self.stop) or any(
-            not 0 <= a <= b for a, b in zip(self.start, self.stop, strict=True)
-        ):
+        if len(self.start) != len(self.stop):
             raise ValueError(f"not a box: start {self.start}, stop {self.stop}")
+        for a, b in zip(self.start, self.stop, strict=True):  # no generator: it is made for every box of every leaf
+            if not 0 <= a <= b:
+                raise ValueError(f"not a box: start {self.start}, stop {self.stop}")
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
@@ -43,12 +46,12 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """Elements along each dimension."""
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return math.prod(self.shape)
+        return math.prod(map(sub, self.stop, self.start))
 
     def intersect(self, other: Box) -> Box | None:
         """What two boxes have in common; None when that is nothing (a box without elements meets nothing)."""
@@ -86,15 +89,23 @@ def _without(box: Box, taken: Box) -> list[Box]:
     return rest
 
 
-def boxes_by_process(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[Box, tuple[int, ...]]:
+@lru_cache(maxsize=4096)
+def boxes_by_process(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Mapping[Box, tuple[int, ...]]:
     """Every distinct box of a global array with the processes that hold it, both in ascending order.
 
-    Every process computes the same answer: it is a function of the global sharding alone.
+    Every process computes the same answer: it is a function of the global sharding alone. Remembered, for a state has
+    many leaves of few shapes.
     """
     held: dict[Box, set[int]] = {}
-    for device, index in sharding.devices_indices_map(tuple(shape)).items():
+    for device, index in sharding.devices_indices_map(shape).items():
         held.setdefault(Box.of_index(index or (), shape), set()).add(device.process_index)
     return {box: tuple(sorted(held[box])) for box in sorted(held)}
+
+
+@lru_cache(maxsize=4096)
+def boxes_held(sharding: jax.sharding.Sharding, shape: tuple[int, ...], process: int) -> tuple[Box, ...]:
+    """The distinct boxes of a global array that a process holds, ascending."""
+    return tuple(box for box, processes in boxes_by_process(sharding, shape).items() if process in processes)
 
 
 def choose_writers(holders: Sequence[Mapping[Box, tuple[int, ...]]], itemsizes: Sequence[int]) -> list[dict[Box, int]]:
@@ -140,8 +151,10 @@ def cell_shape(
 
 def cells_of(box: Box, cell: Sequence[int]) -> list[Box]:
     """The cells of a box in C order; the last along a dimension may be partial."""
-    if not box.start or box.size == 0:
-        return [box] if box.size else []
+    if box.size == 0:
+        return []
+    if all(map(ge, cell, box.shape)):  # most boxes
+        return [box]
     corners = [()]
     for a, b, step in zip(box.start, box.stop, cell, strict=True):
         corners = [(*corner, at) for corner in corners for at in range(a, b, step)]

@@ -14,8 +14,12 @@ import numpy as np
 
 from ckptkit import layout
 from ckptkit.errors import CorruptCheckpointError
+from ckptkit.layout import PAGE_BYTES
 from ckptkit.manifest import MANIFEST_BYTES_MAX, BoxRecord, LeafRecord, Manifest, SaveId, copy_proven
+from ckptkit.pages import populate
 from ckptkit.sharding import Box
+
+_MAPPED_BYTES = 1 << 20
 
 
 def manifest_name_of(save_id: SaveId) -> str:
@@ -44,10 +48,35 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
+class ManifestCache:
+    """Manifests that were read before, by their file: one that is renamed into place never changes.
+
+    Cost of one that is known: a `stat`, against 25 microseconds per leaf.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, ...], Manifest]] = {}
+
+    def read(self, path: Path) -> Manifest:
+        """What `read_manifest` gives, or raises."""
+        status = path.lstat()
+        identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+        known = self._known.get(path)
+        if known is None or known[0] != identity:
+            self._known[path] = known = (identity, read_manifest(path))
+        return known[1]
+
+    def keep_only(self, found: Iterable[tuple[Path, Manifest]]) -> None:
+        """Forgets all but the manifests that were found now, each with its directory."""
+        paths = {directory / manifest_name_of(manifest.save_id) for directory, manifest in found}
+        self._known = {path: known for path, known in self._known.items() if path in paths}
+
+
 def read_manifests(
-    directories: Iterable[Path],
+    directories: Iterable[Path], cache: ManifestCache | None = None
 ) -> tuple[list[tuple[Path, Manifest]], list[CorruptCheckpointError]]:
     """Every readable manifest with its directory, newest first, and the errors of those that are not."""
+    cache = cache or ManifestCache()
     found: list[tuple[Path, Manifest]] = []
     damaged: list[CorruptCheckpointError] = []
     for directory in directories:
@@ -60,7 +89,7 @@ def read_manifests(
             if layout.save_of_manifest(name) is None:
                 continue
             try:
-                found.append((directory, read_manifest(directory / name)))
+                found.append((directory, cache.read(directory / name)))
             except FileNotFoundError:  # superseded between the listing and the read
                 continue
             except OSError as error:
@@ -91,6 +120,9 @@ class SlotReader:
     def read(self, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
         """Copies the part of `wanted` that `record.box` holds into `into`; raises `CorruptCheckpointError`."""
 
+        if wanted == record.box:
+            self._map_pages(record.offset, record.offset + record.box.size * leaf.itemsize)
+
         def fetch(cell: Box, start: int, stop: int) -> np.ndarray:
             del cell
             if record.offset + stop > self._memory.nbytes:
@@ -101,6 +133,11 @@ class SlotReader:
             return self._memory[record.offset + start : record.offset + stop]
 
         copy_proven(leaf, record, wanted, into, fetch, where=str(self._path))
+
+    def _map_pages(self, start: int, stop: int) -> None:
+        """Maps the pages of a large box at once: one by one, their faults cost a quarter of the copy."""
+        if stop - start >= _MAPPED_BYTES:
+            populate(self._memory[start // PAGE_BYTES * PAGE_BYTES : stop], write=False)
 
     def gone(self) -> bool:
         """Whether the manifest is no longer there: the slot may hold a newer save by now."""

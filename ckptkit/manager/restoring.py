@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from ckptkit.events import EventLog, Kind
 from ckptkit.manager.items import RestoreItems, restored_inline
 from ckptkit.manager.taken import DURABLE
 from ckptkit.manifest import Manifest, SaveId
-from ckptkit.plan import Candidate, Key, Source, plan_restore, rank_candidates
+from ckptkit.plan import Candidate, Key, RestorePlan, Source, plan_restore, rank_candidates
 from ckptkit.restore import BoxReader, Target, abstract_of, execute, merged_leaves, place, targets_of
-from ckptkit.slot_reader import SlotReader, read_manifests, slot_directories
+from ckptkit.sharding import Box
+from ckptkit.slot_reader import ManifestCache, SlotReader, read_manifests, slot_directories
 
 LISTED_DURABLE_STEPS = 8  # how many durable steps, newest first, are looked into before older ones are asked for
 
@@ -71,11 +72,21 @@ class _Holdings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """What a process would restore of a save, and from where: the tree is compared, every box has a source."""
+
+    targets: Sequence[Target]
+    inline: Mapping[str, Any]
+    plan: RestorePlan
+    holdings: _Holdings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Proven:
-    """What one process has read and proven of a save, in host memory; `stock`: what stock Orbax restored instead."""
+    """What one process has read and proven of a save, on its devices; `stock`: what stock Orbax restored instead."""
 
     targets: Sequence[Target] = ()
-    blocks: Mapping[Key, Any] = field(default_factory=dict)
+    leaves: Mapping[Key, Any] = field(default_factory=dict)
     inline: Mapping[str, Any] = field(default_factory=dict)
     manifests: Sequence[Manifest] = ()
     read_bytes: Mapping[str, int] = field(default_factory=lambda: {"durable (orbax)": 0})
@@ -100,16 +111,18 @@ class Restorer:
         self._coordinator = coordinator
         self._events = events
         self._timeout_s = timeout_s
+        self._manifests = ManifestCache()
 
     def local_saves(self) -> dict[SaveId, LocalSave]:
         """What this host's fast tiers hold. Opens only directories of this host's own id."""
         found: dict[SaveId, dict[str, list[tuple[Path, Manifest]]]] = {}
         for tier, host_dir in self._host_dirs.items():
-            pairs, damaged = read_manifests(slot_directories(host_dir))
+            pairs, damaged = read_manifests(slot_directories(host_dir), self._manifests)
             for error in damaged:
                 self._events.emit(Kind.REJECTED, tier=tier, reason=str(error))
             for directory, manifest in pairs:
                 found.setdefault(manifest.save_id, {}).setdefault(tier, []).append((directory, manifest))
+        self._manifests.keep_only(pair for tiers in found.values() for pairs in tiers.values() for pair in pairs)
         return {
             save: LocalSave(save_id=save, held={tier: tuple(pairs) for tier, pairs in tiers.items()})
             for save, tiers in found.items()
@@ -121,15 +134,18 @@ class Restorer:
         Raises `StepNotFoundError` where there is no candidate, `NoRestorableStepError` where all were rejected;
         a tree mismatch, a missing permission and a tier that cannot be reached raise at once and never fall back.
         """
-        local = self.local_saves()
+        local = {save: held for save, held in self.local_saves().items() if step is None or save.step == step}
+        prepared: dict[SaveId, _Prepared] = {}
         rejected: list[tuple[str, int, str]] = []
         tried: set[SaveId] = set()
         for looked_into in (LISTED_DURABLE_STEPS, None):
-            for candidate in self._candidates(local, wanted, step, looked_into):
+            for candidate in self._candidates(local, prepared, wanted, step, looked_into):
                 if candidate.save_id in tried:
                     continue
                 tried.add(candidate.save_id)
-                outcome = candidate.refusal or self._try(candidate, local.get(candidate.save_id), wanted)
+                outcome = candidate.refusal or self._try(
+                    candidate, local.get(candidate.save_id), prepared.pop(candidate.save_id, None), wanted
+                )
                 if isinstance(outcome, Restored):
                     return outcome
                 rejected.append((candidate.where, candidate.save_id.step, outcome))
@@ -145,9 +161,14 @@ class Restorer:
         raise NoRestorableStepError(rejected, path=self._durable.url)
 
     def _candidates(
-        self, local: Mapping[SaveId, LocalSave], wanted: RestoreItems, step: int | None, looked_into: int | None
+        self,
+        local: Mapping[SaveId, LocalSave],
+        prepared: dict[SaveId, _Prepared],
+        wanted: RestoreItems,
+        step: int | None,
+        looked_into: int | None,
     ) -> list[Candidate]:
-        report = [[*asdict(save).values(), self._refusal(held, wanted)] for save, held in local.items()]
+        report = self._report(local, prepared, wanted)
 
         def rank(reports: list[list[list[Any]]]) -> list[dict[str, Any]]:
             fast = [{SaveId(*entry[:3]): entry[3] for entry in entries} for entries in reports]
@@ -177,27 +198,44 @@ class Restorer:
             self._events.emit(Kind.REJECTED, step=step, tier=DURABLE, reason=str(error))
             return SaveId(0, step, 0)
 
-    def _refusal(self, save: LocalSave, wanted: RestoreItems) -> str | None:
-        """Why this process cannot have `save` from its own host's fast tiers alone; None when it can."""
+    def _report(
+        self, local: Mapping[SaveId, LocalSave], prepared: dict[SaveId, _Prepared], wanted: RestoreItems
+    ) -> list[list[Any]]:
+        """What this host's fast tiers hold, newest first, each with why it cannot be had from them alone, or None.
+
+        Looked into until one can be had: those behind it are rarely asked for, and then refused when they are tried.
+        """
+        report = []
+        for save in sorted(local, reverse=True):
+            refusal = None
+            if not prepared:
+                prepared_or_why = self._prepare_fast(local[save], wanted)
+                if isinstance(prepared_or_why, _Prepared):
+                    prepared[save] = prepared_or_why
+                else:
+                    refusal = prepared_or_why
+            report.append([*astuple(save), refusal])
+        return report
+
+    def _prepare_fast(self, save: LocalSave, wanted: RestoreItems) -> _Prepared | str | None:
+        """How to have `save` from its own host's fast tiers alone, or why that cannot be; None: raised when tried."""
         try:
-            sources = _fast_sources(save)
-            targets = self._targets(save.save_id, save.manifests, wanted)
-            plan_restore(save.save_id, {target.key: target.boxes for target in targets}, sources)
-            self._inline(save.manifests, wanted)
+            return self._prepare(save.save_id, self._fast_holdings(save), wanted)
         except TreeMismatchError:
             return None  # it is held; the mismatch is raised when the candidate is tried
         except Exception as error:  # noqa: BLE001  said in the vote: who does not come leaves the others waiting
             return f"{type(error).__name__}: {error}"
-        return None
 
-    def _try(self, candidate: Candidate, local: LocalSave | None, wanted: RestoreItems) -> Restored | str:
+    def _try(
+        self, candidate: Candidate, local: LocalSave | None, prepared: _Prepared | None, wanted: RestoreItems
+    ) -> Restored | str:
         """The restored items, or why the processes together reject this candidate."""
         start_s = clock.monotonic_s()
         save_id = candidate.save_id
         error: Exception | None = None
         proven = None
         try:
-            proven = self._read(candidate, local, wanted)
+            proven = self._read(candidate, local, prepared, wanted)
         except Exception as caught:  # noqa: BLE001  voted on: who does not vote leaves the others waiting
             error = caught
         verdict = self._vote(error)
@@ -220,15 +258,17 @@ class Restorer:
             items=items, save_id=save_id, default_item=DEFAULT_ITEM in items, slot_bytes=_slot_bytes(proven.targets)
         )
 
-    def _read(self, candidate: Candidate, local: LocalSave | None, wanted: RestoreItems) -> _Proven:
-        """Plans, reads and proves this process's part; touches no device.
+    def _read(
+        self, candidate: Candidate, local: LocalSave | None, prepared: _Prepared | None, wanted: RestoreItems
+    ) -> _Proven:
+        """Plans, reads, proves and places this process's part; launches no collective.
 
         The durable tier is asked only for what the fast ones do not cover, or hold damaged.
         """
-        fast = self._fast_holdings(local)
+        fast = prepared.holdings if prepared is not None else self._fast_holdings(local)
         if fast.manifests:
             try:
-                return self._read_from(candidate.save_id, fast, wanted)
+                return self._read_prepared(prepared or self._prepare(candidate.save_id, fast, wanted))
             except (CorruptCheckpointError, ValueError) as error:
                 if isinstance(error, TreeMismatchError) or not candidate.durable:
                     raise
@@ -246,18 +286,32 @@ class Restorer:
         if not durable and not fast.manifests:
             return _Proven(stock=self._restore_stock(candidate.save_id.step, wanted))
         both = _Holdings(
-            sources=(*fast.sources, Source(tier=DURABLE, manifests=durable)), readers=(*fast.readers, reader.read)
+            sources=(*fast.sources, Source(tier=DURABLE, manifests=durable, remote=True)),
+            readers=(*fast.readers, reader.read),
         )
-        return self._read_from(candidate.save_id, both, wanted)
+        return self._read_prepared(self._prepare(candidate.save_id, both, wanted))
 
-    def _read_from(self, save_id: SaveId, holdings: _Holdings, wanted: RestoreItems) -> _Proven:
+    def _prepare(self, save_id: SaveId, holdings: _Holdings, wanted: RestoreItems) -> _Prepared:
         targets = self._targets(save_id, holdings.manifests, wanted)
         inline = self._inline(holdings.manifests, wanted)
         plan = plan_restore(save_id, {target.key: target.boxes for target in targets}, holdings.sources)
-        self._events.emit(Kind.PLANNED, step=save_id.step, sources=plan.bytes_by_tier(), save_id=str(save_id))
-        blocks, read_bytes = execute(plan, holdings.readers, self._rejected(save_id))
+        return _Prepared(targets=targets, inline=inline, plan=plan, holdings=holdings)
+
+    def _read_prepared(self, prepared: _Prepared) -> _Proven:
+        plan, by_key = prepared.plan, {target.key: target for target in prepared.targets}
+        self._events.emit(Kind.PLANNED, step=plan.save_id.step, sources=plan.bytes_by_tier(), save_id=str(plan.save_id))
+        leaves: dict[Key, Any] = {}
+
+        def proven(key: Key, blocks: Mapping[Box, np.ndarray]) -> None:
+            leaves[key] = place(by_key[key], blocks)
+
+        read_bytes = execute(plan, prepared.holdings.readers, self._rejected(plan.save_id), proven)
         return _Proven(
-            targets=targets, blocks=blocks, inline=inline, manifests=holdings.manifests, read_bytes=read_bytes
+            targets=prepared.targets,
+            leaves=leaves,
+            inline=prepared.inline,
+            manifests=prepared.holdings.manifests,
+            read_bytes=read_bytes,
         )
 
     def _targets(self, save_id: SaveId, manifests: Sequence[Manifest], wanted: RestoreItems) -> list[Target]:
@@ -273,12 +327,12 @@ class Restorer:
         return targets
 
     def _assemble(self, proven: _Proven, wanted: RestoreItems) -> dict[str, Any]:
-        """Places what is proven on the devices, and sets the iterators: nothing before this has a side effect."""
+        """The trees of what is proven; sets the iterators: nothing before this changes what the caller has."""
         if proven.stock is not None:
             return proven.stock
         leaves: dict[str, list[Any]] = {}
         for target in proven.targets:
-            leaves.setdefault(target.key[0], []).append(place(target, proven.blocks[target.key]))
+            leaves.setdefault(target.key[0], []).append(proven.leaves[target.key])
         items: dict[str, Any] = {}
         for item, placed in leaves.items():
             abstract = (wanted.abstract or {}).get(item)
@@ -372,10 +426,6 @@ def _slot_bytes(targets: Sequence[Target]) -> int:
 def _is_fatal(error: Exception) -> bool:
     """Only what is proven bad or absent falls back to something older; unreachable is not absent."""
     return not isinstance(error, CorruptCheckpointError | FileNotFoundError)
-
-
-def _fast_sources(save: LocalSave) -> list[Source]:
-    return [Source(tier=tier, manifests=tuple(manifest for _, manifest in pairs)) for tier, pairs in save.held.items()]
 
 
 def _slot_reader(directory: Path, manifest: Manifest) -> BoxReader:
