@@ -15,6 +15,7 @@ from ckptkit.errors import StoreFullError
 from ckptkit.snapshot import Extent
 
 Job = Callable[[], None]
+SLOT_WAIT_S = 60.0  # of a disk thread, for a slot that is being made: the step loop does not wait with it
 _WRITERS = 2  # two pieces on their way keep a local SSD busy
 
 
@@ -134,9 +135,9 @@ class DiskCopy:
 
         Raises `StoreFullError` where the arena has no free slot or no room on its disk.
         """
-        slot = self._arena.acquire(self._size_bytes)
+        slot = self._arena.acquire(self._size_bytes, timeout_s=SLOT_WAIT_S)  # early on they may still be being made
         if slot is None:
-            raise StoreFullError(f"no free slot in {self._arena.directory}")
+            raise StoreFullError(f"no free slot in {self._arena.directory} within {SLOT_WAIT_S:g} s")
         try:
             with ThreadPoolExecutor(_WRITERS, thread_name_prefix="ckptkit-disk-write") as pool:
                 for writer in [pool.submit(self._write, slot) for _ in range(_WRITERS)]:

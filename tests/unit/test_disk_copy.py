@@ -216,11 +216,23 @@ def test_a_copy_that_fails_ends_both_writers_and_gives_its_slot_back(
     arena.close()
 
 
-def test_a_full_arena_is_said_with_its_directory(tmp_path: Path) -> None:
+def test_a_full_arena_is_said_with_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flush, "SLOT_WAIT_S", 0.1)
     arena = Arena.open(tmp_path, 0, slots=2, synced=True)
     taken = [arena.acquire(1), arena.acquire(1)]
     assert None not in taken
     source = Source([PAGE])
-    with pytest.raises(StoreFullError, match=rf"^no free slot in {os.fspath(tmp_path)}/0$"):
+    with pytest.raises(StoreFullError, match=rf"^no free slot in {os.fspath(tmp_path)}/0 within 0.1 s$"):
         DiskCopy(source.slot, (), source.size, arena).run()
+    arena.close()
+
+
+def test_a_slot_that_is_still_being_made_is_waited_for(tmp_path: Path) -> None:
+    """The first steps of a run would be missing on the disk, and the tier called degraded."""
+    arena = Arena.open(tmp_path, 0, slots=2, synced=True)
+    taken = [arena.acquire(1), arena.acquire(1)]
+    assert taken[0] is not None
+    threading.Timer(0.2, arena.release, [taken[0]]).start()
+    source = Source([PAGE])
+    assert DiskCopy(source.slot, (), source.size, arena).run() is taken[0]
     arena.close()
