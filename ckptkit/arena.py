@@ -308,7 +308,7 @@ class Arena:
             mapping = _allocated(_map_file, self.directory / slot.name, size_bytes)
         self._maps[slot.name] = mapping
         slot.memory = np.frombuffer(mapping, np.uint8)
-        populate(slot.memory, write=True)  # an old kernel cannot: pages are faulted in by the first copy then
+        populate(slot.memory)  # an old kernel cannot: pages are faulted in by the first copy then
 
     def _warm_up(self, slot: Slot) -> None:
         """Writes a new slot once, and finds the faster method with the first that holds nothing."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 ALIGNMENT_BYTES = 64  # what XLA's CPU backend asks of memory that it uses as it is
-_POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_POPULATE_*, Linux 5.14: fault pages in, touch nothing they hold
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: fault pages in, touch nothing they hold
 _madvise: Any = ctypes.CDLL(None, use_errno=True).madvise  # of ctypes, for it releases the GIL; mmap.madvise does not
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -23,11 +23,11 @@ def empty_block(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     return memory[start : start + size_bytes].view(dtype).reshape(shape)
 
 
-def populate(memory: np.ndarray, *, write: bool) -> bool:
+def populate(memory: np.ndarray) -> bool:
     """Faults in all pages of a flat, page-aligned mapping, keeping what they hold; False on a kernel that cannot.
 
     Runs without the GIL. Cost of pages touched for the first time: 0.2 to 4 s per GB.
     """
     if not memory.nbytes:
         return True
-    return _madvise(memory.ctypes.data, memory.nbytes, _POPULATE_WRITE if write else _POPULATE_READ) == 0
+    return _madvise(memory.ctypes.data, memory.nbytes, _POPULATE_WRITE) == 0

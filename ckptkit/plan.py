@@ -153,6 +153,13 @@ def plan_restore(save_id: SaveId, wanted: Mapping[Key, Sequence[Box]], sources: 
 
 def _records_by_leaf(source: Source, save_id: SaveId) -> dict[Key, list[tuple[LeafRecord, BoxRecord]]]:
     """The boxes of a source by leaf, each distinct box once."""
+    if len(source.manifests) == 1:  # a manifest names no box twice
+        (manifest,) = source.manifests
+        return {
+            (item, leaf.path): [(leaf, record) for record in leaf.boxes]
+            for item, records in manifest.arrays.items()
+            for leaf in records
+        }
     leaves: dict[Key, dict[Box, tuple[LeafRecord, BoxRecord]]] = {}
     for manifest in source.manifests:
         assert manifest.save_id == save_id, "two saves are never mixed"

@@ -219,10 +219,10 @@ def _target(item: str, leaf: Any, record: LeafRecord, process: int) -> Target:
         kind, impl = "numpy", None
     else:
         sharding = getattr(leaf, "sharding", None) or _stored_sharding(record)
-    if impl and isinstance(sharding, jax.sharding.NamedSharding):
-        # The key data has trailing dimensions of its own, which are never split.
-        spec = jax.sharding.PartitionSpec(*sharding.spec, *([None] * (len(leaf.shape) - len(sharding.spec))))
-        sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
+        if impl is not None and isinstance(sharding, jax.sharding.NamedSharding):
+            # The key data has trailing dimensions of its own, which are never split.
+            spec = jax.sharding.PartitionSpec(*sharding.spec, *([None] * (len(leaf.shape) - len(sharding.spec))))
+            sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
     return Target(
         key=key,
         kind=kind,

@@ -14,12 +14,8 @@ import numpy as np
 
 from ckptkit import layout
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.layout import PAGE_BYTES
 from ckptkit.manifest import MANIFEST_BYTES_MAX, BoxRecord, LeafRecord, Manifest, SaveId, copy_proven
-from ckptkit.pages import populate
 from ckptkit.sharding import Box
-
-_MAPPED_BYTES = 1 << 20
 
 
 def manifest_name_of(save_id: SaveId) -> str:
@@ -120,9 +116,6 @@ class SlotReader:
     def read(self, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
         """Copies the part of `wanted` that `record.box` holds into `into`; raises `CorruptCheckpointError`."""
 
-        if wanted == record.box:
-            self._map_pages(record.offset, record.offset + record.box.size * leaf.itemsize)
-
         def fetch(cell: Box, start: int, stop: int) -> np.ndarray:
             del cell
             if record.offset + stop > self._memory.nbytes:
@@ -133,11 +126,6 @@ class SlotReader:
             return self._memory[record.offset + start : record.offset + stop]
 
         copy_proven(leaf, record, wanted, into, fetch, where=str(self._path))
-
-    def _map_pages(self, start: int, stop: int) -> None:
-        """Maps the pages of a large box at once: one by one, their faults cost a quarter of the copy."""
-        if stop - start >= _MAPPED_BYTES:
-            populate(self._memory[start // PAGE_BYTES * PAGE_BYTES : stop], write=False)
 
     def gone(self) -> bool:
         """Whether the manifest is no longer there: the slot may hold a newer save by now."""

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,7 +63,8 @@ def restored(plan: RestorePlan, values: np.ndarray) -> dict[Box, np.ndarray]:
     def rejected(tier: str, error: CorruptCheckpointError) -> None:
         raise AssertionError((tier, error))
 
-    blocks, _ = execute(plan, [read] * len(plan.tiers), rejected)
+    blocks: dict[Any, dict[Box, np.ndarray]] = {}
+    execute(plan, [read] * len(plan.tiers), rejected, blocks.__setitem__)
     return blocks[KEY]
 
 
@@ -248,8 +250,10 @@ def test_a_bad_source_is_mended_from_the_next_of_the_same_save() -> None:
         return read
 
     told = []
-    blocks, read_bytes = execute(plan, [read_from(bad), read_from(values)], lambda tier, _: told.append(tier))
+    blocks: dict[Any, dict[Box, np.ndarray]] = {}
+    readers = [read_from(bad), read_from(values)]
+    read_bytes = execute(plan, readers, lambda tier, _: told.append(tier), blocks.__setitem__)
     np.testing.assert_array_equal(blocks[KEY][Box((0,), (8,))], values)
     assert (told, read_bytes) == (["ram"], {"ssd": 32})
     with pytest.raises(CorruptCheckpointError, match=r"^there: leaf w, cell \(0,\) to \(8,\) has digest"):
-        execute(plan, [read_from(bad)] * 2, lambda *_: None)
+        execute(plan, [read_from(bad)] * 2, lambda *_: None, lambda *_: None)

@@ -129,7 +129,8 @@ def restore(arena: Arena, manifest: Manifest, abstract: Any) -> Any:
         assert item == "state"
         slot.read(leaf, record, wanted, into)
 
-    blocks, _ = execute(plan, [read], lambda *_: None)
+    blocks: dict[Any, Any] = {}
+    execute(plan, [read], lambda *_: None, blocks.__setitem__)
     leaves = [place(target, blocks[target.key]) for target in targets]
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(abstract), leaves)
 
@@ -584,7 +585,7 @@ def test_the_manifest_on_disk_restores_what_the_one_in_memory_does(arena: Arena)
 
 def test_a_target_needs_exactly_the_boxes_of_its_devices() -> None:
     """If it failed, a process would read the whole of every leaf, or miss a shard."""
-    target = Target(key=("s", ("w",)), kind="jax", shape=(8, 4), dtype="float32", sharding=named("x", "y"))
+    target = Target(key=("s", ("w",)), kind="jax", shape=(8, 4), dtype="float32", sharding=named("x", "y"), process=0)
     assert [box.start for box in target.boxes] == [(0, 0), (0, 2), (4, 0), (4, 2)]
     host = replace(target, sharding=None)
     assert [(box.start, box.stop) for box in host.boxes] == [((0, 0), (8, 4))]
