@@ -13,7 +13,7 @@ from bench.states import Tree, assert_same_bits
 
 
 def measure(run: Run) -> Measured:
-    """`commit_gbps`, `cpu_s_per_gb`, `peak_extra_bytes`, `ssd_commit_gbps` and `blocking_ms.ready` of the case."""
+    """`commit_gbps`, `cpu_s_per_gb`, `peak_extra_bytes` and `ssd_commit_gbps` of the case."""
     recorder = Recorder()
     details: dict[str, Any] = {}
     state = run.case.make()
@@ -50,7 +50,6 @@ def measure_ramdisk(run: Run, state: Tree, recorder: Recorder, details: dict[str
                     recorder.add("commit_gbps", "limit", gigabytes / copied_s)
                     recorder.add("commit_gbps", "limit_1_thread", gigabytes / alone_s)
                     recorder.add("cpu_s_per_gb", "limit", used_s / gigabytes)
-                    recorder.add("blocking_ms.ready", "limit", copied_s * 1e3)
 
 
 def one_save(run: Run, contender: Contender, state: Tree, step: int) -> dict[str, float]:
@@ -60,12 +59,10 @@ def one_save(run: Run, contender: Contender, state: Tree, step: int) -> dict[str
     with PeakMemory() as memory:
         used_s, start_s = cpu_s(), now_s()
         contender.save(step, state)
-        blocked_s = now_s() - start_s
         committed_s = contender.committed_s() - start_s
         contender.settled()
         used_s = cpu_s() - used_s
     return {
-        "blocking_ms.ready": blocked_s * 1e3,
         "commit_gbps": gigabytes / committed_s,
         "cpu_s_per_gb": used_s / gigabytes,
         "peak_extra_bytes": memory.extra_bytes,

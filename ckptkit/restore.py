@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -20,10 +19,9 @@ from ckptkit.manifest import BoxRecord, LeafKind, LeafRecord, Manifest, describe
 from ckptkit.pages import empty_block
 from ckptkit.plan import BoxRead, Key, RestorePlan
 from ckptkit.sharding import Box, boxes_held
-from ckptkit.snapshot import COPY_THREADS, kind_of_number, leaf_path
+from ckptkit.snapshot import SMALL_BYTES, copy_threads, kind_of_number, leaf_path, share_work
 
 _REMOTE_READS = 8  # at a time: each waits for a store's answer
-_SMALL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +110,9 @@ def execute(
 ) -> dict[str, int]:
     """Reads and proves every box of the plan into fresh host memory; returns the bytes read by tier.
 
-    `proven(key, blocks)` is called on this thread for each leaf as soon as all of its boxes are there, while others
-    are still being read. A box whose source proves bad is taken from the next source of the same save (`rejected` is
-    told); when its last one is bad, that `CorruptCheckpointError` is raised.
+    `proven(key, blocks)` is called for each leaf as soon as all of its boxes are there, on the thread that read the
+    last one, while others are still being read. A box whose source proves bad is taken from the next source of the
+    same save (`rejected` is told); when its last one is bad, that `CorruptCheckpointError` is raised.
     """
 
     def read(box_read: BoxRead) -> tuple[BoxRead, np.ndarray, str]:
@@ -132,28 +130,46 @@ def execute(
         missing[box_read.key] = missing.get(box_read.key, 0) + 1
     blocks: dict[Key, dict[Box, np.ndarray]] = {}
     read_bytes: dict[str, int] = {}
+    counting = threading.Lock()
 
     def deliver(box_read: BoxRead, block: np.ndarray, tier: str) -> None:
         key = box_read.key
-        blocks.setdefault(key, {})[box_read.wanted] = block
-        read_bytes[tier] = read_bytes.get(tier, 0) + block.nbytes
-        missing[key] -= 1
-        if not missing[key]:
-            proven(key, blocks.pop(key))
+        with counting:
+            blocks.setdefault(key, {})[box_read.wanted] = block
+            read_bytes[tier] = read_bytes.get(tier, 0) + block.nbytes
+            missing[key] -= 1
+            whole = blocks.pop(key) if not missing[key] else None
+        if whole is not None:
+            proven(key, whole)
 
     waits = any(plan.remote[box_read.sources[0][0]] for box_read in plan.reads)
-    # From memory, what is small is bound by the interpreter: this thread reads it alone.
-    shared = [box_read for box_read in plan.reads if waits or box_read.nbytes >= _SMALL_BYTES]
-    alone = [box_read for box_read in plan.reads if not waits and box_read.nbytes < _SMALL_BYTES]
-    shared.sort(key=lambda box_read: -box_read.nbytes)
-    with ExitStack() as stack:
-        pool = ThreadPoolExecutor(_REMOTE_READS if waits else COPY_THREADS, thread_name_prefix="ckptkit-restore")
-        stack.callback(pool.shutdown, cancel_futures=True)
-        running = deque(pool.submit(read, box_read) for box_read in shared)
-        for box_read in alone:
-            deliver(*read(box_read))
-        while running:
-            deliver(*running.popleft().result())
+    least_bytes = 0 if waits else SMALL_BYTES
+    large = [box_read for box_read in plan.reads if box_read.nbytes >= least_bytes]
+    small = [box_read for box_read in plan.reads if box_read.nbytes < least_bytes]
+    waiting = deque(sorted(large, key=lambda box_read: -box_read.nbytes))
+
+    def read_large() -> None:
+        while True:
+            try:
+                box_read = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                deliver(*read(box_read))
+            except BaseException:
+                waiting.clear()  # nobody needs the others any more
+                raise
+
+    def read_small() -> None:
+        try:
+            for box_read in small:
+                deliver(*read(box_read))
+        except BaseException:
+            waiting.clear()
+            raise
+
+    threads = _REMOTE_READS if waits else copy_threads(sum(box_read.nbytes for box_read in large))
+    share_work(read_large, threads, meanwhile=read_small)
     return read_bytes
 
 

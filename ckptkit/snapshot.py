@@ -23,7 +23,7 @@ from ckptkit.sharding import Box, boxes_by_process, cell_shape
 
 COPY_THREADS = min(4, os.cpu_count() or 1)
 _SHARED_BYTES = 16 << 20  # below it the copy is over before a second thread has started
-_SMALL_BYTES = 64 << 10  # below it a piece is bound by the interpreter
+SMALL_BYTES = 64 << 10  # below it a piece is bound by the interpreter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +132,9 @@ def copy_shards(
     of a cell are in the slot. When it returns, nothing refers to the arrays any more; no view of an array is kept: on
     the CPU backend a held view would make the next donating step allocate afresh.
     """
-    small = [shard for shard in shards if shard[1].stop - shard[1].offset < _SMALL_BYTES]
+    small = [shard for shard in shards if shard[1].stop - shard[1].offset < SMALL_BYTES]
     # Large ones first: what is left for the end is short, so no thread waits long for another.
-    large = [shard for shard in shards if shard[1].stop - shard[1].offset >= _SMALL_BYTES]
+    large = [shard for shard in shards if shard[1].stop - shard[1].offset >= SMALL_BYTES]
     waiting = deque(sorted(large, key=lambda shard: shard[1].offset - shard[1].stop))
     for array, extent in (*waiting, *small):
         if extent.on_device:
@@ -169,26 +169,28 @@ def copy_shards(
                 found[index] = copy_digested(data[start - extent.offset : stop - extent.offset], memory[start:stop])
                 copied(start, stop)
 
-    share_work(copy_large, sum(extent.stop - extent.offset for _, extent in large), meanwhile=copy_small)
+    threads = copy_threads(sum(extent.stop - extent.offset for _, extent in large))
+    share_work(copy_large, threads, meanwhile=copy_small)
     return {number: tuple(found) for number, found in digests.items()}
 
 
-def share_work(work: Callable[[], None], size_bytes: int, meanwhile: Callable[[], None]) -> None:
-    """Runs `work` on as many threads as copying so many bytes is worth; this one comes after it has done `meanwhile`.
+def share_work(work: Callable[[], None], threads: int, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Runs `work` on so many threads, of which this one is the last: it does `meanwhile` first.
 
     What is small belongs into `meanwhile`: it is bound by the interpreter, and threads would only get in each other's
-    way.
+    way. Raises what one of them raised, once all have ended.
     """
-    if size_bytes < _SHARED_BYTES or COPY_THREADS == 1:
-        meanwhile()
-        work()
-        return
-    with ThreadPoolExecutor(COPY_THREADS - 1, thread_name_prefix="ckptkit-copy") as pool:
-        others = [pool.submit(work) for _ in range(COPY_THREADS - 1)]
+    with ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="ckptkit-copy") as pool:
+        others = [pool.submit(work) for _ in range(threads - 1)]
         meanwhile()
         work()
         for other in others:
             other.result()
+
+
+def copy_threads(size_bytes: int) -> int:
+    """How many threads copying so many bytes is worth."""
+    return COPY_THREADS if size_bytes >= _SHARED_BYTES else 1
 
 
 def with_digests(description: Description, digests: Mapping[int, Digests]) -> dict[str, tuple[LeafRecord, ...]]:

@@ -347,7 +347,7 @@ def test_large_states_are_copied_by_several_threads_without_a_gap(monkeypatch: p
     """If it failed, a cell would be copied by nobody, or a piece of it would be left out of its digest."""
     monkeypatch.setattr(manifest_module, "_PIECE_BYTES", 1000)
     monkeypatch.setattr(snapshot, "_SHARED_BYTES", 1)
-    monkeypatch.setattr(snapshot, "_SMALL_BYTES", 1001)
+    monkeypatch.setattr(snapshot, "SMALL_BYTES", 1001)
     monkeypatch.setattr(snapshot, "COPY_THREADS", 4)
     tree = {f"{n}": bits("uint8", (n,), seed=n) for n in (1, 999, 1000, 1001, 0, 5000, 12345)}
     description = snapshot.describe_items({"state": tree})
