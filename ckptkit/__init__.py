@@ -1,5 +1,6 @@
 """Checkpoint-centric resilience for JAX training, on Orbax and TensorStore."""
 
+from ckptkit.abstract import abstract_state as abstract_state
 from ckptkit.errors import CheckpointError as CheckpointError
 from ckptkit.errors import CoordinationError as CoordinationError
 from ckptkit.errors import CorruptCheckpointError as CorruptCheckpointError
