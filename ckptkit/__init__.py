@@ -1,5 +1,6 @@
 """Checkpoint-centric resilience for JAX training, on Orbax and TensorStore."""
 
+from ckptkit import surgery as surgery
 from ckptkit.abstract import abstract_state as abstract_state
 from ckptkit.errors import CheckpointError as CheckpointError
 from ckptkit.errors import CoordinationError as CoordinationError
@@ -10,6 +11,7 @@ from ckptkit.errors import StepAlreadyExistsError as StepAlreadyExistsError
 from ckptkit.errors import StepNotFoundError as StepNotFoundError
 from ckptkit.errors import StoreError as StoreError
 from ckptkit.errors import StoreFullError as StoreFullError
+from ckptkit.errors import SurgeryError as SurgeryError
 from ckptkit.errors import TierUnusableError as TierUnusableError
 from ckptkit.errors import TransientStoreError as TransientStoreError
 from ckptkit.errors import TreeMismatchError as TreeMismatchError

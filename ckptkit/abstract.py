@@ -30,12 +30,18 @@ def abstract_state(model_or_state: Any, mesh: jax.sharding.Mesh | None = None) -
     Cost: about 10 microseconds per leaf, and for a function one abstract evaluation. Raises ValueError naming the leaf
     where a spec does not fit the mesh or the shape.
     """
-    tree = _state_of(_evaluated(model_or_state, mesh))
+    tree = state_of(_evaluated(model_or_state, mesh))
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     hints = _hints(tree)
     assert len(hints) == len(leaves)
     abstract = [_abstract_leaf(path, leaf, hint, mesh) for (path, leaf), hint in zip(leaves, hints, strict=True)]
     return jax.tree_util.tree_unflatten(treedef, abstract)
+
+
+def state_of(value: Any) -> Any:
+    """The `nnx.State` of an NNX module, optimizer or `nnx.Rngs`; anything else as it is."""
+    nnx = _nnx()
+    return nnx.state(value) if nnx is not None and _is_graph_node(value) else value
 
 
 def _evaluated(value: Any, mesh: jax.sharding.Mesh | None) -> Any:
@@ -48,11 +54,6 @@ def _evaluated(value: Any, mesh: jax.sharding.Mesh | None) -> Any:
         return evaluate(value)
     with jax.set_mesh(mesh):
         return evaluate(value)
-
-
-def _state_of(value: Any) -> Any:
-    nnx = _nnx()
-    return nnx.state(value) if nnx is not None and _is_graph_node(value) else value
 
 
 def _is_graph_node(value: Any) -> bool:

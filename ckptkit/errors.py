@@ -53,6 +53,20 @@ class TreeMismatchError(CheckpointError, ValueError):
         )
 
 
+class SurgeryError(TreeMismatchError):
+    """The rules of a surgery do not cover both sides; `.differences` holds everything that is wrong, sorted."""
+
+    def __init__(self, differences: Iterable[str]):
+        self.differences = tuple(sorted(differences))
+        lines = "\n".join(f"  {line}" for line in self.differences)
+        CheckpointError.__init__(
+            self,
+            f"the rules do not say where every leaf comes from and goes to ({len(self.differences)} differences):\n"
+            f"{lines}\nNothing was read. Add or change rules; what begins afresh is said with Init, what is left "
+            "behind with Skip.",
+        )
+
+
 class SaveFailedError(CheckpointError):
     """A save failed in the background; the cause is attached as `__cause__`."""
 

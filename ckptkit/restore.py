@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ckptkit.durable.partial import anywhere, on_every_process
 from ckptkit.durable.shardings import sharding_of_text
 from ckptkit.errors import CorruptCheckpointError, TreeMismatchError
 from ckptkit.manifest import BoxRecord, LeafKind, LeafRecord, Manifest, describe
@@ -49,8 +50,11 @@ class BoxReader(Protocol):
         ...
 
 
-def targets_of(item: str, abstract: Any, stored: Sequence[LeafRecord], *, step: int, where: str) -> list[Target]:
-    """The leaves of `abstract`, each checked against what is stored; all differences are raised at once.
+def targets_of(
+    item: str, abstract: Any, stored: Sequence[LeafRecord], *, step: int, where: str, partial: bool = False
+) -> list[Target]:
+    """The leaves of `abstract`, each checked against what is stored; all differences are raised at once. With
+    `partial`, stored leaves that are not in `abstract` are left where they are.
 
     Raises `TreeMismatchError`: shapes, dtypes, leaves missing on either side. Nothing is cast, padded or cut.
     """
@@ -74,7 +78,7 @@ def targets_of(item: str, abstract: Any, stored: Sequence[LeafRecord], *, step: 
     differences += [
         f"{item}:{leaf.name} is {leaf.describe()} on disk, and not in abstract_state"
         for path, leaf in on_disk.items()
-        if path not in asked
+        if path not in asked and not partial
     ]
     if differences:
         raise TreeMismatchError(differences, step=step, where=where)
@@ -83,9 +87,7 @@ def targets_of(item: str, abstract: Any, stored: Sequence[LeafRecord], *, step: 
 
 def abstract_of(stored: Sequence[LeafRecord]) -> Any:
     """An abstract tree made from the records alone: nested dicts and lists, with the shardings of the save where
-    today's devices allow it, else (one process) everything on the first device.
-
-    Raises ValueError in a job of several processes where the shardings cannot be rebuilt.
+    today's devices allow it, else everything on the first device, or whole on every device of several processes.
     """
     root: dict[str, Any] = {}
     for leaf in stored:
@@ -219,14 +221,7 @@ def _abstract_leaf(leaf: LeafRecord) -> Any:
 
 def _stored_sharding(leaf: LeafRecord) -> jax.sharding.Sharding:
     sharding = sharding_of_text(leaf.extra.get("sharding", "{}"))
-    if sharding is not None:
-        return sharding
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"leaf {leaf.name} was saved on a mesh that today's devices cannot form; pass an abstract state with "
-            "shardings to restore"
-        )
-    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return sharding if sharding is not None and on_every_process(sharding) else anywhere()
 
 
 def _with_sequences(root: Any, keys: Mapping[tuple[str, ...], str]) -> Any:

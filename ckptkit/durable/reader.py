@@ -50,6 +50,11 @@ class DurableReader:
         self._arrays: dict[tuple[str, str], ts.TensorStore] = {}
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})
 
+    @property
+    def url(self) -> str:
+        """The step's directory."""
+        return self._url
+
     def manifests(self) -> list[Manifest]:
         """The sidecars of every process, all items; empty for a step that stock Orbax wrote.
 

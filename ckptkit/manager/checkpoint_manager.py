@@ -20,8 +20,8 @@ from ckptkit.errors import CheckpointError, StepAlreadyExistsError, heard_from
 from ckptkit.events import EventLog
 from ckptkit.manager.book import Book, StepRecord
 from ckptkit.manager.deciding import Decider
-from ckptkit.manager.items import restore_items, save_items
-from ckptkit.manager.restoring import Restorer
+from ckptkit.manager.items import Choose, RestoreItems, restore_items, save_items
+from ckptkit.manager.restoring import Restored, Restorer
 from ckptkit.manager.saving import SavePipeline
 from ckptkit.manager.taken import DURABLE, MEMORY, Tiers
 from ckptkit.manifest import SaveId, Writer
@@ -181,6 +181,16 @@ class CheckpointManager:
         if restored.default_item:
             return next(iter(restored.items.values()))
         return ocp.args.Composite(**restored.items)
+
+    def restore_chosen(self, step: int | None, choose: Choose) -> Restored:
+        """What `choose` picks of a step (None: of the newest that proves whole), proven as in `restore`.
+
+        Only what is picked is read. `choose` is given the stored leaves by item and returns nested dicts of those
+        that are wanted, on every process the same. The run does not go on from the step: this is a look, not a
+        rollback. Raises what `restore` and `choose` raise.
+        """
+        self._pipeline.wait()
+        return self._restorer.restore(step, RestoreItems(abstract=None, inline={}, default_item=None, choose=choose))
 
     def latest_step(self) -> int | None:
         """The newest step over all tiers, as Orbax counts: one on its way is listed, a failed one is not."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.steps import DEFAULT_ITEM, FrozenIterator
+from ckptkit.manifest import LeafRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +51,24 @@ def save_items(args: Any) -> SaveItems:
     return SaveItems(trees=trees, inline=inline, durable=durable, default_item=default_item)
 
 
+# From the stored leaves, by item, to nested dicts of those that are wanted: the same answer whenever it is asked.
+Choose = Callable[[Mapping[str, Sequence[LeafRecord]]], Mapping[str, Any]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreItems:
-    """What is asked for. `abstract` None means every item, as it was saved."""
+    """What is asked for. `abstract` None means every item, as it was saved, or what `choose` picks of it."""
 
     abstract: Mapping[str, Any] | None  # array items -> abstract tree (None: as it was saved)
     inline: Mapping[str, Any]  # small items -> the iterator to set, or None for JSON
     default_item: bool | None  # None: as the step was saved
+    choose: Choose | None = None
+
+    def asked(self, stored: Mapping[str, Sequence[LeafRecord]]) -> Mapping[str, Any]:
+        """The abstract trees by item, given what is stored; None for an item as it was saved."""
+        if self.choose is not None:
+            return self.choose(stored)
+        return dict.fromkeys(stored) if self.abstract is None else self.abstract
 
 
 def restore_items(args: Any) -> RestoreItems:

@@ -26,8 +26,9 @@ from ckptkit.errors import (
 )
 from ckptkit.events import EventLog, Kind
 from ckptkit.manager.items import RestoreItems, restored_inline
+from ckptkit.manager.stock import choose_of_stock, moved_items
 from ckptkit.manager.taken import DURABLE
-from ckptkit.manifest import Manifest, SaveId
+from ckptkit.manifest import LeafRecord, Manifest, SaveId
 from ckptkit.plan import Candidate, Key, Source, plan_restore, rank_candidates
 from ckptkit.restore import BoxReader, Target, abstract_of, execute, merged_leaves, place, targets_of
 
@@ -55,6 +56,8 @@ class Restored:
     save_id: SaveId
     default_item: bool
     slot_bytes: int  # that a save of the same would take
+    read_bytes: Mapping[str, int] = field(default_factory=dict)  # by tier
+    proven: bool = True  # False for a step of stock Orbax, which has no digests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +220,12 @@ class Restorer:
             duration_s=round(clock.monotonic_s() - start_s, 6),
         )
         return Restored(
-            items=items, save_id=save_id, default_item=DEFAULT_ITEM in items, slot_bytes=_slot_bytes(proven.targets)
+            items=items,
+            save_id=save_id,
+            default_item=DEFAULT_ITEM in items,
+            slot_bytes=_slot_bytes(proven.targets),
+            read_bytes=proven.read_bytes,
+            proven=proven.stock is None,
         )
 
     def _read(self, candidate: Candidate, local: LocalSave | None, wanted: RestoreItems) -> _Proven:
@@ -261,15 +269,14 @@ class Restorer:
         )
 
     def _targets(self, save_id: SaveId, manifests: Sequence[Manifest], wanted: RestoreItems) -> list[Target]:
-        items = {item for manifest in manifests for item in manifest.arrays}
-        asked = dict.fromkeys(sorted(items)) if wanted.abstract is None else wanted.abstract
+        stored, partial = _stored_items(manifests), wanted.choose is not None
         targets = []
-        for item, abstract in asked.items():
-            if item not in items:
-                raise CorruptCheckpointError(f"save {save_id} has no array item {item!r}, only {sorted(items)}")
-            stored = merged_leaves(manifests, item)
-            abstract = abstract_of(stored) if abstract is None else abstract
-            targets += targets_of(item, abstract, stored, step=save_id.step, where=self._durable.url)
+        for item, abstract in wanted.asked(stored).items():
+            if item not in stored:
+                raise CorruptCheckpointError(f"save {save_id} has no array item {item!r}, only {sorted(stored)}")
+            leaves, where = stored[item], self._durable.url
+            abstract = abstract_of(leaves) if abstract is None else abstract
+            targets += targets_of(item, abstract, leaves, step=save_id.step, where=where, partial=partial)
         return targets
 
     def _assemble(self, proven: _Proven, wanted: RestoreItems) -> dict[str, Any]:
@@ -280,10 +287,12 @@ class Restorer:
         for target in proven.targets:
             leaves.setdefault(target.key[0], []).append(place(target, proven.blocks[target.key]))
         items: dict[str, Any] = {}
+        stored = _stored_items(proven.manifests)
+        asked = wanted.asked(stored)
         for item, placed in leaves.items():
-            abstract = (wanted.abstract or {}).get(item)
+            abstract = asked.get(item)
             if abstract is None:
-                abstract = abstract_of(merged_leaves(proven.manifests, item))
+                abstract = abstract_of(stored[item])
             items[item] = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(abstract), placed)
         for name, stored in proven.inline.items():
             items[name] = restored_inline(name, stored, wanted.inline.get(name))
@@ -291,7 +300,8 @@ class Restorer:
 
     def _inline(self, manifests: Sequence[Manifest], wanted: RestoreItems) -> dict[str, Any]:
         """The small items. A data iterator's state belongs to one process out of as many as there were."""
-        names = sorted({n for m in manifests for n in m.inline}) if wanted.abstract is None else list(wanted.inline)
+        everything = wanted.abstract is None and wanted.choose is None
+        names = sorted({n for m in manifests for n in m.inline}) if everything else list(wanted.inline)
         inline = {}
         for name in names:
             holders = [manifest for manifest in manifests if name in manifest.inline]
@@ -321,8 +331,13 @@ class Restorer:
             raise
 
     def _restore_by_orbax(self, step: int, wanted: RestoreItems) -> dict[str, Any]:
+        if wanted.choose is not None:
+            return choose_of_stock(self._durable.reader(step).url, wanted.choose)
         if wanted.abstract is None:
-            found = self._durable.orbax.restore(step)
+            moved = moved_items(self._durable.reader(step).url)
+            if DEFAULT_ITEM in moved:
+                return {DEFAULT_ITEM: self._durable.orbax.restore(step, args=moved[DEFAULT_ITEM])}
+            found = self._durable.orbax.restore(step, args=ocp.args.Composite(**moved) if moved else None)
             return dict(found.items()) if isinstance(found, ocp.args.Composite) else {DEFAULT_ITEM: found}
         args: dict[str, Any] = {item: ocp.args.StandardRestore(abstract) for item, abstract in wanted.abstract.items()}
         for name, iterator in wanted.inline.items():
@@ -362,6 +377,12 @@ class Restorer:
             return {"fatal": fatal[0] if fatal else None, "reject": "; ".join(reject) or None}
 
         return self._coordinator.agree("restore", value, worst, timeout_s=self._timeout_s)
+
+
+def _stored_items(manifests: Sequence[Manifest]) -> dict[str, Sequence[LeafRecord]]:
+    """Every leaf that is stored, by item."""
+    names = sorted({item for manifest in manifests for item in manifest.arrays})
+    return {item: merged_leaves(manifests, item) for item in names}
 
 
 def _slot_bytes(targets: Sequence[Target]) -> int:
