@@ -19,6 +19,8 @@ from ckptkit.events import Event as Event
 from ckptkit.events import EventLog as EventLog
 from ckptkit.events import Kind as Kind
 from ckptkit.events import read_events as read_events
+from ckptkit.follow import FollowedStep as FollowedStep
+from ckptkit.follow import follow as follow
 from ckptkit.inspection import inspect as inspect
 from ckptkit.inspection import list_steps as list_steps
 from ckptkit.manager import CheckpointManager as CheckpointManager

@@ -80,6 +80,14 @@ class DurableReader:
         except FileNotFoundError:
             return None
 
+    def save_id(self) -> SaveId | None:
+        """Which save the step is; None for one that stock Orbax wrote. Cost: a listing and a small read."""
+        for item in self.item_names():
+            manifest = self.newest_manifest(item)
+            if manifest is not None:
+                return manifest.save_id
+        return self.save_id_in_metadata()
+
     def save_id_in_metadata(self) -> SaveId | None:
         """The identity of a step of ours without arrays, which has no sidecar; None where Orbax's file has none."""
         try:

@@ -14,13 +14,16 @@ from orbax.checkpoint import type_handlers
 from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import Ancestry
 from ckptkit.durable.host_shards import HostShards, HostShardsHandler
+from ckptkit.durable.leases import PruneGuard
 from ckptkit.durable.preservation import BranchPreservation, prunes, replaced_options
 from ckptkit.durable.reader import DurableReader, identity_metadata
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.manifest import LeafRecord, Manifest, SaveId
 from ckptkit.sharding import Box, choose_writers
+from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
 
+_LEASE_DEADLINE_S = 20.0  # for small objects: a save that waits longer prunes nothing
 DEFAULT_ITEM = "default"  # Orbax's name for the item of a step that was saved without Composite
 
 
@@ -65,7 +68,9 @@ class DurableSteps:
         self._name_format = options.step_name_format or ocp.path.step.standard_name_format(
             step_prefix=options.step_prefix, step_format_fixed_length=options.step_format_fixed_length
         )
-        self._preservation = BranchPreservation(options)
+        self._deletes_later = options.enable_background_delete
+        self._guard = PruneGuard(open_store(self.url, deadline_s=_LEASE_DEADLINE_S))
+        self._preservation = BranchPreservation(options, self._spared)
         inner_options = dataclasses.replace(
             options,
             **(replaced_options(self._preservation) if prunes(options) else {}),
@@ -89,12 +94,7 @@ class DurableSteps:
 
     def save_id(self, step: int) -> SaveId | None:
         """Which save a committed step is; None for one that stock Orbax wrote. Cost: a listing and a small read."""
-        reader = self.reader(step)
-        for item in reader.item_names():
-            manifest = reader.newest_manifest(item)
-            if manifest is not None:
-                return manifest.save_id
-        return reader.save_id_in_metadata()
+        return self.reader(step).save_id()
 
     def save(
         self,
@@ -113,6 +113,7 @@ class DurableSteps:
         """
         args = items[DEFAULT_ITEM] if default_item else ocp.args.Composite(**items)
         try:
+            self._settle()
             self._meet_abandoned(save_id.step, ancestry)
             has_sidecar = any(isinstance(item, ocp.args.PyTreeSave) for item in items.values())
             self._inner.save(
@@ -123,6 +124,8 @@ class DurableSteps:
                 custom_metadata=None if has_sidecar else identity_metadata(save_id),
             )
             self._identities[save_id.step] = save_id
+            if not self._deletes_later:
+                self._settle()
         except BaseException:
             # After a failed commit Orbax has forgotten older good steps (FACTS 5): look at the disk again.
             self._inner.reload()
@@ -143,6 +146,20 @@ class DurableSteps:
         self._preservation.abandoned = frozenset(steps)
         if step in steps:
             self._inner.delete(step)
+
+    def _spared(self, doomed: list[int]) -> frozenset[int]:
+        """Which steps that are to be deleted are read by somebody; all processes hear it from process 0."""
+        if not doomed:
+            return frozenset()
+
+        def spared(_: list[Any]) -> list[int]:
+            return sorted(self._guard.spare(doomed))
+
+        return frozenset(self._coordinator.agree("leases", None, spared, timeout_s=self._timeout_s))
+
+    def _settle(self) -> None:
+        if self._coordinator.process == 0:
+            self._guard.settle()
 
     def _is_abandoned(self, step: int, ancestry: Ancestry, *, replaced: bool) -> bool:
         """A step whose sidecar is damaged may be of this branch: it goes only where a new save takes its number."""

@@ -173,14 +173,16 @@ class CheckpointManager:
         self._pipeline.wait()
         restored = self._restorer.restore(step, restore_items(args))
         self._base = restored.save_id
-        self._decider.continue_from(restored.save_id.step)
-        for arena in self._arenas.values():
-            if restored.save_id in arena.held():
-                arena.protect(restored.save_id)
-        self._pipeline.reserve(restored.slot_bytes)
+        if not self._options.read_only:
+            self._go_on_from(restored)
         if restored.default_item:
             return next(iter(restored.items.values()))
         return ocp.args.Composite(**restored.items)
+
+    @property
+    def restored_save_id(self) -> SaveId | None:
+        """Which save was restored last, until the next save; None where none was."""
+        return self._base
 
     def restore_chosen(self, step: int | None, choose: Choose) -> Restored:
         """What `choose` picks of a step (None: of the newest that proves whole), proven as in `restore`.
@@ -346,6 +348,14 @@ class CheckpointManager:
     def _due(self, step: int, force: bool) -> frozenset[str]:
         reached = self._durable.orbax.reached_preemption(step)
         return self._decider.due(step, last=self._book.latest_step(), reached_preemption=reached, force=force)
+
+    def _go_on_from(self, restored: Restored) -> None:
+        """Prepares the saves that follow a restore."""
+        self._decider.continue_from(restored.save_id.step)
+        for arena in self._arenas.values():
+            if restored.save_id in arena.held():
+                arena.protect(restored.save_id)
+        self._pipeline.reserve(restored.slot_bytes)
 
     def _current_branch(self) -> list[StepRecord]:
         """The records that the next save would stand beside: without what a rollback is about to abandon."""
