@@ -104,7 +104,7 @@ def _iterate(follower: _Follower, poll_s: float, idle_timeout_s: float | None) -
         while True:
             found, ended = coordinator.agree("follow", None, look, timeout_s=_AGREE_S)
             if found is not None:
-                manager = manager or _reader(follower.url, follower.events)
+                manager = manager or _reader(follower.url)
                 step, *identity, proven = found
                 save_id = SaveId(*identity)
                 yield FollowedStep(step=step, save_id=save_id, root=follower.url, proven=proven, _manager=manager)
@@ -119,9 +119,8 @@ def _iterate(follower: _Follower, poll_s: float, idle_timeout_s: float | None) -
             manager.close()
 
 
-def _reader(url: str, events: EventLog) -> CheckpointManager:
-    options = ocp.CheckpointManagerOptions(read_only=True, create=False)
-    return CheckpointManager(url, options=options, events=events)
+def _reader(url: str) -> CheckpointManager:
+    return CheckpointManager(url, options=ocp.CheckpointManagerOptions(read_only=True, create=False))
 
 
 class _Follower:
