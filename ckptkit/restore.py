@@ -17,6 +17,7 @@ from ckptkit.manifest import BoxRecord, LeafKind, LeafRecord, Manifest, describe
 from ckptkit.plan import BoxRead, Key, RestorePlan
 from ckptkit.sharding import Box, boxes_by_process
 from ckptkit.snapshot import kind_of_number, leaf_path
+from ckptkit.structure import Empty, empty_value
 
 READ_THREADS = 8
 
@@ -81,11 +82,12 @@ def targets_of(item: str, abstract: Any, stored: Sequence[LeafRecord], *, step: 
     return targets
 
 
-def abstract_of(stored: Sequence[LeafRecord]) -> Any:
+def abstract_of(stored: Sequence[LeafRecord], empties: Sequence[Empty] = ()) -> Any:
     """An abstract tree made from the records alone: nested dicts and lists, with the shardings of the save where
     today's devices allow it, else (one process) everything on the first device.
 
-    Raises ValueError in a job of several processes where the shardings cannot be rebuilt.
+    `empties` are the nodes without leaves (`ckptkit.structure`). Raises ValueError in a job of several processes
+    where the shardings cannot be rebuilt.
     """
     root: dict[str, Any] = {}
     for leaf in stored:
@@ -95,7 +97,13 @@ def abstract_of(stored: Sequence[LeafRecord]) -> Any:
         if not leaf.path:
             return _abstract_leaf(leaf)
         node[leaf.path[-1]] = _abstract_leaf(leaf)
-    return _with_sequences(root, {leaf.path: leaf.keys for leaf in stored})
+    for path, _, kind in empties:
+        node = root
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = empty_value(kind)
+    letters = {path: letters for path, letters, _ in empties}
+    return _with_sequences(root, {leaf.path: leaf.keys for leaf in stored} | letters)
 
 
 def execute(
