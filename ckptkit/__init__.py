@@ -5,6 +5,7 @@ from ckptkit.abstract import abstract_state as abstract_state
 from ckptkit.errors import CheckpointError as CheckpointError
 from ckptkit.errors import CoordinationError as CoordinationError
 from ckptkit.errors import CorruptCheckpointError as CorruptCheckpointError
+from ckptkit.errors import ItemNotFoundError as ItemNotFoundError
 from ckptkit.errors import NoRestorableStepError as NoRestorableStepError
 from ckptkit.errors import SaveFailedError as SaveFailedError
 from ckptkit.errors import StepAlreadyExistsError as StepAlreadyExistsError
@@ -26,4 +27,5 @@ from ckptkit.inspection import list_steps as list_steps
 from ckptkit.manager import CheckpointManager as CheckpointManager
 from ckptkit.manager import StepRecord as StepRecord
 from ckptkit.policy import EverySteps as EverySteps
+from ckptkit.policy import FailurePolicy as FailurePolicy
 from ckptkit.policy import Tier as Tier

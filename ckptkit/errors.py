@@ -21,6 +21,12 @@ class StepNotFoundError(CheckpointError, FileNotFoundError):
     """No tier holds the step that was asked for (also a `FileNotFoundError`, which Orbax's callers catch)."""
 
 
+class ItemNotFoundError(CheckpointError, KeyError):
+    """The step has no item of that name (also a `KeyError`, which Orbax raises)."""
+
+    __str__ = Exception.__str__  # a KeyError shows the representation of its message
+
+
 class NoRestorableStepError(CheckpointError):
     """Every candidate was rejected; `.candidates` lists each as `(tier, step, reason)`."""
 
@@ -93,7 +99,14 @@ class TierUnusableError(CheckpointError, ValueError):
 
 _HEARD = {
     error.__name__: error
-    for error in (CorruptCheckpointError, StoreError, TransientStoreError, StoreFullError, TierUnusableError)
+    for error in (
+        CorruptCheckpointError,
+        ItemNotFoundError,
+        StoreError,
+        TransientStoreError,
+        StoreFullError,
+        TierUnusableError,
+    )
 }
 
 

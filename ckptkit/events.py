@@ -33,6 +33,7 @@ class Kind(StrEnum):
     STAGED = "staged"  # fields strategy, reason, bytes, stall_s (the step loop's)
     COMMITTED = "committed"  # step is whole in tier on ALL processes: fields bytes, duration_s since staged
     SKIPPED = "save_skipped"  # vetoed or no room: fields reason
+    RETRIED = "save_retried"  # a transient failure: fields reason, delay_s until the next attempt
     FAILED = "save_failed"  # fields reason
     DEGRADED = "tier_degraded"  # fields reason
     DISRUPTED = "disrupted"  # the launcher lost a process: fields attempt, lost (which), cause, wiped

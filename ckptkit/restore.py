@@ -18,6 +18,7 @@ from ckptkit.manifest import BoxRecord, LeafKind, LeafRecord, Manifest, describe
 from ckptkit.plan import BoxRead, Key, RestorePlan
 from ckptkit.sharding import Box, boxes_by_process
 from ckptkit.snapshot import kind_of_number, leaf_path
+from ckptkit.structure import Empty, empty_value
 
 READ_THREADS = 8
 
@@ -50,11 +51,8 @@ class BoxReader(Protocol):
         ...
 
 
-def targets_of(
-    item: str, abstract: Any, stored: Sequence[LeafRecord], *, step: int, where: str, partial: bool = False
-) -> list[Target]:
-    """The leaves of `abstract`, each checked against what is stored; all differences are raised at once. With
-    `partial`, stored leaves that are not in `abstract` are left where they are.
+def targets_of(item: str, abstract: Any, stored: Sequence[LeafRecord], *, step: int, where: str) -> list[Target]:
+    """The leaves of `abstract`, each checked against what is stored; all differences are raised at once.
 
     Raises `TreeMismatchError`: shapes, dtypes, leaves missing on either side. Nothing is cast, padded or cut.
     """
@@ -78,16 +76,18 @@ def targets_of(
     differences += [
         f"{item}:{leaf.name} is {leaf.describe()} on disk, and not in abstract_state"
         for path, leaf in on_disk.items()
-        if path not in asked and not partial
+        if path not in asked
     ]
     if differences:
         raise TreeMismatchError(differences, step=step, where=where)
     return targets
 
 
-def abstract_of(stored: Sequence[LeafRecord]) -> Any:
+def abstract_of(stored: Sequence[LeafRecord], empties: Sequence[Empty] = ()) -> Any:
     """An abstract tree made from the records alone: nested dicts and lists, with the shardings of the save where
     today's devices allow it, else everything on the first device, or whole on every device of several processes.
+
+    `empties` are the nodes without leaves (`ckptkit.structure`).
     """
     root: dict[str, Any] = {}
     for leaf in stored:
@@ -97,7 +97,13 @@ def abstract_of(stored: Sequence[LeafRecord]) -> Any:
         if not leaf.path:
             return _abstract_leaf(leaf)
         node[leaf.path[-1]] = _abstract_leaf(leaf)
-    return _with_sequences(root, {leaf.path: leaf.keys for leaf in stored})
+    for path, _, kind in empties:
+        node = root
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = empty_value(kind)
+    letters = {path: letters for path, letters, _ in empties}
+    return _with_sequences(root, {leaf.path: leaf.keys for leaf in stored} | letters)
 
 
 def execute(

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -16,21 +15,24 @@ from ckptkit.arena import SlotReader, read_manifests, slot_directories
 from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import Ancestry, EpochRecords
 from ckptkit.durable.reader import is_damage
-from ckptkit.durable.steps import DEFAULT_ITEM, DurableSteps
+from ckptkit.durable.steps import DurableSteps
+from ckptkit.durable.stock import DEFAULT_ITEM
 from ckptkit.errors import (
     CorruptCheckpointError,
+    ItemNotFoundError,
     NoRestorableStepError,
     StepNotFoundError,
     TreeMismatchError,
     heard_from,
 )
 from ckptkit.events import EventLog, Kind
-from ckptkit.manager.items import RestoreItems, restored_inline
-from ckptkit.manager.stock import choose_of_stock, moved_items
+from ckptkit.manager.asked import Asked, RestoreItems, TreeAnswer, asked_of, tree_answer
+from ckptkit.manager.partly import choose_of_stock, moved_items
+from ckptkit.manager.small_items import give_back
 from ckptkit.manager.taken import DURABLE
-from ckptkit.manifest import LeafRecord, Manifest, SaveId
+from ckptkit.manifest import Manifest, SaveId
 from ckptkit.plan import Candidate, Key, Source, plan_restore, rank_candidates
-from ckptkit.restore import BoxReader, Target, abstract_of, execute, merged_leaves, place, targets_of
+from ckptkit.restore import BoxReader, Target, execute, place, targets_of
 
 LISTED_DURABLE_STEPS = 8  # how many durable steps, newest first, are looked into before older ones are asked for
 
@@ -77,10 +79,11 @@ class _Holdings:
 class _Proven:
     """What one process has read and proven of a save, in host memory; `stock`: what stock Orbax restored instead."""
 
+    asked: Asked = Asked()  # noqa: RUF009  frozen
+    answers: Mapping[str, TreeAnswer] = field(default_factory=dict)
     targets: Sequence[Target] = ()
     blocks: Mapping[Key, Any] = field(default_factory=dict)
     inline: Mapping[str, Any] = field(default_factory=dict)
-    manifests: Sequence[Manifest] = ()
     read_bytes: Mapping[str, int] = field(default_factory=lambda: {"durable (orbax)": 0})
     stock: dict[str, Any] | None = None
 
@@ -145,6 +148,8 @@ class Restorer:
                 step=step,
                 path=self._durable.url,
             )
+        if all(ItemNotFoundError.__name__ in reason for _, _, reason in rejected):
+            raise ItemNotFoundError("; ".join(dict.fromkeys(r for _, _, r in rejected)), path=self._durable.url)
         raise NoRestorableStepError(rejected, path=self._durable.url)
 
     def _candidates(
@@ -183,11 +188,13 @@ class Restorer:
     def _refusal(self, save: LocalSave, wanted: RestoreItems) -> str | None:
         """Why this process cannot have `save` from its own host's fast tiers alone; None when it can."""
         try:
-            sources = _fast_sources(save)
-            targets = self._targets(save.save_id, save.manifests, wanted)
-            plan_restore(save.save_id, {target.key: target.boxes for target in targets}, sources)
-            self._inline(save.manifests, wanted)
-        except TreeMismatchError:
+            asked = self._asked(save.manifests, wanted)
+            if asked.orbax:
+                return f"only Orbax restores {sorted(asked.orbax)} in this form, and only from a durable step"
+            targets = self._targets(save.save_id, self._answers(save.save_id, save.manifests, asked))
+            plan_restore(save.save_id, {target.key: target.boxes for target in targets}, _fast_sources(save))
+            self._inline(save.manifests, asked)
+        except (TreeMismatchError, ItemNotFoundError):
             return None  # it is held; the mismatch is raised when the candidate is tried
         except Exception as error:  # noqa: BLE001  said in the vote: who does not come leaves the others waiting
             return f"{type(error).__name__}: {error}"
@@ -211,7 +218,7 @@ class Restorer:
         if verdict["reject"] is not None:
             return verdict["reject"]
         assert proven is not None
-        items = self._assemble(proven, wanted)
+        items = self._assemble(proven, save_id)
         self._events.emit(
             Kind.RESTORED,
             step=save_id.step,
@@ -259,54 +266,55 @@ class Restorer:
         return self._read_from(candidate.save_id, both, wanted)
 
     def _read_from(self, save_id: SaveId, holdings: _Holdings, wanted: RestoreItems) -> _Proven:
-        targets = self._targets(save_id, holdings.manifests, wanted)
-        inline = self._inline(holdings.manifests, wanted)
+        asked = self._asked(holdings.manifests, wanted)
+        answers = self._answers(save_id, holdings.manifests, asked)
+        targets = self._targets(save_id, answers)
+        inline = self._inline(holdings.manifests, asked)
         plan = plan_restore(save_id, {target.key: target.boxes for target in targets}, holdings.sources)
         self._events.emit(Kind.PLANNED, step=save_id.step, sources=plan.bytes_by_tier(), save_id=str(save_id))
         blocks, read_bytes = execute(plan, holdings.readers, self._rejected(save_id))
         return _Proven(
-            targets=targets, blocks=blocks, inline=inline, manifests=holdings.manifests, read_bytes=read_bytes
+            asked=asked, answers=answers, targets=targets, blocks=blocks, inline=inline, read_bytes=read_bytes
         )
 
-    def _targets(self, save_id: SaveId, manifests: Sequence[Manifest], wanted: RestoreItems) -> list[Target]:
-        stored, partial = _stored_items(manifests), wanted.choose is not None
-        targets = []
-        for item, abstract in wanted.asked(stored).items():
-            if item not in stored:
-                raise CorruptCheckpointError(f"save {save_id} has no array item {item!r}, only {sorted(stored)}")
-            leaves, where = stored[item], self._durable.url
-            abstract = abstract_of(leaves) if abstract is None else abstract
-            targets += targets_of(item, abstract, leaves, step=save_id.step, where=where, partial=partial)
-        return targets
+    def _asked(self, manifests: Sequence[Manifest], wanted: RestoreItems) -> Asked:
+        return asked_of(wanted, manifests, where=self._durable.url)
 
-    def _assemble(self, proven: _Proven, wanted: RestoreItems) -> dict[str, Any]:
+    def _answers(self, save_id: SaveId, manifests: Sequence[Manifest], asked: Asked) -> dict[str, TreeAnswer]:
+        """How each tree is given back. One that Orbax is to give back is read and proven as it was saved."""
+        proven_only = dict.fromkeys(name for name in asked.orbax if any(name in m.arrays for m in manifests))
+        return {
+            item: tree_answer(arg, manifests, item, step=save_id.step, where=self._durable.url)
+            for item, arg in {**asked.trees, **proven_only}.items()
+        }
+
+    def _targets(self, save_id: SaveId, answers: Mapping[str, TreeAnswer]) -> list[Target]:
+        where = self._durable.url
+        return [
+            target
+            for item, answer in answers.items()
+            for target in targets_of(item, answer.abstract, answer.leaves, step=save_id.step, where=where)
+        ]
+
+    def _assemble(self, proven: _Proven, save_id: SaveId) -> dict[str, Any]:
         """Places what is proven on the devices, and sets the iterators: nothing before this has a side effect."""
         if proven.stock is not None:
             return proven.stock
-        leaves: dict[str, list[Any]] = {}
-        for target in proven.targets:
-            leaves.setdefault(target.key[0], []).append(place(target, proven.blocks[target.key]))
         items: dict[str, Any] = {}
-        stored = _stored_items(proven.manifests)
-        asked = wanted.asked(stored)
-        for item, placed in leaves.items():
-            abstract = asked.get(item)
-            if abstract is None:
-                abstract = abstract_of(stored[item])
-            items[item] = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(abstract), placed)
+        for item in proven.asked.trees:
+            placed = [place(target, proven.blocks[target.key]) for target in proven.targets if target.key[0] == item]
+            items[item] = proven.answers[item].finished(placed)
         for name, stored in proven.inline.items():
-            items[name] = restored_inline(name, stored, wanted.inline.get(name))
+            items[name] = give_back(stored, proven.asked.inline[name])
+        if proven.asked.orbax:
+            items |= self._by_orbax(save_id.step, proven.asked.orbax)
         return items
 
-    def _inline(self, manifests: Sequence[Manifest], wanted: RestoreItems) -> dict[str, Any]:
+    def _inline(self, manifests: Sequence[Manifest], asked: Asked) -> dict[str, Any]:
         """The small items. A data iterator's state belongs to one process out of as many as there were."""
-        everything = wanted.abstract is None and wanted.choose is None
-        names = sorted({n for m in manifests for n in m.inline}) if everything else list(wanted.inline)
         inline = {}
-        for name in names:
+        for name in asked.inline:
             holders = [manifest for manifest in manifests if name in manifest.inline]
-            if not holders:
-                raise CorruptCheckpointError(f"the save has no item {name!r}")
             if holders[0].inline[name]["kind"] == "grain":
                 holders = [m for m in holders if m.writer.process == self._coordinator.process]
                 count = manifests[0].writer.count
@@ -324,6 +332,8 @@ class Restorer:
             raise CorruptCheckpointError(f"step {step} in {self._durable.url} holds no item", step=step, tier=DURABLE)
         try:
             return self._restore_by_orbax(step, wanted)
+        except ItemNotFoundError:
+            raise
         except Exception as error:
             if is_damage(error):
                 message = f"step {step} in {self._durable.url}: {type(error).__name__}: {error}"
@@ -331,20 +341,27 @@ class Restorer:
             raise
 
     def _restore_by_orbax(self, step: int, wanted: RestoreItems) -> dict[str, Any]:
+        stock = self._durable.stock
+        held = set(self._durable.reader(step).item_names())
+        wanted.check_mode(held)
+        if wanted.args is not None:
+            if missing := sorted(set(wanted.args) - held):
+                raise ItemNotFoundError(
+                    f'Item "{missing[0]}" was not found in step {step}. Available items: {sorted(held)}', step=step
+                )
+            return self._by_orbax(step, wanted.args)
         if wanted.choose is not None:
             return choose_of_stock(self._durable.reader(step).url, wanted.choose)
-        if wanted.abstract is None:
-            moved = moved_items(self._durable.reader(step).url)
-            if DEFAULT_ITEM in moved:
-                return {DEFAULT_ITEM: self._durable.orbax.restore(step, args=moved[DEFAULT_ITEM])}
-            found = self._durable.orbax.restore(step, args=ocp.args.Composite(**moved) if moved else None)
-            return dict(found.items()) if isinstance(found, ocp.args.Composite) else {DEFAULT_ITEM: found}
-        args: dict[str, Any] = {item: ocp.args.StandardRestore(abstract) for item, abstract in wanted.abstract.items()}
-        for name, iterator in wanted.inline.items():
-            args[name] = ocp.args.JsonRestore() if iterator is None else _grain_restore(iterator)
-        if wanted.default_item:
-            return {DEFAULT_ITEM: self._durable.orbax.restore(step, args=args[DEFAULT_ITEM])}
-        return dict(self._durable.orbax.restore(step, args=ocp.args.Composite(**args)).items())
+        if moved := moved_items(self._durable.reader(step).url):
+            return self._by_orbax(step, moved)
+        found = stock.orbax.restore(step)
+        return dict(found.items()) if isinstance(found, ocp.args.Composite) else {DEFAULT_ITEM: found}
+
+    def _by_orbax(self, step: int, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Some items of a durable step, by Orbax's manager and the caller's handlers."""
+        if set(args) == {DEFAULT_ITEM}:
+            return {DEFAULT_ITEM: self._durable.stock.orbax.restore(step, args=args[DEFAULT_ITEM])}
+        return dict(self._durable.stock.orbax.restore(step, args=ocp.args.Composite(**args)).items())
 
     def _fast_holdings(self, save: LocalSave | None) -> _Holdings:
         """One source per slot directory, so that a reader knows where a record's bytes stand."""
@@ -379,12 +396,6 @@ class Restorer:
         return self._coordinator.agree("restore", value, worst, timeout_s=self._timeout_s)
 
 
-def _stored_items(manifests: Sequence[Manifest]) -> dict[str, Sequence[LeafRecord]]:
-    """Every leaf that is stored, by item."""
-    names = sorted({item for manifest in manifests for item in manifest.arrays})
-    return {item: merged_leaves(manifests, item) for item in names}
-
-
 def _slot_bytes(targets: Sequence[Target]) -> int:
     page, sizes = layout.PAGE_BYTES, [(t.boxes, np.dtype(t.dtype).itemsize) for t in targets]
     return sum(-(-box.size * itemsize // page) * page for boxes, itemsize in sizes for box in boxes)
@@ -392,7 +403,7 @@ def _slot_bytes(targets: Sequence[Target]) -> int:
 
 def _is_fatal(error: Exception) -> bool:
     """Only what is proven bad or absent falls back to something older; unreachable is not absent."""
-    return not isinstance(error, CorruptCheckpointError | FileNotFoundError)
+    return not isinstance(error, CorruptCheckpointError | FileNotFoundError | ItemNotFoundError)
 
 
 def _fast_sources(save: LocalSave) -> list[Source]:
@@ -413,9 +424,3 @@ def _slot_reader(directory: Path, manifest: Manifest) -> BoxReader:
             raise
 
     return read
-
-
-def _grain_restore(iterator: Any) -> Any:
-    from grain import checkpoint
-
-    return checkpoint.CheckpointRestore(iterator)

@@ -20,9 +20,11 @@ from ckptkit.errors import CheckpointError, SaveFailedError
 from ckptkit.events import EventLog, Kind
 from ckptkit.flush import Worker, commit_slot, copy_slot
 from ckptkit.manager.book import Book
+from ckptkit.manager.failing import DurableUpkeep
 from ckptkit.manager.items import SaveItems
 from ckptkit.manager.taken import DURABLE, MEMORY, Save, Tiers, with_shardings
 from ckptkit.manifest import Manifest, SaveId, Writer
+from ckptkit.policy import FailurePolicy
 
 
 class SavePipeline:
@@ -37,6 +39,7 @@ class SavePipeline:
         events: EventLog,
         timeout_s: float,
         choice: str,
+        on_failure: FailurePolicy = FailurePolicy(),  # noqa: B008  frozen
     ):
         self._tiers = tiers
         self._coordinator = coordinator
@@ -44,6 +47,7 @@ class SavePipeline:
         self._book = book
         self._events = events
         self._timeout_s = timeout_s
+        self._upkeep = DurableUpkeep(on_failure, coordinator, events, timeout_s)
         self._claimed: int | None = None
         self._failures: list[SaveFailedError] = []
         self._choice = staging.checked_choice(choice)
@@ -302,12 +306,17 @@ class SavePipeline:
         self._phase(save.save_id, "begun", DURABLE)
         try:
             self._fence(save.save_id)
-            self._tiers.durable.save(
-                save.save_id,
-                {**self._array_items(save, slot, manifest), **save.items.durable},
-                metrics=save.metrics,
-                default_item=save.items.default_item,
-                ancestry=self._book.ancestry,
+            self._upkeep.attempt(
+                save.save_id.step,
+                lambda: self._tiers.durable.save(
+                    save.save_id,
+                    {**self._array_items(save, slot, manifest), **save.items.durable},
+                    metrics=save.metrics,
+                    default_item=save.items.default_item,
+                    ancestry=self._book.ancestry,
+                    custom_metadata=save.items.custom_metadata,
+                ),
+                lambda: self._tiers.durable.holds(save.save_id),
             )
             self._phase(save.save_id, "committed_here", DURABLE)
             self._committed(save, DURABLE, None, manifest)
@@ -329,6 +338,7 @@ class SavePipeline:
                 manifest,
                 item,
                 lambda: self._phase(save.save_id, "written", DURABLE),
+                **save.items.durable_tree_words(item),
             )
         return items
 
@@ -347,18 +357,55 @@ class SavePipeline:
                 tier=DURABLE,
             )
 
+    def follow(self, save_id: SaveId) -> None:
+        """Waits in the durable thread for a save that Orbax has begun on the caller's thread, and reports its end."""
+        started_s = clock.monotonic_s()
+
+        def finish() -> None:
+            try:
+                self._claim_epoch(save_id)
+                durable = self._tiers.durable
+                landed = lambda: durable.holds(save_id)  # noqa: E731
+                self._upkeep.attempt(save_id.step, durable.finish_by_orbax, landed, repeatable=False)
+                self._book.commit(save_id, DURABLE)
+                self._keep_durable()
+                duration_s = round(clock.monotonic_s() - started_s, 6)
+                self._events.emit(Kind.COMMITTED, step=save_id.step, tier=DURABLE, bytes=0, duration_s=duration_s)
+            except Exception as error:  # noqa: BLE001  the top of a thread: reported and stored
+                self._fail(save_id, DURABLE, error)
+
+        self._durable.submit(finish)
+
+    def wait_durable_idle(self) -> None:
+        """Waits until no save is on its way to the durable tier, for at most the time-out."""
+        self._writer.wait_idle(self._timeout_s)
+        self._durable.wait_idle(self._timeout_s)
+
+    def raise_if_overdue(self, step: int, due: frozenset[str]) -> None:
+        """Raises `SaveFailedError` where the durable tier has been failing for too long (`DurableUpkeep`).
+
+        With several processes it is asked at saves that are due there, when the last one has ended: all know the same.
+        """
+        if self._coordinator.count > 1 and DURABLE in due:
+            self.wait_durable_idle()
+        if self._coordinator.count == 1 or DURABLE in due:
+            self._upkeep.raise_if_overdue(step)
+
     # In any of them.
+
+    def _keep_durable(self) -> None:
+        kept = set(self._tiers.durable.kept())
+        self._book.keep_only(DURABLE, [r.save_id for r in self._book.records() if r.step in kept])
 
     def _committed(self, save: Save, tier: str, arena: Arena | None, manifest: Manifest) -> None:
         if tier == MEMORY:
             return
-        self._book.commit(save.save_id, tier)
+        self._book.commit(save.save_id, tier, manifest.held_bytes)
         if arena is not None:
             arena.protect(save.save_id)
             self._book.keep_only(tier, arena.held())
         else:
-            kept = set(self._tiers.durable.orbax.all_steps())
-            self._book.keep_only(tier, [r.save_id for r in self._book.records() if r.step in kept])
+            self._keep_durable()
         self._events.emit(
             Kind.COMMITTED,
             step=save.save_id.step,

@@ -17,9 +17,9 @@ from ckptkit.abstract import state_of
 from ckptkit.errors import StepNotFoundError, SurgeryError
 from ckptkit.inspection.directories import STEP_METADATA, item_kind, step_of_name
 from ckptkit.inspection.places import Place
+from ckptkit.manager.asked import Choose
 from ckptkit.manager.checkpoint_manager import CheckpointManager
-from ckptkit.manager.items import Choose
-from ckptkit.manager.stock import choose_of_stock
+from ckptkit.manager.partly import choose_of_stock
 from ckptkit.manifest import LeafRecord
 from ckptkit.store.roots import root_url
 from ckptkit.surgery.planning import Leaf, SurgeryPlan, plan_surgery

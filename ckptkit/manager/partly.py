@@ -12,7 +12,7 @@ from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.arrays import read_arrays
 from ckptkit.inspection.directories import item_kind, step_items
 from ckptkit.inspection.places import Place
-from ckptkit.manager.items import Choose
+from ckptkit.manager.asked import Choose
 from ckptkit.manifest import LeafRecord
 
 _TIMEOUT_S = 60.0

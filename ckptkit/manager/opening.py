@@ -1,0 +1,100 @@
+"""What a manager does when it is made: look at the durable root, open this host's tiers, agree on what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from ckptkit.arena import Arena
+from ckptkit.coordination import Coordinator, gather
+from ckptkit.durable import DurableSteps, EpochRecords
+from ckptkit.durable.epochs import Ancestry
+from ckptkit.errors import CheckpointError, heard_from
+from ckptkit.manager.restoring import Restorer
+from ckptkit.manager.taken import DURABLE
+from ckptkit.manifest import SaveId
+from ckptkit.policy import Tier
+
+
+def first_look(
+    epochs: EpochRecords, options: ocp.CheckpointManagerOptions, coordinator: Coordinator, timeout_s: float
+) -> Ancestry:
+    """The epoch records, read by process 0. The first use of the durable root, so its errors come early."""
+
+    def read(_: list[Any]) -> dict[str, Any]:
+        ancestry = epochs.read()
+        if options.create and not options.read_only:
+            epochs.probe()
+        return ancestry.to_json()
+
+    return Ancestry.from_json(coordinator.agree("first-look", None, read, timeout_s=timeout_s))
+
+
+def open_arenas(
+    tiers: Sequence[Tier], host_dirs: Mapping[str, Path], host_id: str, coordinator: Coordinator, timeout_s: float
+) -> dict[str, Arena]:
+    """Opens this process's slot directories; when one process cannot, all raise, so that none is left waiting."""
+    hosts = gather(coordinator, "hosts", host_id, timeout_s=timeout_s)
+    local_rank = hosts[: coordinator.process].count(host_id)
+    arenas: dict[str, Arena] = {}
+    failure: CheckpointError | None = None
+    try:
+        for tier in tiers:
+            arenas[tier.name] = Arena.open(
+                host_dirs[tier.name], local_rank, slots=tier.slots, synced=tier.medium == "ssd"
+            )
+    except CheckpointError as error:
+        failure = error
+    mine = failure and [type(failure).__name__, str(failure)]
+    said = gather(coordinator, "arenas", mine, timeout_s=timeout_s)
+    failed = [process for process, why in enumerate(said) if why]
+    if failed:
+        for arena in arenas.values():
+            arena.close()
+        raise failure or heard_from(failed[0], *said[failed[0]])
+    return arenas
+
+
+def take_stock(
+    restorer: Restorer, durable: DurableSteps, ancestry: Ancestry, coordinator: Coordinator, timeout_s: float
+) -> tuple[dict[SaveId, list[str]], int]:
+    """Every save with the tiers that hold it, agreed by all processes, and the highest epoch that was seen.
+
+    Cost: a listing and a small read per durable step, on process 0.
+    """
+    mine = [
+        [save.epoch, save.step, save.number, tier]
+        for save, held in restorer.local_saves().items()
+        for tier, pairs in held.held.items()
+        if any((m.writer.process, m.writer.count) == (coordinator.process, coordinator.count) for _, m in pairs)
+    ]
+
+    def stock(reports: list[list[list[Any]]]) -> dict[str, Any]:
+        seen = {tuple(entry[:3]) for report in reports for entry in report}
+        common = [
+            save
+            for save in sorted(seen)
+            if all(any(tuple(entry[:3]) == save for entry in report) for report in reports)
+        ]
+        tiers = {
+            save: sorted({entry[3] for report in reports for entry in report if tuple(entry[:3]) == save})
+            for save in common
+        }
+        listed = [restorer.identity(step, ancestry) for step in durable.steps()]
+        newest = [[save.epoch, save.step, save.number] for save in listed]
+        return {
+            "fast": [[*save, tiers[save]] for save in common],
+            "durable": newest,
+            "epoch": max([ancestry.epoch, *(save[0] for save in seen), *(e for e, _, _ in newest)]),
+        }
+
+    agreed = coordinator.agree("stock", mine, stock, timeout_s=timeout_s)
+    held: dict[SaveId, list[str]] = {}
+    for epoch, step, number, names in agreed["fast"]:
+        held.setdefault(SaveId(epoch, step, number), []).extend(names)
+    for epoch, step, number in agreed["durable"]:
+        held.setdefault(SaveId(epoch, step, number), []).append(DURABLE)
+    return held, agreed["epoch"]
