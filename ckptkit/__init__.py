@@ -1,6 +1,7 @@
 """Checkpoint-centric resilience for JAX training, on Orbax and TensorStore."""
 
 from ckptkit import surgery as surgery
+from ckptkit import v1 as v1
 from ckptkit.abstract import abstract_state as abstract_state
 from ckptkit.errors import CheckpointError as CheckpointError
 from ckptkit.errors import CoordinationError as CoordinationError

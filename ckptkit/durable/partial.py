@@ -43,6 +43,11 @@ def read_leaves(item_url: str, wanted: Mapping[Path, Any]) -> dict[Path, Any]:
     return {_names(path): leaf for path, leaf in flat if leaf is not ocp.PLACEHOLDER}
 
 
+def read_item(item_url: str, args: ocp.args.PyTreeRestore | None) -> Any:
+    """A whole item of stock Orbax, as it was saved or as `args` say. Launches no barrier. Raises what Orbax raises."""
+    return ocp.PyTreeCheckpointHandler().restore(epath.Path(item_url), args=args or ocp.args.PyTreeRestore())  # pyright: ignore[reportCallIssue]
+
+
 def elsewhere(item_url: str) -> ocp.args.PyTreeRestore | None:
     """How to restore an item of stock Orbax whose placement today's devices cannot form; None where they can."""
     stored = _tree(ocp.PyTreeCheckpointHandler().metadata(epath.Path(item_url)))

@@ -367,6 +367,22 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         saves that failed (the last 100), which `all_steps` does not list."""
         return sorted([*self._book.records(), *self._book.failed()], key=lambda record: record.save_id)
 
+    def step_times(self) -> dict[int, int]:
+        """When each step was committed, in nanoseconds of the wall clock, where that is known without reading."""
+        made = {record.step: record.verified_s for record in self._book.records()}
+        times = {step: int(made_s * 1e9) for step, made_s in made.items() if made_s is not None}
+        return times | {step: int(at.timestamp() * 1e9) for step, at, _ in self._durable.stock.infos() if at}
+
+    def known_metrics(self, step: int) -> Any:
+        """The metrics of a step as far as they are known without reading; None for none."""
+        return self._known.cached_metrics(step)
+
+    def forget_in_fast_tiers(self, step: int) -> None:
+        """Leaves a step to the durable tier alone: what fast tiers hold of it is not what it is any more."""
+        for name, arena in self._arenas.items():
+            arena.forget_step(step)
+            self._book.keep_only(name, arena.held())
+
     @property
     def restored_save_id(self) -> SaveId | None:
         """Which save was restored last, until the next save; None where none was."""

@@ -52,6 +52,10 @@ class KnownSteps:
         )
         return by_quality[-1] if by_quality else None
 
+    def cached_metrics(self, step: int) -> Any:
+        """The metrics of `step` that were seen so far, None where none were."""
+        return self._metrics.get(step)
+
     def metrics(self, step: int) -> Any:
         """The metrics that a tier has of `step`, None where there are none."""
         found = self._durable.stock.orbax.metrics(step)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
-from ckptkit.durable.partial import elsewhere, read_leaves
+from ckptkit.durable.newer import NEWER_HANDLER
+from ckptkit.durable.partial import elsewhere, read_item, read_leaves
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.arrays import read_arrays
-from ckptkit.inspection.directories import item_kind, step_items
-from ckptkit.inspection.places import Place
+from ckptkit.inspection.directories import STEP_METADATA, item_kind, json_name, step_items
+from ckptkit.inspection.places import Place, readable
 from ckptkit.manager.asked import Choose
 from ckptkit.manifest import LeafRecord
 
@@ -36,14 +36,25 @@ def choose_of_stock(step_url: str, choose: Choose) -> dict[str, Any]:
     return found
 
 
-def moved_items(step_url: str) -> dict[str, Any]:
-    """Orbax's arguments for the items of a step, if one was saved on devices that are not there today; else empty."""
-    moved = {name: elsewhere(place.url) for name, place in _array_items(step_url).items()}
-    if not any(moved.values()):
-        return {}
+def whole_step(step_url: str) -> dict[str, Any] | None:
+    """Every item of a step that Orbax's manager does not restore by itself: one was saved on devices that are not
+    there today, or by Orbax's newer API. None for any other step. Locks no item to a handler."""
+    arrays = _array_items(step_url)
+    moved = {name: elsewhere(place.url) for name, place in arrays.items()}
     step = Place.open(step_url, timeout_s=_TIMEOUT_S)
-    small = {name: ocp.args.JsonRestore() for name in step_items(step) if item_kind(step.below(name)) == "json"}
-    return {**small, **{name: arg or ocp.args.PyTreeRestore() for name, arg in moved.items()}}
+    if not any(moved.values()) and not _by_newer_api(step):
+        return None
+    files = {name: json_name(step.below(name)) for name in step_items(step)}
+    small = {name: step.below(name).json(file) for name, file in files.items() if file == "metadata"}
+    return {**small, **{name: read_item(place.url, moved[name]) for name, place in arrays.items()}}
+
+
+def _by_newer_api(step: Place) -> bool:
+    recorded = step.json(STEP_METADATA)
+    with readable(f"{step.url}/{STEP_METADATA}"):
+        handlers = (recorded or {}).get("item_handlers") or {}
+        names = handlers.values() if isinstance(handlers, dict) else [handlers]
+        return any(NEWER_HANDLER in str(name) for name in names)
 
 
 def stock_records(place: Place) -> list[LeafRecord]:

@@ -27,7 +27,7 @@ from ckptkit.errors import (
 )
 from ckptkit.events import EventLog, Kind
 from ckptkit.manager.asked import Asked, RestoreItems, TreeAnswer, asked_of, tree_answer
-from ckptkit.manager.partly import choose_of_stock, moved_items
+from ckptkit.manager.partly import choose_of_stock, whole_step
 from ckptkit.manager.small_items import give_back
 from ckptkit.manager.taken import DURABLE
 from ckptkit.manifest import Manifest, SaveId
@@ -352,8 +352,8 @@ class Restorer:
             return self._by_orbax(step, wanted.args)
         if wanted.choose is not None:
             return choose_of_stock(self._durable.reader(step).url, wanted.choose)
-        if moved := moved_items(self._durable.reader(step).url):
-            return self._by_orbax(step, moved)
+        if (found := whole_step(self._durable.reader(step).url)) is not None:
+            return found
         found = stock.orbax.restore(step)
         return dict(found.items()) if isinstance(found, ocp.args.Composite) else {DEFAULT_ITEM: found}
 
