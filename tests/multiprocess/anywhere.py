@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ckptkit
+from ckptkit.surgery import Rename, Skip, Take, restore_into
 
 
 def state() -> dict[str, Any]:
@@ -64,13 +65,28 @@ def save(directory: Path) -> None:
         stock.save(3, args=args)
 
 
+def take_apart(root: Path) -> dict[str, Any]:
+    """A part of the step, by surgery and by a follower, whole on every device of this job."""
+    mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(AxisType.Auto,))
+    whole = NamedSharding(mesh, PartitionSpec())
+    target = {"moved": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=whole), "count": 0}
+    rules = [Rename("w", "moved"), Take("count"), Skip("**")]
+    taken, report = restore_into(root, None, target, rules)
+    assert (report.step, report.proven) == (3, root.name == "ours")
+    for step in ckptkit.follow(root, poll_s=0.01, idle_timeout_s=0.0):
+        assert (step.step, step.proven) == (3, root.name == "ours")
+        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(ckptkit.abstract_state(state(), mesh)))
+        assert step.restore(wanted)["state"]["count"] == taken["count"]
+    return taken
+
+
 def restore(roots: list[Path]) -> dict[str, Any]:
     found = {}
     for root in roots:
         with ckptkit.CheckpointManager(root, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
             restored = manager.restore(3)
             assert restored["data"] == {"at": 3}
-            found[str(root)] = digests(restored["state"])
+        found[str(root)] = digests(restored["state"]) | digests(take_apart(root))
     return found
 
 
