@@ -96,7 +96,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         url = root_url(directory)
         # Asked first: its errors say what is wrong with the root, and nothing has been opened yet.
         self._epochs = EpochRecords(open_store(url, deadline_s=STORE_DEADLINE_S))
-        ancestry = first_look(self._epochs, self._options, self._coordinator, timeout_s)
+        ancestry = first_look(self._epochs, url, self._options, self._coordinator, timeout_s)
         setup = Setup(
             checkpointers=checkpointers,
             metadata=metadata,
