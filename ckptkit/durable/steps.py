@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import jax
@@ -25,6 +27,8 @@ from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
 
 _LEASE_DEADLINE_S = 20.0  # for small objects: a save that waits longer prunes nothing
+# Orbax numbers operations per process: two saves that begin at once mistake each other's directories.
+_one_save = threading.RLock()
 
 
 class FrozenIterator:
@@ -60,8 +64,7 @@ class DurableSteps:
         checked_options(options)
         self._multiprocessing = _without_collectives(options.multiprocessing_options, coordinator.count)
         if coordinator.process == 0 and options.create:
-            mode = options.file_options.path_permission_mode if options.file_options else None
-            ocp.path.step.epath.Path(self.url).mkdir(parents=True, exist_ok=True, mode=mode)
+            make_root(self.url, options)
         coordinator.agree("durable-root", None, lambda _: None, timeout_s=timeout_s)
         self._deletes_later = options.enable_background_delete
         self._guard = PruneGuard(open_store(self.url, deadline_s=_LEASE_DEADLINE_S))
@@ -124,13 +127,14 @@ class DurableSteps:
             self._settle()
             self._meet_abandoned(save_id.step, ancestry)
             has_sidecar = any(isinstance(item, ocp.args.PyTreeSave) for item in items.values())
-            writer.save(
-                save_id.step,
-                args=args,
-                metrics=metrics,
-                force=True,
-                custom_metadata={**(custom_metadata or {}), **({} if has_sidecar else identity_metadata(save_id))},
-            )
+            with self._alone():
+                writer.save(
+                    save_id.step,
+                    args=args,
+                    metrics=metrics,
+                    force=True,
+                    custom_metadata={**(custom_metadata or {}), **({} if has_sidecar else identity_metadata(save_id))},
+                )
             self._identities[save_id.step] = save_id
             if not self._deletes_later:
                 self._settle()
@@ -163,13 +167,14 @@ class DurableSteps:
         self._settle()
         self._meet_abandoned(save_id.step, ancestry)
         self._identities[save_id.step] = save_id
-        self.stock.orbax.save(
-            save_id.step,
-            args=args[DEFAULT_ITEM] if default_item else ocp.args.Composite(**args),
-            metrics=metrics,
-            force=True,
-            custom_metadata={**(custom_metadata or {}), **identity_metadata(save_id)},
-        )
+        with self._alone():
+            self.stock.orbax.save(
+                save_id.step,
+                args=args[DEFAULT_ITEM] if default_item else ocp.args.Composite(**args),
+                metrics=metrics,
+                force=True,
+                custom_metadata={**(custom_metadata or {}), **identity_metadata(save_id)},
+            )
 
     def finish_by_orbax(self) -> None:
         """Waits until the save that `save_by_orbax` began is committed; raises what Orbax raises."""
@@ -227,6 +232,11 @@ class DurableSteps:
             )
         return self._writer
 
+    def _alone(self) -> Any:
+        """Keeps other managers of this process from saving meanwhile; with several processes, whose managers would
+        take turns in different orders and wait for each other for ever, nothing does."""
+        return _one_save if self._coordinator.count == 1 else nullcontext()
+
     def _fresh(self, manager: ocp.CheckpointManager) -> ocp.CheckpointManager:
         if id(manager) in self._stale:
             manager.reload()
@@ -272,6 +282,14 @@ class DurableSteps:
         self.stock.close()
         if self._writer is not None:
             self._writer.close()
+
+
+def make_root(url: str, options: ocp.CheckpointManagerOptions) -> None:
+    """Makes the durable root, with the permissions that the options ask for. One that cannot be made is left to the
+    first read or write to say so."""
+    mode = options.file_options.path_permission_mode if options.file_options else None
+    with suppress(OSError):
+        ocp.path.step.epath.Path(url).mkdir(parents=True, exist_ok=True, mode=mode)
 
 
 class StandardTreeSave(ocp.args.PyTreeSave):

@@ -33,7 +33,7 @@ class RestoreItems:
     choose: Choose | None = None
 
     def check_mode(self, held: set[str]) -> None:
-        """Raises ValueError, as Orbax does, where named items are asked of a step of one unnamed item, or reversed."""
+        """Raises ValueError, as Orbax does, where named items are asked of a step of an unnamed one, or the reverse."""
         if self.default_item is None or not held or self.default_item == (DEFAULT_ITEM in held):
             return
         if self.default_item:
@@ -171,7 +171,7 @@ def _pytree_answer(
             abstract.append(target)
             finishes.append(finish)
     if not arg.partial_restore:
-        missing = [path for path in as_saved if path not in asked and not _below(path, left_out)]
+        missing = [path for path in as_saved if path not in asked and path not in left_out]
         differences += [f"{item}:{'.'.join(path)} is on disk, and not in the restore item" for path in missing]
     if differences:
         raise TreeMismatchError(differences, step=step, where=where)
@@ -198,10 +198,6 @@ def _put(nested: dict[str, Any], path: Sequence[str], target: Any) -> None:
         nested = nested.setdefault(name, {})
     if path:
         nested[path[-1]] = target
-
-
-def _below(path: tuple[str, ...], left_out: Sequence[tuple[str, ...]]) -> bool:
-    return any(path[: len(prefix)] == prefix for prefix in left_out)
 
 
 def _wished(saved: Any, wish: Any) -> tuple[Any, Finish | None]:

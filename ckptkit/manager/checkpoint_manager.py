@@ -96,7 +96,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         url = root_url(directory)
         # Asked first: its errors say what is wrong with the root, and nothing has been opened yet.
         self._epochs = EpochRecords(open_store(url, deadline_s=STORE_DEADLINE_S))
-        ancestry = first_look(self._epochs, self._options, self._coordinator, timeout_s)
+        ancestry = first_look(self._epochs, url, self._options, self._coordinator, timeout_s)
         setup = Setup(
             checkpointers=checkpointers,
             metadata=metadata,
@@ -251,7 +251,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         )
         if restored.default_item:
             return restored.items[DEFAULT_ITEM]
-        return ocp.args.Composite(**restored.items)
+        return ocp.args.Composite(**dict(sorted(restored.items.items())))
 
     def latest_step(self) -> int | None:
         """The newest step over all tiers, as Orbax counts: one on its way is listed, a failed one is not."""
@@ -528,6 +528,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def _begin_epoch(self) -> None:
         """The first save after a start or a rollback begins an epoch, and abandons what was above its base."""
         if self._saved_in_epoch and (self._base is None or self._is_newest(self._base)):
+            self._base = None  # it is no rollback: the saves that follow abandon nothing
             return
         if self._saved_in_epoch:
             self._epoch += 1

@@ -12,6 +12,7 @@ from ckptkit.arena import Arena
 from ckptkit.coordination import Coordinator, gather
 from ckptkit.durable import DurableSteps, EpochRecords
 from ckptkit.durable.epochs import Ancestry
+from ckptkit.durable.steps import make_root
 from ckptkit.errors import CheckpointError, heard_from
 from ckptkit.manager.restoring import Restorer
 from ckptkit.manager.taken import DURABLE
@@ -20,11 +21,13 @@ from ckptkit.policy import Tier
 
 
 def first_look(
-    epochs: EpochRecords, options: ocp.CheckpointManagerOptions, coordinator: Coordinator, timeout_s: float
+    epochs: EpochRecords, url: str, options: ocp.CheckpointManagerOptions, coordinator: Coordinator, timeout_s: float
 ) -> Ancestry:
     """The epoch records, read by process 0. The first use of the durable root, so its errors come early."""
 
     def read(_: list[Any]) -> dict[str, Any]:
+        if options.create and not options.read_only:
+            make_root(url, options)
         ancestry = epochs.read()
         if options.create and not options.read_only:
             epochs.probe()
