@@ -13,6 +13,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_manager
 from orbax.checkpoint._src.logging import step_statistics
+from orbax.checkpoint._src.metadata import tree as orbax_tree
 
 DEFAULT_ITEM = checkpoint_manager.DEFAULT_ITEM_NAME  # the item of a step that was saved without Composite
 METRICS_ITEM = checkpoint_manager.METRIC_ITEM_NAME
@@ -171,6 +172,11 @@ def sharding_metadata(sharding: jax.sharding.Sharding) -> Any:
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
         return ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
     return None
+
+
+def tree_metadata(tree: Any) -> Any:
+    """Orbax's record of the metadata of a tree."""
+    return orbax_tree.build_default_tree_metadata(tree)
 
 
 def save_statistics(**known: Any) -> dict[str, Any]:

@@ -90,6 +90,7 @@ class SideBySide(RuleBasedStateMachine):
         self.options = OPTIONS[self.names[at % len(self.names)]]
         self.composite = composite
         self.step = 0
+        self.is_restarted = False
         self.open()
 
     def open(self) -> None:
@@ -113,6 +114,8 @@ class SideBySide(RuleBasedStateMachine):
     )
     def save(self, ahead: int, force: bool, loss: int | None) -> None:
         step = max(0, self.step + ahead)
+        if force and self.is_restarted:  # below the latest of an earlier run it would count as the newest: a departure
+            step = max(step, self.step)
         force = force and not self.options.get("read_only")  # Orbax writes then: a departure
         item = args.StandardSave(tree(step))
         given = args.Composite(state=item, extra=args.JsonSave({"step": step})) if self.composite else item
@@ -120,7 +123,8 @@ class SideBySide(RuleBasedStateMachine):
 
         def save(manager: Any) -> Any:
             taken = manager.save(step, args=given, metrics=metrics, force=force, custom_metadata={"at": step})
-            return taken, manager.latest_step()  # a step on its way is listed; those that it replaces: a departure
+            # A step on its way is listed. What it will push out, Orbax leaves out at once: a departure.
+            return taken, None if "max_to_keep" in self.options else manager.latest_step()
 
         self.both(save)
         self.is_mode_settled = True
@@ -163,6 +167,7 @@ class SideBySide(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         self.both(lambda m: m.close())
+        self.is_restarted = True
         self.open()
 
     @invariant()
