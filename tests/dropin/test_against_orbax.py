@@ -212,4 +212,4 @@ TestSideBySideWithTiers.settings = settings(deadline=None, max_examples=6, state
 @pytest.mark.parametrize("machine", [SideBySide, SideBySideWithTiers])
 def test_many_random_runs_side_by_side(machine: type[SideBySide]) -> None:
     """As the short runs: rarer orders of calls."""
-    run_state_machine_as_test(machine, settings=settings(deadline=None, max_examples=300, stateful_step_count=30))
+    run_state_machine_as_test(machine, settings=settings(deadline=None, max_examples=100, stateful_step_count=30))

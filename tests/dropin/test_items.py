@@ -108,12 +108,13 @@ def test_a_tree_comes_back_as_orbax_gives_it(manager_of: Any, tmp_path: Path, ki
 def test_save_args_and_restore_args_cast(manager_of: Any, tmp_path: Path) -> None:
     """A checkpoint would be twice as large as asked for, or come back in a dtype that the model has not."""
     state = {"w": put(jnp.arange(16.0).reshape(4, 4) / 3, "fsdp"), "b": np.arange(3.0), "step": 3}
+    f16, f32 = np.dtype("float16"), np.dtype("float32")
     wishes = {
         "w": ocp.SaveArgs(dtype=np.dtype("bfloat16")),
         "b": ocp.SaveArgs(dtype=f32),
         "step": ocp.SaveArgs(),
     }
-    other, f16, f32 = NamedSharding(mesh(), PartitionSpec(None, "data")), np.dtype("float16"), np.dtype("float32")
+    other = NamedSharding(mesh(), PartitionSpec(None, "data"))
     asked = {
         "w": ocp.ArrayRestoreArgs(sharding=other, dtype=f32),
         "b": ocp.RestoreArgs(restore_type=np.ndarray, dtype=f16),
