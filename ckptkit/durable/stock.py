@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -109,14 +110,13 @@ class StockManager:
         """Whether our own writer writes what this handler would: one of Orbax's kinds (or Grain's), as it comes."""
         kind = type(handler)
         if kind in (ocp.JsonCheckpointHandler, ocp.ArrayCheckpointHandler, *_KEY_HANDLERS):
-            plain = kind()
-            return all(getattr(handler, name, None) == getattr(plain, name, None) for name in _NAMING)
+            return all(getattr(handler, name, None) == getattr(_plain(kind), name, None) for name in _NAMING)
         if kind.__module__.split(".")[0] == "grain":
             return True
         tree = handler._impl if kind is ocp.StandardCheckpointHandler else handler
         if type(tree) is not ocp.PyTreeCheckpointHandler:
             return False
-        ours, plain = tree._handler_impl, ocp.PyTreeCheckpointHandler()._handler_impl
+        ours, plain = tree._handler_impl, _plain(ocp.PyTreeCheckpointHandler)._handler_impl
         return all(getattr(ours, name) == getattr(plain, name) for name in _TREE_LAYOUT)
 
     def listed(self) -> list[int]:
@@ -158,6 +158,12 @@ class StockManager:
             kinds = checkpoint_manager._get_args_for_key(self.orbax._checkpointer.handler, name)
             made[name] = kinds[0 if for_save else 1](items.get(name), **(kwargs.get(name) or {}))  # pyright: ignore[reportCallIssue]
         return made
+
+
+@lru_cache(maxsize=8)
+def _plain(kind: Any) -> Any:
+    """A handler of a kind as it comes, made once: it is compared with at every save."""
+    return kind()
 
 
 def step_metadata(**known: Any) -> Any:
