@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_manager
 from orbax.checkpoint._src.logging import step_statistics
+from orbax.checkpoint._src.metadata import tree as orbax_tree
 
 DEFAULT_ITEM = checkpoint_manager.DEFAULT_ITEM_NAME  # the item of a step that was saved without Composite
 METRICS_ITEM = checkpoint_manager.METRIC_ITEM_NAME
@@ -108,14 +110,13 @@ class StockManager:
         """Whether our own writer writes what this handler would: one of Orbax's kinds (or Grain's), as it comes."""
         kind = type(handler)
         if kind in (ocp.JsonCheckpointHandler, ocp.ArrayCheckpointHandler, *_KEY_HANDLERS):
-            plain = kind()
-            return all(getattr(handler, name, None) == getattr(plain, name, None) for name in _NAMING)
+            return all(getattr(handler, name, None) == getattr(_plain(kind), name, None) for name in _NAMING)
         if kind.__module__.split(".")[0] == "grain":
             return True
         tree = handler._impl if kind is ocp.StandardCheckpointHandler else handler
         if type(tree) is not ocp.PyTreeCheckpointHandler:
             return False
-        ours, plain = tree._handler_impl, ocp.PyTreeCheckpointHandler()._handler_impl
+        ours, plain = tree._handler_impl, _plain(ocp.PyTreeCheckpointHandler)._handler_impl
         return all(getattr(ours, name) == getattr(plain, name) for name in _TREE_LAYOUT)
 
     def listed(self) -> list[int]:
@@ -159,6 +160,12 @@ class StockManager:
         return made
 
 
+@lru_cache(maxsize=8)
+def _plain(kind: Any) -> Any:
+    """A handler of a kind as it comes, made once: it is compared with at every save."""
+    return kind()
+
+
 def step_metadata(**known: Any) -> Any:
     """Orbax's record of what is known of a step."""
     return checkpoint_manager.StepMetadata(**known)
@@ -171,6 +178,11 @@ def sharding_metadata(sharding: jax.sharding.Sharding) -> Any:
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
         return ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
     return None
+
+
+def tree_metadata(tree: Any) -> Any:
+    """Orbax's record of the metadata of a tree."""
+    return orbax_tree.build_default_tree_metadata(tree)
 
 
 def save_statistics(**known: Any) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         A step with an item that only Orbax's own handlers can hold is written to the durable tier alone, by Orbax,
         which blocks for what its handlers block for (said once in an event for each such item).
 
-        Raises `StepAlreadyExistsError` for a forced save of a step that is there, ValueError and TypeError as Orbax
+        Raises `StepAlreadyExistsError` for a step that is there already, ValueError and TypeError as Orbax
         does for arguments that cannot be saved, `SaveFailedError` as `FailurePolicy` says.
         """
         start_s, start_wall_s = clock.monotonic_s(), clock.wall_s()
@@ -161,7 +161,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         due = self._due(step, force, says_why=True)
         if not due:
             return False
-        if force and any(record.step == step for record in self._current_branch()):
+        if any(record.step == step for record in self._current_branch()):
             raise StepAlreadyExistsError(f"step {step} exists already in {self._durable.url} or its fast tiers")
         self._pipeline.raise_if_overdue(step, due)
         handlers = {name: self._durable.stock.handler(name, arg) for name, arg in by_name.items()}
@@ -521,7 +521,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def _current_branch(self) -> list[StepRecord]:
         """The records that the next save would stand beside: without what a rollback is about to abandon."""
         records = self._book.records()
-        if self._base is None or self._saved_in_epoch:
+        if self._base is None:
             return records
         return [record for record in records if record.step <= self._base.step]
 

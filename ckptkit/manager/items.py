@@ -82,6 +82,12 @@ def _held_tree(arg: Any) -> Any:
     leaves, treedef = jax.tree_util.tree_flatten(arg.item)
     if not leaves or (is_standard and treedef.num_nodes == 1):
         return None
+    if arg.save_args is None:
+        # The step loop waits for this: leaves on a device are told by their type, the few others are looked at.
+        on_device = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}
+        others = [leaf for leaf in leaves if type(leaf) not in on_device]
+        if all(_stored(leaf, None, is_standard) is leaf for leaf in others):
+            return arg.item
     wishes: list[Any] = [None] * len(leaves)
     if arg.save_args is not None:
         wishes = treedef.flatten_up_to(arg.save_args)

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable import DurableSteps
 from ckptkit.durable.reader import without_identity
-from ckptkit.durable.stock import DEFAULT_ITEM, METRICS_ITEM, sharding_metadata, step_metadata
+from ckptkit.durable.stock import DEFAULT_ITEM, METRICS_ITEM, sharding_metadata, step_metadata, tree_metadata
 from ckptkit.errors import StepNotFoundError
 from ckptkit.manager.asked import stored_tree
 from ckptkit.manager.restoring import LocalSave, Restorer
@@ -112,4 +112,4 @@ def _tree_metadata(manifests: Sequence[Manifest], item: str) -> Any:
             name=name, directory=None, shape=tuple(leaf.shape), sharding=words, dtype=leaf.dtype
         )  # pyright: ignore[reportArgumentType]
 
-    return jax.tree_util.tree_map_with_path(of, whole)
+    return tree_metadata(jax.tree_util.tree_map_with_path(of, whole))
