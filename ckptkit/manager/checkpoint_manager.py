@@ -7,35 +7,26 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
 
-from ckptkit import layout
 from ckptkit.coordination import make_coordinator
-from ckptkit.durable import DurableSteps
 from ckptkit.durable.stock import DEFAULT_ITEM, Setup, checked_options
-from ckptkit.errors import CheckpointError
 from ckptkit.events import EventLog
-from ckptkit.host_memory import HostMemory
-from ckptkit.manager.asked import Choose, RestoreItems, wanted_of
-from ckptkit.manager.book import Book, StepRecord
-from ckptkit.manager.branch import Branch
+from ckptkit.manager.asked import Choose, RestoreItems
+from ckptkit.manager.book import StepRecord
 from ckptkit.manager.catalog import Catalog
-from ckptkit.manager.deciding import Decider
-from ckptkit.manager.elsewhere import restore_elsewhere
-from ckptkit.manager.entries import Began, restore_entry, save_entry
+from ckptkit.manager.entries import Began, save_entry
 from ckptkit.manager.intake import Intake, Request
 from ckptkit.manager.items import abstract_trees, save_items
-from ckptkit.manager.known import KnownSteps
-from ckptkit.manager.opening import abstract_slot_bytes, epoch_records, first_look, make_tiers, open_arenas
+from ckptkit.manager.opening import abstract_slot_bytes
+from ckptkit.manager.parts import Settings, make_parts
 from ckptkit.manager.pending import RestoreHandle
-from ckptkit.manager.restoring import Restored, Restorer
-from ckptkit.manager.saving import SavePipeline
-from ckptkit.manifest import SaveId, Writer
+from ckptkit.manager.restoring import Restored
+from ckptkit.manager.resuming import Resumer
+from ckptkit.manifest import SaveId
 from ckptkit.policy import Backpressure, DurableBusy, FailurePolicy, Tier, checked_tiers
-from ckptkit.staging import checked_choice
 from ckptkit.store.roots import root_url
 
 _log = logging.getLogger("ckptkit")
@@ -97,22 +88,20 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         durable_busy: DurableBusy = "wait",
         on_failure: FailurePolicy = FailurePolicy(),  # noqa: B008  frozen
     ):
-        backpressure = Backpressure(
-            in_flight_max=in_flight_max, host_bytes_max=host_bytes_max, durable_busy=durable_busy
+        self._settings = Settings(
+            options=checked_options(options or ocp.CheckpointManagerOptions()),
+            tiers=checked_tiers(tuple(tiers)),
+            host_id=host_id or socket.gethostname(),
+            events=events or EventLog(),
+            staging=staging,
+            timeout_s=timeout_s,
+            backpressure=Backpressure(
+                in_flight_max=in_flight_max, host_bytes_max=host_bytes_max, durable_busy=durable_busy
+            ),
+            on_failure=on_failure,
         )
-        self._options = checked_options(options or ocp.CheckpointManagerOptions())
-        self._tiers = checked_tiers(tuple(tiers))
-        backpressure.check_tiers(self._tiers)
-        self._events = events or EventLog()
+        self._options = self._settings.options
         self._logger = logger or ocp.logging.StandardLogger()
-        host_id = layout.checked_name(host_id or socket.gethostname(), "host_id")
-        self._timeout_s = timeout_s
-        staging = checked_choice(staging)
-        self._coordinator = make_coordinator()
-        url = root_url(directory)
-        # Asked first: its errors say what is wrong with the root, and nothing has been opened yet.
-        epochs = epoch_records(url)
-        self._book = Book(first_look(epochs, url, self._options, self._coordinator, timeout_s))
         setup = Setup(
             checkpointers=checkpointers,
             metadata=metadata,
@@ -120,42 +109,13 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             item_handlers=item_handlers,
             handler_registry=handler_registry,
         )
-        self._durable = DurableSteps(url, self._options, self._coordinator, timeout_s=timeout_s, setup=setup)
-        host_dirs = {
-            tier.name: Path(tier.path) / layout.job_name(self._durable.url, tier.job) / host_id for tier in self._tiers
-        }
-        memory = HostMemory(host_bytes_max)
-        self._arenas = open_arenas(self._tiers, host_dirs, host_id, memory, self._coordinator, timeout_s)
-        self._restorer = Restorer(host_dirs, self._durable, epochs, self._coordinator, self._events, timeout_s)
-        self._known = KnownSteps(self._options, self._durable, self._restorer)
-        self._catalog = Catalog(
-            self._book, self._known, self._durable, self._arenas, self._restorer, self._coordinator, timeout_s
-        )
-        self._branch = Branch(self._book, self._catalog.take_stock() + 1)
-        self._decider = Decider(self._options, self._tiers, self._catalog.durable_infos(), self._coordinator, timeout_s)
-        self._pipeline = SavePipeline(
-            make_tiers(self._arenas, memory, in_flight_max, self._durable, epochs),
-            self._coordinator,
-            Writer(process=self._coordinator.process, count=self._coordinator.count, host=host_id),
-            self._book,
-            self._events,
-            timeout_s,
-            staging,
-            backpressure,
-            on_failure,
-        )
-        self._intake = Intake(
-            self._options,
-            self._tiers,
-            self._durable,
-            self._decider,
-            self._book,
-            self._branch,
-            self._known,
-            self._pipeline,
-            self._events,
-        )
-        self._pending: RestoreHandle | None = None  # a restore whose result was not taken over yet
+        coordinator = make_coordinator()
+        self._parts = make_parts(root_url(directory), self._settings, setup, coordinator)
+        self._durable, self._pipeline = self._parts.durable, self._parts.pipeline
+        self._book, self._known = self._parts.book, self._parts.known
+        self._intake = Intake(self._settings, self._parts)
+        self._resumer = Resumer(self._settings, self._parts, coordinator, self._logger)
+        self._catalog = Catalog(self._parts, coordinator, timeout_s)
         self._closed = False
 
     # What Orbax's managers offer.
@@ -192,7 +152,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         a `restore_async` has not been taken over.
         """
         began = Began()
-        self._refuse_while_restoring("save")
+        self._resumer.refuse_while_pending("save")
         by_name, default_item = self._durable.stock.save_args(items, save_kwargs, args)
         request = Request(
             step=step,
@@ -254,24 +214,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         back; ValueError as Orbax does for arguments that do not go together.
         """
         began = Began()
-        self._refuse_while_restoring("restore")
-        self._pipeline.wait()
-        wanted = wanted_of(self._durable.stock, items, restore_kwargs, args)
-        if directory is None:
-            restored = self._restorer.restore(step, wanted)
-            self._continue_from(restored)
-        else:
-            restored = restore_elsewhere(
-                root_url(directory),
-                step,
-                wanted,
-                options=self._options,
-                stock=self._durable.stock,
-                coordinator=self._coordinator,
-                events=self._events,
-                timeout_s=self._timeout_s,
-            )
-        return self._given(restored, began, directory or self.directory)
+        self._resumer.refuse_while_pending("restore")
+        wanted = self._resumer.wanted(items, restore_kwargs, args)
+        if directory is not None:
+            return self._resumer.restore_elsewhere(root_url(directory), step, wanted, began)
+        return self._resumer.restore(step, wanted, began)
 
     def restore_async(self, step: int | None, args: Any = None) -> RestoreHandle:
         """Begins `restore(step, args=args)` in the background, so that the caller compiles its step meanwhile.
@@ -282,16 +229,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         device collective is launched (what stock Orbax has to read is read by stock Orbax, which does as it does).
         """
         began = Began()
-        self._refuse_while_restoring("restore_async")
-        self._pipeline.wait()
-        wanted = wanted_of(self._durable.stock, None, None, args)
-
-        def adopt(restored: Restored) -> Any:
-            self._continue_from(restored)
-            return self._given(restored, began, self.directory)
-
-        self._pending = RestoreHandle(lambda: self._restorer.restore(step, wanted), adopt, self._settled)
-        return self._pending
+        self._resumer.refuse_while_pending("restore_async")
+        return self._resumer.restore_async(step, self._resumer.wanted(None, None, args), began)
 
     def latest_step(self) -> int | None:
         """The newest step over all tiers, as Orbax counts: one on its way is listed, a failed one is not."""
@@ -314,9 +253,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def reload(self) -> None:
         """Looks at every tier afresh: steps that others wrote or removed. Waits for the saves that are on their way."""
-        self._refuse_while_restoring("reload")
+        self._resumer.refuse_while_pending("reload")
         self._pipeline.wait()
-        self._catalog.reload(self._decider)
+        self._catalog.reload()
 
     def delete(self, step: int) -> None:
         """Deletes a step from every tier; nothing where the options say `read_only`.
@@ -326,9 +265,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if self._options.read_only:
             _log.warning("%s is read only, delete will be skipped", self.directory)
             return
-        self._refuse_while_restoring("delete")
+        self._resumer.refuse_while_pending("delete")
         self._pipeline.wait()
-        self._catalog.delete(step, self._decider)
+        self._catalog.delete(step)
 
     def item_metadata(self, step: int) -> Any:
         """Orbax's metadata of the items of a step: `metadata(step).item_metadata`."""
@@ -376,12 +315,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             return
         self._closed = True
         with ExitStack() as ends:  # last in, first out, whatever raises
-            for arena in self._arenas.values():
+            for arena in self._parts.arenas.values():
                 ends.callback(arena.close, remove=remove_arenas)
             ends.callback(self._durable.close)
             ends.callback(self._pipeline.close)
-            if self._pending is not None:
-                self._pending.join()
+            self._resumer.join()
             self._pipeline.wait()
         self.check_for_errors()
 
@@ -413,7 +351,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     @property
     def restored_save_id(self) -> SaveId | None:
         """Which save was restored last, until the next save; None where none was."""
-        return self._branch.base
+        return self._parts.branch.base
 
     def restore_chosen(self, step: int | None, choose: Choose) -> Restored:
         """What `choose` picks of a step (None: of the newest that proves whole), proven as in `restore`.
@@ -422,9 +360,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         that are wanted, on every process the same. The run does not go on from the step: this is a look, not a
         rollback. Raises what `restore` and `choose` raise.
         """
-        self._refuse_while_restoring("restore_chosen")
+        self._resumer.refuse_while_pending("restore_chosen")
         self._pipeline.wait()
-        return self._restorer.restore(step, RestoreItems(args=None, default_item=None, choose=choose))
+        return self._parts.restorer.restore(step, RestoreItems(args=None, default_item=None, choose=choose))
 
     def wait_until_staged(self) -> None:
         """Returns once everything that `save` was given may be donated, also with `staging="gate"`: for a step that is
@@ -432,35 +370,3 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         was staged is reported as any other.
         """
         self._pipeline.wait_until_staged()
-
-    # How it comes about.
-
-    def _continue_from(self, restored: Restored) -> None:
-        """The run goes on from what was restored."""
-        self._branch.continue_from(restored.save_id)
-        self._book.verified(restored.save_id)
-        if self._options.read_only:  # no save will follow: nothing to prepare
-            return
-        self._decider.continue_from(restored.save_id.step)
-        for arena in self._arenas.values():
-            if restored.save_id in arena.held():
-                arena.protect(restored.save_id)
-        self._pipeline.reserve(restored.slot_bytes)
-
-    def _given(self, restored: Restored, began: Began, directory: Any) -> Any:
-        """What was restored, as Orbax would give it."""
-        self._durable.stock.lock_default_item(restored.default_item)
-        self._logger.log_entry(restore_entry(began, restored.save_id.step, directory))
-        if restored.default_item:
-            return restored.items[DEFAULT_ITEM]
-        return ocp.args.Composite(**dict(sorted(restored.items.items())))
-
-    def _refuse_while_restoring(self, what: str) -> None:
-        if self._pending is not None:
-            raise CheckpointError(
-                f"{what}: a restore_async has not been taken over; call result() of its handle first, on every process"
-            )
-
-    def _settled(self, handle: RestoreHandle) -> None:
-        if self._pending is handle:
-            self._pending = None

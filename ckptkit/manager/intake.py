@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import orbax.checkpoint as ocp
-
-from ckptkit.durable import DurableSteps
 from ckptkit.errors import StepAlreadyExistsError
-from ckptkit.events import EventLog, Kind
-from ckptkit.manager.book import Book
-from ckptkit.manager.branch import Branch
-from ckptkit.manager.deciding import Decider
+from ckptkit.events import Kind
 from ckptkit.manager.items import SaveItems, save_items
-from ckptkit.manager.known import KnownSteps
-from ckptkit.manager.saving import SavePipeline
+from ckptkit.manager.parts import Parts, Settings
 from ckptkit.manager.taken import DURABLE
 from ckptkit.manifest import SaveId
-from ckptkit.policy import Tier
 from ckptkit.snapshot import Description
 
 _log = logging.getLogger("ckptkit")
@@ -56,27 +48,16 @@ class _Captured:
 class Intake:
     """Decides about saves and begins them. Belongs to the step loop's thread; called by all processes together."""
 
-    def __init__(
-        self,
-        options: ocp.CheckpointManagerOptions,
-        tiers: Sequence[Tier],
-        durable: DurableSteps,
-        decider: Decider,
-        book: Book,
-        branch: Branch,
-        known: KnownSteps,
-        pipeline: SavePipeline,
-        events: EventLog,
-    ):
-        self._options = options
-        self._tiers = tiers
-        self._durable = durable
-        self._decider = decider
-        self._book = book
-        self._branch = branch
-        self._known = known
-        self._pipeline = pipeline
-        self._events = events
+    def __init__(self, settings: Settings, parts: Parts):
+        self._options = settings.options
+        self._tiers = settings.tiers
+        self._events = settings.events
+        self._durable = parts.durable
+        self._decider = parts.decider
+        self._book = parts.book
+        self._branch = parts.branch
+        self._known = parts.known
+        self._pipeline = parts.pipeline
         self._said: set[str] = set()  # items of which it was said that fast tiers do not hold them
 
     def is_due(self, step: int) -> bool:

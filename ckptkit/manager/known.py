@@ -14,9 +14,12 @@ from ckptkit.durable.reader import without_identity
 from ckptkit.durable.stock import DEFAULT_ITEM, METRICS_ITEM, sharding_metadata, step_metadata, tree_metadata
 from ckptkit.errors import StepNotFoundError
 from ckptkit.manager.asked import stored_tree
+from ckptkit.manager.book import Book
+from ckptkit.manager.deciding import StepInfo
 from ckptkit.manager.local_tiers import LocalSave
 from ckptkit.manager.restoring import Restorer
 from ckptkit.manager.small_items import STRUCTURE
+from ckptkit.manager.taken import DURABLE
 from ckptkit.manifest import Manifest
 
 
@@ -91,6 +94,12 @@ class KnownSteps:
             item_metadata=items[DEFAULT_ITEM] if default_item else ocp.args.Composite(**items),
             metrics=_metrics_in(manifests) or {},
         )
+
+
+def durable_infos(book: Book, durable: DurableSteps) -> list[StepInfo]:
+    """What policies look at of the steps that the durable tier holds."""
+    held = {record.step for record in book.records() if DURABLE in record.tiers}
+    return [StepInfo(step, time, metrics) for step, time, metrics in durable.stock.infos() if step in held]
 
 
 def _metrics_in(manifests: Sequence[Manifest]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -200,3 +201,42 @@ def test_a_synchronous_save_raises_what_failed(tmp_path: Path) -> None:
             manager.save(0, args=state(0))
         assert manager.save(1, args=state(1))
         assert manager.all_steps() == [1]
+
+
+@pytest.mark.parametrize("tiers", [False, True])
+def test_a_busy_durable_tier_blocks_neither_the_age_nor_a_step_of_ours(tmp_path: Path, tiers: bool) -> None:
+    """With `durable_busy="skip"` the loop would stand still until a stuck bucket answers; what Orbax writes itself
+    would be lost, since nobody can vote on it in the background."""
+    events: list[ckptkit.Event] = []
+    log = ckptkit.EventLog()
+    log.observe(events.append)
+    go = threading.Event()
+
+    def hold(event: ckptkit.Event) -> None:
+        if event.kind == ckptkit.Kind.PHASE and event.tier == "durable" and event.step == 0:
+            assert go.wait(30)
+
+    log.observe(hold)
+    with ckptkit.CheckpointManager(
+        tmp_path / "durable",
+        tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"))] if tiers else [],
+        events=log,
+        durable_busy="skip",
+        in_flight_max=1,
+        on_failure=ckptkit.FailurePolicy(durable_max_age_s=60.0),
+    ) as manager:
+        assert manager.save(0, args=args.PyTreeSave({"w": np.arange(3)}))
+        manager._pipeline._writer.drain()
+        assert manager.save(1, args=args.PyTreeSave({"w": np.arange(3)})), (
+            "decided before anybody knows that it comes too early"
+        )
+        manager._pipeline._writer.drain()
+        assert not go.is_set()
+        threading.Timer(0.1, go.set).start()
+        assert manager.save(2, args=args.PyTreeSave({"name": "text", "w": np.arange(3)}))
+        manager.wait_until_finished()
+        assert manager.all_steps() == ([0, 1, 2] if tiers else [0, 2])
+        assert [record.state for record in manager.steps()] == ["committed"] * (3 if tiers else 2)
+        assert manager.restore(2)["name"] == "text"
+    skipped = [(event.step, event.fields["policy"]) for event in events if event.kind == ckptkit.Kind.SKIPPED]
+    assert skipped == [(1, "skip")]
