@@ -205,6 +205,14 @@ class Arena:
         with self._changed:
             self._forget(slot)
 
+    def forget_step(self, step: int) -> None:
+        """Forgets every save of `step`: their manifests go, their slots are free."""
+        with self._changed:
+            for slot in [*self._slots, *self._retired]:
+                if slot.save_id is not None and slot.save_id.step == step:
+                    self._forget(slot)
+            self._changed.notify_all()
+
     def protect(self, save_id: SaveId) -> None:
         """Says that `save_id` is the newest save committed by all processes: it is kept until the next such call."""
         with self._changed:

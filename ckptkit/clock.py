@@ -12,7 +12,12 @@ class Deadline:
     """A point in monotonic time that waits are measured against, so that retries share one budget."""
 
     def __init__(self, timeout_s: float):
+        self._timeout_s = timeout_s
         self._end_s = monotonic_s() + timeout_s
+
+    def begin_again(self) -> None:
+        """Sets the point anew, as long after now as at first."""
+        self._end_s = monotonic_s() + self._timeout_s
 
     @property
     def left_s(self) -> float:

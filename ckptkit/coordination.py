@@ -19,6 +19,7 @@ from ckptkit.errors import CoordinationError, heard_from
 
 Decide = Callable[[list[Any]], Any]
 
+_TOLD_KEPT = 10_000  # words of process 0 that stay readable, about 100 bytes each
 _instances = itertools.count()  # managers are made in the same order on every process
 
 
@@ -40,6 +41,14 @@ class Coordinator(Protocol):
 
         Raises `CoordinationError` naming the processes that did not come within `timeout_s`. Where `decide` raises,
         the others hear it as an error of the same class.
+        """
+        ...
+
+    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float) -> Any:
+        """Returns to all what process 0's `decide()` says. Process 0 waits for nobody, the others for its word alone.
+
+        Raises `CoordinationError` where process 0 says nothing within `timeout_s`; what `decide` raises reaches the
+        others as an error of the same class.
         """
         ...
 
@@ -67,6 +76,11 @@ class LocalCoordinator:
         """See `Coordinator.agree`."""
         del channel, timeout_s
         return json.loads(json.dumps(decide([value])))
+
+    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float) -> Any:
+        """See `Coordinator.tell`."""
+        del channel, timeout_s
+        return json.loads(json.dumps(decide()))
 
 
 @final
@@ -109,6 +123,29 @@ class JaxCoordinator:
         if "failed" in verdict:
             raise heard_from(0, *verdict["failed"])
         return verdict["verdict"]
+
+    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float) -> Any:
+        """See `Coordinator.tell`."""
+        number = self._meetings.get(channel, 0)
+        self._meetings[channel] = number + 1
+        key = f"{self._prefix}/{channel}/{number}"
+        if self.process != 0:
+            text = self._get(key, timeout_s)
+            if text is None:
+                raise CoordinationError(f"{channel}: process 0 said nothing within {timeout_s:g} s")
+            said = json.loads(text)
+            if "failed" in said:
+                raise heard_from(0, *said["failed"])
+            return said["verdict"]
+        if number >= _TOLD_KEPT:  # nobody lags that many steps of training behind process 0
+            self._ask("key_value_delete", f"{self._prefix}/{channel}/{number - _TOLD_KEPT}")
+        try:
+            verdict = json.dumps({"verdict": decide()})
+        except Exception as error:
+            self._ask("key_value_set", key, json.dumps({"failed": [type(error).__name__, str(error)]}))
+            raise
+        self._ask("key_value_set", key, verdict)
+        return json.loads(verdict)["verdict"]
 
     def _preside(self, meeting: str, last_meeting: str, decide: Decide, deadline: Deadline) -> Any:
         values: list[Any] = []

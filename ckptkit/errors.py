@@ -21,6 +21,12 @@ class StepNotFoundError(CheckpointError, FileNotFoundError):
     """No tier holds the step that was asked for (also a `FileNotFoundError`, which Orbax's callers catch)."""
 
 
+class ItemNotFoundError(CheckpointError, KeyError):
+    """The step has no item of that name (also a `KeyError`, which Orbax raises)."""
+
+    __str__ = Exception.__str__  # a KeyError shows the representation of its message
+
+
 class NoRestorableStepError(CheckpointError):
     """Every candidate was rejected; `.candidates` lists each as `(tier, step, reason)`."""
 
@@ -53,6 +59,20 @@ class TreeMismatchError(CheckpointError, ValueError):
         )
 
 
+class SurgeryError(TreeMismatchError):
+    """The rules of a surgery do not cover both sides; `.differences` holds everything that is wrong, sorted."""
+
+    def __init__(self, differences: Iterable[str]):
+        self.differences = tuple(sorted(differences))
+        lines = "\n".join(f"  {line}" for line in self.differences)
+        CheckpointError.__init__(
+            self,
+            f"the rules do not say where every leaf comes from and goes to ({len(self.differences)} differences):\n"
+            f"{lines}\nNothing was read. Add or change rules; what begins afresh is said with Init, what is left "
+            "behind with Skip.",
+        )
+
+
 class SaveFailedError(CheckpointError):
     """A save failed in the background; the cause is attached as `__cause__`."""
 
@@ -79,7 +99,14 @@ class TierUnusableError(CheckpointError, ValueError):
 
 _HEARD = {
     error.__name__: error
-    for error in (CorruptCheckpointError, StoreError, TransientStoreError, StoreFullError, TierUnusableError)
+    for error in (
+        CorruptCheckpointError,
+        ItemNotFoundError,
+        StoreError,
+        TransientStoreError,
+        StoreFullError,
+        TierUnusableError,
+    )
 }
 
 

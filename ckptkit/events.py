@@ -34,6 +34,7 @@ class Kind(StrEnum):
     STAGED = "staged"
     COMMITTED = "committed"  # step is whole in tier on ALL processes: fields bytes, duration_s since staged
     SKIPPED = "save_skipped"  # dropped everywhere: fields reason, policy: skip (too early), wait (in vain), veto
+    RETRIED = "save_retried"  # a transient failure: fields reason, delay_s until the next attempt
     FAILED = "save_failed"  # fields reason
     DEGRADED = "tier_degraded"  # fields reason
     DISRUPTED = "disrupted"  # the launcher lost a process: fields attempt, lost (which), cause, wiped

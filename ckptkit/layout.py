@@ -4,6 +4,7 @@
 <tier root>/<job>/<host id>/<local rank>/lock, slot-<k>.bin, <manifests>          fast tiers
 <durable root>/<step>/<item>/_ckptkit/process-<i>.json                            our sidecars in Orbax's steps
 <durable root>/_ckptkit/epochs/<epoch>.json                                       one record per run that saved
+<durable root>/_ckptkit/leases/<id>.json, doomed.json                             what is read, what is to be deleted
 ```
 """
 
@@ -16,6 +17,8 @@ PAGE_BYTES = 4096  # boxes begin at multiples of it in a slot
 LOCK_NAME = "lock"
 SIDECAR_DIR = "_ckptkit"
 EPOCHS_DIR = f"{SIDECAR_DIR}/epochs"
+LEASES_DIR = f"{SIDECAR_DIR}/leases"
+DOOMED_KEY = f"{SIDECAR_DIR}/doomed.json"
 
 _MANIFEST = re.compile(r"step-([0-9]{12})-e([0-9]{8})-n([0-9]{8})\.json")
 _SIDECAR = re.compile(r"process-([0-9]{1,6})\.json")

@@ -102,6 +102,30 @@ class Backpressure:
                 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailurePolicy:
+    """What becomes of a durable save that fails. A failed save never stops training by itself.
+
+    A transient failure (a store that does not answer, throttles or drops the connection) is tried again up to
+    `retries` times, after `retry_delay_s`, doubled each time. Any other one, or the last, drops the step and degrades
+    the tier: it is said in events and raised by `check_for_errors`, `wait_until_finished` or `close`. Once every
+    durable save has failed for longer than `durable_max_age_s` (None: never), the next `save` raises
+    `SaveFailedError`.
+    """
+
+    retries: int = 3
+    retry_delay_s: float = 1.0
+    durable_max_age_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.retries < 0 or self.retry_delay_s < 0:
+            raise ValueError(
+                f"FailurePolicy: retries={self.retries}, retry_delay_s={self.retry_delay_s}: give 0 or more"
+            )
+        if self.durable_max_age_s is not None and self.durable_max_age_s < 0:
+            raise ValueError(f"FailurePolicy: durable_max_age_s={self.durable_max_age_s}: give 0 or more, or None")
+
+
 def checked_tiers(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
     """The tiers, fastest first; raises ValueError when one is declared twice."""
     names = [tier.name for tier in tiers]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ckptkit.durable.partial import anywhere, on_every_process
 from ckptkit.durable.shardings import sharding_of_text
 from ckptkit.errors import CorruptCheckpointError, TreeMismatchError
 from ckptkit.manifest import BoxRecord, LeafKind, LeafRecord, Manifest, describe
@@ -20,6 +21,7 @@ from ckptkit.pages import empty_block
 from ckptkit.plan import BoxRead, Key, RestorePlan
 from ckptkit.sharding import Box, boxes_held
 from ckptkit.snapshot import SMALL_BYTES, copy_threads, kind_of_number, leaf_path, share_work
+from ckptkit.structure import Empty, empty_value
 
 _REMOTE_READS = 8  # at a time: each waits for a store's answer
 
@@ -85,11 +87,11 @@ def targets_of(item: str, abstract: Any, stored: Sequence[LeafRecord], *, step: 
     return targets
 
 
-def abstract_of(stored: Sequence[LeafRecord]) -> Any:
+def abstract_of(stored: Sequence[LeafRecord], empties: Sequence[Empty] = ()) -> Any:
     """An abstract tree made from the records alone: nested dicts and lists, with the shardings of the save where
-    today's devices allow it, else (one process) everything on the first device.
+    today's devices allow it, else everything on the first device, or whole on every device of several processes.
 
-    Raises ValueError in a job of several processes where the shardings cannot be rebuilt.
+    `empties` are the nodes without leaves (`ckptkit.structure`).
     """
     root: dict[str, Any] = {}
     for leaf in stored:
@@ -99,7 +101,13 @@ def abstract_of(stored: Sequence[LeafRecord]) -> Any:
         if not leaf.path:
             return _abstract_leaf(leaf)
         node[leaf.path[-1]] = _abstract_leaf(leaf)
-    return _with_sequences(root, {leaf.path: leaf.keys for leaf in stored})
+    for path, _, kind in empties:
+        node = root
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = empty_value(kind)
+    letters = {path: letters for path, letters, _ in empties}
+    return _with_sequences(root, {leaf.path: leaf.keys for leaf in stored} | letters)
 
 
 def execute(
@@ -297,14 +305,7 @@ def _abstract_leaf(leaf: LeafRecord) -> Any:
 
 def _stored_sharding(leaf: LeafRecord) -> jax.sharding.Sharding:
     sharding = sharding_of_text(leaf.extra.get("sharding", "{}"))
-    if sharding is not None:
-        return sharding
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"leaf {leaf.name} was saved on a mesh that today's devices cannot form; pass an abstract state with "
-            "shardings to restore"
-        )
-    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return sharding if sharding is not None and on_every_process(sharding) else anywhere()
 
 
 def _with_sequences(root: Any, keys: Mapping[tuple[str, ...], str]) -> Any:

@@ -47,7 +47,7 @@ def read_manifest(path: Path) -> Manifest:
 class ManifestCache:
     """Manifests that were read before, by their file: one that is renamed into place never changes.
 
-    Cost of one that is known: a `stat`, against 25 microseconds per leaf.
+    Cost of one that is known: a `stat`, against 25 microseconds per leaf. Safe from several threads.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class ManifestCache:
     def keep_only(self, found: Iterable[tuple[Path, Manifest]]) -> None:
         """Forgets all but the manifests that were found now, each with its directory."""
         paths = {directory / manifest_name_of(manifest.save_id) for directory, manifest in found}
-        self._known = {path: known for path, known in self._known.items() if path in paths}
+        self._known = {path: known for path, known in list(self._known.items()) if path in paths}
 
 
 def read_manifests(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -13,10 +13,12 @@ class BranchPreservation:
     """An Orbax preservation policy that does not count abandoned steps, and keeps none of them.
 
     They would push good steps out of `max_to_keep`, and be kept in their place. Orbax deletes what is not preserved
-    only after the new step is committed.
+    only after the new step is committed. `spare` is told what is to go and says what must stay all the same, because
+    it is read; Orbax asks once per save, on every process.
     """
 
-    def __init__(self, options: ocp.CheckpointManagerOptions):
+    def __init__(self, options: ocp.CheckpointManagerOptions, spare: Callable[[list[int]], frozenset[int]]):
+        self._spare = spare
         self._policy: Any = options.preservation_policy or _default_policy(options)
         self.abandoned: frozenset[int] = frozenset()  # set before each save, the same on every process
 
@@ -24,7 +26,9 @@ class BranchPreservation:
         """Whether to keep each of `checkpoints`."""
         branch = [checkpoint for checkpoint in checkpoints if checkpoint.step not in self.abandoned]
         kept = iter(self._policy.should_preserve(branch, context=context))
-        return [checkpoint.step not in self.abandoned and next(kept) for checkpoint in checkpoints]
+        keeps = [checkpoint.step not in self.abandoned and next(kept) for checkpoint in checkpoints]
+        spared = self._spare([each.step for each, keep in zip(checkpoints, keeps, strict=True) if not keep])
+        return [keep or each.step in spared for each, keep in zip(checkpoints, keeps, strict=True)]
 
 
 def prunes(options: ocp.CheckpointManagerOptions) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import numpy as np
 import tensorstore as ts
 
 from ckptkit import layout
-from ckptkit.errors import CorruptCheckpointError, StoreError, TransientStoreError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError, TransientStoreError
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, copy_proven
 from ckptkit.sharding import Box
 from ckptkit.store import Store, open_store
@@ -20,7 +21,16 @@ READ_THREADS = 8
 _DAMAGED = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "FAILED_PRECONDITION", "Error decoding", "Truncated")
 _REFUSED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 _UNREACHABLE = ("UNAVAILABLE", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
-
+_TRANSIENT_ERRNOS = (
+    errno.EAGAIN,
+    errno.EINTR,
+    errno.EIO,  # of a network mount
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENETUNREACH,
+    errno.ENETRESET,
+    errno.EHOSTUNREACH,
+)
 
 _STEP_METADATA = "_CHECKPOINT_METADATA"
 _IDENTITY = "ckptkit_save_id"
@@ -31,12 +41,33 @@ def identity_metadata(save_id: SaveId) -> dict[str, Any]:
     return {_IDENTITY: [save_id.epoch, save_id.step, save_id.number]}
 
 
+def without_identity(metadata: Any) -> Any:
+    """The custom metadata of a step as the caller gave it."""
+    if not isinstance(metadata, dict):
+        return metadata
+    return {name: value for name, value in metadata.items() if name != _IDENTITY}
+
+
 def is_damage(error: Exception) -> bool:
     """Whether what stock Orbax raised while it restored says that the step is damaged, rather than refused."""
     if isinstance(error, FileNotFoundError | json.JSONDecodeError | KeyError):
         return True
     text = str(error)
     return any(word in text for word in _DAMAGED) and not any(word in text for word in (*_REFUSED, *_UNREACHABLE))
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether a failed write may succeed when it is tried again: the store did not answer, throttled or hung up."""
+    if isinstance(error, TransientStoreError | ConnectionError):
+        return True
+    if isinstance(error, CheckpointError):
+        return False
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _TRANSIENT_ERRNOS
+    status = getattr(error, "code", getattr(error, "status", None))
+    if isinstance(status, int):
+        return status in (408, 429) or 500 <= status < 600
+    return isinstance(error, TimeoutError) or any(word in str(error) for word in _UNREACHABLE)
 
 
 class DurableReader:
@@ -49,6 +80,11 @@ class DurableReader:
         self._lock = threading.Lock()
         self._arrays: dict[tuple[str, str], ts.TensorStore] = {}
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})
+
+    @property
+    def url(self) -> str:
+        """The step's directory."""
+        return self._url
 
     def manifests(self) -> list[Manifest]:
         """The sidecars of every process, all items; empty for a step that stock Orbax wrote.
@@ -74,6 +110,14 @@ class DurableReader:
             return self._manifest(f"{item}/{layout.SIDECAR_DIR}/{layout.sidecar_name(0)}")
         except FileNotFoundError:
             return None
+
+    def save_id(self) -> SaveId | None:
+        """Which save the step is; None for one that stock Orbax wrote. Cost: a listing and a small read."""
+        for item in self.item_names():
+            manifest = self.newest_manifest(item)
+            if manifest is not None:
+                return manifest.save_id
+        return self.save_id_in_metadata()
 
     def save_id_in_metadata(self) -> SaveId | None:
         """The identity of a step of ours without arrays, which has no sidecar; None where Orbax's file has none."""

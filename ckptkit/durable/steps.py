@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import jax
@@ -14,14 +17,19 @@ from orbax.checkpoint import type_handlers
 from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import Ancestry
 from ckptkit.durable.host_shards import HostShards, HostShardsHandler
+from ckptkit.durable.leases import PruneGuard
 from ckptkit.durable.preservation import BranchPreservation, prunes, replaced_options
 from ckptkit.durable.reader import DurableReader, identity_metadata
+from ckptkit.durable.stock import DEFAULT_ITEM, QuietLogger, Setup, StockManager, checked_options
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.manifest import LeafRecord, Manifest, SaveId
 from ckptkit.sharding import Box, choose_writers
+from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
 
-DEFAULT_ITEM = "default"  # Orbax's name for the item of a step that was saved without Composite
+_LEASE_DEADLINE_S = 20.0  # for small objects: a save that waits longer prunes nothing
+# Orbax numbers operations per process: two saves that begin at once mistake each other's directories.
+_one_save = threading.RLock()
 
 
 class FrozenIterator:
@@ -48,53 +56,55 @@ class DurableSteps:
         coordinator: Coordinator,
         *,
         timeout_s: float,
+        setup: Setup = Setup(),  # noqa: B008  frozen
     ):
         self.url = root_url(directory)
         self._coordinator = coordinator
         self._identities: dict[int, SaveId | None] = {}  # of steps that this process has read or written
         self._timeout_s = timeout_s
-        multiprocessing = ocp.options.MultiprocessingOptions()
-        if coordinator.count > 1:
-            # With these two, all of Orbax's barriers use the coordination service (FACTS 4).
-            multiprocessing = ocp.options.MultiprocessingOptions(
-                active_processes=set(range(coordinator.count)), barrier_sync_key_prefix="ckptkit"
-            )
+        checked_options(options)
+        self._multiprocessing = _without_collectives(options.multiprocessing_options, coordinator.count)
         if coordinator.process == 0 and options.create:
-            ocp.path.step.epath.Path(self.url).mkdir(parents=True, exist_ok=True)
+            make_root(self.url, options)
         coordinator.agree("durable-root", None, lambda _: None, timeout_s=timeout_s)
-        self._name_format = options.step_name_format or ocp.path.step.standard_name_format(
-            step_prefix=options.step_prefix, step_format_fixed_length=options.step_format_fixed_length
-        )
-        self._preservation = BranchPreservation(options)
-        inner_options = dataclasses.replace(
+        self._deletes_later = options.enable_background_delete
+        self._guard = PruneGuard(open_store(self.url, deadline_s=_LEASE_DEADLINE_S))
+        self._preservation = BranchPreservation(options, self._spared)
+        asynchronous = options.async_options or ocp.AsyncOptions(timeout_secs=math.ceil(timeout_s))
+        self._options = dataclasses.replace(
             options,
             **(replaced_options(self._preservation) if prunes(options) else {}),
             create=False,
-            enable_async_checkpointing=False,
-            async_options=ocp.AsyncOptions(timeout_secs=int(timeout_s)),
-            multiprocessing_options=multiprocessing,
+            async_options=dataclasses.replace(asynchronous),  # Orbax edits it
+            multiprocessing_options=self._multiprocessing,
+            **_read_by_one(options),
         )
-        self._inner = ocp.CheckpointManager(
-            self.url, options=inner_options, handler_registry=_handlers(multiprocessing)
-        )
+        self.stock = StockManager(self.url, self._options, setup)
+        self._writer: ocp.CheckpointManager | None = None
+        self._stale: set[int] = set()  # ids of Orbax managers that another one has written past
+        self._on_committed = asynchronous.post_finalization_callback
 
     @property
-    def orbax(self) -> ocp.CheckpointManager:
-        """Orbax's manager: the truth about names, policies and what is kept."""
-        return self._inner
+    def directory(self) -> Any:
+        """The root, as Orbax's path."""
+        return self.stock.orbax.directory
+
+    def kept(self) -> list[int]:
+        """The steps that are committed and not pruned, as the last save through this process left them."""
+        latest = self._writer if id(self.stock.orbax) in self._stale else self.stock.orbax
+        return [] if latest is None else list(latest.all_steps())
 
     def reader(self, step: int) -> DurableReader:
         """A reader of one step."""
-        return DurableReader(f"{self.url}/{self._name_format.build_name(step)}", step=step)
+        try:
+            path = self.stock.path(step)
+        except ValueError:  # a name format of the caller's, and no step of any of its names
+            path = self.directory / self._options.step_name_format.build_name(step)  # pyright: ignore[reportOptionalMemberAccess]
+        return DurableReader(str(path).replace("gs:/", "gs://") if "gs://" not in str(path) else str(path), step=step)
 
     def save_id(self, step: int) -> SaveId | None:
         """Which save a committed step is; None for one that stock Orbax wrote. Cost: a listing and a small read."""
-        reader = self.reader(step)
-        for item in reader.item_names():
-            manifest = reader.newest_manifest(item)
-            if manifest is not None:
-                return manifest.save_id
-        return reader.save_id_in_metadata()
+        return self.reader(step).save_id()
 
     def save(
         self,
@@ -104,6 +114,7 @@ class DurableSteps:
         metrics: Any,
         default_item: bool,
         ancestry: Ancestry,
+        custom_metadata: Mapping[str, Any] | None = None,
     ) -> None:
         """Writes and commits one step; returns once it is committed. Runs on a background thread.
 
@@ -112,26 +123,126 @@ class DurableSteps:
         says that it belongs to an abandoned branch. Raises what Orbax raises; the books are then read afresh.
         """
         args = items[DEFAULT_ITEM] if default_item else ocp.args.Composite(**items)
+        writer = self._fresh(self._own_writer())
         try:
+            self._settle()
             self._meet_abandoned(save_id.step, ancestry)
             has_sidecar = any(isinstance(item, ocp.args.PyTreeSave) for item in items.values())
-            self._inner.save(
-                save_id.step,
-                args=args,
-                metrics=metrics,
-                force=True,
-                custom_metadata=None if has_sidecar else identity_metadata(save_id),
-            )
+            with self._alone():
+                writer.save(
+                    save_id.step,
+                    args=args,
+                    metrics=metrics,
+                    force=True,
+                    custom_metadata={**(custom_metadata or {}), **({} if has_sidecar else identity_metadata(save_id))},
+                )
             self._identities[save_id.step] = save_id
+            if not self._deletes_later:
+                self._settle()
         except BaseException:
             # After a failed commit Orbax has forgotten older good steps (FACTS 5): look at the disk again.
-            self._inner.reload()
+            writer.reload()
             raise
+        finally:
+            self._stale.add(id(self.stock.orbax))
+        if self._on_committed is not None:
+            self._on_committed()
+
+    def save_by_orbax(
+        self,
+        save_id: SaveId,
+        args: Mapping[str, Any],
+        *,
+        metrics: Any,
+        default_item: bool,
+        ancestry: Ancestry,
+        custom_metadata: Mapping[str, Any] | None,
+    ) -> None:
+        """Begins a save by stock Orbax, with the caller's own handlers and objects, on the caller's thread.
+
+        Blocks as Orbax blocks and raises what Orbax raises; `finish_by_orbax` waits for the rest. The step has
+        an identity and no digests. No other save may be on its way.
+        """
+        self.stock.settle()
+        self._fresh(self.stock.orbax)
+        self._settle()
+        self._meet_abandoned(save_id.step, ancestry)
+        self._identities[save_id.step] = save_id
+        with self._alone():
+            self.stock.orbax.save(
+                save_id.step,
+                args=args[DEFAULT_ITEM] if default_item else ocp.args.Composite(**args),
+                metrics=metrics,
+                force=True,
+                custom_metadata={**(custom_metadata or {}), **identity_metadata(save_id)},
+            )
+
+    def finish_by_orbax(self) -> None:
+        """Waits until the save that `save_by_orbax` began is committed; raises what Orbax raises."""
+        try:
+            self.stock.orbax.wait_until_finished()
+            if not self._deletes_later:
+                self._settle()
+        except BaseException:
+            self.stock.orbax.reload()
+            raise
+        finally:
+            if self._writer is not None:
+                self._stale.add(id(self._writer))
+
+    def delete(self, step: int) -> None:
+        """Deletes a committed step, as the options say; nothing where it is not there. No save may be on its way."""
+        self.stock.settle()
+        manager = self._writer or self.stock.orbax
+        manager.reload()
+        self._stale.discard(id(manager))
+        if step in manager.all_steps():
+            manager.delete(step)
+        self._identities.pop(step, None)
+        self._stale.add(id(self.stock.orbax if manager is self._writer else self._writer))
+
+    def holds(self, save_id: SaveId) -> bool:
+        """Whether the step is committed, and is this save. Cost: a listing and a small read."""
+        return save_id.step in self.steps() and self.save_id(save_id.step) == save_id
+
+    def reload(self) -> None:
+        """Looks at the storage afresh. No save may be on its way."""
+        self.stock.settle()
+        self._identities.clear()
+        for manager in (self.stock.orbax, self._writer):
+            if manager is not None:
+                manager.reload()
+                self._stale.discard(id(manager))
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending, as the storage has them now."""
-        self._inner.reload()
-        return sorted(self._inner.all_steps())
+        """The committed steps, ascending, as the storage has them now. Cost: a listing."""
+        return self.stock.listed()
+
+    def _own_writer(self) -> ocp.CheckpointManager:
+        """The manager through which our own steps are written: synchronous, on the thread that asks for it first."""
+        if self._writer is None:
+            options = dataclasses.replace(
+                self._options,
+                enable_async_checkpointing=False,
+                async_options=dataclasses.replace(self._options.async_options, post_finalization_callback=None),  # pyright: ignore[reportArgumentType]
+                cleanup_tmp_directories=False,
+                save_root_metadata=False,
+            )
+            self._writer = ocp.CheckpointManager(
+                self.url, options=options, handler_registry=_handlers(self._multiprocessing), logger=QuietLogger()
+            )
+        return self._writer
+
+    def _alone(self) -> Any:
+        """Keeps other managers of this process from saving meanwhile; with several processes, whose managers would
+        take turns in different orders and wait for each other for ever, nothing does."""
+        return _one_save if self._coordinator.count == 1 else nullcontext()
+
+    def _fresh(self, manager: ocp.CheckpointManager) -> ocp.CheckpointManager:
+        if id(manager) in self._stale:
+            manager.reload()
+            self._stale.discard(id(manager))
+        return manager
 
     def _meet_abandoned(self, step: int, ancestry: Ancestry) -> None:
         """All processes hear from process 0 which steps are abandoned; one of the number to be saved goes first."""
@@ -142,7 +253,21 @@ class DurableSteps:
         steps = self._coordinator.agree("abandoned", None, abandoned, timeout_s=self._timeout_s)
         self._preservation.abandoned = frozenset(steps)
         if step in steps:
-            self._inner.delete(step)
+            self.delete(step)
+
+    def _spared(self, doomed: list[int]) -> frozenset[int]:
+        """Which steps that are to be deleted are read by somebody; all processes hear it from process 0."""
+        if not doomed:
+            return frozenset()
+
+        def spared(_: list[Any]) -> list[int]:
+            return sorted(self._guard.spare(doomed))
+
+        return frozenset(self._coordinator.agree("leases", None, spared, timeout_s=self._timeout_s))
+
+    def _settle(self) -> None:
+        if self._coordinator.process == 0:
+            self._guard.settle()
 
     def _is_abandoned(self, step: int, ancestry: Ancestry, *, replaced: bool) -> bool:
         """A step whose sidecar is damaged may be of this branch: it goes only where a new save takes its number."""
@@ -154,8 +279,31 @@ class DurableSteps:
             return replaced and ancestry.superseded(SaveId(0, step, 0))
 
     def close(self) -> None:
-        """Ends Orbax's manager."""
-        self._inner.close()
+        """Ends Orbax's managers."""
+        self.stock.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def make_root(url: str, options: ocp.CheckpointManagerOptions) -> None:
+    """Makes the durable root, with the permissions that the options ask for. One that cannot be made is left to the
+    first read or write to say so."""
+    mode = options.file_options.path_permission_mode if options.file_options else None
+    with suppress(OSError):
+        ocp.path.step.epath.Path(url).mkdir(parents=True, exist_ok=True, mode=mode)
+
+
+class StandardTreeSave(ocp.args.PyTreeSave):
+    """A tree that the caller saved with `StandardSave`: the step's metadata says so."""
+
+
+class _StandardTreeHandler(ocp.PyTreeCheckpointHandler):
+    """Writes what Orbax's handler for `StandardSave` writes, and goes by its name in the step's metadata."""
+
+    @classmethod
+    def typestr(cls) -> str:
+        """The name of Orbax's own handler."""
+        return ocp.StandardCheckpointHandler.typestr()
 
 
 def host_tree(
@@ -164,10 +312,14 @@ def host_tree(
     manifest: Manifest,
     item: str,
     on_written: Callable[[], None],
+    *,
+    standard: bool = False,
+    custom_metadata: Any = None,
 ) -> ocp.args.PyTreeSave:
     """The save arguments of one array item: the boxes that this process is to write, and its sidecar.
 
-    `leaves` has for each leaf its record with digests, who holds each box, and this process's blocks.
+    `leaves` has for each leaf its record with digests, who holds each box, and this process's blocks. `standard`:
+    the caller saved it with `StandardSave`, not `PyTreeSave`; `custom_metadata` is the item's own.
     """
     process = jax.process_index()
     writers = choose_writers([holders for _, holders, _ in leaves], [leaf.itemsize for leaf, _, _ in leaves])
@@ -190,11 +342,31 @@ def host_tree(
         else _plain_value(leaf, next(iter(blocks.values())))
         for leaf, (_, _, blocks) in zip(written, leaves, strict=True)
     ]
-    return ocp.args.PyTreeSave(jax.tree_util.tree_unflatten(treedef, values))
+    kind = StandardTreeSave if standard else ocp.args.PyTreeSave
+    return kind(jax.tree_util.tree_unflatten(treedef, values), custom_metadata=custom_metadata)
 
 
 def _plain_value(leaf: LeafRecord, block: np.ndarray) -> Any:
     return block if leaf.kind == "numpy" else block.item()
+
+
+def _without_collectives(options: Any, count: int) -> Any:
+    """With these two set, all of Orbax's barriers use the coordination service (FACTS 4)."""
+    if count == 1:
+        return options
+    return dataclasses.replace(
+        options,
+        active_processes=options.active_processes or set(range(count)),
+        barrier_sync_key_prefix=options.barrier_sync_key_prefix or "ckptkit",
+    )
+
+
+def _read_by_one(options: ocp.CheckpointManagerOptions) -> dict[str, Any]:
+    """Process 0 alone lists steps anyway, and tells the others without Orbax's broadcast between devices."""
+    names = options.step_name_format
+    if getattr(names, "single_host_load_and_broadcast", False):
+        names = dataclasses.replace(names, single_host_load_and_broadcast=False)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return {"single_host_load_and_broadcast": False, "step_name_format": names}
 
 
 def _handlers(multiprocessing: Any) -> Any:
@@ -207,15 +379,15 @@ def _handlers(multiprocessing: Any) -> Any:
         (HostShards, HostShardsHandler()),
         (jax.Array, type_handlers.get_type_handler(jax.Array)),  # last: restores, and write shapes in the metadata
     )
-    tree = ocp.PyTreeCheckpointHandler(
-        multiprocessing_options=multiprocessing, type_handler_registry=types, use_compression=False
-    )
-    standard = ocp.StandardCheckpointHandler(multiprocessing_options=multiprocessing)
+    settings: Any = {
+        "multiprocessing_options": multiprocessing,
+        "type_handler_registry": types,
+        "use_compression": False,
+    }
     json_handler = ocp.JsonCheckpointHandler(multiprocessing_options=multiprocessing)
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    registry.add(None, ocp.args.PyTreeSave, tree)
-    registry.add(None, ocp.args.PyTreeRestore, tree)
-    registry.add(None, ocp.args.StandardRestore, standard)
+    registry.add(None, ocp.args.PyTreeSave, ocp.PyTreeCheckpointHandler(**settings))
+    registry.add(None, StandardTreeSave, _StandardTreeHandler(**settings))
     registry.add(None, ocp.args.JsonSave, json_handler)
     registry.add(None, ocp.args.JsonRestore, json_handler)
     return registry

@@ -124,8 +124,9 @@ def items_of_manifest(manifest: Manifest) -> tuple[Item, ...]:
         for name, leaves in manifest.arrays.items()
     ]
     inline = [
-        Item(name=name, kind="json" if stored["kind"] == "json" else "grain", layout="inline", value=stored["value"])
+        Item(name=name, kind="grain" if stored["kind"] == "grain" else "json", layout="inline", value=stored["value"])
         for name, stored in manifest.inline.items()
+        if name not in manifest.arrays  # else its empty nodes
     ]
     return (*arrays, *inline)
 

@@ -1,4 +1,8 @@
-"""Whether a step is taken, and for which tiers: decided from the step and the options, the same on every process."""
+"""Whether a step is taken, and for which tiers: the same on every process.
+
+What depends on the step alone every process decides for itself. A policy that looks at a clock, at saves on their
+way or at anything else that processes may see differently is asked on process 0; the others hear what it said.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
+from ckptkit.coordination import Coordinator, LocalCoordinator
 from ckptkit.manager.taken import DURABLE
 from ckptkit.policy import Tier
 
@@ -41,14 +46,36 @@ class _ShouldSaveFunction:
 class Decider:
     """Remembers what was taken, so that a decision never depends on how far a background save has come."""
 
-    def __init__(self, options: ocp.CheckpointManagerOptions, tiers: Sequence[Tier], durable_steps: Iterable[int]):
+    def __init__(
+        self,
+        options: ocp.CheckpointManagerOptions,
+        tiers: Sequence[Tier],
+        durable_steps: Iterable[StepInfo | int],
+        coordinator: Coordinator | None = None,
+        timeout_s: float = 600.0,
+    ):
         self._tiers = tiers
+        self._options = options
         self._read_only = options.read_only
         self._asks_user = options.save_decision_policy is not None or options.should_save_fn is not None
         self._policy = options.save_decision_policy or _default_policy(options)
-        self._durable = [StepInfo(step) for step in sorted(durable_steps)]
+        self._coordinator = coordinator or LocalCoordinator()
+        self._alone = self._coordinator.count == 1 or _is_of_the_step_alone(self._policy)
+        self._timeout_s = timeout_s
         self._last: int | None = None
         self._durable_owed = False
+        self.refill(durable_steps)
+
+    def refill(self, durable_steps: Iterable[StepInfo | int]) -> None:
+        """The durable tier was looked at afresh: it holds these."""
+        infos = [StepInfo(each) if isinstance(each, int) else each for each in durable_steps]
+        self._durable = sorted(infos, key=lambda info: info.step)
+        self._last = None
+
+    def forget(self, step: int) -> None:
+        """The step was deleted: it does not count any more."""
+        self._durable = [info for info in self._durable if info.step != step]
+        self._last = None
 
     def continue_from(self, step: int) -> None:
         """The run goes on from `step`: later ones, of an abandoned branch, do not count any more.
@@ -62,32 +89,62 @@ class Decider:
             self._durable_owed = step not in [info.step for info in self._durable]
             return
         behind_from = max(self._durable[-1].step + 1 if self._durable else 0, step - _LOOKED_BACK_STEPS)
-        self._durable_owed = any(self._durable_due(each, False) for each in range(behind_from, step + 1))
+        self._durable_owed = any(self._durable_due(each, False, False) for each in range(behind_from, step + 1))
 
-    def due(self, step: int, *, last: int | None, reached_preemption: bool, force: bool) -> frozenset[str]:
-        """The tiers that take `step`; none for a step at or below the last one, unless `force`."""
+    def refusal(self, step: int, *, last: int | None, force: bool) -> str | None:
+        """Why no tier would take `step`, whatever its policy says; None where the policies are to be asked."""
         last = self._last if self._last is not None else last
-        if self._read_only or (last is not None and step <= last and not force):
+        if self._read_only:
+            return "the options say read_only"
+        if last is not None and step <= last and not force:
+            return f"step {last} is saved already, and a save at or below it needs force=True"
+        return None
+
+    def due(
+        self, step: int, *, last: int | None, reached_preemption: bool, force: bool, is_saving: bool = False
+    ) -> frozenset[str]:
+        """The tiers that take `step`; none for a step at or below the last one, unless `force`.
+
+        `is_saving` is whether a save is on its way, as this process sees it.
+        """
+        if self.refusal(step, last=last, force=force) is not None:
             return frozenset()
         due = {tier.name for tier in self._tiers if force or tier.save.due(step)}
-        if force or self._durable_due(step, reached_preemption) or (due and self._durable_owed):
+        if force or self._durable_due(step, reached_preemption, is_saving) or (due and self._durable_owed):
             due.add(DURABLE)
         return frozenset(due)
 
-    def taken(self, step: int, due: frozenset[str]) -> None:
+    def taken(self, step: int, due: frozenset[str], metrics: Any = None) -> None:
         """Records that `step` was taken for the tiers of `due`."""
         self._last = step
         if DURABLE in due:
-            self._durable.append(StepInfo(step))
+            self._durable.append(StepInfo(step, metrics=metrics))
             self._durable_owed = False
 
-    def _durable_due(self, step: int, reached_preemption: bool) -> bool:
+    def _durable_due(self, step: int, reached_preemption: bool, is_saving: bool) -> bool:
+        checks = self._options.enable_should_save_is_saving_in_progress_check
         context = policies.DecisionContext(
-            is_saving_in_progress=False,
+            is_saving_in_progress=is_saving and checks,
             reached_preemption=reached_preemption,
-            multiprocessing_options=ocp.options.MultiprocessingOptions(),
+            multiprocessing_options=self._options.multiprocessing_options,
         )
-        return self._policy.should_save(StepInfo(step), self._durable, context=context)  # pyright: ignore[reportArgumentType]
+
+        def ask() -> bool:
+            return bool(self._policy.should_save(StepInfo(step), self._durable, context=context))  # pyright: ignore[reportArgumentType]
+
+        return ask() if self._alone else self._coordinator.tell("decision", ask, timeout_s=self._timeout_s)
+
+
+def _is_of_the_step_alone(policy: Any) -> bool:
+    """Whether a policy's answer follows from what all processes know: Orbax's own that look at no clock."""
+    if type(policy) is policies.AnySavePolicy:
+        return all(map(_is_of_the_step_alone, policy.policies))
+    return type(policy) in (
+        policies.FixedIntervalPolicy,
+        policies.SpecificStepsPolicy,
+        policies.PreemptionCheckpointingPolicy,
+        policies.InitialSavePolicy,
+    )
 
 
 def _default_policy(options: ocp.CheckpointManagerOptions) -> Any:

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptkit import snapshot
+from ckptkit import clock, snapshot
 from ckptkit.arena import Arena, Slot
 from ckptkit.clock import Deadline
-from ckptkit.coordination import Coordinator
 from ckptkit.durable.steps import host_tree
 from ckptkit.errors import CheckpointError, StoreFullError
 from ckptkit.flush import DiskCopy, Worker
 from ckptkit.manager.book import Book
+from ckptkit.manager.epoch_claim import EpochClaim
+from ckptkit.manager.failing import DurableUpkeep
 from ckptkit.manager.outcomes import Outcomes, Refusal, describe
 from ckptkit.manager.taken import DURABLE, DiskFlush, Save, Sealed, Tiers
 from ckptkit.manifest import Manifest, SaveId
@@ -22,12 +23,12 @@ from ckptkit.manifest import Manifest, SaveId
 class Flusher:
     """Owner of the threads that fill the slower tiers. They read the snapshot's slot under a lease."""
 
-    def __init__(self, tiers: Tiers, coordinator: Coordinator, book: Book, outcomes: Outcomes, timeout_s: float):
+    def __init__(self, tiers: Tiers, book: Book, outcomes: Outcomes, claim: EpochClaim, upkeep: DurableUpkeep):
         self._tiers = tiers
-        self._coordinator = coordinator
         self._book = book
         self._outcomes = outcomes
-        self._timeout_s = timeout_s
+        self._claim = claim
+        self._upkeep = upkeep
         self._disk = Worker("ckptkit-disk", waiting_max=1)
         self._durable = Worker("ckptkit-durable", waiting_max=1)
 
@@ -96,6 +97,26 @@ class Flusher:
             if begun is not None and not begun.decided.done():
                 begun.leave_out()
 
+    def follow(self, save_id: SaveId) -> None:
+        """Waits in the durable thread for a save that Orbax has begun on the caller's thread, and reports its end.
+
+        Orbax's objects are the caller's: what failed is not tried again.
+        """
+        began_s = clock.monotonic_s()
+
+        def finish() -> None:
+            durable = self._tiers.durable
+            try:
+                self._claim.claim(save_id)
+                self._upkeep.attempt(
+                    save_id.step, durable.finish_by_orbax, lambda: durable.holds(save_id), repeatable=False
+                )
+                self._outcomes.committed_by_orbax(save_id, began_s)
+            except Exception as error:  # noqa: BLE001  the top of a thread: reported and stored
+                self._outcomes.failed(save_id, DURABLE, error)
+
+        self._durable.submit(finish)
+
     def _refused(self, save: Save, tier: str, begun: bool) -> Refusal | None:
         too_early = Refusal(policy="skip", reason="still writing an older step")
         if tier == DURABLE:
@@ -152,13 +173,19 @@ class Flusher:
     def _flush_to_durable(self, save: Save, slot: Slot, sealed: Sealed) -> None:
         self._outcomes.phase(save.save_id, "begun", DURABLE)
         try:
-            self._fence(save.save_id)
-            self._tiers.durable.save(
-                save.save_id,
-                {**self._array_items(save, slot, sealed.manifest(slot)), **save.items.durable},
-                metrics=save.metrics,
-                default_item=save.items.default_item,
-                ancestry=self._book.ancestry,
+            self._claim.fence(save.save_id)
+            manifest = sealed.manifest(slot)
+            self._upkeep.attempt(
+                save.save_id.step,
+                lambda: self._tiers.durable.save(
+                    save.save_id,
+                    {**self._array_items(save, slot, manifest), **save.items.durable},
+                    metrics=save.metrics,
+                    default_item=save.items.default_item,
+                    ancestry=self._book.ancestry,
+                    custom_metadata=save.items.custom_metadata,
+                ),
+                lambda: self._tiers.durable.holds(save.save_id),
             )
             self._outcomes.phase(save.save_id, "committed_here", DURABLE)
             self._outcomes.committed(save, DURABLE, None)
@@ -180,20 +207,6 @@ class Flusher:
                 manifest,
                 item,
                 lambda: self._outcomes.phase(save.save_id, "written", DURABLE),
+                **save.items.durable_tree_words(item),
             )
         return items
-
-    def _fence(self, save_id: SaveId) -> None:
-        """Refuses to commit durably once a later run has begun: its branch must not be overtaken by this one."""
-
-        def newest(_: list[Any]) -> int:
-            return self._tiers.epochs.read().epoch
-
-        epoch = self._coordinator.agree("fence", None, newest, timeout_s=self._timeout_s)
-        if epoch > save_id.epoch:
-            raise CheckpointError(
-                f"step {save_id.step} is not committed to {self._tiers.durable.url}: this run has epoch "
-                f"{save_id.epoch}, and a later run has begun epoch {epoch} there; stop this run",
-                step=save_id.step,
-                tier=DURABLE,
-            )

@@ -1,4 +1,4 @@
-"""What a manager does once, when it is made: open this process's slots, and take stock of what all tiers hold."""
+"""What a manager does when it is made: look at the durable root, open this host's tiers, agree on what they hold."""
 
 from __future__ import annotations
 
@@ -8,19 +8,45 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
 from ckptkit.arena import Arena
 from ckptkit.coordination import Coordinator, gather
-from ckptkit.durable import DurableSteps
+from ckptkit.durable import DurableSteps, EpochRecords
+from ckptkit.durable.epochs import Ancestry
+from ckptkit.durable.steps import make_root
 from ckptkit.errors import CheckpointError, heard_from
 from ckptkit.host_memory import HostMemory
 from ckptkit.layout import PAGE_BYTES
-from ckptkit.manager.book import Book
 from ckptkit.manager.restoring import Restorer
-from ckptkit.manager.taken import DURABLE
+from ckptkit.manager.taken import DURABLE, MEMORY, Tiers
 from ckptkit.manifest import SaveId
 from ckptkit.policy import Tier
 from ckptkit.sharding import Box, boxes_by_process
+from ckptkit.store import open_store
+
+STORE_DEADLINE_S = 20.0  # for small reads and writes of the durable root: a restart should not hang on a dead bucket
+
+
+def epoch_records(url: str) -> EpochRecords:
+    """The epoch records of a durable root."""
+    return EpochRecords(open_store(url, deadline_s=STORE_DEADLINE_S))
+
+
+def first_look(
+    epochs: EpochRecords, url: str, options: ocp.CheckpointManagerOptions, coordinator: Coordinator, timeout_s: float
+) -> Ancestry:
+    """The epoch records, read by process 0. The first use of the durable root, so its errors come early."""
+
+    def read(_: list[Any]) -> dict[str, Any]:
+        if options.create and not options.read_only:
+            make_root(url, options)
+        ancestry = epochs.read()
+        if options.create and not options.read_only:
+            epochs.probe()
+        return ancestry.to_json()
+
+    return Ancestry.from_json(coordinator.agree("first-look", None, read, timeout_s=timeout_s))
 
 
 def open_arenas(
@@ -72,19 +98,32 @@ def abstract_slot_bytes(trees: Mapping[str, Any]) -> int:
     return total_bytes
 
 
-def take_stock(
-    book: Book, restorer: Restorer, durable: DurableSteps, coordinator: Coordinator, timeout_s: float
-) -> int:
-    """Fills the book with what all tiers hold, agreed by all processes; returns this run's epoch.
+def make_tiers(
+    arenas: Mapping[str, Arena], memory: HostMemory, in_flight_max: int, durable: DurableSteps, epochs: EpochRecords
+) -> Tiers:
+    """Where saves go: staged in the ramdisk's slots, or without one in host memory for as many as may be in flight."""
+    staging = arenas.get("ram") or Arena(None, slots=in_flight_max, synced=False, memory=memory)
+    return Tiers(
+        staging=staging,
+        staging_name="ram" if "ram" in arenas else MEMORY,
+        disk=arenas.get("ssd"),
+        durable=durable,
+        epochs=epochs,
+    )
 
-    Cost on process 0: a listing of the durable tier and a small read per step.
+
+def take_stock(
+    restorer: Restorer, durable: DurableSteps, ancestry: Ancestry, coordinator: Coordinator, timeout_s: float
+) -> tuple[dict[SaveId, list[str]], int]:
+    """Every save with the tiers that hold it, agreed by all processes, and the highest epoch that was seen.
+
+    Cost: a listing and a small read per durable step, on process 0.
     """
-    me = (coordinator.process, coordinator.count)
     mine = [
         [save.epoch, save.step, save.number, tier]
         for save, held in restorer.local_saves().items()
         for tier, pairs in held.held.items()
-        if any((manifest.writer.process, manifest.writer.count) == me for _, manifest in pairs)
+        if any((m.writer.process, m.writer.count) == (coordinator.process, coordinator.count) for _, m in pairs)
     ]
 
     def stock(reports: list[list[list[Any]]]) -> dict[str, Any]:
@@ -98,17 +137,18 @@ def take_stock(
             save: sorted({entry[3] for report in reports for entry in report if tuple(entry[:3]) == save})
             for save in common
         }
-        saves = [restorer.identity(step, book.ancestry) for step in durable.steps()]
+        listed = [restorer.identity(step, ancestry) for step in durable.steps()]
+        newest = [[save.epoch, save.step, save.number] for save in listed]
         return {
             "fast": [[*save, tiers[save]] for save in common],
-            "durable": [[save.epoch, save.step, save.number] for save in saves],
-            "epoch": max([book.ancestry.epoch, *(save[0] for save in seen), *(save.epoch for save in saves)]),
+            "durable": newest,
+            "epoch": max([ancestry.epoch, *(save[0] for save in seen), *(e for e, _, _ in newest)]),
         }
 
     agreed = coordinator.agree("stock", mine, stock, timeout_s=timeout_s)
-    for epoch, step, number, tiers in agreed["fast"]:
-        for tier in tiers:
-            book.commit(SaveId(epoch, step, number), tier)
+    held: dict[SaveId, list[str]] = {}
+    for epoch, step, number, names in agreed["fast"]:
+        held.setdefault(SaveId(epoch, step, number), []).extend(names)
     for epoch, step, number in agreed["durable"]:
-        book.commit(SaveId(epoch, step, number), DURABLE)
-    return agreed["epoch"] + 1
+        held.setdefault(SaveId(epoch, step, number), []).append(DURABLE)
+    return held, agreed["epoch"]

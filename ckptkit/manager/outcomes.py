@@ -63,13 +63,12 @@ class Outcomes:
         """All processes hold the save in `tier`: it is booked, protected, and what it replaces is forgotten."""
         if tier == MEMORY:
             return
-        self._book.commit(save.save_id, tier)
+        self._book.commit(save.save_id, tier, save.description.held_bytes)
         if arena is not None:
             arena.protect(save.save_id)
             self._book.keep_only(tier, arena.held())
         else:
-            kept = set(self._tiers.durable.orbax.all_steps())
-            self._book.keep_only(tier, [r.save_id for r in self._book.records() if r.step in kept])
+            self._keep_durable()
         self._events.emit(
             Kind.COMMITTED,
             step=save.save_id.step,
@@ -79,10 +78,22 @@ class Outcomes:
             **({"method": arena.method} if arena is not None and arena.synced else {}),
         )
 
+    def committed_by_orbax(self, save_id: SaveId, began_s: float) -> None:
+        """Orbax has committed a save that it wrote itself; nothing of it was staged or proven."""
+        self._book.commit(save_id, DURABLE)
+        self._keep_durable()
+        duration_s = round(clock.monotonic_s() - began_s, 6)
+        self._events.emit(Kind.COMMITTED, step=save_id.step, tier=DURABLE, bytes=0, duration_s=duration_s)
+
+    def _keep_durable(self) -> None:
+        kept = set(self._tiers.durable.kept())
+        self._book.keep_only(DURABLE, [r.save_id for r in self._book.records() if r.step in kept])
+
     def skipped(self, save_id: SaveId, tier: str, refusal: Refusal, *, gone: bool) -> None:
         """All processes leave the save out of `tier`; `gone` where no other tier will hold it."""
         if gone:
-            self._book.fail(save_id)  # one that some tier holds already stays
+            # One that some tier holds already stays; one that came too early is no failure.
+            self._book.fail(save_id, remembered=refusal.policy != "skip")
         self._events.emit(Kind.SKIPPED, step=save_id.step, tier=tier, policy=refusal.policy, reason=refusal.reason)
 
     def degraded(self, step: int | None, tier: str, error: Exception) -> None:

@@ -7,45 +7,33 @@ from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from ckptkit import clock, layout
 from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import Ancestry, EpochRecords
-from ckptkit.durable.reader import is_damage
-from ckptkit.durable.steps import DEFAULT_ITEM, DurableSteps
+from ckptkit.durable.steps import DurableSteps
+from ckptkit.durable.stock import DEFAULT_ITEM
 from ckptkit.errors import (
     CorruptCheckpointError,
+    ItemNotFoundError,
     NoRestorableStepError,
     StepNotFoundError,
     TreeMismatchError,
     heard_from,
 )
 from ckptkit.events import EventLog, Kind
-from ckptkit.manager.items import RestoreItems, restored_inline
+from ckptkit.manager import by_orbax
+from ckptkit.manager.asked import Asked, RestoreItems, TreeAnswer, asked_of, tree_answer
+from ckptkit.manager.local_tiers import Holdings, LocalSave, LocalTiers
+from ckptkit.manager.small_items import give_back
 from ckptkit.manager.taken import DURABLE
 from ckptkit.manifest import Manifest, SaveId
 from ckptkit.plan import Candidate, Key, RestorePlan, Source, plan_restore, rank_candidates
-from ckptkit.restore import BoxReader, Target, abstract_of, execute, merged_leaves, place, targets_of
+from ckptkit.restore import Target, execute, place, targets_of
 from ckptkit.sharding import Box
-from ckptkit.slot_reader import ManifestCache, SlotReader, read_manifests, slot_directories
 
 LISTED_DURABLE_STEPS = 8  # how many durable steps, newest first, are looked into before older ones are asked for
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSave:
-    """A save as this host's fast tiers hold it: by tier, the slot directories with their manifests."""
-
-    save_id: SaveId
-    held: Mapping[str, tuple[tuple[Path, Manifest], ...]]
-
-    @property
-    def manifests(self) -> tuple[Manifest, ...]:
-        """All manifests of the save on this host."""
-        return tuple(manifest for pairs in self.held.values() for _, manifest in pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,41 +44,30 @@ class Restored:
     save_id: SaveId
     default_item: bool
     slot_bytes: int  # that a save of the same would take
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Holdings:
-    """Sources of one save in order of cost, and how the boxes of each are read."""
-
-    sources: tuple[Source, ...]
-    readers: tuple[BoxReader, ...]
-
-    @property
-    def manifests(self) -> tuple[Manifest, ...]:
-        """Every manifest of every source."""
-        return tuple(manifest for source in self.sources for manifest in source.manifests)
+    read_bytes: Mapping[str, int] = field(default_factory=dict)  # by tier
+    proven: bool = True  # False for a step of stock Orbax, which has no digests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
     """What a process would restore of a save, and from where: the tree is compared, every box has a source."""
 
+    asked: Asked
+    answers: Mapping[str, TreeAnswer]
     targets: Sequence[Target]
     inline: Mapping[str, Any]
     plan: RestorePlan
-    holdings: _Holdings
+    holdings: Holdings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Proven:
-    """What one process has read and proven of a save, on its devices; `stock`: what stock Orbax restored instead."""
+    """What one process has read and proven of a save, on its devices. `prepared` None: `stock` is what Orbax gave."""
 
-    targets: Sequence[Target] = ()
+    prepared: _Prepared | None = None
     leaves: Mapping[Key, Any] = field(default_factory=dict)
-    inline: Mapping[str, Any] = field(default_factory=dict)
-    manifests: Sequence[Manifest] = ()
     read_bytes: Mapping[str, int] = field(default_factory=lambda: {"durable (orbax)": 0})
-    stock: dict[str, Any] | None = None
+    stock: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Restorer:
@@ -105,28 +82,16 @@ class Restorer:
         events: EventLog,
         timeout_s: float,
     ):
-        self._host_dirs = host_dirs
+        self._local = LocalTiers(host_dirs, events)
         self._durable = durable
         self._epochs = epochs
         self._coordinator = coordinator
         self._events = events
         self._timeout_s = timeout_s
-        self._manifests = ManifestCache()
 
     def local_saves(self) -> dict[SaveId, LocalSave]:
-        """What this host's fast tiers hold. Opens only directories of this host's own id."""
-        found: dict[SaveId, dict[str, list[tuple[Path, Manifest]]]] = {}
-        for tier, host_dir in self._host_dirs.items():
-            pairs, damaged = read_manifests(slot_directories(host_dir), self._manifests)
-            for error in damaged:
-                self._events.emit(Kind.REJECTED, tier=tier, reason=str(error))
-            for directory, manifest in pairs:
-                found.setdefault(manifest.save_id, {}).setdefault(tier, []).append((directory, manifest))
-        self._manifests.keep_only(pair for tiers in found.values() for pairs in tiers.values() for pair in pairs)
-        return {
-            save: LocalSave(save_id=save, held={tier: tuple(pairs) for tier, pairs in tiers.items()})
-            for save, tiers in found.items()
-        }
+        """What this host's fast tiers hold; a local look, for any thread."""
+        return self._local.saves()
 
     def restore(self, step: int | None, wanted: RestoreItems) -> Restored:
         """The newest save that every process can have and that proves whole (`step`: only that one).
@@ -158,6 +123,8 @@ class Restorer:
                 step=step,
                 path=self._durable.url,
             )
+        if all(ItemNotFoundError.__name__ in reason for _, _, reason in rejected):
+            raise ItemNotFoundError("; ".join(dict.fromkeys(r for _, _, r in rejected)), path=self._durable.url)
         raise NoRestorableStepError(rejected, path=self._durable.url)
 
     def _candidates(
@@ -220,8 +187,12 @@ class Restorer:
     def _prepare_fast(self, save: LocalSave, wanted: RestoreItems) -> _Prepared | str | None:
         """How to have `save` from its own host's fast tiers alone, or why that cannot be; None: raised when tried."""
         try:
-            return self._prepare(save.save_id, self._fast_holdings(save), wanted)
-        except TreeMismatchError:
+            holdings = self._local.holdings(save)
+            if not holdings.manifests:
+                return f"the slots of save {save.save_id} are gone"
+            asked = self._asked(holdings.manifests, wanted)
+            return _only_by_orbax(asked) if asked.orbax else self._prepare(save.save_id, holdings, asked)
+        except (TreeMismatchError, ItemNotFoundError):
             return None  # it is held; the mismatch is raised when the candidate is tried
         except Exception as error:  # noqa: BLE001  said in the vote: who does not come leaves the others waiting
             return f"{type(error).__name__}: {error}"
@@ -246,7 +217,7 @@ class Restorer:
         if verdict["reject"] is not None:
             return verdict["reject"]
         assert proven is not None
-        items = self._assemble(proven, wanted)
+        items = self._assemble(proven, save_id)
         self._events.emit(
             Kind.RESTORED,
             step=save_id.step,
@@ -255,7 +226,12 @@ class Restorer:
             duration_s=round(clock.monotonic_s() - start_s, 6),
         )
         return Restored(
-            items=items, save_id=save_id, default_item=DEFAULT_ITEM in items, slot_bytes=_slot_bytes(proven.targets)
+            items=items,
+            save_id=save_id,
+            default_item=DEFAULT_ITEM in items,
+            slot_bytes=0 if proven.prepared is None else _slot_bytes(proven.prepared.targets),
+            read_bytes=proven.read_bytes,
+            proven=proven.prepared is not None,
         )
 
     def _read(
@@ -265,10 +241,10 @@ class Restorer:
 
         The durable tier is asked only for what the fast ones do not cover, or hold damaged.
         """
-        fast = prepared.holdings if prepared is not None else self._fast_holdings(local)
+        fast = prepared.holdings if prepared is not None else self._local.holdings(local)
         if fast.manifests:
             try:
-                return self._read_prepared(prepared or self._prepare(candidate.save_id, fast, wanted))
+                return self._read_prepared(prepared or self._prepared_of(candidate, fast, wanted))
             except (CorruptCheckpointError, ValueError) as error:
                 if isinstance(error, TreeMismatchError) or not candidate.durable:
                     raise
@@ -284,18 +260,25 @@ class Restorer:
                 step=candidate.save_id.step,
             )
         if not durable and not fast.manifests:
-            return _Proven(stock=self._restore_stock(candidate.save_id.step, wanted))
-        both = _Holdings(
+            return _Proven(stock=by_orbax.restore_stock(self._durable, candidate.save_id.step, wanted))
+        both = Holdings(
             sources=(*fast.sources, Source(tier=DURABLE, manifests=durable, remote=True)),
             readers=(*fast.readers, reader.read),
         )
-        return self._read_prepared(self._prepare(candidate.save_id, both, wanted))
+        return self._read_prepared(self._prepared_of(candidate, both, wanted))
 
-    def _prepare(self, save_id: SaveId, holdings: _Holdings, wanted: RestoreItems) -> _Prepared:
-        targets = self._targets(save_id, holdings.manifests, wanted)
-        inline = self._inline(holdings.manifests, wanted)
+    def _prepared_of(self, candidate: Candidate, holdings: Holdings, wanted: RestoreItems) -> _Prepared:
+        asked = self._asked(holdings.manifests, wanted)
+        if asked.orbax and not candidate.durable:
+            raise CorruptCheckpointError(_only_by_orbax(asked), step=candidate.save_id.step)
+        return self._prepare(candidate.save_id, holdings, asked)
+
+    def _prepare(self, save_id: SaveId, holdings: Holdings, asked: Asked) -> _Prepared:
+        answers = self._answers(save_id, holdings.manifests, asked)
+        targets = self._targets(save_id, answers)
+        inline = self._inline(holdings.manifests, asked)
         plan = plan_restore(save_id, {target.key: target.boxes for target in targets}, holdings.sources)
-        return _Prepared(targets=targets, inline=inline, plan=plan, holdings=holdings)
+        return _Prepared(asked=asked, answers=answers, targets=targets, inline=inline, plan=plan, holdings=holdings)
 
     def _read_prepared(self, prepared: _Prepared) -> _Proven:
         plan, by_key = prepared.plan, {target.key: target for target in prepared.targets}
@@ -303,54 +286,51 @@ class Restorer:
         leaves: dict[Key, Any] = {}
 
         def proven(key: Key, blocks: Mapping[Box, np.ndarray]) -> None:
-            leaves[key] = place(by_key[key], blocks)
+            if key[0] in prepared.asked.trees:  # what Orbax gives back is only proven
+                leaves[key] = place(by_key[key], blocks)
 
         read_bytes = execute(plan, prepared.holdings.readers, self._rejected(plan.save_id), proven)
-        return _Proven(
-            targets=prepared.targets,
-            leaves=leaves,
-            inline=prepared.inline,
-            manifests=prepared.holdings.manifests,
-            read_bytes=read_bytes,
-        )
+        return _Proven(prepared=prepared, leaves=leaves, read_bytes=read_bytes)
 
-    def _targets(self, save_id: SaveId, manifests: Sequence[Manifest], wanted: RestoreItems) -> list[Target]:
-        items = {item for manifest in manifests for item in manifest.arrays}
-        asked = dict.fromkeys(sorted(items)) if wanted.abstract is None else wanted.abstract
-        targets = []
-        for item, abstract in asked.items():
-            if item not in items:
-                raise CorruptCheckpointError(f"save {save_id} has no array item {item!r}, only {sorted(items)}")
-            stored = merged_leaves(manifests, item)
-            abstract = abstract_of(stored) if abstract is None else abstract
-            targets += targets_of(item, abstract, stored, step=save_id.step, where=self._durable.url)
-        return targets
+    def _asked(self, manifests: Sequence[Manifest], wanted: RestoreItems) -> Asked:
+        return asked_of(wanted, manifests, where=self._durable.url)
 
-    def _assemble(self, proven: _Proven, wanted: RestoreItems) -> dict[str, Any]:
+    def _answers(self, save_id: SaveId, manifests: Sequence[Manifest], asked: Asked) -> dict[str, TreeAnswer]:
+        """How each tree is given back. One that Orbax is to give back is read and proven as it was saved."""
+        proven_only = dict.fromkeys(name for name in asked.orbax if any(name in m.arrays for m in manifests))
+        return {
+            item: tree_answer(arg, manifests, item, step=save_id.step, where=self._durable.url)
+            for item, arg in {**asked.trees, **proven_only}.items()
+        }
+
+    def _targets(self, save_id: SaveId, answers: Mapping[str, TreeAnswer]) -> list[Target]:
+        where = self._durable.url
+        return [
+            target
+            for item, answer in answers.items()
+            for target in targets_of(item, answer.abstract, answer.leaves, step=save_id.step, where=where)
+        ]
+
+    def _assemble(self, proven: _Proven, save_id: SaveId) -> dict[str, Any]:
         """The trees of what is proven; sets the iterators: nothing before this changes what the caller has."""
-        if proven.stock is not None:
-            return proven.stock
-        leaves: dict[str, list[Any]] = {}
-        for target in proven.targets:
-            leaves.setdefault(target.key[0], []).append(proven.leaves[target.key])
+        prepared = proven.prepared
+        if prepared is None:
+            return dict(proven.stock)
         items: dict[str, Any] = {}
-        for item, placed in leaves.items():
-            abstract = (wanted.abstract or {}).get(item)
-            if abstract is None:
-                abstract = abstract_of(merged_leaves(proven.manifests, item))
-            items[item] = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(abstract), placed)
-        for name, stored in proven.inline.items():
-            items[name] = restored_inline(name, stored, wanted.inline.get(name))
+        for item in prepared.asked.trees:
+            placed = [proven.leaves[target.key] for target in prepared.targets if target.key[0] == item]
+            items[item] = prepared.answers[item].finished(placed)
+        for name, stored in prepared.inline.items():
+            items[name] = give_back(stored, prepared.asked.inline[name])
+        if prepared.asked.orbax:
+            items |= by_orbax.restore_items(self._durable, save_id.step, prepared.asked.orbax)
         return items
 
-    def _inline(self, manifests: Sequence[Manifest], wanted: RestoreItems) -> dict[str, Any]:
+    def _inline(self, manifests: Sequence[Manifest], asked: Asked) -> dict[str, Any]:
         """The small items. A data iterator's state belongs to one process out of as many as there were."""
-        names = sorted({n for m in manifests for n in m.inline}) if wanted.abstract is None else list(wanted.inline)
         inline = {}
-        for name in names:
+        for name in asked.inline:
             holders = [manifest for manifest in manifests if name in manifest.inline]
-            if not holders:
-                raise CorruptCheckpointError(f"the save has no item {name!r}")
             if holders[0].inline[name]["kind"] == "grain":
                 holders = [m for m in holders if m.writer.process == self._coordinator.process]
                 count = manifests[0].writer.count
@@ -361,43 +341,6 @@ class Restorer:
                     )
             inline[name] = holders[0].inline[name]
         return inline
-
-    def _restore_stock(self, step: int, wanted: RestoreItems) -> dict[str, Any]:
-        """A step that stock Orbax wrote, read by stock Orbax: correct bytes cannot be proven, only readability."""
-        if not self._durable.reader(step).item_names():
-            raise CorruptCheckpointError(f"step {step} in {self._durable.url} holds no item", step=step, tier=DURABLE)
-        try:
-            return self._restore_by_orbax(step, wanted)
-        except Exception as error:
-            if is_damage(error):
-                message = f"step {step} in {self._durable.url}: {type(error).__name__}: {error}"
-                raise CorruptCheckpointError(message, step=step, tier=DURABLE) from error
-            raise
-
-    def _restore_by_orbax(self, step: int, wanted: RestoreItems) -> dict[str, Any]:
-        if wanted.abstract is None:
-            found = self._durable.orbax.restore(step)
-            return dict(found.items()) if isinstance(found, ocp.args.Composite) else {DEFAULT_ITEM: found}
-        args: dict[str, Any] = {item: ocp.args.StandardRestore(abstract) for item, abstract in wanted.abstract.items()}
-        for name, iterator in wanted.inline.items():
-            args[name] = ocp.args.JsonRestore() if iterator is None else _grain_restore(iterator)
-        if wanted.default_item:
-            return {DEFAULT_ITEM: self._durable.orbax.restore(step, args=args[DEFAULT_ITEM])}
-        return dict(self._durable.orbax.restore(step, args=ocp.args.Composite(**args)).items())
-
-    def _fast_holdings(self, save: LocalSave | None) -> _Holdings:
-        """One source per slot directory, so that a reader knows where a record's bytes stand."""
-        sources: list[Source] = []
-        readers: list[BoxReader] = []
-        for tier, pairs in (save.held if save is not None else {}).items():
-            for directory, manifest in pairs:
-                try:
-                    readers.append(_slot_reader(directory, manifest))
-                except (OSError, ValueError) as error:  # the slot is gone or empty: the next source is taken
-                    self._events.emit(Kind.REJECTED, step=manifest.save_id.step, tier=tier, reason=str(error))
-                    continue
-                sources.append(Source(tier=tier, manifests=(manifest,)))
-        return _Holdings(sources=tuple(sources), readers=tuple(readers))
 
     def _rejected(self, save_id: SaveId) -> Any:
         def emit(tier: str, error: CorruptCheckpointError) -> None:
@@ -425,26 +368,8 @@ def _slot_bytes(targets: Sequence[Target]) -> int:
 
 def _is_fatal(error: Exception) -> bool:
     """Only what is proven bad or absent falls back to something older; unreachable is not absent."""
-    return not isinstance(error, CorruptCheckpointError | FileNotFoundError)
+    return not isinstance(error, CorruptCheckpointError | FileNotFoundError | ItemNotFoundError)
 
 
-def _slot_reader(directory: Path, manifest: Manifest) -> BoxReader:
-    slot = SlotReader(directory, manifest)
-
-    def read(item: str, leaf: Any, record: Any, wanted: Any, into: Any) -> None:
-        del item
-        try:
-            slot.read(leaf, record, wanted, into)
-        except CorruptCheckpointError as error:
-            if slot.gone():  # reused for a newer save in the meantime: not damage
-                message = f"{directory}: save {manifest.save_id} was superseded while it was read"
-                raise CorruptCheckpointError(message, path=str(directory)) from error
-            raise
-
-    return read
-
-
-def _grain_restore(iterator: Any) -> Any:
-    from grain import checkpoint
-
-    return checkpoint.CheckpointRestore(iterator)
+def _only_by_orbax(asked: Asked) -> str:
+    return f"only Orbax restores {sorted(asked.orbax)} in this form, and only from a durable step"

@@ -20,12 +20,14 @@ from ckptkit.errors import CheckpointError, StoreFullError
 from ckptkit.events import EventLog, Kind
 from ckptkit.flush import Worker
 from ckptkit.manager.book import Book
+from ckptkit.manager.epoch_claim import EpochClaim
+from ckptkit.manager.failing import DurableUpkeep
 from ckptkit.manager.flushing import Flusher
 from ckptkit.manager.items import SaveItems
 from ckptkit.manager.outcomes import Outcomes, Refusal, describe
-from ckptkit.manager.taken import DURABLE, DiskFlush, Save, Sealed, Tiers, with_shardings
+from ckptkit.manager.taken import DURABLE, DiskFlush, Save, Sealed, Tiers, Turn, with_shardings
 from ckptkit.manifest import ManifestText, SaveId, Writer
-from ckptkit.policy import Backpressure
+from ckptkit.policy import Backpressure, FailurePolicy
 
 VOTES_WAITING_MAX = 1024  # of saves that came too early: a few hundred bytes each
 
@@ -43,6 +45,7 @@ class SavePipeline:
         timeout_s: float,
         choice: str,
         backpressure: Backpressure,
+        on_failure: FailurePolicy,
     ):
         self._tiers = tiers
         self._coordinator = coordinator
@@ -51,7 +54,6 @@ class SavePipeline:
         self._events = events
         self._timeout_s = timeout_s
         self._backpressure = backpressure
-        self._claimed: int | None = None
         self._choice = staging.checked_choice(choice)
         self._changed = threading.Condition()
         self._unstaged = 0  # saves that still refer to the caller's arrays
@@ -61,7 +63,9 @@ class SavePipeline:
         self._describer = snapshot.Describer(with_shardings)
         self._text: tuple[snapshot.Description, ManifestText] | None = None
         self._outcomes = Outcomes(tiers, coordinator, book, events, timeout_s)
-        self._flusher = Flusher(tiers, coordinator, book, self._outcomes, timeout_s)
+        self._claim = EpochClaim(tiers, coordinator, book, self._outcomes, timeout_s)
+        self._upkeep = DurableUpkeep(on_failure, coordinator, events, timeout_s)
+        self._flusher = Flusher(tiers, book, self._outcomes, self._claim, self._upkeep)
         self._maker = Worker("ckptkit-arena", waiting_max=4)
         self._writer = Worker("ckptkit-writer", waiting_max=VOTES_WAITING_MAX)
 
@@ -95,6 +99,32 @@ class SavePipeline:
         if (disk := self._tiers.disk) is not None:
             self._maker.submit(lambda: reserve(disk, "ssd"))
 
+    def await_turn(self, due: frozenset[str], *, must_wait: bool) -> Turn:
+        """Waits for the saves before one that is due in the durable tier, on the step loop's thread.
+
+        At most `timeout_s`, and not at all for a save that is due in fast tiers alone or, unless it is a `must_wait`,
+        where the policy is to skip one that comes too early.
+        """
+        waits = DURABLE in due and (must_wait or self._backpressure.durable_busy == "wait")
+        was_busy, waiting_s = waits and self.busy, clock.monotonic_s()
+        deadline = Deadline(self._timeout_s if waits else 0.0)
+        in_time = not waits or (self._writer.wait_idle(deadline.left_s) and self._flusher.wait_durable(deadline))
+        waited_s = clock.monotonic_s() - waiting_s
+        return Turn(waits=waits, was_busy=was_busy, in_time=in_time, waited_s=waited_s, deadline=deadline)
+
+    def raise_if_overdue(self, step: int, due: frozenset[str]) -> None:
+        """Raises `SaveFailedError` where the durable tier has been failing for too long (`DurableUpkeep`).
+
+        Waits for no save: what process 0 knows when it asks decides for all. With several processes only saves that
+        are due there ask.
+        """
+        if self._coordinator.count == 1 or DURABLE in due:
+            self._upkeep.raise_if_overdue(step)
+
+    def follow(self, save_id: SaveId) -> None:
+        """Waits in the durable thread for a save that Orbax has begun on the caller's thread, and reports its end."""
+        self._flusher.follow(save_id)
+
     def submit(
         self,
         save_id: SaveId,
@@ -103,22 +133,19 @@ class SavePipeline:
         due: frozenset[str],
         metrics: Any,
         start_s: float,
-        *,
-        must_wait: bool = False,
+        turn: Turn,
     ) -> None:
         """Stages the state and hands the save over; returns once the caller may donate the state.
 
         Blocks for one copy of this process's boxes. A save that comes while `in_flight_max` snapshots are on their
-        way is not staged, and dropped by vote; one that is due in the durable tier waits instead, for those, for
-        the previous durable save and for a free slot (at most `timeout_s`, then it is dropped by vote), unless the
-        policy is to skip it and it is not a `must_wait`. `start_s` is when the step loop was stopped (monotonic).
+        way is not staged, and dropped by vote; one that waits for its turn (`await_turn`) waits here for a free slot
+        too, for what is left of its time, and is then dropped by vote. `start_s` is when the step loop was stopped
+        (monotonic).
         """
         self._outcomes.phase(save_id, "begun")
-        waits = DURABLE in due and (must_wait or self._backpressure.durable_busy == "wait")
         waiting_s = clock.monotonic_s()
-        was_busy = waits and self.busy
-        slot, refusal = self._admit(save_id, description.slot_bytes, due, Deadline(self._timeout_s if waits else 0.0))
-        waited_s = clock.monotonic_s() - waiting_s
+        slot, refusal = self._admit(save_id, description.slot_bytes, due, turn)
+        waited_s = turn.waited_s + clock.monotonic_s() - waiting_s
         disk, staged = self._begin_staging(save_id, description, items, slot, due)
         staged_s = clock.monotonic_s()
         self._book.begin(save_id)
@@ -131,7 +158,7 @@ class SavePipeline:
                 bytes=description.held_bytes,
                 stall_s=round(staged_s - start_s, 6),
                 waited_s=round(waited_s, 6),
-                **({"policy": "wait"} if was_busy else {}),
+                **({"policy": "wait"} if turn.was_busy else {}),
             )
         # A reference to the trees, held in the background, would keep device memory in use.
         kept = replace(items, trees={}) if staged is not None else replace(items, trees={}, inline={}, durable={})
@@ -143,7 +170,7 @@ class SavePipeline:
             staging=staged,
             disk=disk,
             due=due,
-            waits=waits,
+            waits=turn.waits,
             metrics=metrics,
             staged_s=staged_s,
         )
@@ -154,27 +181,26 @@ class SavePipeline:
         self._writer.submit(lambda: self._commit(save, refusal))
 
     def _admit(
-        self, save_id: SaveId, size_bytes: int, due: frozenset[str], deadline: Deadline
+        self, save_id: SaveId, size_bytes: int, due: frozenset[str], turn: Turn
     ) -> tuple[Slot | None, Refusal | None]:
-        """A slot for the next snapshot, or why this process has none; waits until `deadline`, if that is ahead.
+        """A slot for the next snapshot, or why this process has none; waits for one where it was its turn to wait.
 
         Which of the two is a local matter of timing, so it decides nothing: the refusal goes into the vote.
         """
-        waits_s = deadline.left_s
-        if waits_s and not (self._writer.wait_idle(waits_s) and self._flusher.wait_durable(deadline)):
-            return None, Refusal(policy="wait", reason=f"earlier saves were not done within {waits_s:.1f} s")
+        if not turn.in_time:
+            return None, Refusal(policy="wait", reason=f"earlier saves were not done within {self._timeout_s:.1f} s")
         in_flight, in_flight_max = self._in_flight, self._backpressure.in_flight_max
         if in_flight >= in_flight_max:
             reason = f"too early: {in_flight} snapshots are on their way, in_flight_max={in_flight_max}"
             return None, Refusal(policy="skip", reason=reason)
         try:
-            slot = self._tiers.staging.acquire(size_bytes, timeout_s=deadline.left_s)
+            slot = self._tiers.staging.acquire(size_bytes, timeout_s=turn.deadline.left_s)
         except StoreFullError as error:
             self._outcomes.no_room(save_id, self._tiers.staging_name, error, due)
             return None, Refusal(policy="veto", reason=describe(error))
         if slot is None:
             reason = "no free slot: slower tiers still read the others, or they are still being made"
-            return None, Refusal(policy="wait" if waits_s else "skip", reason=reason)
+            return None, Refusal(policy="wait" if turn.waits else "skip", reason=reason)
         return slot, None
 
     def _begin_staging(
@@ -242,7 +268,7 @@ class SavePipeline:
         try:
             digests = self._finish_staging(save)
             if save.slot is not None:
-                self._claim_epoch(save.save_id)
+                self._claim.claim(save.save_id)
                 sealed = self._commit_here(save, save.slot, digests)
         except StoreFullError as error:
             refusal = Refusal(policy="veto", reason=describe(error))
@@ -299,22 +325,6 @@ class SavePipeline:
             records = {item: tuple(s.record for s in sources) for item, sources in description.items.items()}
             self._text = (description, ManifestText(records))
         return self._text[1]
-
-    def _claim_epoch(self, save_id: SaveId) -> None:
-        """Process 0 records the run's epoch before its first save can be committed anywhere."""
-        if self._coordinator.process != 0 or self._claimed == save_id.epoch:
-            return
-        try:
-            self._tiers.epochs.write(self._book.ancestry)
-            self._claimed = save_id.epoch
-        except FileExistsError as error:
-            raise CheckpointError(
-                f"another run has begun epoch {save_id.epoch} in {self._tiers.durable.url}; stop one of the two",
-                step=save_id.step,
-                path=self._tiers.durable.url,
-            ) from error
-        except CheckpointError as error:  # unreachable: tried again with the next save, training goes on
-            self._outcomes.degraded(save_id.step, DURABLE, error)
 
     def _leave_undecided(self, save: Save, error: CheckpointError) -> None:
         """Nobody here knows the verdict. What is committed here stays, and its slot stays leased until a newer save is

@@ -11,6 +11,7 @@ import jax
 
 from ckptkit import snapshot, staging
 from ckptkit.arena import Arena, Slot
+from ckptkit.clock import Deadline
 from ckptkit.durable.epochs import EpochRecords
 from ckptkit.durable.shardings import sharding_text
 from ckptkit.durable.steps import DurableSteps
@@ -36,6 +37,17 @@ class Save:
     waits: bool  # for its turn in the durable tier, on every process alike
     metrics: Any
     staged_s: float  # monotonic, when the step loop was let go
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """How a save waited for earlier ones, before it was taken. `in_time`: they were done, or it does not wait."""
+
+    waits: bool  # the same on every process
+    was_busy: bool
+    in_time: bool
+    waited_s: float
+    deadline: Deadline  # past, for one that does not wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

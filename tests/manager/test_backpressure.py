@@ -309,4 +309,9 @@ def fill(path: Path) -> None:
 def _items() -> Any:
     from ckptkit.manager.items import save_items
 
-    return save_items(ocp.args.StandardSave({**STATE, "step": 0}))  # pyright: ignore[reportCallIssue]
+    items = save_items(
+        {"default": ocp.args.StandardSave({**STATE, "step": 0})},  # pyright: ignore[reportCallIssue]
+        default_item=True,
+    )
+    assert not isinstance(items, str)
+    return items

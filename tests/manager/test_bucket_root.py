@@ -37,7 +37,7 @@ def test_a_refused_permission_names_what_is_missing(server: BucketServer) -> Non
 def test_an_unreachable_bucket_is_not_an_empty_one(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart while the bucket is away would begin again from step 0."""
     monkeypatch.setattr("gcsfs.retry.asyncio.sleep", _no_sleep)
-    monkeypatch.setattr("ckptkit.manager.checkpoint_manager.STORE_DEADLINE_S", 0.5)
+    monkeypatch.setattr("ckptkit.manager.opening.STORE_DEADLINE_S", 0.5)
     with ckptkit.CheckpointManager("gs://runs/run") as manager:
         manager.save(3, args=save_args(make_state(3), 3))
     server.faults = FaultPlan(faults=(Fault(effect=Status(code=503)),))
@@ -52,7 +52,7 @@ def test_an_unreachable_bucket_is_not_an_empty_one(server: BucketServer, monkeyp
 def test_a_bucket_that_never_answers_is_given_up(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart would hang for ever, and nobody would know on what."""
     monkeypatch.setattr("ckptkit.store.remote._OPERATION_TIMEOUT_S", 1.0)
-    monkeypatch.setattr("ckptkit.manager.checkpoint_manager.STORE_DEADLINE_S", 0.5)
+    monkeypatch.setattr("ckptkit.manager.opening.STORE_DEADLINE_S", 0.5)
     server.faults = FaultPlan(faults=(Fault(effect=Hang()),))
     with pytest.raises(ckptkit.TransientStoreError, match=r"gs://runs/run.*: no answer within 1 s"):
         ckptkit.CheckpointManager("gs://runs/run")

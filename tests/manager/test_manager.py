@@ -337,10 +337,11 @@ def test_a_ramdisk_that_is_too_small_is_refused_with_numbers(run: Run, monkeypat
 def test_unsupported_items_and_leaves_are_refused_by_name(run: Run) -> None:
     """A typo would be found at the restart, when the run is lost."""
     with run.manager() as manager:
-        with pytest.raises(TypeError, match="item 'default' is saved with ArraySaveArgs; supported are"):
-            manager.save(1, args=ocp.args.ArraySave(np.zeros(3)))  # pyright: ignore[reportCallIssue]
-        with pytest.raises(TypeError, match=r"default:name is a str; a leaf to be saved is an array or a number"):
-            manager.save(1, args=ocp.args.StandardSave({"name": "x"}))  # pyright: ignore[reportCallIssue]
+        with pytest.raises(ValueError, match=r"Unsupported type: <class 'str'> for key: \('name',\)"):
+            manager.save(1, args=ocp.args.Composite(state=ocp.args.StandardSave({"name": "x"})))  # pyright: ignore[reportCallIssue]
+        with pytest.raises(ValueError, match="Must provide `args` of type `Composite`"):
+            manager.save(1, args=ocp.args.StandardSave(make_state(1)))  # pyright: ignore[reportCallIssue]
+        assert manager.all_steps() == []
         assert manager.save(1, args=save_args(make_state(1), 1))
 
 

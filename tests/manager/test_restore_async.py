@@ -69,6 +69,9 @@ def test_nothing_else_is_saved_or_restored_before_the_result_is_taken(held: Held
         lambda: held.manager.save(9, args=save_args(make_state(9), 9)),
         lambda: held.manager.restore(None),
         lambda: held.manager.restore_async(None),
+        lambda: held.manager.restore_chosen(None, lambda leaves: {}),
+        lambda: held.manager.all_steps(read=True),
+        lambda: held.manager.delete(1),
     ]
     for other in others:
         with pytest.raises(ckptkit.CheckpointError, match=said):
@@ -100,7 +103,7 @@ def test_errors_are_those_of_restore_and_end_it(held: Held) -> None:
         held.manager.save(9, args=save_args(make_state(9), 9))
     with pytest.raises(ckptkit.StepNotFoundError, match="step 77 was not found"):
         second.result()
-    with pytest.raises(TypeError, match="is restored with"):
+    with pytest.raises(ValueError, match="Must provide `args` of type `Composite`"):
         held.manager.restore_async(None, args=ocp.args.ArrayRestore())  # pyright: ignore[reportCallIssue]
     assert held.manager.save(9, args=save_args(make_state(9), 9))
 

@@ -72,7 +72,8 @@ class BookAgainstModel(RuleBasedStateMachine):
             if not (save.epoch < 3 and save.step > 4)
         ]
         assert self.book.records() == expected
-        assert self.book.latest_step() == (expected[-1].step if expected else None)
+        came = [save.step for save in self.model if not (save.epoch < 3 and save.step > 4)]
+        assert self.book.latest_step() == (came[-1] if came else None)
 
 
 TestBook = BookAgainstModel.TestCase

@@ -279,3 +279,23 @@ def test_two_managers_of_one_process_do_not_share_meetings(monkeypatch: pytest.M
     first, second = JaxCoordinator(), JaxCoordinator()
     assert first.agree("vote", 1, sum, timeout_s=1) == 1
     assert second.agree("vote", 2, sum, timeout_s=1) == 2  # the service refuses a key that is there already
+
+
+def test_process_0_tells_without_waiting_for_anybody(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy with a clock would stop every step until the slowest host has come, or fill the service."""
+    monkeypatch.setattr(coordination, "_TOLD_KEPT", 3)
+    first, *others = job.processes
+    told = [first.tell("decision", lambda number=number: {"save": number}, timeout_s=5) for number in range(3)]
+    assert told == [{"save": number} for number in range(3)]
+    for other in others:
+        assert [other.tell("decision", lambda: pytest.fail("asked"), timeout_s=5) for _ in range(3)] == told
+    for number in range(3, 9):
+        first.tell("decision", lambda number=number: number, timeout_s=5)
+    assert len(job.service.values) == 3
+    with pytest.raises(ZeroDivisionError):
+        first.tell("broken", lambda: 1 // 0, timeout_s=5)
+    with pytest.raises(CheckpointError, match="process 0: "):
+        others[0].tell("broken", lambda: 0, timeout_s=5)
+    job.service.gone = {0}
+    with pytest.raises(CoordinationError, match=r"^silent: process 0 said nothing within 5 s$"):
+        others[0].tell("silent", lambda: 0, timeout_s=5)

@@ -179,3 +179,53 @@ def test_decisions_do_not_depend_on_the_wall_clock_of_a_background_save() -> Non
 
     ours(Options(save_decision_policy=Watching()), range(4))
     assert policy_saw == [(0, [], False), (1, [0], False), (2, [0], False), (3, [0, 2], False)]
+
+
+class Told:
+    """One of two processes: it hears what process 0 says."""
+
+    count = 2
+
+    def agree(self, channel: str, value: Any, decide: Any, *, timeout_s: float) -> Any:
+        pytest.fail(f"{channel}: a decision waits for everybody")
+
+    def __init__(self, process: int, words: list[bool]):
+        self.process = process
+        self.words = words
+
+    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float) -> Any:
+        if self.process == 0:
+            self.words.append(decide())
+            return self.words[-1]
+        return self.words.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        (lambda ask: Options(should_save_fn=lambda step, last: ask()), True),
+        (lambda ask: Options(save_decision_policy=policies.AnySavePolicy([Clock(ask)])), True),
+        (lambda ask: Options(save_interval_steps=2), False),
+    ],
+)
+def test_a_policy_with_a_clock_is_asked_on_process_0_alone(options: Any, asked: bool) -> None:
+    """If it failed, two hosts whose clocks differ would take different steps, and wait for each other for ever."""
+    words: list[bool] = []
+    answers: list[list[int]] = [[], []]
+    deciders = [Decider(options(lambda p=p: answers[p].append(1) or p == 0), (), [0], Told(p, words)) for p in (0, 1)]
+    due = [
+        [bool(decider.due(step, last=0, reached_preemption=False, force=False)) for decider in deciders]
+        for step in (1, 3)
+    ]
+    assert due == [[asked, asked]] * 2
+    assert (len(answers[0]), len(answers[1])) == ((2, 0) if asked else (0, 0))
+
+
+class Clock:
+    """A policy of the caller's own."""
+
+    def __init__(self, ask: Callable[[], bool]):
+        self.ask = ask
+
+    def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
+        return self.ask()

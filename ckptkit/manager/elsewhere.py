@@ -1,0 +1,40 @@
+"""A restore from another durable root, which is only read."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import orbax.checkpoint as ocp
+
+from ckptkit.coordination import Coordinator
+from ckptkit.durable import DurableSteps
+from ckptkit.durable.stock import StockManager
+from ckptkit.events import EventLog
+from ckptkit.manager.asked import RestoreItems
+from ckptkit.manager.opening import epoch_records
+from ckptkit.manager.restoring import Restored, Restorer
+
+
+def restore_elsewhere(
+    url: str,
+    step: int | None,
+    wanted: RestoreItems,
+    *,
+    options: ocp.CheckpointManagerOptions,
+    stock: StockManager,
+    coordinator: Coordinator,
+    events: EventLog,
+    timeout_s: float,
+) -> Restored:
+    """`Restorer.restore` from the durable root at `url` alone, with the step names of `options` and the handlers of
+    `stock`. Called by all processes together."""
+    read_only = ocp.CheckpointManagerOptions(
+        read_only=True,
+        step_prefix=options.step_prefix,
+        step_format_fixed_length=options.step_format_fixed_length,
+        step_name_format=options.step_name_format,
+        lightweight_initialize=True,
+    )
+    with closing(DurableSteps(url, read_only, coordinator, timeout_s=timeout_s)) as durable:
+        durable.stock.adopt_handlers(stock)
+        return Restorer({}, durable, epoch_records(url), coordinator, events, timeout_s).restore(step, wanted)

@@ -1,0 +1,214 @@
+"""Reads what a surgery takes, and puts it together with what the new model brings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from ckptkit.abstract import state_of
+from ckptkit.errors import StepNotFoundError, SurgeryError
+from ckptkit.inspection.directories import STEP_METADATA, item_kind, step_of_name
+from ckptkit.inspection.places import Place
+from ckptkit.manager.asked import Choose
+from ckptkit.manager.checkpoint_manager import CheckpointManager
+from ckptkit.manager.partly import choose_of_stock
+from ckptkit.manifest import LeafRecord
+from ckptkit.store.roots import root_url
+from ckptkit.surgery.planning import Leaf, SurgeryPlan, plan_surgery
+from ckptkit.surgery.rules import Rule
+
+_LOOK_S = 60.0  # for the listing that tells a root from a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurgeryReport:
+    """What a surgery did: the plan, the step that it read, and from where. `proven`: every byte met its digest."""
+
+    plan: SurgeryPlan
+    where: str
+    step: int | None  # None for a directory that is no step
+    item: str
+    read_bytes: Mapping[str, int]  # by tier
+    proven: bool
+
+    def __str__(self) -> str:
+        what = f"step {self.step}, item {self.item}" if self.step is not None else f"item {self.item}"
+        proof = "proven" if self.proven else "not proven: stock Orbax keeps no digests"
+        counts = (
+            f"{len(self.plan.taken)} taken, {len(self.plan.initialised)} initialised, {len(self.plan.skipped)} skipped"
+        )
+        return f"{self.where}, {what} ({proof}): {counts}\n{self.plan}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values."""
+        return {
+            "where": self.where,
+            "step": self.step,
+            "item": self.item,
+            "read_bytes": dict(self.read_bytes),
+            "proven": self.proven,
+            **self.plan.to_json(),
+        }
+
+
+def restore_into(
+    source: CheckpointManager | str | os.PathLike[str],
+    step: int | None,
+    target: Any,
+    rules: Sequence[Rule],
+    *,
+    item: str | None = None,
+) -> tuple[Any, SurgeryReport]:
+    """Restores a part of a checkpoint into a changed model, as `rules` say; returns the state and what was done.
+
+    Every leaf of `target` is either taken from the checkpoint, to the bit or (with `Cast`) in its own dtype, or keeps
+    its own value because an `Init` says so; every stored leaf is taken or skipped by a rule. Only what is taken is
+    read. Bytes of our steps are proven as in `CheckpointManager.restore`, those of stock Orbax cannot be.
+
+    Args:
+      source: a manager (all its tiers are looked at), a root with steps, a step's directory, or the directory of one
+        array item that Orbax wrote.
+      step: which step of a manager or a root; None for the newest that proves whole.
+      target: the new model (an NNX node gives its `nnx.State`), or any tree. Leaves that are `ShapeDtypeStruct`s can
+        be taken and not initialised; where they name a sharding, the arrays get it, else that of the save.
+      rules: see `plan_surgery`.
+      item: which array item, where the step has several.
+
+    The state has the structure of `target` (of its state, for NNX: give it to `nnx.update`). Values that are kept are
+    those of `target` themselves, not copies: use one of the two.
+
+    Cost: reads and host memory for what is taken; a cast holds one leaf twice. In a job of several processes all call
+    it together. Raises `SurgeryError` with all differences before anything is read, and what `restore` raises.
+    """
+    state = state_of(target)
+    surgery = _Surgery(state, tuple(rules), item)
+    with _opened(source, step) as (read, where):
+        found, read_step, read_bytes, proven = read(surgery.choose)
+    plan, name = surgery.planned()
+    report = SurgeryReport(plan=plan, where=where, step=read_step, item=name, read_bytes=read_bytes, proven=proven)
+    return _assembled(state, plan, found[name]), report
+
+
+@dataclass(slots=True)
+class _Surgery:
+    """The plan is made where the stored leaves become known, which is inside the restore."""
+
+    state: Any
+    rules: tuple[Rule, ...]
+    item: str | None
+    plans: dict[str, SurgeryPlan] = field(default_factory=dict)  # of the last candidate alone
+
+    def choose(self, stored: Mapping[str, Sequence[LeafRecord]]) -> dict[str, Any]:
+        """What to read of the item, as nested dicts by the stored names."""
+        name = self._item_of(stored)
+        plan = plan_surgery([_of_record(record) for record in stored[name]], self.state, self.rules)
+        self.plans = {name: plan}
+        leaves = jax.tree.leaves(self.state)
+        chosen: dict[str, Any] = {}
+        for origin, leaf in zip(plan.origins, leaves, strict=True):
+            if origin.stored is not None:
+                _put(chosen, origin.stored.path, _wanted(leaf, origin.stored))
+        return {name: chosen.get("", chosen)}
+
+    def planned(self) -> tuple[SurgeryPlan, str]:
+        """The plan of what was read, and its item."""
+        ((name, plan),) = self.plans.items()
+        return plan, name
+
+    def _item_of(self, stored: Mapping[str, Any]) -> str:
+        if self.item is not None and self.item in stored:
+            return self.item
+        if self.item is None and len(stored) == 1:
+            return next(iter(stored))
+        asked = "name one with item=" if self.item is None else f"there is no {self.item!r}"
+        raise SurgeryError([f"the checkpoint has the array items {sorted(stored)}: {asked}"])
+
+
+_Read = tuple[Mapping[str, Any], int | None, Mapping[str, int], bool]
+
+
+@contextmanager
+def _opened(source: Any, step: int | None) -> Iterator[tuple[Any, str]]:
+    """How to read from a source, and what to call it."""
+    if isinstance(source, CheckpointManager):
+        yield (lambda choose: _from_manager(source, step, choose)), str(source.directory)
+        return
+    url = root_url(source)
+    place = Place.open(url, timeout_s=_LOOK_S)
+    names = place.names()
+    is_item = item_kind(place) == "arrays"
+    items = [name for name in place.directories() if step_of_name(name) is None and item_kind(place.below(name))]
+    is_step = STEP_METADATA in names or bool(items)
+    number = step_of_name(place.name)
+    if (is_item or is_step) and (number is None or is_item):
+        yield (lambda choose: (choose_of_stock(url, choose), number, {}, False)), url
+        return
+    if not names:
+        raise StepNotFoundError(f"{url} is empty or not there; give a root with steps, or a step's directory", path=url)
+    if is_step:
+        url, step = url.rpartition("/")[0], number
+    options = ocp.CheckpointManagerOptions(read_only=True, create=False)
+    with CheckpointManager(url, options=options) as manager:
+        yield (lambda choose: _from_manager(manager, step, choose)), url
+
+
+def _from_manager(manager: CheckpointManager, step: int | None, choose: Choose) -> _Read:
+    restored = manager.restore_chosen(step, choose)
+    return restored.items, restored.save_id.step, restored.read_bytes, restored.proven
+
+
+def _of_record(record: LeafRecord) -> Leaf:
+    impl = record.extra.get("key_impl")
+    if not impl:
+        return Leaf(path=record.path, shape=record.shape, dtype=record.dtype)
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
+    trailing = len(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape)
+    return Leaf(path=record.path, shape=record.shape[: len(record.shape) - trailing], dtype=key.dtype.name)
+
+
+def _wanted(leaf: Any, stored: Leaf) -> Any:
+    """What to restore a stored leaf as, in its stored dtype, where the leaf of the target is to be."""
+    if isinstance(leaf, bool | int | float):
+        return leaf
+    if isinstance(leaf, np.ndarray | np.generic):
+        return np.broadcast_to(np.zeros((), np.dtype(stored.dtype)), stored.shape)
+    dtype = leaf.dtype if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.dtype(stored.dtype)
+    return jax.ShapeDtypeStruct(stored.shape, dtype, sharding=leaf.sharding)
+
+
+def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1] if path else ""] = value
+
+
+def _get(tree: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        tree = tree[name]
+    return tree
+
+
+def _assembled(state: Any, plan: SurgeryPlan, found: Any) -> Any:
+    leaves, treedef = jax.tree_util.tree_flatten(state)
+    values = [
+        leaf if origin.stored is None else _cast(_get(found, origin.stored.path), leaf)
+        for origin, leaf in zip(plan.origins, leaves, strict=True)
+    ]
+    return jax.tree_util.tree_unflatten(treedef, values)
+
+
+def _cast(value: Any, leaf: Any) -> Any:
+    """`value` in the dtype of `leaf`; on its devices, where it is an array of JAX's."""
+    if isinstance(leaf, bool | int | float) or value.dtype == leaf.dtype:
+        return value
+    if isinstance(value, jax.Array):
+        return jax.jit(lambda array: array.astype(leaf.dtype), out_shardings=value.sharding)(value)
+    return value.astype(leaf.dtype)

@@ -1,0 +1,219 @@
+"""What goes where in a surgery: decided from names, shapes and dtypes alone, before a byte is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ckptkit.errors import SurgeryError
+from ckptkit.manifest import describe
+from ckptkit.snapshot import leaf_path
+from ckptkit.surgery.rules import Cast, Init, Rename, Rule, Skip, Take, matches
+
+Act = Literal["taken", "initialised"]
+_NNX_LEAF = "value"  # NNX ends every path with it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """A leaf on either side: its path, and what it is. A typed key has a key dtype (`key<fry>`) and a key's shape."""
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    has_value: bool = True  # False for a leaf that is only described
+
+    def __str__(self) -> str:
+        return describe(self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where one leaf of the new model comes from. `source` and `stored` are None where it keeps its own value."""
+
+    target: str
+    leaf: Leaf
+    act: Act
+    source: str | None = None
+    stored: Leaf | None = None
+
+    @property
+    def cast(self) -> bool:
+        """Whether the stored value changes its dtype."""
+        return self.stored is not None and self.stored.dtype != self.leaf.dtype
+
+    def __str__(self) -> str:
+        if self.stored is None:
+            return f"initialised  {self.target} {self.leaf}"
+        name = "" if self.source == self.target else f" from {self.source}"
+        dtype = f" cast from {self.stored.dtype}" if self.cast else ""
+        return f"taken        {self.target} {self.leaf}{name}{dtype}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurgeryPlan:
+    """Every leaf of the new model with its origin, in the order of its tree; the stored leaves that are left out."""
+
+    origins: tuple[Origin, ...]
+    skipped: tuple[str, ...]
+    unused_rules: tuple[Rule, ...]  # those that matched nothing
+
+    @property
+    def taken(self) -> tuple[Origin, ...]:
+        """The leaves that come from the checkpoint."""
+        return tuple(origin for origin in self.origins if origin.stored is not None)
+
+    @property
+    def initialised(self) -> tuple[Origin, ...]:
+        """The leaves that keep the new model's value."""
+        return tuple(origin for origin in self.origins if origin.stored is None)
+
+    def __str__(self) -> str:
+        lines = [str(origin) for origin in self.origins]
+        lines += [f"skipped      {name}" for name in self.skipped]
+        lines += [f"no leaf for  {rule}" for rule in self.unused_rules]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain values."""
+        return {
+            "taken": [
+                {"target": o.target, "source": o.source, "dtype": o.leaf.dtype, "stored_dtype": o.stored.dtype}
+                for o in self.origins
+                if o.stored is not None
+            ],
+            "initialised": [origin.target for origin in self.initialised],
+            "skipped": list(self.skipped),
+            "unused_rules": [repr(rule) for rule in self.unused_rules],
+        }
+
+
+def plan_surgery(stored: Any, target: Any, rules: Sequence[Rule]) -> SurgeryPlan:
+    """Which stored leaf goes to which leaf of `target`. Pure: reads nothing, touches no device.
+
+    The first of `Take`, `Rename` and `Skip` that matches a stored leaf decides about it. A leaf of the target is
+    filled by the one stored leaf that goes to it, or keeps its value where an `Init` matches it; there is no third
+    way, and no default. `stored` and `target` are trees (concrete or abstract) or sequences of `Leaf`.
+
+    Raises `SurgeryError` with all differences: leaves on either side that no rule covers, two stored leaves for one
+    target, a leaf that would be taken and initialised, shapes and (without `Cast`) dtypes that differ, an `Init` of a
+    leaf without a value.
+    """
+    sources, targets = named(leaves_of(stored)), named(leaves_of(target))
+    used: set[Rule] = set()
+    moves, skipped, differences = _moves(sources, targets, rules, used)
+    origins = []
+    for name, leaf in targets.items():
+        init = _first(rules, Init, name, used)
+        coming = moves.get(name, [])
+        differences += _target_differences(name, leaf, coming, init)
+        if init is not None:
+            origins.append(Origin(target=name, leaf=leaf, act="initialised"))
+        elif coming:
+            origin = Origin(target=name, leaf=leaf, act="taken", source=coming[0], stored=sources[coming[0]])
+            differences += _leaf_differences(origin, _first(rules, Cast, name, used) is not None)
+            origins.append(origin)
+    if differences:
+        raise SurgeryError(differences)
+    unused = tuple(rule for rule in rules if rule not in used)
+    return SurgeryPlan(origins=tuple(origins), skipped=tuple(skipped), unused_rules=unused)
+
+
+def leaves_of(tree: Any) -> list[Leaf]:
+    """The leaves of a tree, or a sequence of `Leaf` as it is."""
+    if isinstance(tree, Sequence) and all(isinstance(each, Leaf) for each in tree):
+        return list(tree)
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [_leaf(path, value) for path, value in flat]
+
+
+def named(leaves: Iterable[Leaf]) -> dict[str, Leaf]:
+    """Leaves by the names that rules see. NNX's trailing `value` goes, unless two leaves would have one name."""
+    leaves = list(leaves)
+    short = {".".join(_without_value(leaf.path)): leaf for leaf in leaves}
+    return short if len(short) == len(leaves) else {".".join(leaf.path): leaf for leaf in leaves}
+
+
+def _without_value(path: tuple[str, ...]) -> tuple[str, ...]:
+    return path[:-1] if len(path) > 1 and path[-1] == _NNX_LEAF else path
+
+
+def _leaf(keypath: Sequence[Any], value: Any) -> Leaf:
+    path, _ = leaf_path(keypath)
+    has_value = not isinstance(value, jax.ShapeDtypeStruct)
+    if not hasattr(value, "dtype"):
+        value = np.asarray(value)
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return Leaf(path=path, shape=tuple(value.shape), dtype=value.dtype.name, has_value=has_value)
+    return Leaf(path=path, shape=tuple(value.shape), dtype=np.dtype(value.dtype).name, has_value=has_value)
+
+
+def _moves(
+    sources: Mapping[str, Leaf], targets: Mapping[str, Leaf], rules: Sequence[Rule], used: set[Rule]
+) -> tuple[dict[str, list[str]], list[str], list[str]]:
+    """By target, the stored leaves that go there; those that are left out; what is wrong."""
+    moves: dict[str, list[str]] = {}
+    skipped: list[str] = []
+    differences: list[str] = []
+    for name, leaf in sources.items():
+        rule, goal = _rule_of(name, rules)
+        if rule is None:
+            differences.append(f"stored {name} {leaf} is covered by no rule: take, rename or skip it")
+            continue
+        used.add(rule)
+        if goal is None:
+            skipped.append(name)
+        elif goal in targets:
+            moves.setdefault(goal, []).append(name)
+        else:
+            differences.append(f"stored {name} {leaf} goes to {goal} by {rule}, and the new model has no such leaf")
+    return moves, skipped, differences
+
+
+def _rule_of(name: str, rules: Sequence[Rule]) -> tuple[Rule | None, str | None]:
+    """The rule that decides about a stored leaf, and where it goes (None: nowhere)."""
+    for rule in rules:
+        if isinstance(rule, Skip) and matches(rule.pattern, name):
+            return rule, None
+        if isinstance(rule, Take | Rename) and (goal := rule.target_of(name)) is not None:
+            return rule, goal
+    return None, None
+
+
+def _first(rules: Sequence[Rule], kind: type[Init] | type[Cast], name: str, used: set[Rule]) -> Rule | None:
+    for rule in rules:
+        if isinstance(rule, kind) and matches(rule.pattern, name):
+            used.add(rule)
+            return rule
+    return None
+
+
+def _target_differences(name: str, leaf: Leaf, coming: Sequence[str], init: Rule | None) -> list[str]:
+    if len(coming) > 1:
+        return [f"{name} {leaf} is filled by {len(coming)} stored leaves: {', '.join(coming)}"]
+    if coming and init is not None:
+        return [f"{name} {leaf} is taken from {coming[0]} and initialised by {init}: skip the one, or init less"]
+    if not coming and init is None:
+        return [f"{name} {leaf} of the new model is covered by no rule: nothing goes there, no Init matches it"]
+    if init is not None and not leaf.has_value:
+        return [f"{name} {leaf} has no value to be initialised with: give the model itself, not its abstract state"]
+    return []
+
+
+def _leaf_differences(origin: Origin, may_cast: bool) -> list[str]:
+    found, leaf = origin.stored, origin.leaf
+    assert found is not None
+    if found.shape != leaf.shape:
+        return [f"{origin.target} is {leaf} in the new model, {found} in the checkpoint ({origin.source})"]
+    if found.dtype == leaf.dtype:
+        return []
+    if "key<" in found.dtype + leaf.dtype:
+        return [f"{origin.target} is {leaf} in the new model, {found} in the checkpoint: keys cannot be cast"]
+    if not may_cast:
+        return [f"{origin.target} is {leaf} in the new model, {found} in the checkpoint: add Cast({origin.target!r})"]
+    return []

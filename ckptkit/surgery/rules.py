@@ -1,0 +1,94 @@
+"""The rules of a surgery: which stored leaves go where in a changed model, and which of its leaves begin afresh.
+
+Leaves are named as in every message: the keys of the path joined by dots (`encoder.layers.0.kernel`). The `value` that
+NNX puts at the end of every path is left out. In a pattern `*` stands for a part of one key, `**` for any number of
+keys, `?` for one character.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_WILDCARDS = re.compile(r"\*\*\.|\*\*|\*|\?")
+_AS_REGEX = {"**.": r"((?:.+\.)?)", "**": r"(.*)", "*": r"([^.]*)", "?": r"([^.])"}
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Stored leaves that match go to the leaf of the same name."""
+
+    pattern: str
+
+    def target_of(self, name: str) -> str | None:
+        """Where a stored leaf goes; None where the rule does not match."""
+        return name if matches(self.pattern, name) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """Stored leaves that match `old` go to `new`, whose wildcards stand for what those of `old` matched, in order.
+
+    With `regex=True`, `old` is a regular expression for the whole name and `new` its replacement (`\\1`, `\\g<name>`).
+    Raises ValueError where the wildcards of the two differ, or the expression is none.
+    """
+
+    old: str
+    new: str
+    regex: bool = False
+
+    def __post_init__(self) -> None:
+        if self.regex:
+            try:
+                re.compile(self.old)
+            except re.error as error:
+                raise ValueError(f"{self.old!r} is no regular expression: {error}") from error
+        elif _WILDCARDS.findall(self.old) != _WILDCARDS.findall(self.new):
+            raise ValueError(f"the wildcards of {self.new!r} must be those of {self.old!r}, in the same order")
+
+    def target_of(self, name: str) -> str | None:
+        """Where a stored leaf goes; None where the rule does not match."""
+        match = re.fullmatch(self.old if self.regex else _regex(self.old), name)
+        if match is None:
+            return None
+        if self.regex:
+            return match.expand(self.new)
+        found = iter(match.groups())
+        return _WILDCARDS.sub(lambda _: next(found), self.new)
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Stored leaves that match are not read: the new model has no use for them."""
+
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """Leaves of the new model that match keep the value that they have in it."""
+
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Leaves of the new model that match take their own dtype, whatever was stored. Keys are never cast."""
+
+    pattern: str
+
+
+Rule = Take | Rename | Skip | Init | Cast
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern matches a whole name."""
+    return re.fullmatch(_regex(pattern), name) is not None
+
+
+def _regex(pattern: str) -> str:
+    parts, at = [], 0
+    for wildcard in _WILDCARDS.finditer(pattern):
+        parts += [re.escape(pattern[at : wildcard.start()]), _AS_REGEX[wildcard[0]]]
+        at = wildcard.end()
+    return "".join([*parts, re.escape(pattern[at:])])

@@ -1,0 +1,352 @@
+"""`Checkpointer`: the words of `orbax.checkpoint.v1.training.Checkpointer` over `CheckpointManager`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, final
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint.experimental import v1 as orbax_v1
+from orbax.checkpoint.experimental.v1.training import CheckpointMetadata, RootMetadata, errors
+from orbax.checkpoint.experimental.v1.training import preservation_policies as preserving
+from orbax.checkpoint.experimental.v1.training import save_decision_policies as deciding
+from typing_extensions import deprecated
+
+from ckptkit.durable import newer
+from ckptkit.errors import ItemNotFoundError, StepNotFoundError
+from ckptkit.manager import CheckpointManager
+from ckptkit.v1.items import restore_args, save_args
+from ckptkit.v1.responses import Response
+
+STATE = "state"
+_METRICS = "metrics"  # a checkpointable that Orbax keeps for itself
+
+Step = int | CheckpointMetadata | None
+
+
+@final
+class Checkpointer:
+    """A sequence of checkpoints in a training loop, as `orbax.checkpoint.v1.training.Checkpointer`, with fast tiers.
+
+    Takes what Orbax's takes, and by keyword what `CheckpointManager` adds (`tiers`, `host_id`, `events`, `staging`,
+    `timeout_s`, `on_failure`). A thin facade: what a save and a restore guarantee and cost is said there. Steps have
+    Orbax's v1 layout, and either reads what the other wrote. Not safe for several threads; all processes call it
+    together.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        context: Any = None,
+        save_decision_policy: Any = None,
+        preservation_policy: Any = None,
+        step_name_format: Any = None,
+        custom_metadata: Any = None,
+        cleanup_tmp_directories: bool = False,
+        lightweight_initialize: bool = False,
+        logger: Any = None,
+        **ours: Any,
+    ):
+        context = orbax_v1.Context(context)
+        default_policy = deciding.AnySavePolicy(
+            [
+                deciding.InitialSavePolicy(),
+                deciding.ContinuousCheckpointingPolicy(),
+                deciding.PreemptionCheckpointingPolicy(),
+            ]
+        )
+        self._names = step_name_format or ocp.path.step.standard_name_format()
+        options = ocp.CheckpointManagerOptions(
+            save_decision_policy=save_decision_policy or default_policy,
+            preservation_policy=preservation_policy or preserving.PreserveAll(),
+            step_name_format=step_name_format,
+            cleanup_tmp_directories=cleanup_tmp_directories,
+            lightweight_initialize=lightweight_initialize,
+            max_to_keep=None,
+            best_fn=_unranked,  # Orbax keeps the metrics of a step only where it could rank it
+            todelete_full_path=context.deletion_options.gcs_deletion_options.todelete_full_path,
+            async_options=context.async_options.v0(),
+            file_options=context.file_options.v0(),
+            multiprocessing_options=context.multiprocessing_options.v0(),
+            atomicity_options=context.atomicity.v0(),
+        )
+        self._context = context
+        self._manager = CheckpointManager(directory, options=options, metadata=custom_metadata, logger=logger, **ours)
+
+    @property
+    def manager(self) -> CheckpointManager:
+        """The manager behind it: events, tiers, `steps()`."""
+        return self._manager
+
+    @property
+    def directory(self) -> Any:
+        """The durable root."""
+        return self._manager.directory
+
+    @property
+    def latest(self) -> CheckpointMetadata[None] | None:
+        """The checkpoint of the highest step, None where there is none."""
+        checkpoints = self.checkpoints
+        return checkpoints[-1] if checkpoints else None
+
+    @property
+    def checkpoints(self) -> Sequence[CheckpointMetadata[None]]:
+        """Every step that a tier holds or that is on its way, ascending; reads nothing of them."""
+        times = self._manager.step_times()
+        return [
+            CheckpointMetadata[None](
+                step,
+                path=self._path(step),
+                metadata=None,
+                metrics=self._manager.known_metrics(step),
+                commit_timestamp_nsecs=times.get(step),
+            )
+            for step in sorted(self._manager.all_steps())
+        ]
+
+    def should_save(self, step: int) -> bool:
+        """Whether `save(step)` would take the step for any tier."""
+        return self._manager.should_save(_number(step))
+
+    def save(self, step: int, state: Any, **options: Any) -> bool:
+        """Saves `state` if it is due, and waits until every tier has it; returns whether it was taken.
+
+        `options` are those of `save_async`. Raises what that raises, and `SaveFailedError`.
+        """
+        response = self.save_async(step, state, **options)
+        return response is not None and response.result()
+
+    def save_async(
+        self,
+        step: int,
+        state: Any,
+        *,
+        checkpointable_name: str = STATE,
+        force: bool = False,
+        overwrite: bool = False,
+        metrics: Any = None,
+        custom_metadata: Any = None,
+    ) -> Response[bool] | None:
+        """Begins to save `state` if it is due; None where it is not. Returns once the caller may donate the state.
+
+        With `overwrite`, a step that is there is deleted first. Raises `StepAlreadyExistsError` (Orbax's, a
+        `FileExistsError`) for a step that is there, ValueError for what cannot be saved. A failure in the background
+        is raised by the response, or by `wait` and `close`.
+        """
+        newer.check_state(state)
+        return self.save_checkpointables_async(
+            step,
+            {checkpointable_name: state},
+            force=force,
+            overwrite=overwrite,
+            metrics=metrics,
+            custom_metadata=custom_metadata,
+        )
+
+    def save_checkpointables(self, step: int, checkpointables: dict[str, Any], **options: Any) -> bool:
+        """Saves several checkpointables as one step, and waits; see `save_checkpointables_async`."""
+        response = self.save_checkpointables_async(step, checkpointables, **options)
+        return response is not None and response.result()
+
+    def save_checkpointables_async(
+        self,
+        step: int,
+        checkpointables: dict[str, Any],
+        *,
+        force: bool = False,
+        overwrite: bool = False,
+        metrics: Any = None,
+        custom_metadata: Any = None,
+    ) -> Response[bool] | None:
+        """Begins to save several checkpointables, by name, as one step; see `save_async`.
+
+        A checkpointable is a tree of arrays, numbers and text, a Grain iterator, or plain JSON.
+        """
+        newer.check_checkpointables(checkpointables)
+        if overwrite:
+            with suppress(StepNotFoundError):
+                self._manager.delete(step)
+        elif step in self._manager.all_steps():
+            raise errors.StepAlreadyExistsError(f"Step {step} already exists.")
+        with self._context:
+            args = save_args(checkpointables)
+            taken = self._manager.save(step, args=args, metrics=metrics, force=force, custom_metadata=custom_metadata)
+        return Response(self._finished) if taken else None
+
+    def load(self, step: Step = None, abstract_state: Any = None, *, checkpointable_name: str = STATE) -> Any:
+        """The state of `step`, or (None) of the newest step that proves whole.
+
+        Raises `StepNotFoundError` (Orbax's), KeyError for a name that the step has not, and what
+        `CheckpointManager.restore` raises.
+        """
+        newer.check_abstract_state(abstract_state)
+        return self.load_checkpointables(step, {checkpointable_name: abstract_state})[checkpointable_name]
+
+    def load_checkpointables(
+        self, step: Step = None, abstract_checkpointables: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The checkpointables of `step` by name: those that are asked for, or (None) all; see `load`."""
+        newer.check_abstract_checkpointables(abstract_checkpointables)
+        number = None if step is None else self._existing(step)
+        if not self._manager.all_steps():
+            raise errors.StepNotFoundError("Specified `step=None`, but no checkpoints were found.")
+        args = None
+        if abstract_checkpointables is not None:
+            shown = number if number is not None else self._manager.all_steps()[-1]
+            args = restore_args(abstract_checkpointables, str(self._path(shown)))
+        try:
+            with self._context:
+                found = self._manager.restore(number, args=args)
+        except ItemNotFoundError as error:
+            raise KeyError(f"{error}; load a name that the step has") from error
+        return {name: value for name, value in dict(found.items()).items() if name != _METRICS}
+
+    def load_async(self, step: Step = None, abstract_state: Any = None) -> Response[Any]:
+        """`load` in the background. No other call until the response is there."""
+        return Response(lambda: self.load(step, abstract_state))
+
+    def load_checkpointables_async(
+        self, step: Step = None, abstract_checkpointables: dict[str, Any] | None = None
+    ) -> Response[dict[str, Any]]:
+        """`load_checkpointables` in the background. No other call until the response is there."""
+        return Response(lambda: self.load_checkpointables(step, abstract_checkpointables))
+
+    def metadata(self, step: Step = None) -> CheckpointMetadata[Any]:
+        """Orbax's metadata of the state of a durable step (None: the latest): shapes, dtypes, shardings, times."""
+        number = self._existing(step)
+        return self._described(number, orbax_v1.metadata(self._path(number)))
+
+    def checkpointables_metadata(self, step: Step = None) -> CheckpointMetadata[dict[str, Any]]:
+        """Orbax's metadata of every checkpointable of a durable step (None: the latest)."""
+        number = self._existing(step)
+        return self._described(number, orbax_v1.checkpointables_metadata(self._path(number)))
+
+    def root_metadata(self) -> RootMetadata:
+        """What the whole sequence was given as custom metadata."""
+        found = self._manager.metadata(None)
+        return RootMetadata(directory=self.directory, custom_metadata=found.custom_metadata)
+
+    def delete(
+        self, step: int | CheckpointMetadata, *, checkpointable_name: str | None = None, missing_ok: bool = False
+    ) -> bool:
+        """Deletes a step from every tier, or one checkpointable of it; returns whether there was something.
+
+        Waits for saves that are on their way. A step that loses a checkpointable is held by the durable tier alone.
+        Raises `StepNotFoundError` (Orbax's), FileNotFoundError for the checkpointable, ValueError for the last one.
+        """
+        number = _number(step)
+        newer.check_deletion(number, checkpointable_name, missing_ok)
+        self._manager.wait_until_finished()
+        if number not in self._manager.all_steps():
+            if missing_ok:
+                return False
+            raise errors.StepNotFoundError(f"No checkpoint found at step {number}.")
+        if checkpointable_name is None:
+            self._manager.delete(number)
+            return True
+        with self._context:
+            path = self._path(number)
+            deleted = orbax_v1.delete(path, checkpointable_name=checkpointable_name, missing_ok=missing_ok)
+        self._manager.forget_in_fast_tiers(number)
+        return deleted
+
+    def delete_async(
+        self, step: int | CheckpointMetadata, *, checkpointable_name: str | None = None, missing_ok: bool = False
+    ) -> Response[bool]:
+        """`delete`; it is done when this returns, so that no later call has to wait for it."""
+        deleted = self.delete(step, checkpointable_name=checkpointable_name, missing_ok=missing_ok)
+        return Response(lambda: deleted)
+
+    def cancel(self, step: Step = None) -> None:
+        """Ends the saves that are on their way, by waiting for them, and deletes `step` where it is there."""
+        self._manager.wait_until_finished()
+        if step is not None:
+            with suppress(StepNotFoundError):
+                self._manager.delete(_number(step))
+
+    def reload(self) -> None:
+        """Looks at every tier afresh."""
+        self._manager.reload()
+
+    def is_saving_in_progress(self) -> bool:
+        """Whether any tier is still being written."""
+        return self._manager.is_saving_in_progress()
+
+    def wait(self) -> None:
+        """Waits until every save is in all its tiers; raises `SaveFailedError` if one is not."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Finishes what is on its way; raises `SaveFailedError` if a save has failed."""
+        self._manager.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @deprecated("Use `save` instead.")
+    def save_pytree(self, *args: Any, **kwargs: Any) -> bool:
+        """Orbax's older name of `save`."""
+        return self.save(*args, **kwargs)
+
+    @deprecated("Use `save_async` instead.")
+    def save_pytree_async(self, *args: Any, **kwargs: Any) -> Response[bool] | None:
+        """Orbax's older name of `save_async`."""
+        return self.save_async(*args, **kwargs)
+
+    @deprecated("Use `load` instead.")
+    def load_pytree(self, *args: Any, **kwargs: Any) -> Any:
+        """Orbax's older name of `load`."""
+        return self.load(*args, **kwargs)
+
+    @deprecated("Use `load_async` instead.")
+    def load_pytree_async(self, *args: Any, **kwargs: Any) -> Response[Any]:
+        """Orbax's older name of `load_async`."""
+        return self.load_async(*args, **kwargs)
+
+    @deprecated("Use `metadata` instead.")
+    def pytree_metadata(self, *args: Any, **kwargs: Any) -> CheckpointMetadata[Any]:
+        """Orbax's older name of `metadata`."""
+        return self.metadata(*args, **kwargs)
+
+    def _finished(self) -> bool:
+        self._manager.wait_until_finished()
+        return True
+
+    def _path(self, step: int) -> Any:
+        return self.directory / self._names.build_name(step)
+
+    def _existing(self, step: Step) -> int:
+        steps = sorted(self._manager.all_steps())
+        if step is None and not steps:
+            raise errors.StepNotFoundError("Specified `step=None`, but no checkpoints were found.")
+        number = steps[-1] if step is None else _number(step)
+        if number not in steps:
+            raise errors.StepNotFoundError(f"No checkpoint found at step {number}.")
+        return number
+
+    def _described(self, step: int, found: Any) -> CheckpointMetadata[Any]:
+        return CheckpointMetadata[Any](
+            step=step,
+            path=found.path,
+            metadata=found.metadata,
+            init_timestamp_nsecs=found.init_timestamp_nsecs,
+            commit_timestamp_nsecs=found.commit_timestamp_nsecs,
+            custom_metadata=found.custom_metadata or None,
+            metrics=self._manager.known_metrics(step),
+        )
+
+
+def _number(step: int | CheckpointMetadata) -> int:
+    return step.step if isinstance(step, CheckpointMetadata) else step
+
+
+def _unranked(metrics: Any) -> float:
+    """A rank for steps that nobody ranks."""
+    del metrics
+    return 0.0

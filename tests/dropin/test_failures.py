@@ -1,0 +1,242 @@
+"""After a failed save the manager tells the truth, and training goes on: where stock Orbax forgets and is silent."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+
+args: Any = ocp.args
+
+
+class Break:
+    """What a step's commit runs into, by step; `count` times, then no more."""
+
+    errors: dict[int, list[BaseException]] = {}  # noqa: RUF012  set by each test
+
+
+class BreakingPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """Orbax's own way to commit, which runs into what the test put in its way."""
+
+    async def finalize(self) -> None:
+        """Renames the finished directory."""
+        name = self.get_final().name
+        if name.isdigit() and Break.errors.get(int(name)):
+            raise Break.errors[int(name)].pop()
+        await super().finalize()
+
+
+@pytest.fixture(autouse=True)
+def nothing_broken() -> None:
+    Break.errors = {}
+
+
+def state(step: int) -> Any:
+    return args.StandardSave({"w": np.arange(3) + step})
+
+
+def manager_of(tmp_path: Path, events: list[ckptkit.Event], tiers: bool = False, **more: Any) -> Any:
+    log = ckptkit.EventLog()
+    log.observe(events.append)
+    return ckptkit.CheckpointManager(
+        tmp_path / "durable",
+        options=ocp.CheckpointManagerOptions(temporary_path_class=BreakingPath, max_to_keep=more.pop("keep", None)),
+        tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"))] if tiers else [],
+        host_id="host",
+        events=log,
+        **more,
+    )
+
+
+def full() -> OSError:
+    return OSError(28, "No space left on device")
+
+
+def test_older_steps_stay_and_the_failure_is_raised_once(tmp_path: Path) -> None:
+    """Stock Orbax forgets step 0, says that step 1 is there, and `check_for_errors` says nothing."""
+    events: list[ckptkit.Event] = []
+    Break.errors = {1: [full()]}
+    with manager_of(tmp_path, events, keep=1) as manager:
+        assert manager.save(0, args=state(0))
+        manager.wait_until_finished()
+        assert manager.save(1, args=state(1))
+        while manager.is_saving_in_progress():
+            time.sleep(0.01)
+        assert manager.latest_step() == 0
+        assert list(manager.all_steps()) == [0]
+        assert manager.best_step() == 0
+        assert [(record.step, record.state) for record in manager.steps()] == [(0, "committed"), (1, "failed")]
+        with pytest.raises(ckptkit.SaveFailedError, match=r"step 1 was not committed to tier durable: OSError"):
+            manager.check_for_errors()
+        manager.check_for_errors()
+        assert manager.save(2, args=state(2))
+        manager.wait_until_finished()
+        assert list(manager.all_steps()) == [2]
+        np.testing.assert_array_equal(manager.restore(None)["w"], np.arange(3) + 2)
+
+
+@pytest.mark.parametrize("end", ["wait_until_finished", "close"])
+def test_a_failure_is_raised_by_whichever_asks_first(tmp_path: Path, end: str) -> None:
+    """A job would end well whose last checkpoint is missing."""
+    Break.errors = {0: [full()]}
+    manager = manager_of(tmp_path, [])
+    assert manager.save(0, args=state(0))
+    with pytest.raises(ckptkit.SaveFailedError) as raised:
+        getattr(manager, end)()
+    assert isinstance(raised.value.__cause__, OSError)
+    manager.close()
+
+
+def test_a_fast_tier_keeps_the_step_that_the_durable_one_lost(tmp_path: Path) -> None:
+    """The newest step would be called lost while the ramdisk has it."""
+    Break.errors = {1: [full()]}
+    with manager_of(tmp_path, [], tiers=True) as manager:
+        for step in range(2):
+            assert manager.save(step, args=state(step))
+        with pytest.raises(ckptkit.SaveFailedError, match="tier durable"):
+            manager.wait_until_finished()
+        (_, newest) = manager.steps()
+        assert (newest.step, newest.state, newest.tiers) == (1, "committed", ("ram",))
+        assert newest.held_bytes == 24
+        assert abs(newest.verified_s - time.time()) < 60
+        np.testing.assert_array_equal(manager.restore(None)["w"], np.arange(3) + 1)
+
+
+def test_a_transient_failure_is_tried_again(tmp_path: Path) -> None:
+    """One throttled request would cost a checkpoint."""
+    events: list[ckptkit.Event] = []
+    Break.errors = {0: [ConnectionResetError("reset"), ConnectionResetError("reset")]}
+    policy = ckptkit.FailurePolicy(retries=2, retry_delay_s=0.01)
+    with manager_of(tmp_path, events, on_failure=policy) as manager:
+        assert manager.save(0, args=state(0))
+        manager.wait_until_finished()
+        assert list(manager.all_steps()) == [0]
+    delays = [event.fields["delay_s"] for event in events if event.kind == ckptkit.Kind.RETRIED]
+    assert delays == [0.01, 0.02]
+    with ocp.CheckpointManager(tmp_path / "durable") as stock:
+        np.testing.assert_array_equal(stock.restore(0)["w"], np.arange(3))
+
+
+def test_a_failure_that_no_retry_helps_is_not_tried_again(tmp_path: Path) -> None:
+    """A full bucket would hold the next save up for nothing."""
+    events: list[ckptkit.Event] = []
+    Break.errors = {0: [full(), full()]}
+    with manager_of(tmp_path, events) as manager:
+        assert manager.save(0, args=state(0))
+        with pytest.raises(ckptkit.SaveFailedError):
+            manager.wait_until_finished()
+    kinds = [event.kind for event in events if event.tier == "durable"]
+    assert ckptkit.Kind.RETRIED not in kinds
+    assert kinds.count(ckptkit.Kind.DEGRADED) == 1
+
+
+def test_a_durable_tier_that_fails_for_too_long_is_an_error_at_save(tmp_path: Path) -> None:
+    """A job would train for days with nothing but its ramdisk."""
+    Break.errors = {step: [full()] for step in range(3)}
+    policy = ckptkit.FailurePolicy(durable_max_age_s=0.2)
+    manager = manager_of(tmp_path, [], tiers=True, on_failure=policy)
+    assert manager.save(0, args=state(0))
+    manager._pipeline.wait()
+    assert manager.save(1, args=state(1))  # not for long enough yet
+    manager._pipeline.wait()
+    time.sleep(0.25)
+    with pytest.raises(ckptkit.SaveFailedError, match=r"step 2 is not saved: every durable save of the last 0\.\d s"):
+        manager.save(2, args=state(2))
+    with pytest.raises(ckptkit.SaveFailedError):
+        manager.close()
+
+
+def test_a_durable_save_that_works_ends_the_count(tmp_path: Path) -> None:
+    """Two failures a day apart would stop the job."""
+    Break.errors = {0: [full()]}
+    with manager_of(tmp_path, [], on_failure=ckptkit.FailurePolicy(durable_max_age_s=0.5)) as manager:
+        manager.save(0, args=state(0))
+        with pytest.raises(ckptkit.SaveFailedError):
+            manager.wait_until_finished()
+        assert manager.save(1, args=state(1))
+        manager.wait_until_finished()
+        time.sleep(0.55)
+        assert manager.save(2, args=state(2))
+
+
+def test_a_save_that_is_not_taken_says_why(tmp_path: Path) -> None:
+    """A run that goes back would save nothing, in silence."""
+    events: list[ckptkit.Event] = []
+    with manager_of(tmp_path, events) as manager:
+        assert manager.save(5, args=state(5))
+        assert not manager.save(5, args=state(5))
+        assert not manager.save(3, args=state(3))
+    reasons = [(event.step, event.fields["reason"]) for event in events if event.kind == ckptkit.Kind.SKIPPED]
+    why = "step 5 is saved already, and a save at or below it needs force=True"
+    assert reasons == [(5, why), (3, why)]
+
+
+def test_an_item_of_the_callers_that_fails_is_reported_too(tmp_path: Path) -> None:
+    """A step that Orbax writes with the caller's handler would be missing in silence."""
+    Break.errors = {1: [full()]}
+    with manager_of(tmp_path, []) as manager:
+        for step in range(3):
+            assert manager.save(step, args=args.PyTreeSave({"name": "text", "w": np.arange(3) + step}))
+            if step == 1:
+                with pytest.raises(ckptkit.SaveFailedError, match="step 1 was not committed to tier durable"):
+                    manager.wait_until_finished()
+        manager.wait_until_finished()
+        assert list(manager.all_steps()) == [0, 2]
+        assert manager.restore(2)["name"] == "text"
+
+
+def test_a_synchronous_save_raises_what_failed(tmp_path: Path) -> None:
+    """With `enable_async_checkpointing=False` a script counts on the step when `save` returns."""
+    Break.errors = {0: [full()]}
+    options = ocp.CheckpointManagerOptions(temporary_path_class=BreakingPath, enable_async_checkpointing=False)
+    with ckptkit.CheckpointManager(tmp_path, options=options) as manager:
+        with pytest.raises(ckptkit.SaveFailedError):
+            manager.save(0, args=state(0))
+        assert manager.save(1, args=state(1))
+        assert manager.all_steps() == [1]
+
+
+@pytest.mark.parametrize("tiers", [False, True])
+def test_a_busy_durable_tier_blocks_neither_the_age_nor_a_step_of_ours(tmp_path: Path, tiers: bool) -> None:
+    """With `durable_busy="skip"` the loop would stand still until a stuck bucket answers; what Orbax writes itself
+    would be lost, since nobody can vote on it in the background."""
+    events: list[ckptkit.Event] = []
+    log = ckptkit.EventLog()
+    log.observe(events.append)
+    go = threading.Event()
+
+    def hold(event: ckptkit.Event) -> None:
+        if event.kind == ckptkit.Kind.PHASE and event.tier == "durable" and event.step == 0:
+            assert go.wait(30)
+
+    log.observe(hold)
+    with ckptkit.CheckpointManager(
+        tmp_path / "durable",
+        tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"))] if tiers else [],
+        events=log,
+        durable_busy="skip",
+        in_flight_max=1,
+        on_failure=ckptkit.FailurePolicy(durable_max_age_s=60.0),
+    ) as manager:
+        assert manager.save(0, args=args.PyTreeSave({"w": np.arange(3)}))
+        manager._pipeline._writer.drain()
+        assert manager.save(1, args=args.PyTreeSave({"w": np.arange(3)})), (
+            "decided before anybody knows that it comes too early"
+        )
+        manager._pipeline._writer.drain()
+        assert not go.is_set()
+        threading.Timer(0.1, go.set).start()
+        assert manager.save(2, args=args.PyTreeSave({"name": "text", "w": np.arange(3)}))
+        manager.wait_until_finished()
+        assert manager.all_steps() == ([0, 1, 2] if tiers else [0, 2])
+        assert [record.state for record in manager.steps()] == ["committed"] * (3 if tiers else 2)
+        assert manager.restore(2)["name"] == "text"
+    skipped = [(event.step, event.fields["policy"]) for event in events if event.kind == ckptkit.Kind.SKIPPED]
+    assert skipped == [(1, "skip")]

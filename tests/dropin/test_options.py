@@ -1,0 +1,349 @@
+"""Every field of Orbax's `CheckpointManagerOptions`: what it does, and that it does it with and without a fast tier."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from orbax.checkpoint import checkpoint_managers as policies
+
+import ckptkit
+
+args: Any = ocp.args
+Options = ocp.CheckpointManagerOptions
+LOSSES = {0: 3.0, 1: 1.0, 2: 2.0, 3: 4.0}
+
+
+class Job:
+    """A directory, and managers over it with one field set; a ramdisk takes every step of every second job."""
+
+    def __init__(self, root: Path, tiers: bool):
+        self.root = root
+        self.durable = root / "durable"
+        self.tiers = tiers
+
+    def manager(self, metadata: Any = None, **options: Any) -> Any:
+        fast = [ckptkit.Tier.ram(str(self.root / "ram"))] if self.tiers else []
+        return ckptkit.CheckpointManager(
+            self.durable, options=Options(**options), metadata=metadata, tiers=fast, host_id="host"
+        )
+
+    def run(self, steps: Any = range(4), **options: Any) -> list[str]:
+        """Saves steps one by one, with metrics; the names in the durable root."""
+        with self.manager(**options) as manager:
+            for step in steps:
+                metrics = {"loss": LOSSES[step]} if step in LOSSES else None
+                manager.save(step, args=args.StandardSave({"w": np.arange(3) + step}), metrics=metrics)
+                manager.wait_until_finished()
+        return self.names()
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.durable.glob("[!_.]*")) if self.durable.exists() else []
+
+
+@pytest.fixture(params=[False, True], ids=["durable", "ram"])
+def job(request: Any, tmp_path: Path) -> Callable[[], Job]:
+    """Makes jobs in directories of their own."""
+    made: list[Job] = []
+
+    def make() -> Job:
+        made.append(Job(tmp_path / str(len(made)), request.param))
+        made[-1].root.mkdir()
+        return made[-1]
+
+    return make
+
+
+def _loss(metrics: Any) -> float:
+    return metrics["loss"]
+
+
+ALL = ["0", "1", "2", "3"]
+# What stands in the durable root after steps 0 to 3: field, options without it, options with it, names without, with.
+BY_NAMES: list[tuple[str, dict[str, Any], dict[str, Any], list[str], list[str]]] = [
+    ("save_interval_steps", {}, {"save_interval_steps": 3}, ALL, ["0", "3"]),
+    ("max_to_keep", {}, {"max_to_keep": 2}, ALL, ["2", "3"]),
+    ("keep_time_interval", {"max_to_keep": 1}, {"keep_time_interval": datetime.timedelta(0)}, ["3"], ALL),
+    ("keep_period", {"max_to_keep": 1}, {"keep_period": 2}, ["3"], ["0", "2", "3"]),
+    ("best_fn", {"max_to_keep": 1}, {"best_fn": _loss}, ["3"], ["3"]),
+    ("best_mode", {"max_to_keep": 1, "best_fn": _loss}, {"best_mode": "min"}, ["3"], ["1"]),
+    ("step_prefix", {}, {"step_prefix": "at"}, ALL, ["at_0", "at_1", "at_2", "at_3"]),
+    ("step_format_fixed_length", {}, {"step_format_fixed_length": 3}, ALL, ["000", "001", "002", "003"]),
+    (
+        "step_name_format",
+        {},
+        {"step_name_format": ocp.path.step.standard_name_format(step_prefix="s", step_format_fixed_length=2)},
+        ALL,
+        ["s_00", "s_01", "s_02", "s_03"],
+    ),
+    ("save_on_steps", {"save_interval_steps": 3}, {"save_on_steps": [2]}, ["0", "3"], ["0", "2", "3"]),
+    ("todelete_subdir", {"max_to_keep": 1}, {"todelete_subdir": "trash"}, ["3"], ["3", "trash"]),
+    ("should_save_fn", {}, {"should_save_fn": lambda step, last: step == 1}, ALL, ["1"]),
+    (
+        "save_decision_policy",
+        {},
+        {"save_decision_policy": policies.SpecificStepsPolicy([1, 3])},
+        ALL,
+        ["1", "3"],
+    ),
+    ("preservation_policy", {}, {"preservation_policy": policies.preservation_policy.LatestN(1)}, ALL, ["3"]),
+    ("read_only", {}, {"read_only": True}, ALL, []),
+]
+ELSEWHERE = {
+    "keep_checkpoints_without_metrics",
+    "create",
+    "cleanup_tmp_directories",
+    "single_host_load_and_broadcast",
+    "todelete_full_path",
+    "enable_background_delete",
+    "num_deletion_threads",
+    "enable_async_checkpointing",
+    "async_options",
+    "multiprocessing_options",
+    "file_options",
+    "atomicity_options",
+    "save_root_metadata",
+    "temporary_path_class",
+    "prevent_write_metrics",
+    "enable_should_save_is_saving_in_progress_check",
+    "enable_per_process_directory_creation",
+    "lightweight_initialize",
+}
+
+
+def test_every_field_has_its_test() -> None:
+    """A field of a newer Orbax would be dropped in silence."""
+    tested = {row[0] for row in BY_NAMES} | ELSEWHERE
+    assert tested == {field.name for field in dataclasses.fields(Options)}
+
+
+@pytest.mark.parametrize("row", BY_NAMES, ids=lambda row: row[0])
+def test_what_a_field_leaves_in_the_durable_root(job: Callable[[], Job], row: Any) -> None:
+    """The option would be accepted and do nothing."""
+    _, unset, added, names_unset, names_set = row
+    assert job().run(**unset) == names_unset
+    assert job().run(**unset, **added) == names_set
+
+
+def test_best_fn_chooses_the_best_step(job: Callable[[], Job]) -> None:
+    """An evaluation would read the newest step for the best."""
+    for options, best in (({}, 3), ({"best_fn": _loss}, 3), ({"best_fn": _loss, "best_mode": "min"}, 1)):
+        each = job()
+        each.run(**options)
+        with each.manager(**options) as manager:
+            assert manager.best_step() == best
+
+
+def test_keep_checkpoints_without_metrics(job: Callable[[], Job]) -> None:
+    """Steps without metrics would push out good ones, or never go."""
+    kept = {"max_to_keep": 1, "best_fn": _loss}
+    assert job().run(range(3, 6), **kept) == ["3", "4", "5"]
+    assert job().run(range(3, 6), **kept, keep_checkpoints_without_metrics=False) == ["3"]
+
+
+def test_create(job: Callable[[], Job]) -> None:
+    """A mistyped path would be made."""
+    made, missing = job(), job()
+    with made.manager(), missing.manager(create=False) as manager:
+        assert manager.all_steps() == []
+    assert made.durable.exists()
+    assert not missing.durable.exists()
+
+
+def test_cleanup_tmp_directories(job: Callable[[], Job]) -> None:
+    """What a crash left behind would be billed for ever."""
+    for options, left in (({}, True), ({"cleanup_tmp_directories": True}, False)):
+        each = job()
+        each.run(range(1))
+        left_behind = each.durable / "7.orbax-checkpoint-tmp"
+        left_behind.mkdir()
+        each.run(range(1, 2), **options)
+        assert left_behind.exists() == left
+
+
+def test_single_host_load_and_broadcast_is_how_it_always_works(job: Callable[[], Job]) -> None:
+    """With it set, Orbax would broadcast over the devices, from a background thread too."""
+    for options in ({}, {"single_host_load_and_broadcast": True}):
+        each = job()
+        assert each.run(**options) == ALL
+        with each.manager(**options) as manager:
+            assert manager.all_steps(read=True) == [0, 1, 2, 3]
+
+
+def test_todelete_full_path_is_for_buckets(job: Callable[[], Job]) -> None:
+    """Orbax refuses it elsewhere when it deletes; it must not be dropped on the way there."""
+    each = job()
+    with pytest.raises(ckptkit.SaveFailedError, match="NotImplementedError"):
+        each.run(max_to_keep=1, todelete_full_path="trash")
+    with pytest.raises(ValueError, match="both cannot be set"):
+        job().run(todelete_subdir="a", todelete_full_path="b")
+
+
+def test_background_deletion_ends_with_close(job: Callable[[], Job]) -> None:
+    """Deletions would be lost at the end of the job, or counted as steps meanwhile."""
+    for options in ({}, {"enable_background_delete": True}, {"num_deletion_threads": 2}):
+        assert job().run(max_to_keep=1, **options) == ["3"]
+
+
+def test_deletion_runs_where_it_is_asked_for(job: Callable[[], Job], monkeypatch: Any) -> None:
+    """The two options would make no difference."""
+    import shutil
+
+    seen: list[str] = []
+    real = shutil.rmtree
+
+    def recorded(path: Any, *rest: Any, **more: Any) -> None:
+        if Path(path).parent.name == "durable" and Path(path).name.isdigit():
+            seen.append(threading.current_thread().name)
+        real(path, *rest, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", recorded)
+    job().run(max_to_keep=1)
+    assert set(seen) == {"ckptkit-durable"}
+    seen.clear()
+    job().run(max_to_keep=1, enable_background_delete=True)
+    assert set(seen) == {"DeleterThread"}
+
+
+def test_num_deletion_threads(job: Callable[[], Job]) -> None:
+    """Deleting on a mount with slow unlinks would take as long as without it."""
+    for options, count in (({}, min(16, max(1, (os.cpu_count() or 4) // 2))), ({"num_deletion_threads": 40}, 40)):
+        with job().manager(**options) as manager:
+            manager.save(0, args=args.StandardSave({"w": np.arange(3)}))
+            manager.wait_until_finished()
+            assert manager._durable._writer._checkpoint_deleter._path_deleter._num_threads == count
+
+
+def test_enable_async_checkpointing(job: Callable[[], Job], monkeypatch: Any) -> None:
+    """A script that copies the step after `save` would copy half of it."""
+    hold_the_durable_tier(monkeypatch, threading.Event(), wait_s=0.2)
+    for options, committed in (({}, False), ({"enable_async_checkpointing": False}, True)):
+        with job().manager(**options) as manager:
+            manager.save(0, args=args.StandardSave({"w": np.arange(3)}))
+            assert (0 in manager._durable.steps()) == committed
+
+
+def test_async_options(job: Callable[[], Job]) -> None:
+    """The callback that copies finished steps away would never be called."""
+    called: list[int] = []
+    job().run(range(2))
+    assert called == []
+    job().run(range(2), async_options=ocp.AsyncOptions(post_finalization_callback=lambda: called.append(1)))
+    assert called == [1, 1]
+    with pytest.raises(ValueError, match="post_finalization_callback is only supported"):
+        job().manager(
+            enable_async_checkpointing=False, async_options=ocp.AsyncOptions(post_finalization_callback=lambda: None)
+        )
+
+
+def test_multiprocessing_options(job: Callable[[], Job]) -> None:
+    """Two managers of one job would meet at each other's barriers."""
+    given = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix="mine")
+    for options, prefix in (({}, None), ({"multiprocessing_options": given}, "mine")):
+        with job().manager(**options) as manager:
+            manager.save(0, args=args.StandardSave({"w": np.arange(3)}))
+            manager.wait_until_finished()
+            for inner in (manager._durable.stock.orbax, manager._durable._writer):
+                assert inner._multiprocessing_options.barrier_sync_key_prefix == prefix
+
+
+def test_file_options(job: Callable[[], Job]) -> None:
+    """Checkpoints would be readable by everybody on a shared machine."""
+    for options, mode in (({}, 0o755), ({"file_options": ocp.options.FileOptions(path_permission_mode=0o700)}, 0o700)):
+        each = job()
+        each.run(range(1), **options)
+        assert (each.durable / "0").stat().st_mode & 0o777 == mode
+        assert each.durable.stat().st_mode & 0o777 == mode
+
+
+def test_atomicity_options_and_temporary_path_class(job: Callable[[], Job]) -> None:
+    """On a mount without atomic rename a half-written step would pass for a whole one."""
+    given = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
+    by_class = {"temporary_path_class": ocp.path.atomicity.CommitFileTemporaryPath}
+    for options in ({"atomicity_options": given}, by_class):
+        each = job()
+        each.run(range(1), **options)
+        marker = each.durable / "0" / "commit_success.txt"
+        assert marker.exists()
+        marker.unlink()
+        with each.manager(**options) as manager:
+            assert 0 not in manager._durable.steps()
+        with each.manager() as manager:
+            assert 0 in manager._durable.steps()
+
+
+def test_save_root_metadata(job: Callable[[], Job]) -> None:
+    """What describes the run would be lost, or written where it must not be."""
+    for options, written in (({}, True), ({"save_root_metadata": False}, False)):
+        each = job()
+        with each.manager(metadata={"lang": "en"}, **options):
+            assert ("metadata" in each.names()) == written
+        with each.manager(**options) as manager:
+            assert manager.metadata().custom_metadata == ({"lang": "en"} if written else {})
+
+
+def test_prevent_write_metrics(job: Callable[[], Job]) -> None:
+    """Metrics that must not leave the machine would be written."""
+    for options, found in (({}, {"loss": 1.0}), ({"prevent_write_metrics": True}, None)):
+        each = job()
+        each.run(best_fn=_loss, **options)
+        with each.manager(best_fn=_loss, **options) as manager:
+            assert manager.metrics(1) == found
+            assert manager.best_step() == (3 if found else None)
+
+
+def test_enable_should_save_is_saving_in_progress_check(job: Callable[[], Job], monkeypatch: Any) -> None:
+    """Continuous checkpointing would queue saves up, or skip them although it was told not to look."""
+    for options, taken in (({}, False), ({"enable_should_save_is_saving_in_progress_check": False}, True)):
+        release = threading.Event()
+        with monkeypatch.context() as patched:
+            hold_the_durable_tier(patched, release, wait_s=30)
+            policy = policies.ContinuousCheckpointingPolicy()
+            each = job()
+            each.tiers = False  # a ramdisk takes the step anyway
+            with each.manager(save_decision_policy=policy, **options) as manager:
+                assert manager.save(0, args=args.StandardSave({"w": np.arange(3)}))
+                assert manager.should_save(1) == taken
+                release.set()
+                manager.wait_until_finished()
+                assert manager.should_save(1)
+
+
+def test_enable_per_process_directory_creation(job: Callable[[], Job]) -> None:
+    """Orbax allows it only where no process is primary: each makes its own directories."""
+    alone = ocp.options.MultiprocessingOptions(primary_host=None)
+    with pytest.raises(ValueError, match="primary_host is None"):
+        job().run(enable_per_process_directory_creation=True)
+    assert job().run(enable_per_process_directory_creation=True, multiprocessing_options=alone) == ALL
+
+
+def test_lightweight_initialize(job: Callable[[], Job]) -> None:
+    """A restart would read the metrics of ten thousand steps."""
+    each = job()
+    each.run(best_fn=_loss)
+    with each.manager(best_fn=_loss) as manager:
+        assert manager.best_step() == 3
+    with each.manager(best_fn=_loss, lightweight_initialize=True) as manager:
+        assert manager.best_step() is None
+        assert manager.all_steps() == [0, 1, 2, 3]
+
+
+def hold_the_durable_tier(monkeypatch: Any, release: threading.Event, *, wait_s: float) -> None:
+    """Durable saves begin only when `release` is set, or `wait_s` later."""
+    from ckptkit.durable import DurableSteps
+
+    real = DurableSteps.save
+
+    def held(self: Any, *given: Any, **more: Any) -> None:
+        release.wait(wait_s)
+        real(self, *given, **more)
+
+    monkeypatch.setattr(DurableSteps, "save", held)

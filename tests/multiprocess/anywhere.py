@@ -1,0 +1,106 @@
+"""A job that saves a state over all its devices, or restores every root it is given without a template.
+
+Run by `test_restore_anywhere.py`: prints one line of JSON, root -> leaf -> the hex digest of its bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import ckptkit
+from ckptkit.surgery import Rename, Skip, Take, restore_into
+
+
+def state() -> dict[str, Any]:
+    """Split over all devices, replicated, a key, a list, host leaves; the same values on any devices."""
+    mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(AxisType.Auto,))
+
+    def put(value: Any, *spec: Any) -> jax.Array:
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.jit(lambda: value, out_shardings=sharding)()
+
+    return {
+        "w": put(jnp.arange(64.0).reshape(8, 8) - 7, "all"),
+        "layers": [{"b": put(jnp.arange(8, dtype=jnp.bfloat16), "all")}, {"b": put(jnp.float32(-0.0))}],
+        "key": put(jax.random.key(5)),
+        "host": np.arange(3),
+        "count": 7,
+    }
+
+
+def local_bytes(leaf: Any) -> bytes:
+    """The bytes of a leaf of which this process holds everything."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf).tobytes()
+    whole = np.empty(leaf.shape, leaf.dtype)
+    held = np.zeros(leaf.shape, bool)
+    for shard in leaf.addressable_shards:
+        whole[shard.index], held[shard.index] = np.asarray(shard.data), True
+    assert held.all(), "a part is on another process alone"
+    return whole.tobytes()
+
+
+def digests(tree: Any) -> dict[str, str]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): hashlib.sha256(local_bytes(leaf)).hexdigest() for path, leaf in flat}
+
+
+def save(directory: Path) -> None:
+    args = ocp.args.Composite(state=ocp.args.StandardSave(state()), data=ocp.args.JsonSave({"at": 3}))
+    with ckptkit.CheckpointManager(directory / "ours") as manager:
+        manager.save(3, args=args)
+    with ocp.CheckpointManager(directory / "stock") as stock:
+        stock.save(3, args=args)
+
+
+def take_apart(root: Path) -> dict[str, Any]:
+    """A part of the step, by surgery and by a follower, whole on every device of this job."""
+    mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(AxisType.Auto,))
+    whole = NamedSharding(mesh, PartitionSpec())
+    target = {"moved": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=whole), "count": 0}
+    rules = [Rename("w", "moved"), Take("count"), Skip("**")]
+    taken, report = restore_into(root, None, target, rules)
+    assert (report.step, report.proven) == (3, root.name == "ours")
+    for step in ckptkit.follow(root, poll_s=0.01, idle_timeout_s=0.0):
+        assert (step.step, step.proven) == (3, root.name == "ours")
+        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(ckptkit.abstract_state(state(), mesh)))
+        assert step.restore(wanted)["state"]["count"] == taken["count"]
+    return taken
+
+
+def restore(roots: list[Path]) -> dict[str, Any]:
+    found = {}
+    for root in roots:
+        with ckptkit.CheckpointManager(root, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+            restored = manager.restore(3)
+            assert restored["data"] == {"at": 3}
+        found[str(root)] = digests(restored["state"]) | digests(take_apart(root))
+    return found
+
+
+def main() -> None:
+    what, address, count, process, *paths = sys.argv[1:]
+    if int(count) > 1:
+        jax.distributed.initialize(address, int(count), int(process))
+    if what == "save":
+        save(Path(paths[0]))
+    else:
+        print(json.dumps(restore([Path(path) for path in paths])), flush=True)
+    if int(count) > 1:
+        jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()

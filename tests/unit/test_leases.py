@@ -1,0 +1,171 @@
+"""Leases: whatever the order of a reader's and a writer's steps, no step goes while a reader counts on it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from ckptkit import layout
+from ckptkit.durable.leases import Lease, PruneGuard, doomed_steps
+from ckptkit.errors import TransientStoreError
+from ckptkit.store import MemoryStore
+
+
+class Clock:
+    """Time that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def take(store: Any, step: int, *, lease_s: float = 60.0, clock: Clock | None = None) -> Lease:
+    return Lease(store, step, lease_s=lease_s, monotonic_s=clock or Clock())
+
+
+def test_a_leased_step_is_spared_until_it_is_released(store: MemoryStore) -> None:
+    """An evaluator would lose the step that it reads."""
+    guard = PruneGuard(store)
+    with take(store, 2) as lease:
+        assert lease.granted()
+        assert guard.spare([1, 2]) == {2}
+        assert doomed_steps(store) == {1}
+    assert guard.spare([2]) == set()
+    assert store.list(layout.LEASES_DIR) == []
+
+
+def test_a_doomed_step_is_not_granted(store: MemoryStore) -> None:
+    """The writer has looked for leases already, and deletes it."""
+    guard = PruneGuard(store)
+    assert guard.spare([2]) == set()
+    with take(store, 2) as lease:
+        assert not lease.granted()
+    guard.settle()
+    with take(store, 2) as lease:
+        assert lease.granted()
+
+
+class Turns:
+    """A store whose every operation waits for its turn, so that a test can order those of two threads."""
+
+    def __init__(self, inner: MemoryStore, name: str, order: list[str], condition: threading.Condition):
+        self._inner, self._name, self._order, self._condition = inner, name, order, condition
+
+    def __getattr__(self, operation: str) -> Any:
+        def in_turn(*args: Any, **kwargs: Any) -> Any:
+            with self._condition:
+                assert self._condition.wait_for(lambda: not self._order or self._order[0] == self._name, timeout=10)
+                try:
+                    return getattr(self._inner, operation)(*args, **kwargs)
+                finally:
+                    if self._order:
+                        self._order.pop(0)
+                    self._condition.notify_all()
+
+        return in_turn
+
+
+@pytest.mark.parametrize("order", sorted(set(itertools.permutations("rrwww"))), ids="".join)
+def test_one_of_two_that_meet_sees_the_other(order: tuple[str, ...]) -> None:
+    """A step would be granted and deleted, in one order of operations out of ten."""
+    inner, left, condition = MemoryStore(), list(order), threading.Condition()
+    spared: set[int] = set()
+    guard = PruneGuard(Turns(inner, "w", left, condition))  # pyright: ignore[reportArgumentType]
+
+    def prune() -> None:
+        spared.update(guard.spare([2]))
+        with condition:  # where it found no lease it has read none: that turn is the reader's
+            left[:] = [turn for turn in left if turn == "r"]
+            condition.notify_all()
+
+    writer = threading.Thread(target=prune)
+    writer.start()
+    lease = take(Turns(inner, "r", left, condition), 2)
+    granted = lease.granted()
+    with condition:
+        left.clear()  # what is left to do needs no order
+        condition.notify_all()
+    writer.join()
+    lease.release()
+    assert not granted or spared == {2}
+
+
+def test_a_dead_reader_holds_a_step_for_its_lease_and_no_longer(store: MemoryStore) -> None:
+    """An evaluator that was killed would fill the bucket."""
+    clock = Clock()
+    guard = PruneGuard(store, monotonic_s=clock)
+    store.put(f"{layout.LEASES_DIR}/dead.json", json.dumps({"step": 2, "beat": 5, "lease_s": 60}).encode())
+    clock.now_s += 1e6  # the age of the lease on any clock does not matter, only how long it does not change
+    assert guard.spare([2]) == {2}
+    clock.now_s += 59
+    assert guard.spare([2]) == {2}
+    clock.now_s += 2
+    assert guard.spare([2]) == set()
+    assert store.list(layout.LEASES_DIR) == []
+
+
+def test_a_lease_that_is_renewed_lives_on(store: MemoryStore) -> None:
+    """A long evaluation would lose its step."""
+    clock = Clock()
+    guard = PruneGuard(store, monotonic_s=clock)
+    key = f"{layout.LEASES_DIR}/live.json"
+    for beat in range(5):
+        store.put(key, json.dumps({"step": 2, "beat": beat, "lease_s": 60}).encode())
+        assert guard.spare([2]) == {2}
+        clock.now_s += 59
+
+
+def test_a_lease_renews_itself(store: MemoryStore) -> None:
+    """The thread that keeps it would be missing."""
+    beats = set()
+    with take(store, 2, lease_s=0.03):
+        while len(beats) < 3:
+            (name,) = store.list(layout.LEASES_DIR)
+            beats.add(json.loads(store.get(f"{layout.LEASES_DIR}/{name}"))["beat"])
+
+
+def test_a_reader_knows_that_its_lease_is_lost_before_the_writer_drops_it(store: MemoryStore) -> None:
+    """It would read on, and take half a step for damage."""
+    clock = Clock()
+    with take(store, 2, clock=clock) as lease:
+        clock.now_s += 60.1
+        assert lease.lost
+        assert not lease.granted()
+
+
+def test_a_damaged_lease_stands_for_every_step(store: MemoryStore) -> None:
+    """The step that it was for cannot be known."""
+    clock = Clock()
+    guard = PruneGuard(store, monotonic_s=clock)
+    store.put(f"{layout.LEASES_DIR}/x.json", b"{")
+    assert guard.spare([1, 2]) == {1, 2}
+    clock.now_s += 61
+    assert guard.spare([1, 2]) == set()
+
+
+def test_what_cannot_be_looked_up_is_not_deleted(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unreachable bucket would count as one without readers."""
+
+    def unreachable(prefix: str) -> list[str]:
+        raise TransientStoreError(f"{prefix}: no answer")
+
+    monkeypatch.setattr(store, "list", unreachable)
+    assert PruneGuard(store).spare([1]) == {1}
+
+
+@pytest.mark.parametrize("lease_s", [0.0, -1.0, 3601.0])
+def test_a_lease_is_bounded(store: MemoryStore, lease_s: float) -> None:
+    """A reader that died would hold a step for ever."""
+    with pytest.raises(ValueError, match="lease_s is"):
+        take(store, 1, lease_s=lease_s)
