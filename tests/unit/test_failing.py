@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from ckptkit.coordination import Coordinator, LocalCoordinator
+from ckptkit.coordination import Coordinator, Decide, LocalCoordinator
 from ckptkit.errors import SaveFailedError
 from ckptkit.events import EventLog
 from ckptkit.manager.failing import DurableUpkeep
 from ckptkit.policy import FailurePolicy
 
 
-class Told(LocalCoordinator):  # pyright: ignore[reportGeneralTypeIssues]  # final for users; a test may
-    """A process that is told a word of process 0, and keeps what it would have said itself."""
+class Told:
+    """A process that is told a word of process 0, whatever it would say itself."""
 
+    process = 1
     count = 2
 
     def __init__(self, word: float):
         self._word = word
         self.asked = 0
 
-    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float) -> Any:
+    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float) -> Any:
         del channel, timeout_s
-        json.dumps(decide())
+        return decide([value, None])
+
+    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float) -> Any:
+        del channel, decide, timeout_s
         self.asked += 1
         return self._word
 
