@@ -23,3 +23,4 @@ from ckptkit.manager import RestoreHandle as RestoreHandle
 from ckptkit.manager import StepRecord as StepRecord
 from ckptkit.policy import EverySteps as EverySteps
 from ckptkit.policy import Tier as Tier
+from ckptkit.verification import verify as verify

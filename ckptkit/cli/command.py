@@ -13,10 +13,12 @@ from ckptkit import layout
 from ckptkit.cli.exits import Exit, exit_of, quiet_libraries
 from ckptkit.cli.show_inspection import matching, show_inspection
 from ckptkit.cli.show_steps import show_steps
+from ckptkit.cli.show_verification import progress_line, show_verification
 from ckptkit.cli.text import print_json, printable
 from ckptkit.inspection import inspect as inspect_path
 from ckptkit.inspection import list_steps
 from ckptkit.store.roots import is_remote
+from ckptkit.verification import verify as verify_path
 
 _TIMEOUT = click.option(
     "--timeout",
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def commands() -> None:
-    """Look at checkpoints: what is in them, and which there are. Needs no accelerator, and writes nothing."""
+    """Look at checkpoints, and prove them. Needs no accelerator, and writes nothing."""
 
 
 @commands.command()
@@ -97,6 +99,26 @@ def steps(root: str, tiers: tuple[str, ...], host_id: str | None, as_json: bool,
     else:
         show_steps(listing)
     return _code(listing.problems)
+
+
+@commands.command()
+@click.argument("path")
+@click.option("--step", type=click.IntRange(min=0), metavar="N", help="Only this step.")
+@_JSON
+@_TIMEOUT
+def verify(path: str, step: int | None, as_json: bool, timeout_s: float) -> int:
+    """Read every byte of the saves at PATH and compare it with the digests taken when it was saved.
+
+    PATH is a root, a step directory or an item in one (local, file:// or gs://), or a fast tier, or a directory in it.
+    """
+    with progress_line() as progress:
+        found = verify_path(path, step, timeout_s=timeout_s, progress=progress)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        show_verification(found)
+    findings = [str(finding) for proof in found.steps for finding in proof.findings]
+    return _code([*found.problems, *findings])
 
 
 def _code(problems: Sequence[str]) -> Exit:
