@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from ckptkit import clock
 from ckptkit.cli.text import print_line, print_table, printable, size_text
-from ckptkit.verification import Progress, StepProof, Verification
+from ckptkit.verification import Progress, Scrub, StepProof, Treatment, Verification
 
 _COLUMNS = [
     ("step", True),
@@ -19,6 +19,7 @@ _COLUMNS = [
     ("where", False),
     ("why", False),
 ]
+_TREATED = [(title, title == "step") for title in ("step", "save", "copy", "where", "what", "from", "why")]
 _EVERY_S = 0.2  # a terminal is written to no more often
 
 
@@ -34,6 +35,17 @@ def show_verification(found: Verification) -> None:
     if found.steps:
         print_line()
         print_table(_COLUMNS, [_row(proof) for proof in found.steps])
+
+
+def show_scrub(found: Scrub) -> None:
+    """Prints it on stdout."""
+    damaged = len(found.treatments)
+    print_line(
+        f"{found.root}: {found.checked} copies, {damaged} damaged{'' if found.repair else ', nothing was changed'}"
+    )
+    if found.treatments:
+        print_line()
+        print_table(_TREATED, [_treated(each) for each in found.treatments])
 
 
 @contextmanager
@@ -73,3 +85,14 @@ def _row(proof: StepProof) -> list[str]:
         proof.path,
         proof.reason or "",
     ]
+
+
+def _treated(each: Treatment) -> list[str]:
+    words = {
+        "repair": "repaired" if each.done else "can be repaired",
+        "quarantine": "put aside" if each.done else "would be put aside",
+        "leave": "left",
+    }
+    sources = ", ".join(f"{name} ({size_text(size)})" for name, size in each.sources.items())
+    save = "" if each.save_id is None else str(each.save_id)
+    return [str(each.step), save, each.kind, each.path, words[each.act], sources, each.reason or ""]

@@ -52,12 +52,12 @@ def prove_step(place: Place, step: int, limits: Limits, notes: list[str], *, tim
     if not is_committed(place):
         reason = "it was never committed: a save that is under way, or was cut off"
         return [StepProof(step=step, state="incomplete", kind="durable", path=place.url, reason=reason)]
-    before = _identity_of(place)
+    before = identity_of(place)
     looked = _look(place, step, timeout_s)
     total_bytes = sum(check.size_bytes for check in looked.checks)
     checked, damaged = check_cells(looked.checks, total_bytes, limits, path=place.url, step=step)
     findings = (*looked.findings, *damaged)
-    if findings and _identity_of(place.again()) != before:
+    if findings and identity_of(place.again()) != before:
         notes.append(f"{place.url}: the step was pruned or replaced while it was read")
         return []
     proof = StepProof(
@@ -247,7 +247,7 @@ def _check_inline(place: Place, first: Manifest, small: Mapping[str, object], fi
             )
 
 
-def _identity_of(place: Place) -> object:
+def identity_of(place: Place) -> object:
     """What tells this save from one that takes its place: its names, and Orbax's metadata with its times."""
     with suppress(CorruptCheckpointError):
         return (place.names(), place.read(STEP_METADATA))

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import orbax.checkpoint as ocp
 import pytest
@@ -39,11 +40,11 @@ class Job:
         (found,) = self.slots(tier).glob(f"step-{step:012d}-*.json")
         return found
 
-    def manager(self) -> ckptkit.CheckpointManager:
+    def manager(self, **options: Any) -> ckptkit.CheckpointManager:
         ram, ssd = self.tiers
         tiers = [ckptkit.Tier.ram(ram), ckptkit.Tier.ssd(ssd, save=ckptkit.EverySteps(1))]
-        options = ocp.CheckpointManagerOptions(save_interval_steps=1)
-        return ckptkit.CheckpointManager(self.root, options=options, tiers=tiers, host_id=HOST, timeout_s=30)
+        orbax_options = ocp.CheckpointManagerOptions(save_interval_steps=1, **options)
+        return ckptkit.CheckpointManager(self.root, options=orbax_options, tiers=tiers, host_id=HOST, timeout_s=30)
 
 
 @pytest.fixture(scope="session")
