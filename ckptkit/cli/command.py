@@ -13,10 +13,13 @@ from ckptkit import layout
 from ckptkit.cli.exits import Exit, exit_of, quiet_libraries
 from ckptkit.cli.show_inspection import matching, show_inspection
 from ckptkit.cli.show_steps import show_steps
+from ckptkit.cli.show_verification import progress_line, show_scrub, show_verification
 from ckptkit.cli.text import print_json, printable
 from ckptkit.inspection import inspect as inspect_path
 from ckptkit.inspection import list_steps
 from ckptkit.store.roots import is_remote
+from ckptkit.verification import scrub as scrub_root
+from ckptkit.verification import verify as verify_path
 
 _TIMEOUT = click.option(
     "--timeout",
@@ -49,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def commands() -> None:
-    """Look at checkpoints: what is in them, and which there are. Needs no accelerator, and writes nothing."""
+    """Look at checkpoints, prove them, mend them. Needs no accelerator."""
 
 
 @commands.command()
@@ -84,19 +87,77 @@ def inspect(
 @_TIMEOUT
 def steps(root: str, tiers: tuple[str, ...], host_id: str | None, as_json: bool, timeout_s: float) -> int:
     """List the steps of ROOT over its durable directory and this host's fast tiers, with their state."""
-    try:
-        host = layout.checked_name(host_id or socket.gethostname(), "host id")
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--host-id") from error
-    for tier in tiers:
-        if is_remote(tier):
-            raise click.BadParameter(f"{tier!r} is no local directory, as a fast tier is", param_hint="--tier")
+    host = _fast_tiers(tiers, host_id)
     listing = list_steps(root, tiers=tiers, host_id=host, timeout_s=timeout_s)
     if as_json:
         print_json(listing.to_json())
     else:
         show_steps(listing)
     return _code(listing.problems)
+
+
+@commands.command()
+@click.argument("path")
+@click.option("--step", type=click.IntRange(min=0), metavar="N", help="Only this step.")
+@_JSON
+@_TIMEOUT
+def verify(path: str, step: int | None, as_json: bool, timeout_s: float) -> int:
+    """Read every byte of the saves at PATH and compare it with the digests taken when it was saved.
+
+    PATH is a root, a step directory or an item in one (local, file:// or gs://), or a fast tier, or a directory in it.
+    """
+    with progress_line() as progress:
+        found = verify_path(path, step, timeout_s=timeout_s, progress=progress)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        show_verification(found)
+    findings = [str(finding) for proof in found.steps for finding in proof.findings]
+    return _code([*found.problems, *findings])
+
+
+@commands.command()
+@click.argument("root")
+@click.option(
+    "--tier", "tiers", multiple=True, metavar="PATH", help="A fast tier's path on this host; may be repeated."
+)
+@click.option("--host-id", metavar="ID", help="Whose slots to look at [default: this machine's name].")
+@click.option("--repair", is_flag=True, help="Mend what another copy has, put aside what none has.")
+@click.option("--dry-run", is_flag=True, help="Say what --repair would do, and change nothing (as without --repair).")
+@_JSON
+@_TIMEOUT
+def scrub(
+    root: str,
+    tiers: tuple[str, ...],
+    host_id: str | None,
+    repair: bool,
+    dry_run: bool,
+    as_json: bool,
+    timeout_s: float,
+) -> int:
+    """Prove every copy of every save of ROOT on this host, and mend damaged ones from another copy of the same save."""
+    host = _fast_tiers(tiers, host_id)
+    with progress_line() as progress:
+        found = scrub_root(
+            root, tiers, repair=repair and not dry_run, host_id=host, timeout_s=timeout_s, progress=progress
+        )
+    if as_json:
+        print_json(found.to_json())
+    else:
+        show_scrub(found)
+    left = [str(finding) for finding in found.findings] if found.damaged else []
+    return _code([*found.problems, *left])
+
+
+def _fast_tiers(tiers: Sequence[str], host_id: str | None) -> str:
+    """The host whose slots are meant; a usage error for what can be no tier or no host."""
+    for tier in tiers:
+        if is_remote(tier):
+            raise click.BadParameter(f"{tier!r} is no local directory, as a fast tier is", param_hint="--tier")
+    try:
+        return layout.checked_name(host_id or socket.gethostname(), "host id")
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--host-id") from error
 
 
 def _code(problems: Sequence[str]) -> Exit:

@@ -136,13 +136,20 @@ class DurableReader:
 
         Reads whole cells and checks each against its digest; raises `CorruptCheckpointError` naming leaf and box.
         """
-        array = self._open(item, leaf)
 
         def fetch(cell: Box, start: int, stop: int) -> np.ndarray:
             del start, stop
-            return _translated(lambda: array[cell.slices()].read().result(), self._url, leaf)
+            return self.read_cell(item, leaf, cell)
 
         copy_proven(leaf, record, wanted, into, fetch, where=f"step {self._step} in {self._url}, item {item}")
+
+    def read_cell(self, item: str, leaf: LeafRecord, cell: Box) -> np.ndarray:
+        """The elements of one cell as they stand, which nothing has proven yet: to compare with a digest.
+
+        Raises `CorruptCheckpointError` where they cannot be decoded, `StoreError` where they cannot be reached.
+        """
+        array = self._open(item, leaf)
+        return _translated(lambda: array[cell.slices()].read().result(), self._url, leaf)
 
     def _manifest(self, key: str) -> Manifest:
         manifest = Manifest.from_bytes(self._store.get(key), path=f"{self._url}/{key}")

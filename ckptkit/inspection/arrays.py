@@ -49,7 +49,7 @@ def read_arrays(place: Place, *, timeout_s: float) -> tuple[str, tuple[Leaf, ...
     problems: list[str] = []
     ocdbt = OCDBT in place.names()
     described = place.json(METADATA)
-    kvstore = _open_kvstore(place, ocdbt, timeout_s) if ocdbt or is_remote(place.url) else None
+    kvstore = open_kvstore(place, ocdbt, timeout_s) if ocdbt or is_remote(place.url) else None
     with readable(f"{place.url}/{METADATA}"):
         version, entries = (2, []) if described is None else _entries(described)
     if described is None:
@@ -78,7 +78,7 @@ def _entries(described: Any) -> tuple[int, list[Entry]]:
 def _guessed(place: Place, kvstore: Any, timeout_s: float) -> tuple[int, list[Entry]]:
     """The leaves by the arrays that are there, for an item that lost its `_METADATA`."""
     if kvstore is not None:
-        keys = [key.decode(errors="replace") for key in _result(kvstore.list(), place.url, timeout_s)]
+        keys = [key.decode(errors="replace") for key in finished(kvstore.list(), place.url, timeout_s)]
     else:
         keys = [f"{name}/{inner}" for name in place.directories() for inner in place.below(name).names()]
     for version, zarr_name in _ZARR_NAMES.items():
@@ -97,7 +97,7 @@ def _documents(place: Place, kvstore: Any, keys: Sequence[str], timeout_s: float
             found += [place.read(key) for key in some]
             continue
         reads = [kvstore.read(key) for key in some]
-        results = [_result(read, f"{place.url}/{key}", timeout_s) for read, key in zip(reads, some, strict=True)]
+        results = [finished(read, f"{place.url}/{key}", timeout_s) for read, key in zip(reads, some, strict=True)]
         found += [result.value if result.state == "value" else None for result in results]
     missing = [key.rpartition("/")[0] for key, data in zip(keys, found, strict=True) if data is None]
     if missing:
@@ -193,14 +193,16 @@ def _tolerated(read: Any, problems: list[str]) -> dict[str, str]:
         return {}
 
 
-def _open_kvstore(place: Place, ocdbt: bool, timeout_s: float) -> Any:
+def open_kvstore(place: Place, ocdbt: bool, timeout_s: float) -> Any:
+    """TensorStore's view of an item's files, or of the keys in its OCDBT tree."""
     base = f"{place.url}/" if is_remote(place.url) else f"file://{place.url}/"
-    return _result(ts.KvStore.open({"driver": "ocdbt", "base": base} if ocdbt else base), place.url, timeout_s)
+    return finished(ts.KvStore.open({"driver": "ocdbt", "base": base} if ocdbt else base), place.url, timeout_s)
 
 
-def _result(future: Any, where: str, timeout_s: float) -> Any:
-    """TensorStore raises ValueError for everything; the status name in its text is what tells them apart.
+def finished(future: Any, where: str, timeout_s: float) -> Any:
+    """What a future of TensorStore's gives, or one of our errors.
 
+    TensorStore raises ValueError for everything; the status name in its text is what tells them apart.
     Damaged nodes of an OCDBT tree are INVALID_ARGUMENT, the one status that it does not name: so what is not known
     to be about access is damage.
     """

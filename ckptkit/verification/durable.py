@@ -1,0 +1,254 @@
+"""Proves durable steps: every cell of a step of ours against its digest, and what can be said of stock Orbax's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ckptkit import layout
+from ckptkit.durable import DurableReader
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.inspection.arrays import read_arrays
+from ckptkit.inspection.directories import (
+    STEP_METADATA,
+    committed_at_s,
+    grain_names,
+    is_committed,
+    item_kind,
+    json_name,
+    json_value,
+    step_items,
+)
+from ckptkit.inspection.places import Place, readable
+from ckptkit.inspection.shares import incomplete, leaf_of_record, read_sidecars, sidecar_processes
+from ckptkit.manifest import LeafRecord, Manifest, SaveId, cell_ranges, digest_of
+from ckptkit.sharding import Box
+from ckptkit.verification.pool import CellCheck, Limits, check_cells
+from ckptkit.verification.records import Finding, StepProof
+from ckptkit.verification.slots import not_covered
+from ckptkit.verification.stock import stock_checks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Looked:
+    """What the metadata of a step says: who wrote it, what is to be read, what is wrong already."""
+
+    sidecars: Mapping[str, tuple[Manifest, ...]]
+    save_id: SaveId | None
+    checks: tuple[CellCheck, ...]
+    findings: tuple[Finding, ...]
+    stock_items: tuple[str, ...]
+
+
+def prove_step(place: Place, step: int, limits: Limits, notes: list[str], *, timeout_s: float) -> list[StepProof]:
+    """A durable step directory, or an item in one; nothing, and a note, where it was pruned or replaced meanwhile.
+
+    Raises `StoreError` where it cannot be reached.
+    """
+    if not is_committed(place):
+        reason = "it was never committed: a save that is under way, or was cut off"
+        return [StepProof(step=step, state="incomplete", kind="durable", path=place.url, reason=reason)]
+    before = identity_of(place)
+    looked = _look(place, step, timeout_s)
+    total_bytes = sum(check.size_bytes for check in looked.checks)
+    checked, damaged = check_cells(looked.checks, total_bytes, limits, path=place.url, step=step)
+    findings = (*looked.findings, *damaged)
+    if findings and identity_of(place.again()) != before:
+        notes.append(f"{place.url}: the step was pruned or replaced while it was read")
+        return []
+    proof = StepProof(
+        step=step,
+        state="corrupt" if findings else "unproven" if looked.stock_items else "proven",
+        kind="durable",
+        path=place.url,
+        save_id=looked.save_id,
+        checked=checked,
+        reason=f"{len(findings)} damaged" if findings else _unproven(looked.stock_items),
+        findings=findings,
+    )
+    return [proof]
+
+
+def items_of(place: Place) -> list[Place]:
+    """The items of a step directory; the directory itself where it is one (saved without a manager)."""
+    whole = [place] if item_kind(place) is not None else []
+    return whole or [place.below(name) for name in step_items(place)]
+
+
+def step_url_of(place: Place, item: Place) -> str:
+    """The directory above an item, which is the step, or what stands above it where the step is the item."""
+    return place.url if item is not place else place.url.rpartition("/")[0]
+
+
+def _unproven(stock_items: Sequence[str]) -> str | None:
+    if not stock_items:
+        return None
+    names = ", ".join(stock_items)
+    return f"unproven: every chunk of {names} decodes, and stock Orbax keeps no digests that would show a changed bit"
+
+
+def _look(place: Place, step: int, timeout_s: float) -> _Looked:
+    findings: list[Finding] = []
+    sidecars: dict[str, tuple[Manifest, ...]] = {}
+    checks: list[CellCheck] = []
+    stock: list[str] = []
+    items = items_of(place)
+    if not items:
+        findings.append(Finding(path=place.url, problem=f"{place.url} is a step without any item"))
+    _said(findings, place.url, lambda: _check_step_metadata(place, items))
+    for item in items:
+        if _said(findings, item.url, partial(_sidecars_into, sidecars, item, step)) is False:
+            continue
+        if item.name in sidecars:
+            manifests = sidecars[item.name]
+            checks += _our_checks(DurableReader(step_url_of(place, item), step=step), item, manifests)
+            _said(findings, item.url, partial(_check_structure, item, manifests, timeout_s, findings))
+        elif item_kind(item) == "arrays":
+            stock.append(item.name)
+            _said(findings, item.url, partial(_stock_into, checks, item, timeout_s, findings))
+    first = next((manifests[0] for manifests in sidecars.values()), None)
+    small = _small_items(items, first, findings)
+    if first is not None and place not in items:
+        _check_inline(place, first, small, findings)
+    return _Looked(
+        sidecars=sidecars,
+        save_id=None if first is None else first.save_id,
+        checks=tuple(checks),
+        findings=tuple(dict.fromkeys(findings)),
+        stock_items=tuple(stock) or (() if first is not None or findings else tuple(sorted(small))),
+    )
+
+
+def _said(findings: list[Finding], path: str, act: Callable[[], object]) -> bool:
+    """Does `act`; what it finds damaged becomes a finding, and False is given."""
+    try:
+        with readable(path):
+            act()
+        return True
+    except CorruptCheckpointError as error:
+        findings.append(Finding(path=path, problem=str(error)))
+        return False
+
+
+def _stock_into(checks: list[CellCheck], item: Place, timeout_s: float, findings: list[Finding]) -> None:
+    checks += stock_checks(item, timeout_s, findings)
+
+
+def _check_step_metadata(place: Place, items: Sequence[Place]) -> None:
+    committed_at_s(place)
+    ours = any(sidecar_processes(item) for item in items)
+    if ours and place not in items and STEP_METADATA not in place.names():
+        raise CorruptCheckpointError(f"{place.url} has no {STEP_METADATA}, which every step of ours has")
+
+
+def _sidecars_into(sidecars: dict[str, tuple[Manifest, ...]], item: Place, step: int) -> None:
+    """Reads the sidecars of an item, which must be those of every process of one save, and cover every leaf."""
+    present = sidecar_processes(item)
+    if not present:
+        if f"{layout.SIDECAR_DIR}/" in item.names():
+            raise CorruptCheckpointError(f"{item.url}/{layout.SIDECAR_DIR} has no sidecar of any process")
+        return
+    manifests = tuple(read_sidecars(item, present))
+    why = incomplete(item, manifests, present)
+    if why is None and manifests[0].save_id.step != step:
+        why = f"{item.url} has sidecars of step {manifests[0].save_id.step}, found in step {step}"
+    if why is None and any(item.name not in manifest.arrays for manifest in manifests):
+        why = f"{item.url} has sidecars of item {', '.join(manifests[0].arrays)}"
+    if why is None:
+        for process, manifest in zip(present, manifests, strict=True):
+            if manifest.writer.process != process:
+                why = f"{item.url}: the sidecar of process {process} says that process {manifest.writer.process} wrote"
+    missing = not_covered(manifests)
+    if why is None and missing is not None:
+        why = f"{item.url}: {missing}"
+    if why is not None:
+        raise CorruptCheckpointError(why, path=item.url)
+    sidecars[item.name] = manifests
+
+
+def _our_checks(reader: DurableReader, item: Place, manifests: Sequence[Manifest]) -> Iterator[CellCheck]:
+    for manifest in manifests:
+        for leaf in manifest.arrays[item.name]:
+            for record in leaf.boxes:
+                for (cell, start, stop), digest in zip(cell_ranges(record, leaf), record.digests, strict=True):
+                    yield _cell_check(reader, item, leaf, cell, stop - start, digest)
+
+
+def _cell_check(
+    reader: DurableReader, item: Place, leaf: LeafRecord, cell: Box, size_bytes: int, digest: str
+) -> CellCheck:
+    def read() -> str:
+        found = np.ascontiguousarray(reader.read_cell(item.name, leaf, cell))
+        return digest_of(found.reshape(-1).view(np.uint8))
+
+    return CellCheck(
+        path=item.url,
+        item=item.name,
+        leaf=leaf.name,
+        box=cell,
+        size_bytes=size_bytes,
+        memory_bytes=2 * size_bytes,  # as it was stored, and decoded
+        expected=digest,
+        read=read,
+    )
+
+
+def _check_structure(item: Place, manifests: Sequence[Manifest], timeout_s: float, findings: list[Finding]) -> None:
+    """Orbax's own metadata must describe what the sidecars do: stock Orbax restores by it."""
+    _, leaves, problems = read_arrays(item, timeout_s=timeout_s)
+    findings += [Finding(path=item.url, problem=problem) for problem in problems]
+    described = {leaf.path: leaf for leaf in leaves}
+    recorded = {leaf.path: leaf_of_record(leaf, held=False) for leaf in manifests[0].arrays[item.name]}
+    for path in sorted(described.keys() ^ recorded.keys()):
+        who = "Orbax's metadata" if path in described else "the sidecars"
+        findings.append(Finding(path=item.url, problem=f"{item.url}: only {who} know of a leaf {'.'.join(path)}"))
+    for path in sorted(described.keys() & recorded.keys()):
+        ours, theirs = recorded[path], described[path]
+        for what in ("shape", "dtype", "cell", "key_impl", "sharding"):
+            a, b = getattr(ours, what), getattr(theirs, what)
+            if a != b and not (what in ("sharding", "key_impl") and problems):  # said already
+                words = f"{item.url}: leaf {ours.name} has {what} {b} in Orbax's metadata, {a} in the sidecar"
+                findings.append(Finding(path=item.url, problem=words))
+
+
+def _small_items(items: Sequence[Place], first: Manifest | None, findings: list[Finding]) -> dict[str, object]:
+    """The items that are no arrays, with their values; one that cannot be read is a finding."""
+    values: dict[str, object] = {}
+    for item in items:
+        kind = item_kind(item)
+        if kind == "json":
+            name = json_name(item) or ""
+            _said(findings, item.url, lambda item=item, name=name: values.update({item.name: json_value(item, name)}))
+        elif kind == "grain":
+            for name in grain_names(item):
+                _said(findings, item.url, lambda item=item, name=name: json_value(item, name))
+            values[item.name] = None
+        elif kind is None and first is None:
+            findings.append(Finding(path=item.url, problem=f"{item.url} holds nothing that Orbax writes"))
+    return values
+
+
+def _check_inline(place: Place, first: Manifest, small: Mapping[str, object], findings: list[Finding]) -> None:
+    """The sidecars keep small items too, proven: Orbax's own file of each must say the same."""
+    for name, stored in first.inline.items():
+        if f"{name}/" not in place.names():
+            findings.append(Finding(path=place.url, problem=f"{place.url}: item {name} is gone"))
+        elif stored["kind"] != "json":
+            continue
+        elif item_kind(place.below(name)) != "json":
+            findings.append(Finding(path=place.url, problem=f"{place.url}/{name}: its file is gone"))
+        elif name in small and small[name] != stored["value"]:
+            findings.append(
+                Finding(path=f"{place.url}/{name}", problem=f"{place.url}/{name} is not what was saved", item=name)
+            )
+
+
+def identity_of(place: Place) -> object:
+    """What tells this save from one that takes its place: its names, and Orbax's metadata with its times."""
+    with suppress(CorruptCheckpointError):
+        return (place.names(), place.read(STEP_METADATA))
+    return place.names()

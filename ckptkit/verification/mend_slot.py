@@ -1,0 +1,152 @@
+"""Mends one process's share in a slot, in place: a cell is either still damaged, or has the bytes of its digest."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from ckptkit import layout
+from ckptkit.inspection.shares import Share, read_shares
+from ckptkit.manifest import LeafRecord, cell_ranges
+from ckptkit.sharding import Box
+from ckptkit.slot_reader import manifest_name_of
+from ckptkit.store.local import sync_directory
+from ckptkit.verification.pool import Limits
+from ckptkit.verification.quarantine import QUARANTINE_DIR, arena_lock, move_aside
+from ckptkit.verification.slots import ShareProof, prove_share
+from ckptkit.verification.sources import Sources
+
+HELD = "a running process holds its directory, which will replace it"
+SUPERSEDED = "it was superseded meanwhile"
+
+Cell = tuple[str, LeafRecord, Box, int, str]  # item, leaf, cell, where it begins in the slot, digest
+
+
+def can_mend(proof: ShareProof, sources: Sources) -> bool:
+    """Whether every damaged cell can be had from elsewhere. Reads them all, writes nothing."""
+    return all(
+        offset >= 0 and sources.rebuild(item, leaf, cell, digest) is not None
+        for item, leaf, cell, offset, digest in damaged_cells(proof)
+    )
+
+
+def mend_share(proof: ShareProof, sources: Sources, limits: Limits) -> str | None:
+    """Rewrites the damaged cells of a share; None once it is proven, else why it was left as it was, or is damaged.
+
+    Holds the arena's lock, and writes only while the manifest is the one that was read. The manifest is not touched:
+    whatever stops this, no cell is trusted that does not match it. Synced before the share is read again.
+    """
+    share = proof.share
+    with arena_lock(share.directory) as held:
+        if not held:
+            return HELD
+        if not still_there(share):
+            return SUPERSEDED
+        newer = claimed_by(share)
+        if newer is not None:
+            return f"its slot holds save {newer} now"
+        return _write(proof, sources) or _proven_now(share, limits)
+
+
+def put_share_aside(share: Share) -> str | None:
+    """Moves manifest, then slot, into the directory's quarantine; why not, where it may not be touched."""
+    with arena_lock(share.directory) as held:
+        if not held:
+            return HELD
+        if not still_there(share):
+            return SUPERSEDED
+        name = manifest_name_of(share.manifest.save_id)
+        slot = share.directory / share.manifest.slot
+        taken = claimed_by(share) is not None
+        move_aside(share.directory / name, share.directory / QUARANTINE_DIR, name)
+        if not taken and os.path.lexists(slot):
+            move_aside(slot, share.directory / QUARANTINE_DIR, f"{name.removesuffix('.json')}.{slot.name}")
+    return None
+
+
+def put_manifest_aside(path: Path) -> str | None:
+    """Moves a damaged manifest into the quarantine: where its bytes stand is not known, so the slot is free."""
+    with arena_lock(path.parent) as held:
+        if not held:
+            return HELD
+        if not os.path.lexists(path):
+            return SUPERSEDED
+        move_aside(path, path.parent / QUARANTINE_DIR, path.name)
+    return None
+
+
+def damaged_cells(proof: ShareProof) -> Iterator[Cell]:
+    """The cells that are named in the findings; all of them where the slot itself is."""
+    named = {(finding.item, finding.leaf, finding.box) for finding in proof.findings}
+    everything = any(finding.leaf is None for finding in proof.findings)
+    for item, leaves in proof.share.manifest.arrays.items():
+        for leaf in leaves:
+            for record in leaf.boxes:
+                for (cell, start, _), digest in zip(cell_ranges(record, leaf), record.digests, strict=True):
+                    if everything or (item, leaf.name, cell) in named:
+                        offset = record.offset + start if record.offset >= 0 else -1
+                        yield item, leaf, cell, offset, digest
+
+
+def still_there(share: Share) -> bool:
+    """Whether the manifest is still the one that was read."""
+    return any(each.manifest == share.manifest for each in read_shares(share.directory)[0])
+
+
+def claimed_by(share: Share) -> object | None:
+    """Another save whose manifest names the same slot, if it is newer: then the bytes are that one's."""
+    saves = [
+        each.manifest.save_id
+        for each in read_shares(share.directory)[0]
+        if each.manifest.slot == share.manifest.slot and each.manifest.save_id > share.manifest.save_id
+    ]
+    return max(saves, default=None)
+
+
+def _write(proof: ShareProof, sources: Sources) -> str | None:
+    share = proof.share
+    path = share.directory / share.manifest.slot
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        move_aside(path, share.directory / QUARANTINE_DIR, path.name)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    lost = 0
+    try:
+        size_bytes = _slot_bytes(share)
+        if os.fstat(fd).st_size < size_bytes:
+            os.posix_fallocate(fd, 0, size_bytes)
+        for item, leaf, cell, offset, digest in damaged_cells(proof):
+            block = sources.rebuild(item, leaf, cell, digest) if offset >= 0 else None
+            if block is None:
+                lost += 1
+            else:
+                _write_all(fd, memoryview(block.reshape(-1).view(np.uint8)), offset)  # pyright: ignore[reportArgumentType]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    sync_directory(share.directory)
+    return f"{lost} cells of it are nowhere else on this host" if lost else None
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    written = 0
+    while written < data.nbytes:
+        written += os.pwrite(fd, data[written:], offset + written)
+
+
+def _proven_now(share: Share, limits: Limits) -> str | None:
+    proof = prove_share(share, limits)
+    return None if not proof.findings else f"it is still damaged: {proof.findings[0]}"
+
+
+def _slot_bytes(share: Share) -> int:
+    ends = [
+        record.offset + record.box.size * leaf.itemsize
+        for leaves in share.manifest.arrays.values()
+        for leaf in leaves
+        for record in leaf.boxes
+    ]
+    return -(-max(ends, default=1) // layout.PAGE_BYTES) * layout.PAGE_BYTES

@@ -1,0 +1,213 @@
+"""Mends a durable step of a local or shared directory: written afresh beside it, proven, and swapped in one rename."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from ckptkit import layout
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.inspection.arrays import OCDBT
+from ckptkit.inspection.directories import json_name
+from ckptkit.inspection.places import Place
+from ckptkit.inspection.shares import read_sidecars, sidecar_processes
+from ckptkit.manifest import LeafRecord, Manifest, cell_ranges
+from ckptkit.store.local import sync_directory
+from ckptkit.verification.durable import identity_of, prove_step
+from ckptkit.verification.pool import Limits
+from ckptkit.verification.quarantine import QUARANTINE_DIR, exchange, move_aside
+from ckptkit.verification.records import StepProof
+from ckptkit.verification.sources import Sources
+
+_COMMIT_BYTES = 256 << 20  # held in memory before they are written: a commit of its own for every cell is slow
+_TREE = ("d", OCDBT)  # what an OCDBT tree consists of, and the processes' own trees
+
+
+class CannotMendError(Exception):
+    """Why a step cannot be rebuilt from what this host holds."""
+
+
+def sidecars_for(place: Place, sources: Sources) -> dict[str, tuple[Manifest, ...]]:
+    """The sidecars of every array item: those that are there, and where they are damaged, made from slots.
+
+    A slot's manifest names the boxes of its process; which process wrote a box that several hold is known only where
+    one process saved. Raises `CannotMendError`.
+    """
+    if not sources.manifests:
+        raise CannotMendError("no other copy of it is on this host")
+    first = sources.manifests[0]
+    made: dict[str, tuple[Manifest, ...]] = {}
+    for name in first.arrays if first.slot else {item for each in sources.manifests for item in each.arrays}:
+        item = place.below(name)
+        expected = list(range(first.writer.count))
+        try:
+            found = read_sidecars(item, expected) if sidecar_processes(item) == expected else []
+        except CorruptCheckpointError:
+            found = []
+        if found and all(each.save_id == first.save_id and name in each.arrays for each in found):
+            made[name] = tuple(found)
+            continue
+        if first.writer.count > 1 or not first.slot:
+            raise CannotMendError(f"sidecars of item {name} are damaged, and only one process's save can be made again")
+        leaves = tuple(
+            dataclasses.replace(leaf, boxes=tuple(dataclasses.replace(box, offset=-1) for box in leaf.boxes))
+            for leaf in first.arrays[name]
+        )
+        made[name] = (dataclasses.replace(first, slot="", arrays={name: leaves}),)
+    return made
+
+
+def can_mend_step(place: Place, sources: Sources) -> str | None:
+    """None where every cell of the step can be had on this host; else why not. Writes nothing."""
+    try:
+        for name, manifests in sidecars_for(place, sources).items():
+            for leaf, cell, digest in _cells(name, manifests):
+                _require(sources, name, leaf, cell, digest)
+    except CannotMendError as error:
+        return str(error)
+    return None
+
+
+def mend_step(
+    place: Place, before: object, step: int, sources: Sources, limits: Limits, *, root: Path, timeout_s: float
+) -> str | None:
+    """Puts a proven step in the place of a damaged one, which goes to quarantine; None, or why it was left.
+
+    The step is never absent: two names change places in one rename, which is the commit. A step that was pruned or
+    replaced since it had the identity `before` is left as it is. Cost: the whole step is written once more.
+    """
+    work = Path(tempfile.mkdtemp(prefix="repair-", dir=_made(root / layout.SIDECAR_DIR)))
+    try:
+        copy = work / place.name
+        _write_step(Path(place.url), copy, place, sources)
+        proof = _proof(copy, step, limits, timeout_s)
+        if proof is None or proof.state != "proven":
+            return f"it cannot be made whole: {proof.findings[0] if proof else 'it is gone'}"
+        if identity_of(place.again()) != before:
+            return "it was pruned or replaced meanwhile"
+        exchange(copy, Path(place.url))
+        if identity_of(Place.open(str(copy), timeout_s=timeout_s)) != before:
+            exchange(copy, Path(place.url))
+            return "it was replaced meanwhile"
+        sync_directory(root)
+        move_aside(copy, root / layout.SIDECAR_DIR / QUARANTINE_DIR, place.name)
+        return None
+    except CannotMendError as error:
+        return str(error)
+    except FileNotFoundError:
+        if os.path.isdir(place.url):
+            raise
+        return "it was pruned meanwhile"
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def put_step_aside(place: Place, before: object, root: Path) -> str | None:
+    """Moves a step directory into the root's quarantine, in one rename; why not, where it is no longer the same."""
+    if identity_of(place.again()) != before:
+        return "it was pruned or replaced meanwhile"
+    move_aside(Path(place.url), root / layout.SIDECAR_DIR / QUARANTINE_DIR, place.name)
+    return None
+
+
+def _write_step(source: Path, copy: Path, place: Place, sources: Sources) -> None:
+    """The step as it was saved: arrays from proven cells, sidecars, small items; the rest as it stands."""
+    sidecars = sidecars_for(place, sources)
+
+    def left_out(directory: str, names: list[str]) -> list[str]:
+        in_item = Path(directory).name in sidecars and Path(directory).parent == source
+        return [name for name in names if in_item and (name in _TREE or name.startswith("ocdbt.process_"))]
+
+    shutil.copytree(source, copy, symlinks=True, ignore=left_out)
+    for name, manifests in sidecars.items():
+        _write_arrays(copy / name, name, manifests, sources)
+        for manifest in manifests:
+            path = _made(copy / name / layout.SIDECAR_DIR) / layout.sidecar_name(manifest.writer.process)
+            path.write_bytes(manifest.to_bytes())
+    for name, stored in next(iter(sidecars.values()))[0].inline.items():
+        if stored["kind"] == "json":
+            file = json_name(place.below(name)) or "metadata"
+            (_made(copy / name) / file).write_text(json.dumps(stored["value"]))
+    for directory, _, files in os.walk(copy):
+        for file in files:
+            _sync_file(Path(directory) / file)
+        sync_directory(directory)
+
+
+def _write_arrays(item: Path, name: str, manifests: tuple[Manifest, ...], sources: Sources) -> None:
+    _made(item)
+    opened: dict[str, Any] = {}
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})
+    transaction, pending_bytes = ts.Transaction(atomic=True), 0
+    for leaf, cell, digest in _cells(name, manifests):
+        block = _require(sources, name, leaf, cell, digest)
+        if leaf.name not in opened:
+            opened[leaf.name] = ts.open(
+                _spec(item, leaf),
+                create=True,
+                open=True,
+                context=context,
+                transaction=transaction,
+                dtype=ts.dtype(np.dtype(leaf.dtype)),
+                shape=leaf.shape,
+            ).result()
+        opened[leaf.name][cell.slices()].write(block).result()
+        pending_bytes += block.nbytes
+        if pending_bytes >= _COMMIT_BYTES:
+            transaction.commit_sync()
+            transaction, pending_bytes = ts.Transaction(atomic=True), 0
+            opened.clear()  # an array belongs to the transaction that it was opened in
+    transaction.commit_sync()
+
+
+def _spec(item: Path, leaf: LeafRecord) -> dict[str, Any]:
+    """The zarr array that `durable.host_shards` writes (docs/FORMAT.md)."""
+    return {
+        "driver": "zarr",
+        "kvstore": {"driver": "ocdbt", "base": f"file://{item}/", "path": f"{leaf.name}/"},
+        "metadata": {"chunks": list(leaf.cell), "compressor": None, "dimension_separator": "."},
+        "store_data_equal_to_fill_value": True,
+    }
+
+
+def _cells(name: str, manifests: tuple[Manifest, ...]) -> Any:
+    for manifest in manifests:
+        for leaf in manifest.arrays[name]:
+            for record in leaf.boxes:
+                for (cell, _, _), digest in zip(cell_ranges(record, leaf), record.digests, strict=True):
+                    yield leaf, cell, digest
+
+
+def _require(sources: Sources, name: str, leaf: LeafRecord, cell: Any, digest: str) -> np.ndarray:
+    block = sources.rebuild(name, leaf, cell, digest)
+    if block is None:
+        raise CannotMendError(f"leaf {name}:{leaf.name}, cell {cell.start} to {cell.stop} is nowhere else on this host")
+    return block
+
+
+def _proof(copy: Path, step: int, limits: Limits, timeout_s: float) -> StepProof | None:
+    proofs = prove_step(Place.open(str(copy), timeout_s=timeout_s), step, limits, [], timeout_s=timeout_s)
+    return proofs[0] if proofs else None
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _sync_file(path: Path) -> None:
+    if path.is_symlink():
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,118 @@
+"""What proving a checkpoint gives. `to_json` of each record is the documented shape of `--json` (docs/CLI.md)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ckptkit.manifest import SaveId
+from ckptkit.sharding import Box
+
+FORMAT = 1  # of the JSON shapes: grows when a field goes or changes its meaning, not when one is added
+
+State = Literal["proven", "corrupt", "unproven", "incomplete"]
+Kind = Literal["slot", "durable"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One damage. `leaf` and `box` are None where it is not of a cell, `expected` and `found` are digests.
+
+    `found` is None where the bytes could not be read at all.
+    """
+
+    path: str
+    problem: str
+    item: str | None = None
+    leaf: str | None = None
+    box: Box | None = None
+    expected: str | None = None
+    found: str | None = None
+
+    def __str__(self) -> str:
+        if self.leaf is None:
+            return self.problem
+        where = "" if self.box is None else f", cell {self.box.start} to {self.box.stop}"
+        digests = "" if self.found is None else f" (digest {self.found}, expected {self.expected})"
+        return f"{self.path}: leaf {self.item}:{self.leaf}{where}: {self.problem}{digests}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        box = None if self.box is None else [list(self.box.start), list(self.box.stop)]
+        return {
+            "path": self.path,
+            "problem": self.problem,
+            "item": self.item,
+            "leaf": self.leaf,
+            "box": box,
+            "expected": self.expected,
+            "found": self.found,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProof:
+    """One save at one place. `save_id` is None for a step of stock Orbax; `reason` says why it is not proven.
+
+    `proven`: every cell that the save consists of is there and matches its digest. `corrupt`: something does not.
+    `unproven`: it is readable, and nobody kept digests. `incomplete`: what is here is proven, and is not all of it (a
+    step that was never committed, or a fast tier that holds some processes' shares).
+    """
+
+    step: int
+    state: State
+    kind: Kind
+    path: str
+    save_id: SaveId | None = None
+    checked: tuple[int, int] = (0, 0)  # cells, bytes
+    reason: str | None = None
+    findings: tuple[Finding, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {
+            "step": self.step,
+            "state": self.state,
+            "kind": self.kind,
+            "path": self.path,
+            "save_id": None if self.save_id is None else asdict(self.save_id),
+            "cells": self.checked[0],
+            "bytes": self.checked[1],
+            "reason": self.reason,
+            "findings": [finding.to_json() for finding in self.findings],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """Every save at `path`, ascending. `notes` say what was left out; `problems` what belongs to no step."""
+
+    path: str
+    steps: tuple[StepProof, ...]
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def corrupt(self) -> bool:
+        """Whether anything is damaged."""
+        return bool(self.problems) or any(step.state == "corrupt" for step in self.steps)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {
+            "format": FORMAT,
+            "path": self.path,
+            "steps": [step.to_json() for step in self.steps],
+            "notes": self.notes,
+            "problems": self.problems,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far the step that is read now has come, in bytes of array data."""
+
+    path: str
+    step: int
+    checked_bytes: int
+    total_bytes: int

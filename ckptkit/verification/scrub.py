@@ -1,0 +1,259 @@
+"""`scrub`: verify every copy of every save on this host, mend what another copy still has, put aside what none has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+from ckptkit import layout
+from ckptkit.errors import StoreError
+from ckptkit.inspection.places import Place, nothing_at
+from ckptkit.inspection.shares import read_shares
+from ckptkit.inspection.steps import durable_steps, read_ancestry
+from ckptkit.manifest import SaveId
+from ckptkit.slot_reader import slot_directories
+from ckptkit.store.roots import is_remote, root_url
+from ckptkit.verification.durable import identity_of, prove_step
+from ckptkit.verification.mend_slot import can_mend, mend_share, put_manifest_aside, put_share_aside
+from ckptkit.verification.mend_step import can_mend_step, mend_step, put_step_aside
+from ckptkit.verification.pool import MEMORY_BYTES_MAX, THREADS, Limits
+from ckptkit.verification.records import FORMAT, Finding, Kind, Progress, StepProof
+from ckptkit.verification.slots import ShareProof, prove_share
+from ckptkit.verification.sources import Source, Sources, durable_sources, slot_source
+
+Act = Literal["repair", "quarantine", "leave"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
+    """What was, or would be, done with one damaged copy. `sources`: bytes of each place that it was made from."""
+
+    step: int
+    save_id: SaveId | None
+    kind: Kind
+    path: str
+    act: Act
+    done: bool
+    reason: str | None = None
+    sources: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scrub:
+    """Every copy that was looked at: how many were whole, and what became of each that was not."""
+
+    root: str
+    repair: bool
+    checked: int
+    treatments: tuple[Treatment, ...]
+    findings: tuple[Finding, ...]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def damaged(self) -> bool:
+        """Whether damage is left where a restart would meet it."""
+        return bool(self.problems) or any(not each.done for each in self.treatments)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {
+            "format": FORMAT,
+            "root": self.root,
+            "repair": self.repair,
+            "checked": self.checked,
+            "treatments": [each.to_json() for each in self.treatments],
+            "findings": [finding.to_json() for finding in self.findings],
+            "problems": self.problems,
+        }
+
+
+def scrub(
+    root: str,
+    tiers: Sequence[str],
+    *,
+    repair: bool = False,
+    host_id: str,
+    threads: int = THREADS,
+    memory_bytes_max: int = MEMORY_BYTES_MAX,
+    timeout_s: float = 20.0,
+    progress: Callable[[Progress], None] | None = None,
+) -> Scrub:
+    """Proves every copy of every save of `root` on this host, in its durable steps and in the slots of `host_id`
+    below `tiers`; with `repair`, mends what is damaged from another copy of the same save.
+
+    What is mended is bit-exact: every cell is compared with the digest that was taken when it was saved. A slot is
+    touched only while its manifest is the one that was read and no running process holds its directory; a durable
+    step is written beside the old one and takes its place in one rename. What cannot be mended and cannot be restored
+    goes to `_quarantine` (in the slot directory, or below `_ckptkit` in the root) and is never deleted. On a bucket
+    durable steps are sources, and are only reported. Without `repair` nothing is written.
+
+    Cost: a read of every byte, and for each damaged durable step a write of the whole. Raises `StepNotFoundError` where there
+    is nothing of the kind, `StoreError` where something cannot be reached or written, `ValueError` for limits below 1.
+    """
+    limits = Limits(threads=threads, memory_bytes_max=memory_bytes_max, progress=progress)
+    return _Scrubber(root_url(root), tiers, host_id, limits, timeout_s, repair=repair).run()
+
+
+@final
+class _Scrubber:
+    def __init__(self, url: str, tiers: Sequence[str], host_id: str, limits: Limits, timeout_s: float, *, repair: bool):
+        self._place = Place.open(url, timeout_s=timeout_s)
+        self._tiers, self._host_id = tiers, host_id
+        self._limits, self._timeout_s, self._repair = limits, timeout_s, repair
+        self._shares: list[ShareProof] = []
+        self._steps: list[tuple[Place, StepProof, object]] = []  # the last tells it from one that takes its place
+        self._manifests: list[tuple[Path, Finding]] = []
+
+    def run(self) -> Scrub:
+        ancestry, problems = read_ancestry(self._place)
+        directories = self._directories()
+        if not directories and not self._place.names() and not os.path.isdir(self._place.url):
+            raise nothing_at(self._place.url, "there is no such root, and no tier that was given has slots of it")
+        for directory in directories:
+            self._look_into(directory)
+        for each in durable_steps(self._place, ancestry):
+            before = identity_of(each.place.again())
+            proofs = prove_step(each.place, each.step, self._limits, [], timeout_s=self._timeout_s)
+            self._steps += [(each.place, proof, before) for proof in proofs]
+        bad_shares = [proof for proof in self._shares if proof.findings]
+        bad_steps = [each for each in self._steps if each[1].state == "corrupt"]
+        findings = [finding for proof in bad_shares for finding in proof.findings]
+        findings += [finding for _, proof, _ in bad_steps for finding in proof.findings]
+        findings += [finding for _, finding in self._manifests]
+        try:
+            treatments = [self._treat_manifest(path) for path, _ in self._manifests]
+            treatments += [self._treat_share(proof) for proof in bad_shares]
+            treatments += [self._treat_step(*each) for each in bad_steps]
+        except OSError as error:
+            raise StoreError(f"{error.filename or self._place.url}: {error.strerror or error}") from error
+        return Scrub(
+            root=self._place.url,
+            repair=self._repair,
+            checked=len(self._shares) + len(self._steps) + len(self._manifests),
+            treatments=tuple(treatments),
+            findings=tuple(findings),
+            problems=tuple(problems),
+        )
+
+    def _directories(self) -> list[Path]:
+        ending = layout.job_name(self._place.url).removeprefix("job")
+        found: list[Path] = []
+        for tier in self._tiers:
+            try:
+                jobs = sorted(name for name in os.listdir(tier) if name.endswith(ending))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            found += [path for job in jobs for path in slot_directories(Path(tier) / job / self._host_id)]
+        return found
+
+    def _look_into(self, directory: Path) -> None:
+        shares, errors = read_shares(directory)
+        for error in errors:
+            if error.path is not None and os.path.lexists(error.path):
+                self._manifests.append((Path(error.path), Finding(path=error.path, problem=str(error))))
+        for share in shares:
+            proof = prove_share(share, self._limits)
+            if not proof.superseded:
+                self._shares.append(proof)
+
+    def _sources(self, save_id: SaveId | None) -> Sources:
+        """Every copy of a save. Slots first: their manifests name the places of all boxes of a process."""
+        shares = [proof.share for proof in self._shares if proof.share.manifest.save_id == save_id]
+        found: list[Source] = [source for share in shares if (source := slot_source(share)) is not None]
+        for place, proof, _ in self._steps:
+            if save_id is not None and proof.step == save_id.step:
+                durable = durable_sources(place.url, proof.step)
+                found += [source for source in durable if source.manifest.save_id == save_id]
+        return Sources(found)
+
+    def _treat_manifest(self, path: Path) -> Treatment:
+        epoch_step = layout.save_of_manifest(path.name) or (0, 0, 0)
+        reason = put_manifest_aside(path) if self._repair else None
+        return Treatment(
+            step=epoch_step[0],
+            save_id=SaveId(epoch_step[1], epoch_step[0], epoch_step[2]),
+            kind="slot",
+            path=str(path),
+            act="leave" if reason else "quarantine",
+            done=self._repair and reason is None,
+            reason=reason or "its manifest is damaged",
+            sources={},
+        )
+
+    def _treat_share(self, proof: ShareProof) -> Treatment:
+        save_id = proof.share.manifest.save_id
+        sources = self._sources(save_id)
+        act, done = "repair", False
+        if not self._repair:
+            reason = None if can_mend(proof, sources) else "no other copy of it is whole on this host"
+            act = "quarantine" if reason else "repair"
+        else:
+            reason = mend_share(proof, sources, self._limits)
+            done = reason is None
+            if reason is not None:
+                left = put_share_aside(proof.share)
+                act, done = ("leave", False) if left else ("quarantine", True)
+                reason = left or reason
+        return Treatment(
+            step=save_id.step,
+            save_id=save_id,
+            kind="slot",
+            path=str(proof.share.directory),
+            act=act,
+            done=done,
+            reason=reason,
+            sources=dict(sources.used) if act == "repair" else {},
+        )
+
+    def _treat_step(self, place: Place, proof: StepProof, before: object) -> Treatment:
+        save_id = proof.save_id or self._save_of(proof.step)
+        sources = self._sources(save_id)
+        act, done, root = "repair", False, Path(self._place.url)
+        if is_remote(place.url):
+            act, reason = "leave", "it stands on a bucket, where scrub only reports"
+        else:
+            if self._repair:
+                reason = mend_step(
+                    place, before, proof.step, sources, self._limits, root=root, timeout_s=self._timeout_s
+                )
+                done = reason is None
+            else:
+                reason = can_mend_step(place, sources)
+            if reason is not None and _restorable(proof, place.url):
+                act, reason = "leave", f"ckptkit can restore it, stock Orbax may not; {reason}"
+            elif reason is not None and "meanwhile" in reason:
+                act = "leave"
+            elif reason is not None:
+                act = "quarantine"
+                if self._repair:
+                    left = put_step_aside(place, before, root)
+                    act, done, reason = ("leave", False, left) if left else ("quarantine", True, reason)
+        return Treatment(
+            step=proof.step,
+            save_id=save_id,
+            kind="durable",
+            path=place.url,
+            act=act,
+            done=done,
+            reason=reason,
+            sources=dict(sources.used) if act == "repair" else {},
+        )
+
+    def _save_of(self, step: int) -> SaveId | None:
+        """The save of a step whose sidecars are damaged, where only one of that step is in the slots."""
+        saves = {proof.share.manifest.save_id for proof in self._shares}
+        same = [save_id for save_id in saves if save_id.step == step]
+        return same[0] if len(same) == 1 else None
+
+
+def _restorable(proof: StepProof, url: str) -> bool:
+    """Whether every cell is proven, and only what Orbax wrote beside them is damaged."""
+    whole = proof.checked[0] > 0 and not any(finding.leaf is not None for finding in proof.findings)
+    return whole and bool(durable_sources(url, proof.step))

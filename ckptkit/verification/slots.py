@@ -1,0 +1,227 @@
+"""Proves what fast tiers hold: every cell of every manifest, read from the slot's file by another process.
+
+Manifest, bytes, manifest again: where the manifest has gone meanwhile the slot was reused, and what was read is
+superseded, not corrupt. Takes no lock and writes nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from ckptkit import layout
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.inspection.places import local_kind
+from ckptkit.inspection.shares import Share, read_shares
+from ckptkit.manifest import Manifest, SaveId, cell_ranges
+from ckptkit.sharding import Box, missing_elements
+from ckptkit.slot_reader import manifest_name_of
+from ckptkit.verification.pool import CellCheck, Limits, check_cells
+from ckptkit.verification.records import Finding, StepProof
+
+_PIECE_BYTES = 1 << 20  # read at a time, into memory that is used again
+_DEPTH_MAX = 3  # <tier>/<job>/<host>/<rank>
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareProof:
+    """One process's share of a save: what was read of it, and what is wrong. `superseded`: it went meanwhile."""
+
+    share: Share
+    checked: tuple[int, int]
+    findings: tuple[Finding, ...]
+    superseded: bool
+
+
+def slot_directories_below(path: Path) -> list[Path]:
+    """The slot directories at or below a slot, host, job or tier directory; links are not followed."""
+    found, level = [], [path]
+    for _ in range(_DEPTH_MAX + 1):
+        below: list[Path] = []
+        for directory in level:
+            try:
+                entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            names = [entry.name for entry in entries]
+            if any(layout.slot_index(name) is not None or layout.save_of_manifest(name) for name in names):
+                found.append(directory)
+            elif layout.LOCK_NAME not in names:
+                below += [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+        level = below
+    return found
+
+
+def prove_slots(directories: Iterable[Path], step: int | None, limits: Limits, notes: list[str]) -> list[StepProof]:
+    """Every save that these directories hold, or those of `step`; what was superseded meanwhile goes to `notes`."""
+    proofs: dict[tuple[Path, SaveId], list[ShareProof]] = {}
+    damaged: list[StepProof] = []
+    for directory in directories:
+        shares, errors = read_shares(directory)
+        for error in errors:
+            damaged += _damaged_manifest(error, step)
+        for share in shares:
+            if step is None or share.manifest.save_id.step == step:
+                proof = prove_share(share, limits)
+                proofs.setdefault((directory.parent.parent, share.manifest.save_id), []).append(proof)
+    merged = []
+    for (_, save_id), shares in proofs.items():
+        gone = [proof for proof in shares if proof.superseded]
+        notes += [f"{proof.share.directory}: save {save_id} was superseded while it was read" for proof in gone]
+        kept = [proof for proof in shares if not proof.superseded]
+        merged += [_merged(save_id, kept)] if kept else []
+    return sorted([*merged, *damaged], key=lambda proof: (proof.step, proof.path))
+
+
+def prove_share(share: Share, limits: Limits) -> ShareProof:
+    """Reads every cell of one process's share. Raises `StoreError` where the slot may not be read."""
+    manifest, path = share.manifest, share.directory / share.manifest.slot
+    manifest_path = share.directory / manifest_name_of(manifest.save_id)
+    before = _identity(manifest_path)
+    checked, findings = (0, 0), []
+    try:
+        with _opened(path) as fd:
+            checks = _checks(manifest, fd, path)
+            checked, findings = check_cells(
+                checks, manifest.held_bytes, limits, path=str(share.directory), step=manifest.save_id.step
+            )
+    except CorruptCheckpointError as error:
+        findings = [Finding(path=str(path), problem=str(error))]
+    superseded = before is None or _identity(manifest_path) != before
+    return ShareProof(
+        share=share, checked=checked, findings=() if superseded else tuple(findings), superseded=superseded
+    )
+
+
+def _checks(manifest: Manifest, fd: int, path: Path) -> Iterator[CellCheck]:
+    for item, leaves in manifest.arrays.items():
+        for leaf in leaves:
+            for record in leaf.boxes:
+                for (cell, start, stop), digest in zip(cell_ranges(record, leaf), record.digests, strict=True):
+                    yield CellCheck(
+                        path=str(path),
+                        item=item,
+                        leaf=leaf.name,
+                        box=cell,
+                        size_bytes=stop - start,
+                        memory_bytes=min(stop - start, _PIECE_BYTES),
+                        expected=digest,
+                        read=_reader(fd, record.offset + start, record.offset + stop, record.offset, path),
+                    )
+
+
+def _reader(fd: int, start: int, stop: int, offset: int, path: Path) -> Callable[[], str]:
+    def read() -> str:
+        if offset < 0:
+            raise CorruptCheckpointError("the manifest does not say where its bytes stand", path=str(path))
+        return digest_of_range(fd, start, stop, path)
+
+    return read
+
+
+def digest_of_range(fd: int, start: int, stop: int, path: Path) -> str:
+    """The digest of a part of a file; by reads, because a mapping of a file that is cut short kills the process."""
+    state, at = xxhash.xxh3_128(), start
+    piece = bytearray(min(_PIECE_BYTES, stop - start))
+    while at < stop:
+        view = memoryview(piece)[: min(len(piece), stop - at)]
+        try:
+            read_bytes = os.preadv(fd, [view], at)
+        except OSError as error:  # a bad sector: the bytes are gone
+            raise CorruptCheckpointError(f"{path} cannot be read at byte {at}: {error.strerror}") from error
+        if not read_bytes:
+            raise CorruptCheckpointError(f"{path} ends at byte {at}, the cell at byte {stop}", path=str(path))
+        state.update(view[:read_bytes])
+        at += read_bytes
+    return state.hexdigest()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """The slot's file, past the page cache where that is clean: what a disk holds now is what is to be proven."""
+    if local_kind(str(path)) not in (None, stat.S_IFREG):
+        raise CorruptCheckpointError(f"{path} is not a regular file, as every slot is", path=str(path))
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptCheckpointError(f"{path} is gone: the manifest names bytes that are not there") from error
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CorruptCheckpointError(f"{path} is a link, which no slot is", path=str(path)) from error
+        raise
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """Which file this is; None where there is none. A manifest that is renamed into place never changes."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    return (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+def _merged(save_id: SaveId, proofs: Sequence[ShareProof]) -> StepProof:
+    manifests = [proof.share.manifest for proof in proofs]
+    findings = tuple(finding for proof in proofs for finding in proof.findings)
+    missing = not_covered(manifests)
+    present = sorted({manifest.writer.process for manifest in manifests})
+    reason = None
+    if missing:
+        reason = f"the shares of processes {present} of {manifests[0].writer.count} are here, and {missing}"
+    directories = sorted({str(proof.share.directory) for proof in proofs})
+    return StepProof(
+        step=save_id.step,
+        state="corrupt" if findings else "incomplete" if missing else "proven",
+        kind="slot",
+        path=directories[0] if len(directories) == 1 else str(Path(directories[0]).parent),
+        save_id=save_id,
+        checked=(sum(proof.checked[0] for proof in proofs), sum(proof.checked[1] for proof in proofs)),
+        reason=f"{len(findings)} damaged" if findings else reason,
+        findings=findings,
+    )
+
+
+def not_covered(manifests: Sequence[Manifest]) -> str | None:
+    """What no box of these manifests holds; None where they hold all of every leaf. Coverage decides, not names."""
+    boxes: dict[tuple[str, str], tuple[Box, list[Box]]] = {}
+    for manifest in manifests:
+        for item, leaves in manifest.arrays.items():
+            for leaf in leaves:
+                _, held = boxes.setdefault((item, leaf.name), (Box.whole(leaf.shape), []))
+                held += [record.box for record in leaf.boxes]
+    lacking = sorted(f"{item}:{name}" for (item, name), (whole, held) in boxes.items() if missing_elements(whole, held))
+    if not lacking:
+        return None
+    more = f" and {len(lacking) - 3} more leaves" if len(lacking) > 3 else ""
+    return f"no share has all of {', '.join(lacking[:3])}{more}"
+
+
+def _damaged_manifest(error: CorruptCheckpointError, step: int | None) -> list[StepProof]:
+    path = Path(error.path or "")
+    save = layout.save_of_manifest(path.name)
+    if save is None or not os.path.lexists(path) or (step is not None and save[0] != step):
+        return []
+    finding = Finding(path=str(path), problem=str(error))
+    return [
+        StepProof(
+            step=save[0],
+            state="corrupt",
+            kind="slot",
+            path=str(path.parent),
+            save_id=SaveId(save[1], save[0], save[2]),
+            reason="its manifest is damaged",
+            findings=(finding,),
+        )
+    ]

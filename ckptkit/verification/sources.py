@@ -1,0 +1,101 @@
+"""Where else the bytes of a save stand on this host: its slots in every tier, and its durable step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from ckptkit.durable import DurableReader
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.inspection.shares import Share
+from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, digest_of
+from ckptkit.sharding import Box, missing_elements
+from ckptkit.slot_reader import SlotReader
+
+Read = Callable[[str, LeafRecord, BoxRecord, Box, np.ndarray], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One place that holds boxes of a save; `read` proves what it gives."""
+
+    name: str
+    manifest: Manifest
+    read: Read
+
+
+def slot_source(share: Share) -> Source | None:
+    """A process's share in a slot; None where the slot is gone or empty."""
+    try:
+        reader = SlotReader(share.directory, share.manifest)
+    except (OSError, ValueError):
+        return None
+
+    def read(item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
+        del item
+        if record.offset < 0:
+            raise CorruptCheckpointError(f"{share.directory}: a box has no place in the slot")
+        reader.read(leaf, record, wanted, into)
+
+    return Source(name=str(share.directory), manifest=share.manifest, read=read)
+
+
+def durable_sources(step_url: str, step: int) -> list[Source]:
+    """The shares of every process in a durable step; none where its sidecars are damaged, or not ours."""
+    reader = DurableReader(step_url, step=step)
+    try:
+        return [Source(name=step_url, manifest=manifest, read=reader.read) for manifest in reader.manifests()]
+    except (CorruptCheckpointError, FileNotFoundError):
+        return []
+
+
+@final
+class Sources:
+    """All places of one save. `used` names those that gave bytes."""
+
+    def __init__(self, sources: Iterable[Source]):
+        self._sources = list(sources)
+        self.used: dict[str, int] = {}  # bytes by name
+
+    @property
+    def manifests(self) -> list[Manifest]:
+        """What each place says of the save."""
+        return [source.manifest for source in self._sources]
+
+    def rebuild(self, item: str, leaf: LeafRecord, cell: Box, digest: str) -> np.ndarray | None:
+        """The elements of a cell whose digest is `digest`, from whatever places hold parts of it; None if none do.
+
+        Every part is proven where it is read, and the whole against `digest`: what is returned is bit-exact.
+        """
+        block, held = np.empty(cell.shape, np.dtype(leaf.dtype)), list[Box]()
+        given: dict[str, int] = {}
+        for source in self._sources:
+            for common, theirs, record in _parts(source, item, leaf, cell):
+                if not missing_elements(common, held):
+                    continue
+                part = np.empty(common.shape, block.dtype)
+                try:
+                    source.read(item, theirs, record, common, part)
+                except (CorruptCheckpointError, FileNotFoundError):  # the next place is tried
+                    continue
+                block[common.slices(cell.start)] = part
+                held.append(common)
+                given[source.name] = given.get(source.name, 0) + part.nbytes
+        if missing_elements(cell, held) or digest_of(block.reshape(-1).view(np.uint8)) != digest:
+            return None
+        for name, given_bytes in given.items():
+            self.used[name] = self.used.get(name, 0) + given_bytes
+        return block
+
+
+def _parts(source: Source, item: str, leaf: LeafRecord, cell: Box) -> list[tuple[Box, LeafRecord, BoxRecord]]:
+    theirs = next((each for each in source.manifest.arrays.get(item, ()) if each.path == leaf.path), None)
+    if theirs is None or (theirs.shape, theirs.dtype) != (leaf.shape, leaf.dtype):
+        return []
+    meets = [(record.box.intersect(cell), theirs, record) for record in theirs.boxes]
+    if not leaf.shape:  # a scalar's box has no extent to intersect
+        return [(record.box, theirs, record) for record in theirs.boxes]
+    return [(common, theirs, record) for common, theirs, record in meets if common is not None]

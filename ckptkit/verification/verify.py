@@ -1,0 +1,102 @@
+"""`verify`: what stands at a path, read to the last byte and compared with the digests that were taken when it was
+saved. Writes nothing, takes no lock, needs no device."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ckptkit.errors import StepNotFoundError
+from ckptkit.inspection.directories import COMMITTED, STEP_METADATA, item_kind, step_of_name
+from ckptkit.inspection.places import Place, local_kind, nothing_at
+from ckptkit.inspection.shares import read_sidecars, sidecar_processes
+from ckptkit.inspection.steps import durable_steps, read_ancestry
+from ckptkit.store.roots import is_remote, root_url
+from ckptkit.verification.durable import prove_step
+from ckptkit.verification.pool import MEMORY_BYTES_MAX, THREADS, Limits
+from ckptkit.verification.records import Progress, StepProof, Verification
+from ckptkit.verification.slots import prove_slots, slot_directories_below
+
+
+def verify(
+    path: str,
+    step: int | None = None,
+    *,
+    threads: int = THREADS,
+    memory_bytes_max: int = MEMORY_BYTES_MAX,
+    timeout_s: float = 20.0,
+    progress: Callable[[Progress], None] | None = None,
+) -> Verification:
+    """Proves every save at `path`, or those of `step`: each cell is read and compared with its digest.
+
+    `path` is a fast tier, or a job's, host's or slot directory in one; a durable root, or a step or an item in one.
+    A save that is replaced while it is read is superseded (a note), never corrupt. A step of stock Orbax has no
+    digests: its structure is checked, every chunk must be there and decode, and it is called `unproven`.
+
+    Cost: every byte is read once, on `threads` threads, with at most `memory_bytes_max` bytes of array data held;
+    `progress` is called after every cell, from any of the threads, one call at a time.
+
+    Raises `StepNotFoundError` where nothing of the kind is there, `StoreError` where it cannot be reached or read
+    (unreachable is not corrupt), `ValueError` for limits below 1.
+    """
+    limits = Limits(threads=threads, memory_bytes_max=memory_bytes_max, progress=progress)
+    url = root_url(path)
+    if not is_remote(url):
+        kind = local_kind(url)
+        if kind is None or kind != stat.S_IFDIR:
+            raise nothing_at(url, "there is no such directory; check the path")
+        directories = slot_directories_below(Path(url))
+        if directories:
+            return _of_slots(url, directories, step, limits)
+    return _of_durable(Place.open(url, timeout_s=timeout_s), step, limits, timeout_s)
+
+
+def _of_slots(url: str, directories: Sequence[Path], step: int | None, limits: Limits) -> Verification:
+    notes: list[str] = []
+    proofs = prove_slots(directories, step, limits, notes)
+    _require(proofs, notes, url, step, "it holds no committed save")
+    return Verification(path=url, steps=tuple(proofs), notes=tuple(notes))
+
+
+def _of_durable(place: Place, step: int | None, limits: Limits, timeout_s: float) -> Verification:
+    notes: list[str] = []
+    names = place.names()
+    if not names:
+        raise nothing_at(place.url, "it is empty" if not is_remote(place.url) else "there is nothing; check the path")
+    if item_kind(place) is not None or STEP_METADATA in names or COMMITTED in names:
+        found = _step_number(place)
+        proofs = prove_step(place, found, limits, notes, timeout_s=timeout_s) if step in (None, found) else []
+        _require(proofs, notes, place.url, step, "no such step")
+        return Verification(path=place.url, steps=tuple(proofs), notes=tuple(notes))
+    ancestry, problems = read_ancestry(place)
+    steps = durable_steps(place, ancestry)
+    proofs = [
+        proof
+        for each in steps
+        if step in (None, each.step)
+        for proof in prove_step(each.place, each.step, limits, notes, timeout_s=timeout_s)
+    ]
+    if not steps and not problems and step_of_name(place.name) is not None and place.directories():
+        proofs = prove_step(place, _step_number(place), limits, notes, timeout_s=timeout_s)
+    if not problems:
+        _require(proofs, notes, place.url, step, "neither a step, a root with steps, nor a fast tier with slots")
+    return Verification(path=place.url, steps=tuple(proofs), notes=tuple(notes), problems=tuple(problems))
+
+
+def _require(proofs: Sequence[StepProof], notes: Sequence[str], url: str, step: int | None, why: str) -> None:
+    if proofs or (notes and step is None):
+        return
+    if step is not None:
+        raise StepNotFoundError("; ".join([f"{url}: there is no step {step}", *notes]), step=step, path=url)
+    raise nothing_at(url, why)
+
+
+def _step_number(place: Place) -> int:
+    """The step of a step directory by its name, of an item by the directory above it or by its sidecar."""
+    step = step_of_name(place.name)
+    if step is None:
+        step = step_of_name(place.url.rstrip("/").rpartition("/")[0].rpartition("/")[2])
+    if step is None and (processes := sidecar_processes(place)):
+        step = read_sidecars(place, processes[:1])[0].save_id.step
+    return 0 if step is None else step

@@ -1,0 +1,85 @@
+"""`ckptkit verify`: what it prints, and an exit code for each end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptkit.cli import command
+from ckptkit.slot_reader import read_manifest
+from tests.cli.conftest import HOST, Ours, Run
+from tests.cli.test_inspect import CHECK_BACKEND
+
+
+def test_a_whole_run(ckpt: Run, ours: Ours) -> None:
+    """A whole checkpoint would be called damaged, or nobody see what was proven."""
+    lines = ckpt("verify", ours.root).out.splitlines()
+    assert lines[0] == f"{ours.root}: 2 saves, 2 proven, 0 corrupt"
+    assert [line.split()[:3] for line in lines[3:]] == [["4", "proven", "4@1.4"], ["8", "proven", "8@1.8"]]
+    for path in (ours.ram, ours.slots, ours.slots.parent):
+        assert "3 saves, 3 proven, 0 corrupt" in ckpt("verify", path).out
+
+
+def test_one_flipped_bit(ckpt: Run, mine: Ours) -> None:
+    """A script could not tell a damaged checkpoint from a whole one, nor a person which leaf it is."""
+    slot = mine.slots / read_manifest(mine.manifest(8)).slot
+    data = bytearray(slot.read_bytes())
+    data[0] ^= 4
+    slot.write_bytes(data)
+    said = ckpt("verify", mine.ram)
+    assert said.code == 11
+    assert f"damaged: {slot}: leaf state:b, cell (0,) to (4,): the bytes are not those that were saved" in said.err
+    assert ckpt("verify", mine.ram, "--step", 7).code == 0
+    found = json.loads(ckpt("verify", mine.ram, "--json").out)
+    assert [(step["step"], step["state"]) for step in found["steps"]] == [
+        (5, "proven"),
+        (7, "proven"),
+        (8, "corrupt"),
+    ]
+
+
+def test_stock_orbax(ckpt: Run, stock: Path) -> None:
+    """People would take a step that nobody can prove for a proven one."""
+    said = ckpt("verify", stock / "root")
+    assert (said.code, "unproven" in said.out) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("verify",), 2, "Missing argument 'PATH'"),
+        (("verify", "{home}", "--step", "-1"), 2, "-1 is not in the range"),
+        (("verify", "{home}/none"), 10, "there is no such directory"),
+        (("verify", "{root}", "--step", "5"), 10, "there is no step 5"),
+        (("verify", "{root}/4/_CHECKPOINT_METADATA"), 10, "there is no such directory"),
+        (("verify", "{home}/loop"), 1, "look at its permissions and links"),
+    ],
+)
+def test_codes_and_messages(ckpt: Run, mine: Ours, arguments: tuple[str, ...], code: int, message: str) -> None:
+    """A mistyped path would look like a proven checkpoint."""
+    (mine.home / "loop").symlink_to("loop")
+    said = ckpt(*(argument.format(home=mine.home, root=mine.root) for argument in arguments))
+    assert (said.code, said.out) == (code, "")
+    assert message in said.err
+
+
+def test_interrupt(ckpt: Run, ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a long read would end in a traceback."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "verify_path", interrupted)
+    assert ckpt("verify", ours.root).code == 130
+
+
+def test_no_device_is_asked(ours: Ours) -> None:
+    """A check on a training host would fight the job for its accelerator."""
+    arguments = ["verify", str(ours.root)]
+    done = subprocess.run([sys.executable, "-c", CHECK_BACKEND, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert HOST not in done.stderr

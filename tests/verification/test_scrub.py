@@ -1,0 +1,216 @@
+"""`scrub`: a damaged copy is made whole from another one, bit for bit; nothing whole is touched, nothing deleted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from ckptkit.slot_reader import read_manifest
+from ckptkit.verification import Scrub
+from ckptkit.verification.quarantine import QUARANTINE_DIR, arena_lock
+from tests.states import abstract, assert_same, make_state, restore_args
+from tests.verification.conftest import HOST, Job
+from tests.verification.test_verify import damage_slot, flip
+
+
+def scrubbed(job: Job, tiers: tuple[str, ...] | None = None, *, repair: bool = True) -> Scrub:
+    return ckptkit.scrub(str(job.root), job.tiers if tiers is None else tiers, repair=repair, host_id=HOST)
+
+
+def content(home: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(home)): path.read_bytes()
+        for path in home.rglob("*")
+        if path.is_file() and "repair-" not in str(path)
+    }
+
+
+def acts(found: Scrub) -> list[tuple[int, str, str, bool]]:
+    return [(each.step, each.kind, each.act, each.done) for each in found.treatments]
+
+
+def assert_whole(job: Job) -> None:
+    for path in (*job.tiers, job.root):
+        found = ckptkit.verify(str(path))
+        assert {proof.state for proof in found.steps} == {"proven"}, found
+
+
+def test_what_is_whole_is_not_touched(job: Job) -> None:
+    """A check would change what it checks."""
+    before = content(job.home)
+    found = scrubbed(job)
+    assert (found.checked, found.treatments, found.damaged) == (6, (), False)
+    assert content(job.home) == before
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "gone", "link", "pipe", "zeroed"])
+def test_a_slot_from_another_tier(job: Job, how: str) -> None:
+    """A tier would stay damaged though another has every byte of it."""
+    path = job.manifest("ssd", 1)
+    slot = path.with_name(read_manifest(path).slot)
+    whole = slot.read_bytes()
+    if how == "flipped":
+        flip(slot, 0)
+    elif how == "zeroed":
+        slot.write_bytes(bytes(len(whole)))
+    else:
+        damage_slot(job, how)
+    damaged = {} if how in ("pipe", "link") else content(job.home)
+    assert acts(scrubbed(job, repair=False)) == [(1, "slot", "repair", False)]
+    assert how in ("pipe", "link") or content(job.home) == damaged, "without repair nothing is written"
+    found = scrubbed(job)
+    assert acts(found) == [(1, "slot", "repair", True)]
+    assert found.treatments[0].sources
+    assert_whole(job)
+    if how == "flipped":
+        assert slot.read_bytes() == whole
+
+
+def restored(job: Job) -> None:
+    """Stock Orbax, and ckptkit from the durable tier alone, get the very bits."""
+    with ocp.CheckpointManager(job.root) as manager:
+        assert_same(manager.restore(1, args=restore_args(abstract(make_state())))["state"], make_state(1))
+    with ckptkit.CheckpointManager(job.root) as manager:
+        found = manager.restore(1, args=restore_args(abstract(make_state())))
+    assert_same(found["state"], make_state(1))
+    assert found["data"] == {"step": 1}
+
+
+@pytest.mark.parametrize("how", ["tree", "node", "sidecar", "no sidecars", "json", "no json", "data of another step"])
+def test_a_durable_step_from_a_slot(job: Job, how: str) -> None:
+    """The only copy that outlives the host would stay damaged though a slot has every byte of it."""
+    state = job.root / "1/state"
+    if how == "tree":
+        (state / "manifest.ocdbt").unlink()
+    elif how == "node":
+        for path in (state / "d").iterdir():
+            path.write_bytes(bytes(path.stat().st_size))
+    elif how == "sidecar":
+        flip(state / "_ckptkit/process-0.json", 300)
+    elif how == "no sidecars":
+        (state / "_ckptkit/process-0.json").unlink()
+    elif how == "json":
+        (job.root / "1/data/metadata").write_text("{")
+    elif how == "no json":
+        shutil.rmtree(job.root / "1/data")
+    else:
+        for name in ("d", "manifest.ocdbt", "ocdbt.process_0"):
+            target = state / name
+            shutil.rmtree(target) if target.is_dir() else target.unlink()
+            source = job.root / "0/state" / name
+            shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+    before = content(job.home)
+    assert acts(scrubbed(job, repair=False)) == [(1, "durable", "repair", False)]
+    assert content(job.home) == before, "without repair nothing is written"
+    found = scrubbed(job)
+    assert acts(found) == [(1, "durable", "repair", True)], found
+    assert_whole(job)
+    restored(job)
+    assert (job.root / "_ckptkit" / QUARANTINE_DIR / "1").is_dir(), "what was damaged is kept"
+    assert not list((job.root / "_ckptkit").glob("repair-*"))
+
+
+def test_what_no_other_copy_has(job: Job) -> None:
+    """A damaged copy would be met by every restart, or be deleted with what could still be read of it."""
+    for tier in ("ram", "ssd"):
+        path = job.manifest(tier, 1)
+        flip(path.with_name(read_manifest(path).slot), 0)
+    for path in (job.root / "1/state/d").iterdir():
+        path.write_bytes(b"damaged")
+    found = scrubbed(job)
+    assert {(step, act, done) for step, _, act, done in acts(found)} == {(1, "quarantine", True)}
+    assert not found.damaged
+    assert_whole(job)
+    assert len(list((job.slots("ram") / QUARANTINE_DIR).iterdir())) == 2, "the manifest and its slot"
+    assert (job.root / "_ckptkit" / QUARANTINE_DIR / "1/state/d").is_dir()
+    with job.manager() as manager:
+        found = manager.restore(None, args=restore_args(abstract(make_state())))
+    assert found["data"] == {"step": 0}
+    assert_same(found["state"], make_state(0))
+
+
+def test_a_damaged_manifest(job: Job) -> None:
+    """Its slot could never be reused, or a whole slot be moved with it."""
+    damage_slot(job, "manifest flipped")
+    found = scrubbed(job)
+    assert acts(found) == [(1, "slot", "quarantine", True)]
+    assert (job.slots("ssd") / QUARANTINE_DIR).is_dir()
+    assert_whole(job)
+
+
+def test_two_damaged_copies_mend_each_other(job: Job) -> None:
+    """Cells that are whole in a damaged copy would be thrown away."""
+    for tier, leaf in (("ram", 0), ("ssd", 3)):
+        path = job.manifest(tier, 1)
+        manifest = read_manifest(path)
+        flip(path.with_name(manifest.slot), manifest.arrays["state"][leaf].boxes[0].offset)
+    shutil.rmtree(job.root / "1")
+    assert acts(scrubbed(job)) == [(1, "slot", "repair", True)] * 2
+    for tier in job.tiers:
+        assert {proof.state for proof in ckptkit.verify(tier).steps} == {"proven"}
+
+
+def test_a_stale_manifest_does_not_cost_the_newer_save(job: Job) -> None:
+    """The bytes of an older save would be written over those of a newer one, whose slot it names."""
+    path = job.manifest("ram", 0)
+    stale = path.read_bytes()
+    with job.manager() as manager:
+        for step in range(2, 5):  # the slot of step 0 is reused
+            manager.save(step, args=ckpt_args(step))
+            manager.wait_until_finished()
+    path.write_bytes(stale)
+    newest = {proof.step for proof in ckptkit.verify(str(job.home / "ram")).steps if proof.state == "proven"}
+    found = scrubbed(job)
+    assert [(step, act) for step, kind, act, _ in acts(found) if kind == "slot"] == [(0, "quarantine")]
+    assert {proof.step for proof in ckptkit.verify(str(job.home / "ram")).steps} == newest
+    assert_whole(job)
+
+
+def ckpt_args(step: int) -> object:
+    from tests.states import save_args
+
+    return save_args(make_state(step), step)
+
+
+def test_a_directory_that_a_process_holds_is_only_reported(job: Job) -> None:
+    """A running job's slot would be written while it is reused."""
+    slot = job.slots("ram") / read_manifest(job.manifest("ram", 1)).slot
+    flip(slot, 0)
+    damaged = slot.read_bytes()
+    with arena_lock(job.slots("ram")) as held:
+        assert held
+        found = scrubbed(job)
+    assert acts(found) == [(1, "slot", "leave", False)]
+    assert "a running process holds its directory" in (found.treatments[0].reason or "")
+    assert slot.read_bytes() == damaged
+    assert found.damaged
+
+
+def test_orbax_metadata_alone_is_left(job: Job) -> None:
+    """A step that can be restored would be taken away because stock Orbax may not read it."""
+    os.truncate(job.root / "1/state/_METADATA", 10)
+    found = scrubbed(job)
+    assert acts(found) == [(1, "durable", "leave", False)]
+    assert "ckptkit can restore it" in (found.treatments[0].reason or "")
+
+
+def test_a_step_that_is_replaced_while_it_is_mended(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer save of the same number would be swapped for the older one."""
+    from ckptkit.verification import mend_step as module
+
+    flip(job.root / "1/state/_ckptkit/process-0.json", 300)
+    inner = module._proof
+
+    def replaced(*arguments: object) -> object:
+        (job.root / "1/_CHECKPOINT_METADATA").write_text('{"commit_timestamp_nsecs": 5}')
+        return inner(*arguments)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(module, "_proof", replaced)
+    found = scrubbed(job)
+    assert acts(found) == [(1, "durable", "leave", False)]
+    assert (job.root / "1/_CHECKPOINT_METADATA").read_text() == '{"commit_timestamp_nsecs": 5}'

@@ -1,0 +1,280 @@
+"""`verify`: a changed bit is found wherever it is, and nothing whole is called damaged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from ckptkit.manifest import Manifest
+from ckptkit.sharding import Box
+from ckptkit.slot_reader import read_manifest
+from ckptkit.verification import Progress, Verification
+from ckptkit.verification.pool import CellCheck, Limits, check_cells
+from tests.states import abstract, assert_same, make_state, restore_args
+from tests.verification.conftest import STEPS, Job
+
+
+def states(found: Verification) -> dict[int, str]:
+    return {proof.step: proof.state for proof in found.steps}
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def cells_of(manifest: Manifest) -> int:
+    return sum(len(box.digests) for leaves in manifest.arrays.values() for leaf in leaves for box in leaf.boxes)
+
+
+@pytest.mark.parametrize("tier", ["ram", "ssd"])
+def test_fast_tiers_at_every_level(saved: Job, tier: str) -> None:
+    """A whole tier would be called damaged, or a directory between tier and slot not be understood."""
+    slots = saved.slots(tier)
+    for path in (slots, slots.parent, slots.parent.parent, saved.home / tier):
+        found = ckptkit.verify(str(path))
+        assert states(found) == dict.fromkeys(STEPS, "proven"), path
+        manifest = read_manifest(saved.manifest(tier, 1))
+        assert found.steps[1].checked == (cells_of(manifest), manifest.held_bytes)
+        assert found.steps[1].save_id == manifest.save_id
+
+
+def test_durable_at_every_level(saved: Job) -> None:
+    """A whole step would be called damaged."""
+    manifest = read_manifest(saved.manifest("ram", 1))
+    for path, steps in (("", STEPS), ("1", [1]), ("1/state", [1])):
+        found = ckptkit.verify(str(saved.root / path))
+        assert states(found) == dict.fromkeys(steps, "proven"), (path, found)
+        assert found.steps[-1].checked == (cells_of(manifest), manifest.held_bytes)
+    assert states(ckptkit.verify(str(saved.root), 0)) == {0: "proven"}
+
+
+def test_every_cell_of_a_slot(job: Job) -> None:
+    """A cell that is never read could be damaged for ever."""
+    path = job.manifest("ram", 1)
+    manifest = read_manifest(path)
+    slot = path.with_name(manifest.slot)
+    whole = slot.read_bytes()
+    for leaf in manifest.arrays["state"]:
+        for record in leaf.boxes:
+            flip(slot, record.offset)
+            (proof,) = ckptkit.verify(str(path.parent), 1).steps
+            (finding,) = proof.findings
+            assert (proof.state, finding.leaf, finding.item) == ("corrupt", leaf.name, "state")
+            assert finding.expected == record.digests[0] != finding.found
+            assert finding.box is not None
+            assert finding.box.start == record.box.start
+            slot.write_bytes(whole)
+    assert states(ckptkit.verify(str(path.parent))) == dict.fromkeys(STEPS, "proven")
+
+
+def damage_slot(job: Job, how: str) -> None:
+    path = job.manifest("ssd", 1)
+    slot = path.with_name(read_manifest(path).slot)
+    if how == "truncated":
+        os.truncate(slot, 4096)
+    elif how == "gone":
+        slot.unlink()
+    elif how == "link":
+        slot.unlink()
+        slot.symlink_to("/dev/zero")
+    elif how == "pipe":
+        slot.unlink()
+        os.mkfifo(slot)
+    elif how == "manifest cut":
+        os.truncate(path, 100)
+    else:
+        flip(path, 200)
+
+
+@pytest.mark.parametrize("how", ["truncated", "gone", "link", "pipe", "manifest cut", "manifest flipped"])
+def test_what_is_wrong_with_a_slot(job: Job, how: str) -> None:
+    """A damaged file would hang, kill or be passed over."""
+    damage_slot(job, how)
+    found = ckptkit.verify(str(job.home / "ssd"))
+    assert states(found) == {0: "proven", 1: "corrupt"}
+    assert found.corrupt
+
+
+def durable_files(job: Job) -> list[Path]:
+    return sorted(path for path in (job.root / "1").rglob("*") if path.is_file())
+
+
+def test_every_file_of_a_durable_step(job: Job) -> None:
+    """A file could be damaged, and the step be called proven, though it is restored wrong or not at all."""
+    harmless: list[Path] = []
+    for path in durable_files(job):
+        whole = path.read_bytes()
+        for damaged in (whole[: len(whole) // 2], bytes(len(whole))):
+            path.write_bytes(damaged)
+            if states(ckptkit.verify(str(job.root), 1)) != {1: "corrupt"}:
+                harmless.append(path)
+        path.write_bytes(whole)
+    # Marks of a commit that a disk does not need, and each process's own tree, which the merged one replaced.
+    assert all(path.name == "commit_success.txt" or "ocdbt.process_" in str(path) for path in harmless), harmless
+    for path in harmless:
+        path.write_bytes(b"damaged")
+    with ocp.CheckpointManager(job.root) as manager:
+        assert_same(manager.restore(1, args=restore_args(abstract(make_state())))["state"], make_state(1))
+
+
+def test_a_small_item_that_is_not_what_was_saved(job: Job) -> None:
+    """The data position could be changed unseen, and batches be trained on twice."""
+    (job.root / "1/data/metadata").write_text('{"step": 2}')
+    found = ckptkit.verify(str(job.root), 1)
+    assert states(found) == {1: "corrupt"}
+    assert found.steps[0].findings[0].problem == f"{job.root}/1/data/metadata is not what was saved".replace(
+        "/metadata", ""
+    )
+
+
+def test_a_sidecar_of_another_step(job: Job) -> None:
+    """An older step's digests would prove an older step's bytes under a newer number."""
+    name = "state/_ckptkit/process-0.json"
+    shutil.copy(job.root / "0" / name, job.root / "1" / name)
+    (proof,) = ckptkit.verify(str(job.root), 1).steps
+    assert proof.state == "corrupt"
+    assert "has sidecars of step 0, found in step 1" in str(proof.findings[0])
+
+
+def test_what_was_never_committed_is_incomplete(job: Job) -> None:
+    """A save under way would be called damaged."""
+    (job.root / "1").rename(job.root / "1.orbax-checkpoint-tmp-5")
+    assert states(ckptkit.verify(str(job.root))) == {0: "proven", 1: "incomplete"}
+
+
+def test_a_tier_with_some_of_the_shares(job: Job) -> None:
+    """Half of a save would be called whole, or damaged."""
+    path = job.manifest("ram", 1)
+    manifest = read_manifest(path)
+    arrays = {"state": tuple(dataclasses.replace(leaf, boxes=leaf.boxes[:1]) for leaf in manifest.arrays["state"])}
+    path.write_bytes(dataclasses.replace(manifest, arrays=arrays).to_bytes())
+    (proof,) = ckptkit.verify(str(job.home / "ram"), 1).steps
+    assert proof.state == "incomplete"
+    assert "no share has all of state:" in (proof.reason or "")
+
+
+@pytest.mark.parametrize(("path", "step"), [("root", 3), ("zarr3", 0), ("files", 0)])
+def test_stock_orbax_is_unproven_in_every_layout(stock: Path, path: str, step: int) -> None:
+    """What nobody can prove would be called proven, or what is readable damaged."""
+    found = ckptkit.verify(str(stock / path))
+    assert states(found) == {step: "unproven"}, found.steps[0].findings
+    assert found.steps[0].checked[0] > 5
+    assert "stock Orbax keeps no digests" in (found.steps[0].reason or "")
+
+
+@pytest.mark.parametrize("path", ["root/3", "zarr3", "files"])
+def test_stock_orbax_whose_files_are_cut(stock: Path, tmp_path: Path, path: str) -> None:
+    """A step that cannot be read would be called readable."""
+    for number, cut in enumerate(sorted(p for p in (stock / path).rglob("*") if p.is_file())):
+        if "ocdbt.process_" in str(cut) or cut.name in ("commit_success.txt", "descriptor.pbtxt"):
+            continue
+        home = tmp_path / str(number)
+        shutil.copytree(stock / path, home / "3")
+        os.truncate(home / "3" / cut.relative_to(stock / path), cut.stat().st_size // 2)
+        assert states(ckptkit.verify(str(home))) == {3: "corrupt"}, cut
+        shutil.rmtree(home)
+
+
+def test_stock_orbax_without_a_chunk(stock: Path, tmp_path: Path) -> None:
+    """A lost chunk would be read as zeros."""
+    shutil.copytree(stock / "files", tmp_path / "3")
+    (tmp_path / "3/w/0.0").unlink()
+    (proof,) = ckptkit.verify(str(tmp_path)).steps
+    assert (proof.state, proof.findings[0].leaf) == ("corrupt", "w")
+    assert "the chunk is not there" in str(proof.findings[0])
+
+
+def test_a_slot_that_is_reused_meanwhile_is_superseded(job: Job) -> None:
+    """A running job's tier would be called damaged with every save."""
+    path = job.manifest("ram", 1)
+    slot = path.with_name(read_manifest(path).slot)
+    slot.write_bytes(bytes(slot.stat().st_size))
+
+    def reuse(progress: Progress) -> None:
+        if progress.step == 1 and path.exists():
+            path.unlink()
+
+    found = ckptkit.verify(str(job.home / "ram"), progress=reuse)
+    assert states(found) == {0: "proven"}
+    assert found.notes == (f"{path.parent}: save 1@1.1 was superseded while it was read",)
+    assert not found.corrupt
+
+
+def test_a_step_that_is_pruned_meanwhile(job: Job) -> None:
+    """A running job's root would be called damaged with every prune."""
+
+    def prune(progress: Progress) -> None:
+        if progress.step == 1:
+            shutil.rmtree(job.root / "1", ignore_errors=True)
+
+    found = ckptkit.verify(str(job.root), threads=1, progress=prune)
+    assert states(found) == {0: "proven"}
+    assert "pruned or replaced while it was read" in found.notes[0]
+
+
+def test_memory_has_a_bound(saved: Job) -> None:
+    """A hostile or huge cell would take all memory of a machine that trains."""
+    (proof,) = ckptkit.verify(str(saved.root / "1"), memory_bytes_max=64).steps
+    assert proof.state == "corrupt"
+    assert "more than the 64 that are allowed" in str(proof.findings[0])
+    with pytest.raises(ValueError, match="threads=0, memory_bytes_max"):
+        ckptkit.verify(str(saved.root), threads=0)
+
+
+def test_many_reads_hold_no_more_than_the_bound() -> None:
+    """The bound would be one for each thread."""
+    held, most = [0], [0]
+
+    def read() -> str:
+        held[0] += 40
+        most[0] = max(most[0], held[0])
+        for _ in range(1000):
+            pass
+        held[0] -= 40
+        return "x"
+
+    def check() -> CellCheck:
+        box = Box((), ())
+        return CellCheck(path="", item="", leaf="", box=box, size_bytes=40, memory_bytes=40, expected="x", read=read)
+
+    checked, findings = check_cells(
+        [check() for _ in range(200)], 8000, Limits(threads=8, memory_bytes_max=40), path="", step=0
+    )
+    assert (checked, findings, most) == ((200, 8000), [], [40])
+
+
+def test_progress_ends_with_all_bytes(saved: Job) -> None:
+    """A bar would never reach its end."""
+    heard: list[Progress] = []
+    found = ckptkit.verify(str(saved.root / "1"), progress=heard.append)
+    assert heard[-1].checked_bytes == heard[-1].total_bytes == found.steps[0].checked[1]
+
+
+@pytest.mark.parametrize(("path", "step"), [("none", None), ("root", 7), ("ram", 7), ("empty", None)])
+def test_nothing_there(saved: Job, path: str, step: int | None) -> None:
+    """A mistyped path would be called proven."""
+    (saved.home / "empty").mkdir(exist_ok=True)
+    with pytest.raises(ckptkit.StepNotFoundError):
+        ckptkit.verify(str(saved.home / path), step)
+
+
+def test_the_shape_of_the_json(job: Job) -> None:
+    """Scripts would break."""
+    path = job.manifest("ram", 1)
+    flip(path.with_name(read_manifest(path).slot), 0)
+    found: dict[str, Any] = json.loads(json.dumps(ckptkit.verify(str(job.home / "ram"), 1).to_json()))
+    (step,) = found.pop("steps")
+    assert found == {"format": 1, "path": str(job.home / "ram"), "notes": [], "problems": []}
+    (finding,) = step.pop("findings")
+    assert set(finding) == {"path", "problem", "item", "leaf", "box", "expected", "found"}
+    assert set(step) == {"step", "state", "kind", "path", "save_id", "cells", "bytes", "reason"}
