@@ -94,8 +94,8 @@ def scrub(
     goes to `_quarantine` (in the slot directory, or below `_ckptkit` in the root) and is never deleted. On a bucket
     durable steps are sources, and are only reported. Without `repair` nothing is written.
 
-    Cost: a read of every byte, and for each damaged durable step a write of the whole. Raises `StepNotFoundError` where there
-    is nothing of the kind, `StoreError` where something cannot be reached or written, `ValueError` for limits below 1.
+    Cost: a read of every byte, and for each damaged durable step a write of the whole. Raises `StepNotFoundError`
+    where there is nothing, `StoreError` where something cannot be reached or written, `ValueError` for limits below 1.
     """
     limits = Limits(threads=threads, memory_bytes_max=memory_bytes_max, progress=progress)
     return _Scrubber(root_url(root), tiers, host_id, limits, timeout_s, repair=repair).run()
