@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup setup-system demo test kill-phases bucket-campaign lint format clean
+.PHONY: setup setup-system demo test kill-phases bucket-campaign corruption-campaign lint format clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,9 @@ kill-phases: setup
 
 bucket-campaign: setup
 	$(BIN)/python -m pytest -m slow tests/bucket
+
+corruption-campaign: setup
+	$(BIN)/python -m bench corruption --full
 
 lint: setup
 	$(BIN)/ruff check .

@@ -44,7 +44,7 @@ _IN_WORKER = "CKPTKIT_BENCH_WORKER"
 @click.command(context_settings={"max_content_width": 120})
 @click.option("--full", is_flag=True, help=f"{FULL} faults for each.")
 @click.option("--faults", type=click.IntRange(min=1), default=SHORT, show_default=True, help="How many for each.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Repeats a campaign.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Repeats kinds and places.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Counts and misses.")
 def main(full: bool, faults: int, seed: int, json_path: Path | None) -> None:
     """Damages checkpoints of ckptkit and of stock Orbax, and counts what their restores say."""
@@ -56,6 +56,7 @@ def main(full: bool, faults: int, seed: int, json_path: Path | None) -> None:
             command += ["--json", str(json_path.absolute())]
         raise SystemExit(subprocess.run(command, env=environ, cwd=Path(__file__).parent.parent).returncode)
     logging.disable(logging.CRITICAL)  # every fault is an error to those who log
+    sys.unraisablehook = lambda _: None  # stock Orbax leaves coroutines behind that raise when nobody waits
     with tempfile.TemporaryDirectory(prefix="ckptkit-corruption-") as home:
         result = {"benchmark": "corruption", "seed": seed, "faults": count, **campaign(Path(home), count, seed)}
     show(result, Console())
@@ -110,7 +111,9 @@ def campaign(home: Path, count: int, seed: int) -> dict[str, Any]:
 
 def plan(places: Sequence[Any], count: int, seed: int) -> list[tuple[Any, DamageKind, int]]:
     """Every kind in every place, again and again until there are `count`, each with a seed of its own."""
-    pairs = [(place, kind) for place in places for kind in DAMAGE_KINDS if _fits(place, kind)]
+    pairs: list[tuple[Any, DamageKind]] = [
+        (place, kind) for place in places for kind in DAMAGE_KINDS if _fits(place, kind)
+    ]
     chance = random.Random(seed)
     chosen = (pairs[number % len(pairs)] for number in range(count))
     return [(place, kind, chance.randrange(1 << 30)) for place, kind in chosen]
@@ -144,9 +147,9 @@ def held(result: dict[str, Any]) -> bool:
 def show(result: dict[str, Any], console: Console) -> None:
     """Prints the table."""
     if not console.is_terminal:
-        console.width = 130
+        console.width = 150
     table = Table(title=f"one damaged file at a time, {result['faults']} faults for each, seed {result['seed']}")
-    table.add_column("where")
+    table.add_column("where", no_wrap=True)
     columns = ("faults", "detected", "harmless", "older", "wrong", "recovered")
     for who, names in (("ckptkit", columns), ("Orbax", columns[:-1])):
         for name in names:

@@ -16,10 +16,10 @@ _GARBAGE = (b"", b"null", b"[]", b"{}", b"\xff\xfe\x00", b'{"digest":"","manifes
 
 
 def inflict(kind: DamageKind, files: Sequence[Path], older: Sequence[Path], seed: int) -> str:
-    """Damages one of `files` and says how; the same seed does the same. `older` are such files of an older step.
+    """Damages one of `files` and says how; the same seed does the same to files of the same names.
 
-    `swapped files` exchanges two of `files`, or one with one of `older` where there is no other. Raises `ValueError`
-    where there is nothing to damage, or nothing older to be stale.
+    `older` are such files of an older step. `swapped files` exchanges two of `files`, or one with one of `older`.
+    Raises `ValueError` where there is nothing to damage, or nothing older to be stale.
     """
     chance = random.Random(seed)
     candidates = [path for path in files if path.stat().st_size] or list(files)
