@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup setup-system demo test kill-phases bucket-campaign dropin-campaign lint format clean
+.PHONY: setup setup-system demo test kill-phases bucket-campaign dropin-campaign corruption-campaign lint format clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,9 @@ bucket-campaign: setup
 
 dropin-campaign: setup
 	$(BIN)/python -m pytest -m slow tests/dropin
+
+corruption-campaign: setup
+	$(BIN)/python -m bench corruption --full
 
 lint: setup
 	$(BIN)/ruff check .

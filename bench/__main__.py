@@ -1,4 +1,4 @@
-"""`python -m bench stall|commit|restore`: ckptkit, stock Orbax and the machine's limits, side by side."""
+"""`python -m bench stall|commit|restore|corruption`: ckptkit, stock Orbax and the machine's limits, side by side."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import click
 from rich.console import Console
 
 from bench.cases import ALL_CASES, DEFAULT_CASE, CaseName
+from bench.corruption import main as corruption
 from bench.environment import environment
 from bench.figures import available
 from bench.report import show
@@ -99,4 +100,6 @@ def measure_apart(benchmark: str, case: CaseName, options: list[str], ramdisk: s
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["corruption"]:  # it compares answers, not times, and has its own options
+        corruption(sys.argv[2:], prog_name="python -m bench corruption")
     main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -65,24 +66,21 @@ def sidecars_for(place: Place, sources: Sources) -> dict[str, tuple[Manifest, ..
     return made
 
 
-def can_mend_step(place: Place, sources: Sources) -> str | None:
-    """None where every cell of the step can be had on this host; else why not. Writes nothing."""
-    try:
-        for name, manifests in sidecars_for(place, sources).items():
-            for leaf, cell, digest in _cells(name, manifests):
-                _require(sources, name, leaf, cell, digest)
-    except CannotMendError as error:
-        return str(error)
-    return None
+def require_mendable(place: Place, sources: Sources) -> None:
+    """Raises `CannotMendError` unless every cell of the step can be had on this host. Writes nothing."""
+    for name, manifests in sidecars_for(place, sources).items():
+        for leaf, cell, digest in _cells(name, manifests):
+            _require(sources, name, leaf, cell, digest)
 
 
 def mend_step(
     place: Place, before: object, step: int, sources: Sources, limits: Limits, *, root: Path, timeout_s: float
 ) -> str | None:
-    """Puts a proven step in the place of a damaged one, which goes to quarantine; None, or why it was left.
+    """Puts a proven step in the place of a damaged one, which goes to quarantine; None, or why nothing was done.
 
     The step is never absent: two names change places in one rename, which is the commit. A step that was pruned or
-    replaced since it had the identity `before` is left as it is. Cost: the whole step is written once more.
+    replaced since it had the identity `before` is left as it is. Cost: the whole step is written once more. Raises
+    `CannotMendError` where this host does not hold what it takes.
     """
     work = Path(tempfile.mkdtemp(prefix="repair-", dir=_made(root / layout.SIDECAR_DIR)))
     try:
@@ -90,18 +88,21 @@ def mend_step(
         _write_step(Path(place.url), copy, place, sources)
         proof = _proof(copy, step, limits, timeout_s)
         if proof is None or proof.state != "proven":
-            return f"it cannot be made whole: {proof.findings[0] if proof else 'it is gone'}"
+            raise CannotMendError(f"it cannot be made whole: {proof.findings[0] if proof else 'it is gone'}")
         if identity_of(place.again()) != before:
             return "it was pruned or replaced meanwhile"
-        exchange(copy, Path(place.url))
+        try:
+            exchange(copy, Path(place.url))
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            return "its file system cannot swap two names in one step"
         if identity_of(Place.open(str(copy), timeout_s=timeout_s)) != before:
             exchange(copy, Path(place.url))
             return "it was replaced meanwhile"
         sync_directory(root)
         move_aside(copy, root / layout.SIDECAR_DIR / QUARANTINE_DIR, place.name)
         return None
-    except CannotMendError as error:
-        return str(error)
     except FileNotFoundError:
         if os.path.isdir(place.url):
             raise

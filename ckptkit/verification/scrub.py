@@ -18,7 +18,7 @@ from ckptkit.slot_reader import slot_directories
 from ckptkit.store.roots import is_remote, root_url
 from ckptkit.verification.durable import identity_of, prove_step
 from ckptkit.verification.mend_slot import can_mend, mend_share, put_manifest_aside, put_share_aside
-from ckptkit.verification.mend_step import can_mend_step, mend_step, put_step_aside
+from ckptkit.verification.mend_step import CannotMendError, mend_step, put_step_aside, require_mendable
 from ckptkit.verification.pool import MEMORY_BYTES_MAX, THREADS, Limits
 from ckptkit.verification.records import FORMAT, Finding, Kind, Progress, StepProof
 from ckptkit.verification.slots import ShareProof, prove_share
@@ -95,8 +95,7 @@ def scrub(
     durable steps are sources, and are only reported. Without `repair` nothing is written.
 
     Cost: a read of every byte, and for each damaged durable step a write of the whole. Raises `StepNotFoundError`
-    where there is nothing of the kind, `StoreError` where something cannot be reached or written, `ValueError` for
-    limits below 1.
+    where there is nothing, `StoreError` where something cannot be reached or written, `ValueError` for limits below 1.
     """
     limits = Limits(threads=threads, memory_bytes_max=memory_bytes_max, progress=progress)
     return _Scrubber(root_url(root), tiers, host_id, limits, timeout_s, repair=repair).run()
@@ -216,26 +215,23 @@ class _Scrubber:
     def _treat_step(self, place: Place, proof: StepProof, before: object) -> Treatment:
         save_id = proof.save_id or self._save_of(proof.step)
         sources = self._sources(save_id)
-        act, done, root = "repair", False, Path(self._place.url)
-        if is_remote(place.url):
-            act, reason = "leave", "it stands on a bucket, where scrub only reports"
-        else:
-            if self._repair:
-                reason = mend_step(
-                    place, before, proof.step, sources, self._limits, root=root, timeout_s=self._timeout_s
-                )
-                done = reason is None
+        act, done, reason, root = "repair", False, None, Path(self._place.url)
+        try:
+            if is_remote(place.url):
+                act, reason = "leave", "it stands on a bucket, where scrub only reports"
+            elif self._repair:
+                limits, timeout_s = self._limits, self._timeout_s
+                reason = mend_step(place, before, proof.step, sources, limits, root=root, timeout_s=timeout_s)
+                act, done = ("leave", False) if reason else ("repair", True)
             else:
-                reason = can_mend_step(place, sources)
-            if reason is not None and _restorable(proof, place.url):
-                act, reason = "leave", f"ckptkit can restore it, stock Orbax may not; {reason}"
-            elif reason is not None and "meanwhile" in reason:
-                act = "leave"
-            elif reason is not None:
-                act = "quarantine"
-                if self._repair:
-                    left = put_step_aside(place, before, root)
-                    act, done, reason = ("leave", False, left) if left else ("quarantine", True, reason)
+                require_mendable(place, sources)
+        except CannotMendError as error:
+            act, reason = "quarantine", str(error)
+            if _restorable(proof, place.url):
+                act, reason = "leave", f"ckptkit can restore it, stock Orbax may not; {error}"
+            elif self._repair:
+                left = put_step_aside(place, before, root)
+                act, done, reason = ("leave", False, left) if left else ("quarantine", True, reason)
         return Treatment(
             step=proof.step,
             save_id=save_id,

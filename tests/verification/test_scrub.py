@@ -214,3 +214,19 @@ def test_a_step_that_is_replaced_while_it_is_mended(job: Job, monkeypatch: pytes
     found = scrubbed(job)
     assert acts(found) == [(1, "durable", "leave", False)]
     assert (job.root / "1/_CHECKPOINT_METADATA").read_text() == '{"commit_timestamp_nsecs": 5}'
+
+
+def test_a_file_system_that_cannot_swap(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that could be mended elsewhere would be put aside, or be absent between two renames."""
+    from ckptkit.verification import mend_step as module
+
+    def refused(*_: object) -> None:
+        raise OSError(22, "Invalid argument")
+
+    flip(job.root / "1/state/_ckptkit/process-0.json", 300)
+    before = content(job.home)
+    monkeypatch.setattr(module, "exchange", refused)
+    found = scrubbed(job)
+    assert acts(found) == [(1, "durable", "leave", False)]
+    assert found.treatments[0].reason == "its file system cannot swap two names in one step"
+    assert content(job.home) == before
