@@ -113,9 +113,16 @@ def mend_step(
 
 def put_step_aside(place: Place, before: object, root: Path) -> str | None:
     """Moves a step directory into the root's quarantine, in one rename; why not, where it is no longer the same."""
+    if before == ([], None):  # a step that a running job is deleting looks like this at its end
+        return "there is nothing in it to keep"
     if identity_of(place.again()) != before:
         return "it was pruned or replaced meanwhile"
-    move_aside(Path(place.url), root / layout.SIDECAR_DIR / QUARANTINE_DIR, place.name)
+    try:
+        move_aside(Path(place.url), root / layout.SIDECAR_DIR / QUARANTINE_DIR, place.name)
+    except FileNotFoundError:
+        if os.path.isdir(place.url):
+            raise
+        return "it was pruned meanwhile"
     return None
 
 
