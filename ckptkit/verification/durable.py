@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,10 +29,13 @@ from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.shares import incomplete, leaf_of_record, read_sidecars, sidecar_processes
 from ckptkit.manifest import LeafRecord, Manifest, SaveId, cell_ranges, digest_of
 from ckptkit.sharding import Box
+from ckptkit.store.roots import is_remote
 from ckptkit.verification.pool import CellCheck, Limits, check_cells
 from ckptkit.verification.records import Finding, StepProof
 from ckptkit.verification.slots import not_covered
 from ckptkit.verification.stock import stock_checks
+
+_SETTLE_S = 0.2  # that a deletion which is under way gets, before a step counts as damaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +62,7 @@ def prove_step(place: Place, step: int, limits: Limits, notes: list[str], *, tim
     total_bytes = sum(check.size_bytes for check in looked.checks)
     checked, damaged = check_cells(looked.checks, total_bytes, limits, path=place.url, step=step)
     findings = (*looked.findings, *damaged)
-    if findings and identity_of(place.again()) != before:
+    if findings and _changes(place, before):
         notes.append(f"{place.url}: the step was pruned or replaced while it was read")
         return []
     proof = StepProof(
@@ -71,6 +76,16 @@ def prove_step(place: Place, step: int, limits: Limits, notes: list[str], *, tim
         findings=findings,
     )
     return [proof]
+
+
+def _changes(place: Place, before: object) -> bool:
+    """Whether a running job deletes or replaces a step that looks damaged. A deletion takes a moment: a little
+    later the step is gone, or has lost another file."""
+    if identity_of(place.again()) != before:
+        return True
+    time.sleep(_SETTLE_S)
+    gone = not is_remote(place.url) and not os.path.isdir(place.url.removeprefix("file://"))
+    return gone or identity_of(place.again()) != before
 
 
 def items_of(place: Place) -> list[Place]:
