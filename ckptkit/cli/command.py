@@ -11,6 +11,7 @@ import click
 
 from ckptkit import layout
 from ckptkit.cli.exits import Exit, exit_of, quiet_libraries
+from ckptkit.cli.goodput import goodput
 from ckptkit.cli.show_inspection import matching, show_inspection
 from ckptkit.cli.show_steps import show_steps
 from ckptkit.cli.show_verification import progress_line, show_scrub, show_verification
@@ -57,6 +58,7 @@ def commands() -> None:
 
 
 commands.add_command(simulate)
+commands.add_command(goodput)
 
 
 @commands.command()

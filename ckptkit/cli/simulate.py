@@ -13,6 +13,7 @@ import click
 from ckptkit import simulation as sim
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.text import print_json, print_line, print_table, size_text
+from ckptkit.clock import time_text
 
 _DAY_S = 86400.0
 _DEFAULT = sim.Preset(
@@ -201,7 +202,7 @@ def _show(job: _Job, results: Sequence[sim.Result]) -> None:
     told = job.described
     print_line(
         f"{told['hosts']:,} hosts, {told['days']:g} days, {told['runs']:,} runs; a failure of the job every "
-        f"{_time(job.mtbf_s)}; state {size_text(int(told['state_bytes']))}"
+        f"{time_text(job.mtbf_s)}; state {size_text(int(told['state_bytes']))}"
     )
     print_line(told["source"])
     print_line()
@@ -216,7 +217,13 @@ def _show(job: _Job, results: Sequence[sim.Result]) -> None:
     print_table(
         columns,
         [
-            [t.name, _time(t.stall_s), _time(t.persist_s), _time(t.restore_s), ", ".join(sorted(t.survives))]
+            [
+                t.name,
+                time_text(t.stall_s),
+                time_text(t.persist_s),
+                time_text(t.restore_s),
+                ", ".join(sorted(t.survives)),
+            ]
             for t in job.cluster.tiers
         ],
     )
@@ -230,25 +237,19 @@ def _show(job: _Job, results: Sequence[sim.Result]) -> None:
                 _percent(each.goodput), _percent(each.goodput_ci),
                 _percent(each.behind_oracle), _percent(each.behind_oracle_ci),
                 _percent(each.stall), _percent(each.lost), _percent(each.down),
-                "learned" if each.intervals_s is None else "/".join(map(_time, each.intervals_s)),
+                "learned" if each.intervals_s is None else "/".join(map(_interval, each.intervals_s)),
             ]
             for each in results
         ],
     )  # fmt: skip
 
 
+def _interval(seconds: float) -> str:
+    return "never" if seconds > 1e5 * _DAY_S else time_text(seconds)
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.2f} %"
-
-
-def _time(seconds: float) -> str:
-    """A duration as a person says it: `12 ms`, `45 s`, `3.2 h`."""
-    if seconds < 1:
-        return f"{1e3 * seconds:.0f} ms"
-    for unit, length_s in (("d", _DAY_S), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * length_s:
-            return "never" if seconds > 1e5 * _DAY_S else f"{seconds / length_s:.1f} {unit}"
-    return f"{seconds:.3g} s"
 
 
 def _plot(path: Path, results: Sequence[sim.Result]) -> None:

@@ -64,10 +64,17 @@ def start_s(event: Event) -> float:
 
 
 def clock_of(attempts: Sequence[Attempt], launcher: Sequence[Event]) -> tuple[float, float]:
-    """When the run began and ended. Raises ValueError where no process logged an event."""
+    """When the run began and ended. Raises ValueError where no process logged an event.
+
+    A run that finished ends with the last word of its processes, as a job does that reports its own end; what the
+    launcher takes to see them gone is no part of it.
+    """
     if not attempts:
         raise ValueError("no process of the run logged an event: there is nothing to account for")
-    events = [*launcher, *chain.from_iterable(attempt.events for attempt in attempts)]
+    own = list(chain.from_iterable(attempt.events for attempt in attempts))
+    finished = any(event.kind == Kind.FINISHED for event in attempts[-1].events)
+    told = [event for event in launcher if not (finished and event.kind == Kind.FINISHED)]
+    events = [*own, *told]
     return min(map(start_s, events)), max(event.at_s for event in events)
 
 
