@@ -184,11 +184,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         by_name = {DEFAULT_ITEM: args} if default_item else dict(args.items())
         trees = abstract_trees(by_name)
         if trees is not None:
-            self._pipeline.prepare(abstract_slot_bytes(trees))
+            self._pipeline.prepare(*abstract_slot_bytes(trees))
             return
         captured = save_items(by_name, default_item=default_item)
         if not isinstance(captured, str):
-            self._pipeline.prepare(self._pipeline.describe(captured).slot_bytes)
+            description = self._pipeline.describe(captured)
+            self._pipeline.prepare(description.slot_bytes, description.share_bytes)
 
     def should_save(self, step: int) -> bool:
         """Whether `save(step)` would take the step for any tier."""

@@ -84,9 +84,7 @@ class Resumer:
         parts.book.verified(restored.save_id)
         if not self._settings.options.read_only:  # no save follows there: nothing to prepare
             parts.decider.continue_from(restored.save_id.step)
-            for arena in parts.arenas.values():
-                if restored.save_id in arena.held():
-                    arena.protect(restored.save_id)
+            parts.keeper.restored(restored.save_id)
             parts.pipeline.reserve(restored.slot_bytes)
         return self._given(restored, began, parts.durable.directory)
 
