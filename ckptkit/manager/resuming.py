@@ -30,7 +30,10 @@ class Resumer:
     def restore(self, step: int | None, wanted: RestoreItems, began: Began) -> Any:
         """See `CheckpointManager.restore`."""
         self._parts.pipeline.wait()
-        return self._take_over(self._parts.restorer.restore(step, wanted), began)
+        restored = self._parts.restorer.restore(step, wanted)
+        if wanted.args is None:
+            self._parts.known.restored_as_saved()
+        return self._take_over(restored, began)
 
     def restore_async(self, step: int | None, wanted: RestoreItems, began: Began) -> RestoreHandle:
         """See `CheckpointManager.restore_async`."""
