@@ -28,8 +28,12 @@ from ckptkit.inspection import list_steps as list_steps
 from ckptkit.manager import CheckpointManager as CheckpointManager
 from ckptkit.manager import RestoreHandle as RestoreHandle
 from ckptkit.manager import StepRecord as StepRecord
+from ckptkit.policy import EverySeconds as EverySeconds
 from ckptkit.policy import EverySteps as EverySteps
 from ckptkit.policy import FailurePolicy as FailurePolicy
+from ckptkit.policy import KeepBytes as KeepBytes
+from ckptkit.policy import KeepNewest as KeepNewest
+from ckptkit.policy import KeepUnflushed as KeepUnflushed
 from ckptkit.policy import Tier as Tier
 from ckptkit.verification import scrub as scrub
 from ckptkit.verification import verify as verify

@@ -6,16 +6,15 @@ rename the new manifest into place, sync the directory. A manifest therefore nev
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, final
+from typing import final
 
 import numpy as np
 
@@ -23,15 +22,12 @@ from ckptkit import layout
 from ckptkit.clock import Deadline
 from ckptkit.disk_file import DiskFile, Method
 from ckptkit.errors import CheckpointError, StoreFullError, TierUnusableError
-from ckptkit.host_memory import HostMemory, Room, mount_room, refuse_beyond, store_full
+from ckptkit.host_memory import HostMemory, Room, mount_room, refuse_beyond
 from ckptkit.manifest import Manifest, SaveId
 from ckptkit.pages import populate
+from ckptkit.slot_files import LESS_ON_MOUNT, allocated, map_file, remove_slots, whole_pages
 from ckptkit.slot_reader import manifest_name_of, read_manifests
 from ckptkit.store import LocalStore
-from ckptkit.store.local import sync_directory
-
-_T = TypeVar("_T")
-_LESS_ON_MOUNT = "give fewer slots, or leave this tier out"
 
 
 @dataclass(eq=False, slots=True)
@@ -48,8 +44,8 @@ class Slot:
 class Arena:
     """The slots of one process on one tier, or anonymous ones (`directory=None`) that are only a staging area.
 
-    A slot is handed out for writing only while nobody holds a lease on it and it does not hold the protected save,
-    which is the newest one committed by all processes. Safe from several threads.
+    A slot is handed out for writing only while nobody holds a lease on it and it does not hold a protected save: the
+    newest one committed by all processes, and what else is to be kept. Safe from several threads.
     """
 
     def __init__(
@@ -60,6 +56,7 @@ class Arena:
         synced: bool,
         lock_fd: int | None = None,
         memory: HostMemory | None = None,
+        keeps_found: bool = False,
     ):
         self.directory = directory
         self._memory = memory  # whose limits the slots keep; None for a disk
@@ -71,20 +68,28 @@ class Arena:
         self._files: dict[str, DiskFile] = {}  # of slots on a disk
         self.method: Method = "direct"  # how these are written, where the file system allows it
         self._probed = False
-        self._protected: SaveId | None = None
+        self._protected: frozenset[SaveId] = frozenset()
         self._store = LocalStore(directory, durable=synced) if directory is not None else None
-        self._retired: list[Slot] = []  # of a run with more slots: kept until a newer save is protected
+        self._retired: list[Slot] = []  # beyond today's count: they stay while what they hold is protected
         if directory is not None:
-            self._take_over(directory)
+            self._take_over(directory, keeps_found)
 
     @classmethod
     def open(
-        cls, host_dir: Path, local_rank: int, *, slots: int, synced: bool, memory: HostMemory | None = None
+        cls,
+        host_dir: Path,
+        local_rank: int,
+        *,
+        slots: int,
+        synced: bool,
+        memory: HostMemory | None = None,
+        keeps_found: bool = False,
     ) -> Arena:
         """The arena of this process below its host's directory, mode 0700, held by `flock` until `close`.
 
         A directory that another process still holds (one of the previous run that has not died yet) is left to
-        it, and the next free name is taken. Raises `TierUnusableError` where the directory cannot be used.
+        it, and the next free name is taken. Until the first `protect` the newest save that is found is protected, or
+        every one (`keeps_found`). Raises `TierUnusableError` where the directory cannot be used.
         """
         for attempt in range(100):
             directory = host_dir / (f"{local_rank}" if attempt == 0 else f"{local_rank}.{attempt}")
@@ -102,7 +107,7 @@ class Arena:
             except BlockingIOError:
                 os.close(fd)
                 continue
-            return cls(directory, slots=slots, synced=synced, lock_fd=fd, memory=memory)
+            return cls(directory, slots=slots, synced=synced, lock_fd=fd, memory=memory, keeps_found=keeps_found)
         raise TierUnusableError(f"every slot directory below {host_dir} is held by another process", path=str(host_dir))
 
     def reserve(self, size_bytes: int) -> None:
@@ -115,7 +120,7 @@ class Arena:
         """
         for slot in self._slots:
             with self._changed:
-                if slot.leases or not self._may_reserve(slot, size_bytes):
+                if slot.leases or slot not in self._slots or not self._may_reserve(slot, size_bytes):
                     continue
                 slot.leases = 1
             try:
@@ -130,7 +135,7 @@ class Arena:
 
         Asks the mount, and for host memory also the control groups and the setting (`HostMemory`).
         """
-        slot_bytes = _whole_pages(size_bytes)
+        slot_bytes = whole_pages(size_bytes)
         missing_bytes = sum(max(0, slot_bytes - self._allocated_bytes(slot)) for slot in self._slots)
         room = self._room()
         refuse_beyond(
@@ -207,18 +212,38 @@ class Arena:
 
     def forget_step(self, step: int) -> None:
         """Forgets every save of `step`: their manifests go, their slots are free."""
+        self.forget({save_id for save_id in self.held() if save_id.step == step})
+
+    def forget(self, save_ids: Collection[SaveId]) -> None:
+        """Forgets these saves: their manifests go; a slot is free once nobody reads it any more."""
         with self._changed:
             for slot in [*self._slots, *self._retired]:
-                if slot.save_id is not None and slot.save_id.step == step:
+                if slot.save_id in save_ids:
                     self._forget(slot)
             self._changed.notify_all()
 
-    def protect(self, save_id: SaveId) -> None:
-        """Says that `save_id` is the newest save committed by all processes: it is kept until the next such call."""
+    def protect(self, *save_ids: SaveId) -> None:
+        """Says which saves are kept until the next such call; the newest one committed by all processes is among them.
+
+        Others stay until their slots are needed.
+        """
         with self._changed:
-            self._protected = save_id
+            self._protected = frozenset(save_ids)
             self._drop_retired()
             self._changed.notify_all()
+
+    def resize(self, slots: int) -> bool:
+        """Uses so many slots from now on; returns whether that is news. New ones are made by `reserve` or `acquire`,
+        those beyond go with the first `protect` that does not name what they hold."""
+        with self._changed:
+            if slots == len(self._slots):
+                return False
+            every = {slot.name: slot for slot in [*self._slots, *self._retired]}
+            names = [layout.slot_name(i) for i in range(slots)]
+            self._slots = [every.pop(name, None) or Slot(name, np.empty(0, np.uint8)) for name in names]
+            self._retired = list(every.values())
+            self._changed.notify_all()
+            return True
 
     def lease(self, slot: Slot) -> None:
         """Keeps `slot` from being overwritten until `release`."""
@@ -245,25 +270,18 @@ class Arena:
     def close(self, *, remove: bool = False) -> None:
         """Unmaps the slots and gives up the lock; with `remove`, deletes the slots and manifests too."""
         with self._changed:
-            for slot in self._slots:
-                slot.memory = np.empty(0, np.uint8)
-            for mapping in self._maps.values():
-                with suppress(BufferError):  # a view is still held somewhere: unmapped when that goes
-                    mapping.close()
-            self._maps.clear()
-            for file in self._files.values():
-                file.close()
-            self._files.clear()
+            for slot in [*self._slots, *self._retired]:
+                self._unmap(slot)
             if remove and self.directory is not None:
-                _remove_slots(self.directory)
+                remove_slots(self.directory)
             if self._lock_fd is not None:
                 os.close(self._lock_fd)
                 self._lock_fd = None
 
-    def _take_over(self, directory: Path) -> None:
+    def _take_over(self, directory: Path, keeps_found: bool) -> None:
         """Finds what the process before left here: committed slots, slots beyond today's count, unfinished puts."""
         held = {manifest.slot: manifest.save_id for manifest in reversed(self.manifests())}
-        self._protected = max(held.values(), default=None)
+        self._protected = frozenset(held.values() if keeps_found else sorted(held.values())[-1:])
         for slot in self._slots:
             slot.save_id = held.get(slot.name)
         mine = {slot.name for slot in self._slots}
@@ -276,10 +294,20 @@ class Arena:
 
     def _drop_retired(self) -> None:
         for slot in list(self._retired):
-            if self.directory is not None and (slot.save_id is None or slot.save_id != self._protected):
+            if slot.leases == 0 and slot.save_id not in self._protected:
                 self._forget(slot)
-                (self.directory / slot.name).unlink(missing_ok=True)
+                self._unmap(slot)
+                if self.directory is not None:
+                    (self.directory / slot.name).unlink(missing_ok=True)
                 self._retired.remove(slot)
+
+    def _unmap(self, slot: Slot) -> None:
+        slot.memory = np.empty(0, np.uint8)
+        if slot.name in self._files:
+            self._files.pop(slot.name).close()
+        with suppress(BufferError):  # a view is still held somewhere: unmapped when that goes
+            if (mapping := self._maps.pop(slot.name, None)) is not None:
+                mapping.close()
 
     def _may_reserve(self, slot: Slot, size_bytes: int) -> bool:
         return slot.save_id is None or self._allocated_bytes(slot) >= size_bytes
@@ -288,14 +316,12 @@ class Arena:
         free = [
             slot
             for slot in self._slots
-            if slot.leases == 0
-            and (slot.save_id is None or slot.save_id != self._protected)
-            and slot.name not in passed_over
+            if slot.leases == 0 and slot.save_id not in self._protected and slot.name not in passed_over
         ]
         return min(free, key=lambda slot: slot.save_id or SaveId(-1, -1, -1), default=None)
 
     def _grow(self, slot: Slot, size_bytes: int) -> None:
-        size_bytes = _whole_pages(size_bytes)
+        size_bytes = whole_pages(size_bytes)
         if slot.memory.nbytes >= size_bytes:
             return
         missing_bytes = size_bytes - self._allocated_bytes(slot)
@@ -305,15 +331,14 @@ class Arena:
         )
         slot.memory = np.empty(0, np.uint8)
         if self.synced and self.directory is not None:
-            if slot.name in self._files:
-                self._files.pop(slot.name).close()
-            self._files[slot.name] = _allocated(DiskFile, self.directory / slot.name, size_bytes)
+            self._unmap(slot)
+            self._files[slot.name] = allocated(DiskFile, self.directory / slot.name, size_bytes)
             slot.memory = self._files[slot.name].memory
             return
         if self.directory is None:
             mapping = mmap.mmap(-1, size_bytes)
         else:
-            mapping = _allocated(_map_file, self.directory / slot.name, size_bytes)
+            mapping = allocated(map_file, self.directory / slot.name, size_bytes)
         self._maps[slot.name] = mapping
         slot.memory = np.frombuffer(mapping, np.uint8)
         populate(slot.memory)  # an old kernel cannot: pages are faulted in by the first copy then
@@ -336,7 +361,7 @@ class Arena:
     def _less(self) -> str:
         if self.directory is None:
             return "lower in_flight_max, or shard the state over more processes"
-        return _LESS_ON_MOUNT
+        return LESS_ON_MOUNT
 
     def _room(self) -> Room | None:
         """The narrowest of the limits."""
@@ -358,36 +383,3 @@ class Arena:
         if slot.save_id is not None and self._store is not None:
             self._store.delete(manifest_name_of(slot.save_id))
         slot.save_id = None
-
-
-def _allocated(make: Callable[[Path, int], _T], path: Path, size_bytes: int) -> _T:
-    """What `make` gives; raises `StoreFullError` where the mount has no room for it."""
-    try:
-        return make(path, size_bytes)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise store_full(mount_room(path.parent), f"slot {path} needs {size_bytes} bytes", _LESS_ON_MOUNT) from error
-
-
-def _map_file(path: Path, size_bytes: int) -> mmap.mmap:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        size_bytes = max(size_bytes, os.fstat(fd).st_size)  # a larger slot of an earlier state is kept
-        os.posix_fallocate(fd, 0, size_bytes)
-        return mmap.mmap(fd, size_bytes)
-    finally:
-        os.close(fd)
-
-
-def _whole_pages(size_bytes: int) -> int:
-    return max(layout.PAGE_BYTES, -(-size_bytes // layout.PAGE_BYTES) * layout.PAGE_BYTES)
-
-
-def _remove_slots(directory: Path) -> None:
-    names = sorted(os.listdir(directory))
-    for name in [n for n in names if layout.save_of_manifest(n)] + [
-        n for n in names if layout.slot_index(n) is not None
-    ]:
-        (directory / name).unlink(missing_ok=True)
-    sync_directory(directory)

@@ -43,6 +43,9 @@ def follow(
 ) -> Iterator[FollowedStep]:
     """Yields each new committed step of the durable root of a running job, oldest first, as it appears.
 
+    It follows the durable root alone, a directory or a bucket: steps that only the job's fast tiers hold are private to
+    its hosts, and are reused without asking anybody.
+
     A step that is yielded has been read whole and met its digests (`prove=False`: its metadata is whole; the bytes are
     proven by `restore`). It is not pruned by a ckptkit writer until the loop asks for the next one, is left, or this
     process dies and its lease runs out. Damaged steps and steps of abandoned branches are passed over, the former with

@@ -1,14 +1,17 @@
-"""What is saved where: the declaration of tiers and their save policies. Pure values."""
+"""What is saved where, and what is kept: the declaration of tiers and their policies. Pure values."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from ckptkit import layout
 
 Medium = Literal["ram", "ssd"]
 DurableBusy = Literal["wait", "skip"]
+_Save = TypeVar("_Save")
 
 
 @runtime_checkable
@@ -35,40 +38,188 @@ class EverySteps:
         return step % self.steps == 0
 
 
+@dataclass(frozen=True, slots=True)
+class EverySeconds:
+    """Takes a step once `seconds` have passed since the last one that the tier took, or that was restored.
+
+    A run that has restored nothing takes its first step. The clock is process 0's: the others wait for its word at
+    every step (one small read of the coordination service), and process 0 waits for nobody.
+    """
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not (self.seconds > 0 and math.isfinite(self.seconds)):
+            raise ValueError(f"EverySeconds({self.seconds}): give a number of seconds above 0")
+
+    def due_after(self, passed_s: float | None) -> bool:
+        """Whether a step is due `passed_s` after the last one; None: there was none."""
+        return passed_s is None or passed_s >= self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class KeepNewest:
+    """Keeps exactly the newest `count` steps that all processes have committed to the tier."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"KeepNewest({self.count}): the newest step is always kept, so the count is at least 1")
+
+    def most(self, share_bytes: int) -> int:
+        """How many steps are kept at most, where the largest share of a process takes `share_bytes` of a slot."""
+        del share_bytes
+        return self.count
+
+    def kept(self, newest_first: Sequence[_Save], flushed: Collection[_Save], most: int) -> list[_Save]:
+        """Which of the tier's saves are kept; `flushed` are those that the next slower tier holds too."""
+        del flushed
+        return list(newest_first[:most])
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBytes:
+    """Keeps the newest steps that together take at most `bytes_max` of a process's slots; the newest one always.
+
+    A step counts as the largest share of any process, so that all processes keep the same steps.
+    """
+
+    bytes_max: int
+
+    def __post_init__(self) -> None:
+        if self.bytes_max < 1:
+            raise ValueError(f"KeepBytes({self.bytes_max}): give the bytes that kept steps may take in each process")
+
+    def most(self, share_bytes: int) -> int:
+        """See `KeepNewest.most`."""
+        return max(1, self.bytes_max // max(1, share_bytes))
+
+    def kept(self, newest_first: Sequence[_Save], flushed: Collection[_Save], most: int) -> list[_Save]:
+        """See `KeepNewest.kept`."""
+        del flushed
+        return list(newest_first[:most])
+
+
+@dataclass(frozen=True, slots=True)
+class KeepUnflushed:
+    """Keeps the newest step, and of the others those that the next slower tier does not hold: the newest `count`.
+
+    The next slower tier of a ramdisk is the SSD where there is one, else the durable tier. A step goes as soon as
+    that tier has it; one that never reaches it stays until `count` newer ones are in its place.
+    """
+
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"KeepUnflushed({self.count}): give room for at least 1 step")
+
+    def most(self, share_bytes: int) -> int:
+        """See `KeepNewest.most`."""
+        del share_bytes
+        return self.count + 1
+
+    def kept(self, newest_first: Sequence[_Save], flushed: Collection[_Save], most: int) -> list[_Save]:
+        """See `KeepNewest.kept`."""
+        del most
+        others = [save for save in newest_first[1:] if save not in flushed]
+        return [*newest_first[:1], *others[: self.count]]
+
+
+TierKeep = KeepNewest | KeepBytes | KeepUnflushed
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
     """A fast tier of this host: a directory on a memory-backed mount or on a local disk.
 
-    Use `Tier.ram(path)` and `Tier.ssd(path)`. `save` says which steps the tier takes, `slots` how many steps it
-    has room for (a slot is as large as this process's share of the state), `job` names the job's directory.
+    Use `Tier.ram(path)` and `Tier.ssd(path)`. `save` says which steps the tier takes (`EverySteps`, `EverySeconds`),
+    `keep` which of them it keeps (`KeepNewest`, `KeepBytes`, `KeepUnflushed`), `slots` how many steps it has room for
+    (a slot is as large as this process's share of the state), `job` names the job's directory.
+
+    Without `keep` the newest step that all processes have committed is kept, and others until their slots are needed.
+    Without `slots` there are as many as are kept, one for each snapshot that may be in flight (on an SSD one), and on
+    a ramdisk one that slower tiers may still be reading: `slots_for`.
     """
 
     name: str
     medium: Medium
     path: str
-    save: TierSavePolicy
-    slots: int
+    save: TierSavePolicy | EverySeconds
+    slots: int | None = None
+    keep: TierKeep | None = None
     job: str = "job"
 
     def __post_init__(self) -> None:
         layout.checked_name(self.job, "job name")
-        if self.slots < 2:
-            raise ValueError(
-                f"Tier {self.name!r}: slots={self.slots}, at least 2 are needed: the newest committed step must stay "
-                "while the next one is written"
-            )
         if not self.path:
             raise ValueError(f"Tier {self.name!r} needs the path of a directory")
+        if not isinstance(self.save, TierSavePolicy | EverySeconds):
+            raise ValueError(
+                f"Tier {self.name!r}: save={self.save!r} is no policy of a fast tier; give EverySteps(steps) or "
+                "EverySeconds(seconds); Orbax's policies rule the durable tier, in its options"
+            )
+        if self.keep is not None and not isinstance(self.keep, TierKeep):
+            raise ValueError(
+                f"Tier {self.name!r}: keep={self.keep!r} is no policy of a fast tier; give KeepNewest(count), "
+                "KeepBytes(bytes_max) or KeepUnflushed(count); Orbax's policies rule the durable tier, in its options"
+            )
+        if self.slots is not None and isinstance(self.keep, KeepBytes):
+            raise ValueError(
+                f"Tier {self.name!r}: slots={self.slots} and {self.keep}: slots follow from the bytes, give one of both"
+            )
+        self.check_slots(1)
 
     @classmethod
-    def ram(cls, path: str, *, save: TierSavePolicy | None = None, slots: int = 3, job: str = "job") -> Tier:
+    def ram(
+        cls,
+        path: str,
+        *,
+        save: TierSavePolicy | EverySeconds | None = None,
+        slots: int | None = None,
+        keep: TierKeep | None = None,
+        job: str = "job",
+    ) -> Tier:
         """A ramdisk tier: any directory on a memory-backed mount. Never synced; lost with the host's memory."""
-        return cls(name="ram", medium="ram", path=str(path), save=save or EverySteps(1), slots=slots, job=job)
+        save = EverySteps(1) if save is None else save
+        return cls(name="ram", medium="ram", path=str(path), save=save, slots=slots, keep=keep, job=job)
 
     @classmethod
-    def ssd(cls, path: str, *, save: TierSavePolicy | None = None, slots: int = 2, job: str = "job") -> Tier:
+    def ssd(
+        cls,
+        path: str,
+        *,
+        save: TierSavePolicy | EverySeconds | None = None,
+        slots: int | None = None,
+        keep: TierKeep | None = None,
+        job: str = "job",
+    ) -> Tier:
         """A local disk tier: synced before a step counts as committed, so it survives a power failure."""
-        return cls(name="ssd", medium="ssd", path=str(path), save=save or EverySteps(10), slots=slots, job=job)
+        save = EverySteps(10) if save is None else save
+        return cls(name="ssd", medium="ssd", path=str(path), save=save, slots=slots, keep=keep, job=job)
+
+    def kept_max(self, share_bytes: int) -> int:
+        """How many steps are kept at most, for states whose largest share takes `share_bytes` of a slot."""
+        return self.keep.most(share_bytes) if self.keep is not None else 1
+
+    def slots_for(self, share_bytes: int, in_flight_max: int) -> int:
+        """How many slots the tier uses for such states: `slots`, or kept + in flight + 1 that is read (a ramdisk)."""
+        if self.slots is not None:
+            return self.slots
+        return self.kept_max(share_bytes) + (in_flight_max + 1 if self.medium == "ram" else 1)
+
+    def check_slots(self, in_flight_max: int) -> None:
+        """Raises ValueError where `slots` are too few for what is kept and for what may be in flight."""
+        if self.slots is None:
+            return
+        kept, written = self.kept_max(0), in_flight_max if self.medium == "ram" else 1
+        if self.slots < kept + written:
+            raise ValueError(
+                f"Tier {self.name!r}: slots={self.slots}, at least {kept + written} are needed: {kept} kept "
+                f"({self.keep or 'the newest committed step'}) and {written} being written"
+                + (f" (in_flight_max={written})" if written > 1 else "")
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +244,9 @@ class Backpressure:
             raise ValueError(f"durable_busy {self.durable_busy!r}: give one of {', '.join(get_args(DurableBusy))}")
 
     def check_tiers(self, tiers: tuple[Tier, ...]) -> None:
-        """Raises ValueError where the ramdisk tier has too few slots for what may be in flight."""
+        """Raises ValueError where a tier has too few slots for what may be in flight."""
         for tier in tiers:
-            if tier.medium == "ram" and tier.slots <= self.in_flight_max:
-                raise ValueError(
-                    f"in_flight_max={self.in_flight_max} needs Tier.ram(slots={self.in_flight_max + 1}) or more, "
-                    f"found {tier.slots}: one slot keeps the newest committed step"
-                )
+            tier.check_slots(self.in_flight_max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -55,6 +55,7 @@ class Description:
     treedefs: Mapping[str, Any]
     extents: tuple[Extent, ...]  # of every box, in the order of the leaves: ascending
     slot_bytes: int
+    share_bytes: int  # what the largest share of any process takes of a slot: the same on every process
 
     @property
     def held_bytes(self) -> int:
@@ -86,7 +87,8 @@ def describe_items(trees: Mapping[str, Any]) -> Description:
         for at, box in enumerate(source.record.boxes)
     ]
     extents = tuple(_extent(number, *box) for number, box in enumerate(boxes))
-    return Description(items=items, treedefs=treedefs, extents=extents, slot_bytes=offset)
+    share_bytes = _share_bytes([source for sources in items.values() for source in sources])
+    return Description(items=items, treedefs=treedefs, extents=extents, slot_bytes=offset, share_bytes=share_bytes)
 
 
 class Describer:
@@ -229,7 +231,7 @@ def _describe_leaf(item: str, keypath: Any, value: Any, offset: int) -> tuple[Le
     boxes, devices = [], _devices_of(value, mine) if kind == "jax" else ()
     for box in mine:
         boxes.append(BoxRecord(box=box, offset=offset, digests=()))
-        offset += -(-box.size * itemsize // PAGE_BYTES) * PAGE_BYTES
+        offset += _slot_bytes(box, itemsize)
     record = LeafRecord(
         path=path,
         keys=keys,
@@ -241,6 +243,23 @@ def _describe_leaf(item: str, keypath: Any, value: Any, offset: int) -> tuple[Le
         boxes=tuple(boxes),
     )
     return LeafSource(sharding=sharding, record=record, holders=holders, devices=devices), offset
+
+
+def _share_bytes(sources: Sequence[LeafSource]) -> int:
+    everywhere_bytes, by_process = 0, Counter[int]()
+    for source in sources:
+        for box, processes in source.holders.items():
+            taken_bytes = _slot_bytes(box, source.record.itemsize)
+            if source.sharding is None:  # every process stores it
+                everywhere_bytes += taken_bytes
+            else:
+                by_process.update(dict.fromkeys(processes, taken_bytes))
+    return everywhere_bytes + max(by_process.values(), default=0)
+
+
+def _slot_bytes(box: Box, itemsize: int) -> int:
+    """Of one box: it begins a page."""
+    return -(-box.size * itemsize // PAGE_BYTES) * PAGE_BYTES
 
 
 def _refuse_equal_names(item: str, sources: Sequence[LeafSource]) -> None:

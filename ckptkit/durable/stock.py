@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +21,7 @@ DEFAULT_ITEM = checkpoint_manager.DEFAULT_ITEM_NAME  # the item of a step that w
 METRICS_ITEM = checkpoint_manager.METRIC_ITEM_NAME
 _KEY_HANDLERS = (ocp.handlers.JaxRandomKeyCheckpointHandler, ocp.handlers.NumpyRandomKeyCheckpointHandler)
 _TREE_LAYOUT = ("_use_ocdbt", "_use_zarr3", "_type_handler_registry", "_primary_host", "_pytree_metadata_options")
+_TREE_KINDS = {"StandardCheckpointHandler": ocp.args.StandardRestore, "PyTreeCheckpointHandler": ocp.args.PyTreeRestore}
 _NAMING = ("_filename", "_checkpoint_name", "_key_name")  # the settings of the small handlers
 
 
@@ -105,6 +107,13 @@ class StockManager:
         Raises ValueError as Orbax does, for arguments that go with none.
         """
         return self.orbax._checkpointer.handler._get_or_set_handler(item, args)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def learn_kinds(self, kinds: Any) -> None:
+        """Settles the handlers of trees that have none yet, by the kinds that a step's metadata names."""
+        for item, kind in (kinds if isinstance(kinds, Mapping) else {DEFAULT_ITEM: kinds or ""}).items():
+            if (args := _TREE_KINDS.get(kind.rsplit(".", 1)[-1])) is not None:
+                with suppress(ValueError):  # the caller gave another handler
+                    self.handler(item, args())
 
     def is_plain(self, handler: Any) -> bool:
         """Whether our own writer writes what this handler would: one of Orbax's kinds (or Grain's), as it comes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -12,13 +12,13 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.stock import DEFAULT_ITEM, StockManager
 from ckptkit.errors import ItemNotFoundError, TreeMismatchError
+from ckptkit.manager.casting import Finish, as_template
 from ckptkit.manager.small_items import STRUCTURE, gives_back
 from ckptkit.manifest import LeafRecord, Manifest
 from ckptkit.restore import abstract_of, merged_leaves
 from ckptkit.snapshot import leaf_path
 from ckptkit.structure import empties_of
 
-Finish = Callable[[Any], Any]
 # From the stored leaves, by item, to nested dicts of those that are wanted: the same answer whenever it is asked.
 Choose = Callable[[Mapping[str, Sequence[LeafRecord]]], Mapping[str, Any]]
 
@@ -128,7 +128,7 @@ def tree_answer(arg: Any, manifests: Sequence[Manifest], item: str, *, step: int
     if isinstance(arg, ocp.args.PyTreeRestore) and not (arg.item is None and arg.restore_args is None):
         return _pytree_answer(arg, stored, whole, item, step=step, where=where)
     wanted = getattr(arg, "item", None)
-    return _plainly(whole if wanted is None else wanted, stored)
+    return _plainly(whole, stored) if wanted is None else _as_templates(wanted, stored)
 
 
 def _gives_back_tree(arg: Any) -> bool:
@@ -153,6 +153,23 @@ def _plainly(abstract: Any, stored: Sequence[LeafRecord]) -> TreeAnswer:
     leaves, treedef = jax.tree_util.tree_flatten(abstract)
     numbered = jax.tree_util.tree_unflatten(treedef, range(len(leaves)))
     return TreeAnswer(abstract=abstract, leaves=stored, finishes=[None] * len(leaves), tree=numbered)
+
+
+def _as_templates(template: Any, stored: Sequence[LeafRecord]) -> TreeAnswer:
+    """As Orbax's StandardRestore: each leaf becomes what the template's is; a None there is left out."""
+    by_path = {record.path: record for record in stored}
+    flat, _ = jax.tree_util.tree_flatten_with_path(template, is_leaf=lambda leaf: leaf is None)
+    left_out = {leaf_path(path)[0] for path, leaf in flat if leaf is None}
+    plain = _plainly(template, [record for record in stored if record.path not in left_out])
+    targets, finishes = [], []
+    for path, leaf in flat:
+        if leaf is not None:
+            record = by_path.get(leaf_path(path)[0])
+            target, finish = (leaf, None) if record is None else as_template(leaf, record)
+            targets.append(target)
+            finishes.append(finish)
+    abstract = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(template), targets)
+    return replace(plain, abstract=abstract, finishes=finishes)
 
 
 def _pytree_answer(

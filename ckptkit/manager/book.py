@@ -96,6 +96,11 @@ class Book:
                 self._records[save_id] = replace(record, state="committed", tiers=tuple(sorted(held[save_id])))
             self._records |= {save_id: record for save_id, record in known.items() if record.state == "in_flight"}
 
+    def committed_in(self, tier: str) -> set[SaveId]:
+        """Every save that `tier` holds on all processes, those of abandoned branches too."""
+        with self._lock:
+            return {save_id for save_id, record in self._records.items() if tier in record.tiers}
+
     def forget(self, step: int) -> None:
         """The step was deleted from every tier."""
         with self._lock:

@@ -25,6 +25,7 @@ from ckptkit.manager.parts import Settings, make_parts
 from ckptkit.manager.pending import RestoreHandle
 from ckptkit.manager.restoring import Restored
 from ckptkit.manager.resuming import Resumer
+from ckptkit.manager.step_number import saved_step_number, step_number
 from ckptkit.manifest import SaveId
 from ckptkit.policy import Backpressure, DurableBusy, FailurePolicy, Tier, checked_tiers
 from ckptkit.store.roots import root_url
@@ -151,7 +152,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         does for arguments that cannot be saved, `SaveFailedError` as `FailurePolicy` says, `CheckpointError` while
         a `restore_async` has not been taken over.
         """
-        began = Began()
+        began, step = Began(), saved_step_number(step)
         self._resumer.refuse_while_pending("save")
         by_name, default_item = self._durable.stock.save_args(items, save_kwargs, args)
         request = Request(
@@ -184,15 +185,16 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         by_name = {DEFAULT_ITEM: args} if default_item else dict(args.items())
         trees = abstract_trees(by_name)
         if trees is not None:
-            self._pipeline.prepare(abstract_slot_bytes(trees))
+            self._pipeline.prepare(*abstract_slot_bytes(trees))
             return
         captured = save_items(by_name, default_item=default_item)
         if not isinstance(captured, str):
-            self._pipeline.prepare(self._pipeline.describe(captured).slot_bytes)
+            description = self._pipeline.describe(captured)
+            self._pipeline.prepare(description.slot_bytes, description.share_bytes)
 
     def should_save(self, step: int) -> bool:
         """Whether `save(step)` would take the step for any tier."""
-        return self._intake.is_due(step)
+        return self._intake.is_due(step_number(step))
 
     def restore(
         self,
@@ -207,13 +209,14 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         Every cell is checked against its digest before anything is placed on a device; a step of stock Orbax has no
         digests and is restored as stock Orbax would. Bytes come from this host's ramdisk, then its SSD, then the
         durable tier; with `directory`, from that durable root alone. Returns what Orbax returns: the tree of a step
-        saved without names, else a `Composite`.
+        saved without names, else a `Composite`. Proven bits are cast where a template or `restore_args` have
+        another dtype.
 
         Raises `StepNotFoundError`, `ItemNotFoundError`, `NoRestorableStepError` (with every candidate's reason),
         `TreeMismatchError` (with all differences); a tier that cannot be reached raises `StoreError` rather than fall
         back; ValueError as Orbax does for arguments that do not go together.
         """
-        began = Began()
+        began, step = Began(), step_number(step)
         self._resumer.refuse_while_pending("restore")
         wanted = self._resumer.wanted(items, restore_kwargs, args)
         if directory is not None:
@@ -230,7 +233,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         began = Began()
         self._resumer.refuse_while_pending("restore_async")
-        return self._resumer.restore_async(step, self._resumer.wanted(None, None, args), began)
+        return self._resumer.restore_async(step_number(step), self._resumer.wanted(None, None, args), began)
 
     def latest_step(self) -> int | None:
         """The newest step over all tiers, as Orbax counts: one on its way is listed, a failed one is not."""
@@ -267,7 +270,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             return
         self._resumer.refuse_while_pending("delete")
         self._pipeline.wait()
-        self._catalog.delete(step)
+        self._catalog.delete(step_number(step))
 
     def item_metadata(self, step: int) -> Any:
         """Orbax's metadata of the items of a step: `metadata(step).item_metadata`."""
@@ -282,11 +285,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         if step is None:
             return self._durable.stock.orbax.metadata()
-        return self._known.metadata(step)
+        return self._known.metadata(step_number(step))
 
     def metrics(self, step: int) -> Any:
         """The metrics that a step was saved with, None where there are none."""
-        return self._known.metrics(step)
+        return self._known.metrics(step_number(step))
 
     def reached_preemption(self, step: int) -> bool:
         """Whether a preemption was announced and the processes agreed to save at `step`."""

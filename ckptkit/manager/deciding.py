@@ -14,9 +14,10 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
+from ckptkit import clock
 from ckptkit.coordination import Coordinator, LocalCoordinator
 from ckptkit.manager.taken import DURABLE
-from ckptkit.policy import Tier
+from ckptkit.policy import EverySeconds, Tier
 
 _LOOKED_BACK_STEPS = 10_000  # a bound on what a restart looks through
 
@@ -64,6 +65,8 @@ class Decider:
         self._timeout_s = timeout_s
         self._last: int | None = None
         self._durable_owed = False
+        self._by_clock = any(isinstance(tier.save, EverySeconds) for tier in tiers)
+        self._taken_s: dict[str, float] = {}  # by tier, when it last took a step, or one was restored; monotonic
         self.refill(durable_steps)
 
     def refill(self, durable_steps: Iterable[StepInfo | int]) -> None:
@@ -85,6 +88,7 @@ class Decider:
         """
         self._durable = [info for info in self._durable if info.step <= step]
         self._last = step
+        self._taken_s = {tier.name: clock.monotonic_s() for tier in self._tiers}
         if self._asks_user:  # a policy or function of the caller's is asked once per step, in order, and only then
             self._durable_owed = step not in [info.step for info in self._durable]
             return
@@ -109,7 +113,7 @@ class Decider:
         """
         if self.refusal(step, last=last, force=force) is not None:
             return frozenset()
-        due = {tier.name for tier in self._tiers if force or tier.save.due(step)}
+        due = {tier.name for tier in self._tiers} if force else self._fast_due(step)
         if force or self._durable_due(step, reached_preemption, is_saving) or (due and self._durable_owed):
             due.add(DURABLE)
         return frozenset(due)
@@ -117,9 +121,26 @@ class Decider:
     def taken(self, step: int, due: frozenset[str], metrics: Any = None) -> None:
         """Records that `step` was taken for the tiers of `due`."""
         self._last = step
+        self._taken_s |= {name: clock.monotonic_s() for name in due}
         if DURABLE in due:
             self._durable.append(StepInfo(step, metrics=metrics))
             self._durable_owed = False
+
+    def _fast_due(self, step: int) -> set[str]:
+        """The fast tiers whose policies take `step`; those that look at a clock are asked on process 0."""
+        due = {t.name for t in self._tiers if not isinstance(t.save, EverySeconds) and t.save.due(step)}
+        if self._by_clock:
+            due |= set(self._coordinator.tell("tiers-by-clock", self._due_by_clock, timeout_s=self._timeout_s))
+        return due
+
+    def _due_by_clock(self) -> list[str]:
+        now_s = clock.monotonic_s()
+        passed_s = {name: now_s - taken_s for name, taken_s in self._taken_s.items()}
+        return [
+            tier.name
+            for tier in self._tiers
+            if isinstance(tier.save, EverySeconds) and tier.save.due_after(passed_s.get(tier.name))
+        ]
 
     def _durable_due(self, step: int, reached_preemption: bool, is_saving: bool) -> bool:
         checks = self._options.enable_should_save_is_saving_in_progress_check

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.durable.preservation import prunes
 from ckptkit.errors import StepAlreadyExistsError
 from ckptkit.events import Kind
 from ckptkit.manager.items import SaveItems, save_items
@@ -74,12 +75,15 @@ class Intake:
             _log.warning("step %d is not saved: %s", step, refusal)
             self._events.emit(Kind.SKIPPED, step=step, reason=refusal)
             return False
+        if step < 0:
+            raise ValueError(f"step {step} cannot be saved: steps are 0 or more")
         reached = self._reached_preemption(step)
         due = self._due(step, force=force, reached=reached)
         if not due:
             return False
         if any(record.step == step for record in self._branch.records()):
             raise StepAlreadyExistsError(f"step {step} exists already in {self._durable.url} or its fast tiers")
+        _refuse_unordered(self._options, request.metrics)
         captured, due = self._capture(request, due)
         if not due:
             return False
@@ -154,6 +158,13 @@ class Intake:
             self._book.fail(save_id)
             self._decider.forget(save_id.step)
             raise
+
+
+def _refuse_unordered(options: Any, metrics: Any) -> None:
+    """Raises what `best_fn` raises for metrics by which steps are to be kept: later it would end every save."""
+    if metrics is not None and options.best_fn is not None and prunes(options):
+        value = options.best_fn(metrics)
+        _ = value < value  # as sorting will ask
 
 
 def _refuse_empty_arrays(description: Description) -> None:

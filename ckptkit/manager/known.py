@@ -31,6 +31,11 @@ class KnownSteps:
         self._durable = durable
         self._restorer = restorer
         self._metrics: dict[int, Any] = {}
+        self._as_saved = False  # a step was restored as it was saved, and Orbax was not told its kinds yet
+
+    def restored_as_saved(self) -> None:
+        """A step was restored without arguments: Orbax's metadata knows its trees from then on."""
+        self._as_saved = True
 
     def refill(self, steps: Iterable[int]) -> None:
         """The tiers were looked at afresh: they hold these steps."""
@@ -78,6 +83,10 @@ class KnownSteps:
                     f"step {step} is not in {self._durable.url} or in the fast tiers of this host", step=step
                 ) from error
             return self._of_manifests(save.manifests)
+        if self._as_saved:
+            self._as_saved = False
+            self._durable.stock.learn_kinds(found.item_handlers)
+            found = self._durable.stock.orbax.metadata(step)
         found.custom_metadata = without_identity(found.custom_metadata)
         return found
 

@@ -25,6 +25,7 @@ from ckptkit.policy import Tier
 from ckptkit.sharding import Box, boxes_by_process
 from ckptkit.store import open_store
 
+UNKNOWN_BYTES = 1 << 60  # of a state before the first save: slots that follow from bytes begin with the fewest
 STORE_DEADLINE_S = 20.0  # for small reads and writes of the durable root: a restart should not hang on a dead bucket
 
 
@@ -54,6 +55,7 @@ def open_arenas(
     host_dirs: Mapping[str, Path],
     host_id: str,
     memory: HostMemory,
+    in_flight_max: int,
     coordinator: Coordinator,
     timeout_s: float,
 ) -> dict[str, Arena]:
@@ -67,9 +69,10 @@ def open_arenas(
             arenas[tier.name] = Arena.open(
                 host_dirs[tier.name],
                 local_rank,
-                slots=tier.slots,
+                slots=tier.slots_for(UNKNOWN_BYTES, in_flight_max),
                 synced=tier.medium == "ssd",
                 memory=memory if tier.medium == "ram" else None,
+                keeps_found=tier.keep is not None,
             )
     except CheckpointError as error:
         failure = error
@@ -83,19 +86,21 @@ def open_arenas(
     return arenas
 
 
-def abstract_slot_bytes(trees: Mapping[str, Any]) -> int:
-    """The bytes of slot that a save of `trees` takes on this process; leaves may be `jax.ShapeDtypeStruct`.
+def abstract_slot_bytes(trees: Mapping[str, Any]) -> tuple[int, int]:
+    """The bytes of slot that a save of `trees` takes on this process, and the most on any.
 
-    Without a sharding an abstract leaf counts as whole. Exact: every distinct box of a leaf begins a page.
+    Leaves may be `jax.ShapeDtypeStruct`; without a sharding an abstract leaf counts as whole on every process. Exact:
+    every distinct box of a leaf begins a page.
     """
-    total_bytes = 0
+    by_process = [0] * jax.process_count()
     for leaf in jax.tree.leaves(dict(trees)):
         array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
         sharding = getattr(array, "sharding", None)
-        held = boxes_by_process(sharding, array.shape) if sharding is not None else {Box.whole(array.shape): ()}
-        mine = [box for box, processes in held.items() if not processes or jax.process_index() in processes]
-        total_bytes += sum(-(-box.size * array.dtype.itemsize // PAGE_BYTES) * PAGE_BYTES for box in mine)
-    return total_bytes
+        held = boxes_by_process(sharding, array.shape) if sharding is not None else {Box.whole(array.shape): None}
+        for box, processes in held.items():
+            for process in range(len(by_process)) if processes is None else processes:
+                by_process[process] += -(-box.size * array.dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
+    return by_process[jax.process_index()], max(by_process)
 
 
 def make_tiers(

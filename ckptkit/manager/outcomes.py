@@ -13,6 +13,7 @@ from ckptkit.coordination import Coordinator
 from ckptkit.errors import SaveFailedError
 from ckptkit.events import EventLog, Kind
 from ckptkit.manager.book import Book
+from ckptkit.manager.keeping import Keeper
 from ckptkit.manager.taken import DURABLE, MEMORY, Save, Tiers
 from ckptkit.manifest import SaveId
 
@@ -31,8 +32,11 @@ class Refusal:
 class Outcomes:
     """The book, the events and the votes of saves. Safe from several threads; a vote's channel belongs to one."""
 
-    def __init__(self, tiers: Tiers, coordinator: Coordinator, book: Book, events: EventLog, timeout_s: float):
+    def __init__(
+        self, tiers: Tiers, coordinator: Coordinator, book: Book, keeper: Keeper, events: EventLog, timeout_s: float
+    ):
         self._tiers = tiers
+        self._keeper = keeper
         self._coordinator = coordinator
         self._book = book
         self._events = events
@@ -60,15 +64,13 @@ class Outcomes:
         self._events.emit(Kind.PHASE, step=save_id.step, tier=tier, phase=phase)
 
     def committed(self, save: Save, tier: str, arena: Arena | None) -> None:
-        """All processes hold the save in `tier`: it is booked, protected, and what it replaces is forgotten."""
+        """All processes hold the save in `tier`: it is booked, protected, and what it replaces is given up."""
         if tier == MEMORY:
             return
         self._book.commit(save.save_id, tier, save.description.held_bytes)
-        if arena is not None:
-            arena.protect(save.save_id)
-            self._book.keep_only(tier, arena.held())
-        else:
+        if arena is None:
             self._keep_durable()
+        self._keeper.committed(save.save_id, tier)
         self._events.emit(
             Kind.COMMITTED,
             step=save.save_id.step,
@@ -82,6 +84,7 @@ class Outcomes:
         """Orbax has committed a save that it wrote itself; nothing of it was staged or proven."""
         self._book.commit(save_id, DURABLE)
         self._keep_durable()
+        self._keeper.committed(save_id, DURABLE)
         duration_s = round(clock.monotonic_s() - began_s, 6)
         self._events.emit(Kind.COMMITTED, step=save_id.step, tier=DURABLE, bytes=0, duration_s=duration_s)
 

@@ -18,6 +18,7 @@ from ckptkit.host_memory import HostMemory
 from ckptkit.manager.book import Book
 from ckptkit.manager.branch import Branch
 from ckptkit.manager.deciding import Decider
+from ckptkit.manager.keeping import Keeper
 from ckptkit.manager.known import KnownSteps, durable_infos
 from ckptkit.manager.opening import epoch_records, first_look, make_tiers, open_arenas, take_stock
 from ckptkit.manager.restoring import Restorer
@@ -58,6 +59,7 @@ class Parts:
     known: KnownSteps
     decider: Decider
     pipeline: SavePipeline
+    keeper: Keeper
 
 
 def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordinator) -> Parts:
@@ -75,17 +77,21 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
         for tier in settings.tiers
     }
     memory = HostMemory(settings.backpressure.host_bytes_max)
-    arenas = open_arenas(settings.tiers, host_dirs, settings.host_id, memory, coordinator, timeout_s)
+    in_flight_max = settings.backpressure.in_flight_max
+    arenas = open_arenas(settings.tiers, host_dirs, settings.host_id, memory, in_flight_max, coordinator, timeout_s)
     restorer = Restorer(host_dirs, durable, epochs, coordinator, events, timeout_s)
     held, epoch = take_stock(restorer, durable, book.ancestry, coordinator, timeout_s)
     book.refill(held)
+    keeper = Keeper(settings.tiers, arenas, book, in_flight_max)
+    keeper.opened()
     known = KnownSteps(options, durable, restorer)
     known.refill(book.steps())
     pipeline = SavePipeline(
-        make_tiers(arenas, memory, settings.backpressure.in_flight_max, durable, epochs),
+        make_tiers(arenas, memory, in_flight_max, durable, epochs),
         coordinator,
         Writer(process=coordinator.process, count=coordinator.count, host=settings.host_id),
         book,
+        keeper,
         events,
         timeout_s,
         settings.staging,
@@ -101,4 +107,5 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
         known=known,
         decider=Decider(options, settings.tiers, durable_infos(book, durable), coordinator, timeout_s),
         pipeline=pipeline,
+        keeper=keeper,
     )

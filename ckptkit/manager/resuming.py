@@ -30,7 +30,10 @@ class Resumer:
     def restore(self, step: int | None, wanted: RestoreItems, began: Began) -> Any:
         """See `CheckpointManager.restore`."""
         self._parts.pipeline.wait()
-        return self._take_over(self._parts.restorer.restore(step, wanted), began)
+        restored = self._parts.restorer.restore(step, wanted)
+        if wanted.args is None:
+            self._parts.known.restored_as_saved()
+        return self._take_over(restored, began)
 
     def restore_async(self, step: int | None, wanted: RestoreItems, began: Began) -> RestoreHandle:
         """See `CheckpointManager.restore_async`."""
@@ -84,9 +87,7 @@ class Resumer:
         parts.book.verified(restored.save_id)
         if not self._settings.options.read_only:  # no save follows there: nothing to prepare
             parts.decider.continue_from(restored.save_id.step)
-            for arena in parts.arenas.values():
-                if restored.save_id in arena.held():
-                    arena.protect(restored.save_id)
+            parts.keeper.restored(restored.save_id)
             parts.pipeline.reserve(restored.slot_bytes)
         return self._given(restored, began, parts.durable.directory)
 

@@ -24,6 +24,7 @@ from ckptkit.manager.epoch_claim import EpochClaim
 from ckptkit.manager.failing import DurableUpkeep
 from ckptkit.manager.flushing import Flusher
 from ckptkit.manager.items import SaveItems
+from ckptkit.manager.keeping import Keeper
 from ckptkit.manager.outcomes import Outcomes, Refusal, describe
 from ckptkit.manager.taken import DURABLE, DiskFlush, Save, Sealed, Tiers, Turn, with_shardings
 from ckptkit.manifest import ManifestText, SaveId, Writer
@@ -41,6 +42,7 @@ class SavePipeline:
         coordinator: Coordinator,
         writer: Writer,
         book: Book,
+        keeper: Keeper,
         events: EventLog,
         timeout_s: float,
         choice: str,
@@ -51,6 +53,7 @@ class SavePipeline:
         self._coordinator = coordinator
         self._writer_record = writer
         self._book = book
+        self._keeper = keeper
         self._events = events
         self._timeout_s = timeout_s
         self._backpressure = backpressure
@@ -62,7 +65,7 @@ class SavePipeline:
         self._prepared_bytes = 0
         self._describer = snapshot.Describer(with_shardings)
         self._text: tuple[snapshot.Description, ManifestText] | None = None
-        self._outcomes = Outcomes(tiers, coordinator, book, events, timeout_s)
+        self._outcomes = Outcomes(tiers, coordinator, book, keeper, events, timeout_s)
         self._claim = EpochClaim(tiers, coordinator, book, self._outcomes, timeout_s)
         self._upkeep = DurableUpkeep(on_failure, coordinator, events, timeout_s)
         self._flusher = Flusher(tiers, book, self._outcomes, self._claim, self._upkeep)
@@ -73,15 +76,21 @@ class SavePipeline:
         """What a save of `items` will hold; raises for leaves that cannot be saved, before anything is taken."""
         return self._describer(items.trees)
 
-    def prepare(self, slot_bytes: int) -> None:
-        """Begins to make the slots of every fast tier in the background, for saves of `slot_bytes`.
+    def prepare(self, slot_bytes: int, share_bytes: int) -> None:
+        """Begins to make the slots of every fast tier in the background, for saves of `slot_bytes` on this process and
+        of `share_bytes` at most on any.
 
         Raises `StoreFullError` where a tier has no room for its slots, with the bytes needed and free.
         """
+        self._size(slot_bytes, share_bytes)
         arenas = [arena for arena in (self._tiers.staging, self._tiers.disk) if arena is not None]
         for arena in arenas:
             arena.check_room(slot_bytes)
         self.reserve(slot_bytes)
+
+    def _size(self, slot_bytes: int, share_bytes: int) -> None:
+        if self._keeper.sized(share_bytes, slot_bytes):
+            self._prepared_bytes = 0  # the new slots are to be made
 
     def reserve(self, slot_bytes: int) -> None:
         """What `prepare` begins, without asking for room first: a tier that has none says so in an event."""
@@ -143,6 +152,7 @@ class SavePipeline:
         (monotonic).
         """
         self._outcomes.phase(save_id, "begun")
+        self._size(description.slot_bytes, description.share_bytes)
         waiting_s = clock.monotonic_s()
         slot, refusal = self._admit(save_id, description.slot_bytes, due, turn)
         waited_s = turn.waited_s + clock.monotonic_s() - waiting_s

@@ -117,6 +117,8 @@ class SideBySide(RuleBasedStateMachine):
         step = max(0, self.step + ahead)
         if force and self.is_restarted:  # below the latest of an earlier run it would count as the newest: a departure
             step = max(step, self.step)
+        if "todelete_subdir" in self.options:  # a number that comes twice cannot be renamed twice: stock Orbax fails
+            step = max(step, self.step)
         step = step if force else self.above_pruned(step)
         force = force and not self.options.get("read_only")  # Orbax writes then: a departure
         item = args.StandardSave(tree(step))

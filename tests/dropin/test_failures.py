@@ -153,16 +153,16 @@ def test_a_durable_tier_that_fails_for_too_long_is_an_error_at_save(tmp_path: Pa
         manager.close()
 
 
-def test_a_durable_save_that_works_ends_the_count(tmp_path: Path) -> None:
+def test_a_durable_save_that_works_ends_the_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two failures a day apart would stop the job."""
     Break.errors = {0: [full()]}
-    with manager_of(tmp_path, [], on_failure=ckptkit.FailurePolicy(durable_max_age_s=0.5)) as manager:
+    with manager_of(tmp_path, [], on_failure=ckptkit.FailurePolicy(durable_max_age_s=600)) as manager:
         manager.save(0, args=state(0))
         with pytest.raises(ckptkit.SaveFailedError):
             manager.wait_until_finished()
         assert manager.save(1, args=state(1))
         manager.wait_until_finished()
-        time.sleep(0.55)
+        monkeypatch.setattr("ckptkit.clock.monotonic_s", lambda: time.monotonic() + 700)
         assert manager.save(2, args=state(2))
 
 

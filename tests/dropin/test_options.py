@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from orbax.checkpoint import checkpoint_managers as policies
+from orbax.checkpoint._src.futures import future
 
 import ckptkit
 
@@ -170,16 +171,26 @@ def test_cleanup_tmp_directories(job: Callable[[], Job]) -> None:
 
 
 def test_single_host_load_and_broadcast_is_how_it_always_works(job: Callable[[], Job]) -> None:
-    """With it set, Orbax would broadcast over the devices, from a background thread too."""
-    for options in ({}, {"single_host_load_and_broadcast": True}):
+    """With it set, Orbax would broadcast over the devices, from a background thread too. What is left of the difference
+    is what Orbax checks: the name format has to say the same."""
+    alone, shared = (
+        ocp.path.step.standard_name_format(step_prefix="s", single_host_load_and_broadcast=both)
+        for both in (False, True)
+    )
+    allowed = [({}, alone), ({"single_host_load_and_broadcast": True}, shared)]
+    for options, names in [*allowed, ({}, None), ({"single_host_load_and_broadcast": True}, None)]:
         each = job()
-        assert each.run(**options) == ALL
-        with each.manager(**options) as manager:
+        assert each.run(**options, step_name_format=names) == (ALL if names is None else ["s_0", "s_1", "s_2", "s_3"])
+        with each.manager(**options, step_name_format=names) as manager:
             assert manager.all_steps(read=True) == [0, 1, 2, 3]
+    for options, names in (({}, shared), ({"single_host_load_and_broadcast": True}, alone)):
+        with pytest.raises(ValueError, match="single_host_load_and_broadcast"):
+            job().run(**options, step_name_format=names)
 
 
 def test_todelete_full_path_is_for_buckets(job: Callable[[], Job]) -> None:
     """Orbax refuses it elsewhere when it deletes; it must not be dropped on the way there."""
+    assert job().run(max_to_keep=1) == ["3"]
     each = job()
     with pytest.raises(ckptkit.SaveFailedError, match="NotImplementedError"):
         each.run(max_to_keep=1, todelete_full_path="trash")
@@ -317,12 +328,17 @@ def test_enable_should_save_is_saving_in_progress_check(job: Callable[[], Job], 
                 assert manager.should_save(1)
 
 
-def test_enable_per_process_directory_creation(job: Callable[[], Job]) -> None:
-    """Orbax allows it only where no process is primary: each makes its own directories."""
+def test_enable_per_process_directory_creation(job: Callable[[], Job], monkeypatch: Any) -> None:
+    """Orbax allows it only where no process is primary, and then each has signals of its own."""
     alone = ocp.options.MultiprocessingOptions(primary_host=None)
     with pytest.raises(ValueError, match="primary_host is None"):
         job().run(enable_per_process_directory_creation=True)
+    contract = future.AwaitableSignalsContract
+    monkeypatch.setattr(contract, "awaitable_signals_contract_prefix", "signals")
+    assert job().run(multiprocessing_options=alone) == ALL
+    assert contract.awaitable_signals_contract_prefix == "signals"
     assert job().run(enable_per_process_directory_creation=True, multiprocessing_options=alone) == ALL
+    assert contract.awaitable_signals_contract_prefix.startswith("signals_0")
 
 
 def test_lightweight_initialize(job: Callable[[], Job]) -> None:

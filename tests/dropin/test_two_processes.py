@@ -1,4 +1,4 @@
-"""Two real JAX processes: a policy that each would answer differently, items that Orbax writes, deletion."""
+"""Two real JAX processes: policies that each would answer differently, casts, NNX, the newer style, other items."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_two_processes_decide_save_delete_and_restore_together(tmp_path: Path) -
         for process in range(2)
     ]
     try:
-        said = [process.communicate(timeout=100)[0] for process in processes]
+        said = [process.communicate(timeout=300)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -192,7 +192,7 @@ def test_a_step_that_every_tier_skips_is_forgotten(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"in_flight_max": 0}, "in_flight_max=0: at least one snapshot"),
-        ({"in_flight_max": 4}, r"in_flight_max=4 needs Tier.ram\(slots=5\) or more, found 4: one slot keeps"),
+        ({"in_flight_max": 4}, r"slots=4, at least 5 are needed: 1 kept .* and 4 being written \(in_flight_max=4\)"),
         ({"host_bytes_max": 0}, "host_bytes_max=0: give a number of bytes, or None"),
         ({"durable_busy": "block"}, "durable_busy 'block': give one of wait, skip"),
     ],

@@ -18,6 +18,7 @@ import pytest
 
 import ckptkit
 from ckptkit import layout
+from ckptkit.testing.bucket import BucketServer
 from tests.states import abstract, assert_same, make_state, put, restore_args, save_args
 
 KEEP_ONE = ocp.CheckpointManagerOptions(max_to_keep=1)
@@ -188,3 +189,27 @@ def test_an_evaluator_writes_nothing_but_its_lease(tmp_path: Path) -> None:
             found.restore()
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
         save(manager, 2)
+
+
+def test_a_job_on_a_bucket_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluator of a real job, whose root is a bucket, would see nothing, or lose the step that it reads."""
+    with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        tiers = [ckptkit.Tier.ram(str(tmp_path / "ram"), save=ckptkit.EverySteps(1))]
+        options = ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=2)
+        with ckptkit.CheckpointManager("gs://runs/run", options=options, tiers=tiers) as manager:
+            steps = ckptkit.follow("gs://runs/run", poll_s=0.01, idle_timeout_s=60.0)
+            save(manager, 2)
+            first = next(steps)
+            assert (first.step, first.proven) == (2, True)
+            for step in (3, 4, 6):
+                save(manager, step)
+            assert manager._durable.steps() == [2, 6], "2 is leased, 3 is in the ramdisk alone, 4 is pruned"
+            assert_same(first.restore(restore_args(abstract(make_state())))["state"], make_state(2))
+            assert next(steps).step == 6
+            save(manager, 8)
+            assert manager._durable.steps() == [6, 8]
+            steps.close()  # pyright: ignore[reportAttributeAccessIssue]
+            save(manager, 10)
+            assert manager._durable.steps() == [10]

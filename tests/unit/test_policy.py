@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.policy import EverySteps, Tier, checked_tiers
+from ckptkit.policy import (
+    Backpressure,
+    EverySeconds,
+    EverySteps,
+    KeepBytes,
+    KeepNewest,
+    KeepUnflushed,
+    Tier,
+    TierKeep,
+    checked_tiers,
+)
+
+KEEPS = st.integers(1, 6).map(KeepNewest) | st.integers(1, 100).map(KeepBytes) | st.integers(1, 6).map(KeepUnflushed)
 
 
 @given(interval=st.integers(1, 50), step=st.integers(0, 1000))
@@ -25,7 +40,7 @@ def test_an_interval_below_one_is_refused(steps: int) -> None:
 
 def test_one_slot_is_refused() -> None:
     """If it failed, the only save would be overwritten by the next one while it is written."""
-    with pytest.raises(ValueError, match=r"Tier 'ram': slots=1, at least 2 are needed: the newest committed step"):
+    with pytest.raises(ValueError, match=r"Tier 'ram': slots=1, at least 2 are needed: 1 kept \(the newest committed"):
         Tier.ram("/dev/shm/x", slots=1)
 
 
@@ -55,3 +70,69 @@ def test_two_tiers_of_one_medium_are_refused_whatever_they_are_called() -> None:
     own_name = Tier(name="scratch", medium="ram", path="/b", save=EverySteps(1), slots=2)
     with pytest.raises(ValueError, match=r"at most one ram and one ssd tier"):
         checked_tiers((Tier.ram("/a"), own_name))
+
+
+@given(keep=KEEPS, held=st.sets(st.integers(0, 30)), flushed=st.sets(st.integers(0, 30)), share=st.integers(0, 40))
+@settings(deadline=None)
+def test_what_is_kept_is_held_bounded_and_has_the_newest(
+    keep: TierKeep, held: set[int], flushed: set[int], share: int
+) -> None:
+    """If it failed, the newest step could be given up, or no slot would be left for the next save."""
+    newest_first = sorted(held, reverse=True)
+    most = keep.most(share)
+    kept = keep.kept(newest_first, flushed, most)
+    assert kept[:1] == newest_first[:1]
+    assert kept == sorted(set(kept), reverse=True)
+    assert set(kept) <= held
+    assert len(kept) <= most
+    assert Tier.ram("/r", keep=keep).slots_for(share, 2) == most + 3, "two in flight, one that is read"
+    assert Tier.ssd("/s", keep=keep).slots_for(share, 2) == most + 1
+
+
+@given(held=st.sets(st.integers(0, 30)), flushed=st.sets(st.integers(0, 30)), count=st.integers(1, 6))
+@settings(deadline=None)
+def test_each_policy_keeps_what_it_says(held: set[int], flushed: set[int], count: int) -> None:
+    """If it failed, two policies would be the same, or one would keep older steps than it could."""
+    newest_first = sorted(held, reverse=True)
+    assert KeepNewest(count).kept(newest_first, flushed, count) == newest_first[:count]
+    by_bytes = KeepBytes(count * 10 + 9)
+    assert by_bytes.kept(newest_first, flushed, by_bytes.most(10)) == newest_first[:count], "a part of a step is none"
+    unflushed = KeepUnflushed(count)
+    kept = unflushed.kept(newest_first, flushed, unflushed.most(0))
+    assert kept[1:] == [step for step in newest_first[1:] if step not in flushed][:count]
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: EverySeconds(0), r"EverySeconds\(0\): give a number of seconds above 0"),
+        (lambda: EverySeconds(float("inf")), r"EverySeconds\(inf\): give a number of seconds above 0"),
+        (lambda: EverySeconds(float("nan")), r"EverySeconds\(nan\): give a number of seconds above 0"),
+        (lambda: KeepNewest(0), r"KeepNewest\(0\): the newest step is always kept, so the count is at least 1"),
+        (lambda: KeepBytes(0), r"KeepBytes\(0\): give the bytes"),
+        (lambda: KeepUnflushed(0), r"KeepUnflushed\(0\): give room for at least 1 step"),
+        (lambda: Tier.ram("/r", save=cast(Any, 5)), r"Tier 'ram': save=5 is no policy of a fast tier; give EverySteps"),
+        (lambda: Tier.ssd("/s", keep=cast(Any, 5)), r"Tier 'ssd': keep=5 is no policy of a fast tier; give KeepNewest"),
+        (lambda: Tier.ram("/r", keep=KeepBytes(9), slots=4), r"slots=4 and KeepBytes\(bytes_max=9\): slots follow"),
+        (
+            lambda: Tier.ram("/r", keep=KeepNewest(count=3), slots=3),
+            r"slots=3, at least 4 are needed: 3 kept \(KeepNewest\(count=3\)\) and 1 being written",
+        ),
+        (
+            lambda: Backpressure(in_flight_max=3).check_tiers((Tier.ram("/r", slots=3),)),
+            r"slots=3, at least 4 are needed: 1 kept .* and 3 being written \(in_flight_max=3\)",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_when_it_is_written_down(make: Callable[[], object], why: str) -> None:
+    """If it failed, the mistake would be found in the middle of training, or never."""
+    with pytest.raises(ValueError, match=why):
+        make()
+
+
+@given(seconds=st.floats(0.1, 100), passed=st.floats(0, 200))
+@settings(deadline=None)
+def test_every_seconds_takes_the_first_step_and_then_waits(seconds: float, passed: float) -> None:
+    """If it failed, a tier would save at every step, or never."""
+    assert EverySeconds(seconds).due_after(None)
+    assert EverySeconds(seconds).due_after(passed) == (passed >= seconds)

@@ -1,0 +1,53 @@
+"""The files of slots: made, mapped and removed."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from ckptkit import layout
+from ckptkit.host_memory import mount_room, store_full
+from ckptkit.store.local import sync_directory
+
+_T = TypeVar("_T")
+LESS_ON_MOUNT = "give fewer slots, or leave this tier out"
+
+
+def allocated(make: Callable[[Path, int], _T], path: Path, size_bytes: int) -> _T:
+    """What `make` gives; raises `StoreFullError` where the mount has no room for it."""
+    try:
+        return make(path, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise store_full(mount_room(path.parent), f"slot {path} needs {size_bytes} bytes", LESS_ON_MOUNT) from error
+
+
+def map_file(path: Path, size_bytes: int) -> mmap.mmap:
+    """Maps a file of at least `size_bytes`, allocated; what it holds stays."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        size_bytes = max(size_bytes, os.fstat(fd).st_size)  # a larger slot of an earlier state is kept
+        os.posix_fallocate(fd, 0, size_bytes)
+        return mmap.mmap(fd, size_bytes)
+    finally:
+        os.close(fd)
+
+
+def whole_pages(size_bytes: int) -> int:
+    """The bytes of the pages that `size_bytes` take: at least one."""
+    return max(layout.PAGE_BYTES, -(-size_bytes // layout.PAGE_BYTES) * layout.PAGE_BYTES)
+
+
+def remove_slots(directory: Path) -> None:
+    """Deletes every manifest below `directory`, then the slots."""
+    names = sorted(os.listdir(directory))
+    for name in [n for n in names if layout.save_of_manifest(n)] + [
+        n for n in names if layout.slot_index(n) is not None
+    ]:
+        (directory / name).unlink(missing_ok=True)
+    sync_directory(directory)

@@ -1,0 +1,234 @@
+"""What a fast tier takes and keeps, with real managers: each policy set and unset, and over restarts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from ckptkit import clock
+
+args: Any = ocp.args
+SLOT_BYTES = 4096  # of the state here: one page
+
+
+class Job:
+    """A job over one root whose fast tiers are declared anew for each run."""
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def manager(self, *, ram: Any = None, ssd: Any = None, every: int = 1000, **more: Any) -> Any:
+        tiers = [
+            *([ckptkit.Tier.ram(str(self.root / "ram"), **ram)] if ram is not None else []),
+            *([ckptkit.Tier.ssd(str(self.root / "ssd"), **ssd)] if ssd is not None else []),
+        ]
+        options = ocp.CheckpointManagerOptions(save_interval_steps=every)
+        return ckptkit.CheckpointManager(
+            self.root / "run", options=options, tiers=tiers, host_id="h", timeout_s=60, **more
+        )
+
+    def run(self, steps: Any, **tiers: Any) -> dict[str, list[int]]:
+        """Saves steps one by one, then says what each tier holds."""
+        with self.manager(**tiers) as manager:
+            save(manager, steps)
+            return held(manager)
+
+    def slot_files(self, tier: str) -> int:
+        return len(list((self.root / tier).rglob("slot-*.bin")))
+
+
+def save(manager: Any, steps: Any) -> None:
+    for step in steps:
+        assert manager.save(step, args=args.StandardSave({"w": np.arange(3) + step}))
+        manager.wait_until_finished()
+
+
+def held(manager: Any) -> dict[str, list[int]]:
+    tiers: dict[str, list[int]] = {"ram": [], "ssd": [], "durable": []}
+    for record in manager.steps():
+        for tier in record.tiers:
+            tiers[tier].append(record.step)
+    return tiers
+
+
+def same(manager: Any, step: int) -> bool:
+    return manager.restore(step, args=args.StandardRestore())["w"].tolist() == [step, step + 1, step + 2]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves the clock forward by some seconds."""
+    passed = [0.0]
+    monkeypatch.setattr(clock, "monotonic_s", lambda: time.monotonic() + passed[0])
+
+    def move(seconds: float) -> None:
+        passed[0] += seconds
+
+    return move
+
+
+def test_save_by_seconds_takes_a_step_when_they_have_passed(job: Job, later: Callable[[float], None]) -> None:
+    """A tier that is to be filled every ten minutes would be filled at every step, or never."""
+    with job.manager(ram={"save": ckptkit.EverySeconds(600)}) as manager:
+        save(manager, [0])
+        assert not manager.should_save(1)
+        assert not manager.save(1, args=args.StandardSave({"w": np.arange(3)}))
+        later(599)
+        assert not manager.should_save(2)
+        later(2)
+        assert manager.should_save(2)
+        save(manager, [2])
+        assert not manager.should_save(3)
+        assert held(manager)["ram"] == [0, 2]
+    with job.manager(ram={}) as manager:
+        assert manager.should_save(3), "unset: every step"
+
+
+def test_save_by_seconds_goes_on_from_a_restore(job: Job, later: Callable[[float], None]) -> None:
+    """A job that is restarted again and again would save right after each restart."""
+    job.run([0], ram={"save": ckptkit.EverySeconds(600)})
+    with job.manager(ram={"save": ckptkit.EverySeconds(600)}) as manager:
+        assert same(manager, 0)
+        assert not manager.should_save(1)
+        later(601)
+        save(manager, [1])
+    with job.manager(ram={"save": ckptkit.EverySeconds(600)}) as manager:
+        assert manager.should_save(2), "nothing was restored: the first step is taken"
+
+
+def test_each_tier_has_its_own_clock(job: Job, later: Callable[[float], None]) -> None:
+    """One tier's save would put off the other's for ever."""
+    seconds: Any = {"ram": {"save": ckptkit.EverySeconds(10)}, "ssd": {"save": ckptkit.EverySeconds(25)}}
+    with job.manager(**seconds) as manager:
+        for step in range(1, 7):
+            save(manager, [step])
+            later(11)
+        taken = [record.step for record in manager.steps() if "ssd" in record.tiers]
+        assert taken == [1, 4]
+
+
+@pytest.mark.parametrize("tier", ["ram", "ssd"])
+def test_keep_by_count_is_exact_and_outlasts_a_restart(job: Job, tier: str) -> None:
+    """A job that wants its last four steps at hand would find as many as the slots happened to hold."""
+
+    def tiers(keep: Any) -> Any:
+        return {tier: {"save": ckptkit.EverySteps(1), "keep": keep}}
+
+    assert job.run(range(1, 9), **tiers(ckptkit.KeepNewest(4)))[tier] == [5, 6, 7, 8]
+    with job.manager(**tiers(ckptkit.KeepNewest(4))) as manager:
+        assert held(manager)[tier] == [5, 6, 7, 8]
+        save(manager, [9])
+        assert held(manager)[tier] == [6, 7, 8, 9]
+        assert all(same(manager, step) for step in (6, 7, 8, 9))
+    assert job.run([10], **tiers(ckptkit.KeepNewest(1)))[tier] == [10], "fewer: the rest goes"
+    found = job.run(range(11, 20), **tiers(None))[tier]
+    assert found == ([17, 18, 19] if tier == "ram" else [18, 19]), "unset: as many as the slots hold"
+
+
+def test_fewer_kept_steps_than_the_run_before_keep_the_newest(job: Job) -> None:
+    """A restart with a smaller ramdisk would drop steps that it is to keep: their slots are beyond its count."""
+    job.run(range(1, 9), ram={"keep": ckptkit.KeepNewest(6)})
+    assert job.slot_files("ram") == 8
+    with job.manager(ram={"keep": ckptkit.KeepNewest(2)}) as manager:
+        assert held(manager)["ram"][-2:] == [7, 8]
+        assert same(manager, 7)
+        assert same(manager, 8)
+        save(manager, range(9, 15))
+        assert held(manager)["ram"] == [13, 14]
+    assert job.slot_files("ram") == 4, "two kept, one being written, one being read"
+
+
+def test_keep_by_bytes_makes_as_many_slots_as_the_bytes_say(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """A limit in bytes would hold more than it says, or only the newest step."""
+    caplog.set_level(logging.INFO, logger="ckptkit")
+    keep = ckptkit.KeepBytes(3 * SLOT_BYTES + 1)
+    assert job.run(range(1, 9), ram={"keep": keep})["ram"] == [6, 7, 8]
+    assert job.slot_files("ram") == 5
+    assert (
+        f"tier ram: 5 slots of {SLOT_BYTES} bytes are {5 * SLOT_BYTES} bytes in this process: 3 for steps"
+        in caplog.text
+    )
+    with job.manager(ram={"keep": keep}) as manager:
+        assert same(manager, 6), "nothing is given up before the state's size is known"
+        assert same(manager, 8)
+        save(manager, [9])
+        assert held(manager)["ram"] == [7, 8, 9]
+    assert job.run([10], ram={"keep": ckptkit.KeepBytes(1)})["ram"] == [10], "the newest is always kept"
+    assert job.run([11, 12, 13, 14], ram={})["ram"] == [12, 13, 14], "unset: what the slots hold"
+
+
+def test_slots_that_follow_from_bytes_are_checked_against_the_room(job: Job) -> None:
+    """A job would find out at its tenth save that the ramdisk is too small for what it is to keep."""
+    with (
+        job.manager(ram={"keep": ckptkit.KeepBytes(50 * SLOT_BYTES)}, host_bytes_max=20 * SLOT_BYTES) as manager,
+        pytest.raises(ckptkit.StoreFullError, match=f"52 slots of {SLOT_BYTES}, {20 * SLOT_BYTES} are free"),
+    ):
+        manager.prepare(args.StandardSave({"w": np.arange(3)}))
+
+
+def test_keep_until_flushed_holds_what_the_slower_tier_lacks(job: Job) -> None:
+    """A step that the durable tier does not have yet would be overwritten in the ramdisk while there is room for it."""
+    unflushed = {"keep": ckptkit.KeepUnflushed(3)}
+    found = job.run(range(1, 10), ram=unflushed, every=4)
+    assert found == {"ram": [5, 6, 7, 9], "ssd": [], "durable": [1, 4, 8]}, "three beside the newest"
+    with job.manager(ram=unflushed, every=4) as manager:
+        assert same(manager, 7)
+    with job.manager(ram=unflushed, every=4) as manager:
+        assert same(manager, 9)
+        save(manager, [10])
+        assert held(manager)["ram"] == [6, 7, 9, 10], "the oldest is pushed out"
+    assert job.run([11, 12], ram={}, every=4)["ram"] == [10, 11, 12], "unset: the last three, flushed or not"
+
+
+def test_the_slower_tier_of_a_ramdisk_is_the_disk(job: Job) -> None:
+    """Steps would be kept in memory for the bucket although the disk has them."""
+    every_second = {"save": ckptkit.EverySteps(2), "keep": ckptkit.KeepUnflushed(2)}
+    found = job.run(range(1, 9), ram={"keep": ckptkit.KeepUnflushed(3)}, ssd=every_second)
+    assert found == {"ram": [3, 5, 7, 8], "ssd": [4, 6, 8], "durable": [1]}
+
+
+def test_a_step_that_failed_in_the_durable_tier_stays_in_the_fast_one(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only copy of a step whose upload failed would be overwritten two saves later."""
+    from ckptkit.durable import DurableSteps
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for keep, expected in ((ckptkit.KeepUnflushed(6), [2, 3, 4, 5, 6]), (None, [4, 5, 6])):
+        fresh = Job(job.root / str(keep is None))
+        with fresh.manager(ram={"keep": keep}, every=2) as manager:
+            save(manager, [1])
+            with monkeypatch.context() as broken:
+                broken.setattr(DurableSteps, "save", refused)
+                for step in range(2, 7):
+                    manager.save(step, args=args.StandardSave({"w": np.arange(3) + step}))
+                    with pytest.raises(ckptkit.SaveFailedError) if step % 2 == 0 else nullcontext():
+                        manager.wait_until_finished()
+            assert held(manager)["ram"] == expected
+
+
+def test_steps_of_an_abandoned_branch_do_not_count_as_kept(job: Job) -> None:
+    """After a rollback the abandoned steps, which nobody can restore, would push the good ones out of the tier."""
+    with job.manager(ram={"keep": ckptkit.KeepNewest(3)}) as manager:
+        save(manager, range(1, 6))
+        assert same(manager, 3)
+        save(manager, [4])
+        assert held(manager)["ram"] == [3, 4]
+        assert same(manager, 3)
+        assert same(manager, 4)
