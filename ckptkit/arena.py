@@ -28,7 +28,7 @@ from ckptkit.manifest import Manifest, SaveId
 from ckptkit.pages import populate
 from ckptkit.slot_reader import manifest_name_of, read_manifests
 from ckptkit.store import LocalStore
-from ckptkit.store.local import sync_directory
+from ckptkit.store.local import make_directory, sync_directory
 
 _T = TypeVar("_T")
 _LESS_ON_MOUNT = "give fewer slots, or leave this tier out"
@@ -89,7 +89,7 @@ class Arena:
         for attempt in range(100):
             directory = host_dir / (f"{local_rank}" if attempt == 0 else f"{local_rank}.{attempt}")
             try:
-                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_directory(directory, synced=synced, mode=0o700)
                 fd = os.open(directory / layout.LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except OSError as error:
                 raise TierUnusableError(
@@ -308,6 +308,7 @@ class Arena:
             if slot.name in self._files:
                 self._files.pop(slot.name).close()
             self._files[slot.name] = _allocated(DiskFile, self.directory / slot.name, size_bytes)
+            sync_directory(self.directory)  # no manifest may reach the disk before the name of its slot
             slot.memory = self._files[slot.name].memory
             return
         if self.directory is None:
