@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup setup-system demo test kill-phases bucket-campaign dropin-campaign corruption-campaign lint format clean
+.PHONY: setup setup-system demo test kill-phases bucket-campaign dropin-campaign corruption-campaign crashpoints lint format clean
 
 setup: $(STAMP)
 
@@ -36,6 +36,10 @@ dropin-campaign: setup
 
 corruption-campaign: setup
 	$(BIN)/python -m bench corruption --full
+
+# Needs `make setup-system`. Two processes at every phase: `make kill-phases`.
+crashpoints: setup
+	$(BIN)/python -m bench crashpoints --full
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,4 +1,7 @@
-"""`python -m bench stall|commit|restore|corruption`: ckptkit, stock Orbax and the machine's limits, side by side."""
+"""`python -m bench stall|commit|restore`: ckptkit, stock Orbax and the machine's limits, side by side.
+
+`python -m bench corruption|crashpoints`: what faults leave, and what a restart makes of it.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from rich.console import Console
 
 from bench.cases import ALL_CASES, DEFAULT_CASE, CaseName
 from bench.corruption import main as corruption
+from bench.crashpoints import main as crashpoints
 from bench.environment import environment
 from bench.figures import available
 from bench.report import show
@@ -100,6 +104,7 @@ def measure_apart(benchmark: str, case: CaseName, options: list[str], ramdisk: s
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["corruption"]:  # it compares answers, not times, and has its own options
-        corruption(sys.argv[2:], prog_name="python -m bench corruption")
+    for name, campaign in (("corruption", corruption), ("crashpoints", crashpoints)):
+        if sys.argv[1:2] == [name]:  # they compare answers, not times, and have their own options
+            campaign(sys.argv[2:], prog_name=f"python -m bench {name}")
     main()

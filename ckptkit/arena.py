@@ -28,6 +28,7 @@ from ckptkit.pages import populate
 from ckptkit.slot_files import LESS_ON_MOUNT, allocated, map_file, remove_slots, whole_pages
 from ckptkit.slot_reader import manifest_name_of, read_manifests
 from ckptkit.store import LocalStore
+from ckptkit.store.local import make_directory, sync_directory
 
 
 @dataclass(eq=False, slots=True)
@@ -94,7 +95,7 @@ class Arena:
         for attempt in range(100):
             directory = host_dir / (f"{local_rank}" if attempt == 0 else f"{local_rank}.{attempt}")
             try:
-                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_directory(directory, synced=synced, mode=0o700)
                 fd = os.open(directory / layout.LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except OSError as error:
                 raise TierUnusableError(
@@ -333,6 +334,7 @@ class Arena:
         if self.synced and self.directory is not None:
             self._unmap(slot)
             self._files[slot.name] = allocated(DiskFile, self.directory / slot.name, size_bytes)
+            sync_directory(self.directory)  # no manifest may reach the disk before the name of its slot
             slot.memory = self._files[slot.name].memory
             return
         if self.directory is None:

@@ -37,6 +37,7 @@ class Kind(StrEnum):
     RETRIED = "save_retried"  # a transient failure: fields reason, delay_s until the next attempt
     FAILED = "save_failed"  # fields reason
     DEGRADED = "tier_degraded"  # fields reason
+    LEFT_BEHIND = "left_behind"  # at start: fields names, of what a run that died did not commit, and path
     DISRUPTED = "disrupted"  # the launcher lost a process: fields attempt, lost (which), cause, wiped
     RELAUNCHED = "relaunched"  # the launcher starts the processes again: fields attempt
     FINISHED = "finished"

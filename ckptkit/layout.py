@@ -18,6 +18,8 @@ LOCK_NAME = "lock"
 SIDECAR_DIR = "_ckptkit"
 EPOCHS_DIR = f"{SIDECAR_DIR}/epochs"
 LEASES_DIR = f"{SIDECAR_DIR}/leases"
+COMMIT_MARK = "commit_success.txt"  # an object in what Orbax has committed, on a bucket
+TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of what it has not committed yet, on a disk
 DOOMED_KEY = f"{SIDECAR_DIR}/doomed.json"
 
 _MANIFEST = re.compile(r"step-([0-9]{12})-e([0-9]{8})-n([0-9]{8})\.json")

@@ -44,6 +44,11 @@ class HostShards:
         return sum(block.nbytes for _, block in self.blocks)
 
 
+def has_host_shards(args: Any) -> bool:
+    """Whether save arguments are a tree with `HostShards`, so that a sidecar is written with it."""
+    return any(isinstance(leaf, HostShards) for leaf in jax.tree.leaves(getattr(args, "item", None)))
+
+
 class HostShardsHandler(type_handlers.TypeHandler):
     """Writes `HostShards` as zarr arrays in one OCDBT transaction per process (so a bucket sees one commit)."""
 

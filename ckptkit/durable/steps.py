@@ -16,11 +16,11 @@ from orbax.checkpoint import type_handlers
 
 from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import Ancestry
-from ckptkit.durable.host_shards import HostShards, HostShardsHandler
+from ckptkit.durable.host_shards import HostShards, HostShardsHandler, has_host_shards
 from ckptkit.durable.leases import PruneGuard
 from ckptkit.durable.preservation import BranchPreservation, prunes, replaced_options
 from ckptkit.durable.reader import DurableReader, identity_metadata
-from ckptkit.durable.stock import DEFAULT_ITEM, QuietLogger, Setup, StockManager, checked_options
+from ckptkit.durable.stock import DEFAULT_ITEM, QuietLogger, Setup, StockManager, checked_options, delete_mark_first
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.manifest import LeafRecord, Manifest, SaveId
 from ckptkit.sharding import Box, choose_writers
@@ -127,7 +127,7 @@ class DurableSteps:
         try:
             self._settle()
             self._meet_abandoned(save_id.step, ancestry)
-            has_sidecar = any(isinstance(item, ocp.args.PyTreeSave) for item in items.values())
+            has_sidecar = any(map(has_host_shards, items.values()))
             with self._alone():
                 writer.save(
                     save_id.step,
@@ -231,6 +231,7 @@ class DurableSteps:
             self._writer = ocp.CheckpointManager(
                 self.url, options=options, handler_registry=_handlers(self._multiprocessing), logger=QuietLogger()
             )
+            delete_mark_first(self._writer)
         return self._writer
 
     def _alone(self) -> Any:
@@ -251,7 +252,8 @@ class DurableSteps:
             return [each for each in self.steps() if self._is_abandoned(each, ancestry, replaced=each == step)]
 
         steps = self._coordinator.agree("abandoned", None, abandoned, timeout_s=self._timeout_s)
-        self._preservation.abandoned = frozenset(steps)
+        # The one that takes its number is of this branch: without it here, its own save would prune it.
+        self._preservation.abandoned = frozenset(steps) - {step}
         if step in steps:
             self.delete(step)
 

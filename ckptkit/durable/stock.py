@@ -17,6 +17,9 @@ from orbax.checkpoint import checkpoint_manager
 from orbax.checkpoint._src.logging import step_statistics
 from orbax.checkpoint._src.metadata import tree as orbax_tree
 
+from ckptkit.layout import COMMIT_MARK, TEMPORARY
+from ckptkit.store.roots import is_remote
+
 DEFAULT_ITEM = checkpoint_manager.DEFAULT_ITEM_NAME  # the item of a step that was saved without Composite
 METRICS_ITEM = checkpoint_manager.METRIC_ITEM_NAME
 _KEY_HANDLERS = (ocp.handlers.JaxRandomKeyCheckpointHandler, ocp.handlers.NumpyRandomKeyCheckpointHandler)
@@ -50,6 +53,29 @@ def checked_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointMana
     return options
 
 
+def delete_mark_first(manager: ocp.CheckpointManager) -> None:
+    """Makes a manager take the mark of a commit away before the bytes, where it deletes a step for good.
+
+    Orbax removes a directory file by file, and a run that dies meanwhile leaves what looks like a committed step. On a
+    disk the mark is the name, on a bucket an object.
+    """
+    deleter: Any = manager._checkpoint_deleter
+    deleter = getattr(deleter, "_standard_deleter", deleter)  # the one that deletes in the background holds another
+    delete = deleter._delete_step_permanently
+    deleter._delete_step_permanently = lambda step, path: delete(step, _unmarked(path))
+
+
+def _unmarked(path: Any) -> Any:
+    """Where the step stands once it is no committed one."""
+    if is_remote(str(path)):
+        (path / COMMIT_MARK).unlink(missing_ok=True)
+        return path
+    doomed = path.with_name(f"{path.name}{TEMPORARY}")  # as if it had never been finished: the next save replaces it
+    if doomed.exists():
+        doomed.rmtree()
+    return path.rename(doomed)
+
+
 class StockManager:
     """A plain `ocp.CheckpointManager` over the durable root, and the questions that the drop-in has for it.
 
@@ -67,6 +93,7 @@ class StockManager:
             handler_registry=setup.handler_registry,
             logger=QuietLogger(),
         )
+        delete_mark_first(self.orbax)
 
     @property
     def default_item(self) -> bool | None:

@@ -12,8 +12,6 @@ from ckptkit.inspection.places import Place, readable
 from ckptkit.store.roots import is_remote
 
 STEP_METADATA = "_CHECKPOINT_METADATA"
-COMMITTED = "commit_success.txt"
-TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of what Orbax has not committed yet, on a disk
 
 ItemKind = Literal["arrays", "json", "grain", "other"]
 
@@ -25,7 +23,7 @@ _STEP_NAME = re.compile(r"(?:[^/]*_)?(\d{1,18})")
 
 def step_of_name(name: str) -> int | None:
     """The step of a directory's name (`12`, `00012`, `step_12`), of a temporary one too; None for other names."""
-    match = _STEP_NAME.fullmatch(name.partition(TEMPORARY)[0])
+    match = _STEP_NAME.fullmatch(name.partition(layout.TEMPORARY)[0])
     return int(match[1]) if match else None
 
 
@@ -74,8 +72,8 @@ def is_slot_directory(names: list[str]) -> bool:
 def is_committed(place: Place) -> bool:
     """Whether Orbax has committed a step: by its name on a disk, by a file in it on a bucket."""
     if is_remote(place.url):
-        return COMMITTED in place.names()
-    return TEMPORARY not in place.name
+        return layout.COMMIT_MARK in place.names()
+    return layout.TEMPORARY not in place.name
 
 
 def committed_at_s(place: Place) -> float | None:

@@ -13,7 +13,6 @@ from ckptkit import layout
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.arrays import ARRAY_METADATAS, read_arrays
 from ckptkit.inspection.directories import (
-    COMMITTED,
     STEP_METADATA,
     committed_at_s,
     grain_names,
@@ -67,7 +66,7 @@ def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
         return _slot_directory(Path(url))
     if item_kind(place) is not None:
         return _directory(place, "item", [place], timeout_s)
-    if STEP_METADATA in names or COMMITTED in names:
+    if STEP_METADATA in names or layout.COMMIT_MARK in names:
         return _step(place, timeout_s)
     return _newest_of_root(place, timeout_s) or _bare_step(place, timeout_s)
 

@@ -45,6 +45,9 @@ class DurableUpkeep:
             verdict = self._verdict(error, landed)
             if verdict["done"]:
                 self._failing_from_s = None
+                if "reason" in verdict:  # the step is there, and what was to be deleted after it perhaps too
+                    reason = f"step {step} is committed, and then: {verdict['name']}: {verdict['reason']}"
+                    self._events.emit(Kind.DEGRADED, step=step, tier=DURABLE, reason=reason)
                 return
             if retries_left == 0 or not verdict["transient"]:
                 break
@@ -84,10 +87,10 @@ class DurableUpkeep:
 
         def judge(said: list[Any]) -> dict[str, Any]:
             failed = [(process, *each) for process, each in enumerate(said) if each is not None]
-            if not failed or landed():
+            if not failed:
                 return {"done": True}
             process, _, name, reason = failed[0]
             transient = all(each[1] for each in failed)
-            return {"done": False, "transient": transient, "process": process, "name": name, "reason": reason}
+            return {"done": landed(), "transient": transient, "process": process, "name": name, "reason": reason}
 
         return self._coordinator.agree("durable-outcome", mine, judge, timeout_s=self._timeout_s)

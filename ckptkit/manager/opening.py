@@ -14,8 +14,10 @@ from ckptkit.arena import Arena
 from ckptkit.coordination import Coordinator, gather
 from ckptkit.durable import DurableSteps, EpochRecords
 from ckptkit.durable.epochs import Ancestry
+from ckptkit.durable.leftovers import left_behind
 from ckptkit.durable.steps import make_root
 from ckptkit.errors import CheckpointError, heard_from
+from ckptkit.events import EventLog, Kind
 from ckptkit.host_memory import HostMemory
 from ckptkit.layout import PAGE_BYTES
 from ckptkit.manager.restoring import Restorer
@@ -27,6 +29,8 @@ from ckptkit.store import open_store
 
 UNKNOWN_BYTES = 1 << 60  # of a state before the first save: slots that follow from bytes begin with the fewest
 STORE_DEADLINE_S = 20.0  # for small reads and writes of the durable root: a restart should not hang on a dead bucket
+
+_NAMES_MAX = 20  # of leftovers, in one event
 
 
 def epoch_records(url: str) -> EpochRecords:
@@ -48,6 +52,15 @@ def first_look(
         return ancestry.to_json()
 
     return Ancestry.from_json(coordinator.agree("first-look", None, read, timeout_s=timeout_s))
+
+
+def say_what_was_left(durable: DurableSteps, events: EventLog, coordinator: Coordinator) -> None:
+    """Process 0 names what a run that died did not commit. Nothing is removed: its writer may still live."""
+    if coordinator.process != 0:
+        return
+    names = left_behind(open_store(durable.url, deadline_s=STORE_DEADLINE_S), durable.steps())
+    if names:
+        events.emit(Kind.LEFT_BEHIND, tier=DURABLE, path=durable.url, names=names[:_NAMES_MAX], count=len(names))
 
 
 def open_arenas(

@@ -20,7 +20,7 @@ from ckptkit.manager.branch import Branch
 from ckptkit.manager.deciding import Decider
 from ckptkit.manager.keeping import Keeper
 from ckptkit.manager.known import KnownSteps, durable_infos
-from ckptkit.manager.opening import epoch_records, first_look, make_tiers, open_arenas, take_stock
+from ckptkit.manager.opening import epoch_records, first_look, make_tiers, open_arenas, say_what_was_left, take_stock
 from ckptkit.manager.restoring import Restorer
 from ckptkit.manager.saving import SavePipeline
 from ckptkit.manifest import Writer
@@ -72,6 +72,7 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
     epochs = epoch_records(url)
     book = Book(first_look(epochs, url, options, coordinator, timeout_s))
     durable = DurableSteps(url, options, coordinator, timeout_s=timeout_s, setup=setup)
+    say_what_was_left(durable, events, coordinator)
     host_dirs = {
         tier.name: Path(tier.path) / layout.job_name(durable.url, tier.job) / settings.host_id
         for tier in settings.tiers

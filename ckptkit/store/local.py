@@ -39,7 +39,7 @@ class LocalStore:
         path = self._path(key)
         with _translated(path):
             try:
-                self._make_directory(path.parent)
+                make_directory(path.parent, synced=self._durable)
             except (FileExistsError, NotADirectoryError) as error:
                 raise StoreError(f"{path}: an object stands where a directory is needed", path=str(path)) from error
             fd, temporary = tempfile.mkstemp(prefix=".put-", dir=path.parent)
@@ -96,21 +96,27 @@ class LocalStore:
             path.unlink()
             self._sync_directory(path.parent)
 
-    def _make_directory(self, directory: Path) -> None:
-        """Makes a directory and those above it, each new name synced in the directory that holds it."""
-        if directory.is_dir():
-            return
-        if directory.parent != directory:
-            self._make_directory(directory.parent)
-        directory.mkdir(exist_ok=True)
-        self._sync_directory(directory.parent)
-
     def _path(self, key: str) -> Path:
         return self._root / checked_key(key)
 
     def _sync_directory(self, directory: Path) -> None:
         if self._durable:
             sync_directory(directory)
+
+
+def make_directory(directory: Path, *, synced: bool, mode: int = 0o777) -> None:
+    """Makes a directory (its permissions are `mode`) and those above it; with `synced`, each new name is synced in
+    the directory that holds it, so that what is synced below it later can be found after a power failure."""
+    if directory.is_dir():
+        return
+    if directory.parent != directory:
+        make_directory(directory.parent, synced=synced)
+    try:
+        directory.mkdir(mode=mode, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory)) from error
+    if synced:
+        sync_directory(directory.parent)
 
 
 def sync_directory(directory: str | os.PathLike[str]) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptkit import layout
-from ckptkit.store.local import sync_directory
+from ckptkit.store.local import make_directory, sync_directory
 
 QUARANTINE_DIR = "_quarantine"  # in a slot directory; below `_ckptkit` in a durable root
 _AT_FDCWD = -100
@@ -19,7 +19,7 @@ _RENAME_EXCHANGE = 2  # renameat2(2), Linux 3.15
 
 def move_aside(path: Path, quarantine: Path, name: str) -> Path:
     """Moves a file or directory into `quarantine` as `name`, or `name.1` and so on; both directories are synced."""
-    quarantine.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_directory(quarantine, synced=True, mode=0o700)
     number, target = 0, quarantine / name
     while os.path.lexists(target):
         number += 1

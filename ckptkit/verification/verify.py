@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptkit.errors import StepNotFoundError
-from ckptkit.inspection.directories import COMMITTED, STEP_METADATA, item_kind, step_of_name
+from ckptkit.inspection.directories import STEP_METADATA, item_kind, step_of_name
 from ckptkit.inspection.places import Place, local_kind, nothing_at
 from ckptkit.inspection.shares import read_sidecars, sidecar_processes
 from ckptkit.inspection.steps import durable_steps, read_ancestry
+from ckptkit.layout import COMMIT_MARK
 from ckptkit.store.roots import is_remote, root_url
 from ckptkit.verification.durable import prove_step
 from ckptkit.verification.pool import MEMORY_BYTES_MAX, THREADS, Limits
@@ -64,7 +65,7 @@ def _of_durable(place: Place, step: int | None, limits: Limits, timeout_s: float
     names = place.names()
     if not names:
         raise nothing_at(place.url, "it is empty" if not is_remote(place.url) else "there is nothing; check the path")
-    if item_kind(place) is not None or STEP_METADATA in names or COMMITTED in names:
+    if item_kind(place) is not None or STEP_METADATA in names or COMMIT_MARK in names:
         found = _step_number(place)
         proofs = prove_step(place, found, limits, notes, timeout_s=timeout_s) if step in (None, found) else []
         _require(proofs, notes, place.url, step, "no such step")

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ import pytest
 import ckptkit
 from ckptkit import Kind
 from ckptkit.errors import CoordinationError
+from tests.mounts import Mounts, fill
 
 STATE = {"w": np.arange(5000.0), "b": np.ones(7, np.int8)}
 
@@ -261,25 +258,11 @@ def test_a_slot_of_an_undecided_save_is_kept_until_a_newer_one_is_committed_by_a
         assert not any(slot.leases for slot in arena._slots)
 
 
-@pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    mount = tmp_path / "shm"
-    mount.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], capture_output=True, text=True
-    )
-    if made.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted here: {made.stderr.strip()}")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
-
-
 def test_a_ramdisk_that_fills_up_later_degrades_the_tier_and_never_the_job(
-    tmp_path: Path, small_tmpfs: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, mounts: Mounts, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another job's file in /dev/shm would end the training."""
+    small_tmpfs = mounts.small(tmp_path / "shm", "1m")
     job = Job(tmp_path, ram=small_tmpfs, save_every=10**6)
     with job.manager:
         job.manager.prepare(ocp.args.StandardSave({**STATE, "step": 0}))  # pyright: ignore[reportCallIssue]
@@ -297,13 +280,6 @@ def test_a_ramdisk_that_fills_up_later_degrades_the_tier_and_never_the_job(
     assert [(step, tier) for step, tier, *_ in job.said(Kind.DEGRADED)] == [(1, "ram"), (2, "ram")]
     assert job.said(Kind.SKIPPED, "policy") == [(1, "ram", "veto"), (2, "ram", "veto")]
     assert "tier ram is degraded" in caplog.text
-
-
-def fill(path: Path) -> None:
-    """Leaves no page free on the mount."""
-    with suppress(OSError), path.open("wb", buffering=0) as file:
-        while file.write(bytes(4096)):
-            pass
 
 
 def _items() -> Any:

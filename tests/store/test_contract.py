@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,44 +25,13 @@ from ckptkit.store import LocalStore, MemoryStore, RemoteStore, RetryStore, Stat
 from ckptkit.store import local as local_module
 from ckptkit.store import retry as retry_module
 from ckptkit.store.base import PutMode, checked_key
+from ckptkit.testing import BucketServer, FaultyStore, StoreFault
+from ckptkit.testing.store_contract import StoreContract
 
 _serial = itertools.count()
 
 
-class Flaky:
-    """The same interface, failing four operations of ten: before it reaches the store, or when it is done."""
-
-    def __init__(self, inner: Store):
-        self._inner = inner
-        self._random = random.Random(0)  # the same faults every time
-
-    @property
-    def url(self) -> str:
-        return self._inner.url
-
-    def _maybe(self, operation: Callable[[], Any]) -> Any:
-        fault = self._random.random()
-        if fault < 0.2:
-            raise TransientStoreError("503 before")
-        result = operation()
-        if fault > 0.8:
-            raise TransientStoreError("connection reset after")
-        return result
-
-    def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
-        self._maybe(lambda: self._inner.put(key, data, mode=mode))
-
-    def get(self, key: str) -> bytes:
-        return self._maybe(lambda: self._inner.get(key))
-
-    def stat(self, key: str) -> Stat | None:
-        return self._maybe(lambda: self._inner.stat(key))
-
-    def list(self, prefix: str) -> list[str]:
-        return self._maybe(lambda: self._inner.list(prefix))
-
-    def delete(self, key: str) -> None:
-        self._maybe(lambda: self._inner.delete(key))
+FLAKY = (StoreFault(effect="fail", probability=0.2), StoreFault(effect="fail after", probability=0.2))
 
 
 def remote_file(root: Path) -> RemoteStore:
@@ -81,113 +49,41 @@ STORES: dict[str, Callable[[Path], Store]] = {
     "memory": lambda root: MemoryStore(),
     "remote memory": lambda root: RemoteStore(f"memory://contract-{next(_serial)}/run"),
     "remote file": remote_file,
-    "retry over flaky local": lambda root: RetryStore(Flaky(LocalStore(root / "store")), first_delay_s=0.0),
-    "retry over flaky memory": lambda root: RetryStore(Flaky(MemoryStore()), first_delay_s=0.0),
+    "retry over flaky local": lambda root: RetryStore(
+        FaultyStore(LocalStore(root / "store"), FLAKY), first_delay_s=0.0
+    ),
+    "retry over flaky memory": lambda root: RetryStore(FaultyStore(MemoryStore(), FLAKY), first_delay_s=0.0),
+    "faulty, reordered": lambda root: FaultyStore(MemoryStore(), [StoreFault(effect="reorder", probability=0.5)]),
+    "faulty, slow": lambda root: FaultyStore(LocalStore(root / "store"), [StoreFault(effect="delay", delay_s=0.001)]),
 }
 
 
-@pytest.fixture(params=STORES)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return STORES[request.param](tmp_path)
+class TestContract(StoreContract):
+    """Every store and every wrapper keeps it."""
+
+    @pytest.fixture(params=STORES)
+    def store(self, request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+        return STORES[request.param](tmp_path)
 
 
-def test_every_store_is_a_store(store: Store) -> None:
-    """If it failed, a store could not be put in another's place."""
-    assert isinstance(store, Store)
-    assert store.url
+class TestBucketContract(StoreContract):
+    """So does a bucket, over HTTP."""
+
+    @pytest.fixture
+    def store(self, bucket: str) -> Store:
+        return RemoteStore(f"{bucket}/run-{next(_serial)}")
 
 
-@pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 4096], ids=["empty", "one", "1 MiB"])
-def test_what_was_put_is_got(store: Store, data: bytes) -> None:
-    """If it failed, nothing else matters."""
-    store.put("a/b/c.json", data)
-    assert store.get("a/b/c.json") == data
-    assert store.stat("a/b/c.json") == Stat(len(data))
-
-
-def test_replace_replaces_and_create_does_not(store: Store) -> None:
-    """If it failed, a manifest could be overwritten by another save's, or an epoch be claimed twice."""
-    store.put("key", b"first", mode="create")
-    with pytest.raises(FileExistsError, match="key"):
-        store.put("key", b"second", mode="create")
-    assert store.get("key") == b"first"
-    store.put("key", b"third")
-    assert store.get("key") == b"third"
-    store.put("key", b"")
-    assert store.get("key") == b""
-
-
-def test_an_absent_key_is_absent_everywhere(store: Store) -> None:
-    """If it failed, `nothing saved yet` would look like a broken bucket."""
-    store.put("dir/there", b"1")
-    for key in ("absent", "dir/absent", "absent/deep/er"):
-        with pytest.raises(FileNotFoundError, match=key):
-            store.get(key)
-        assert store.stat(key) is None
-        assert store.list(key) == []
-        store.delete(key)
-
-
-def test_a_directory_is_no_object(store: Store) -> None:
-    """If it failed, `stat` would say that an object exists which `get` does not find."""
-    store.put("dir/key", b"1")
-    assert store.stat("dir") is None
-    with pytest.raises(FileNotFoundError, match="dir"):
-        store.get("dir")
-    store.delete("dir")
-    assert store.get("dir/key") == b"1"
-
-
-def test_below_an_object_there_is_nothing(store: Store) -> None:
-    """If it failed, a question about a child of an object would be an error of the disk."""
-    store.put("key", b"1")
-    assert store.stat("key/below") is None
-    assert store.list("key/below") == []
-    assert store.list("key") == []
-    with pytest.raises(FileNotFoundError, match="key/below"):
-        store.get("key/below")
-    store.delete("key/below")
-
-
-def test_lists_are_of_one_level_and_sorted(store: Store) -> None:
-    """If it failed, processes would see steps in different orders, or deeper names among them."""
-    for key in ("b", "a/2", "a/1/x", "a/1/y", "a/10", "ab/c", "Z"):
-        store.put(key, b"")
-    assert store.list("") == ["Z", "a/", "ab/", "b"]
-    assert store.list("a") == ["1/", "10", "2"]
-    assert store.list("a/1") == ["x", "y"]
-
-
-def test_a_deleted_object_is_gone(store: Store) -> None:
-    """If it failed, a forgotten save would be restored."""
-    store.put("a/one", b"1")
-    store.put("a/two", b"2")
-    store.delete("a/one")
-    store.delete("a/one")
-    assert store.stat("a/one") is None
-    assert store.list("a") == ["two"]
-    store.put("a/one", b"again", mode="create")
-    assert store.get("a/one") == b"again"
-
-
-BAD_KEYS = ["", "/", "/etc/passwd", "..", "../up", "a/../../up", "a//b", "a/", "./a", "a/./b", "a\0b"]
-
-
-@pytest.mark.parametrize("key", BAD_KEYS)
-def test_keys_that_leave_the_root_are_refused(store: Store, key: str) -> None:
-    """If it failed, a hostile manifest could read or delete a file outside its job's directory."""
-    operations: list[Callable[[], Any]] = [
-        lambda: store.put(key, b"x"),
-        lambda: store.put(key, b"x", mode="create"),
-        lambda: store.get(key),
-        lambda: store.stat(key),
-        lambda: store.delete(key),
-    ]
-    if key:
-        operations.append(lambda: store.list(key))  # the root itself may be listed
-    for operation in operations:
-        with pytest.raises(ValueError, match=r"is not a key: relative, with no empty part, '\.' or '\.\.'"):
-            operation()
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A bucket in this process."""
+    with (
+        BucketServer(dir=tmp_path_factory.mktemp("bucket"), buckets=["runs"]) as server,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for name, value in server.env().items():
+            patch.setenv(name, value)
+        yield "gs://runs"
 
 
 def test_keys_are_checked_by_one_rule() -> None:
@@ -274,6 +170,7 @@ TestRemoteMemory = _machine("remote memory")
 TestRemoteFile = _machine("remote file")
 TestRetryOverFlaky = _machine("retry over flaky local")
 TestMemory = _machine("memory")
+TestReordered = _machine("faulty, reordered")
 
 
 # LocalStore: crash points.

@@ -27,6 +27,7 @@ from ckptkit.errors import CorruptCheckpointError, StoreError, StoreFullError, T
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, cell_ranges, digest_of
 from ckptkit.sharding import Box
 from ckptkit.slot_reader import SlotReader, read_manifest, read_manifests, slot_directories
+from tests.mounts import Mounts
 
 PAGE = 4096
 _serial = itertools.count()
@@ -496,38 +497,28 @@ def test_a_hundred_held_directories_are_an_error(host: Path, monkeypatch: pytest
 # Room.
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
-def test_a_tmpfs_that_is_too_small_says_what_is_needed_and_free(tmp_path: Path) -> None:
+def test_a_tmpfs_that_is_too_small_says_what_is_needed_and_free(tmp_path: Path, mounts: Mounts) -> None:
     """If it failed, a full ramdisk would kill the trainer with SIGBUS instead of degrading the tier."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)], capture_output=True, text=True
+    mount = mounts.small(tmp_path / "small", "2m")
+    arena = Arena.open(mount / "host", 0, slots=3, synced=False)
+    write(arena, 1, 256 * PAGE)  # 1 MiB of 2
+    arena.protect(save_of(1))
+    with pytest.raises(StoreFullError) as caught:
+        arena.acquire(300 * PAGE)
+    free = os.statvfs(mount).f_bavail * os.statvfs(mount).f_frsize
+    assert str(caught.value) == (
+        f"slot {mount}/host/0/slot-1.bin needs {300 * PAGE} bytes, {free} are free in {mount}/host/0; "
+        "the whole mount has 2097152 bytes, as a container's own /dev/shm does: run Docker with --shm-size, or "
+        "mount a Kubernetes emptyDir with medium: Memory and give its path to Tier.ram, give fewer slots, or leave "
+        "this tier out"
     )
-    if made.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted here: {made.stderr.strip()}")
-    try:
-        arena = Arena.open(mount / "host", 0, slots=3, synced=False)
-        write(arena, 1, 256 * PAGE)  # 1 MiB of 2
-        arena.protect(save_of(1))
-        with pytest.raises(StoreFullError) as caught:
-            arena.acquire(300 * PAGE)
-        free = os.statvfs(mount).f_bavail * os.statvfs(mount).f_frsize
-        assert str(caught.value) == (
-            f"slot {mount}/host/0/slot-1.bin needs {300 * PAGE} bytes, {free} are free in {mount}/host/0; "
-            "the whole mount has 2097152 bytes, as a container's own /dev/shm does: run Docker with --shm-size, or "
-            "mount a Kubernetes emptyDir with medium: Memory and give its path to Tier.ram, give fewer slots, or leave "
-            "this tier out"
-        )
-        assert isinstance(caught.value, OSError)
-        assert proven(mount / "host" / "0") == {save_of(1)}
-        write(arena, 2, 100 * PAGE)  # what fits still goes in
-        assert proven(mount / "host" / "0") == {save_of(1), save_of(2)}
-        with pytest.raises(StoreFullError):
-            arena.reserve(300 * PAGE)
-        arena.close()
-    finally:
-        subprocess.run(["umount", "-l", str(mount)], check=True)
+    assert isinstance(caught.value, OSError)
+    assert proven(mount / "host" / "0") == {save_of(1)}
+    write(arena, 2, 100 * PAGE)  # what fits still goes in
+    assert proven(mount / "host" / "0") == {save_of(1), save_of(2)}
+    with pytest.raises(StoreFullError):
+        arena.reserve(300 * PAGE)
+    arena.close()
 
 
 def test_a_slot_is_reused_after_the_state_has_grown_and_shrunk(host: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from ckptkit.errors import StoreFullError
 from ckptkit.host_memory import CONTAINER_SHM_BYTES, HostMemory, mount_room
 from ckptkit.layout import PAGE_BYTES as PAGE
 from ckptkit.manifest import SaveId
+from tests.mounts import Mounts
 
 GIB = 1 << 30
 
@@ -137,26 +135,9 @@ def test_the_slots_that_could_be_made_serve(tmp_path: Path) -> None:
     arena.close()
 
 
-@pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
-    """A container's /dev/shm."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    mount = tmp_path / "shm"
-    mount.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={CONTAINER_SHM_BYTES}", "tmpfs", str(mount)],
-        capture_output=True,
-        text=True,
-    )
-    if made.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted here: {made.stderr.strip()}")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
-
-
-def test_a_containers_shm_says_what_to_mount(small_tmpfs: Path) -> None:
+def test_a_containers_shm_says_what_to_mount(tmp_path: Path, mounts: Mounts) -> None:
     """Everybody who runs in a container would have to find out for themselves."""
+    small_tmpfs = mounts.small(tmp_path / "shm", str(CONTAINER_SHM_BYTES))
     arena = Arena.open(small_tmpfs / "host", 0, slots=3, synced=False)
     free = mount_room(small_tmpfs).free_bytes
     with pytest.raises(StoreFullError) as caught:

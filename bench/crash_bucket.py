@@ -1,0 +1,140 @@
+"""Crash points of the durable tier in a bucket: what the bucket holds after each request that changed it.
+
+The run of `crash_job` saves to the fake bucket, which keeps every state that it went through. A crash comes between
+two of them: a bucket has no unsynced writes, and an upload that was cut is not there. Each state is put back and a
+new manager with nothing else restores from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+import fsspec
+import gcsfs
+
+from ckptkit.testing.bucket import BucketServer
+from ckptkit.testing.bucket.conditions import Preconditions
+from ckptkit.testing.bucket.listing import ListQuery
+from ckptkit.testing.bucket.objects import ObjectStore
+
+BUCKET = "runs"
+ROOT = f"gs://{BUCKET}/run"
+_CHANGES = ("commit", "delete", "copy", "move")
+_ANY = Preconditions()
+
+State = dict[str, bytes]
+
+
+@final
+class History:
+    """Every state of the bucket, each with the request that made it, and what the run said, with the states so far."""
+
+    def __init__(self) -> None:
+        self.states: list[tuple[str, State]] = []
+        self.notes: list[tuple[int, str]] = []
+        self._known: dict[tuple[str, int], bytes] = {}
+        self._lock = threading.Lock()
+
+    def say(self, text: str) -> None:
+        """What the run says."""
+        with self._lock:
+            self.notes.append((len(self.states), text))
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Keeps the states of every bucket of this process meanwhile."""
+        originals = {name: getattr(ObjectStore, name) for name in _CHANGES}
+        for name, original in originals.items():
+            setattr(ObjectStore, name, self._kept(name, original))
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(ObjectStore, name, original)
+
+    def _kept(self, name: str, change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(store: ObjectStore, *args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                result = change(store, *args, **kwargs)
+                target = args[1] if isinstance(args[1], str) else args[1][1]
+                self.states.append((f"{name} {target}", self._state(store)))
+                return result
+
+        return changed
+
+    def _state(self, store: ObjectStore) -> State:
+        records, _ = store.list(BUCKET, ListQuery())
+        for record in records:
+            if (record.name, record.generation) not in self._known:
+                with store.open(BUCKET, record.name, _ANY)[1] as file:
+                    self._known[record.name, record.generation] = file.read()
+        return {record.name: self._known[record.name, record.generation] for record in records}
+
+
+@contextmanager
+def bucket(home: Path) -> Iterator[BucketServer]:
+    """A fake bucket, and the environment in which this process finds it."""
+    with BucketServer(dir=home / "bucket", buckets=[BUCKET]) as server:
+        os.environ.update(server.env())
+        yield server
+
+
+def record_bucket(home: Path) -> History:
+    """The scenes of `crash_job` but for the repair, which a bucket has none of."""
+    from bench.crash_job import Job
+
+    history = History()
+    with history.watch():
+        Job(home, history.say, durable=ROOT).save()
+    return history
+
+
+@final
+class Replayed:
+    """The bucket, set to one state after the other."""
+
+    def __init__(self) -> None:
+        self._fs = fsspec.filesystem("gs")
+
+    def set_to(self, state: State) -> None:
+        """Makes the bucket hold these objects and nothing else."""
+        _forget_listings()
+        found = {path.partition("/")[2]: path for path in self._fs.find(BUCKET)}
+        for name in sorted(set(found) - set(state)):
+            self._fs.rm_file(found[name])
+        there = {name: self._fs.cat_file(path) for name, path in found.items() if name in state}
+        for name, data in state.items():
+            if there.get(name) != data:
+                self._fs.pipe_file(f"{BUCKET}/{name}", data)
+        _forget_listings()
+
+
+def _forget_listings() -> None:
+    """What this process remembers of the bucket: the process that restarts remembers nothing."""
+    for each in gcsfs.GCSFileSystem._cache.values():  # every instance, Orbax's too
+        each.invalidate_cache()
+
+
+def label(request: str, scene: str) -> str:
+    """The row of a request: which operation it belongs to."""
+    _, name = request.split(" ", 1)
+    if "/_ckptkit/epochs" in name or "doomed" in name or "probe" in name:
+        return "bucket records"
+    if scene == "save":
+        return "bucket prune" if request.startswith("delete ") else "bucket flush"
+    return f"bucket {scene}"
+
+
+def scene_at(notes: list[tuple[int, str]], number: int) -> str:
+    """The scene that the run was in when the state came about."""
+    scene = "start"
+    for count, text in notes:
+        if count <= number:
+            scene = json.loads(text).get("scene", scene)
+    return scene

@@ -1,0 +1,245 @@
+"""`python -m bench crashpoints`: a crash after every storage operation of a run, and what a restart makes of it.
+
+One run of saves, flushes, prunes, a rollback, a deletion and a repair is recorded as the kernel saw it. For each
+operation the tree that a crash would leave is made again, and a new manager restores from it: from all tiers, and
+from each alone. Judged by what the run had been promised (`crash_oracle`), not by what ckptkit says.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from ckptkit.testing.crash import (
+    CrashState,
+    Note,
+    Operation,
+    Trace,
+    can_trace,
+    is_operation,
+    notes,
+    power_failures,
+    process_crashes,
+    record,
+)
+
+SHORT_POINTS = 2  # of each tier and operation, without --full
+METHODS = ("direct", "mapping")  # how a disk slot is written
+TIERS = ("ram", "ssd", "durable")
+_IN_WORKER = "CKPTKIT_BENCH_WORKER"
+_PRUNED = re.compile(r"(ram|ssd)/.*/step-[^/]*\.json|durable/\d+(/.*)?")
+
+
+@click.command(context_settings={"max_content_width": 120})
+@click.option("--full", is_flag=True, help="Every point; without it a few of each tier and operation.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of samples, where there are too many subsets.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Counts and violations.")
+def main(full: bool, seed: int, json_path: Path | None) -> None:
+    """Crashes a run after each of its storage operations, and restarts it."""
+    if not can_trace():
+        raise click.ClickException("strace is not there or may not trace; install it (make setup-system)")
+    if _IN_WORKER not in os.environ:
+        environ = {**os.environ, "JAX_PLATFORMS": "cpu", _IN_WORKER: "1"}
+        command = [sys.executable, "-m", "bench", "crashpoints", "--seed", str(seed), *(["--full"] if full else [])]
+        if json_path is not None:
+            command += ["--json", str(json_path.absolute())]
+        raise SystemExit(subprocess.run(command, env=environ, cwd=Path(__file__).parent.parent).returncode)
+    logging.disable(logging.CRITICAL)  # what a restart finds is an error to those who log
+    with tempfile.TemporaryDirectory(prefix="ckptkit-crashpoints-") as home:
+        result = {"benchmark": "crashpoints", "seed": seed, "full": full, **campaign(Path(home), full, seed)}
+    show(result, Console())
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    raise SystemExit(0 if held(result) else 1)
+
+
+def campaign(home: Path, full: bool, seed: int) -> dict[str, Any]:
+    """Every point (or a few of each kind) of one run per method; rows are `tier operation`."""
+    from bench.crash_judge import Judge
+
+    rows: dict[str, Counter[str]] = {}
+    violations: list[dict[str, Any]] = []
+    control = 0
+    for method in METHODS:
+        root = home / method / "run"
+        trace = record_run(root, method)
+        judge = Judge(root, trace)
+        control += len(without_syncs(root, trace))
+        chance = random.Random(seed)
+        chosen = [number for number, label in points(trace) if method == METHODS[0] or label.startswith("ssd")]
+        if not full:
+            chosen = sampled(trace, chosen, chance)
+        labels = dict(points(trace))
+        for done, number in enumerate(chosen):
+            row = rows.setdefault(labels[number], Counter())
+            row["points"] += 1
+            for state, views in states(trace, number, labels[number], chance):
+                row["states"] += 1
+                before = judge.restarts
+                for wrong in judge.check(state, views):
+                    row["violations"] += 1
+                    operation = trace.operations[number]
+                    after = f"{method}: {number} {operation.call} {operation.path}"
+                    violations.append({"after": after, "state": str(state), "violation": wrong})
+                row["restarts"] += judge.restarts - before
+            _say(method, done + 1, len(chosen))
+    for name, after, wrong, restarts in bucket_points(home / "bucket", full, random.Random(seed)):
+        rows.setdefault(name, Counter()).update(points=1, states=1, restarts=restarts, violations=len(wrong))
+        violations += [{"after": after, "state": "", "violation": each} for each in wrong]
+    return {
+        "rows": {name: dict(row) for name, row in sorted(rows.items())},
+        "violations": violations,
+        "control": control,
+    }
+
+
+def record_run(root: Path, method: str) -> Trace:
+    """The run of `crash_job`, recorded."""
+    for tier in TIERS:
+        (root / tier).mkdir(parents=True)
+    return record([sys.executable, "-m", "bench.crash_job", str(root), method], root)
+
+
+def without_syncs(root: Path, trace: Trace) -> list[str]:
+    """The control: what is wrong when nothing of the newest flush to the disk was synced. Something has to be."""
+    from bench.crash_judge import Judge
+
+    newest = [number for number, text in notes(trace) if json.loads(text).get("committed", [""])[0] == "ssd"][-1]
+    lost = frozenset(number for number in range(newest) if trace.operations[number].path.startswith("ssd/"))
+    return Judge(root, trace).check(CrashState(count=newest + 1, dropped=lost), ("ssd",))
+
+
+def points(trace: Trace) -> Iterator[tuple[int, str]]:
+    """Every storage operation of the run, by `tier operation`; damage that the run did to itself is none."""
+    scene = ""
+    for number, operation in enumerate(trace.operations):
+        if isinstance(operation.effect, Note):
+            scene = json.loads(operation.effect.text).get("scene", scene)
+            if "committed" not in operation.effect.text:
+                continue
+            tier = json.loads(operation.effect.text)["committed"][0]  # right after a promise, before what follows it
+            yield (
+                number,
+                f"{tier} {'save' if tier == 'ram' and scene == 'save' else 'flush' if scene == 'save' else scene}",
+            )
+        elif is_operation(operation) and scene != "damage":
+            tier = operation.path.partition("/")[0]
+            yield number, f"{tier} {_what(operation, tier, scene)}"
+
+
+def bucket_points(home: Path, full: bool, chance: random.Random) -> Iterator[tuple[str, str, list[str], int]]:
+    """Each request that changed the bucket: its row, its name, what is wrong after it, and how many were asked."""
+    from bench.crash_bucket import ROOT, Replayed, bucket, label, record_bucket, scene_at
+    from bench.crash_judge import compare, still_kept
+    from bench.crash_oracle import promised, restart
+
+    home.mkdir(parents=True)
+    with bucket(home):
+        history, replayed = record_bucket(home / "run"), Replayed()
+        labels = {n: label(name, scene_at(history.notes, n)) for n, (name, _) in enumerate(history.states)}
+        chosen = list(labels) if full else _few(labels, chance)
+        for done, number in enumerate(chosen):
+            name, state = history.states[number]
+            promises = promised(text for count, text in history.notes if count <= number + 1)
+            kept = promises.kept["durable"]
+            replayed.set_to(state)
+            empty = home / f"after-{number}"
+            found = restart(empty, durable=ROOT)
+            wrong = compare(found, max(kept, default=None), promises, strict=True)
+            asked = still_kept(kept, found.save)
+            for save in asked:
+                older = restart(empty, save[1], durable=ROOT)
+                wrong += [] if older.save == save and older.right else [f"step {save[1]} is kept, and got {older}"]
+            again = restart(empty, durable=ROOT, go_on=True)
+            wrong += [] if again.right else [f"the run cannot go on: {again.error}"]
+            yield labels[number], f"request {number}: {name}", [f"bucket: {each}" for each in wrong], len(asked) + 2
+            _say("bucket", done + 1, len(chosen))
+
+
+def sampled(trace: Trace, chosen: Sequence[int], chance: random.Random) -> list[int]:
+    """A few of each kind: the last, and some before it."""
+    within = set(chosen)
+    return _few({number: label for number, label in points(trace) if number in within}, chance)
+
+
+def _few(labels: Mapping[int, str], chance: random.Random) -> list[int]:
+    by_label: dict[str, list[int]] = {}
+    for number, label in labels.items():
+        by_label.setdefault(label, []).append(number)
+    few: set[int] = set()
+    for numbers in by_label.values():
+        few |= {numbers[-1], *chance.sample(numbers, min(len(numbers), SHORT_POINTS - 1))}
+    return sorted(few)
+
+
+def states(
+    trace: Trace, number: int, label: str, chance: random.Random
+) -> Iterator[tuple[CrashState, tuple[str, ...]]]:
+    """What a crash at a point may leave, and which tiers are asked. A ramdisk does not outlive its host's power, and
+    what Orbax writes is not synced, so a power failure is the disk tier's alone."""
+    for state in process_crashes(trace, number):
+        yield state, ("all", *TIERS)
+    if label.startswith("ssd"):
+        for state in power_failures(trace, number, lambda each: each.path.startswith("ssd/"), chance):
+            yield state, ("ssd",)
+
+
+def _what(operation: Operation, tier: str, scene: str) -> str:
+    if scene == "save" and operation.call in ("unlink", "rmdir") and _PRUNED.fullmatch(operation.path):
+        return "prune"
+    if scene == "save":
+        return "save" if tier == "ram" else "flush"
+    return scene
+
+
+def _say(what: str, done: int, count: int) -> None:
+    if done % 50 == 0 or done == count:
+        print(f"{what}: {done} of {count} points", file=sys.stderr)
+
+
+def held(result: dict[str, Any]) -> bool:
+    """Whether nothing was violated, by a campaign that can find violations."""
+    return not result["violations"] and result["control"] > 0
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Prints the table."""
+    if not console.is_terminal:
+        console.width = 150
+    table = Table(title=f"a crash after each storage operation, seed {result['seed']}")
+    columns = ("points", "states", "restarts", "violations")
+    for name in ("tier", "operation"):
+        table.add_column(name)
+    for name in columns:
+        table.add_column(name, justify="right")
+    total: Counter[str] = Counter()
+    for label, row in result["rows"].items():
+        total.update(row)
+        table.add_row(*label.split(" ", 1), *(str(row.get(name, 0)) for name in columns))
+    table.add_section()
+    table.add_row("all", "", *(str(total[name]) for name in columns))
+    console.print(table)
+    console.print(
+        "points: operations of the run (write, sync, create, link, rename, unlink, ...). states: what a crash there "
+        "may leave: the last write torn, on the disk tier any of what was not synced missing.\n"
+        "restarts: new managers that were asked, once for each different tree. violation: a committed step lost, other "
+        "bits, or a commit that names what is not there.\n"
+        f"control: without the syncs of the disk tier {result['control']} violations are found, and some have to be."
+    )
+    for each in result["violations"][:20]:
+        console.print(f"violation after {each['after']}: {each['violation']}\n  {each['state']}", markup=False)

@@ -1,0 +1,125 @@
+"""Records every operation that a command does below one directory, as the kernel sees it, by strace.
+
+Stores into mapped memory are no system calls: a traced program that has them says so through `Notes`. What was
+recorded is compared with what stands on the disk at the end, so nothing is missed silently.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from ckptkit.testing.crash.calls import CALLS, Reader, TraceError
+from ckptkit.testing.crash.disk import Disk, Effect, NodeKind, Note, Operation
+
+NOTES_NAME = "_notes"  # a file in the traced directory that is not a part of it
+_STRING_BYTES = 64 << 20  # of one write: what is longer is no trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """What a command did below its directory. `before` makes what stood there; `operations` are in the order in
+    which the kernel finished them."""
+
+    kinds: Mapping[int, NodeKind]
+    before: tuple[Effect, ...]
+    operations: tuple[Operation, ...]
+
+    def disk(self, count: int | None = None) -> Disk:
+        """The state after the first `count` operations, all of them by default."""
+        effects = (operation.effect for operation in self.operations[:count])
+        return Disk(self.kinds).replay(self.before).replay(effects)
+
+
+@final
+class Notes:
+    """What a traced program says about itself, in order with its operations. Safe from several threads."""
+
+    def __init__(self, root: Path):
+        self._root = root
+        self._fd = os.open(root / NOTES_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def say(self, text: str) -> None:
+        """A `Note` in the trace."""
+        os.write(self._fd, json.dumps({"say": text}).encode())
+
+    def stored(self, path: Path, offset: int, data: bytes) -> None:
+        """These bytes were stored through a mapping of a file, by now."""
+        record = {"stored": self._below(path), "offset": offset, "data": base64.b64encode(data).decode()}
+        os.write(self._fd, json.dumps(record).encode())
+
+    def unchanged(self, path: Path) -> None:
+        """Nothing was stored through a mapping of the file that was not said; recording fails where that is wrong."""
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        os.write(self._fd, json.dumps({"unchanged": self._below(path), "digest": digest}).encode())
+
+    def _below(self, path: Path) -> str:
+        return str(path.relative_to(self._root))
+
+
+def can_trace() -> bool:
+    """Whether strace is there and may trace."""
+    command = shutil.which("strace")
+    return command is not None and subprocess.run([command, "-o", "/dev/null", "true"], check=False).returncode == 0
+
+
+def record(
+    command: Sequence[str], root: Path, *, env: Mapping[str, str] | None = None, timeout_s: float = 300.0
+) -> Trace:
+    """Runs `command` and returns what it did below `root`, whose bytes are held in memory some times over.
+
+    Raises `TraceError` where the command fails, or did what cannot be followed: then the trace would be worth nothing.
+    """
+    root = root.resolve()
+    before = _snapshot(root)
+    output = root.with_name(f"{root.name}.strace")
+    traced = ["strace", "-f", "-qq", "--seccomp-bpf", "-xx", "-s", str(_STRING_BYTES), "-o", str(output)]
+    traced += ["-e", f"trace={','.join(CALLS)}", *command]
+    try:
+        done = subprocess.run(traced, env=env, capture_output=True, text=True, timeout=timeout_s)
+        if done.returncode:
+            raise TraceError(f"{' '.join(command)} ended with code {done.returncode}:\n{done.stderr[-2000:]}")
+        reader = Reader(root, NOTES_NAME, before)
+        with output.open() as lines:
+            for line in lines:
+                reader.feed(line)
+    finally:
+        output.unlink(missing_ok=True)
+    trace = Trace(kinds=reader.kinds, before=(*before.effects, *reader.targets), operations=tuple(reader.operations))
+    _require_same(root, trace)
+    return trace
+
+
+def notes(trace: Trace) -> list[tuple[int, str]]:
+    """What the program said, each with the number of operations before it."""
+    found = ((number, each.effect) for number, each in enumerate(trace.operations))
+    return [(number, effect.text) for number, effect in found if isinstance(effect, Note)]
+
+
+def _snapshot(root: Path) -> Reader:
+    """A reader that has been told what stands there."""
+    reader = Reader(root, NOTES_NAME, None)
+    for directory, names, files in os.walk(root):
+        for name in (*names, *files):
+            path = Path(directory) / name
+            if path != root / NOTES_NAME:
+                reader.found(path)
+    return reader
+
+
+def _require_same(root: Path, trace: Trace) -> None:
+    found = _snapshot(root)
+    recorded, real = trace.disk(), Disk(found.kinds).replay(found.effects)
+    mine = {path: (trace.kinds[node], recorded.content(node)) for path, node in recorded.tree()}
+    theirs = {path: (found.kinds[node], real.content(node)) for path, node in real.tree()}
+    wrong = sorted(path for path in {*mine, *theirs} if mine.get(path) != theirs.get(path))
+    if wrong:
+        raise TraceError(f"the trace does not give what stands on the disk: {', '.join(wrong[:5])}")

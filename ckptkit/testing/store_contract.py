@@ -1,0 +1,115 @@
+"""What every store promises, as tests: for ckptkit's own stores, for wrappers, and for those of other projects.
+
+Needs pytest. Importing it runs nothing; subclass `StoreContract` in a test module (docs/TESTING.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ckptkit.store.base import Stat, Store
+
+BAD_KEYS = ["", "/", "/etc/passwd", "..", "../up", "a/../../up", "a//b", "a/", "./a", "a/./b", "a\0b"]
+
+
+class StoreContract:
+    """Give a fixture `store` that makes an empty store; every test gets a new one.
+
+    An object is whole or absent, what `put` returned for is read by every later call, `create` creates, names are
+    relative and stay below the root. Costs about twenty small tests.
+    """
+
+    @pytest.fixture
+    def store(self) -> Store:
+        """An empty store: to be overridden."""
+        raise TypeError(f"{type(self).__name__} has no fixture `store` that makes the store to be tested")
+
+    def test_every_store_is_a_store(self, store: Store) -> None:
+        """If it failed, a store could not be put in another's place."""
+        assert isinstance(store, Store)
+        assert store.url
+
+    @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 4096], ids=["empty", "one", "1 MiB"])
+    def test_what_was_put_is_got(self, store: Store, data: bytes) -> None:
+        """If it failed, nothing else matters."""
+        store.put("a/b/c.json", data)
+        assert store.get("a/b/c.json") == data
+        assert store.stat("a/b/c.json") == Stat(len(data))
+
+    def test_replace_replaces_and_create_does_not(self, store: Store) -> None:
+        """If it failed, a manifest could be overwritten by another save's, or an epoch be claimed twice."""
+        store.put("key", b"first", mode="create")
+        with pytest.raises(FileExistsError, match="key"):
+            store.put("key", b"second", mode="create")
+        assert store.get("key") == b"first"
+        store.put("key", b"third")
+        assert store.get("key") == b"third"
+        store.put("key", b"")
+        assert store.get("key") == b""
+
+    def test_an_absent_key_is_absent_everywhere(self, store: Store) -> None:
+        """If it failed, `nothing saved yet` would look like a broken bucket."""
+        store.put("dir/there", b"1")
+        for key in ("absent", "dir/absent", "absent/deep/er"):
+            with pytest.raises(FileNotFoundError, match=key):
+                store.get(key)
+            assert store.stat(key) is None
+            assert store.list(key) == []
+            store.delete(key)
+
+    def test_a_directory_is_no_object(self, store: Store) -> None:
+        """If it failed, `stat` would say that an object exists which `get` does not find."""
+        store.put("dir/key", b"1")
+        assert store.stat("dir") is None
+        with pytest.raises(FileNotFoundError, match="dir"):
+            store.get("dir")
+        store.delete("dir")
+        assert store.get("dir/key") == b"1"
+
+    def test_below_an_object_there_is_nothing(self, store: Store) -> None:
+        """If it failed, a question about a child of an object would be an error of the disk."""
+        store.put("key", b"1")
+        assert store.stat("key/below") is None
+        assert store.list("key/below") == []
+        assert store.list("key") == []
+        with pytest.raises(FileNotFoundError, match="key/below"):
+            store.get("key/below")
+        store.delete("key/below")
+
+    def test_lists_are_of_one_level_and_sorted(self, store: Store) -> None:
+        """If it failed, processes would see steps in different orders, or deeper names among them."""
+        for key in ("b", "a/2", "a/1/x", "a/1/y", "a/10", "ab/c", "Z"):
+            store.put(key, b"")
+        assert store.list("") == ["Z", "a/", "ab/", "b"]
+        assert store.list("a") == ["1/", "10", "2"]
+        assert store.list("a/1") == ["x", "y"]
+
+    def test_a_deleted_object_is_gone(self, store: Store) -> None:
+        """If it failed, a forgotten save would be restored."""
+        store.put("a/one", b"1")
+        store.put("a/two", b"2")
+        store.delete("a/one")
+        store.delete("a/one")
+        assert store.stat("a/one") is None
+        assert store.list("a") == ["two"]
+        store.put("a/one", b"again", mode="create")
+        assert store.get("a/one") == b"again"
+
+    @pytest.mark.parametrize("key", BAD_KEYS)
+    def test_keys_that_leave_the_root_are_refused(self, store: Store, key: str) -> None:
+        """If it failed, a hostile manifest could read or delete a file outside its job's directory."""
+        operations: list[Callable[[], Any]] = [
+            lambda: store.put(key, b"x"),
+            lambda: store.put(key, b"x", mode="create"),
+            lambda: store.get(key),
+            lambda: store.stat(key),
+            lambda: store.delete(key),
+        ]
+        if key:
+            operations.append(lambda: store.list(key))  # the root itself may be listed
+        for operation in operations:
+            with pytest.raises(ValueError, match=r"is not a key: relative, with no empty part, '\.' or '\.\.'"):
+                operation()

@@ -1,0 +1,104 @@
+"""Restart after restart: on a newest step that is damaged, and beside what a run that died left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from ckptkit import Kind
+from ckptkit.testing.bucket import BucketServer
+from ckptkit.testing.damage import inflict
+
+RESTARTS = 4
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": jnp.arange(2000.0) * step}
+
+
+def make_manager(root: Path | str, home: Path, events: list[ckptkit.Event], **options: Any) -> Any:
+    log = ckptkit.EventLog()
+    log.observe(events.append)
+    tiers = [ckptkit.Tier.ram(str(home / "ram"), slots=2)]
+    settings = ocp.CheckpointManagerOptions(save_interval_steps=1, **options)
+    return ckptkit.CheckpointManager(root, options=settings, tiers=tiers, host_id="host", events=log, timeout_s=60)
+
+
+def save(manager: Any, step: int) -> None:
+    assert manager.save(step, args=ocp.args.StandardSave(state(step)))  # pyright: ignore[reportCallIssue]
+    manager.wait_until_finished()
+
+
+def restored(manager: Any) -> int:
+    found = manager.restore(None, args=ocp.args.StandardRestore(state(0)))  # pyright: ignore[reportCallIssue]
+    step = int(found["w"][1])
+    assert (found["w"] == state(step)["w"]).all()
+    return step
+
+
+@pytest.mark.parametrize("kind", ["bit flip", "truncation", "missing file"])
+def test_no_restart_is_lost_on_a_step_that_is_damaged_each_time(tmp_path: Path, kind: Any) -> None:
+    """A job that dies on its newest step at every start would never train again."""
+    events: list[ckptkit.Event] = []
+    with make_manager(tmp_path / "durable", tmp_path, events) as manager:
+        for step in (1, 2, 3):
+            save(manager, step)
+    for restart in range(RESTARTS):
+        newest = 3 + restart
+        slots = sorted((tmp_path / "ram").rglob("slot-*.bin"))
+        for slot in slots:  # the whole ramdisk: both saves that it holds
+            inflict("truncation", [slot], [], restart)
+        data = sorted((tmp_path / "durable" / str(newest) / "default" / "d").iterdir())
+        inflict(kind, [max(data, key=lambda path: path.stat().st_size)], [], restart)
+        with make_manager(tmp_path / "durable", tmp_path, events) as manager:
+            assert restored(manager) == newest - 1, "the step before, and with its own bits"
+            assert any(event.kind == Kind.REJECTED and event.step == newest for event in events)
+            save(manager, newest)  # the same number again, now whole
+            save(manager, newest + 1)
+        events.clear()
+    with make_manager(tmp_path / "durable", tmp_path, events) as manager:
+        assert restored(manager) == 3 + RESTARTS
+
+
+def test_what_a_dead_run_left_on_a_disk_is_named_and_never_a_step(tmp_path: Path) -> None:
+    """Half a step would be restored; or fill the disk, and nobody know of it."""
+    events: list[ckptkit.Event] = []
+    with make_manager(tmp_path / "durable", tmp_path, events) as manager:
+        save(manager, 1)
+        save(manager, 2)
+    assert not [event for event in events if event.kind == Kind.LEFT_BEHIND]
+    (tmp_path / "durable" / "2").rename(tmp_path / "durable" / "2.orbax-checkpoint-tmp")
+    for slot in (tmp_path / "ram").rglob("step-*.json"):
+        slot.unlink()
+    with make_manager(tmp_path / "durable", tmp_path, events) as manager:
+        (left,) = [event for event in events if event.kind == Kind.LEFT_BEHIND]
+        assert (left.tier, left.fields["names"]) == ("durable", ["2.orbax-checkpoint-tmp"])
+        assert restored(manager) == 1
+        assert (tmp_path / "durable" / "2.orbax-checkpoint-tmp").exists(), "its writer may still live"
+        save(manager, 2)
+        assert not (tmp_path / "durable" / "2.orbax-checkpoint-tmp").exists(), "the next save takes its place"
+    with make_manager(tmp_path / "durable", tmp_path, events, cleanup_tmp_directories=True) as manager:
+        assert restored(manager) == 2
+
+
+def test_what_a_dead_run_left_in_a_bucket_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, where a step without its mark is what is left."""
+    import gcsfs
+
+    with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        events: list[ckptkit.Event] = []
+        with make_manager("gs://runs/left", tmp_path / "a", events) as manager:
+            save(manager, 1)
+            save(manager, 2)
+        gcsfs.GCSFileSystem().rm("runs/left/2/commit_success.txt")
+        with make_manager("gs://runs/left", tmp_path / "b", events) as manager:
+            (left,) = [event for event in events if event.kind == Kind.LEFT_BEHIND]
+            assert left.fields["names"] == ["2"]
+            assert restored(manager) == 1

@@ -1,0 +1,182 @@
+"""Full, failing, read-only and forbidden storage in mid-run, on each tier: it is said, and training goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from ckptkit import Kind
+from ckptkit.testing import bucket
+from ckptkit.testing.bucket import BucketServer, FaultPlan
+from tests.mounts import Mounts, fill
+
+TIERS = ("ram", "ssd", "durable")
+CODES = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES)
+
+
+class Job:
+    """A run that saves every step to every tier, as a training loop does: a failed save is heard, and it goes on."""
+
+    def __init__(self, home: Path, durable: str | None = None):
+        self.events: list[ckptkit.Event] = []
+        self.home = home
+        log = ckptkit.EventLog()
+        log.observe(self.events.append)
+        self.manager = ckptkit.CheckpointManager(
+            durable or home / "durable",
+            options=ocp.CheckpointManagerOptions(save_interval_steps=1),
+            tiers=[
+                ckptkit.Tier.ram(str(home / "ram"), slots=2),
+                ckptkit.Tier.ssd(str(home / "ssd"), save=ckptkit.EverySteps(1)),
+            ],
+            host_id="host",
+            events=log,
+            timeout_s=60,
+            on_failure=ckptkit.FailurePolicy(retries=0),
+        )
+
+    def save(self, step: int) -> list[str]:
+        """Saves a step and returns what failed, as `check_for_errors` says it."""
+        assert self.manager.save(step, args=ocp.args.StandardSave(state(step)))  # pyright: ignore[reportCallIssue]
+        try:
+            self.manager.wait_until_finished()
+        except ckptkit.SaveFailedError as error:
+            return [str(error)]
+        return []
+
+    def tiers_of(self, step: int) -> set[str]:
+        return {tier for record in self.manager.steps() if record.step == step for tier in record.tiers}
+
+    def said(self) -> set[str | None]:
+        return {event.tier for event in self.events if event.kind in (Kind.DEGRADED, Kind.FAILED, Kind.SKIPPED)}
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": jnp.arange(3000.0) + step}
+
+
+def check_survival(job: Job, tier: str, broken: Callable[[], Any]) -> None:
+    """Step 1 is whole everywhere, step 2 meets the fault in `tier`, step 3 finds it mended."""
+    assert job.save(1) == []
+    assert job.tiers_of(1) == set(TIERS)
+    with broken():
+        failed = job.save(2)
+        assert tier in job.said(), "nobody was told"
+        assert failed or tier != "durable", "check_for_errors said nothing of a durable step"
+        assert tier not in job.tiers_of(2)
+        assert job.manager.latest_step() in (1, 2)
+        assert set(job.manager.all_steps()) >= {1}
+    assert job.save(3) == []
+    assert job.tiers_of(3) == set(TIERS)
+    job.manager.check_for_errors()
+    job.manager.close()
+    with ckptkit.CheckpointManager(job.manager._durable.url) as manager:
+        found = manager.restore(None, args=ocp.args.StandardRestore(state(0)))  # pyright: ignore[reportCallIssue]
+        np.testing.assert_array_equal(found["w"], state(3)["w"])
+
+
+@contextmanager
+def failing_below(root: Path, code: int) -> Iterator[None]:
+    """Every call of this process that changes something below `root` fails with `code`; syncs too."""
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            for where in (*args[:2], kwargs.get("dir")):
+                place = f"/proc/self/fd/{where}" if type(where) is int and call.__name__.endswith("sync") else where
+                if isinstance(place, str | os.PathLike) and os.path.realpath(place).startswith(str(root)):
+                    raise OSError(code, os.strerror(code), str(place))
+            return call(*args, **kwargs)
+
+        return called
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("mkdir", "link", "rename", "replace", "fsync", "fdatasync"):
+            patch.setattr(os, name, failing(getattr(os, name)))
+        patch.setattr(tempfile, "mkstemp", failing(tempfile.mkstemp))
+        yield
+
+
+@pytest.mark.parametrize("code", CODES, ids=[errno.errorcode[code] for code in CODES])
+@pytest.mark.parametrize("tier", TIERS)
+def test_an_error_of_the_storage_in_mid_save(tmp_path: Path, tier: str, code: int) -> None:
+    """One bad disk would end the training, or lose the saves after it."""
+    job = Job(tmp_path)
+    check_survival(job, tier, lambda: failing_below(tmp_path / tier, code))
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_mount_that_is_full_in_mid_run(tmp_path: Path, mounts: Mounts, tier: str) -> None:
+    """The same by the kernel itself: no page is left."""
+    mount = mounts.small(tmp_path / tier, "1m")
+
+    @contextmanager
+    def full() -> Iterator[None]:
+        fill(mount / "filler")
+        yield
+        (mount / "filler").unlink()
+
+    check_survival(Job(tmp_path), tier, full)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_mount_that_becomes_read_only_in_mid_run(tmp_path: Path, mounts: Mounts, tier: str) -> None:
+    """The same by the kernel itself: what ext4 does to a disk that fails."""
+    mount = mounts.small(tmp_path / tier, "1m")
+
+    @contextmanager
+    def read_only() -> Iterator[None]:
+        mounts.read_only(mount)
+        yield
+        mounts.writable(mount)
+
+    check_survival(Job(tmp_path), tier, read_only)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BucketServer]:
+    """One for all: clients of this process remember where it is."""
+    with (
+        BucketServer(dir=tmp_path_factory.mktemp("bucket"), buckets=["runs"]) as server,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for name, value in server.env().items():
+            patch.setenv(name, value)
+        yield server
+
+
+@pytest.mark.parametrize("effect", [bucket.QuotaFull(), bucket.PermissionWithdrawn()], ids=["quota", "permission"])
+def test_a_bucket_that_refuses_writes(tmp_path: Path, server: BucketServer, effect: Any) -> None:
+    """A quota that is reached at night would end the run."""
+    writes = (bucket.Kind.WRITE, bucket.Kind.RESUME, bucket.Kind.CHUNK)
+
+    @contextmanager
+    def refusing() -> Iterator[None]:
+        server.faults = FaultPlan(faults=(bucket.Fault(effect=effect, kinds=writes),))
+        yield
+        server.faults = FaultPlan()
+
+    check_survival(Job(tmp_path, f"gs://runs/{type(effect).__name__}"), "durable", refusing)
+
+
+def test_a_bucket_that_is_away_for_a_while(tmp_path: Path, server: BucketServer) -> None:
+    """Clients try 503 again: the step may only be late, and it is in the fast tiers meanwhile."""
+    job = Job(tmp_path, "gs://runs/away")
+    assert job.save(1) == []
+    server.faults = FaultPlan(faults=(bucket.Fault(effect=bucket.Status(code=503), count=2),))
+    job.save(2)
+    assert job.tiers_of(2) >= {"ram", "ssd"}
+    server.faults = FaultPlan()
+    assert job.save(3) == []
+    assert job.tiers_of(3) == set(TIERS)
+    job.manager.close()
