@@ -8,6 +8,7 @@ from ckptkit.errors import CoordinationError as CoordinationError
 from ckptkit.errors import CorruptCheckpointError as CorruptCheckpointError
 from ckptkit.errors import ItemNotFoundError as ItemNotFoundError
 from ckptkit.errors import NoRestorableStepError as NoRestorableStepError
+from ckptkit.errors import ReplicaMismatchError as ReplicaMismatchError
 from ckptkit.errors import SaveFailedError as SaveFailedError
 from ckptkit.errors import StepAlreadyExistsError as StepAlreadyExistsError
 from ckptkit.errors import StepNotFoundError as StepNotFoundError
@@ -30,6 +31,7 @@ from ckptkit.manager import RestoreHandle as RestoreHandle
 from ckptkit.manager import StepRecord as StepRecord
 from ckptkit.policy import EverySteps as EverySteps
 from ckptkit.policy import FailurePolicy as FailurePolicy
+from ckptkit.policy import ReplicaPolicy as ReplicaPolicy
 from ckptkit.policy import Tier as Tier
 from ckptkit.verification import scrub as scrub
 from ckptkit.verification import verify as verify

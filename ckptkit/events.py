@@ -34,6 +34,8 @@ class Kind(StrEnum):
     STAGED = "staged"
     COMMITTED = "committed"  # step is whole in tier on ALL processes: fields bytes, duration_s since staged
     SKIPPED = "save_skipped"  # dropped everywhere: fields reason, policy: skip (too early), wait (in vain), veto
+    # replicas hold different bits: fields item, leaf, box, holders (process, host, device, digest), suspects, policy
+    REPLICAS_DIFFER = "replicas_differ"
     RETRIED = "save_retried"  # a transient failure: fields reason, delay_s until the next attempt
     FAILED = "save_failed"  # fields reason
     DEGRADED = "tier_degraded"  # fields reason

@@ -26,7 +26,7 @@ from ckptkit.manager.pending import RestoreHandle
 from ckptkit.manager.restoring import Restored
 from ckptkit.manager.resuming import Resumer
 from ckptkit.manifest import SaveId
-from ckptkit.policy import Backpressure, DurableBusy, FailurePolicy, Tier, checked_tiers
+from ckptkit.policy import Backpressure, DurableBusy, FailurePolicy, ReplicaPolicy, Tier, checked_tiers
 from ckptkit.store.roots import root_url
 
 _log = logging.getLogger("ckptkit")
@@ -61,6 +61,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         reports how long (`waited_s` of the `staged` event), `skip` leaves the step out of the durable tier. Forced
         saves and those of a preemption always wait.
       on_failure: what becomes of durable saves that fail.
+      replicas: what is compared of data replicas at each save, and what follows where they differ; None: nothing.
 
     Raises what Orbax's constructor raises for the arguments that they share, `TierUnusableError` for a tier that
     cannot be written, `StoreError` for a durable root that cannot be read, `CoordinationError` where a process does
@@ -87,6 +88,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         host_bytes_max: int | None = None,
         durable_busy: DurableBusy = "wait",
         on_failure: FailurePolicy = FailurePolicy(),  # noqa: B008  frozen
+        replicas: ReplicaPolicy | None = ReplicaPolicy(),  # noqa: B008  frozen
     ):
         self._settings = Settings(
             options=checked_options(options or ocp.CheckpointManagerOptions()),
@@ -99,6 +101,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 in_flight_max=in_flight_max, host_bytes_max=host_bytes_max, durable_busy=durable_busy
             ),
             on_failure=on_failure,
+            replicas=replicas,
         )
         self._options = self._settings.options
         self._logger = logger or ocp.logging.StandardLogger()

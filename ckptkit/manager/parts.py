@@ -23,7 +23,7 @@ from ckptkit.manager.opening import epoch_records, first_look, make_tiers, open_
 from ckptkit.manager.restoring import Restorer
 from ckptkit.manager.saving import SavePipeline
 from ckptkit.manifest import Writer
-from ckptkit.policy import Backpressure, FailurePolicy, Tier
+from ckptkit.policy import Backpressure, FailurePolicy, ReplicaPolicy, Tier
 from ckptkit.staging import checked_choice
 
 
@@ -39,6 +39,7 @@ class Settings:
     timeout_s: float
     backpressure: Backpressure
     on_failure: FailurePolicy
+    replicas: ReplicaPolicy | None
 
     def __post_init__(self) -> None:
         layout.checked_name(self.host_id, "host_id")
@@ -91,6 +92,7 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
         settings.staging,
         settings.backpressure,
         settings.on_failure,
+        settings.replicas,
     )
     return Parts(
         durable=durable,

@@ -81,6 +81,7 @@ class Resumer:
         """The run goes on from what was restored."""
         parts = self._parts
         parts.branch.continue_from(restored.save_id)
+        parts.pipeline.go_on()
         parts.book.verified(restored.save_id)
         if not self._settings.options.read_only:  # no save follows there: nothing to prepare
             parts.decider.continue_from(restored.save_id.step)
