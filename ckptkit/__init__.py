@@ -33,5 +33,6 @@ from ckptkit.policy import EverySteps as EverySteps
 from ckptkit.policy import FailurePolicy as FailurePolicy
 from ckptkit.policy import ReplicaPolicy as ReplicaPolicy
 from ckptkit.policy import Tier as Tier
+from ckptkit.proving import Sample as Sample
 from ckptkit.verification import scrub as scrub
 from ckptkit.verification import verify as verify

@@ -14,7 +14,16 @@ import numpy as np
 
 from ckptkit import layout
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.manifest import MANIFEST_BYTES_MAX, BoxRecord, LeafRecord, Manifest, SaveId, copy_proven
+from ckptkit.manifest import (
+    MANIFEST_BYTES_MAX,
+    BoxRecord,
+    LeafRecord,
+    Manifest,
+    Proves,
+    SaveId,
+    copy_proven,
+    prove_all,
+)
 from ckptkit.sharding import Box
 
 
@@ -103,8 +112,9 @@ class SlotReader:
     not match its digest was superseded, not corrupt.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest):
+    def __init__(self, directory: Path, manifest: Manifest, proves: Proves = prove_all):
         self._manifest = manifest
+        self._proves = proves
         self._manifest_path = directory / manifest_name_of(manifest.save_id)
         self._path = directory / manifest.slot
         fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # no link, no pipe
@@ -125,7 +135,7 @@ class SlotReader:
                 )
             return self._memory[record.offset + start : record.offset + stop]
 
-        copy_proven(leaf, record, wanted, into, fetch, where=str(self._path))
+        copy_proven(leaf, record, wanted, into, fetch, where=str(self._path), proves=self._proves)
 
     def gone(self) -> bool:
         """Whether the manifest is no longer there: the slot may hold a newer save by now."""

@@ -13,7 +13,7 @@ import tensorstore as ts
 
 from ckptkit import layout
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError, TransientStoreError
-from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, copy_proven
+from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, Proves, SaveId, copy_proven, prove_all
 from ckptkit.sharding import Box
 from ckptkit.store import Store, open_store
 
@@ -73,7 +73,8 @@ def is_transient(error: BaseException) -> bool:
 class DurableReader:
     """One step directory. `manifests` are the sidecars of all processes that wrote it, by item."""
 
-    def __init__(self, step_url: str, *, step: int):
+    def __init__(self, step_url: str, *, step: int, proves: Proves = prove_all):
+        self._proves = proves
         self._url = step_url.rstrip("/")
         self._step = step
         self._store: Store = open_store(self._url)
@@ -141,7 +142,8 @@ class DurableReader:
             del start, stop
             return self.read_cell(item, leaf, cell)
 
-        copy_proven(leaf, record, wanted, into, fetch, where=f"step {self._step} in {self._url}, item {item}")
+        where = f"step {self._step} in {self._url}, item {item}"
+        copy_proven(leaf, record, wanted, into, fetch, where=where, proves=self._proves)
 
     def read_cell(self, item: str, leaf: LeafRecord, cell: Box) -> np.ndarray:
         """The elements of one cell as they stand, which nothing has proven yet: to compare with a digest.

@@ -27,6 +27,7 @@ from ckptkit.manager.restoring import Restored
 from ckptkit.manager.resuming import Resumer
 from ckptkit.manifest import SaveId
 from ckptkit.policy import Backpressure, DurableBusy, FailurePolicy, ReplicaPolicy, Tier, checked_tiers
+from ckptkit.proving import Verify
 from ckptkit.store.roots import root_url
 
 _log = logging.getLogger("ckptkit")
@@ -61,6 +62,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         reports how long (`waited_s` of the `staged` event), `skip` leaves the step out of the durable tier. Forced
         saves and those of a preemption always wait.
       on_failure: what becomes of durable saves that fail.
+      verify: which cells a restore compares with their digests: `always` all; `sample` or a `Sample` a seeded share; or
+        `never`. What is not proven is never called so: the `restored` event and `steps()` say it.
       replicas: what is compared of data replicas at each save, and what follows where they differ; None: nothing.
 
     Raises what Orbax's constructor raises for the arguments that they share, `TierUnusableError` for a tier that
@@ -88,6 +91,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         host_bytes_max: int | None = None,
         durable_busy: DurableBusy = "wait",
         on_failure: FailurePolicy = FailurePolicy(),  # noqa: B008  frozen
+        verify: Verify = "always",
         replicas: ReplicaPolicy | None = ReplicaPolicy(),  # noqa: B008  frozen
     ):
         self._settings = Settings(
@@ -102,6 +106,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             ),
             on_failure=on_failure,
             replicas=replicas,
+            verify=verify,
         )
         self._options = self._settings.options
         self._logger = logger or ocp.logging.StandardLogger()
@@ -207,10 +212,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     ) -> Any:
         """The items of `step`, or (None) of the newest step that every process can have and that proves whole.
 
-        Every cell is checked against its digest before anything is placed on a device; a step of stock Orbax has no
-        digests and is restored as stock Orbax would. Bytes come from this host's ramdisk, then its SSD, then the
-        durable tier; with `directory`, from that durable root alone. Returns what Orbax returns: the tree of a step
-        saved without names, else a `Composite`.
+        Every cell (or what `verify` says) is checked against its digest before anything is placed on a device; a step
+        of stock Orbax has no digests and is restored as stock Orbax would. Bytes come from this host's ramdisk, then
+        its SSD, then the durable tier; with `directory`, from that durable root alone. Returns what Orbax returns: the tree
+        of a step saved without names, else a `Composite`.
 
         Raises `StepNotFoundError`, `ItemNotFoundError`, `NoRestorableStepError` (with every candidate's reason),
         `TreeMismatchError` (with all differences); a tier that cannot be reached raises `StoreError` rather than fall

@@ -11,6 +11,7 @@ from ckptkit.errors import CorruptCheckpointError
 from ckptkit.events import EventLog, Kind
 from ckptkit.manifest import Manifest, SaveId
 from ckptkit.plan import Source
+from ckptkit.proving import Proving
 from ckptkit.restore import BoxReader
 from ckptkit.slot_reader import ManifestCache, SlotReader, read_manifests, slot_directories
 
@@ -64,14 +65,14 @@ class LocalTiers:
             for save, tiers in found.items()
         }
 
-    def holdings(self, save: LocalSave | None) -> Holdings:
+    def holdings(self, save: LocalSave | None, proves: Proving = Proving()) -> Holdings:  # noqa: B008  frozen
         """One source per slot directory, so that a reader knows where a record's bytes stand."""
         sources: list[Source] = []
         readers: list[BoxReader] = []
         for tier, pairs in (save.held if save is not None else {}).items():
             for directory, manifest in pairs:
                 try:
-                    readers.append(_slot_reader(directory, manifest))
+                    readers.append(_slot_reader(directory, manifest, proves))
                 except (OSError, ValueError) as error:  # the slot is gone or empty: the next source is taken
                     self._events.emit(Kind.REJECTED, step=manifest.save_id.step, tier=tier, reason=str(error))
                     continue
@@ -79,8 +80,9 @@ class LocalTiers:
         return Holdings(sources=tuple(sources), readers=tuple(readers))
 
 
-def _slot_reader(directory: Path, manifest: Manifest) -> BoxReader:
-    slot = SlotReader(directory, manifest)
+def _slot_reader(directory: Path, manifest: Manifest, proves: Proving) -> BoxReader:
+    slot = SlotReader(directory, manifest, proves)
+    superseded = f"{directory}: save {manifest.save_id} was superseded while it was read"
 
     def read(item: str, leaf: Any, record: Any, wanted: Any, into: Any) -> None:
         del item
@@ -88,8 +90,9 @@ def _slot_reader(directory: Path, manifest: Manifest) -> BoxReader:
             slot.read(leaf, record, wanted, into)
         except CorruptCheckpointError as error:
             if slot.gone():  # reused for a newer save in the meantime: not damage
-                message = f"{directory}: save {manifest.save_id} was superseded while it was read"
-                raise CorruptCheckpointError(message, path=str(directory)) from error
+                raise CorruptCheckpointError(superseded, path=str(directory)) from error
             raise
+        if not proves.proves_all and slot.gone():  # no digest would have shown it
+            raise CorruptCheckpointError(superseded, path=str(directory))
 
     return read

@@ -24,6 +24,7 @@ from ckptkit.manager.restoring import Restorer
 from ckptkit.manager.saving import SavePipeline
 from ckptkit.manifest import Writer
 from ckptkit.policy import Backpressure, FailurePolicy, ReplicaPolicy, Tier
+from ckptkit.proving import Verify, checked_verify
 from ckptkit.staging import checked_choice
 
 
@@ -40,10 +41,12 @@ class Settings:
     backpressure: Backpressure
     on_failure: FailurePolicy
     replicas: ReplicaPolicy | None
+    verify: Verify
 
     def __post_init__(self) -> None:
         layout.checked_name(self.host_id, "host_id")
         checked_choice(self.staging)
+        checked_verify(self.verify)
         self.backpressure.check_tiers(self.tiers)
 
 
@@ -77,7 +80,7 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
     }
     memory = HostMemory(settings.backpressure.host_bytes_max)
     arenas = open_arenas(settings.tiers, host_dirs, settings.host_id, memory, coordinator, timeout_s)
-    restorer = Restorer(host_dirs, durable, epochs, coordinator, events, timeout_s)
+    restorer = Restorer(host_dirs, durable, epochs, coordinator, events, timeout_s, settings.verify)
     held, epoch = take_stock(restorer, durable, book.ancestry, coordinator, timeout_s)
     book.refill(held)
     known = KnownSteps(options, durable, restorer)

@@ -54,6 +54,7 @@ class Resumer:
             coordinator=self._coordinator,
             events=self._settings.events,
             timeout_s=self._settings.timeout_s,
+            verify=self._settings.verify,
         )
         return self._given(restored, began, url)
 
@@ -82,7 +83,8 @@ class Resumer:
         parts = self._parts
         parts.branch.continue_from(restored.save_id)
         parts.pipeline.go_on()
-        parts.book.verified(restored.save_id)
+        if restored.proven:
+            parts.book.verified(restored.save_id)
         if not self._settings.options.read_only:  # no save follows there: nothing to prepare
             parts.decider.continue_from(restored.save_id.step)
             for arena in parts.arenas.values():
