@@ -2,6 +2,7 @@
 
 Order is sacred. Writing: unlink the slot's manifest, sync the directory (disk), overwrite the bytes, sync them,
 rename the new manifest into place, sync the directory. A manifest therefore never names bytes that are not its own.
+Last, `newest.json` names the save: so that a manifest which is lost later is missed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ckptkit.disk_file import DiskFile, Method
 from ckptkit.errors import CheckpointError, StoreFullError, TierUnusableError
 from ckptkit.host_memory import HostMemory, Room, mount_room, refuse_beyond, store_full
 from ckptkit.manifest import Manifest, SaveId
+from ckptkit.newest import Newest
 from ckptkit.pages import populate
 from ckptkit.slot_reader import manifest_name_of, read_manifests
 from ckptkit.store import LocalStore
@@ -73,6 +75,7 @@ class Arena:
         self._probed = False
         self._protected: SaveId | None = None
         self._store = LocalStore(directory, durable=synced) if directory is not None else None
+        self._newest = Newest(directory, synced=synced) if directory is not None else None
         self._retired: list[Slot] = []  # of a run with more slots: kept until a newer save is protected
         if directory is not None:
             self._take_over(directory)
@@ -199,6 +202,8 @@ class Arena:
                 raise
         with self._changed:
             slot.save_id = save_id
+            if self._newest is not None:
+                self._newest.committed(save_id)
 
     def discard(self, slot: Slot) -> None:
         """Forgets what `slot` holds: its manifest goes."""
@@ -355,7 +360,8 @@ class Arena:
             return 0
 
     def _forget(self, slot: Slot) -> None:
-        if slot.save_id is not None and self._store is not None:
+        if slot.save_id is not None and self._store is not None and self._newest is not None:
+            self._newest.forgetting(slot.save_id, [each.save_id for each in (*self._slots, *self._retired)])
             self._store.delete(manifest_name_of(slot.save_id))
         slot.save_id = None
 
@@ -386,6 +392,7 @@ def _whole_pages(size_bytes: int) -> int:
 
 def _remove_slots(directory: Path) -> None:
     names = sorted(os.listdir(directory))
+    (directory / layout.NEWEST_NAME).unlink(missing_ok=True)
     for name in [n for n in names if layout.save_of_manifest(n)] + [
         n for n in names if layout.slot_index(n) is not None
     ]:

@@ -24,6 +24,7 @@ from ckptkit.manifest import (
     copy_proven,
     prove_all,
 )
+from ckptkit.newest import lost_newest
 from ckptkit.sharding import Box
 
 
@@ -90,17 +91,21 @@ def read_manifests(
         except OSError as error:
             damaged.append(CorruptCheckpointError(f"slot directory {directory}: {error}", path=str(directory)))
             continue
+        mine: list[SaveId] = []
         for name in names:
             if layout.save_of_manifest(name) is None:
                 continue
             try:
                 found.append((directory, cache.read(directory / name)))
+                mine.append(found[-1][1].save_id)
             except FileNotFoundError:  # superseded between the listing and the read
                 continue
             except OSError as error:
                 damaged.append(CorruptCheckpointError(f"manifest {directory / name}: {error}", path=str(directory)))
             except CorruptCheckpointError as error:
                 damaged.append(error)
+        if (lost := lost_newest(directory, mine)) is not None:
+            damaged.append(lost)
     return sorted(found, key=lambda pair: pair[1].save_id, reverse=True), damaged
 
 

@@ -214,8 +214,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         Every cell (or what `verify` says) is checked against its digest before anything is placed on a device; a step
         of stock Orbax has no digests and is restored as stock Orbax would. Bytes come from this host's ramdisk, then
-        its SSD, then the durable tier; with `directory`, from that durable root alone. Returns what Orbax returns: the tree
-        of a step saved without names, else a `Composite`.
+        its SSD, then the durable tier; with `directory`, from that durable root alone. Returns what Orbax returns: the
+        tree of a step saved without names, else a `Composite`.
 
         Raises `StepNotFoundError`, `ItemNotFoundError`, `NoRestorableStepError` (with every candidate's reason),
         `TreeMismatchError` (with all differences); a tier that cannot be reached raises `StoreError` rather than fall

@@ -39,5 +39,5 @@ def restore_elsewhere(
     )
     with closing(DurableSteps(url, read_only, coordinator, timeout_s=timeout_s)) as durable:
         durable.stock.adopt_handlers(stock)
-        restorer = Restorer({}, durable, epoch_records(url), coordinator, events, timeout_s, verify)
+        restorer = Restorer({}, durable, epoch_records(url, events), coordinator, events, timeout_s, verify)
         return restorer.restore(step, wanted)

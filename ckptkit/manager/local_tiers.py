@@ -56,7 +56,7 @@ class LocalTiers:
         for tier, host_dir in self._host_dirs.items():
             pairs, damaged = read_manifests(slot_directories(host_dir), self._manifests)
             for error in damaged:
-                self._events.emit(Kind.REJECTED, tier=tier, reason=str(error))
+                self._events.emit(Kind.REJECTED, step=error.step, tier=tier, reason=str(error))
             for directory, manifest in pairs:
                 found.setdefault(manifest.save_id, {}).setdefault(tier, []).append((directory, manifest))
         self._manifests.keep_only(pair for tiers in found.values() for pairs in tiers.values() for pair in pairs)

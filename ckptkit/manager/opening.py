@@ -16,6 +16,7 @@ from ckptkit.durable import DurableSteps, EpochRecords
 from ckptkit.durable.epochs import Ancestry
 from ckptkit.durable.steps import make_root
 from ckptkit.errors import CheckpointError, heard_from
+from ckptkit.events import EventLog, Kind
 from ckptkit.host_memory import HostMemory
 from ckptkit.layout import PAGE_BYTES
 from ckptkit.manager.restoring import Restorer
@@ -28,9 +29,13 @@ from ckptkit.store import open_store
 STORE_DEADLINE_S = 20.0  # for small reads and writes of the durable root: a restart should not hang on a dead bucket
 
 
-def epoch_records(url: str) -> EpochRecords:
-    """The epoch records of a durable root."""
-    return EpochRecords(open_store(url, deadline_s=STORE_DEADLINE_S))
+def epoch_records(url: str, events: EventLog) -> EpochRecords:
+    """The epoch records of a durable root; one that had to be read from its copy is said in an event."""
+
+    def said(problem: str) -> None:
+        events.emit(Kind.REJECTED, tier=DURABLE, reason=problem)
+
+    return EpochRecords(open_store(url, deadline_s=STORE_DEADLINE_S), said)
 
 
 def first_look(

@@ -71,7 +71,7 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
     """
     options, events, timeout_s = settings.options, settings.events, settings.timeout_s
     # Asked first: its errors say what is wrong with the root, and nothing has been opened yet.
-    epochs = epoch_records(url)
+    epochs = epoch_records(url, events)
     book = Book(first_look(epochs, url, options, coordinator, timeout_s))
     durable = DurableSteps(url, options, coordinator, timeout_s=timeout_s, setup=setup)
     host_dirs = {

@@ -84,7 +84,7 @@ class Restorer:
         timeout_s: float,
         verify: Verify = "always",
     ):
-        self._verify = verify
+        self._verify: Verify = verify
         self._local = LocalTiers(host_dirs, events)
         self._durable = durable
         self._epochs = epochs

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
 from ckptkit import layout
-from ckptkit.errors import StoreError
+from ckptkit.durable import EpochRecords
+from ckptkit.durable.epochs import Ancestry
+from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, nothing_at
 from ckptkit.inspection.shares import read_shares
 from ckptkit.inspection.steps import durable_steps, read_ancestry
 from ckptkit.manifest import SaveId
+from ckptkit.newest import LostManifestError
 from ckptkit.slot_reader import slot_directories
+from ckptkit.store import open_store
 from ckptkit.store.roots import is_remote, root_url
 from ckptkit.verification.durable import identity_of, prove_step
 from ckptkit.verification.mend_slot import can_mend, mend_share, put_manifest_aside, put_share_aside
@@ -112,7 +117,7 @@ class _Scrubber:
         self._manifests: list[tuple[Path, Finding]] = []
 
     def run(self) -> Scrub:
-        ancestry, problems = read_ancestry(self._place)
+        ancestry, problems = self._ancestry()
         directories = self._directories()
         if not directories and not self._place.names() and not os.path.isdir(self._place.url):
             raise nothing_at(self._place.url, "there is no such root, and no tier that was given has slots of it")
@@ -142,6 +147,15 @@ class _Scrubber:
             problems=tuple(problems),
         )
 
+    def _ancestry(self) -> tuple[Ancestry, list[str]]:
+        """The epoch record, mended from its copy first where that is asked for and can be."""
+        ancestry, problems = read_ancestry(self._place)
+        if problems and self._repair and not is_remote(self._place.url):
+            with suppress(CorruptCheckpointError):
+                EpochRecords(open_store(self._place.url)).mend()
+                return read_ancestry(self._place.again())
+        return ancestry, problems
+
     def _directories(self) -> list[Path]:
         ending = layout.job_name(self._place.url).removeprefix("job")
         found: list[Path] = []
@@ -156,8 +170,8 @@ class _Scrubber:
     def _look_into(self, directory: Path) -> None:
         shares, errors = read_shares(directory)
         for error in errors:
-            if error.path is not None and os.path.lexists(error.path):
-                self._manifests.append((Path(error.path), Finding(path=error.path, problem=str(error))))
+            if isinstance(error, LostManifestError) or (error.path is not None and os.path.lexists(error.path)):
+                self._manifests.append((Path(str(error.path)), Finding(path=str(error.path), problem=str(error))))
         for share in shares:
             proof = prove_share(share, self._limits)
             if not proof.superseded:
@@ -175,6 +189,7 @@ class _Scrubber:
 
     def _treat_manifest(self, path: Path) -> Treatment:
         epoch_step = layout.save_of_manifest(path.name) or (0, 0, 0)
+        gone = not os.path.lexists(path)
         reason = put_manifest_aside(path) if self._repair else None
         return Treatment(
             step=epoch_step[0],
@@ -183,7 +198,7 @@ class _Scrubber:
             path=str(path),
             act="leave" if reason else "quarantine",
             done=self._repair and reason is None,
-            reason=reason or "its manifest is damaged",
+            reason=reason or ("its manifest is gone: its slot is free" if gone else "its manifest is damaged"),
             sources={},
         )
 
