@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup setup-system demo test kill-phases bucket-campaign dropin-campaign corruption-campaign lint format clean
+.PHONY: setup setup-system demo test kill-phases bucket-campaign dropin-campaign corruption-campaign proof-cost lint format clean
 
 setup: $(STAMP)
 
@@ -36,6 +36,9 @@ dropin-campaign: setup
 
 corruption-campaign: setup
 	$(BIN)/python -m bench corruption --full
+
+proof-cost: setup
+	$(BIN)/python -m bench proof
 
 lint: setup
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
@@ -109,6 +110,16 @@ def read_manifests(
     return sorted(found, key=lambda pair: pair[1].save_id, reverse=True), damaged
 
 
+def within(manifest: Manifest, size_bytes: int) -> Manifest:
+    """The manifest with the boxes that lie in a slot of `size_bytes`: nothing is allocated for the others."""
+
+    def cut(leaf: LeafRecord) -> LeafRecord:
+        inside = tuple(r for r in leaf.boxes if r.offset + r.box.size * leaf.itemsize <= size_bytes)
+        return leaf if len(inside) == len(leaf.boxes) else replace(leaf, boxes=inside)
+
+    return replace(manifest, arrays={item: tuple(map(cut, leaves)) for item, leaves in manifest.arrays.items()})
+
+
 @final
 class SlotReader:
     """Reads boxes of one committed manifest, in this process or another; never an alias of the slot's memory.
@@ -141,6 +152,11 @@ class SlotReader:
             return self._memory[record.offset + start : record.offset + stop]
 
         copy_proven(leaf, record, wanted, into, fetch, where=str(self._path), proves=self._proves)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the slot's file."""
+        return self._memory.nbytes
 
     def gone(self) -> bool:
         """Whether the manifest is no longer there: the slot may hold a newer save by now."""

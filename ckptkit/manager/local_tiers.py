@@ -13,7 +13,7 @@ from ckptkit.manifest import Manifest, SaveId
 from ckptkit.plan import Source
 from ckptkit.proving import Proving
 from ckptkit.restore import BoxReader
-from ckptkit.slot_reader import ManifestCache, SlotReader, read_manifests, slot_directories
+from ckptkit.slot_reader import ManifestCache, SlotReader, read_manifests, slot_directories, within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,16 +72,20 @@ class LocalTiers:
         for tier, pairs in (save.held if save is not None else {}).items():
             for directory, manifest in pairs:
                 try:
-                    readers.append(_slot_reader(directory, manifest, proves))
+                    slot = SlotReader(directory, manifest, proves)
                 except (OSError, ValueError) as error:  # the slot is gone or empty: the next source is taken
                     self._events.emit(Kind.REJECTED, step=manifest.save_id.step, tier=tier, reason=str(error))
                     continue
-                sources.append(Source(tier=tier, manifests=(manifest,)))
+                inside = within(manifest, slot.size_bytes)
+                if inside != manifest:
+                    reason = f"slot {directory / manifest.slot} has {slot.size_bytes} bytes, and boxes beyond its end"
+                    self._events.emit(Kind.REJECTED, step=manifest.save_id.step, tier=tier, reason=reason)
+                sources.append(Source(tier=tier, manifests=(inside,)))
+                readers.append(_slot_reader(slot, directory, manifest, proves))
         return Holdings(sources=tuple(sources), readers=tuple(readers))
 
 
-def _slot_reader(directory: Path, manifest: Manifest, proves: Proving) -> BoxReader:
-    slot = SlotReader(directory, manifest, proves)
+def _slot_reader(slot: SlotReader, directory: Path, manifest: Manifest, proves: Proving) -> BoxReader:
     superseded = f"{directory}: save {manifest.save_id} was superseded while it was read"
 
     def read(item: str, leaf: Any, record: Any, wanted: Any, into: Any) -> None:

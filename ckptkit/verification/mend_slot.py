@@ -123,15 +123,14 @@ def _write(proof: ShareProof, sources: Sources) -> str | None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     lost = 0
     try:
-        size_bytes = _slot_bytes(share)
-        if os.fstat(fd).st_size < size_bytes:
-            os.posix_fallocate(fd, 0, size_bytes)
         for item, leaf, cell, offset, digest in damaged_cells(proof):
             block = sources.rebuild(item, leaf, cell, digest) if offset >= 0 else None
             if block is None:
                 lost += 1
             else:
                 _write_all(fd, memoryview(block.reshape(-1).view(np.uint8)), offset)  # pyright: ignore[reportArgumentType]
+        if not lost:  # only then is the size more than what a manifest says
+            os.posix_fallocate(fd, 0, _slot_bytes(share))
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -185,7 +185,7 @@ class _Scrubber:
             if save_id is not None and proof.step == save_id.step:
                 durable = durable_sources(place.url, proof.step)
                 found += [source for source in durable if source.manifest.save_id == save_id]
-        return Sources(found)
+        return Sources(found, self._limits.memory_bytes_max)
 
     def _treat_manifest(self, path: Path) -> Treatment:
         epoch_step = layout.save_of_manifest(path.name) or (0, 0, 0)
