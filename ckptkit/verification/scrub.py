@@ -12,6 +12,7 @@ from typing import Any, Literal, final
 from ckptkit import layout
 from ckptkit.durable import EpochRecords
 from ckptkit.durable.epochs import Ancestry
+from ckptkit.durable.leases import doomed_steps
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, nothing_at
 from ckptkit.inspection.shares import read_shares
@@ -234,6 +235,8 @@ class _Scrubber:
         try:
             if is_remote(place.url):
                 act, reason = "leave", "it stands on a bucket, where scrub only reports"
+            elif proof.step in self._doomed():  # half deleted, it looks damaged
+                act, reason = "leave", "its job has said that it is deleting it"
             elif self._repair:
                 limits, timeout_s = self._limits, self._timeout_s
                 reason = mend_step(place, before, proof.step, sources, limits, root=root, timeout_s=timeout_s)
@@ -257,6 +260,12 @@ class _Scrubber:
             reason=reason,
             sources=dict(sources.used) if act == "repair" else {},
         )
+
+    def _doomed(self) -> set[int]:
+        """The steps that a job is deleting now: it says so before it begins, and takes it back when they are gone."""
+        with suppress(ValueError, KeyError, TypeError):
+            return doomed_steps(self._place.store)
+        return set()
 
     def _save_of(self, step: int) -> SaveId | None:
         """The save of a step whose sidecars are damaged, where only one of that step is in the slots."""

@@ -163,6 +163,22 @@ def test_a_manifest_that_is_gone(job: Job) -> None:
     assert acts(scrubbed(job)) == [], "it is said once"
 
 
+def test_a_step_that_its_job_is_deleting(job: Job) -> None:
+    """A step half deleted would be put aside or made whole again, while its job takes it away."""
+    (job.root / "1/state/manifest.ocdbt").unlink()
+    doomed = job.root / "_ckptkit/doomed.json"
+    doomed.write_text('{"steps": [1]}')
+    before = content(job.home)
+    found = scrubbed(job)
+    assert acts(found) == [(1, "durable", "leave", False)]
+    assert found.treatments[0].reason == "its job has said that it is deleting it"
+    assert content(job.home) == before
+    for text in ('{"steps": [0]}', "{", '{"steps": 1}'):  # another step's, or nobody's
+        doomed.write_text(text)
+        assert acts(scrubbed(job, repair=False)) == [(1, "durable", "repair", False)]
+    assert acts(scrubbed(job)) == [(1, "durable", "repair", True)]
+
+
 def test_a_damaged_epoch_record(job: Job) -> None:
     """A second fault would leave a root that nobody can open."""
     record, copy = sorted((job.root / "_ckptkit/epochs").iterdir(), reverse=True)
