@@ -4,7 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup setup-system demo test kill-phases bucket-campaign dropin-campaign corruption-campaign crashpoints lint format clean
+.PHONY: setup setup-system demo test lint format clean
+.PHONY: kill-phases bucket-campaign dropin-campaign corruption-campaign crashpoints proof-cost
 
 setup: $(STAMP)
 
@@ -40,6 +41,9 @@ corruption-campaign: setup
 # Needs `make setup-system`. Two processes at every phase: `make kill-phases`.
 crashpoints: setup
 	$(BIN)/python -m bench crashpoints --full
+
+proof-cost: setup
+	$(BIN)/python -m bench proof
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """`python -m bench stall|commit|restore`: ckptkit, stock Orbax and the machine's limits, side by side.
 
-`python -m bench corruption|crashpoints`: what faults leave, and what a restart makes of it.
+Others have options of their own: `corruption|crashpoints` (what faults leave, and what a restart makes of it), `proof`
+(what digests cost).
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from bench.corruption import main as corruption
 from bench.crashpoints import main as crashpoints
 from bench.environment import environment
 from bench.figures import available
+from bench.proof import main as proof
 from bench.report import show
 
 _ROOT = Path(__file__).parent.parent
+_CAMPAIGNS = {"corruption": corruption, "crashpoints": crashpoints, "proof": proof}
 
 
 class CaseType(click.ParamType):
@@ -104,7 +107,7 @@ def measure_apart(benchmark: str, case: CaseName, options: list[str], ramdisk: s
 
 
 if __name__ == "__main__":
-    for name, campaign in (("corruption", corruption), ("crashpoints", crashpoints)):
-        if sys.argv[1:2] == [name]:  # they compare answers, not times, and have their own options
+    for name, campaign in _CAMPAIGNS.items():
+        if sys.argv[1:2] == [name]:  # each has its own options
             campaign(sys.argv[2:], prog_name=f"python -m bench {name}")
     main()

@@ -37,7 +37,6 @@ PLACES = (
     ("durable", "epochs"),
 )
 STOCK_PLACES = ("data", "metadata")
-_UNCOPIED = "epochs"  # the run's own record: no tier has another copy of it
 _IN_WORKER = "CKPTKIT_BENCH_WORKER"
 
 
@@ -89,7 +88,7 @@ def campaign(home: Path, count: int, seed: int) -> dict[str, Any]:
         row = rows.setdefault(f"{tier} {what}", Counter())
         row.update(["faults", outcome] + ["recovered"] * recovered)
         unclear = [answer.error for answer in (alone, all_tiers) if answer.error.startswith("unclear")]
-        if outcome == "wrong" or unclear or (not recovered and what != _UNCOPIED):
+        if outcome in ("wrong", "older") or unclear or not recovered:
             misses.append({"who": "ckptkit", "fault": how, "seed": fault_seed, "outcome": outcome, "error": unclear})
         _say(number, count, "ckptkit")
     stock_rows: dict[str, Counter[str]] = {}
@@ -131,7 +130,7 @@ def _damage(files: Sequence[Path], older: Sequence[Path], kind: DamageKind, seed
 
 
 def _outcome(alone: Any, all_tiers: Any, found: bool, newest: int) -> str:
-    """`older`: a file that names a save is gone, and nothing in this tier says that there ever was one."""
+    """`older`: the newest step is gone from this tier, and nothing in it says that there ever was one."""
     if not alone.right or not all_tiers.right:
         return "wrong"
     if found or alone.noticed:
@@ -140,7 +139,7 @@ def _outcome(alone: Any, all_tiers: Any, found: bool, newest: int) -> str:
 
 
 def held(result: dict[str, Any]) -> bool:
-    """Whether the bars are met: nothing wrong, everything recovered that has another copy."""
+    """Whether the bars are met: nothing wrong, nothing lost unnoticed, everything recovered from another copy."""
     return not result["misses"] and not any(row.get("wrong") for row in result["ckptkit"].values())
 
 
@@ -163,9 +162,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(
         "detected: verify, an error or a rejected candidate says so. harmless: the newest step, right, from the "
         "damaged tier alone.\n"
-        "older: what names a save is gone, and the damaged tier alone gives the one before.\n"
-        "wrong: other bits than were saved, silently. recovered: the newest step, right, with all tiers.\n"
-        "The epoch record has no other copy: a restart refuses a damaged one."
+        "older: the damaged tier alone gives the step before, and nothing says that there was a newer one.\n"
+        "wrong: other bits than were saved, silently. recovered: the newest step, right, with all tiers."
     )
     for miss in result["misses"]:
         console.print(f"[red]miss[/red]: {miss}")

@@ -8,6 +8,7 @@ from ckptkit.errors import CoordinationError as CoordinationError
 from ckptkit.errors import CorruptCheckpointError as CorruptCheckpointError
 from ckptkit.errors import ItemNotFoundError as ItemNotFoundError
 from ckptkit.errors import NoRestorableStepError as NoRestorableStepError
+from ckptkit.errors import ReplicaMismatchError as ReplicaMismatchError
 from ckptkit.errors import SaveFailedError as SaveFailedError
 from ckptkit.errors import StepAlreadyExistsError as StepAlreadyExistsError
 from ckptkit.errors import StepNotFoundError as StepNotFoundError
@@ -34,6 +35,8 @@ from ckptkit.policy import FailurePolicy as FailurePolicy
 from ckptkit.policy import KeepBytes as KeepBytes
 from ckptkit.policy import KeepNewest as KeepNewest
 from ckptkit.policy import KeepUnflushed as KeepUnflushed
+from ckptkit.policy import ReplicaPolicy as ReplicaPolicy
 from ckptkit.policy import Tier as Tier
+from ckptkit.proving import Sample as Sample
 from ckptkit.verification import scrub as scrub
 from ckptkit.verification import verify as verify

@@ -2,6 +2,7 @@
 
 Order is sacred. Writing: unlink the slot's manifest, sync the directory (disk), overwrite the bytes, sync them,
 rename the new manifest into place, sync the directory. A manifest therefore never names bytes that are not its own.
+Last, `newest.json` names the save: so that a manifest which is lost later is missed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ckptkit.disk_file import DiskFile, Method
 from ckptkit.errors import CheckpointError, StoreFullError, TierUnusableError
 from ckptkit.host_memory import HostMemory, Room, mount_room, refuse_beyond
 from ckptkit.manifest import Manifest, SaveId
+from ckptkit.newest import Newest
 from ckptkit.pages import populate
 from ckptkit.slot_files import LESS_ON_MOUNT, allocated, map_file, remove_slots, whole_pages
 from ckptkit.slot_reader import manifest_name_of, read_manifests
@@ -72,6 +74,7 @@ class Arena:
         self._protected: frozenset[SaveId] = frozenset()
         self._store = LocalStore(directory, durable=synced) if directory is not None else None
         self._retired: list[Slot] = []  # beyond today's count: they stay while what they hold is protected
+        self._newest = Newest(directory, synced=synced) if directory is not None else None
         if directory is not None:
             self._take_over(directory, keeps_found)
 
@@ -205,6 +208,8 @@ class Arena:
                 raise
         with self._changed:
             slot.save_id = save_id
+            if self._newest is not None:
+                self._newest.committed(save_id)
 
     def discard(self, slot: Slot) -> None:
         """Forgets what `slot` holds: its manifest goes."""
@@ -382,6 +387,7 @@ class Arena:
             return 0
 
     def _forget(self, slot: Slot) -> None:
-        if slot.save_id is not None and self._store is not None:
+        if slot.save_id is not None and self._store is not None and self._newest is not None:
+            self._newest.forgetting(slot.save_id, [each.save_id for each in (*self._slots, *self._retired)])
             self._store.delete(manifest_name_of(slot.save_id))
         slot.save_id = None

@@ -77,6 +77,19 @@ class SaveFailedError(CheckpointError):
     """A save failed in the background; the cause is attached as `__cause__`."""
 
 
+class ReplicaMismatchError(CheckpointError):
+    """Data replicas hold different bits; `.differences` names each leaf and box with who holds what."""
+
+    def __init__(self, differences: Iterable[str], *, step: int):
+        self.differences = tuple(differences)
+        lines = "\n".join(f"  {line}" for line in self.differences)
+        super().__init__(
+            f"step {step}: data replicas differ ({len(self.differences)} boxes are named, at most 16):\n{lines}\n"
+            "No step was committed since. Restore the newest step, without the device or host that is named if one is.",
+            step=step,
+        )
+
+
 class CoordinationError(CheckpointError, TimeoutError):
     """Processes did not meet in time; the message names the meeting and who is missing."""
 

@@ -28,12 +28,14 @@ class Kind(StrEnum):
     SPAN = "span"  # time that was spent: fields span (goodput's kind), duration_s; at_s is its END
     PLANNED = "restore_planned"  # fields sources: tier -> bytes
     REJECTED = "restore_rejected"  # fields reason
-    RESTORED = "restored"  # fields sources: tier -> bytes, duration_s
+    RESTORED = "restored"  # fields sources: tier -> bytes, duration_s, verify (and share, seed of a sample)
     PHASE = "save_phase"  # a save crossed a phase boundary: fields phase
     # fields strategy, reason, bytes, stall_s (the step loop's), waited_s of it for earlier saves; policy "wait" if so
     STAGED = "staged"
     COMMITTED = "committed"  # step is whole in tier on ALL processes: fields bytes, duration_s since staged
     SKIPPED = "save_skipped"  # dropped everywhere: fields reason, policy: skip (too early), wait (in vain), veto
+    # replicas hold different bits: fields item, leaf, box, holders (process, host, device, digest), suspects, policy
+    REPLICAS_DIFFER = "replicas_differ"
     RETRIED = "save_retried"  # a transient failure: fields reason, delay_s until the next attempt
     FAILED = "save_failed"  # fields reason
     DEGRADED = "tier_degraded"  # fields reason

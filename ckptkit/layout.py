@@ -1,9 +1,9 @@
 """Names and paths: where everything lives, and which names are allowed. Nothing here touches a disk.
 
 ```
-<tier root>/<job>/<host id>/<local rank>/lock, slot-<k>.bin, <manifests>          fast tiers
+<tier root>/<job>/<host id>/<local rank>/lock, slot-<k>.bin, <manifests>, newest.json   fast tiers
 <durable root>/<step>/<item>/_ckptkit/process-<i>.json                            our sidecars in Orbax's steps
-<durable root>/_ckptkit/epochs/<epoch>.json                                       one record per run that saved
+<durable root>/_ckptkit/epochs/<epoch>.json, <epoch>.copy.json                    one record per run that saved
 <durable root>/_ckptkit/leases/<id>.json, doomed.json                             what is read, what is to be deleted
 ```
 """
@@ -15,7 +15,9 @@ import re
 
 PAGE_BYTES = 4096  # boxes begin at multiples of it in a slot
 LOCK_NAME = "lock"
+NEWEST_NAME = "newest.json"  # beside the manifests: which of them was committed last
 SIDECAR_DIR = "_ckptkit"
+SIDECAR_SIGN = "ckptkit_sidecars"  # in an item's `array_metadatas`: it has sidecars, and one without has lost them
 EPOCHS_DIR = f"{SIDECAR_DIR}/epochs"
 LEASES_DIR = f"{SIDECAR_DIR}/leases"
 COMMIT_MARK = "commit_success.txt"  # an object in what Orbax has committed, on a bucket
@@ -24,7 +26,7 @@ DOOMED_KEY = f"{SIDECAR_DIR}/doomed.json"
 
 _MANIFEST = re.compile(r"step-([0-9]{12})-e([0-9]{8})-n([0-9]{8})\.json")
 _SIDECAR = re.compile(r"process-([0-9]{1,6})\.json")
-_EPOCH = re.compile(r"([0-9]{8})\.json")
+_EPOCH = re.compile(r"([0-9]{8})(?:\.copy)?\.json")
 _SLOT = re.compile(r"slot-([0-9]{1,3})\.bin")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -87,7 +89,12 @@ def epoch_name(epoch: int) -> str:
     return f"{epoch:08d}.json"
 
 
+def epoch_copy_name(epoch: int) -> str:
+    """The file name of the second copy of an epoch record."""
+    return f"{epoch:08d}.copy.json"
+
+
 def epoch_of_name(name: str) -> int | None:
-    """The epoch of a record's file name; None for any other name."""
+    """The epoch of the file name of a record, or of its copy; None for any other name."""
     match = _EPOCH.fullmatch(name)
     return int(match[1]) if match else None

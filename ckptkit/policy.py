@@ -12,6 +12,7 @@ from ckptkit import layout
 Medium = Literal["ram", "ssd"]
 DurableBusy = Literal["wait", "skip"]
 _Save = TypeVar("_Save")
+OnDifference = Literal["report", "keep", "stop"]
 
 
 @runtime_checkable
@@ -271,6 +272,30 @@ class FailurePolicy:
             )
         if self.durable_max_age_s is not None and self.durable_max_age_s < 0:
             raise ValueError(f"FailurePolicy: durable_max_age_s={self.durable_max_age_s}: give 0 or more, or None")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPolicy:
+    """What a save compares of data replicas, and what becomes of it where they differ.
+
+    Compared at every save, in the background: each box that several processes hold, by the digests of what is stored;
+    and of boxes that several devices of one process hold, as many other copies as fit into `local_bytes_max` (None:
+    all; 0: none), in turn from save to save: reading these is what it costs, on the step loop where the save copies
+    there. `report`: events say it, the save goes on. `keep`: the save is dropped everywhere, so that the last step
+    whose replicas agreed stays the newest. `stop`: the same, and `save`, `check_for_errors`, `wait_until_finished`
+    and `close` raise `ReplicaMismatchError`. All processes give the same.
+    """
+
+    on_difference: OnDifference = "report"
+    local_bytes_max: int | None = 64 << 20
+
+    def __post_init__(self) -> None:
+        if self.on_difference not in get_args(OnDifference):
+            raise ValueError(f"on_difference {self.on_difference!r}: give one of {', '.join(get_args(OnDifference))}")
+        if self.local_bytes_max is not None and self.local_bytes_max < 0:
+            raise ValueError(
+                f"local_bytes_max={self.local_bytes_max}: give a number of bytes, 0 for none, None for all"
+            )
 
 
 def checked_tiers(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from ckptkit.sharding import Box, boxes_held
 from ckptkit.snapshot import SMALL_BYTES, copy_threads, kind_of_number, leaf_path, share_work
 from ckptkit.structure import Empty, empty_value
 
+_HOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _REMOTE_READS = 8  # at a time: each waits for a store's answer
 
 
@@ -227,6 +229,10 @@ def merged_leaves(manifests: Iterable[Manifest], item: str) -> list[LeafRecord]:
 def _read_box(box_read: BoxRead, records: Sequence[tuple[LeafRecord, BoxRecord]], reader: BoxReader) -> np.ndarray:
     if not records:
         raise CorruptCheckpointError(f"leaf {box_read.key} has no box of the shape {box_read.wanted.shape}")
+    if box_read.nbytes > _HOST_BYTES:
+        raise CorruptCheckpointError(
+            f"leaf {box_read.key} has a box of {box_read.nbytes} bytes, and this host has {_HOST_BYTES} bytes of memory"
+        )
     block = empty_block(box_read.wanted.shape, np.dtype(records[0][0].dtype))
     for leaf, record in records:
         reader(box_read.key[0], leaf, record, box_read.wanted, block)

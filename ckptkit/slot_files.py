@@ -46,6 +46,7 @@ def whole_pages(size_bytes: int) -> int:
 def remove_slots(directory: Path) -> None:
     """Deletes every manifest below `directory`, then the slots."""
     names = sorted(os.listdir(directory))
+    (directory / layout.NEWEST_NAME).unlink(missing_ok=True)
     for name in [n for n in names if layout.save_of_manifest(n)] + [
         n for n in names if layout.slot_index(n) is not None
     ]:

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
@@ -14,7 +15,17 @@ import numpy as np
 
 from ckptkit import layout
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.manifest import MANIFEST_BYTES_MAX, BoxRecord, LeafRecord, Manifest, SaveId, copy_proven
+from ckptkit.manifest import (
+    MANIFEST_BYTES_MAX,
+    BoxRecord,
+    LeafRecord,
+    Manifest,
+    Proves,
+    SaveId,
+    copy_proven,
+    prove_all,
+)
+from ckptkit.newest import lost_newest
 from ckptkit.sharding import Box
 
 
@@ -81,18 +92,32 @@ def read_manifests(
         except OSError as error:
             damaged.append(CorruptCheckpointError(f"slot directory {directory}: {error}", path=str(directory)))
             continue
+        mine: list[SaveId] = []
         for name in names:
             if layout.save_of_manifest(name) is None:
                 continue
             try:
                 found.append((directory, cache.read(directory / name)))
+                mine.append(found[-1][1].save_id)
             except FileNotFoundError:  # superseded between the listing and the read
                 continue
             except OSError as error:
                 damaged.append(CorruptCheckpointError(f"manifest {directory / name}: {error}", path=str(directory)))
             except CorruptCheckpointError as error:
                 damaged.append(error)
+        if (lost := lost_newest(directory, mine)) is not None:
+            damaged.append(lost)
     return sorted(found, key=lambda pair: pair[1].save_id, reverse=True), damaged
+
+
+def within(manifest: Manifest, size_bytes: int) -> Manifest:
+    """The manifest with the boxes that lie in a slot of `size_bytes`: nothing is allocated for the others."""
+
+    def cut(leaf: LeafRecord) -> LeafRecord:
+        inside = tuple(r for r in leaf.boxes if r.offset + r.box.size * leaf.itemsize <= size_bytes)
+        return leaf if len(inside) == len(leaf.boxes) else replace(leaf, boxes=inside)
+
+    return replace(manifest, arrays={item: tuple(map(cut, leaves)) for item, leaves in manifest.arrays.items()})
 
 
 @final
@@ -103,8 +128,9 @@ class SlotReader:
     not match its digest was superseded, not corrupt.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest):
+    def __init__(self, directory: Path, manifest: Manifest, proves: Proves = prove_all):
         self._manifest = manifest
+        self._proves = proves
         self._manifest_path = directory / manifest_name_of(manifest.save_id)
         self._path = directory / manifest.slot
         fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # no link, no pipe
@@ -125,7 +151,12 @@ class SlotReader:
                 )
             return self._memory[record.offset + start : record.offset + stop]
 
-        copy_proven(leaf, record, wanted, into, fetch, where=str(self._path))
+        copy_proven(leaf, record, wanted, into, fetch, where=str(self._path), proves=self._proves)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the slot's file."""
+        return self._memory.nbytes
 
     def gone(self) -> bool:
         """Whether the manifest is no longer there: the slot may hold a newer save by now."""

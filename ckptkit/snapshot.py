@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ckptkit.layout import PAGE_BYTES
-from ckptkit.manifest import BoxRecord, LeafKind, LeafRecord, cell_ranges, copy_digested
+from ckptkit.manifest import BoxRecord, LeafKind, LeafRecord, cell_ranges, copy_digested, digest_of
 from ckptkit.sharding import Box, boxes_by_process, cell_shape
 
 COPY_THREADS = min(4, os.cpu_count() or 1)
@@ -34,6 +34,7 @@ class LeafSource:
     record: LeafRecord
     holders: Mapping[Box, tuple[int, ...]]  # every box of the global array -> the processes that hold it
     devices: tuple[Any, ...]  # for each box of the record, the local device that it is read from; none: host memory
+    twins: tuple[tuple[Any, ...], ...] = ()  # for each box of the record, the other local devices that hold it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Extent:
     stop: int
     cells: tuple[tuple[int, int], ...]
     on_device: bool  # read from memory that is not the host's
+    kept: bool = True  # False: only digested, to be compared with what is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +144,15 @@ def copy_shards(
         if extent.on_device:
             array.copy_to_host_async()
     digests: dict[int, list[str]] = {extent.number: [""] * len(extent.cells) for _, extent in shards}
-    cells: deque[tuple[np.ndarray, int, int, list[str], int]] = deque()
+    cells: deque[tuple[np.ndarray, int, int, list[str], int, bool]] = deque()
     opening = threading.Lock()
+
+    def take(piece: np.ndarray, start: int, stop: int, kept: bool) -> str:
+        if not kept:
+            return digest_of(piece)
+        digest = copy_digested(piece, memory[start:stop])
+        copied(start, stop)
+        return digest
 
     def open_next() -> bool:
         if not waiting:
@@ -151,7 +160,8 @@ def copy_shards(
         array, extent = waiting.popleft()
         data, found = _bytes_of(array), digests[extent.number]
         for index, (start, stop) in enumerate(extent.cells):
-            cells.append((data[start - extent.offset : stop - extent.offset], start, stop, found, index))
+            piece = data[start - extent.offset : stop - extent.offset]
+            cells.append((piece, start, stop, found, index, extent.kept))
         return True
 
     def copy_large() -> None:
@@ -160,16 +170,14 @@ def copy_shards(
                 while not cells:
                     if not open_next():
                         return
-                piece, start, stop, found, index = cells.popleft()
-            found[index] = copy_digested(piece, memory[start:stop])
-            copied(start, stop)
+                piece, start, stop, found, index, kept = cells.popleft()
+            found[index] = take(piece, start, stop, kept)
 
     def copy_small() -> None:
         for array, extent in small:
             data, found = _bytes_of(array), digests[extent.number]
             for index, (start, stop) in enumerate(extent.cells):
-                found[index] = copy_digested(data[start - extent.offset : stop - extent.offset], memory[start:stop])
-                copied(start, stop)
+                found[index] = take(data[start - extent.offset : stop - extent.offset], start, stop, extent.kept)
 
     threads = copy_threads(sum(extent.stop - extent.offset for _, extent in large))
     share_work(copy_large, threads, meanwhile=copy_small)
@@ -228,7 +236,7 @@ def _describe_leaf(item: str, keypath: Any, value: Any, offset: int) -> tuple[Le
         mine = [Box.whole(value.shape)]
         holders = {mine[0]: (0,)}
         box_shape = value.shape
-    boxes, devices = [], _devices_of(value, mine) if kind == "jax" else ()
+    boxes, holding = [], _devices_of(value, mine) if kind == "jax" else ()
     for box in mine:
         boxes.append(BoxRecord(box=box, offset=offset, digests=()))
         offset += _slot_bytes(box, itemsize)
@@ -242,7 +250,8 @@ def _describe_leaf(item: str, keypath: Any, value: Any, offset: int) -> tuple[Le
         extra=extra,
         boxes=tuple(boxes),
     )
-    return LeafSource(sharding=sharding, record=record, holders=holders, devices=devices), offset
+    devices, twins = tuple(all_[0] for all_ in holding), tuple(all_[1:] for all_ in holding)
+    return LeafSource(sharding=sharding, record=record, holders=holders, devices=devices, twins=twins), offset
 
 
 def _share_bytes(sources: Sequence[LeafSource]) -> int:
@@ -318,12 +327,12 @@ def _is_numeric(dtype: np.dtype) -> bool:
     return dtype.kind in "biufcmM" or dtype.isbuiltin == 2
 
 
-def _devices_of(array: jax.Array, boxes: Sequence[Box]) -> tuple[Any, ...]:
-    """For each box, the first local device that holds it."""
-    holding: dict[Box, Any] = {}
+def _devices_of(array: jax.Array, boxes: Sequence[Box]) -> tuple[tuple[Any, ...], ...]:
+    """For each box, the local devices that hold it; it is stored from the first."""
+    holding: dict[Box, list[Any]] = {}
     for device, index in array.sharding.addressable_devices_indices_map(array.shape).items():
-        holding.setdefault(Box.of_index(index or (), array.shape), device)
-    return tuple(holding[box] for box in boxes)
+        holding.setdefault(Box.of_index(index or (), array.shape), []).append(device)
+    return tuple(tuple(holding[box]) for box in boxes)
 
 
 def _extent(number: int, leaf: LeafRecord, box: BoxRecord, on_device: bool) -> Extent:
@@ -335,12 +344,17 @@ def _held(source: LeafSource, value: Any) -> list[Any]:
     """One local array for every box that this process stores of a leaf."""
     if not source.devices:
         return [np.asarray(value, np.dtype(source.record.dtype))]
+    if isinstance(value, jax.Array) and value.sharding.num_devices == 1 and "key_impl" not in source.record.extra:
+        return [value]
+    local = by_device(source, value)
+    return [local[device] for device in source.devices]
+
+
+def by_device(source: LeafSource, value: Any) -> dict[Any, Any]:
+    """The local shards of a leaf that lives on devices, each as a single-device array of plain dtype."""
     if "key_impl" in source.record.extra:
         value = jax.random.key_data(value)
-    if value.sharding.num_devices == 1:
-        return [value]
-    local = {shard.device: shard.data for shard in value.addressable_shards}
-    return [local[device] for device in source.devices]
+    return {shard.device: shard.data for shard in value.addressable_shards}
 
 
 def _signature(trees: Mapping[str, Any]) -> Any:

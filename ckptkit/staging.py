@@ -56,14 +56,16 @@ def begin(
     trees: Mapping[str, Any],
     memory: np.ndarray,
     copied: Callable[[int, int], None] | None = None,
+    compared: Sequence[Shard] = (),
 ) -> Staging:
     """Stages the state of one save by `choice`; returns as soon as the strategy lets the step loop go on.
 
     With `gate` the caller must not donate the state before `finish` has returned; with the others it may at once.
-    `copied(start, stop)` is told, on any thread, which bytes of `memory` are final.
+    `copied(start, stop)` is told, on any thread, which bytes of `memory` are final. `compared` are shards of the same
+    state that are only digested (`ckptkit.replicas`), at the same moment as the others.
     """
     copy = partial(copy_shards, memory=memory, copied=copied or _untold)
-    shards = local_shards(description, trees)
+    shards = [*local_shards(description, trees), *compared]
     host = [shard for shard in shards if isinstance(shard[0], np.ndarray)]
     device = [shard for shard in shards if not isinstance(shard[0], np.ndarray)]
     digests = copy(host)

@@ -121,7 +121,9 @@ def _write_side_files(
         }
         for value, info, chunk in zip(values, infos, chunks, strict=True)
     ]
-    _write_text(directory / "array_metadatas", f"process_{process}", json.dumps({"array_metadatas": metadatas}))
+    # Orbax reads the one key. The other says that a sidecar belongs to the item, wherever that is.
+    written = {"array_metadatas": metadatas, layout.SIDECAR_SIGN: True}
+    _write_text(directory / "array_metadatas", f"process_{process}", json.dumps(written))
     if process == 0:
         shardings = {
             base64.urlsafe_b64encode(info.name.encode()).decode(): value.record.extra["sharding"]

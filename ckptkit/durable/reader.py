@@ -6,6 +6,7 @@ import errno
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import tensorstore as ts
 
 from ckptkit import layout
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError, TransientStoreError
-from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, copy_proven
+from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, Proves, SaveId, copy_proven, prove_all
 from ckptkit.sharding import Box
 from ckptkit.store import Store, open_store
 
@@ -33,7 +34,15 @@ _TRANSIENT_ERRNOS = (
 )
 
 _STEP_METADATA = "_CHECKPOINT_METADATA"
+ARRAY_METADATAS = "array_metadatas"
 _IDENTITY = "ckptkit_save_id"
+
+
+def has_sidecar_sign(array_metadatas: bytes) -> bool:
+    """Whether a file of an item's `array_metadatas` says that the item has sidecars; False for one that is damaged."""
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        return json.loads(array_metadatas)[layout.SIDECAR_SIGN] is True
+    return False
 
 
 def identity_metadata(save_id: SaveId) -> dict[str, Any]:
@@ -73,7 +82,8 @@ def is_transient(error: BaseException) -> bool:
 class DurableReader:
     """One step directory. `manifests` are the sidecars of all processes that wrote it, by item."""
 
-    def __init__(self, step_url: str, *, step: int):
+    def __init__(self, step_url: str, *, step: int, proves: Proves = prove_all):
+        self._proves = proves
         self._url = step_url.rstrip("/")
         self._step = step
         self._store: Store = open_store(self._url)
@@ -89,7 +99,7 @@ class DurableReader:
     def manifests(self) -> list[Manifest]:
         """The sidecars of every process, all items; empty for a step that stock Orbax wrote.
 
-        Raises `CorruptCheckpointError` where one is damaged, or a process's sidecar is missing.
+        Raises `CorruptCheckpointError` where one is damaged, or a process's sidecar is missing, or all of an item's.
         """
         keys = []
         for item in self._store.list(""):
@@ -97,12 +107,28 @@ class DurableReader:
                 directory = f"{item}{layout.SIDECAR_DIR}"
                 names = self._store.list(directory)
                 keys += [f"{directory}/{name}" for name in names if layout.process_of_sidecar(name) is not None]
+        self._require_sidecars({key.partition("/")[0] for key in keys})
         if not keys:
             return []
         with ThreadPoolExecutor(READ_THREADS) as pool:
             manifests = list(pool.map(self._manifest, keys))
         self._check_complete(manifests)
         return manifests
+
+    def _require_sidecars(self, present: set[str]) -> None:
+        """An item without sidecars is stock Orbax's, unless it says of itself that it had some."""
+        lost = [item for item in self.item_names() if item not in present and self._is_ours(item)]
+        if lost:
+            raise CorruptCheckpointError(
+                f"step {self._step} in {self._url}: items {lost} have lost their sidecars, which alone prove them",
+                step=self._step,
+                path=self._url,
+            )
+
+    def _is_ours(self, item: str) -> bool:
+        with suppress(FileNotFoundError):
+            return has_sidecar_sign(self._store.get(f"{item}/{ARRAY_METADATAS}/process_0"))
+        return False
 
     def newest_manifest(self, item: str) -> Manifest | None:
         """Process 0's sidecar of one item: enough to name the save. None for a step that stock Orbax wrote."""
@@ -112,11 +138,15 @@ class DurableReader:
             return None
 
     def save_id(self) -> SaveId | None:
-        """Which save the step is; None for one that stock Orbax wrote. Cost: a listing and a small read."""
+        """Which save the step is; None for one that stock Orbax wrote. Cost: a listing and a small read.
+
+        Raises `CorruptCheckpointError` where a sidecar is damaged, or all of them are gone.
+        """
         for item in self.item_names():
             manifest = self.newest_manifest(item)
             if manifest is not None:
                 return manifest.save_id
+        self._require_sidecars(set())
         return self.save_id_in_metadata()
 
     def save_id_in_metadata(self) -> SaveId | None:
@@ -141,7 +171,8 @@ class DurableReader:
             del start, stop
             return self.read_cell(item, leaf, cell)
 
-        copy_proven(leaf, record, wanted, into, fetch, where=f"step {self._step} in {self._url}, item {item}")
+        where = f"step {self._step} in {self._url}, item {item}"
+        copy_proven(leaf, record, wanted, into, fetch, where=where, proves=self._proves)
 
     def read_cell(self, item: str, leaf: LeafRecord, cell: Box) -> np.ndarray:
         """The elements of one cell as they stand, which nothing has proven yet: to compare with a digest.

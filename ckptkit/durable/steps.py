@@ -22,7 +22,7 @@ from ckptkit.durable.preservation import BranchPreservation, prunes, replaced_op
 from ckptkit.durable.reader import DurableReader, identity_metadata
 from ckptkit.durable.stock import DEFAULT_ITEM, QuietLogger, Setup, StockManager, checked_options, delete_mark_first
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.manifest import LeafRecord, Manifest, SaveId
+from ckptkit.manifest import LeafRecord, Manifest, Proves, SaveId, prove_all
 from ckptkit.sharding import Box, choose_writers
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
@@ -94,13 +94,14 @@ class DurableSteps:
         latest = self._writer if id(self.stock.orbax) in self._stale else self.stock.orbax
         return [] if latest is None else list(latest.all_steps())
 
-    def reader(self, step: int) -> DurableReader:
-        """A reader of one step."""
+    def reader(self, step: int, proves: Proves = prove_all) -> DurableReader:
+        """A reader of one step, which proves the cells that `proves` chooses."""
         try:
             path = self.stock.path(step)
         except ValueError:  # a name format of the caller's, and no step of any of its names
             path = self.directory / self._options.step_name_format.build_name(step)  # pyright: ignore[reportOptionalMemberAccess]
-        return DurableReader(str(path).replace("gs:/", "gs://") if "gs://" not in str(path) else str(path), step=step)
+        url = str(path).replace("gs:/", "gs://") if "gs://" not in str(path) else str(path)
+        return DurableReader(url, step=step, proves=proves)
 
     def save_id(self, step: int) -> SaveId | None:
         """Which save a committed step is; None for one that stock Orbax wrote. Cost: a listing and a small read."""

@@ -14,6 +14,7 @@ from ckptkit.inspection.places import Place, readable, require_regular
 from ckptkit.inspection.records import Item, Leaf
 from ckptkit.inspection.words import dtype_name, sharding_words
 from ckptkit.manifest import LeafRecord, Manifest
+from ckptkit.newest import lost_newest
 from ckptkit.slot_reader import read_manifest
 
 _READ_THREADS = 8
@@ -43,6 +44,8 @@ def read_shares(directory: Path) -> tuple[list[Share], list[CorruptCheckpointErr
             continue
         except CorruptCheckpointError as error:
             damaged.append(error)
+    if (lost := lost_newest(directory, [share.manifest.save_id for share in shares])) is not None:
+        damaged.append(lost)
     return sorted(shares, key=lambda share: share.manifest.save_id, reverse=True), damaged
 
 

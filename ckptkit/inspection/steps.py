@@ -82,7 +82,8 @@ def read_ancestry(place: Place) -> tuple[Ancestry, list[str]]:
     """The rollbacks that a root records; where the record is damaged, none and the reason."""
     try:
         with readable(f"{place.url}/{layout.EPOCHS_DIR}"):
-            return EpochRecords(place.store).read(), []
+            ancestry, problems = EpochRecords(place.store).check()
+            return ancestry, [f"{problem}; the other copy was read" for problem in problems]
     except CorruptCheckpointError as error:
         return Ancestry(), [f"{error}; which steps a rollback superseded is not known"]
 

@@ -15,6 +15,7 @@ from ckptkit.errors import ItemNotFoundError, TreeMismatchError
 from ckptkit.manager.casting import Finish, as_template
 from ckptkit.manager.small_items import STRUCTURE, gives_back
 from ckptkit.manifest import LeafRecord, Manifest
+from ckptkit.proving import Proving
 from ckptkit.restore import abstract_of, merged_leaves
 from ckptkit.snapshot import leaf_path
 from ckptkit.structure import empties_of
@@ -31,6 +32,7 @@ class RestoreItems:
     args: Mapping[str, Any] | None
     default_item: bool | None  # None: as the step was saved
     choose: Choose | None = None
+    proves: Proving = field(default_factory=Proving)
 
     def check_mode(self, held: set[str]) -> None:
         """Raises ValueError, as Orbax does, where named items are asked of a step of an unnamed one, or the reverse."""

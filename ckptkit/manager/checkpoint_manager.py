@@ -27,7 +27,8 @@ from ckptkit.manager.restoring import Restored
 from ckptkit.manager.resuming import Resumer
 from ckptkit.manager.step_number import saved_step_number, step_number
 from ckptkit.manifest import SaveId
-from ckptkit.policy import Backpressure, DurableBusy, FailurePolicy, Tier, checked_tiers
+from ckptkit.policy import Backpressure, DurableBusy, FailurePolicy, ReplicaPolicy, Tier, checked_tiers
+from ckptkit.proving import Verify
 from ckptkit.store.roots import root_url
 
 _log = logging.getLogger("ckptkit")
@@ -62,6 +63,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         reports how long (`waited_s` of the `staged` event), `skip` leaves the step out of the durable tier. Forced
         saves and those of a preemption always wait.
       on_failure: what becomes of durable saves that fail.
+      verify: which cells a restore compares with their digests: `always` all; `sample` or a `Sample` a seeded share; or
+        `never`. What is not proven is never called so: the `restored` event and `steps()` say it.
+      replicas: what is compared of data replicas at each save, and what follows where they differ; None: nothing.
 
     Raises what Orbax's constructor raises for the arguments that they share, `TierUnusableError` for a tier that
     cannot be written, `StoreError` for a durable root that cannot be read, `CoordinationError` where a process does
@@ -88,6 +92,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         host_bytes_max: int | None = None,
         durable_busy: DurableBusy = "wait",
         on_failure: FailurePolicy = FailurePolicy(),  # noqa: B008  frozen
+        verify: Verify = "always",
+        replicas: ReplicaPolicy | None = ReplicaPolicy(),  # noqa: B008  frozen
     ):
         self._settings = Settings(
             options=checked_options(options or ocp.CheckpointManagerOptions()),
@@ -100,6 +106,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 in_flight_max=in_flight_max, host_bytes_max=host_bytes_max, durable_busy=durable_busy
             ),
             on_failure=on_failure,
+            replicas=replicas,
+            verify=verify,
         )
         self._options = self._settings.options
         self._logger = logger or ocp.logging.StandardLogger()
@@ -206,11 +214,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     ) -> Any:
         """The items of `step`, or (None) of the newest step that every process can have and that proves whole.
 
-        Every cell is checked against its digest before anything is placed on a device; a step of stock Orbax has no
-        digests and is restored as stock Orbax would. Bytes come from this host's ramdisk, then its SSD, then the
-        durable tier; with `directory`, from that durable root alone. Returns what Orbax returns: the tree of a step
-        saved without names, else a `Composite`. Proven bits are cast where a template or `restore_args` have
-        another dtype.
+        Every cell (or what `verify` says) is checked against its digest before anything is placed on a device; a step
+        of stock Orbax has no digests and is restored as stock Orbax would. Bytes come from this host's ramdisk, then
+        its SSD, then the durable tier; with `directory`, from that durable root alone. Returns what Orbax returns: the
+        tree of a step saved without names, else a `Composite`. Proven bits are cast where a template or `restore_args`
+        have another dtype.
 
         Raises `StepNotFoundError`, `ItemNotFoundError`, `NoRestorableStepError` (with every candidate's reason),
         `TreeMismatchError` (with all differences); a tier that cannot be reached raises `StoreError` rather than fall

@@ -13,6 +13,7 @@ from ckptkit.events import EventLog
 from ckptkit.manager.asked import RestoreItems
 from ckptkit.manager.opening import epoch_records
 from ckptkit.manager.restoring import Restored, Restorer
+from ckptkit.proving import Verify
 
 
 def restore_elsewhere(
@@ -25,6 +26,7 @@ def restore_elsewhere(
     coordinator: Coordinator,
     events: EventLog,
     timeout_s: float,
+    verify: Verify,
 ) -> Restored:
     """`Restorer.restore` from the durable root at `url` alone, with the step names of `options` and the handlers of
     `stock`. Called by all processes together."""
@@ -37,4 +39,5 @@ def restore_elsewhere(
     )
     with closing(DurableSteps(url, read_only, coordinator, timeout_s=timeout_s)) as durable:
         durable.stock.adopt_handlers(stock)
-        return Restorer({}, durable, epoch_records(url), coordinator, events, timeout_s).restore(step, wanted)
+        restorer = Restorer({}, durable, epoch_records(url, events), coordinator, events, timeout_s, verify)
+        return restorer.restore(step, wanted)

@@ -70,6 +70,7 @@ class Intake:
     def take(self, request: Request) -> bool:
         """Takes a step for the tiers in which it is due; returns whether it was taken. See `CheckpointManager.save`."""
         step, force = request.step, request.force
+        self._pipeline.raise_if_stopped()
         refusal = self._decider.refusal(step, last=self._book.latest_step(), force=force)
         if refusal is not None:
             _log.warning("step %d is not saved: %s", step, refusal)

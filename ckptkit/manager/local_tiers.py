@@ -11,8 +11,9 @@ from ckptkit.errors import CorruptCheckpointError
 from ckptkit.events import EventLog, Kind
 from ckptkit.manifest import Manifest, SaveId
 from ckptkit.plan import Source
+from ckptkit.proving import Proving
 from ckptkit.restore import BoxReader
-from ckptkit.slot_reader import ManifestCache, SlotReader, read_manifests, slot_directories
+from ckptkit.slot_reader import ManifestCache, SlotReader, read_manifests, slot_directories, within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ class LocalTiers:
         for tier, host_dir in self._host_dirs.items():
             pairs, damaged = read_manifests(slot_directories(host_dir), self._manifests)
             for error in damaged:
-                self._events.emit(Kind.REJECTED, tier=tier, reason=str(error))
+                self._events.emit(Kind.REJECTED, step=error.step, tier=tier, reason=str(error))
             for directory, manifest in pairs:
                 found.setdefault(manifest.save_id, {}).setdefault(tier, []).append((directory, manifest))
         self._manifests.keep_only(pair for tiers in found.values() for pairs in tiers.values() for pair in pairs)
@@ -64,23 +65,28 @@ class LocalTiers:
             for save, tiers in found.items()
         }
 
-    def holdings(self, save: LocalSave | None) -> Holdings:
+    def holdings(self, save: LocalSave | None, proves: Proving = Proving()) -> Holdings:  # noqa: B008  frozen
         """One source per slot directory, so that a reader knows where a record's bytes stand."""
         sources: list[Source] = []
         readers: list[BoxReader] = []
         for tier, pairs in (save.held if save is not None else {}).items():
             for directory, manifest in pairs:
                 try:
-                    readers.append(_slot_reader(directory, manifest))
+                    slot = SlotReader(directory, manifest, proves)
                 except (OSError, ValueError) as error:  # the slot is gone or empty: the next source is taken
                     self._events.emit(Kind.REJECTED, step=manifest.save_id.step, tier=tier, reason=str(error))
                     continue
-                sources.append(Source(tier=tier, manifests=(manifest,)))
+                inside = within(manifest, slot.size_bytes)
+                if inside != manifest:
+                    reason = f"slot {directory / manifest.slot} has {slot.size_bytes} bytes, and boxes beyond its end"
+                    self._events.emit(Kind.REJECTED, step=manifest.save_id.step, tier=tier, reason=reason)
+                sources.append(Source(tier=tier, manifests=(inside,)))
+                readers.append(_slot_reader(slot, directory, manifest, proves))
         return Holdings(sources=tuple(sources), readers=tuple(readers))
 
 
-def _slot_reader(directory: Path, manifest: Manifest) -> BoxReader:
-    slot = SlotReader(directory, manifest)
+def _slot_reader(slot: SlotReader, directory: Path, manifest: Manifest, proves: Proving) -> BoxReader:
+    superseded = f"{directory}: save {manifest.save_id} was superseded while it was read"
 
     def read(item: str, leaf: Any, record: Any, wanted: Any, into: Any) -> None:
         del item
@@ -88,8 +94,9 @@ def _slot_reader(directory: Path, manifest: Manifest) -> BoxReader:
             slot.read(leaf, record, wanted, into)
         except CorruptCheckpointError as error:
             if slot.gone():  # reused for a newer save in the meantime: not damage
-                message = f"{directory}: save {manifest.save_id} was superseded while it was read"
-                raise CorruptCheckpointError(message, path=str(directory)) from error
+                raise CorruptCheckpointError(superseded, path=str(directory)) from error
             raise
+        if not proves.proves_all and slot.gone():  # no digest would have shown it
+            raise CorruptCheckpointError(superseded, path=str(directory))
 
     return read

@@ -33,9 +33,13 @@ STORE_DEADLINE_S = 20.0  # for small reads and writes of the durable root: a res
 _NAMES_MAX = 20  # of leftovers, in one event
 
 
-def epoch_records(url: str) -> EpochRecords:
-    """The epoch records of a durable root."""
-    return EpochRecords(open_store(url, deadline_s=STORE_DEADLINE_S))
+def epoch_records(url: str, events: EventLog) -> EpochRecords:
+    """The epoch records of a durable root; one that had to be read from its copy is said in an event."""
+
+    def said(problem: str) -> None:
+        events.emit(Kind.REJECTED, tier=DURABLE, reason=problem)
+
+    return EpochRecords(open_store(url, deadline_s=STORE_DEADLINE_S), said)
 
 
 def first_look(

@@ -10,7 +10,7 @@ from typing import Literal
 from ckptkit import clock
 from ckptkit.arena import Arena
 from ckptkit.coordination import Coordinator
-from ckptkit.errors import SaveFailedError
+from ckptkit.errors import CheckpointError, SaveFailedError
 from ckptkit.events import EventLog, Kind
 from ckptkit.manager.book import Book
 from ckptkit.manager.keeping import Keeper
@@ -42,6 +42,7 @@ class Outcomes:
         self._events = events
         self._timeout_s = timeout_s
         self._failures: list[SaveFailedError] = []
+        self._stopped: CheckpointError | None = None
 
     def vote(self, channel: str, refusal: Refusal | None) -> Refusal | None:
         """Everybody's refusals as one, None when there are none; raises where the meeting fails."""
@@ -122,8 +123,24 @@ class Outcomes:
         if DURABLE in due:
             self.failed(save, DURABLE, error)
 
+    def stop(self, error: CheckpointError) -> None:
+        """No later save is to be taken: `error` is raised from now on, until a restore (`go_on`)."""
+        self._stopped = self._stopped or error
+        _log.error("%s", error)
+
+    def go_on(self) -> None:
+        """The run continues from a restored step: what stopped it is behind it."""
+        self._stopped = None
+
+    def raise_if_stopped(self) -> None:
+        """Raises what `stop` was given."""
+        if self._stopped is not None:
+            raise self._stopped.with_traceback(None)
+
     def raise_failure(self) -> None:
-        """Raises the first background failure that was not raised yet, once; later ones are in its notes."""
+        """Raises what stopped the run, or the first background failure that was not raised yet, once; later ones are in
+        its notes."""
+        self.raise_if_stopped()
         taken = []
         while self._failures:  # one by one: a thread may add one meanwhile
             taken.append(self._failures.pop(0))

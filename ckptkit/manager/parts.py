@@ -24,7 +24,8 @@ from ckptkit.manager.opening import epoch_records, first_look, make_tiers, open_
 from ckptkit.manager.restoring import Restorer
 from ckptkit.manager.saving import SavePipeline
 from ckptkit.manifest import Writer
-from ckptkit.policy import Backpressure, FailurePolicy, Tier
+from ckptkit.policy import Backpressure, FailurePolicy, ReplicaPolicy, Tier
+from ckptkit.proving import Verify, checked_verify
 from ckptkit.staging import checked_choice
 
 
@@ -40,10 +41,13 @@ class Settings:
     timeout_s: float
     backpressure: Backpressure
     on_failure: FailurePolicy
+    replicas: ReplicaPolicy | None
+    verify: Verify
 
     def __post_init__(self) -> None:
         layout.checked_name(self.host_id, "host_id")
         checked_choice(self.staging)
+        checked_verify(self.verify)
         self.backpressure.check_tiers(self.tiers)
 
 
@@ -69,7 +73,7 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
     """
     options, events, timeout_s = settings.options, settings.events, settings.timeout_s
     # Asked first: its errors say what is wrong with the root, and nothing has been opened yet.
-    epochs = epoch_records(url)
+    epochs = epoch_records(url, events)
     book = Book(first_look(epochs, url, options, coordinator, timeout_s))
     durable = DurableSteps(url, options, coordinator, timeout_s=timeout_s, setup=setup)
     say_what_was_left(durable, events, coordinator)
@@ -80,7 +84,7 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
     memory = HostMemory(settings.backpressure.host_bytes_max)
     in_flight_max = settings.backpressure.in_flight_max
     arenas = open_arenas(settings.tiers, host_dirs, settings.host_id, memory, in_flight_max, coordinator, timeout_s)
-    restorer = Restorer(host_dirs, durable, epochs, coordinator, events, timeout_s)
+    restorer = Restorer(host_dirs, durable, epochs, coordinator, events, timeout_s, settings.verify)
     held, epoch = take_stock(restorer, durable, book.ancestry, coordinator, timeout_s)
     book.refill(held)
     keeper = Keeper(settings.tiers, arenas, book, in_flight_max)
@@ -98,6 +102,7 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
         settings.staging,
         settings.backpressure,
         settings.on_failure,
+        settings.replicas,
     )
     return Parts(
         durable=durable,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from ckptkit.manager.small_items import give_back
 from ckptkit.manager.taken import DURABLE
 from ckptkit.manifest import Manifest, SaveId
 from ckptkit.plan import Candidate, Key, RestorePlan, Source, plan_restore, rank_candidates
+from ckptkit.proving import Proving, Verify, begin
 from ckptkit.restore import Target, execute, place, targets_of
 from ckptkit.sharding import Box
 
@@ -45,7 +46,7 @@ class Restored:
     default_item: bool
     slot_bytes: int  # that a save of the same would take
     read_bytes: Mapping[str, int] = field(default_factory=dict)  # by tier
-    proven: bool = True  # False for a step of stock Orbax, which has no digests
+    proven: bool = True  # every cell, by its digest; False for a step of stock Orbax, which has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,9 @@ class Restorer:
         coordinator: Coordinator,
         events: EventLog,
         timeout_s: float,
+        verify: Verify = "always",
     ):
+        self._verify: Verify = verify
         self._local = LocalTiers(host_dirs, events)
         self._durable = durable
         self._epochs = epochs
@@ -99,6 +102,7 @@ class Restorer:
         Raises `StepNotFoundError` where there is no candidate, `NoRestorableStepError` where all were rejected;
         a tree mismatch, a missing permission and a tier that cannot be reached raise at once and never fall back.
         """
+        wanted = replace(wanted, proves=begin(self._verify))
         local = {save: held for save, held in self.local_saves().items() if step is None or save.step == step}
         prepared: dict[SaveId, _Prepared] = {}
         rejected: list[tuple[str, int, str]] = []
@@ -187,7 +191,7 @@ class Restorer:
     def _prepare_fast(self, save: LocalSave, wanted: RestoreItems) -> _Prepared | str | None:
         """How to have `save` from its own host's fast tiers alone, or why that cannot be; None: raised when tried."""
         try:
-            holdings = self._local.holdings(save)
+            holdings = self._local.holdings(save, wanted.proves)
             if not holdings.manifests:
                 return f"the slots of save {save.save_id} are gone"
             asked = self._asked(holdings.manifests, wanted)
@@ -206,7 +210,14 @@ class Restorer:
         error: Exception | None = None
         proven = None
         try:
-            proven = self._read(candidate, local, prepared, wanted)
+            try:
+                proven = self._read(candidate, local, prepared, wanted)
+            except CorruptCheckpointError:
+                if not wanted.proves.is_sample:
+                    raise
+                # What is damaged in one place may be in others, which the sample has passed over.
+                wanted = replace(wanted, proves=Proving())
+                proven = self._read(candidate, local, None, wanted)
         except Exception as caught:  # noqa: BLE001  voted on: who does not vote leaves the others waiting
             error = caught
         verdict = self._vote(error)
@@ -224,6 +235,7 @@ class Restorer:
             sources=proven.read_bytes,
             save_id=str(save_id),
             duration_s=round(clock.monotonic_s() - start_s, 6),
+            **(wanted.proves if proven.prepared is not None else Proving(mode="never")).words(),
         )
         return Restored(
             items=items,
@@ -231,7 +243,7 @@ class Restorer:
             default_item=DEFAULT_ITEM in items,
             slot_bytes=0 if proven.prepared is None else _slot_bytes(proven.prepared.targets),
             read_bytes=proven.read_bytes,
-            proven=proven.prepared is not None,
+            proven=proven.prepared is not None and wanted.proves.proves_all,
         )
 
     def _read(
@@ -241,18 +253,18 @@ class Restorer:
 
         The durable tier is asked only for what the fast ones do not cover, or hold damaged.
         """
-        fast = prepared.holdings if prepared is not None else self._local.holdings(local)
+        fast = prepared.holdings if prepared is not None else self._local.holdings(local, wanted.proves)
         if fast.manifests:
             try:
-                return self._read_prepared(prepared or self._prepared_of(candidate, fast, wanted))
+                return self._read_prepared(prepared or self._prepared_of(candidate, fast, wanted), wanted.proves)
             except (CorruptCheckpointError, ValueError) as error:
-                if isinstance(error, TreeMismatchError) or not candidate.durable:
+                if isinstance(error, TreeMismatchError) or not candidate.durable or wanted.proves.is_sample:
                     raise
         if not candidate.durable:
             raise CorruptCheckpointError(
                 f"the slots of save {candidate.save_id} are gone or damaged", step=candidate.save_id.step
             )
-        reader = self._durable.reader(candidate.save_id.step)
+        reader = self._durable.reader(candidate.save_id.step, wanted.proves)
         durable = tuple(reader.manifests())
         if candidate.save_id.ours and {manifest.save_id for manifest in durable} - {candidate.save_id}:
             raise CorruptCheckpointError(
@@ -265,7 +277,7 @@ class Restorer:
             sources=(*fast.sources, Source(tier=DURABLE, manifests=durable, remote=True)),
             readers=(*fast.readers, reader.read),
         )
-        return self._read_prepared(self._prepared_of(candidate, both, wanted))
+        return self._read_prepared(self._prepared_of(candidate, both, wanted), wanted.proves)
 
     def _prepared_of(self, candidate: Candidate, holdings: Holdings, wanted: RestoreItems) -> _Prepared:
         asked = self._asked(holdings.manifests, wanted)
@@ -280,7 +292,7 @@ class Restorer:
         plan = plan_restore(save_id, {target.key: target.boxes for target in targets}, holdings.sources)
         return _Prepared(asked=asked, answers=answers, targets=targets, inline=inline, plan=plan, holdings=holdings)
 
-    def _read_prepared(self, prepared: _Prepared) -> _Proven:
+    def _read_prepared(self, prepared: _Prepared, proves: Proving) -> _Proven:
         plan, by_key = prepared.plan, {target.key: target for target in prepared.targets}
         self._events.emit(Kind.PLANNED, step=plan.save_id.step, sources=plan.bytes_by_tier(), save_id=str(plan.save_id))
         leaves: dict[Key, Any] = {}
@@ -289,7 +301,7 @@ class Restorer:
             if key[0] in prepared.asked.trees:  # what Orbax gives back is only proven
                 leaves[key] = place(by_key[key], blocks)
 
-        read_bytes = execute(plan, prepared.holdings.readers, self._rejected(plan.save_id), proven)
+        read_bytes = execute(plan, prepared.holdings.readers, self._rejected(plan.save_id, proves), proven)
         return _Proven(prepared=prepared, leaves=leaves, read_bytes=read_bytes)
 
     def _asked(self, manifests: Sequence[Manifest], wanted: RestoreItems) -> Asked:
@@ -342,9 +354,11 @@ class Restorer:
             inline[name] = holders[0].inline[name]
         return inline
 
-    def _rejected(self, save_id: SaveId) -> Any:
+    def _rejected(self, save_id: SaveId, proves: Proving) -> Any:
         def emit(tier: str, error: CorruptCheckpointError) -> None:
             self._events.emit(Kind.REJECTED, step=save_id.step, tier=tier, reason=str(error))
+            if proves.is_sample:
+                raise error
 
         return emit
 

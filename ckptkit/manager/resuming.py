@@ -57,6 +57,7 @@ class Resumer:
             coordinator=self._coordinator,
             events=self._settings.events,
             timeout_s=self._settings.timeout_s,
+            verify=self._settings.verify,
         )
         return self._given(restored, began, url)
 
@@ -84,7 +85,9 @@ class Resumer:
         """The run goes on from what was restored."""
         parts = self._parts
         parts.branch.continue_from(restored.save_id)
-        parts.book.verified(restored.save_id)
+        parts.pipeline.go_on()
+        if restored.proven:
+            parts.book.verified(restored.save_id)
         if not self._settings.options.read_only:  # no save follows there: nothing to prepare
             parts.decider.continue_from(restored.save_id.step)
             parts.keeper.restored(restored.save_id)

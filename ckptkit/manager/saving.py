@@ -8,9 +8,9 @@ own copy, and, when a durable save is due (`durable_busy="wait"`), for the previ
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptkit import clock, snapshot, staging
 from ckptkit.arena import Arena, Slot
@@ -20,6 +20,7 @@ from ckptkit.errors import CheckpointError, StoreFullError
 from ckptkit.events import EventLog, Kind
 from ckptkit.flush import Worker
 from ckptkit.manager.book import Book
+from ckptkit.manager.comparing import ReplicaComparison
 from ckptkit.manager.epoch_claim import EpochClaim
 from ckptkit.manager.failing import DurableUpkeep
 from ckptkit.manager.flushing import Flusher
@@ -28,8 +29,10 @@ from ckptkit.manager.keeping import Keeper
 from ckptkit.manager.outcomes import Outcomes, Refusal, describe
 from ckptkit.manager.taken import DURABLE, DiskFlush, Save, Sealed, Tiers, Turn, with_shardings
 from ckptkit.manifest import ManifestText, SaveId, Writer
-from ckptkit.policy import Backpressure, FailurePolicy
+from ckptkit.policy import Backpressure, FailurePolicy, ReplicaPolicy
+from ckptkit.replicas import Twin
 
+_T = TypeVar("_T")
 VOTES_WAITING_MAX = 1024  # of saves that came too early: a few hundred bytes each
 
 
@@ -48,6 +51,7 @@ class SavePipeline:
         choice: str,
         backpressure: Backpressure,
         on_failure: FailurePolicy,
+        replicas: ReplicaPolicy | None,
     ):
         self._tiers = tiers
         self._coordinator = coordinator
@@ -66,6 +70,7 @@ class SavePipeline:
         self._describer = snapshot.Describer(with_shardings)
         self._text: tuple[snapshot.Description, ManifestText] | None = None
         self._outcomes = Outcomes(tiers, coordinator, book, keeper, events, timeout_s)
+        self._replicas = ReplicaComparison(replicas, coordinator, self._outcomes, events, writer.host, timeout_s)
         self._claim = EpochClaim(tiers, coordinator, book, self._outcomes, timeout_s)
         self._upkeep = DurableUpkeep(on_failure, coordinator, events, timeout_s)
         self._flusher = Flusher(tiers, book, self._outcomes, self._claim, self._upkeep)
@@ -156,7 +161,7 @@ class SavePipeline:
         waiting_s = clock.monotonic_s()
         slot, refusal = self._admit(save_id, description.slot_bytes, due, turn)
         waited_s = turn.waited_s + clock.monotonic_s() - waiting_s
-        disk, staged = self._begin_staging(save_id, description, items, slot, due)
+        disk, staged, twins = self._begin_staging(save_id, description, items, slot, due)
         staged_s = clock.monotonic_s()
         self._book.begin(save_id)
         if staged is not None:
@@ -182,6 +187,7 @@ class SavePipeline:
             due=due,
             waits=turn.waits,
             metrics=metrics,
+            twins=twins,
             staged_s=staged_s,
         )
         self.reserve(description.slot_bytes)  # the other slots: the next saves find them made
@@ -220,15 +226,16 @@ class SavePipeline:
         items: SaveItems,
         slot: Slot | None,
         due: frozenset[str],
-    ) -> tuple[DiskFlush | None, staging.Staging | None]:
+    ) -> tuple[DiskFlush | None, staging.Staging | None, tuple[Twin, ...]]:
         if slot is None:
-            return None, None
+            return None, None, ()
         disk = None
         try:
             if "ssd" in due:
                 disk = self._flusher.begin_disk(save_id, slot, description.extents, description.slot_bytes)
             copied = disk.copy.filled if disk is not None else None
-            return disk, staging.begin(self._choice, description, items.trees, slot.memory, copied)
+            twins, compared = self._replicas.shards(description, items.trees)
+            return disk, staging.begin(self._choice, description, items.trees, slot.memory, copied, compared), twins
         except BaseException:  # an array that was deleted, say: the caller hears it, the slot is free again
             if disk is not None:
                 disk.leave_out()
@@ -254,6 +261,14 @@ class SavePipeline:
         """Raises the first background failure that was not raised yet, once; later ones are in its notes."""
         self._outcomes.raise_failure()
 
+    def raise_if_stopped(self) -> None:
+        """Raises what no save is to be taken after: replicas that differ (`ReplicaPolicy`)."""
+        self._outcomes.raise_if_stopped()
+
+    def go_on(self) -> None:
+        """The run continues from a step that was restored."""
+        self._outcomes.go_on()
+
     def close(self) -> None:
         """Finishes what is under way and joins the threads."""
         self._writer.close()
@@ -273,19 +288,17 @@ class SavePipeline:
                 self._changed.notify_all()
 
     def _commit_and_vote(self, save: Save, refusal: Refusal | None) -> None:
-        """Finish staging, manifest, local commit, vote; then on to the slower tiers."""
-        sealed = None
-        try:
-            digests = self._finish_staging(save)
-            if save.slot is not None:
-                self._claim.claim(save.save_id)
-                sealed = self._commit_here(save, save.slot, digests)
-        except StoreFullError as error:
-            refusal = Refusal(policy="veto", reason=describe(error))
-            self._outcomes.no_room(save.save_id, self._tiers.staging_name, error, save.due)
-        except Exception as error:  # noqa: BLE001  the top of a thread: voted on, reported and stored below
-            refusal = Refusal(policy="veto", reason=describe(error))
-            self._outcomes.failed(save.save_id, self._tiers.staging_name, error)
+        """Finish staging, compare replicas, manifest, local commit, vote; then on to the slower tiers."""
+        digests, failed = self._tried(save, lambda: self._finish_staging(save))
+        staged = digests if save.staging is not None else None
+        # Every process comes, also one that has staged nothing.
+        differing, failed_too = self._tried(
+            save, lambda: self._replicas.compare(save.save_id, save.description, save.twins, staged)
+        )
+        refusal, sealed = refusal or failed or failed_too or differing, None
+        if save.slot is not None and digests is not None and refusal is None:
+            slot, found = save.slot, digests
+            sealed, refusal = self._tried(save, lambda: self._commit_here(save, slot, found))
         try:
             refusals = self._outcomes.vote("commit", refusal)
         except CheckpointError as error:
@@ -303,6 +316,17 @@ class SavePipeline:
         finally:
             self._tiers.staging.release(save.slot)
 
+    def _tried(self, save: Save, act: Callable[[], _T]) -> tuple[_T | None, Refusal | None]:
+        """What `act` gives; or why not, for the vote, reported here and stored."""
+        try:
+            return act(), None
+        except StoreFullError as error:
+            self._outcomes.no_room(save.save_id, self._tiers.staging_name, error, save.due)
+            return None, Refusal(policy="veto", reason=describe(error))
+        except Exception as error:  # noqa: BLE001  the top of a thread
+            self._outcomes.failed(save.save_id, self._tiers.staging_name, error)
+            return None, Refusal(policy="veto", reason=describe(error))
+
     def _finish_staging(self, save: Save) -> Mapping[int, snapshot.Digests]:
         try:
             if save.staging is None:
@@ -316,6 +340,7 @@ class SavePipeline:
                 self._changed.notify_all()
 
     def _commit_here(self, save: Save, slot: Slot, digests: Mapping[int, snapshot.Digests]) -> Sealed:
+        self._claim.claim(save.save_id)
         sealed = Sealed(
             save_id=save.save_id,
             writer=self._writer_record,

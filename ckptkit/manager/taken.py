@@ -18,6 +18,7 @@ from ckptkit.durable.steps import DurableSteps
 from ckptkit.flush import DiskCopy
 from ckptkit.manager.items import SaveItems
 from ckptkit.manifest import Manifest, ManifestText, SaveId, Writer
+from ckptkit.replicas import Twin
 
 DURABLE = "durable"
 MEMORY = "memory"  # the staging area of a run without a fast tier
@@ -36,6 +37,7 @@ class Save:
     due: frozenset[str]
     waits: bool  # for its turn in the durable tier, on every process alike
     metrics: Any
+    twins: tuple[Twin, ...]  # the local copies that were digested beside what is stored
     staged_s: float  # monotonic, when the step loop was let go
 
 

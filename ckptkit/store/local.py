@@ -36,7 +36,7 @@ class LocalStore:
 
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
         """Stores `data` whole (see `Store.put`); survives power loss on return unless `durable=False`."""
-        path = self._path(key)
+        path = self._path(key, writes=True)
         with _translated(path):
             try:
                 make_directory(path.parent, synced=self._durable)
@@ -65,6 +65,8 @@ class LocalStore:
         path = self._path(key)
         with _translated(path):
             try:
+                if stat.S_ISFIFO(path.stat().st_mode) or stat.S_ISCHR(path.stat().st_mode):
+                    raise StoreError(f"{path} is a pipe or a device, which no object is", path=str(path))
                 return path.read_bytes()
             except (IsADirectoryError, NotADirectoryError) as error:
                 raise FileNotFoundError(f"{path} is no object") from error
@@ -91,13 +93,19 @@ class LocalStore:
 
     def delete(self, key: str) -> None:
         """Removes an object; one that is absent is no error."""
-        path = self._path(key)
+        path = self._path(key, writes=True)
         with _translated(path), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             path.unlink()
             self._sync_directory(path.parent)
 
-    def _path(self, key: str) -> Path:
-        return self._root / checked_key(key)
+    def _path(self, key: str, *, writes: bool = False) -> Path:
+        """Raises `StoreError` for a key that leads out of the root by a link; what is not there can only be written."""
+        path = self._root / checked_key(key)
+        root = os.path.realpath(self._root)
+        outside = os.path.commonpath((root, os.path.realpath(path))) != root
+        if outside and (writes or path.exists()):
+            raise StoreError(f"{path} leads out of {root} by a link; nothing was read or written there", path=str(path))
+        return path
 
     def _sync_directory(self, directory: Path) -> None:
         if self._durable:

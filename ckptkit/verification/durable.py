@@ -13,6 +13,7 @@ import numpy as np
 
 from ckptkit import layout
 from ckptkit.durable import DurableReader
+from ckptkit.durable.reader import ARRAY_METADATAS, has_sidecar_sign
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.arrays import read_arrays
 from ckptkit.inspection.directories import (
@@ -166,6 +167,9 @@ def _sidecars_into(sidecars: dict[str, tuple[Manifest, ...]], item: Place, step:
     if not present:
         if f"{layout.SIDECAR_DIR}/" in item.names():
             raise CorruptCheckpointError(f"{item.url}/{layout.SIDECAR_DIR} has no sidecar of any process")
+        signs = item.below(ARRAY_METADATAS).read("process_0") if f"{ARRAY_METADATAS}/" in item.names() else None
+        if signs is not None and has_sidecar_sign(signs):
+            raise CorruptCheckpointError(f"{item.url} has lost its {layout.SIDECAR_DIR}, which every item of ours has")
         return
     manifests = tuple(read_sidecars(item, present))
     why = incomplete(item, manifests, present)

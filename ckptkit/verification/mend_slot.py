@@ -11,7 +11,8 @@ import numpy as np
 
 from ckptkit import layout
 from ckptkit.inspection.shares import Share, read_shares
-from ckptkit.manifest import LeafRecord, cell_ranges
+from ckptkit.manifest import LeafRecord, SaveId, cell_ranges
+from ckptkit.newest import forget_newest
 from ckptkit.sharding import Box
 from ckptkit.slot_reader import manifest_name_of
 from ckptkit.store.local import sync_directory
@@ -62,6 +63,7 @@ def put_share_aside(share: Share) -> str | None:
         name = manifest_name_of(share.manifest.save_id)
         slot = share.directory / share.manifest.slot
         taken = claimed_by(share) is not None
+        forget_newest(share.directory, share.manifest.save_id)
         move_aside(share.directory / name, share.directory / QUARANTINE_DIR, name)
         if not taken and os.path.lexists(slot):
             move_aside(slot, share.directory / QUARANTINE_DIR, f"{name.removesuffix('.json')}.{slot.name}")
@@ -69,13 +71,19 @@ def put_share_aside(share: Share) -> str | None:
 
 
 def put_manifest_aside(path: Path) -> str | None:
-    """Moves a damaged manifest into the quarantine: where its bytes stand is not known, so the slot is free."""
+    """Moves a damaged manifest into the quarantine; one that is gone is not missed any more.
+
+    Where its bytes stand is not known, so the slot is free.
+    """
     with arena_lock(path.parent) as held:
         if not held:
             return HELD
-        if not os.path.lexists(path):
+        save = layout.save_of_manifest(path.name)
+        missed = save is not None and forget_newest(path.parent, SaveId(save[1], save[0], save[2]))
+        if os.path.lexists(path):
+            move_aside(path, path.parent / QUARANTINE_DIR, path.name)
+        elif not missed:
             return SUPERSEDED
-        move_aside(path, path.parent / QUARANTINE_DIR, path.name)
     return None
 
 
@@ -115,15 +123,14 @@ def _write(proof: ShareProof, sources: Sources) -> str | None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     lost = 0
     try:
-        size_bytes = _slot_bytes(share)
-        if os.fstat(fd).st_size < size_bytes:
-            os.posix_fallocate(fd, 0, size_bytes)
         for item, leaf, cell, offset, digest in damaged_cells(proof):
             block = sources.rebuild(item, leaf, cell, digest) if offset >= 0 else None
             if block is None:
                 lost += 1
             else:
                 _write_all(fd, memoryview(block.reshape(-1).view(np.uint8)), offset)  # pyright: ignore[reportArgumentType]
+        if not lost:  # only then is the size more than what a manifest says
+            os.posix_fallocate(fd, 0, _slot_bytes(share))
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
 from ckptkit import layout
-from ckptkit.errors import StoreError
+from ckptkit.durable import EpochRecords
+from ckptkit.durable.epochs import Ancestry
+from ckptkit.durable.leases import doomed_steps
+from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, nothing_at
 from ckptkit.inspection.shares import read_shares
 from ckptkit.inspection.steps import durable_steps, read_ancestry
 from ckptkit.manifest import SaveId
+from ckptkit.newest import LostManifestError
 from ckptkit.slot_reader import slot_directories
+from ckptkit.store import open_store
 from ckptkit.store.roots import is_remote, root_url
 from ckptkit.verification.durable import identity_of, prove_step
 from ckptkit.verification.mend_slot import can_mend, mend_share, put_manifest_aside, put_share_aside
@@ -112,7 +118,7 @@ class _Scrubber:
         self._manifests: list[tuple[Path, Finding]] = []
 
     def run(self) -> Scrub:
-        ancestry, problems = read_ancestry(self._place)
+        ancestry, problems = self._ancestry()
         directories = self._directories()
         if not directories and not self._place.names() and not os.path.isdir(self._place.url):
             raise nothing_at(self._place.url, "there is no such root, and no tier that was given has slots of it")
@@ -142,6 +148,15 @@ class _Scrubber:
             problems=tuple(problems),
         )
 
+    def _ancestry(self) -> tuple[Ancestry, list[str]]:
+        """The epoch record, mended from its copy first where that is asked for and can be."""
+        ancestry, problems = read_ancestry(self._place)
+        if problems and self._repair and not is_remote(self._place.url):
+            with suppress(CorruptCheckpointError):
+                EpochRecords(open_store(self._place.url)).mend()
+                return read_ancestry(self._place.again())
+        return ancestry, problems
+
     def _directories(self) -> list[Path]:
         ending = layout.job_name(self._place.url).removeprefix("job")
         found: list[Path] = []
@@ -156,8 +171,8 @@ class _Scrubber:
     def _look_into(self, directory: Path) -> None:
         shares, errors = read_shares(directory)
         for error in errors:
-            if error.path is not None and os.path.lexists(error.path):
-                self._manifests.append((Path(error.path), Finding(path=error.path, problem=str(error))))
+            if isinstance(error, LostManifestError) or (error.path is not None and os.path.lexists(error.path)):
+                self._manifests.append((Path(str(error.path)), Finding(path=str(error.path), problem=str(error))))
         for share in shares:
             proof = prove_share(share, self._limits)
             if not proof.superseded:
@@ -171,10 +186,11 @@ class _Scrubber:
             if save_id is not None and proof.step == save_id.step:
                 durable = durable_sources(place.url, proof.step)
                 found += [source for source in durable if source.manifest.save_id == save_id]
-        return Sources(found)
+        return Sources(found, self._limits.memory_bytes_max)
 
     def _treat_manifest(self, path: Path) -> Treatment:
         epoch_step = layout.save_of_manifest(path.name) or (0, 0, 0)
+        gone = not os.path.lexists(path)
         reason = put_manifest_aside(path) if self._repair else None
         return Treatment(
             step=epoch_step[0],
@@ -183,7 +199,7 @@ class _Scrubber:
             path=str(path),
             act="leave" if reason else "quarantine",
             done=self._repair and reason is None,
-            reason=reason or "its manifest is damaged",
+            reason=reason or ("its manifest is gone: its slot is free" if gone else "its manifest is damaged"),
             sources={},
         )
 
@@ -219,6 +235,8 @@ class _Scrubber:
         try:
             if is_remote(place.url):
                 act, reason = "leave", "it stands on a bucket, where scrub only reports"
+            elif proof.step in self._doomed():  # half deleted, it looks damaged
+                act, reason = "leave", "its job has said that it is deleting it"
             elif self._repair:
                 limits, timeout_s = self._limits, self._timeout_s
                 reason = mend_step(place, before, proof.step, sources, limits, root=root, timeout_s=timeout_s)
@@ -242,6 +260,12 @@ class _Scrubber:
             reason=reason,
             sources=dict(sources.used) if act == "repair" else {},
         )
+
+    def _doomed(self) -> set[int]:
+        """The steps that a job is deleting now: it says so before it begins, and takes it back when they are gone."""
+        with suppress(ValueError, KeyError, TypeError):
+            return doomed_steps(self._place.store)
+        return set()
 
     def _save_of(self, step: int) -> SaveId | None:
         """The save of a step whose sidecars are damaged, where only one of that step is in the slots."""

@@ -21,6 +21,7 @@ from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.places import local_kind
 from ckptkit.inspection.shares import Share, read_shares
 from ckptkit.manifest import Manifest, SaveId, cell_ranges
+from ckptkit.newest import LostManifestError
 from ckptkit.sharding import Box, missing_elements
 from ckptkit.slot_reader import manifest_name_of
 from ckptkit.verification.pool import CellCheck, Limits, check_cells
@@ -211,7 +212,8 @@ def not_covered(manifests: Sequence[Manifest]) -> str | None:
 def _damaged_manifest(error: CorruptCheckpointError, step: int | None) -> list[StepProof]:
     path = Path(error.path or "")
     save = layout.save_of_manifest(path.name)
-    if save is None or not os.path.lexists(path) or (step is not None and save[0] != step):
+    lost = isinstance(error, LostManifestError)
+    if save is None or not (lost or os.path.lexists(path)) or (step is not None and save[0] != step):
         return []
     finding = Finding(path=str(path), problem=str(error))
     return [
@@ -221,7 +223,7 @@ def _damaged_manifest(error: CorruptCheckpointError, step: int | None) -> list[S
             kind="slot",
             path=str(path.parent),
             save_id=SaveId(save[1], save[0], save[2]),
-            reason="its manifest is damaged",
+            reason="its manifest is gone" if lost else "its manifest is damaged",
             findings=(finding,),
         )
     ]

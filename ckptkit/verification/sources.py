@@ -13,7 +13,8 @@ from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.shares import Share
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, digest_of
 from ckptkit.sharding import Box, missing_elements
-from ckptkit.slot_reader import SlotReader
+from ckptkit.slot_reader import SlotReader, within
+from ckptkit.verification.pool import MEMORY_BYTES_MAX
 
 Read = Callable[[str, LeafRecord, BoxRecord, Box, np.ndarray], None]
 
@@ -40,7 +41,8 @@ def slot_source(share: Share) -> Source | None:
             raise CorruptCheckpointError(f"{share.directory}: a box has no place in the slot")
         reader.read(leaf, record, wanted, into)
 
-    return Source(name=str(share.directory), manifest=share.manifest, read=read)
+    manifest = within(share.manifest, reader.size_bytes)
+    return Source(name=str(share.directory), manifest=manifest, read=read)
 
 
 def durable_sources(step_url: str, step: int) -> list[Source]:
@@ -54,9 +56,10 @@ def durable_sources(step_url: str, step: int) -> list[Source]:
 
 @final
 class Sources:
-    """All places of one save. `used` names those that gave bytes."""
+    """All places of one save. `used` names those that gave bytes. A cell above `bytes_max` is in none of them."""
 
-    def __init__(self, sources: Iterable[Source]):
+    def __init__(self, sources: Iterable[Source], bytes_max: int = MEMORY_BYTES_MAX):
+        self._bytes_max = bytes_max
         self._sources = list(sources)
         self.used: dict[str, int] = {}  # bytes by name
 
@@ -70,6 +73,11 @@ class Sources:
 
         Every part is proven where it is read, and the whole against `digest`: what is returned is bit-exact.
         """
+        parts = [part for source in self._sources for part, _, _ in _parts(source, item, leaf, cell)]
+        # Before anything is allocated for it.
+        too_large = cell.size * leaf.itemsize > self._bytes_max
+        if too_large or missing_elements(cell, parts) or (not cell.shape and not parts):
+            return None
         block, held = np.empty(cell.shape, np.dtype(leaf.dtype)), list[Box]()
         given: dict[str, int] = {}
         for source in self._sources:

@@ -36,7 +36,7 @@ def main() -> None:
     jax.distributed.initialize(args.coordinator, PROCESSES, args.process)
     worker = Worker(args.dir, args.process, args.coordinator, dump)
     acts = [worker.count_a_real_collective, *(partial(worker.save_by, each) for each in STRATEGIES)]
-    for act in [*acts, worker.restore, worker.veto]:
+    for act in [*acts, worker.restore, worker.veto, worker.replicas]:
         act()
         (args.dir / f"found-{args.process}.json").write_text(json.dumps(worker.found))
     jax.distributed.shutdown()
@@ -74,7 +74,7 @@ class Worker:
         with self.counted("sum again"):
             total(make_state(2)["w"]).block_until_ready()
 
-    def manager(self, staging: str, **options: Any) -> Any:
+    def manager(self, staging: str, *, root: str | None = None, **options: Any) -> Any:
         import orbax.checkpoint as ocp
 
         import ckptkit
@@ -86,7 +86,7 @@ class Worker:
             ckptkit.Tier.ssd(str(self._root / "ssd"), save=ckptkit.EverySteps(1)),
         ]
         return ckptkit.CheckpointManager(
-            self._root / staging,
+            self._root / (root or staging),
             options=ocp.CheckpointManagerOptions(save_interval_steps=2),
             tiers=tiers,
             host_id=f"host-{self._process}",
@@ -145,6 +145,35 @@ class Worker:
             manager.wait_until_finished()
             self.found["veto"]["steps after"] = manager.all_steps()[-1]
 
+    def replicas(self) -> None:
+        """Saves replicated leaves of which one, then two, are not the same on both processes."""
+        import ckptkit
+
+        policy = ckptkit.ReplicaPolicy(on_difference="keep")
+        with self.counted("replicas"), self.manager("auto", root="replicas", replicas=policy) as manager:
+            for step, bad in enumerate(([], ["leaf 41"], ["leaf 3", "leaf 69"], [])):
+                manager.save(step, args=standard(replicated(self._process, step, bad)))
+                manager.wait_until_finished()
+            steps = manager.all_steps()
+        events = [[e.step, dict(e.fields)] for e in self._events if e.kind == "replicas_differ"]
+        self.found["replicas"] = {"steps": steps, "events": events}
+
+
+def replicated(process: int, seed: int, bad: list[str]) -> Any:
+    """70 leaves that every device holds; those in `bad` have another value on process 1. And one that is split."""
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    def put(value: Any) -> Any:
+        shards = [jax.device_put(value, device) for device in jax.local_devices()]
+        return jax.make_array_from_single_device_arrays(value.shape, NamedSharding(_mesh(), PartitionSpec()), shards)
+
+    leaves = {f"leaf {number}": np.full((3, 2), seed + number, np.float32) for number in range(70)}
+    for name in bad:
+        leaves[name][1, 1] += process
+    return {**{name: put(value) for name, value in leaves.items()}, "split": make_state(seed)["w"]}
+
 
 def make_state(seed: int) -> Any:
     """Global arrays over both processes: split, replicated, a key; different for every seed."""
@@ -169,9 +198,13 @@ def make_abstract() -> Any:
 
 
 def save_args(step: int) -> Any:
+    return standard(make_state(step))
+
+
+def standard(state: Any) -> Any:
     import orbax.checkpoint as ocp
 
-    return ocp.args.StandardSave(make_state(step))  # pyright: ignore[reportCallIssue]
+    return ocp.args.StandardSave(state)  # pyright: ignore[reportCallIssue]
 
 
 def same_here(found: Any, expected: Any) -> bool:

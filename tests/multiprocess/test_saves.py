@@ -86,3 +86,20 @@ def test_a_step_that_one_process_vetoes_is_dropped_everywhere(found: list[dict[s
         ((step, tier, fields),) = veto["skipped"]
         assert (step, tier, fields["policy"]) == (11, "ram", "skip")
         assert fields["reason"].startswith("process 1: no free slot")
+
+
+def test_replicas_on_two_processes_that_differ_are_named_and_dropped(found: list[dict[str, Any]]) -> None:
+    """One host's broken memory would go into the next restart, on every host, depending on which one is read."""
+    assert found[0]["collectives"]["replicas"] == {"sent_bytes": 0, "programs": []}
+    for process in found:
+        assert process["replicas"]["steps"] == [0, 3], "what differs is never committed"
+    assert found[0]["replicas"]["events"] == found[1]["replicas"]["events"], "everybody hears the same"
+    events = found[0]["replicas"]["events"]
+    assert [(step, fields["leaf"]) for step, fields in events] == [(1, "leaf 41"), (2, "leaf 3"), (2, "leaf 69")]
+    for _, fields in events:
+        assert fields["item"] == "default"
+        assert fields["box"] == [[0, 0], [3, 2]]
+        assert fields["policy"] == "keep"
+        assert [(each["process"], each["host"]) for each in fields["holders"]] == [(0, "host-0"), (1, "host-1")]
+        assert len({each["digest"] for each in fields["holders"]}) == 2
+        assert fields["suspects"] == ["host host-0", "host host-1"], "of two, nobody knows which one is right"

@@ -25,6 +25,7 @@ from ckptkit import slot_reader
 from ckptkit.arena import Arena, Slot
 from ckptkit.errors import CorruptCheckpointError, StoreError, StoreFullError, TierUnusableError
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, cell_ranges, digest_of
+from ckptkit.newest import lost_newest
 from ckptkit.sharding import Box
 from ckptkit.slot_reader import SlotReader, read_manifest, read_manifests, slot_directories
 from tests.mounts import Mounts
@@ -231,7 +232,12 @@ class ArenaAgainstModel(RuleBasedStateMachine):
         manifests = len(self.held)
         names = os.listdir(self.host / "0")
         assert len([name for name in names if name.startswith("step-")]) == manifests
-        assert len(names) <= manifests + self.SLOTS + 1
+        assert len(names) <= manifests + self.SLOTS + 2  # the lock, and which save is the newest
+
+    @invariant()
+    def nothing_seems_to_be_lost(self) -> None:
+        """If it failed, every restart would report damage that is none."""
+        assert lost_newest(self.host / "0", self.held.values()) is None
 
 
 TestArena = ArenaAgainstModel.TestCase

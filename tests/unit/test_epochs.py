@@ -160,6 +160,81 @@ def test_the_newest_record_wins_whatever_the_order_of_writing() -> None:
     assert records.read() == Ancestry(12, ((12, 5),))
 
 
+KEYS = ("_ckptkit/epochs/00000003.json", "_ckptkit/epochs/00000003.copy.json")
+
+
+def recorded() -> tuple[MemoryStore, Ancestry]:
+    store, ancestry = MemoryStore("gs://b/run"), Ancestry(3, ((2, 10), (3, 40)), ((5, 1),))
+    EpochRecords(store).write(ancestry)
+    return store, ancestry
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_changed_bit_of_a_record_is_found_and_the_copy_read(key: str) -> None:
+    """A changed base step would abandon the newest steps, or bring an abandoned branch back."""
+    store, ancestry = recorded()
+    whole = store.get(key)
+    for at in range(len(whole)):
+        for bit in range(8):
+            data = bytearray(whole)
+            data[at] ^= 1 << bit
+            store.put(key, bytes(data))
+            said: list[str] = []
+            records = EpochRecords(store, said.append)
+            assert records.read() == ancestry
+            assert bool(said) == (key == KEYS[0]), (at, bit)
+            found, problems = records.check()
+            assert (found, len(problems)) == (ancestry, 1), (at, bit)
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("data", [None, b"", b"{}"])
+def test_a_record_is_mended_from_its_copy_and_the_reverse(key: str, data: bytes | None) -> None:
+    """A root that lost one copy would lose the next one too."""
+    store, ancestry = recorded()
+    whole = store.get(KEYS[0])
+    assert store.get(KEYS[1]) == whole
+    store.delete(key)
+    if data is not None:
+        store.put(key, data)
+    said: list[str] = []
+    records = EpochRecords(store, said.append)
+    assert [records.read(), records.read()] == [ancestry, ancestry]
+    assert len(said) == (key == KEYS[0]), "once"
+    if key == KEYS[0]:
+        assert f"epoch record gs://b/run/{key} " in said[0]
+    lost = data is not None or key == KEYS[0]  # a copy that was never written is no damage
+    assert records.mend() == ([key] if lost else [])
+    assert store.get(KEYS[0]) == whole
+    assert records.check() == (ancestry, [])
+    assert records.mend() == []
+
+
+def test_both_copies_damaged_are_refused() -> None:
+    """Without any record an abandoned branch would come back."""
+    store, _ = recorded()
+    for key in KEYS:
+        store.put(key, b"{")
+    for act in (EpochRecords(store).read, EpochRecords(store).check, EpochRecords(store).mend):
+        with pytest.raises(CorruptCheckpointError, match=r"epoch record gs://b/run/_ckptkit/epochs/00000003.json"):
+            act()
+
+
+def test_a_record_of_before_the_digest_is_read() -> None:
+    """A root of an earlier version could not be opened any more."""
+    store, ancestry = MemoryStore(), Ancestry(3, ((3, 40),))
+    store.put(KEYS[0], json.dumps({**ancestry.to_json(), "run": "r"}).encode())
+    assert EpochRecords(store).check() == (ancestry, [])
+
+
+def test_a_claim_whose_record_is_gone_is_not_claimed_again() -> None:
+    """Two runs could save under one epoch."""
+    store, _ = recorded()
+    store.delete(KEYS[0])
+    with pytest.raises(FileExistsError, match="copy"):
+        EpochRecords(store).write(Ancestry(3))
+
+
 def test_an_epoch_is_claimed_once() -> None:
     """If it failed, two runs could save under one epoch and neither would be fenced off."""
     records = EpochRecords(MemoryStore())

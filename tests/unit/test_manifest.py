@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -82,6 +83,20 @@ def leaves(draw: st.DrawFn) -> LeafRecord:
     )
 
 
+ITEMS = NAMES.filter(lambda name: name not in ("", ".", "..") and not {"/", "\0"} & set(name))
+
+
+def apart(manifest: Manifest) -> Manifest:
+    """The same, with boxes that have a place in the slot each at one of its own."""
+    numbers = itertools.count()
+
+    def placed(leaf: LeafRecord) -> LeafRecord:
+        offsets = [box.offset if box.offset < 0 else box.offset + (next(numbers) << 52) for box in leaf.boxes]
+        return replace(leaf, boxes=tuple(replace(box, offset=at) for box, at in zip(leaf.boxes, offsets, strict=True)))
+
+    return replace(manifest, arrays={item: tuple(map(placed, found)) for item, found in manifest.arrays.items()})
+
+
 MANIFESTS = st.builds(
     Manifest,
     save_id=st.builds(SaveId, *[st.integers(0, 2**40)] * 3),
@@ -92,10 +107,10 @@ MANIFESTS = st.builds(
     ),
     slot=st.sampled_from(["", "slot-0.bin", "slot-12.bin"]),
     arrays=st.dictionaries(
-        NAMES, st.lists(leaves(), max_size=3, unique_by=lambda leaf: leaf.path).map(tuple), max_size=2
+        ITEMS, st.lists(leaves(), max_size=3, unique_by=lambda leaf: leaf.path).map(tuple), max_size=2
     ),
-    inline=st.dictionaries(NAMES, st.fixed_dictionaries({"kind": st.just("json"), "value": JSON}), max_size=2),
-)
+    inline=st.dictionaries(ITEMS, st.fixed_dictionaries({"kind": st.just("json"), "value": JSON}), max_size=2),
+).map(apart)
 
 
 def small_manifest() -> Manifest:

@@ -1,9 +1,10 @@
-"""A job that saves all the time: `python -m tests.verification.saving_job HOME SECONDS`; at the end it restores."""
+"""A job that saves all the time: `python -m tests.verification.saving_job HOME`, until it is told `stop`; then it
+restores."""
 
 from __future__ import annotations
 
 import sys
-import time
+import threading
 from pathlib import Path
 
 
@@ -11,10 +12,10 @@ def main() -> None:
     from tests.states import abstract, assert_same, make_state, restore_args, save_args
     from tests.verification.conftest import Job
 
-    home, stop_s = Path(sys.argv[1]), time.monotonic() + float(sys.argv[2])
-    step = 0
+    home, step, told = Path(sys.argv[1]), 0, threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.readline(), told.set()), daemon=True).start()
     with Job(home).manager(max_to_keep=3) as manager:
-        while time.monotonic() < stop_s:
+        while step < 3 or not told.is_set():
             manager.save(step, args=save_args(make_state(step), step))
             manager.wait_until_finished()
             step += 1

@@ -10,28 +10,27 @@ import ckptkit
 from ckptkit.verification.quarantine import QUARANTINE_DIR
 from tests.verification.conftest import HOST, Job
 
-SECONDS = 4
+ROUNDS = 6
 
 
 def test_beside_a_running_job(tmp_path: Path) -> None:
     """A scrub from cron would destroy the step that the job is writing, or raise an alarm with every save."""
     job = Job(tmp_path)
-    command = [sys.executable, "-m", "tests.verification.saving_job", str(tmp_path), str(SECONDS)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "tests.verification.saving_job", str(tmp_path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "saving\n"
-            rounds = 0
-            while process.poll() is None:
+            for _ in range(ROUNDS):
+                assert process.poll() is None
                 found = ckptkit.scrub(str(job.root), job.tiers, repair=True, host_id=HOST)
                 assert not found.findings, found.findings
                 for path in (*job.tiers, str(job.root)):
                     assert not ckptkit.verify(path).corrupt
-                rounds += 1
-            out, error = process.communicate(timeout=60)
+            out, error = process.communicate("stop\n", timeout=120)
         finally:
             process.kill()
     assert process.returncode == 0, error[-3000:]
-    assert rounds > 3
     assert int(out) > 5
     assert not list(tmp_path.rglob(QUARANTINE_DIR))

@@ -81,7 +81,9 @@ def restored(job: Job) -> None:
     assert found["data"] == {"step": 1}
 
 
-@pytest.mark.parametrize("how", ["tree", "node", "sidecar", "no sidecars", "json", "no json", "data of another step"])
+@pytest.mark.parametrize(
+    "how", ["tree", "node", "sidecar", "no sidecars", "no sidecar directory", "json", "no json", "data of another step"]
+)
 def test_a_durable_step_from_a_slot(job: Job, how: str) -> None:
     """The only copy that outlives the host would stay damaged though a slot has every byte of it."""
     state = job.root / "1/state"
@@ -94,6 +96,8 @@ def test_a_durable_step_from_a_slot(job: Job, how: str) -> None:
         flip(state / "_ckptkit/process-0.json", 300)
     elif how == "no sidecars":
         (state / "_ckptkit/process-0.json").unlink()
+    elif how == "no sidecar directory":
+        shutil.rmtree(state / "_ckptkit")
     elif how == "json":
         (job.root / "1/data/metadata").write_text("{")
     elif how == "no json":
@@ -141,6 +145,51 @@ def test_a_damaged_manifest(job: Job) -> None:
     assert acts(found) == [(1, "slot", "quarantine", True)]
     assert (job.slots("ssd") / QUARANTINE_DIR).is_dir()
     assert_whole(job)
+
+
+def test_a_manifest_that_is_gone(job: Job) -> None:
+    """A tier that lost its newest step would look like one that never had it."""
+    path = job.manifest("ssd", 1)
+    path.unlink()
+    (proof,) = [each for each in ckptkit.verify(job.tiers[1]).steps if each.step == 1]
+    assert (proof.state, proof.reason) == ("corrupt", "its manifest is gone")
+    listed = ckptkit.list_steps(str(job.root), tiers=job.tiers, host_id=HOST)
+    assert [problem for problem in listed.problems if f"manifest {path} is gone" in problem]
+    assert acts(scrubbed(job, repair=False)) == [(1, "slot", "quarantine", False)]
+    found = scrubbed(job)
+    assert acts(found) == [(1, "slot", "quarantine", True)]
+    assert found.treatments[0].reason == "its manifest is gone: its slot is free"
+    assert_whole(job)
+    assert acts(scrubbed(job)) == [], "it is said once"
+
+
+def test_a_step_that_its_job_is_deleting(job: Job) -> None:
+    """A step half deleted would be put aside or made whole again, while its job takes it away."""
+    (job.root / "1/state/manifest.ocdbt").unlink()
+    doomed = job.root / "_ckptkit/doomed.json"
+    doomed.write_text('{"steps": [1]}')
+    before = content(job.home)
+    found = scrubbed(job)
+    assert acts(found) == [(1, "durable", "leave", False)]
+    assert found.treatments[0].reason == "its job has said that it is deleting it"
+    assert content(job.home) == before
+    for text in ('{"steps": [0]}', "{", '{"steps": 1}'):  # another step's, or nobody's
+        doomed.write_text(text)
+        assert acts(scrubbed(job, repair=False)) == [(1, "durable", "repair", False)]
+    assert acts(scrubbed(job)) == [(1, "durable", "repair", True)]
+
+
+def test_a_damaged_epoch_record(job: Job) -> None:
+    """A second fault would leave a root that nobody can open."""
+    record, copy = sorted((job.root / "_ckptkit/epochs").iterdir(), reverse=True)
+    whole = record.read_bytes()
+    assert copy.read_bytes() == whole
+    for path in (record, copy):
+        path.write_bytes(b"{")
+        assert ckptkit.verify(str(job.root)).problems
+        assert scrubbed(job, repair=False).damaged
+        assert not scrubbed(job).damaged
+        assert path.read_bytes() == whole
 
 
 def test_two_damaged_copies_mend_each_other(job: Job) -> None:
