@@ -23,7 +23,8 @@ from ckptkit.events import Kind as Kind
 from ckptkit.events import read_events as read_events
 from ckptkit.follow import FollowedStep as FollowedStep
 from ckptkit.follow import follow as follow
-from ckptkit.inspection import inspect as inspect
+from ckptkit.formats import inspect as inspect
+from ckptkit.formats import open_checkpoint as open_checkpoint
 from ckptkit.inspection import list_steps as list_steps
 from ckptkit.manager import CheckpointManager as CheckpointManager
 from ckptkit.manager import RestoreHandle as RestoreHandle

@@ -15,7 +15,7 @@ from ckptkit.cli.show_inspection import matching, show_inspection
 from ckptkit.cli.show_steps import show_steps
 from ckptkit.cli.show_verification import progress_line, show_scrub, show_verification
 from ckptkit.cli.text import print_json, printable
-from ckptkit.inspection import inspect as inspect_path
+from ckptkit.formats import inspect as inspect_path
 from ckptkit.inspection import list_steps
 from ckptkit.store.roots import is_remote
 from ckptkit.verification import scrub as scrub_root
