@@ -3,6 +3,7 @@
 from ckptkit import surgery as surgery
 from ckptkit import v1 as v1
 from ckptkit.abstract import abstract_state as abstract_state
+from ckptkit.conversion import diff as diff
 from ckptkit.errors import CheckpointError as CheckpointError
 from ckptkit.errors import CoordinationError as CoordinationError
 from ckptkit.errors import CorruptCheckpointError as CorruptCheckpointError
