@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import click
 
 from ckptkit import layout
+from ckptkit.cli.convert import convert
 from ckptkit.cli.diff import diff
 from ckptkit.cli.exits import Exit, exit_of, quiet_libraries
 from ckptkit.cli.options import JSON, MEMORY, TIMEOUT
@@ -156,7 +157,8 @@ def scrub(
     return _code([*found.problems, *left])
 
 
-commands.add_command(diff)
+for each in (convert, diff):
+    commands.add_command(each)
 
 
 def _fast_tiers(tiers: Sequence[str], host_id: str | None) -> str:

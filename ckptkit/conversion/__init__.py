@@ -1,5 +1,8 @@
 """From one checkpoint to another: rules, casts, formats, layouts; and what differs between two."""
 
+from ckptkit.conversion.converting import ConvertPlan as ConvertPlan
+from ckptkit.conversion.converting import convert as convert
+from ckptkit.conversion.converting import plan_convert as plan_convert
 from ckptkit.conversion.mapping import MapRule as MapRule
 from ckptkit.conversion.mapping import cast as cast
 from ckptkit.conversion.mapping import mapped as mapped

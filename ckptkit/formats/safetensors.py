@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.formats.dtypes import SAFETENSORS, checked_shape, noted
+from ckptkit.formats.dtypes import SAFETENSORS, SAFETENSORS_WORDS, checked_shape, noted
 from ckptkit.formats.ranges import METADATA_BYTES_MAX, Ranges, c_strides, fetch_strided, open_ranges
 from ckptkit.formats.tensors import Checkpoint, Facts, Span, Tensor
 from ckptkit.inspection.places import Place, readable
@@ -136,7 +136,7 @@ def _tensor(ranges: Ranges, base: int, name: str, entry: Any, note: Any) -> Tens
         or stop - start != math.prod(shape) * dtype.itemsize
     ):
         raise ValueError(f"{name} is {dtype}{list(shape)} in bytes {start} to {stop}")
-    dtype, shape, key_impl = noted(dtype, shape, note, set(SAFETENSORS.values()))
+    dtype, shape, key_impl = noted(dtype, shape, note, SAFETENSORS_WORDS)
     return Tensor(
         item="tensors",
         leaf=Leaf(path=tuple(name.split(".")), kind="tensor", dtype=dtype.name, shape=shape, key_impl=key_impl),
