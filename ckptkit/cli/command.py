@@ -13,11 +13,13 @@ from ckptkit import layout
 from ckptkit.cli.convert import convert
 from ckptkit.cli.diff import diff
 from ckptkit.cli.exits import Exit, exit_of, quiet_libraries
+from ckptkit.cli.goodput import goodput
 from ckptkit.cli.options import JSON, MEMORY, TIMEOUT
 from ckptkit.cli.show_inspection import matching, show_inspection
 from ckptkit.cli.show_statistics import show_statistics, statistics, stats_json
 from ckptkit.cli.show_steps import show_steps
 from ckptkit.cli.show_verification import progress_line, show_scrub, show_verification
+from ckptkit.cli.simulate import simulate
 from ckptkit.cli.text import print_json, printable
 from ckptkit.formats import inspect as inspect_path
 from ckptkit.inspection import list_steps
@@ -157,7 +159,7 @@ def scrub(
     return _code([*found.problems, *left])
 
 
-for each in (convert, diff):
+for each in (convert, diff, goodput, simulate):
     commands.add_command(each)
 
 

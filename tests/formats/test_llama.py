@@ -53,7 +53,7 @@ def test_exported_model_gives_the_same_logits(ckpt: Run, tmp_path: Path) -> None
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokens = np.random.default_rng(0).integers(0, size.vocab, (2, 16))
     with jax.default_matmul_precision("highest"):
-        expected = np.asarray(model(tokens))
+        expected = np.asarray(model(jax.numpy.asarray(tokens)))
     with torch.no_grad():
         found = llama(torch.from_numpy(tokens)).logits.numpy()
     assert np.abs(expected).max() > 0.01
