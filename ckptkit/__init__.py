@@ -3,6 +3,7 @@
 from ckptkit import surgery as surgery
 from ckptkit import v1 as v1
 from ckptkit.abstract import abstract_state as abstract_state
+from ckptkit.conversion import diff as diff
 from ckptkit.errors import CheckpointError as CheckpointError
 from ckptkit.errors import CoordinationError as CoordinationError
 from ckptkit.errors import CorruptCheckpointError as CorruptCheckpointError
@@ -24,7 +25,8 @@ from ckptkit.events import Kind as Kind
 from ckptkit.events import read_events as read_events
 from ckptkit.follow import FollowedStep as FollowedStep
 from ckptkit.follow import follow as follow
-from ckptkit.inspection import inspect as inspect
+from ckptkit.formats import inspect as inspect
+from ckptkit.formats import open_checkpoint as open_checkpoint
 from ckptkit.inspection import list_steps as list_steps
 from ckptkit.manager import CheckpointManager as CheckpointManager
 from ckptkit.manager import RestoreHandle as RestoreHandle

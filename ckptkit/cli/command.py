@@ -10,29 +10,22 @@ from collections.abc import Sequence
 import click
 
 from ckptkit import layout
+from ckptkit.cli.convert import convert
+from ckptkit.cli.diff import diff
 from ckptkit.cli.exits import Exit, exit_of, quiet_libraries
 from ckptkit.cli.goodput import goodput
+from ckptkit.cli.options import JSON, MEMORY, TIMEOUT
 from ckptkit.cli.show_inspection import matching, show_inspection
+from ckptkit.cli.show_statistics import show_statistics, statistics, stats_json
 from ckptkit.cli.show_steps import show_steps
 from ckptkit.cli.show_verification import progress_line, show_scrub, show_verification
 from ckptkit.cli.simulate import simulate
 from ckptkit.cli.text import print_json, printable
-from ckptkit.inspection import inspect as inspect_path
+from ckptkit.formats import inspect as inspect_path
 from ckptkit.inspection import list_steps
 from ckptkit.store.roots import is_remote
 from ckptkit.verification import scrub as scrub_root
 from ckptkit.verification import verify as verify_path
-
-_TIMEOUT = click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(min=0.1),
-    default=20.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long a bucket that does not answer is tried.",
-)
-_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout (docs/CLI.md has its shape).")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,29 +50,40 @@ def commands() -> None:
     """Look at checkpoints, prove them, mend them. Needs no accelerator."""
 
 
-commands.add_command(simulate)
-commands.add_command(goodput)
-
-
 @commands.command()
 @click.argument("path")
-@_JSON
+@JSON
 @click.option("--depth", type=click.IntRange(min=1), help="Group leaves by the first N parts of their names.")
 @click.option("--match", "pattern", metavar="GLOB", help="Only leaves whose name, or item:name, matches.")
 @click.option("--sort", type=click.Choice(["name", "bytes"]), help="Order of the leaves [default: as they were saved].")
-@_TIMEOUT
+@click.option(
+    "--stats", is_flag=True, help="Read every byte: min, max, mean, std, norm, NaN and Inf counts of each leaf."
+)
+@MEMORY
+@TIMEOUT
 def inspect(
-    path: str, as_json: bool, depth: int | None, pattern: str | None, sort: str | None, timeout_s: float
+    path: str,
+    as_json: bool,
+    depth: int | None,
+    pattern: str | None,
+    sort: str | None,
+    stats: bool,
+    memory_bytes: int,
+    timeout_s: float,
 ) -> int:
-    """Say what PATH is: a step directory (ckptkit's or Orbax's), an item in one, a root with steps, or a slot.
+    """Say what PATH is: a step directory (ckptkit's or Orbax's), an item in one, a root with steps, a slot, or a
+    checkpoint in another format (safetensors, npz, torch's zip, Flax's msgpack).
 
-    Only metadata is read. PATH is local, file:// or gs://.
+    Without --stats only metadata is read. PATH is local, file://, gs:// or s3://.
     """
     found = matching(inspect_path(path, timeout_s=timeout_s), pattern, sort)
+    known = statistics(found, memory_bytes, timeout_s) if stats else None
     if as_json:
-        print_json(found.to_json(depth=depth or 1))
+        print_json({**found.to_json(depth=depth or 1), **({} if known is None else {"stats": stats_json(known)})})
     else:
         show_inspection(found, depth)
+        if known is not None:
+            show_statistics(known)
     return _code(found.problems)
 
 
@@ -89,8 +93,8 @@ def inspect(
     "--tier", "tiers", multiple=True, metavar="PATH", help="A fast tier's path on this host; may be repeated."
 )
 @click.option("--host-id", metavar="ID", help="Whose slots to look at [default: this machine's name].")
-@_JSON
-@_TIMEOUT
+@JSON
+@TIMEOUT
 def steps(root: str, tiers: tuple[str, ...], host_id: str | None, as_json: bool, timeout_s: float) -> int:
     """List the steps of ROOT over its durable directory and this host's fast tiers, with their state."""
     host = _fast_tiers(tiers, host_id)
@@ -105,8 +109,8 @@ def steps(root: str, tiers: tuple[str, ...], host_id: str | None, as_json: bool,
 @commands.command()
 @click.argument("path")
 @click.option("--step", type=click.IntRange(min=0), metavar="N", help="Only this step.")
-@_JSON
-@_TIMEOUT
+@JSON
+@TIMEOUT
 def verify(path: str, step: int | None, as_json: bool, timeout_s: float) -> int:
     """Read every byte of the saves at PATH and compare it with the digests taken when it was saved.
 
@@ -130,8 +134,8 @@ def verify(path: str, step: int | None, as_json: bool, timeout_s: float) -> int:
 @click.option("--host-id", metavar="ID", help="Whose slots to look at [default: this machine's name].")
 @click.option("--repair", is_flag=True, help="Mend what another copy has, put aside what none has.")
 @click.option("--dry-run", is_flag=True, help="Say what --repair would do, and change nothing (as without --repair).")
-@_JSON
-@_TIMEOUT
+@JSON
+@TIMEOUT
 def scrub(
     root: str,
     tiers: tuple[str, ...],
@@ -153,6 +157,10 @@ def scrub(
         show_scrub(found)
     left = [str(finding) for finding in found.findings] if found.damaged else []
     return _code([*found.problems, *left])
+
+
+for each in (convert, diff, goodput, simulate):
+    commands.add_command(each)
 
 
 def _fast_tiers(tiers: Sequence[str], host_id: str | None) -> str:

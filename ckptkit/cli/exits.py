@@ -24,6 +24,7 @@ class Exit(IntEnum):
     USAGE = 2
     NOT_FOUND = 10
     CORRUPT = 11
+    DIFFERENT = 20
     INTERRUPTED = 130
 
 

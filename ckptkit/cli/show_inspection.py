@@ -45,7 +45,7 @@ def show_inspection(found: Inspection, depth: int | None) -> None:
 
 def _heading(found: Inspection) -> list[str]:
     origin = found.origin
-    what = {"step": "step", "item": "item of step", "slot": "fast-tier slot, step"}[found.kind]
+    what = {"step": "step", "item": "item of step", "slot": "fast-tier slot, step"}.get(found.kind, found.kind)
     step = "" if found.step is None else f" {found.step}"
     lines = [f"{found.path}: {what if step else found.kind}{step}, {_layouts(found)}"]
     lines += [f"  {note}" for note in found.notes]

@@ -77,7 +77,7 @@ class HostShardsHandler(type_handlers.TypeHandler):
         chunks = await asyncio.gather(
             *(_write_leaf(value, info, arg, transaction) for value, info, arg in zip(values, infos, args, strict=True))
         )
-        await asyncio.to_thread(_write_side_files, directory, values, infos, chunks)
+        await asyncio.to_thread(write_side_files, directory, values, infos, chunks)
         await transaction.commit_async()
         values[0].on_written()
 
@@ -105,10 +105,13 @@ async def _write_leaf(value: HostShards, info: Any, arg: Any, transaction: ts.Tr
     return chunk
 
 
-def _write_side_files(
+def write_side_files(
     directory: Any, values: Sequence[HostShards], infos: Sequence[Any], chunks: Sequence[list[int]]
 ) -> None:
-    """Two files of Orbax's own (without them typed keys and shardings are lost), and our sidecar."""
+    """Two files of Orbax's own (without them typed keys and shardings are lost), and our sidecar.
+
+    Of `infos` only the names are looked at.
+    """
     process = jax.process_index()
     metadatas = [
         {

@@ -199,6 +199,29 @@ def open_kvstore(place: Place, ocdbt: bool, timeout_s: float) -> Any:
     return finished(ts.KvStore.open({"driver": "ocdbt", "base": base} if ocdbt else base), place.url, timeout_s)
 
 
+def open_array(
+    item: Place, leaf: Leaf, words: str, context: Any, timeout_s: float, *, fill_missing: bool = True
+) -> Any:
+    """TensorStore's view of one leaf of an item whose layout is `words`, as `read_arrays` gives it.
+
+    Without `fill_missing` a chunk that is not there is damage, as where the writer stored every chunk.
+    """
+    base = f"{item.url}/" if is_remote(item.url) else f"file://{item.url}/"
+    kvstore: Any = f"{base}{leaf.name}/"
+    if words.startswith("ocdbt"):
+        kvstore = {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}
+    spec = {"driver": "zarr3" if words.endswith("zarr3") else "zarr", "kvstore": kvstore, "open": True}
+    if not fill_missing:
+        spec["fill_missing_data_reads"] = False
+    return finished(ts.open(spec, context=context), f"{item.url}: leaf {leaf.name}", timeout_s)
+
+
+def stores_all(item: Place) -> bool:
+    """Whether the writer stored also chunks that hold only the fill value: then a chunk that is not there is lost."""
+    with readable(f"{item.url}/{METADATA}"):
+        return (item.json(METADATA) or {}).get("store_array_data_equal_to_fill_value") is True
+
+
 def finished(future: Any, where: str, timeout_s: float) -> Any:
     """What a future of TensorStore's gives, or one of our errors.
 

@@ -88,7 +88,7 @@ class Inspection:
     """What stands at `path`. `notes` say what was chosen, `problems` what is damaged; the rest is still shown."""
 
     path: str
-    kind: Literal["step", "item", "slot"]
+    kind: Literal["step", "item", "slot", "file", "directory"]
     step: int | None
     origin: Origin
     items: tuple[Item, ...]

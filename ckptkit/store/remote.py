@@ -44,6 +44,12 @@ class RemoteStore:
         with _translated(f"{self._url}/{key}"):
             return self._ask("cat_file", path)
 
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        """Bytes `[start, stop)` of an object; raises `FileNotFoundError` where there is none."""
+        path = self._path(key)
+        with _translated(f"{self._url}/{key}"):
+            return self._ask("cat_file", path, start=start, end=stop)
+
     def stat(self, key: str) -> Stat | None:
         """Facts about an object; None where there is none."""
         path = self._path(key)

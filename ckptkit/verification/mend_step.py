@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
 from ckptkit import layout
+from ckptkit.durable.cells import CellWriter
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.arrays import OCDBT
 from ckptkit.inspection.directories import json_name
@@ -151,39 +151,10 @@ def _write_step(source: Path, copy: Path, place: Place, sources: Sources) -> Non
 
 
 def _write_arrays(item: Path, name: str, manifests: tuple[Manifest, ...], sources: Sources) -> None:
-    _made(item)
-    opened: dict[str, Any] = {}
-    context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})
-    transaction, pending_bytes = ts.Transaction(atomic=True), 0
+    writer = CellWriter(_made(item), _COMMIT_BYTES)
     for leaf, cell, digest in _cells(name, manifests):
-        block = _require(sources, name, leaf, cell, digest)
-        if leaf.name not in opened:
-            opened[leaf.name] = ts.open(
-                _spec(item, leaf),
-                create=True,
-                open=True,
-                context=context,
-                transaction=transaction,
-                dtype=ts.dtype(np.dtype(leaf.dtype)),
-                shape=leaf.shape,
-            ).result()
-        opened[leaf.name][cell.slices()].write(block).result()
-        pending_bytes += block.nbytes
-        if pending_bytes >= _COMMIT_BYTES:
-            transaction.commit_sync()
-            transaction, pending_bytes = ts.Transaction(atomic=True), 0
-            opened.clear()  # an array belongs to the transaction that it was opened in
-    transaction.commit_sync()
-
-
-def _spec(item: Path, leaf: LeafRecord) -> dict[str, Any]:
-    """The zarr array that `durable.host_shards` writes (docs/FORMAT.md)."""
-    return {
-        "driver": "zarr",
-        "kvstore": {"driver": "ocdbt", "base": f"file://{item}/", "path": f"{leaf.name}/"},
-        "metadata": {"chunks": list(leaf.cell), "compressor": None, "dimension_separator": "."},
-        "store_data_equal_to_fill_value": True,
-    }
+        writer.write(leaf, cell, _require(sources, name, leaf, cell, digest))
+    writer.finish()
 
 
 def _cells(name: str, manifests: tuple[Manifest, ...]) -> Any:

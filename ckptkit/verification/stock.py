@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.inspection.arrays import METADATA, OCDBT, finished, open_kvstore, read_arrays
-from ckptkit.inspection.places import Place, readable
+from ckptkit.inspection.arrays import OCDBT, finished, open_array, open_kvstore, read_arrays, stores_all
+from ckptkit.inspection.places import Place
 from ckptkit.inspection.records import Leaf
 from ckptkit.sharding import Box, cells_of
-from ckptkit.store.roots import is_remote
 from ckptkit.verification.pool import CellCheck
 from ckptkit.verification.records import Finding
 
@@ -28,7 +27,7 @@ def stock_checks(item: Place, timeout_s: float, findings: list[Finding]) -> list
     findings += [Finding(path=item.url, problem=problem) for problem in problems]
     version = 3 if words.endswith("zarr3") else 2
     ocdbt = OCDBT in item.names()
-    if version == 2 and _stores_all(item):
+    if version == 2 and stores_all(item):
         findings += _missing_chunks(item, leaves, ocdbt, timeout_s)
     # Without a cache: every chunk is read once.
     context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
@@ -36,14 +35,8 @@ def stock_checks(item: Place, timeout_s: float, findings: list[Finding]) -> list
         check
         for leaf in leaves
         if leaf.shape is not None
-        for check in _leaf_checks(item, leaf, version, ocdbt, context, timeout_s)
+        for check in _leaf_checks(item, leaf, words, context, timeout_s)
     ]
-
-
-def _stores_all(item: Place) -> bool:
-    """Whether the writer stored also chunks that hold only the fill value: then a chunk that is not there is lost."""
-    with readable(f"{item.url}/{METADATA}"):
-        return (item.json(METADATA) or {}).get("store_array_data_equal_to_fill_value") is True
 
 
 def _missing_chunks(item: Place, leaves: tuple[Leaf, ...], ocdbt: bool, timeout_s: float) -> Iterator[Finding]:
@@ -69,9 +62,7 @@ def _chunk_names(leaf: Leaf) -> Iterator[tuple[str, Box]]:
         yield ".".join(map(str, index)) or "0", Box(start, stop)
 
 
-def _leaf_checks(
-    item: Place, leaf: Leaf, version: int, ocdbt: bool, context: Any, timeout_s: float
-) -> Iterator[CellCheck]:
+def _leaf_checks(item: Place, leaf: Leaf, words: str, context: Any, timeout_s: float) -> Iterator[CellCheck]:
     assert leaf.shape is not None
     assert leaf.cell is not None
     assert leaf.dtype is not None
@@ -79,7 +70,7 @@ def _leaf_checks(
 
     def read(box: Box) -> None:
         if not opened:
-            opened.append(finished(ts.open(_spec(item, leaf, version, ocdbt), context=context), item.url, timeout_s))
+            opened.append(open_array(item, leaf, words, context, timeout_s))
         finished(opened[0][box.slices()].read(), f"{item.url}: leaf {leaf.name}", timeout_s)
 
     for box in cells_of(Box.whole(leaf.shape), leaf.cell):
@@ -93,12 +84,3 @@ def _leaf_checks(
             expected=None,
             read=lambda box=box: read(box),
         )
-
-
-def _spec(item: Place, leaf: Leaf, version: int, ocdbt: bool) -> dict[str, Any]:
-    base = f"{item.url}/" if is_remote(item.url) else f"file://{item.url}/"
-    if ocdbt:
-        kvstore: Any = {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}
-    else:
-        kvstore = f"{base}{leaf.name}/"
-    return {"driver": "zarr3" if version == 3 else "zarr", "kvstore": kvstore, "open": True}

@@ -52,7 +52,7 @@ HOSTILE = (
         (("steps", "{root}", "--tier", "gs://bucket/x"), 2, "'gs://bucket/x' is no local directory"),
         (("inspect", "{home}/none"), 10, "there is no such file or directory; check the path"),
         (("inspect", "{home}/empty"), 10, "it is empty"),
-        (("inspect", "{home}/some.txt"), 10, "a file that is no manifest"),
+        (("inspect", "{home}/some.txt"), 10, "first bytes are those of no format known here"),
         (("inspect", "{ram}"), 10, "a fast tier's slots are <tier>/<job>/<host id>/<rank>"),
         (("inspect", "{root}", "--match", "zzz*"), 10, "no leaf matches 'zzz*'"),
         (("steps", "{home}/none"), 10, "there is no such root"),

@@ -1,0 +1,119 @@
+"""`ckptkit convert`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TransferSpeedColumn
+from rich.progress import Progress as Bar
+
+from ckptkit.cli.exits import Exit
+from ckptkit.cli.options import JSON, MAP, MEMORY, TIMEOUT, SizeType
+from ckptkit.cli.text import print_json, print_line, print_table, shape_text, size_text
+from ckptkit.conversion import ConvertPlan, plan_convert, read_rules
+from ckptkit.conversion import convert as convert_tensors
+from ckptkit.conversion.converting import SHARD_BYTES
+from ckptkit.formats import open_checkpoint
+
+
+class CastType(click.ParamType):
+    """`PATTERN=DTYPE` on the command line."""
+
+    name = "cast"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        """Pattern and dtype, or click's message."""
+        pattern, equals, dtype = str(value).rpartition("=")
+        if not equals or not pattern or not dtype:
+            self.fail(f"{value!r} is no PATTERN=DTYPE, such as '**=bfloat16'", param, ctx)
+        return pattern, dtype
+
+
+@click.command()
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@click.option(
+    "--to", type=click.Choice(["orbax", "safetensors", "hf", "npz", "torch"]), required=True, help="Format of DST."
+)
+@MAP
+@click.option(
+    "--dtype", "casts", type=CastType(), multiple=True, metavar="PATTERN=DTYPE", help="Cast floats; repeatable."
+)
+@click.option(
+    "--shard-size",
+    type=SizeType(),
+    default=SHARD_BYTES,
+    show_default="5 GiB",
+    metavar="SIZE",
+    help="Of each file of hf.",
+)
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option("--resume", is_flag=True, help="Go on where an interrupted run of the same conversion stopped.")
+@JSON
+@MEMORY
+@TIMEOUT
+def convert(
+    source: str,
+    target: str,
+    to: Any,
+    map_path: str | None,
+    casts: tuple[tuple[str, str], ...],
+    shard_size: int,
+    dry_run: bool,
+    resume: bool,
+    as_json: bool,
+    memory_bytes: int,
+    timeout_s: float,
+) -> int:
+    """Write the tensors of SRC, of any format, as DST in another, bit for bit.
+
+    DST appears whole, by one rename, or not at all.
+    """
+    jax.config.update("jax_platforms", "cpu")  # Orbax asks JAX for its process: no accelerator is to be taken for that
+    rules = [] if map_path is None else read_rules(map_path)
+    with open_checkpoint(source, timeout_s=timeout_s) as opened:
+        plan = plan_convert(
+            opened, target, to, rules=rules, casts=casts, shard_bytes=shard_size, memory_bytes=memory_bytes
+        )
+        if not dry_run:
+            with _bar() as progress:
+                convert_tensors(opened, plan, memory_bytes=memory_bytes, resume=resume, progress=progress)
+    if as_json:
+        print_json({**plan.to_json(), "written": not dry_run})
+    else:
+        _show(plan, dry_run)
+    return Exit.OK
+
+
+def _show(plan: ConvertPlan, dry_run: bool) -> None:
+    if dry_run:
+        rows = [
+            [name, tensor.dtype.name, shape_text(tensor.shape), size_text(tensor.nbytes)]
+            for name, tensor in plan.tensors.items()
+        ]
+        print_table([("leaf", False), ("dtype", False), ("shape", False), ("bytes", True)], rows)
+        print_line()
+    files = f" in {len(plan.files)} files" if plan.to == "hf" else ""
+    verb = "would be written" if dry_run else "written"
+    print_line(f"{plan.target}: {len(plan.tensors)} leaves, {size_text(plan.written_bytes)}{files} {verb} as {plan.to}")
+    for note in plan.notes:
+        print_line(f"  {note}")
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on stderr, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with Bar(
+        BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), console=Console(stderr=True)
+    ) as bar:
+        task = bar.add_task("")
+        yield lambda written, total: bar.update(task, completed=written, total=total)

@@ -1,0 +1,71 @@
+"""`ckptkit diff`."""
+
+from __future__ import annotations
+
+import click
+
+from ckptkit.cli.exits import Exit
+from ckptkit.cli.options import JSON, MAP, MEMORY, TIMEOUT
+from ckptkit.cli.text import print_json, print_line, print_table
+from ckptkit.conversion import Difference, mapped, read_rules
+from ckptkit.conversion import diff as diff_tensors
+from ckptkit.formats import open_checkpoint
+
+_COLUMNS = [(title, title != "leaf") for title in ("leaf", "changed", "max abs", "max rel", "ulp", "cosine")]
+
+
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@MAP
+@click.option("--rtol", type=click.FloatRange(min=0), default=0.0, help="Tolerated: |a - b| <= atol + rtol x |b|.")
+@click.option(
+    "--atol", type=click.FloatRange(min=0), default=0.0, help="See --rtol. Without both, only equal bits pass."
+)
+@JSON
+@MEMORY
+@TIMEOUT
+def diff(
+    a: str, b: str, map_path: str | None, rtol: float, atol: float, as_json: bool, memory_bytes: int, timeout_s: float
+) -> int:
+    """Say how the checkpoints A and B differ: leaves, shapes and dtypes, then values. Any two formats.
+
+    The rules of --map are applied to A. Exit code 20 where they differ by more than the tolerances.
+    """
+    rules = [] if map_path is None else read_rules(map_path)
+    with open_checkpoint(a, timeout_s=timeout_s) as one, open_checkpoint(b, timeout_s=timeout_s) as two:
+        found = diff_tensors(
+            mapped(one.by_name(), rules), two.by_name(), rtol=rtol, atol=atol, memory_bytes=memory_bytes
+        )
+    if as_json:
+        print_json(found.to_json())
+    else:
+        _show(found)
+    return Exit.OK if found.same else Exit.DIFFERENT
+
+
+def _show(found: Difference) -> None:
+    close = sum(leaf.close for leaf in found.values)
+    print_line(
+        f"{found.equal} leaves are the same, {len(found.values) - close} differ in their values"
+        + f", {close} within the tolerances" * (close > 0)
+    )
+    for title, names in (("only in A", found.only_a), ("only in B", found.only_b)):
+        for name in names:
+            print_line(f"  {title}: {name}")
+    for name, one, two in found.shapes:
+        print_line(f"  {name} is {one} in A, {two} in B")
+    if found.values:
+        print_line()
+        rows = [
+            [
+                leaf.name,
+                f"{100 * leaf.changed:.3g} %",
+                f"{leaf.max_abs:.3g}",
+                f"{leaf.max_rel:.3g}",
+                "" if leaf.ulp is None else str(leaf.ulp),
+                "" if leaf.cosine is None else f"{leaf.cosine:.8f}",
+            ]
+            for leaf in found.values
+        ]
+        print_table(_COLUMNS, rows)

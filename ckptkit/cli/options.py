@@ -1,0 +1,51 @@
+"""The flags that several commands have."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+
+from ckptkit.cli.text import size_text
+from ckptkit.formats import MEMORY_BYTES
+
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+_SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([KMGT]?)(i?B)?", re.IGNORECASE)
+
+
+class SizeType(click.ParamType):
+    """`512MB` on the command line: binary units, as everywhere in ckptkit."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes, or click's message."""
+        if isinstance(value, int):
+            return value
+        match = _SIZE.fullmatch(value.strip())
+        if match is None or float(match[1]) == 0:
+            self.fail(f"{value!r} is no size; write 512MB, 4GiB or a number of bytes", param, ctx)
+        return max(1, int(float(match[1]) * (1 << _UNITS[match[2].upper()])))
+
+
+TIMEOUT = click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0.1),
+    default=20.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a bucket that does not answer is tried.",
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout (docs/CLI.md has its shape).")
+MEMORY = click.option(
+    "--memory",
+    "memory_bytes",
+    type=SizeType(),
+    default=MEMORY_BYTES,
+    show_default=size_text(MEMORY_BYTES),
+    metavar="SIZE",
+    help="The most array data that is held at once; a chunk above a quarter of it is an error.",
+)
+MAP = click.option("--map", "map_path", metavar="FILE", help="Rules that rename, split, stack, transpose (TOML).")

@@ -1,0 +1,261 @@
+"""Rules that turn the tensors of one checkpoint into those of another: rename, split, stack, transpose, merge, cast.
+
+Nothing is computed when rules are applied: a mapped tensor reads the boxes of its sources that a box of it needs.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckptkit.errors import CheckpointError
+from ckptkit.formats.dtypes import plain_dtype
+from ckptkit.formats.tensors import Tensor
+from ckptkit.inspection.records import Leaf
+from ckptkit.sharding import Box
+from ckptkit.surgery.rules import Rename, matches
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapRule:
+    """One `[[rule]]` of a file. `old` and `new` have one name, or several on one side of a split or a stack.
+
+    In the order of work: `split` an axis into its indexes (which the axis loses), `divide` an axis into two, the inner
+    of the size given, `transpose`, `merge` an axis with the next one, `stack` the sources along a new axis.
+    """
+
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+    split: int | None = None
+    divide: tuple[int, int] | None = None
+    transpose: tuple[int, ...] | None = None
+    merge: int | None = None
+    stack: int | None = None
+    drop: bool = False
+
+    def __post_init__(self) -> None:
+        several = (len(self.old) > 1, len(self.new) > 1)
+        if several != (self.stack is not None, self.split is not None):
+            raise ValueError(
+                f"rule for {self.old[0]}: several names in `from` need `stack`, several in `to` need `split`"
+            )
+        if self.drop != (not self.new) or not self.old:
+            raise ValueError("a rule has `from` and `to`, or `from` and `drop = true`")
+        if not self.drop:
+            for old in self.old:
+                for new in self.new:
+                    Rename(old, new)
+
+
+def read_rules(path: str) -> list[MapRule]:
+    """The rules of a TOML file. Raises `CheckpointError` saying what is wrong in it."""
+    try:
+        described = tomllib.loads(Path(path).read_text())
+        if set(described) - {"rule"} or not isinstance(described.get("rule"), list):
+            raise ValueError("a rule file has [[rule]] tables and nothing else")
+        return [_rule(table) for table in described["rule"]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path}: {error}", path=path) from error
+
+
+def _rule(table: dict[str, Any]) -> MapRule:
+    unknown = set(table) - {"from", "to", "split", "divide", "transpose", "merge", "stack", "drop"}
+    if unknown:
+        raise ValueError(f"{sorted(unknown)[0]!r} is nothing that a rule has")
+    numbers = {key: table.get(key) for key in ("split", "merge", "stack")}
+    lists = {key: tuple(table[key]) if key in table else None for key in ("divide", "transpose")}
+    flat = [*(v for v in numbers.values() if v is not None), *(n for v in lists.values() for n in v or ())]
+    if any(type(number) is not int or number < 0 for number in flat) or len(lists["divide"] or (0, 0)) != 2:
+        raise ValueError(f"the axes of the rule for {table['from']} are no whole numbers")
+    divide: Any = lists["divide"]
+    return MapRule(
+        old=_names(table["from"]),
+        new=_names(table.get("to", [])),
+        drop=table.get("drop", False),
+        divide=divide,
+        transpose=lists["transpose"],
+        **numbers,
+    )
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def mapped(tensors: Tensors, rules: Sequence[MapRule]) -> dict[str, Tensor]:
+    """The tensors after the rules; the first rule that matches a name takes it, what no rule matches stays as it is.
+
+    Raises `CheckpointError` for a rule that matches nothing, does not fit a shape, or gives a name twice.
+    """
+    if not rules:
+        return dict(tensors)
+    made: dict[str, Tensor] = {}
+    taken: set[str] = set()
+    for rule in rules:
+        firsts = [name for name in tensors if name not in taken and matches(rule.old[0], name)]
+        if not firsts:
+            raise CheckpointError(f"the rule for {rule.old[0]} matches no leaf; the leaves are {_some(tensors)}")
+        for first in firsts:
+            names = [Rename(rule.old[0], old).target_of(first) or "" for old in rule.old]
+            missing = [name for name in names if name not in tensors]
+            if missing:
+                raise CheckpointError(f"the rule for {rule.old[0]} needs leaf {missing[0]}, which is not there")
+            taken.update(names)
+            for index, new in enumerate(rule.new):
+                target = Rename(rule.old[0], new).target_of(first) or ""
+                _add(made, target, _changed(rule, [tensors[name] for name in names], index, target))
+    for name, tensor in tensors.items():
+        if name not in taken:
+            _add(made, name, tensor)
+    return made
+
+
+def cast(tensors: Tensors, casts: Iterable[tuple[str, str]]) -> dict[str, Tensor]:
+    """The tensors with those that match a pattern in another dtype (`*.kernel`, `bfloat16`); the last match wins.
+
+    Rounds to nearest even, as NumPy does. PRNG keys, booleans and integers stay as they are.
+    """
+    made = dict(tensors)
+    for pattern, word in casts:
+        try:
+            dtype = plain_dtype(word)
+        except ValueError as error:
+            raise CheckpointError(f"--dtype {pattern}={word}: {error}") from error
+        for name, tensor in made.items():
+            floating = tensor.dtype.kind == "f" or tensor.dtype.isbuiltin == 2
+            if matches(pattern, name) and floating and tensor.leaf.key_impl is None:
+                leaf = replace(tensor.leaf, dtype=dtype.name)
+                made[name] = Tensor(item=tensor.item, leaf=leaf, fetch=partial(_cast, tensor, dtype))
+    return made
+
+
+def _cast(source: Tensor, dtype: np.dtype[Any], box: Box) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):  # what does not fit becomes infinite, as a cast says
+        return source.read(box).astype(dtype)
+
+
+def _add(made: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+    if name in made:
+        raise CheckpointError(f"the rules give two leaves the name {name}")
+    path = tensor.leaf.path if tensor.name == name else tuple(name.split("."))
+    made[name] = replace(tensor, leaf=replace(tensor.leaf, path=path))
+
+
+def _changed(rule: MapRule, sources: Sequence[Tensor], index: int, name: str) -> Tensor:
+    try:
+        if rule.split is not None:
+            sources = [_split(source, rule.split, index, len(rule.new)) for source in sources]
+        if rule.divide is not None:
+            sources = [_divided(source, *rule.divide) for source in sources]
+        if rule.transpose is not None:
+            sources = [_transposed(source, rule.transpose) for source in sources]
+        if rule.merge is not None:
+            sources = [_merged(source, rule.merge) for source in sources]
+        return sources[0] if rule.stack is None else _stacked(sources, rule.stack)
+    except (ValueError, IndexError) as error:
+        raise CheckpointError(f"the rule for {name} does not fit {rule.old[0]}, {sources[0].shape}: {error}") from error
+
+
+def _of(source: Tensor, shape: Sequence[int], fetch: Callable[[Box], np.ndarray]) -> Tensor:
+    leaf = Leaf(path=source.leaf.path, kind="tensor", dtype=source.leaf.dtype, shape=tuple(shape))
+    return Tensor(item=source.item, leaf=leaf, fetch=fetch)
+
+
+def _split(source: Tensor, axis: int, index: int, count: int) -> Tensor:
+    if source.shape[axis] != count:
+        raise ValueError(f"axis {axis} is split into {count} and has {source.shape[axis]}")
+
+    def fetch(box: Box) -> np.ndarray:
+        wanted = Box(_put(box.start, axis, index), _put(box.stop, axis, index + 1))
+        return source.read(wanted).reshape(box.shape)
+
+    return _of(source, _without(source.shape, axis), fetch)
+
+
+def _stacked(sources: Sequence[Tensor], axis: int) -> Tensor:
+    first = sources[0]
+    if any((each.shape, each.dtype) != (first.shape, first.dtype) for each in sources):
+        raise ValueError("what is stacked differs in shape or dtype")
+    if axis > len(first.shape):
+        raise ValueError(f"there is no axis {axis}")
+
+    def fetch(box: Box) -> np.ndarray:
+        inner = Box(_without(box.start, axis), _without(box.stop, axis))
+        return np.stack([sources[at].read(inner) for at in range(box.start[axis], box.stop[axis])], axis)
+
+    return _of(first, _put(first.shape, axis, len(sources)), fetch)
+
+
+def _transposed(source: Tensor, axes: tuple[int, ...]) -> Tensor:
+    if sorted(axes) != list(range(len(source.shape))):
+        raise ValueError(f"{list(axes)} is no order of its axes")
+    back = np.argsort(axes)
+
+    def fetch(box: Box) -> np.ndarray:
+        wanted = Box(tuple(box.start[at] for at in back), tuple(box.stop[at] for at in back))
+        return source.read(wanted).transpose(axes)
+
+    return _of(source, [source.shape[axis] for axis in axes], fetch)
+
+
+def _merged(source: Tensor, axis: int) -> Tensor:
+    """Axes `axis` and `axis + 1` as one: the rows that a box touches are read whole, and cut."""
+    inner = source.shape[axis + 1]
+
+    def fetch(box: Box) -> np.ndarray:
+        low, high = box.start[axis] // max(1, inner), -(-box.stop[axis] // max(1, inner))
+        wanted = Box(
+            (*box.start[:axis], low, 0, *box.start[axis + 1 :]), (*box.stop[:axis], high, inner, *box.stop[axis + 1 :])
+        )
+        found = source.read(wanted)
+        rows = found.reshape((*found.shape[:axis], (high - low) * inner, *found.shape[axis + 2 :]))
+        cut = slice(box.start[axis] - low * inner, box.stop[axis] - low * inner)
+        return rows[(*[slice(None)] * axis, cut)]
+
+    return _of(source, (*source.shape[:axis], source.shape[axis] * inner, *source.shape[axis + 2 :]), fetch)
+
+
+def _divided(source: Tensor, axis: int, inner: int) -> Tensor:
+    """Axis `axis` as two, the inner one of size `inner`."""
+    if inner < 1 or source.shape[axis] % inner:
+        raise ValueError(f"axis {axis} has {source.shape[axis]}, which {inner} does not divide")
+
+    def fetch(box: Box) -> np.ndarray:
+        low, high = box.start[axis], box.stop[axis]
+        wanted = Box(
+            (*box.start[:axis], low * inner, *box.start[axis + 2 :]),
+            (*box.stop[:axis], high * inner, *box.stop[axis + 2 :]),
+        )
+        found = source.read(wanted)
+        rows = found.reshape((*found.shape[:axis], high - low, inner, *found.shape[axis + 1 :]))
+        return rows[(*[slice(None)] * (axis + 1), slice(box.start[axis + 1], box.stop[axis + 1]))]
+
+    outer = source.shape[axis] // inner
+    return _of(source, (*source.shape[:axis], outer, inner, *source.shape[axis + 1 :]), fetch)
+
+
+def _put(values: Sequence[int], axis: int, value: int) -> tuple[int, ...]:
+    return (*values[:axis], value, *values[axis:])
+
+
+def _without(values: Sequence[int], axis: int) -> tuple[int, ...]:
+    return (*values[:axis], *values[axis + 1 :])
+
+
+def _some(tensors: Tensors) -> str:
+    names = sorted(tensors)
+    return ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5)
+
+
+def tensors_bytes(tensors: Tensors) -> int:
+    """Bytes of all of them in memory."""
+    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())

@@ -1,0 +1,211 @@
+"""Statistics of tensors and the differences between two, block by block within a memory budget."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ckptkit.conversion.mapping import Tensors
+from ckptkit.formats.tensors import MEMORY_BYTES, Tensor
+from ckptkit.manifest import describe
+from ckptkit.sharding import Box, cells_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """Of one tensor, over its finite elements, in float64; None where there is none (or for booleans' deviation, keys).
+
+    `norm` is the square root of the sum of squares; of complex numbers all is of their absolute values.
+    """
+
+    minimum: float | None
+    maximum: float | None
+    mean: float | None
+    std: float | None
+    norm: float
+    nan: int
+    inf: int
+
+
+def statistics_of(tensor: Tensor, memory_bytes: int = MEMORY_BYTES) -> Statistics:
+    """One pass over the tensor. Mean and deviation are merged block by block (Chan et al. 1979), so that they do not
+    cancel. Raises what `Tensor.read` does."""
+    count, mean, spread, squares = 0, 0.0, 0.0, 0.0
+    low, high, nan, inf = math.inf, -math.inf, 0, 0
+    for box in tensor.blocks(memory_bytes):
+        for values in _wide_parts(tensor.read(box)):
+            finite = np.isfinite(values)
+            nan += int(np.isnan(values).sum())
+            values = values[finite]
+            inf += int(finite.size - values.size)
+            if not values.size:
+                continue
+            part_mean = float(values.mean())
+            total, delta = count + values.size, part_mean - mean
+            spread += float(np.square(values - part_mean).sum()) + delta * delta * count * values.size / total
+            mean += delta * values.size / total
+            squares += float(np.square(values).sum())
+            low, high, count = min(low, float(values.min())), max(high, float(values.max())), total
+    return Statistics(
+        minimum=low if count else None,
+        maximum=high if count else None,
+        mean=mean if count else None,
+        std=math.sqrt(spread / count) if count else None,
+        norm=math.sqrt(squares),
+        nan=nan,
+        inf=inf - nan,
+    )
+
+
+_PART = 1 << 20  # elements that are made wide at once
+
+
+def _wide_parts(block: np.ndarray) -> Any:
+    flat = block.reshape(-1)
+    for at in range(0, flat.size, _PART):
+        part = flat[at : at + _PART]
+        yield np.abs(part).astype(np.float64) if part.dtype.kind == "c" else part.astype(np.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafDifference:
+    """What differs in the values of one leaf. `ulp` counts representable numbers between two, None for what is not
+    floating point; `cosine` is None where a side is all zeros. `close`: every element within the tolerances."""
+
+    name: str
+    changed: float
+    max_abs: float
+    max_rel: float
+    ulp: int | None
+    cosine: float | None
+    close: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Two checkpoints held against each other. Names are sorted; `values` are the leaves whose bits differ."""
+
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    shapes: tuple[tuple[str, str, str], ...]
+    values: tuple[LeafDifference, ...]
+    equal: int
+
+    @property
+    def same(self) -> bool:
+        """Whether they hold the same leaves, each within the tolerances (by default: the same bits)."""
+        return not (self.only_a or self.only_b or self.shapes) and all(leaf.close for leaf in self.values)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {"format": 1, "same": self.same, **asdict(self)}
+
+
+def diff(
+    a: Tensors, b: Tensors, *, rtol: float = 0.0, atol: float = 0.0, memory_bytes: int = MEMORY_BYTES
+) -> Difference:
+    """Compares the tensors of two checkpoints by name, whatever their formats.
+
+    Leaves of different shape are only named; those of different dtype are named and their values compared. An
+    element is close where |a - b| <= atol + rtol * |b|, or both are NaN, or the same infinity. Without tolerances only
+    equal bits are the same. Cost: both are read once, unless their chunks differ.
+    """
+    shapes, values, equal = [], [], 0
+    for name in sorted(a.keys() & b.keys()):
+        one, two = a[name], b[name]
+        if (one.shape, one.dtype) != (two.shape, two.dtype):
+            shapes.append((name, describe(one.dtype.name, one.shape), describe(two.dtype.name, two.shape)))
+        if one.shape != two.shape:
+            continue
+        found = _difference(name, one, two, rtol, atol, memory_bytes // 2)
+        if found is None:
+            equal += one.dtype == two.dtype
+        else:
+            values.append(found)
+    return Difference(
+        only_a=tuple(sorted(a.keys() - b.keys())),
+        only_b=tuple(sorted(b.keys() - a.keys())),
+        shapes=tuple(shapes),
+        values=tuple(values),
+        equal=equal,
+    )
+
+
+def _difference(name: str, a: Tensor, b: Tensor, rtol: float, atol: float, memory_bytes: int) -> LeafDifference | None:
+    """None where every bit is the same."""
+    changed, size, ulp = 0, 0, 0
+    max_abs = max_rel = dot = square_a = square_b = 0.0
+    close = True
+    floating = a.dtype == b.dtype and a.dtype.kind in "fV" and a.leaf.key_impl is None
+    block = max(a.block_shape(memory_bytes), b.block_shape(memory_bytes), key=lambda shape: math.prod(shape))
+    for box in cells_of(Box.whole(a.shape), tuple(max(1, rows) for rows in block)):
+        flat_a, flat_b = a.read(box).reshape(-1), b.read(box).reshape(-1)
+        size += flat_a.size
+        for at in range(0, flat_a.size, _PART):
+            one, two = flat_a[at : at + _PART], flat_b[at : at + _PART]
+            bits = _unequal(one, two)
+            changed += int(bits.sum())
+            wide_a, wide_b = _wide(one), _wide(two)
+            finite = np.isfinite(wide_a) & np.isfinite(wide_b)
+            x, y = wide_a[finite], wide_b[finite]
+            dot += float(np.real(np.vdot(y, x)))
+            square_a += float(np.square(np.abs(x)).sum())
+            square_b += float(np.square(np.abs(y)).sum())
+            if not bits.any():
+                continue
+            gap = np.abs(x - y)
+            same = np.array_equal(wide_a[~finite], wide_b[~finite], equal_nan=True)
+            max_abs = max(max_abs, float(gap.max(initial=0.0))) if same else math.inf
+            scale = np.abs(y)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                ratio = np.where(gap == 0, 0.0, gap / scale)
+            max_rel = max(max_rel, float(ratio.max(initial=0.0))) if same else math.inf
+            tolerant = rtol > 0 or atol > 0
+            close &= tolerant and same and bool((gap <= atol + rtol * scale).all())
+            if floating:
+                ulp = max(ulp, _ulp(one, two))
+    if not changed:
+        return None
+    lengths = math.sqrt(square_a) * math.sqrt(square_b)
+    return LeafDifference(
+        name=name,
+        changed=changed / size,
+        max_abs=max_abs,
+        max_rel=max_rel,
+        ulp=ulp if floating else None,
+        cosine=dot / lengths if lengths else None,
+        close=close,
+    )
+
+
+def _wide(part: np.ndarray) -> np.ndarray:
+    return part.astype(np.complex128 if part.dtype.kind == "c" else np.float64)
+
+
+def _unequal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Where two parts differ: in any bit, or in their value where they have not the same dtype."""
+    if a.dtype != b.dtype:
+        return _wide(a) != _wide(b)
+    size = a.dtype.itemsize
+    if size <= 8:
+        return a.view(f"u{size}") != b.view(f"u{size}")
+    return (a.view("u8").reshape(-1, size // 8) != b.view("u8").reshape(-1, size // 8)).any(axis=1)
+
+
+def _ulp(a: np.ndarray, b: np.ndarray) -> int:
+    """The most representable numbers between two elements: floats in the order of their bits, -0.0 beside +0.0.
+
+    Dawson, "Comparing floating point numbers", 2012. Elements with NaN on a side are left out.
+    """
+    known = ~(np.isnan(a.astype(np.float64)) | np.isnan(b.astype(np.float64)))
+    ordered = []
+    for part in (a[known], b[known]):
+        width = part.dtype.itemsize
+        bits = part.view(f"u{width}").astype(np.uint64)
+        sign = np.uint64(1 << (8 * width - 1))
+        ordered.append(np.where(bits & sign, sign - (bits & (sign - np.uint64(1))), bits + sign))
+    high, low = np.maximum(*ordered), np.minimum(*ordered)
+    return int((high - low).max(initial=0))

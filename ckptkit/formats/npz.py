@@ -1,0 +1,124 @@
+"""NumPy's npz: a zip archive of npy files. Object arrays are pickles, and are refused.
+
+NumPy's format has no words for bfloat16 and its kin, and writes them as raw bytes (`V2`). The comment of the archive's
+member says which they are (`formats.dtypes`), which NumPy ignores.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ckptkit.formats.dtypes import checked_shape, noted
+from ckptkit.formats.ranges import Ranges, c_strides, fetch_strided, open_ranges
+from ckptkit.formats.tensors import Checkpoint, Span, Tensor
+from ckptkit.formats.zips import Entry, EntryRanges, read_entries
+from ckptkit.inspection.places import readable
+from ckptkit.inspection.records import Leaf
+from ckptkit.sharding import Box
+
+SUFFIX = ".npy"
+_MAGIC = b"\x93NUMPY"
+_HEADER_BYTES_MAX = 10_000  # NumPy's own bound
+_KINDS = "biufcV"
+
+
+def open_npz(path: str) -> Checkpoint:
+    """An archive. Cost: its directory and two small reads per array.
+
+    An array that is compressed is read in order: cheap from its first block to its last.
+    """
+    ranges = open_ranges(path)
+    try:
+        tensors = [_tensor(ranges, entry) for name, entry in read_entries(ranges).items() if name.endswith(SUFFIX)]
+    except BaseException:
+        ranges.close()
+        raise
+    compressed = sum(not tensor.spans for tensor in tensors if tensor.nbytes)
+    return Checkpoint(
+        path=path,
+        format="npz",
+        tensors=tensors,
+        layout=f"zip, {compressed} of {len(tensors)} arrays compressed",
+        close=ranges.close,
+    )
+
+
+def known_dtypes() -> frozenset[np.dtype[Any]]:
+    """What NumPy's format has words for."""
+    names = ["bool", "float16", "float32", "float64", "complex64", "complex128"]
+    names += [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+    return frozenset(map(np.dtype, names))
+
+
+def _tensor(ranges: Ranges, entry: Entry) -> Tensor:
+    inner = EntryRanges(ranges, entry)
+    with readable(inner.path):
+        stored, fortran, shape, start = _header(inner)
+        if start + math.prod(shape) * stored.itemsize != inner.size:
+            raise ValueError(f"{stored}{list(shape)} in {inner.size - start} bytes")
+        dtype, key_impl = stored, None
+        if entry.comment[:1] == b"{":
+            note = json.loads(entry.comment)
+            meant = note.get("dtype")
+            shown = np.dtype(f"V{stored.itemsize}") if meant else stored
+            if meant and (stored != shown or note["shape"] != list(shape)):
+                raise ValueError(f"an array of {stored}{list(shape)} cannot be {str(note)[:100]}")
+            dtype, _, key_impl = noted(*_as_noted(stored, shape, meant), note, known_dtypes())
+        if dtype.kind == "V" and dtype.isbuiltin != 2:
+            raise ValueError(f"its dtype is {stored.str}, and nothing says which that is")
+    strides = c_strides(shape[::-1])[::-1] if fortran else c_strides(shape)
+    name = entry.name.removesuffix(SUFFIX)
+    plain = dtype.newbyteorder("=")
+    span = Span(path=ranges.path, start=entry.start + start, stop=entry.start + inner.size)
+    return Tensor(
+        item="arrays",
+        leaf=Leaf(path=tuple(name.split(".")), kind="numpy", dtype=plain.name, shape=shape, key_impl=key_impl),
+        fetch=partial(_fetch, inner, start, shape, strides, dtype, plain),
+        spans=() if entry.compressed else (span,),
+    )
+
+
+def _as_noted(stored: np.dtype[Any], shape: tuple[int, ...], meant: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Raw bytes stand for integers of their width in a note."""
+    return (np.dtype(f"int{8 * stored.itemsize}"), shape) if meant else (stored, shape)
+
+
+def _fetch(
+    ranges: Ranges,
+    start: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: np.dtype[Any],
+    plain: np.dtype[Any],
+    box: Box,
+) -> np.ndarray:
+    return fetch_strided(ranges, start, shape, strides, dtype, box).astype(plain, copy=False)
+
+
+def _header(ranges: EntryRanges) -> tuple[np.dtype[Any], bool, tuple[int, ...], int]:
+    """Dtype, whether in Fortran order, shape, and where the data begin."""
+    begin = ranges.read(0, min(12, ranges.size))
+    if begin[:6] != _MAGIC or begin[6] not in (1, 2, 3):
+        raise ValueError("no npy file")
+    width = 2 if begin[6] == 1 else 4
+    length = int.from_bytes(begin[8 : 8 + width], "little")
+    if length > _HEADER_BYTES_MAX:
+        raise ValueError(f"a header of {length} bytes")
+    text = ranges.read(8 + width, length).decode("latin1")
+    try:
+        facts = ast.literal_eval(text.strip())
+        descr, fortran, shape = facts["descr"], facts["fortran_order"], facts["shape"]
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError(f"its header cannot be read: {error}") from error
+    if not isinstance(descr, str) or "O" in descr:
+        raise ValueError(f"dtype {str(descr)[:60]!r}: objects (pickles) and records are not read")
+    dtype = np.dtype(descr)
+    if dtype.kind not in _KINDS or dtype.itemsize == 0 or type(fortran) is not bool or not isinstance(shape, tuple):
+        raise ValueError(f"dtype {descr!r}, shape {shape!r}")
+    return dtype, fortran, checked_shape(shape), 8 + width + length

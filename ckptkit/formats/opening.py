@@ -1,0 +1,125 @@
+"""From a path to what stands there, whatever its format."""
+
+from __future__ import annotations
+
+import stat
+
+from ckptkit.errors import CheckpointError, CorruptCheckpointError
+from ckptkit.formats.msgpack import open_msgpack
+from ckptkit.formats.npz import open_npz
+from ckptkit.formats.orbax import is_manifest, open_orbax
+from ckptkit.formats.ranges import open_ranges
+from ckptkit.formats.safetensors import SUFFIX, is_sharded, open_safetensors, open_sharded
+from ckptkit.formats.tensors import Checkpoint
+from ckptkit.formats.torch import open_torch, pickle_member
+from ckptkit.formats.zips import read_entries
+from ckptkit.inspection import Inspection, Item
+from ckptkit.inspection import inspect as inspect_orbax
+from ckptkit.inspection.places import Place, local_kind, nothing_at
+from ckptkit.store.remote import RemoteStore
+from ckptkit.store.roots import is_remote, root_url
+
+_MSGPACK_MAPS = (*range(0x80, 0x90), 0xDE, 0xDF)
+_PICKLES = b"\x80"
+
+
+def open_checkpoint(path: str, *, timeout_s: float = 20.0) -> Checkpoint:
+    """The checkpoint at `path`, ready to be read box by box; close it, or use it as a context manager.
+
+    A directory is a step, an item, a root (its newest step) or a fast tier's slots, or one of Hugging Face's with
+    safetensors; a file is safetensors, npz, a zip of `torch.save`, Flax's msgpack, or a manifest. What a file is, its
+    bytes say, not its name. Cost: metadata only.
+
+    Raises `StepNotFoundError` where nothing of the kind is there, `CorruptCheckpointError` for what cannot be read,
+    `StoreError` for what cannot be reached.
+    """
+    url = root_url(path)
+    if _is_file(url):
+        return _open_file(url, timeout_s)
+    if not is_remote(url) and local_kind(url) is None:
+        raise nothing_at(url, "there is no such file or directory; check the path")
+    place = Place.open(url, timeout_s=timeout_s)
+    if is_sharded(place.names()):
+        return open_sharded(place)
+    found = inspect_orbax(path, timeout_s=timeout_s)
+    return open_orbax(found, timeout_s=timeout_s)
+
+
+def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
+    """What stands at `path`, in every format of `open_checkpoint`, from its metadata alone.
+
+    Where something of an Orbax directory is damaged and the rest can be read, the rest is returned and the damage is in
+    `problems`. Cost: small reads only; a step with our sidecars costs one per process, another one per leaf.
+
+    Raises `StepNotFoundError` where nothing that can be inspected is there, `CorruptCheckpointError` where what is
+    there cannot be read, `StoreError` where it cannot be reached.
+    """
+    url = root_url(path)
+    remote = is_remote(url)
+    if not _is_file(url) or is_manifest(url.rpartition("/")[2]):
+        known = remote or local_kind(url) == stat.S_IFDIR
+        if not known or not is_sharded(Place.open(url, timeout_s=timeout_s).names()):
+            return inspect_orbax(path, timeout_s=timeout_s)
+    with open_checkpoint(path, timeout_s=timeout_s) as opened:
+        return inspection_of(opened)
+
+
+def inspection_of(opened: Checkpoint) -> Inspection:
+    """An open checkpoint that is no Orbax directory and no slot, as `inspect` gives it."""
+    leaves = [(tensor.item, tensor.leaf) for tensor in opened.tensors] + list(opened.others)
+    names = dict.fromkeys(item for item, _ in leaves)
+    return Inspection(
+        path=opened.path,
+        kind=opened.facts.kind,
+        step=opened.facts.step,
+        origin=opened.facts.origin,
+        items=tuple(
+            Item(
+                name=name,
+                kind="arrays",
+                layout=f"{opened.format}, {opened.layout}",
+                leaves=tuple(leaf for item, leaf in leaves if item == name),
+            )
+            for name in names or {"tensors": None}
+        ),
+        notes=opened.facts.notes,
+        problems=opened.facts.problems,
+    )
+
+
+def _is_file(url: str) -> bool:
+    """Whether a path names one file; what is no directory and no regular file is refused where it is opened."""
+    if not is_remote(url):
+        return local_kind(url) not in (None, stat.S_IFDIR)
+    directory, _, name = url.rpartition("/")
+    return bool(name) and not directory.endswith(":/") and RemoteStore(directory).stat(name) is not None
+
+
+def _open_file(url: str, timeout_s: float) -> Checkpoint:
+    if is_manifest(url.rpartition("/")[2]):
+        return open_orbax(inspect_orbax(url, timeout_s=timeout_s), timeout_s=timeout_s)
+    ranges = open_ranges(url)
+    try:
+        begin = ranges.read(0, min(16, ranges.size))
+        if begin[:4] == b"PK\x03\x04" or begin[:4] == b"PK\x05\x06":
+            kind = "torch" if pickle_member(read_entries(ranges)) else "npz"
+        elif url.endswith(SUFFIX) or begin[8:9] == b"{":
+            kind = "safetensors"
+        elif begin[:1] == _PICKLES and begin[1:2] in b"\x02\x03\x04\x05":
+            raise CheckpointError(
+                f"{url} is a bare pickle, as torch wrote before version 1.6; only its zip archives are read. Load it "
+                "where it can be trusted and save it anew.",
+                path=url,
+            )
+        elif begin[:1] and begin[0] in _MSGPACK_MAPS:
+            kind = "msgpack"
+        elif begin:
+            raise nothing_at(
+                url,
+                "its first bytes are those of no format known here (safetensors, npz, torch's zip, Flax's msgpack)",
+            )
+        else:
+            raise CorruptCheckpointError(f"{url} is empty", path=url)
+    finally:
+        ranges.close()
+    return {"torch": open_torch, "npz": open_npz, "safetensors": open_safetensors, "msgpack": open_msgpack}[kind](url)

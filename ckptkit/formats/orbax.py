@@ -1,0 +1,166 @@
+"""Orbax's steps and items, ours and stock, and the slots of the fast tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from ckptkit import layout
+from ckptkit.durable import DurableReader
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.formats.tensors import Checkpoint, Facts, Tensor
+from ckptkit.inspection import Inspection, Item, Leaf
+from ckptkit.inspection.arrays import finished, open_array, stores_all
+from ckptkit.inspection.places import Place, nothing_at
+from ckptkit.inspection.shares import leaf_of_record, read_share, read_shares, read_sidecars, sidecar_processes
+from ckptkit.manifest import BoxRecord, LeafRecord
+from ckptkit.sharding import Box, missing_elements
+from ckptkit.slot_reader import SlotReader, slot_directories
+
+_READ_TIMEOUT_S = 600.0  # of one block
+_CACHE_BYTES = 32 << 20  # of OCDBT's nodes; chunks are read once
+
+
+def open_orbax(found: Inspection, *, timeout_s: float) -> Checkpoint:
+    """What `inspect` found at a path, with the array items' bytes.
+
+    A step of ours is read cell by cell, each proven by its digest; stock Orbax's has none. Raises what `inspect` does.
+    """
+    if found.kind == "slot":
+        return _open_slot(found)
+    place = Place.open(found.path, timeout_s=timeout_s)
+    context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+    tensors: list[Tensor] = []
+    others: list[tuple[str, Leaf]] = []
+    for item in found.items:
+        if item.kind != "arrays":
+            continue
+        if item.layout == "sidecar":
+            raise nothing_at(found.path, "a record of one process; name the step or the item that it belongs to")
+        here = place if found.kind == "item" else place.below(item.name)
+        tensors += _item_tensors(found, item, here, context, timeout_s)
+        others += [(item.name, leaf) for leaf in item.leaves if leaf.dtype is None]
+    return Checkpoint(
+        path=found.path,
+        format="orbax",
+        tensors=tensors,
+        layout="; ".join(item.layout for item in found.items if item.kind == "arrays"),
+        others=others,
+        facts=_facts(found),
+    )
+
+
+def _facts(found: Inspection) -> Facts:
+    return Facts(
+        kind=found.kind,
+        step=found.step,
+        origin=found.origin,
+        values={item.name: item.value for item in found.items if item.kind == "json"},
+        notes=found.notes,
+        problems=found.problems,
+    )
+
+
+def _item_tensors(found: Inspection, item: Item, here: Place, context: Any, timeout_s: float) -> list[Tensor]:
+    leaves = [leaf for leaf in item.leaves if leaf.dtype is not None]
+    if found.origin.proven and sidecar_processes(here):
+        manifests = read_sidecars(here, sidecar_processes(here))
+        reader = DurableReader(here.url.rpartition("/")[0], step=manifests[0].save_id.step)
+        records: dict[tuple[str, ...], list[tuple[LeafRecord, BoxRecord]]] = {}
+        for manifest in manifests:
+            for leaf in manifest.arrays.get(item.name, ()):
+                records.setdefault(leaf.path, []).extend((leaf, record) for record in leaf.boxes)
+        read = partial(reader.read, item.name)
+        return [
+            Tensor(item=item.name, leaf=leaf, fetch=partial(_proven, leaf, records.get(leaf.path, ()), read, here.url))
+            for leaf in leaves
+        ]
+    opening = partial(_opened, here, item.layout, context, timeout_s, not stores_all(here))
+    return [Tensor(item=item.name, leaf=leaf, fetch=partial(_stored, opening, leaf, {})) for leaf in leaves]
+
+
+def _proven(
+    leaf: Leaf, records: Sequence[tuple[LeafRecord, BoxRecord]], read: Any, where: str, wanted: Box
+) -> np.ndarray:
+    """The box from the records that hold it: their cells are checked while they are copied."""
+    into = np.empty(wanted.shape, np.dtype(leaf.dtype))
+    if missing_elements(wanted, [record.box for _, record in records]):
+        raise CorruptCheckpointError(
+            f"{where}: nothing there holds all of leaf {leaf.name}, box {wanted.start} to {wanted.stop}", path=where
+        )
+    for record_leaf, record in records:
+        common = record.box.intersect(wanted)
+        if common == wanted:
+            read(record_leaf, record, wanted, into)
+            break
+        if common is not None:
+            part = np.empty(common.shape, into.dtype)
+            read(record_leaf, record, common, part)
+            into[common.slices(wanted.start)] = part
+    return into
+
+
+def _opened(here: Place, words: str, context: Any, timeout_s: float, fill_missing: bool, leaf: Leaf) -> Any:
+    array = open_array(here, leaf, words, context, timeout_s, fill_missing=fill_missing)
+    if tuple(array.shape) != leaf.shape:
+        raise CorruptCheckpointError(f"{here.url}: leaf {leaf.name} changed while it was read", path=here.url)
+    return array
+
+
+def _stored(opening: Callable[[Leaf], Any], leaf: Leaf, opened: dict[str, Any], box: Box) -> np.ndarray:
+    if not opened:
+        opened["array"] = opening(leaf)
+    return finished(opened["array"][box.slices()].read(), f"leaf {leaf.name}", _READ_TIMEOUT_S)
+
+
+def _open_slot(found: Inspection) -> Checkpoint:
+    """One save in the slots of a host: the shares of all its processes that stand beside each other."""
+    path = Path(found.path)
+    first = read_share(path)
+    shares = [first]
+    for directory in slot_directories(path.parent.parent):
+        if directory != path.parent:
+            shares += [each for each in read_shares(directory)[0] if each.manifest.save_id == first.manifest.save_id]
+    readers = [SlotReader(share.directory, share.manifest) for share in shares]
+    records: dict[tuple[str, tuple[str, ...]], list[tuple[LeafRecord, BoxRecord]]] = {}
+    owner: dict[int, SlotReader] = {}
+    for share, reader in zip(shares, readers, strict=True):
+        for item, leaves in share.manifest.arrays.items():
+            for leaf in leaves:
+                records.setdefault((item, leaf.path), []).extend((leaf, record) for record in leaf.boxes)
+                owner.update({id(record): reader for record in leaf.boxes})
+
+    def read(leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
+        try:
+            owner[id(record)].read(leaf, record, wanted, into)
+        except CorruptCheckpointError:
+            if owner[id(record)].gone():
+                raise nothing_at(found.path, "a running job replaced this save while it was read; try again") from None
+            raise
+
+    tensors = [
+        Tensor(
+            item=item,
+            leaf=leaf_of_record(held[0][0], held=True),
+            fetch=partial(_proven, leaf_of_record(held[0][0], held=True), held, read, found.path),
+        )
+        for (item, _), held in records.items()
+        if held
+    ]
+    return Checkpoint(
+        path=found.path,
+        format="slot",
+        tensors=tensors,
+        layout=f"{len(shares)} of {first.manifest.writer.count} processes' slots",
+        facts=_facts(found),
+    )
+
+
+def is_manifest(name: str) -> bool:
+    """Whether a file's name is that of a record of ours."""
+    return layout.save_of_manifest(name) is not None or layout.process_of_sidecar(name) is not None

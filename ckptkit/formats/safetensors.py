@@ -1,0 +1,157 @@
+"""safetensors: one file, or the files of a directory with Hugging Face's index.
+
+The layout is that of the format's own specification: the length of the header (uint64, little-endian), a JSON header,
+then the bytes of the tensors in C order, without holes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.formats.dtypes import SAFETENSORS, SAFETENSORS_WORDS, checked_shape, noted
+from ckptkit.formats.ranges import METADATA_BYTES_MAX, Ranges, c_strides, fetch_strided, open_ranges
+from ckptkit.formats.tensors import Checkpoint, Facts, Span, Tensor
+from ckptkit.inspection.places import Place, readable
+from ckptkit.inspection.records import Leaf
+
+SUFFIX = ".safetensors"
+INDEX = ".safetensors.index.json"
+NOTES = "ckptkit"  # the key of `__metadata__` with the notes of `formats.dtypes`, as JSON by name
+
+
+def open_safetensors(path: str) -> Checkpoint:
+    """One file. Cost: two reads. Raises `CorruptCheckpointError` for a header that no writer writes."""
+    ranges = open_ranges(path)
+    try:
+        tensors = tuple(_tensors(ranges))
+    except BaseException:
+        ranges.close()
+        raise
+    return Checkpoint(path=path, format="safetensors", tensors=tensors, layout="one file", close=ranges.close)
+
+
+def open_sharded(place: Place) -> Checkpoint:
+    """A directory of Hugging Face's: the files that its index names, or without one all that end in `.safetensors`.
+
+    Cost: two reads per file. A tensor that the index names and its file does not have is damage.
+    """
+    files, expected = _files_of(place)
+    opened: list[Ranges] = []
+
+    def close() -> None:
+        for ranges in opened:
+            ranges.close()
+
+    try:
+        found: dict[str, tuple[str, Tensor]] = {}
+        for name in files:
+            opened.append(open_ranges(f"{place.url}/{name}"))
+            for tensor in _tensors(opened[-1]):
+                if expected is None and tensor.name in found:
+                    raise CorruptCheckpointError(f"{place.url} has tensor {tensor.name} in two files", path=place.url)
+                if expected is None or expected.get(tensor.name) == name:
+                    found[tensor.name] = (name, tensor)
+        missing = sorted((expected or {}).keys() - found.keys())
+        if missing:
+            raise CorruptCheckpointError(
+                f"{place.url}: the index names {len(missing)} tensors that their files do not have, {missing[0]} first",
+                path=place.url,
+            )
+    except BaseException:
+        close()
+        raise
+    return Checkpoint(
+        path=place.url,
+        format="safetensors",
+        tensors=[tensor for _, tensor in found.values()],
+        layout=f"{len(files)} files" + ", index" * (expected is not None),
+        facts=Facts(kind="directory"),
+        close=close,
+    )
+
+
+def is_sharded(names: list[str]) -> bool:
+    """Whether a directory of these names is one of Hugging Face's."""
+    return any(name.endswith((SUFFIX, INDEX)) for name in names)
+
+
+def _files_of(place: Place) -> tuple[list[str], dict[str, str] | None]:
+    indexes = [name for name in place.names() if name.endswith(INDEX)]
+    if len(indexes) > 1:
+        raise CorruptCheckpointError(f"{place.url} has {len(indexes)} indexes; name one of its files", path=place.url)
+    if not indexes:
+        return [name for name in place.names() if name.endswith(SUFFIX)], None
+    ranges = open_ranges(f"{place.url}/{indexes[0]}")
+    with closing(ranges), readable(ranges.path):
+        if ranges.size > METADATA_BYTES_MAX:
+            raise ValueError(f"an index of {ranges.size} bytes")
+        mapped = json.loads(ranges.read(0, ranges.size))["weight_map"]
+        for file in set(mapped.values()):
+            if not isinstance(file, str) or not file.endswith(SUFFIX) or "/" in file or "\\" in file:
+                raise ValueError(f"{str(file)[:100]!r} is no name of a file beside it")
+    absent = sorted(set(mapped.values()) - set(place.names()))
+    if absent:
+        raise CorruptCheckpointError(f"{place.url}: {absent[0]} is gone, which the index names", path=place.url)
+    return sorted(set(mapped.values())), mapped
+
+
+def _tensors(ranges: Ranges) -> list[Tensor]:
+    length = int.from_bytes(ranges.read(0, 8), "little")
+    if length > METADATA_BYTES_MAX or 8 + length > ranges.size:
+        raise CorruptCheckpointError(
+            f"{ranges.path} announces a header of {length} bytes and has {ranges.size} in all; it is truncated, "
+            "damaged or no safetensors file",
+            path=ranges.path,
+        )
+    with readable(ranges.path):
+        header = json.loads(ranges.read(8, length), object_pairs_hook=_without_repeats)
+        metadata = header.pop("__metadata__", None) or {}
+        notes = json.loads(metadata.get(NOTES, "{}"))
+        tensors = [_tensor(ranges, 8 + length, name, entry, notes.get(name)) for name, entry in header.items()]
+        _check_spans(ranges, 8 + length, tensors)
+    return tensors
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name stands twice")
+    return made
+
+
+def _tensor(ranges: Ranges, base: int, name: str, entry: Any, note: Any) -> Tensor:
+    if entry["dtype"] not in SAFETENSORS:
+        raise ValueError(f"{name} has dtype {str(entry['dtype'])[:40]!r}, which is not known here")
+    dtype, shape = SAFETENSORS[entry["dtype"]], checked_shape(entry["shape"])
+    start, stop = entry["data_offsets"]
+    if (
+        type(start) is not int
+        or type(stop) is not int
+        or start < 0
+        or stop - start != math.prod(shape) * dtype.itemsize
+    ):
+        raise ValueError(f"{name} is {dtype}{list(shape)} in bytes {start} to {stop}")
+    dtype, shape, key_impl = noted(dtype, shape, note, SAFETENSORS_WORDS)
+    return Tensor(
+        item="tensors",
+        leaf=Leaf(path=tuple(name.split(".")), kind="tensor", dtype=dtype.name, shape=shape, key_impl=key_impl),
+        fetch=partial(fetch_strided, ranges, base + start, shape, c_strides(shape), dtype),
+        spans=(Span(path=ranges.path, start=base + start, stop=base + stop),),
+    )
+
+
+def _check_spans(ranges: Ranges, base: int, tensors: list[Tensor]) -> None:
+    """The tensors fill the file: nothing overlaps, nothing is left over, so no byte can hide another."""
+    at = base
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.spans[0].start, tensor.spans[0].stop)):
+        if tensor.spans[0].start != at:
+            words = "overlaps another" if tensor.spans[0].start < at else "leaves a hole before it"
+            raise ValueError(f"{tensor.name} {words}")
+        at = tensor.spans[0].stop
+    if at != ranges.size:
+        raise ValueError(f"the tensors end at byte {at} of {ranges.size}; it is truncated, or something was added")

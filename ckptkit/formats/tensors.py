@@ -1,0 +1,182 @@
+"""The one interface behind which every format stands: a checkpoint is named tensors that are read box by box."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, final
+
+import numpy as np
+
+from ckptkit.errors import CheckpointError, CorruptCheckpointError
+from ckptkit.inspection.records import Leaf, Origin
+from ckptkit.sharding import Box, cell_shape
+
+Format = Literal["orbax", "slot", "safetensors", "npz", "msgpack", "torch"]
+
+MEMORY_BYTES = 1 << 30  # the default budget of everything that reads or writes tensors
+LEAVES_MAX = 500_000  # of one checkpoint: about 1 KiB of memory each
+DEPTH_MAX = 64  # of nested containers
+_BLOCK_SHARE = 8  # of the budget: what is read, what is made of it, and what libraries hold meanwhile
+_BLOCK_BYTES_MAX = 64 << 20  # larger blocks were no faster (a copy at memory speed is bounded by the disk)
+_CELL_SHARE = 4  # of the budget: a zarr chunk is read whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Bytes `[start, stop)` of a file."""
+
+    path: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One array of a checkpoint. Nothing of it is in memory until it is read.
+
+    `fetch` reads a box and gives an array of the box's shape and the leaf's dtype. `spans` are its bytes where it
+    stands in one piece, uncompressed.
+    """
+
+    item: str
+    leaf: Leaf
+    fetch: Callable[[Box], np.ndarray]
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The leaf's."""
+        return self.leaf.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole array."""
+        assert self.leaf.shape is not None
+        return self.leaf.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """In memory: small integers take a byte each."""
+        return np.dtype(self.leaf.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array in memory."""
+        return self.leaf.array_bytes
+
+    def read(self, box: Box | None = None) -> np.ndarray:
+        """A box, or all of it, in memory; the array is contiguous.
+
+        Raises `CorruptCheckpointError` where the bytes are not there, cannot be decoded or do not match their digest,
+        `StoreError` where they cannot be reached.
+        """
+        box = Box.whole(self.shape) if box is None else box
+        found = np.ascontiguousarray(self.fetch(box)).reshape(box.shape)
+        if found.dtype != self.dtype:
+            raise CorruptCheckpointError(f"leaf {self.name} is {found.dtype} where {self.dtype} was announced")
+        return found
+
+    def blocks(self, memory_bytes: int) -> Iterator[Box]:
+        """Boxes in C order that together are the array, each small enough for a budget of `memory_bytes`.
+
+        A box is a whole number of the chunks that are read whole, so that no byte is read twice. Raises
+        `CheckpointError` for a chunk above a quarter of the budget.
+        """
+        block = self.block_shape(memory_bytes)
+        starts = (range(0, n, rows) for n, rows in zip(self.shape, block, strict=True))
+        for start in itertools.product(*starts):  # no list: a hostile shape has any number of blocks
+            yield Box(start, tuple(min(a + b, n) for a, b, n in zip(start, block, self.shape, strict=True)))
+
+    def block_shape(self, memory_bytes: int) -> tuple[int, ...]:
+        """The shape of these boxes."""
+        limit = block_bytes(memory_bytes)
+        itemsize = self.dtype.itemsize
+        if self.leaf.cell is None:
+            return cell_shape(self.shape, self.shape, itemsize, limit)
+        cell = tuple(max(1, min(a, b)) for a, b in zip(self.leaf.cell, self.shape, strict=True))
+        if math.prod(cell) * itemsize > memory_bytes // _CELL_SHARE:
+            raise CheckpointError(
+                f"leaf {self.name} has chunks of {math.prod(cell) * itemsize} bytes, which are read whole, and a "
+                f"quarter of the memory budget is {memory_bytes // _CELL_SHARE}; give --memory at least "
+                f"{math.prod(cell) * itemsize * _CELL_SHARE} bytes"
+            )
+        return _grown(cell, self.shape, itemsize, limit)
+
+
+@final
+class Checkpoint:
+    """An open checkpoint: its tensors by name, and what it has besides. A context manager, which closes its files.
+
+    `others` are leaves that are no arrays (text, None, empty containers), `values` small items by name.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        format: Format,
+        tensors: Sequence[Tensor],
+        layout: str,
+        others: Sequence[tuple[str, Leaf]] = (),
+        facts: Facts | None = None,
+        close: Callable[[], None] = lambda: None,
+    ):
+        self.path = path
+        self.format: Format = format
+        self.tensors = tuple(tensors)
+        self.layout = layout
+        self.others = tuple(others)
+        self.facts = facts or Facts()
+        self._close = close
+
+    def by_name(self) -> dict[str, Tensor]:
+        """The tensors by name; of several array items, `item.name`. Raises `CorruptCheckpointError` for two alike."""
+        several = len({tensor.item for tensor in self.tensors}) > 1
+        named: dict[str, Tensor] = {}
+        for tensor in self.tensors:
+            name = f"{tensor.item}.{tensor.name}" if several else tensor.name
+            if name in named:
+                raise CorruptCheckpointError(f"{self.path} has two leaves of the name {name}", path=self.path)
+            named[name] = tensor
+        return named
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a checkpoint says of itself beside its tensors."""
+
+    kind: Literal["step", "item", "slot", "file", "directory"] = "file"
+    step: int | None = None
+    origin: Origin = field(default_factory=lambda: Origin(writer="unknown"))
+    values: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def block_bytes(memory_bytes: int) -> int:
+    """How many bytes of one tensor are held at once under a budget."""
+    return max(1, min(memory_bytes // _BLOCK_SHARE, _BLOCK_BYTES_MAX))
+
+
+def _grown(cell: tuple[int, ...], shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, ...]:
+    """`cell` times whole numbers, the last dimensions first, up to `limit` bytes: longer runs in C order."""
+    grown = list(cell)
+    for axis in reversed(range(len(shape))):
+        row_bytes = max(1, math.prod(grown) * itemsize)
+        if row_bytes >= limit:
+            break
+        times = min(limit // row_bytes, -(-shape[axis] // grown[axis]))
+        grown[axis] = max(1, min(grown[axis] * max(1, times), shape[axis]))
+        if grown[axis] < shape[axis]:
+            break
+    return tuple(grown)

@@ -1,0 +1,193 @@
+"""`ckptkit convert`: every dtype and shape into every format and back, read by the formats' own packages."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from ckptkit.conversion import convert, plan_convert
+from ckptkit.formats import open_checkpoint
+from tests.cli.conftest import Ours, Run
+from tests.formats import writers
+from tests.formats.writers import LOW, PLAIN, RARE, flat, same_bits, tree
+from tests.states import make_state, raw
+
+TARGETS = ("orbax", "safetensors", "hf", "npz", "torch")
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    with open_checkpoint(str(path)) as opened:
+        return {name: tensor.read() for name, tensor in opened.by_name().items()}
+
+
+def everything(path: Path, names: tuple[str, ...]) -> tuple[Path, dict[str, np.ndarray]]:
+    """Every dtype in every shape, by Flax."""
+    nested = tree(names)
+    return writers.by_flax(path / "all.msgpack", nested), flat(nested)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_round_trip_of_every_dtype_and_shape(to: str, ckpt: Run, tmp_path: Path) -> None:
+    """A dtype, an empty array or a scalar would come back as something else, through any of the formats."""
+    source, expected = everything(
+        tmp_path, (*PLAIN, *LOW, *RARE) if to != "orbax" else (*PLAIN, *LOW, "int4", "complex64")
+    )
+    assert ckpt("convert", source, tmp_path / "there", "--to", to, "--memory", "64KiB").code == 0
+    assert ckpt("convert", tmp_path / "there", tmp_path / "back.npz", "--to", "npz").code == 0
+    for path in (tmp_path / "there", tmp_path / "back.npz"):
+        found = read(path)
+        assert found.keys() == expected.keys()
+        for name, leaf in expected.items():
+            assert same_bits(found[name], leaf), name
+    assert sorted(os.listdir(tmp_path)) == ["all.msgpack", "back.npz", "there"]
+
+
+def assert_same_bits(found: dict[str, Any], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, leaf in expected.items():
+        assert same_bits(np.asarray(found[name]), leaf), name
+
+
+def test_read_by_safetensors_and_numpy(ckpt: Run, tmp_path: Path) -> None:
+    """What we write would be read by nobody else, or with other bits."""
+    package = pytest.importorskip("safetensors.numpy")
+    nested = tree((*PLAIN, "bfloat16"))
+    source = writers.by_flax(tmp_path / "a.msgpack", nested)
+    assert ckpt("convert", source, tmp_path / "a.safetensors", "--to", "safetensors").code == 0
+    assert_same_bits(package.load_file(tmp_path / "a.safetensors"), flat(nested))
+    plain = tree(PLAIN)
+    source = writers.by_flax(tmp_path / "b.msgpack", plain)
+    assert ckpt("convert", source, tmp_path / "b.npz", "--to", "npz").code == 0
+    with np.load(tmp_path / "b.npz") as loaded:
+        assert_same_bits(dict(loaded), flat(plain))
+    assert ckpt("convert", source, tmp_path / "hf", "--to", "hf", "--shard-size", "1KiB").code == 0
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) > 3
+    loaded = {name: package.load_file(tmp_path / "hf" / file)[name] for name, file in index.items()}
+    assert_same_bits(loaded, flat(plain))
+
+
+def test_read_by_torch(ckpt: Run, tmp_path: Path) -> None:
+    """`torch.load` would refuse our archive, or give other bits."""
+    torch = pytest.importorskip("torch")
+    nested = tree((*PLAIN, *LOW, "complex64", "complex128"))
+    source = writers.by_flax(tmp_path / "a.msgpack", nested)
+    assert ckpt("convert", source, tmp_path / "a.pt", "--to", "torch").code == 0
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
+    for name, leaf in flat(nested).items():
+        found = loaded[name]
+        assert (tuple(found.shape), str(found.dtype)) == (leaf.shape, f"torch.{leaf.dtype.name}"), name
+        view = found if leaf.dtype.isbuiltin == 1 else found.view(getattr(torch, f"int{8 * leaf.dtype.itemsize}"))
+        assert view.numpy().tobytes() == leaf.tobytes(), name
+
+
+def test_read_by_stock_orbax(ckpt: Run, tmp_path: Path) -> None:
+    """Stock Orbax would not restore what we write, or `verify` not prove it."""
+    nested = tree(("float32", "bfloat16", "int8", "bool", "int4"))
+    for leaves in nested.values():
+        del leaves["s4"], leaves["s5"]  # stock Orbax restores no arrays without elements
+    source = writers.by_flax(tmp_path / "a.msgpack", nested)
+    assert ckpt("convert", source, tmp_path / "7", "--to", "orbax").code == 0
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        target = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), nested)
+        found = checkpointer.restore(tmp_path / "7", restore_args=target)
+    assert_same_bits(flat(found), flat(nested))
+    assert "1 proven, 0 corrupt" in ckpt("verify", tmp_path / "7").out
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+def test_our_step_with_keys(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+    """Typed PRNG keys would become numbers on the way there and back, without a word."""
+    said = ckpt("convert", ours.root / "4", tmp_path / "a.safetensors", "--to", "safetensors")
+    assert "PRNG keys are stored as their key data" in said.out
+    assert "left out: item data" in said.out
+    assert ckpt("convert", tmp_path / "a.safetensors", tmp_path / "4", "--to", "orbax").code == 0
+    state = make_state(4)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "4")
+    assert raw(found["w"]) == raw(state["w"])
+    assert raw(found["key"]) == raw(state["key"])
+    assert jax.random.key_impl(found["key"]) == jax.random.key_impl(state["key"])
+
+
+def test_rules_and_casts(ckpt: Run, tmp_path: Path) -> None:
+    """A rule would move the wrong elements, or a cast touch integers."""
+    rng = np.random.default_rng(0)
+    kv = rng.normal(size=(6, 2, 4, 5)).astype(np.float32)
+    experts = {f"e{at}": {"w": rng.normal(size=(3, 4)).astype(np.float32)} for at in range(2)}
+    source = writers.by_flax(
+        tmp_path / "a.msgpack", {"b0": {"kv": kv}, **experts, "n": np.arange(3), "junk": np.zeros(1)}
+    )
+    rules = tmp_path / "rules.toml"
+    rules.write_text(
+        '[[rule]]\nfrom = "*.kv"\nto = ["m.*.k", "m.*.v"]\nsplit = 1\ntranspose = [1, 2, 0]\nmerge = 0\n'
+        '[[rule]]\nfrom = ["e0.w", "e1.w"]\nto = "experts"\nstack = 0\n'
+        '[[rule]]\nfrom = "junk"\ndrop = true\n'
+    )
+    options = ("--map", rules, "--dtype", "experts=bfloat16", "--dtype", "n=float32", "--memory", "400")
+    assert ckpt("convert", source, tmp_path / "b.npz", "--to", "npz", *options).code == 0
+    found = read(tmp_path / "b.npz")
+    expected = {f"m.b0.{k}": kv[:, at].transpose(1, 2, 0).reshape(20, 6) for at, k in enumerate("kv")}
+    stacked = np.stack([experts["e0"]["w"], experts["e1"]["w"]]).astype(found["experts"].dtype)
+    assert found["experts"].dtype.name == "bfloat16"
+    assert_same_bits(found, {**expected, "experts": stacked, "n": np.arange(3)})
+    back = tmp_path / "back.toml"
+    back.write_text(
+        '[[rule]]\nfrom = ["m.*.k", "m.*.v"]\nto = "*.kv"\ndivide = [0, 5]\ntranspose = [2, 0, 1]\nstack = 1\n'
+    )
+    assert (
+        ckpt("convert", tmp_path / "b.npz", tmp_path / "c.npz", "--to", "npz", "--map", back, "--memory", "400").code
+        == 0
+    )
+    assert same_bits(read(tmp_path / "c.npz")["b0.kv"], kv)
+
+
+def test_dry_run_and_target_that_is_there(ckpt: Run, tmp_path: Path) -> None:
+    """A dry run would write, or a file that is there be overwritten."""
+    source = writers.by_numpy(tmp_path / "a.npz", {"w": np.arange(3)})
+    said = ckpt("convert", source, tmp_path / "b.pt", "--to", "torch", "--dry-run")
+    assert "would be written" in said.out
+    assert os.listdir(tmp_path) == ["a.npz"]
+    assert ckpt("convert", source, source, "--to", "npz").code == 1
+    assert ckpt("convert", source, tmp_path / "no/b.npz", "--to", "npz").code == 1
+    assert ckpt("convert", source, tmp_path / "c", "--to", "npz", "--map", source).code == 1
+
+
+def test_npz_name_that_leaves_its_directory(ckpt: Run, tmp_path: Path) -> None:
+    """Whoever unpacks our archive would write outside his directory."""
+    source = writers.by_flax(tmp_path / "a.msgpack", {"../../x": np.arange(3)})
+    assert ckpt("convert", source, tmp_path / "b.npz", "--to", "npz").code == 1
+    assert os.listdir(tmp_path) == ["a.msgpack"]
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_interrupted_at_every_tensor_and_resumed(
+    to: str, ckpt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupted conversion would leave half a file under the target's name, or be resumed into wrong bytes."""
+    nested = tree(("float32",))
+    source = writers.by_flax(tmp_path / "a.msgpack", nested)
+    monkeypatch.setattr("ckptkit.conversion.converting._PROGRESS_BYTES", 1)
+    for stop in range(1, len(flat(nested)) + 1, 3):
+        target, seen = tmp_path / f"b{stop}", []
+
+        def interrupt(written: int, total: int, seen: list[int] = seen, stop: int = stop) -> None:
+            seen.append(written)
+            if len(seen) == stop:
+                raise KeyboardInterrupt
+
+        with open_checkpoint(str(source)) as opened:
+            plan = plan_convert(opened, str(target), to)  # pyright: ignore[reportArgumentType]
+            with pytest.raises(KeyboardInterrupt):
+                convert(opened, plan, progress=interrupt)
+        assert not target.exists()
+        assert ckpt("convert", source, target, "--to", to, "--resume").code == 0
+        assert_same_bits(read(target), flat(nested))
+        assert not list(tmp_path.glob(".*"))

@@ -1,0 +1,88 @@
+"""`ckptkit diff` and `inspect --stats` against NumPy's own answers, across formats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ckptkit.cli import main
+from tests.cli.conftest import Ours, Run
+from tests.formats import writers
+
+
+def difference(path: Path, a: dict[str, Any], b: dict[str, Any], *options: str, capsys: Any) -> tuple[int, Any]:
+    one, two = writers.by_numpy(path / "a.npz", a), writers.by_flax(path / "b.msgpack", b)
+    code = main(["diff", str(one), str(two), "--json", *options])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A difference would be given the wrong size, or not be seen."""
+    a = np.linspace(1, 2, 1000, dtype=np.float32)
+    b = a.copy()
+    b[10] = np.nextafter(np.nextafter(b[10], np.float32(9)), np.float32(9))
+    b[20] += np.float32(0.25)
+    code, found = difference(tmp_path, {"w": a, "same": a}, {"w": b, "same": a}, capsys=capsys)
+    assert (code, found["same"], found["equal"]) == (20, False, 1)
+    (leaf,) = found["values"]
+    wide = np.abs(a.astype(float) - b)
+    assert leaf["changed"] == 2 / 1000
+    assert leaf["max_abs"] == wide.max()
+    assert leaf["max_rel"] == (wide / b).max()
+    assert leaf["ulp"] == int(abs(int(a[20:21].view("i4")[0]) - int(b[20:21].view("i4")[0])))
+    assert leaf["cosine"] == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), rel=1e-6)
+    assert difference(tmp_path, {"w": a}, {"w": b}, "--atol", "0.26", capsys=capsys)[0] == 0
+    assert difference(tmp_path, {"w": a}, {"w": b}, "--rtol", "0.1", capsys=capsys)[0] == 20
+
+
+def test_signs_nans_and_infinities(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """-0.0 would pass for 0.0, or a NaN that became a number for a small difference."""
+    zero, nan = np.zeros(3, np.float32), np.array([0, np.nan, 0], np.float32)
+    _, found = difference(tmp_path, {"w": zero}, {"w": -zero}, capsys=capsys)
+    assert (found["values"][0]["changed"], found["values"][0]["max_abs"], found["values"][0]["ulp"]) == (1, 0, 0)
+    code, found = difference(tmp_path, {"w": zero}, {"w": nan}, "--atol", "9", capsys=capsys)
+    assert (code, found["values"][0]["max_abs"]) == (20, "Infinity")
+    assert difference(tmp_path, {"w": nan}, {"w": nan.copy()}, capsys=capsys)[0] == 0
+
+
+def test_leaves_shapes_and_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A leaf that one side lacks, or that changed its shape, would go unseen."""
+    x = np.arange(4, dtype=np.float32)
+    a, b = {"x": x, "y": x, "z": x}, {"x": x.reshape(2, 2), "y": x.astype(ml_dtypes.bfloat16), "q": x}
+    code, found = difference(tmp_path, a, b, capsys=capsys)
+    assert code == 20
+    assert (found["only_a"], found["only_b"]) == (["z"], ["q"])
+    assert found["shapes"] == [["x", "float32[4]", "float32[2,2]"], ["y", "float32[4]", "bfloat16[4]"]]
+
+
+def test_rules_and_our_step(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+    """Two names of one leaf could not be held against each other, nor a step against a slot or a file."""
+    text = ckpt("diff", ours.root / "4", ours.root / "4").out
+    assert text == "12 leaves are the same, 0 differ in their values\n"
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\nfrom = "w"\nto = "kernel"\ntranspose = [1, 0]\n[[rule]]\nfrom = "**"\ndrop = true\n')
+    w = np.arange(64, dtype=np.float32).reshape(8, 8) + 4
+    assert (
+        ckpt("diff", ours.root / "4", writers.by_numpy(tmp_path / "w.npz", {"kernel": w.T}), "--map", rules).code == 0
+    )
+
+
+def test_statistics(ckpt: Run, tmp_path: Path) -> None:
+    """The statistics would be of other numbers than those in the file, or NaN would poison them."""
+    rng = np.random.default_rng(0)
+    w = (rng.normal(size=3_000_000) + 100).astype(np.float32)
+    x = np.array([1, np.nan, np.inf, -np.inf, 3], np.float32)
+    path = writers.by_numpy(tmp_path / "s.npz", {"w": w, "x": x, "e": np.zeros((0, 2))})
+    found = {each["name"]: each for each in json.loads(ckpt("inspect", path, "--stats", "--json").out)["stats"]}
+    wide = w.astype(float)
+    expected = (wide.min(), wide.max(), wide.mean(), wide.std(), np.linalg.norm(wide), 0, 0)
+    keys = ("minimum", "maximum", "mean", "std", "norm", "nan", "inf")
+    assert tuple(found["w"][key] for key in keys) == pytest.approx(expected, rel=1e-9)
+    assert tuple(found["x"][key] for key in keys) == pytest.approx((1, 3, 2, 1, 10**0.5, 1, 2))
+    assert tuple(found["e"][key] for key in keys) == (None, None, None, None, 0.0, 0, 0)
+    assert "3.162" in ckpt("inspect", path, "--stats").out

@@ -1,0 +1,179 @@
+"""Every format is read as its own package wrote it, bit for bit, whole and in parts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore as ts
+
+import ckptkit
+from ckptkit.formats import open_checkpoint
+from ckptkit.sharding import Box
+from tests.cli.conftest import Ours
+from tests.formats import writers
+from tests.formats.writers import LOW, PLAIN, Write, flat, same_bits, tree, values
+from tests.states import make_state, raw
+
+TORCH_PLAIN = tuple(name for name in PLAIN)
+
+
+def assert_reads(path: Path, expected: dict[str, np.ndarray]) -> None:
+    """Whole, and in the blocks of a tiny budget."""
+    with open_checkpoint(str(path)) as opened:
+        tensors = opened.by_name()
+        assert tensors.keys() == expected.keys()
+        for name, tensor in tensors.items():
+            assert same_bits(tensor.read(), expected[name]), name
+            made = np.empty(tensor.shape, tensor.dtype)
+            for box in tensor.blocks(8 * 256):
+                made[box.slices()] = tensor.read(box)
+            assert same_bits(made, expected[name]), name
+            inner = Box(tuple(n // 3 for n in tensor.shape), tuple(n - n // 4 for n in tensor.shape))
+            assert same_bits(tensor.read(inner), expected[name][inner.slices()]), name
+
+
+@pytest.mark.parametrize(
+    ("write", "names"),
+    [
+        (writers.by_safetensors, (*PLAIN, *LOW)),
+        (writers.by_numpy, (*PLAIN, "complex64", "complex128")),
+        (lambda path, nested: writers.by_numpy(path, nested, compressed=True), PLAIN),
+        (writers.by_flax, (*PLAIN, *LOW, "complex64")),
+    ],
+    ids=["safetensors", "npz", "npz-compressed", "msgpack"],
+)
+def test_files(write: Write, names: tuple[str, ...], tmp_path: Path) -> None:
+    """A dtype, an empty shape or a scalar would come out wrong."""
+    pytest.importorskip("safetensors")
+    nested = tree(names)
+    assert_reads(write(tmp_path / "file.npz", nested), flat(nested))
+
+
+def test_torch(tmp_path: Path) -> None:
+    """Tensors, views and shared storages of torch would come out wrong, or need torch to be read."""
+    torch = pytest.importorskip("torch")
+    nested = tree((*TORCH_PLAIN, *LOW, "complex64", "complex128"))
+    assert_reads(writers.by_torch(tmp_path / "whole.pt", nested), flat(nested))
+    base = torch.arange(60.0).reshape(6, 10)
+    state = {
+        "turned": base.t(),
+        "part": base[1:5, 2:8],
+        "wide": base[:, :1].expand(6, 4),
+        "parameter": torch.nn.Parameter(base[2]),
+        "list": [torch.tensor(3), (torch.tensor([True]), {"x": torch.zeros(0, 3)})],
+        "step": 7,
+        "rate": 0.5,
+        "name": "adam",
+        "none": None,
+    }
+    torch.save(state, tmp_path / "views.pt")
+    expected = {name: state[name].detach().numpy() for name in ("turned", "part", "wide", "parameter")}
+    expected |= {"list.0": np.array(3), "list.1.0": np.array([True]), "list.1.1.x": np.zeros((0, 3), np.float32)}
+    expected |= {"step": np.array(7), "rate": np.array(0.5)}
+    assert_reads(tmp_path / "views.pt", expected)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    assert_reads(tmp_path / "model.pt", {name: leaf.numpy() for name, leaf in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}, {"use_zarr3": True}], ids=["ocdbt", "files", "zarr3"])
+def test_stock_orbax(options: dict[str, Any], tmp_path: Path) -> None:
+    """A checkpoint that stock Orbax wrote would be read wrong."""
+    nested = tree(("float32", "bfloat16", "int8", "bool", "uint16"))
+    for leaves in nested.values():
+        del leaves["s4"], leaves["s5"]  # stock Orbax refuses arrays without elements
+    writers.by_orbax(tmp_path / "item", nested, **options)
+    assert_reads(tmp_path / "item", flat(nested))
+
+
+def test_orbax_v1(tmp_path: Path) -> None:
+    """Checkpoints of Orbax's new interface would not be read."""
+    from orbax.checkpoint import v1
+
+    state = {"a": jnp.arange(6.0).reshape(2, 3), "b": {"c": jnp.ones(4, jnp.bfloat16)}}
+    v1.save(str(tmp_path / "v1"), state)
+    assert_reads(tmp_path / "v1", {"a": np.asarray(state["a"]), "b.c": np.asarray(state["b"]["c"])})
+
+
+def test_our_step_and_slot(ours: Ours) -> None:
+    """Our own steps and slots would be read wrong, sharded leaves and keys first."""
+    for path, step in ((ours.root / "4", 4), (ours.root, 4), (ours.slots, 5), (ours.manifest(7), 7)):
+        expected = {
+            ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in keys): leaf
+            for keys, leaf in jax.tree_util.tree_leaves_with_path(make_state(step))
+        }
+        with open_checkpoint(str(path)) as opened:
+            found = opened.by_name()
+            assert found.keys() == expected.keys()
+            for name, leaf in expected.items():
+                assert raw(found[name].read()) == raw(leaf), (path, name)
+            assert found["key"].leaf.key_impl == "threefry2x32"
+
+
+def test_a_changed_bit_of_our_step_is_not_given_out(mine: Ours) -> None:
+    """What was damaged since it was saved would be converted into something that looks whole."""
+    base = f"file://{mine.root}/4/state/"
+    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": "w/"}}
+    ts.open(spec, open=True).result()[0, 0].write(-1.0).result()
+    with open_checkpoint(str(mine.root / "4")) as opened, pytest.raises(ckptkit.CorruptCheckpointError, match="leaf w"):
+        opened.by_name()["w"].read()
+
+
+def test_fortran_order_and_big_endian(tmp_path: Path) -> None:
+    """An array that NumPy stored by columns, or in the other byte order, would come out scrambled."""
+    array = np.arange(24.0).reshape(2, 3, 4)
+    np.savez(tmp_path / "a.npz", f=np.asfortranarray(array), b=array.astype(">f4"))
+    assert_reads(tmp_path / "a.npz", {"f": array, "b": array.astype(np.float32)})
+
+
+def test_flax_chunks_and_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flax's arrays above 1 GiB, which it stores in chunks, would be many small leaves; its scalars would be lost."""
+    from flax import serialization
+
+    monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 64)
+    state = {"big": np.arange(100, dtype=np.float32).reshape(4, 25), "n": 3, "z": 1 + 2j, "s": np.float32(2), "t": "x"}
+    (tmp_path / "checkpoint_3").write_bytes(serialization.to_bytes(state))
+    expected = {"big": state["big"], "n": np.array(3), "z": np.array(1 + 2j), "s": np.array(2, np.float32)}
+    assert_reads(tmp_path / "checkpoint_3", expected)
+
+
+def test_hugging_face_directory(tmp_path: Path) -> None:
+    """A model in several files would be read in part, or another file beside it be taken for a part."""
+    pytest.importorskip("safetensors")
+    a, b = {"a.x": values("float32", (3, 4))}, {"b": values("bfloat16", (5,))}
+    writers.by_safetensors(tmp_path / "model-00001-of-00002.safetensors", a)
+    writers.by_safetensors(tmp_path / "model-00002-of-00002.safetensors", b)
+    assert_reads(tmp_path, {**a, **b})
+    writers.by_safetensors(tmp_path / "adapter.safetensors", {"other": values("float32", (2,))})
+    mapped = {"a.x": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 58}, "weight_map": mapped}))
+    assert_reads(tmp_path, {**a, **b})
+
+
+def test_chunk_above_a_quarter_of_the_budget(tmp_path: Path) -> None:
+    """A chunk that is read whole would take more memory than the caller allowed."""
+    writers.by_orbax(tmp_path / "item", {"w": np.zeros((64, 1024), np.float32)})
+    with open_checkpoint(str(tmp_path / "item")) as opened:
+        with pytest.raises(ckptkit.CheckpointError, match="give --memory at least 1048576 bytes"):
+            list(opened.tensors[0].blocks(1 << 19))
+        assert len(list(opened.tensors[0].blocks(1 << 20))) == 1
+
+
+def test_remote_file(tmp_path: Path) -> None:
+    """Files on a bucket could not be read by range."""
+    import fsspec
+
+    pytest.importorskip("safetensors")
+    nested = tree(("float32",))
+    data = writers.by_safetensors(tmp_path / "m.safetensors", nested).read_bytes()
+    fsspec.filesystem("memory").pipe_file("/formats/m.safetensors", data)
+    with open_checkpoint("memory://formats/m.safetensors") as opened:
+        for name, leaf in flat(nested).items():
+            assert same_bits(opened.by_name()[name].read(), leaf)
