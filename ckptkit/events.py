@@ -37,7 +37,8 @@ class Kind(StrEnum):
     RETRIED = "save_retried"  # a transient failure: fields reason, delay_s until the next attempt
     FAILED = "save_failed"  # fields reason
     DEGRADED = "tier_degraded"  # fields reason
-    DISRUPTED = "disrupted"  # the launcher lost a process: fields attempt, lost (which), cause, wiped
+    # the launcher lost a process: fields attempt, lost (which), cause, wiped, detect_s since it killed it, if it did
+    DISRUPTED = "disrupted"
     RELAUNCHED = "relaunched"  # the launcher starts the processes again: fields attempt
     FINISHED = "finished"
 

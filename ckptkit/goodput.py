@@ -6,19 +6,20 @@ what they leave open is recovery (between two attempts), initialization (before 
 
 from __future__ import annotations
 
-import heapq
 import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 from ckptkit.events import Event, Kind, read_events
+from ckptkit.intervals import Interval, partition, sum_parts
+from ckptkit.resume import Phase, resume_phases
 
 
 class Part(StrEnum):
@@ -55,8 +56,9 @@ class Goodput:
 class Disruption:
     """One loss: what it cost, and how long until steps came out again (None: they never did).
 
-    `resume_s` runs to the end of the first step of a later attempt, `caught_up_s` to the end of the first
-    step that had not been done before; `resume_parts_s` splits `resume_s`.
+    `resume_s` runs from the loss (from when it was noticed, where nobody knows its moment) to the end of the first
+    step of a later attempt, `caught_up_s` to the end of the first step that had not been done before;
+    `resume_phases_s` splits `resume_s`.
     """
 
     attempt: int
@@ -66,7 +68,7 @@ class Disruption:
     lost_steps: int
     resume_s: float | None
     caught_up_s: float | None
-    resume_parts_s: Mapping[Part, float]
+    resume_phases_s: Mapping[Phase, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +126,13 @@ def goodput_report(logs: Sequence[Sequence[Event]]) -> GoodputReport:
         raise ValueError("no process of the run logged an event: there is nothing to account for")
     events = [*launcher, *chain.from_iterable(attempt.events for attempt in attempts)]
     clock_s = (min(map(_start_s, events)), max(event.at_s for event in events))
-    segments = _partition(_intervals(attempts, launcher, clock_s))
-    parts_s = _sum_parts(segments, *clock_s)
+    segments = partition(_intervals(attempts, launcher, clock_s))
+    parts_s = {Part(part): seconds for part, seconds in sum_parts(segments, Part, *clock_s).items()}
     return GoodputReport(
         wall_s=clock_s[1] - clock_s[0],
         parts_s=parts_s,
         goodput=_goodput(attempts, parts_s[Part.PRODUCTIVE], clock_s[1] - clock_s[0]),
-        disruptions=_disruptions(attempts, launcher, segments),
+        disruptions=_disruptions(attempts, launcher),
         saves=_saves(attempts),
         restores=_restores(attempts),
     )
@@ -145,19 +147,6 @@ class _Attempt(NamedTuple):
     steps: list[tuple[int, Event]]
     first_s: float | None  # process 0's first sign of life
     wasted_from: float  # later attempts did this step, and all above it, again
-
-
-class _Interval(NamedTuple):
-    """`part` claims this time. A higher layer wins; within one the shorter interval: an inner span always is.
-
-    Not the later start: that is the wall clock at the end less a monotonic duration, and being preempted
-    between the two readings moves it past the start of a span that it contains.
-    """
-
-    start_s: float
-    end_s: float
-    part: Part
-    layer: int
 
 
 def _attempts(logs: Sequence[Sequence[Event]]) -> tuple[list[_Attempt], list[Event]]:
@@ -186,49 +175,26 @@ def _start_s(event: Event) -> float:
 
 def _intervals(
     attempts: Sequence[_Attempt], launcher: Sequence[Event], clock_s: tuple[float, float]
-) -> Iterable[_Interval]:
-    yield _Interval(*clock_s, Part.OTHER, 0)
+) -> Iterable[Interval]:
+    yield Interval(*clock_s, Part.OTHER, 0)
     idle_from_s, idle_part = clock_s[0], Part.INITIALIZATION
     for attempt in attempts:
         if attempt.first_s is None:  # process 0 was lost before its first event: the gap goes on
             continue
-        yield _Interval(idle_from_s, attempt.first_s, idle_part, 1)
+        yield Interval(idle_from_s, attempt.first_s, idle_part, 1)
         for span in attempt.spans:
-            yield _Interval(_start_s(span), span.at_s, _part(span, attempt.wasted_from), 2)
+            yield Interval(_start_s(span), span.at_s, _part(span, attempt.wasted_from), 2)
         idle_from_s = max((span.at_s for span in attempt.spans), default=attempt.first_s)
         idle_part = Part.RECOVERY
     last_loss_s = max((e.at_s for e in launcher if e.kind == Kind.DISRUPTED), default=-math.inf)
     if last_loss_s >= max((a.first_s for a in attempts if a.first_s is not None), default=math.inf):
-        yield _Interval(idle_from_s, clock_s[1], Part.RECOVERY, 1)  # lost, and nobody came back
+        yield Interval(idle_from_s, clock_s[1], Part.RECOVERY, 1)  # lost, and nobody came back
 
 
 def _part(span: Event, wasted_from: float) -> Part:
     if span.fields["span"] == "step":
         return Part.WASTED if span.step is not None and span.step >= wasted_from else Part.PRODUCTIVE
     return next((part for part in Part if part.value == span.fields["span"]), Part.OTHER)
-
-
-def _partition(intervals: Iterable[_Interval]) -> list[_Interval]:
-    """Disjoint, gapless intervals in order, each with the part that wins there; the base layer covers all."""
-    todo = sorted((i for i in intervals if i.end_s > i.start_s), reverse=True)
-    edges = sorted({edge for i in todo for edge in (i.start_s, i.end_s)})
-    active: list[tuple[int, float, _Interval]] = []
-    segments = []
-    for left_s, right_s in pairwise(edges):
-        while todo and todo[-1].start_s <= left_s:
-            interval = todo.pop()
-            heapq.heappush(active, (-interval.layer, interval.end_s - interval.start_s, interval))
-        while active[0][2].end_s <= left_s:
-            heapq.heappop(active)
-        segments.append(_Interval(left_s, right_s, active[0][2].part, active[0][2].layer))
-    return segments
-
-
-def _sum_parts(segments: Iterable[_Interval], from_s: float, to_s: float) -> dict[Part, float]:
-    pieces: dict[Part, list[float]] = {part: [] for part in Part}
-    for segment in segments:
-        pieces[segment.part].append(max(0.0, min(segment.end_s, to_s) - max(segment.start_s, from_s)))
-    return {part: math.fsum(seconds) for part, seconds in pieces.items()}
 
 
 def _goodput(attempts: Sequence[_Attempt], productive_s: float, wall_s: float) -> Goodput:
@@ -243,23 +209,25 @@ def _goodput(attempts: Sequence[_Attempt], productive_s: float, wall_s: float) -
     )
 
 
-def _disruptions(
-    attempts: Sequence[_Attempt], launcher: Sequence[Event], segments: Sequence[_Interval]
-) -> tuple[Disruption, ...]:
+def _disruptions(attempts: Sequence[_Attempt], launcher: Sequence[Event]) -> tuple[Disruption, ...]:
     """One per loss that the launcher saw; without a launcher one per attempt that had a successor."""
     losses = {event.fields["attempt"]: event for event in launcher if event.kind == Kind.DISRUPTED}
     lost = losses if launcher else [attempt.number for attempt in attempts[:-1]]
-    return tuple(_disruption(number, losses.get(number), attempts, segments) for number in sorted(lost))
+    return tuple(_disruption(number, losses.get(number), attempts) for number in sorted(lost))
 
 
-def _disruption(
-    number: int, loss: Event | None, attempts: Sequence[_Attempt], segments: Sequence[_Interval]
-) -> Disruption:
+def _disruption(number: int, loss: Event | None, attempts: Sequence[_Attempt]) -> Disruption:
     own = [a for a in attempts if a.number == number]
     done = {step for a in attempts if a.number <= number for step, _ in a.steps}
     later = [pair for a in attempts if a.number > number for pair in a.steps]
-    at_s = loss.at_s if loss else max(event.at_s for a in own for event in a.events)
+    noticed_s = loss.at_s if loss else max(event.at_s for a in own for event in a.events)
+    at_s = noticed_s - (loss.fields.get("detect_s", 0.0) if loss else 0.0)
     resumed_s = min((span.at_s for _, span in later), default=None)
+    phases_s: dict[Phase, float] = {}
+    if resumed_s is not None:
+        again = next(a for a in attempts if a.number > number and a.steps)
+        primary = [event for event in again.events if event.process == 0]
+        phases_s = resume_phases(primary, lost_s=at_s, noticed_s=noticed_s, resumed_s=resumed_s)
     caught_up_s = min((span.at_s for step, span in later if step > max(done, default=-1)), default=None)
     fields = loss.fields if loss else {}
     return Disruption(
@@ -270,7 +238,7 @@ def _disruption(
         lost_steps=_lost_steps(number, attempts),
         resume_s=None if resumed_s is None else resumed_s - at_s,
         caught_up_s=None if caught_up_s is None else caught_up_s - at_s,
-        resume_parts_s={} if resumed_s is None else _sum_parts(segments, at_s, resumed_s),
+        resume_phases_s=phases_s,
     )
 
 

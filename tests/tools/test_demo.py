@@ -30,7 +30,7 @@ def report(*, disruptions: int, restored: list[tuple[int, int]]) -> GoodputRepor
         lost_steps=1,
         resume_s=1.0,
         caught_up_s=2.0,
-        resume_parts_s={},
+        resume_phases_s={},
     )
     return GoodputReport(
         wall_s=1.0,
