@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup setup-system demo test kill-phases bucket-campaign dropin-campaign corruption-campaign lint format clean
+.PHONY: setup setup-system demo test kill-phases bucket-campaign dropin-campaign corruption-campaign elastic-campaign lint format clean
 
 setup: $(STAMP)
 
@@ -26,7 +26,10 @@ test: setup
 
 # Long campaigns; a short version of each is in `make test`.
 kill-phases: setup
-	$(BIN)/python -m pytest -m slow tests/multiprocess
+	$(BIN)/python -m pytest -m slow tests/multiprocess/test_kill_phases.py
+
+elastic-campaign: setup
+	$(BIN)/python -m pytest -m slow tests/multiprocess/test_elastic.py
 
 bucket-campaign: setup
 	$(BIN)/python -m pytest -m slow tests/bucket

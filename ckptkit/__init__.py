@@ -31,5 +31,6 @@ from ckptkit.manager import StepRecord as StepRecord
 from ckptkit.policy import EverySteps as EverySteps
 from ckptkit.policy import FailurePolicy as FailurePolicy
 from ckptkit.policy import Tier as Tier
+from ckptkit.preemption import LastSave as LastSave
 from ckptkit.verification import scrub as scrub
 from ckptkit.verification import verify as verify

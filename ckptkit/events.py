@@ -36,6 +36,9 @@ class Kind(StrEnum):
     SKIPPED = "save_skipped"  # dropped everywhere: fields reason, policy: skip (too early), wait (in vain), veto
     RETRIED = "save_retried"  # a transient failure: fields reason, delay_s until the next attempt
     FAILED = "save_failed"  # fields reason
+    # the last save is over: fields tiers (that hold it), unfinished, left_out: tier -> why, spent_s before it, grace_s
+    PREEMPTED = "preempted"
+    RESUMED = "resumed"  # a run goes on at step: fields repeated (steps taken again; None: unknown), processes, mesh
     DEGRADED = "tier_degraded"  # fields reason
     # the launcher lost a process: fields attempt, lost (which), cause, wiped, detect_s since it killed it, if it did
     DISRUPTED = "disrupted"

@@ -6,6 +6,7 @@ import time
 
 import jax
 
+from tools.launch import ExitCode
 from trainer.config import ClusterConfig
 
 
@@ -19,11 +20,12 @@ def join(config: ClusterConfig, compile_cache: str | None) -> None:
         jax.config.update("jax_compilation_cache_dir", compile_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    if config.processes > 1:
+    if config.processes > 1 or config.coordinator:  # one process too can then be told that it is preempted
         jax.distributed.initialize(
             config.coordinator,
             config.processes,
             config.process,
+            initialization_timeout=config.start_timeout_s,
             heartbeat_timeout_seconds=config.heartbeat_s,
             shutdown_timeout_seconds=3 * config.heartbeat_s,
         )
@@ -31,13 +33,16 @@ def join(config: ClusterConfig, compile_cache: str | None) -> None:
             _let_every_process_write_cache()
 
 
-def leave(config: ClusterConfig, code: int) -> None:
-    """End the process. After a failure it does not wait for peers, which may never come to a shutdown barrier."""
-    if config.processes == 1:
+def leave(config: ClusterConfig, code: int, *, at_once: bool = False) -> None:
+    """End the process. After a failure it does not wait for peers, which may never come to a shutdown barrier.
+
+    `at_once` waits for nothing at all, a save on its way included.
+    """
+    if config.processes == 1 and not at_once:
         sys.exit(code)
-    if code == 0:
+    if code in (0, ExitCode.PREEMPTED) and not at_once:
         jax.distributed.shutdown()
-        sys.exit(0)
+        sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
     if config.process == 0:
