@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup setup-system demo test kill-phases bucket-campaign dropin-campaign corruption-campaign elastic-campaign lint format clean
+.PHONY: setup setup-system setup-cluster demo test kill-phases bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign test-mpi test-slurm lint format clean
 
 setup: $(STAMP)
 
@@ -17,6 +17,11 @@ $(STAMP): pyproject.toml
 setup-system:
 	apt-get update --quiet=2
 	apt-get install --yes --quiet=2 --no-install-recommends strace
+
+# What the tests under mpirun and Slurm need; without it they say that they are skipped.
+setup-cluster:
+	apt-get update --quiet=2
+	apt-get install --yes --quiet=2 --no-install-recommends openmpi-bin slurm-wlm
 
 demo: setup
 	$(BIN)/python -m tools.demo
@@ -39,6 +44,17 @@ dropin-campaign: setup
 
 corruption-campaign: setup
 	$(BIN)/python -m bench corruption --full
+
+KILLS ?= 50
+kill-campaign: setup
+	$(BIN)/python -m bench kill --processes 4 --kills $(KILLS)
+
+# The multi-process tests as clusters start them.
+test-mpi: setup
+	$(BIN)/python -m pytest tests/multiprocess -k mpirun
+
+test-slurm: setup
+	$(BIN)/python -m pytest tests/multiprocess -k "srun or slurm or batch_script"
 
 lint: setup
 	$(BIN)/ruff check .

@@ -122,7 +122,15 @@ def why_not_apart() -> str | None:
     if missing:
         return f"no {', '.join(missing)} here"
     tried = subprocess.run(
-        ["unshare", "-m", "-n", "-u", "sh", "-c", "mount -t tmpfs tmpfs /mnt && ip link add ckptkit0 type veth peer name ckptkit1"],
+        [
+            "unshare",
+            "-m",
+            "-n",
+            "-u",
+            "sh",
+            "-c",
+            "mount -t tmpfs tmpfs /mnt && ip link add ckptkit0 type veth peer name ckptkit1",
+        ],
         capture_output=True,
         text=True,
         timeout=_START_LIMIT_S,

@@ -27,8 +27,12 @@ def judge(home: Path, kills: Sequence[Any], expected: Sequence[Save | None]) -> 
     A kill is recovered when the next life that restored anything gave exactly that save, on all processes, and
     every step of that life has the digests of the undisturbed run.
     """
-    logs = {path: read_events(path) for path in home.glob("host-*/events/attempt-[0-9]*.jsonl")}
-    lives = _lives(logs.values())
+    # By the files' names: a full disk may have cost a log its first events.
+    lives: dict[int, list[Event]] = defaultdict(list)
+    logs = []
+    for path in sorted(home.glob("host-*/events/attempt-[0-9]*.jsonl")):
+        logs.append(read_events(path))
+        lives[int(path.name.split("-")[1])].extend(logs[-1])
     exact = _exact_lives(home)
     done = _steps_done(home)
     rows = []
@@ -45,7 +49,7 @@ def judge(home: Path, kills: Sequence[Any], expected: Sequence[Save | None]) -> 
         row["lost_steps"] = max((done[life] for life in range(came_back) if life in done), default=0) - begun[0]
         row["newest_covered"] = wanted is not None and wanted.step >= _committed(lives, came_back)
         row["why"] = _why_not(wanted, restored, begun, exact.get(came_back, "it took no step"))
-    resumes = _resumes(home, logs.values())
+    resumes = _resumes(home, logs, lives)
     return {
         "kills": len(kills),
         "recovered": sum(row["why"] is None for row in rows),
@@ -58,14 +62,6 @@ def judge(home: Path, kills: Sequence[Any], expected: Sequence[Save | None]) -> 
         "tiers": _tiers(lives),
         "rows": rows,
     }
-
-
-def _lives(logs: Any) -> dict[int, list[Event]]:
-    lives: dict[int, list[Event]] = defaultdict(list)
-    for log in logs:
-        if log:
-            lives[next(event.fields["attempt"] for event in log if event.kind == Kind.STARTED)].extend(log)
-    return lives
 
 
 def _restored(life: Sequence[Event]) -> list[str]:
@@ -120,10 +116,10 @@ def _committed(lives: dict[int, list[Event]], came_back: int) -> int:
     return max([*steps, *_began(lives[before[-1]])])
 
 
-def _resumes(home: Path, logs: Any) -> list[dict[str, float]]:
+def _resumes(home: Path, logs: Sequence[Sequence[Event]], lives: dict[int, list[Event]]) -> list[dict[str, float]]:
     """Seconds by phase of every resume whose very next life took a step."""
     launcher = read_events(home / "launcher.jsonl")
-    first = {life for life, events in _lives(logs).items() if _began(events)}
+    first = {life for life, events in lives.items() if _began(events)}
     report = goodput_report([*logs, launcher])
     return [
         {"total": loss.resume_s, **{str(phase): s for phase, s in loss.resume_phases_s.items()}}

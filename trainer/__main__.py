@@ -15,7 +15,7 @@ from ckptkit.events import EventLog, Kind
 from tools.corpus import CorpusError
 from tools.launch import ExitCode
 from trainer.checkpoint import Preempted
-from trainer.cluster import leave
+from trainer.cluster import detect_rank, leave
 from trainer.config import (
     PRESETS,
     CheckpointConfig,
@@ -62,6 +62,7 @@ Dtype = Literal["float32", "bfloat16"]
 @click.option("--coordinator", help="HOST:PORT of process 0, for --processes above 1.")
 @click.option("--processes", type=click.IntRange(1), default=1, help="Processes of the job.")
 @click.option("--process", type=click.IntRange(0), default=0, help="Which of them this is.")
+@click.option("--cluster", type=click.Choice(["detect"]), help="Ask srun or mpirun who the processes are.")
 @click.option("--heartbeat-s", type=click.IntRange(1), default=10, help="Silence after which a peer is lost.")
 @click.option("--start-timeout-s", type=click.IntRange(1), default=300, help="How long the start waits for a peer.")
 @click.option("--grace-s", type=float, default=25.0, help="From SIGTERM to the end: time for a last save.")
@@ -135,7 +136,7 @@ def read_flags(flags: dict[str, Any]) -> RunConfig:
             directory=flags["checkpoint"],
             **{name: flags[name] for name in ("save_every", "keep", "ram", "ram_every", "ssd", "ssd_every", "host_id")},
         ),
-        cluster=ClusterConfig(**{name: flags[name] for name in CLUSTER_FLAGS}),
+        cluster=_cluster(flags),
         loop=LoopConfig(
             steps=flags["steps"],
             split_step=flags["split_step"],
@@ -145,6 +146,15 @@ def read_flags(flags: dict[str, Any]) -> RunConfig:
             log_every=None if flags["quiet"] else flags["log_every"],
         ),
     )
+
+
+def _cluster(flags: dict[str, Any]) -> ClusterConfig:
+    chosen: dict[str, Any] = {name: flags[name] for name in CLUSTER_FLAGS}
+    if flags["cluster"] is None:
+        return ClusterConfig(**chosen)
+    if flags["coordinator"] is not None:
+        raise InputError("--cluster detect finds the coordinator by itself: leave --coordinator out")
+    return ClusterConfig(**{**chosen, **detect_rank(os.environ), "detect": True})
 
 
 @main.command()

@@ -3,11 +3,31 @@
 import os
 import sys
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 
 from tools.launch import ExitCode
-from trainer.config import ClusterConfig
+from trainer.config import ClusterConfig, InputError
+
+# Where Slurm's srun and Open MPI's mpirun say who a process is; JAX looks at the same names.
+_RANKS = (("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+
+
+def detect_rank(environ: Mapping[str, str]) -> dict[str, int]:
+    """This process's `process` among `processes`, as what started it says.
+
+    Raises:
+        InputError: nothing did.
+    """
+    for rank, size in _RANKS:
+        if rank in environ and size in environ:
+            return {"process": int(environ[rank]), "processes": int(environ[size])}
+    raise InputError(
+        "--cluster detect: neither srun nor mpirun started this process; "
+        "give --coordinator, --processes and --process instead"
+    )
 
 
 def join(config: ClusterConfig, compile_cache: str | None) -> None:
@@ -21,10 +41,13 @@ def join(config: ClusterConfig, compile_cache: str | None) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if config.processes > 1 or config.coordinator:  # one process too can then be told that it is preempted
+        place: dict[str, Any] = {
+            "coordinator_address": config.coordinator,
+            "num_processes": config.processes,
+            "process_id": config.process,
+        }
         jax.distributed.initialize(
-            config.coordinator,
-            config.processes,
-            config.process,
+            **({} if config.detect else place),
             initialization_timeout=config.start_timeout_s,
             heartbeat_timeout_seconds=config.heartbeat_s,
             shutdown_timeout_seconds=3 * config.heartbeat_s,

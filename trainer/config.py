@@ -145,15 +145,17 @@ class ClusterConfig:
     heartbeat_s: int = 10  # a silent peer ends the job after this long
     start_timeout_s: int = 300  # how long the processes wait for each other at the start
     grace_s: float = 25.0  # from SIGTERM to the end, for a last save
+    detect: bool = False  # the coordinator is found by JAX, from what Slurm or Open MPI says
 
     def __post_init__(self) -> None:
         if not 0 <= self.process < self.processes:
             raise InputError(
                 f"--process {self.process} of --processes {self.processes}: count from 0 to {self.processes - 1}"
             )
-        if self.processes > 1 and not self.coordinator:
+        if self.processes > 1 and not self.coordinator and not self.detect:
             raise InputError(
-                f"--processes {self.processes} needs --coordinator HOST:PORT, the address that process 0 listens on"
+                f"--processes {self.processes} needs --coordinator HOST:PORT, the address that process 0 listens on, "
+                "or --cluster detect under Slurm or Open MPI"
             )
 
 

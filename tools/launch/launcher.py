@@ -146,7 +146,7 @@ class Launcher:
 
     def _run_attempt(self, attempt: int) -> Loss | ExitCode:
         """The loss that ended the attempt, or how the job ended with it."""
-        coordinator = f"{self._coordinator_host}:{_free_port()}"
+        coordinator = f"{self._coordinator_host}:{free_port()}"
         is_told = self._stops or self._preempted
         try:
             for process in range(0 if is_told else self._processes):
@@ -260,7 +260,7 @@ def _signals_mean(acts: Mapping[signal.Signals, Callable[[], None]]) -> Iterator
             signal.signal(signum, handler)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that was free a moment ago; should another take it, the attempt fails and the next has a new one."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
