@@ -15,8 +15,7 @@ from rich.table import Table
 from bench.kill_oracle import Save
 from bench.kill_worker import RAM_EVERY
 from ckptkit.events import Event, Kind, read_events
-from ckptkit.goodput import goodput_report
-from ckptkit.resume import Phase
+from ckptkit.goodput import Phase, resumes
 
 LOST_BAR = RAM_EVERY + 1
 
@@ -49,7 +48,7 @@ def judge(home: Path, kills: Sequence[Any], expected: Sequence[Save | None]) -> 
         row["lost_steps"] = max((done[life] for life in range(came_back) if life in done), default=0) - begun[0]
         row["newest_covered"] = wanted is not None and wanted.step >= _committed(lives, came_back)
         row["why"] = _why_not(wanted, restored, begun, exact.get(came_back, "it took no step"))
-    resumes = _resumes(home, logs, lives)
+    came = _resumes(home, logs, lives)
     return {
         "kills": len(kills),
         "recovered": sum(row["why"] is None for row in rows),
@@ -57,8 +56,8 @@ def judge(home: Path, kills: Sequence[Any], expected: Sequence[Save | None]) -> 
         "lost_steps_where_the_newest_was_covered": _p50_max(
             [row["lost_steps"] for row in rows if row.get("newest_covered")]
         ),
-        "resume_s": {phase: _p50_p99([each[phase] for each in resumes]) for phase in ("total", *Phase)},
-        "resumes": len(resumes),
+        "resume_s": {phase: _p50_p99([each[phase] for each in came]) for phase in ("total", *Phase)},
+        "resumes": len(came),
         "tiers": _tiers(lives),
         "rows": rows,
     }
@@ -120,11 +119,10 @@ def _resumes(home: Path, logs: Sequence[Sequence[Event]], lives: dict[int, list[
     """Seconds by phase of every resume whose very next life took a step."""
     launcher = read_events(home / "launcher.jsonl")
     first = {life for life, events in lives.items() if _began(events)}
-    report = goodput_report([*logs, launcher])
     return [
-        {"total": loss.resume_s, **{str(phase): s for phase, s in loss.resume_phases_s.items()}}
-        for loss in report.disruptions
-        if loss.resume_s is not None and loss.attempt + 1 in first
+        {"total": resume.total_s, **{str(phase): seconds for phase, seconds in resume.phases_s.items()}}
+        for resume in resumes([*logs, launcher])
+        if resume.attempt + 1 in first
     ]
 
 

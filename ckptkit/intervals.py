@@ -1,49 +1,59 @@
-"""Time intervals that compete for the same seconds: a pure fold in which each second is counted once."""
+"""How much work to do between two saves: the formulas, over numbers or arrays of runs.
+
+All times are in seconds. `cost_s` is what a save takes from the step loop (stall and contention), `mtbf_s` the mean
+time between the failures that lose what this interval puts at risk; an interval is time of work, the save not included.
+"""
 
 from __future__ import annotations
 
-import heapq
-import math
-from collections.abc import Iterable
-from itertools import pairwise
-from typing import NamedTuple
+from typing import Any
+
+import numpy as np
 
 
-class Interval(NamedTuple):
-    """`part` claims this time. A higher layer wins; within one the shorter interval: an inner span always is.
+def young_s(cost_s: Any, mtbf_s: Any) -> Any:
+    """sqrt(2 C M): J. W. Young, CACM 17(9), 1974. Good while the cost is small against the MTBF."""
+    return np.sqrt(2.0 * np.asarray(cost_s, float) * np.asarray(mtbf_s, float))
 
-    Not the later start: that is the wall clock at the end less a monotonic duration, and being preempted
-    between the two readings moves it past the start of a span that it contains.
+
+def daly_s(cost_s: Any, mtbf_s: Any) -> Any:
+    """The higher-order estimate of J. T. Daly, FGCS 22(3), 2006, equation 37: never above the MTBF.
+
+    sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 18M) - C where C < 2M, else M.
     """
+    cost, mtbf = np.asarray(cost_s, float), np.asarray(mtbf_s, float)
+    share = np.minimum(cost / (2.0 * mtbf), 1.0)
+    estimate = young_s(cost, mtbf) * (1.0 + np.sqrt(share) / 3.0 + share / 9.0) - cost
+    return np.where(cost < 2.0 * mtbf, np.maximum(estimate, 0.0), mtbf)
 
-    start_s: float
-    end_s: float
-    part: str
-    layer: int
 
+def levels_s(costs_s: Any, mtbfs_s: Any) -> Any:
+    """The optimum of several levels, fastest first: shapes (..., levels) in and out.
 
-def partition(intervals: Iterable[Interval]) -> list[Interval]:
-    """Disjoint, gapless intervals in order, each with the part that wins there; one of them must cover all.
-
-    Cost: O(n log n).
+    `mtbfs_s[i]` is that of failures which level `i` survives and no faster one does (infinity: none). To first
+    order the levels do not disturb each other, so each has its own optimum (A. Benoit et al., "Towards optimal
+    multi-level checkpointing", IEEE TC 66(7), 2017); here each by `daly_s`. A slower level must not save more often
+    than a faster one: where its optimum asks for it, neighbours share an interval, that of their costs and their
+    failures together (the min-max form of isotonic regression). Cost: levels^3 operations on arrays.
     """
-    todo = sorted((i for i in intervals if i.end_s > i.start_s), reverse=True)
-    edges = sorted({edge for i in todo for edge in (i.start_s, i.end_s)})
-    active: list[tuple[int, float, Interval]] = []
-    segments = []
-    for left_s, right_s in pairwise(edges):
-        while todo and todo[-1].start_s <= left_s:
-            interval = todo.pop()
-            heapq.heappush(active, (-interval.layer, interval.end_s - interval.start_s, interval))
-        while active[0][2].end_s <= left_s:
-            heapq.heappop(active)
-        segments.append(Interval(left_s, right_s, active[0][2].part, active[0][2].layer))
-    return segments
+    costs, rates = np.broadcast_arrays(np.asarray(costs_s, float), 1.0 / np.asarray(mtbfs_s, float))
+    levels = costs.shape[-1]
+
+    def shared(first: int, last: int) -> np.ndarray:
+        cost, rate = costs[..., first : last + 1].sum(axis=-1), rates[..., first : last + 1].sum(axis=-1)
+        return np.where(rate > 0, daly_s(cost, 1.0 / np.where(rate > 0, rate, 1.0)), np.inf)
+
+    def optimum(level: int) -> np.ndarray:
+        least = [np.minimum.reduce([shared(j, k) for k in range(level, levels)]) for j in range(level + 1)]
+        return np.maximum.reduce(least)
+
+    return np.stack([optimum(level) for level in range(levels)], axis=-1)
 
 
-def sum_parts(segments: Iterable[Interval], parts: Iterable[str], from_s: float, to_s: float) -> dict[str, float]:
-    """The seconds of each of `parts` between two moments."""
-    pieces: dict[str, list[float]] = {part: [] for part in parts}
-    for segment in segments:
-        pieces[segment.part].append(max(0.0, min(segment.end_s, to_s) - max(segment.start_s, from_s)))
-    return {part: math.fsum(seconds) for part, seconds in pieces.items()}
+def overhead(interval_s: Any, cost_s: Any, mtbf_s: Any) -> Any:
+    """Share of time that one level costs: saves, and work lost again, with exponential failures (exact).
+
+    1 - w / (M (exp((w + C) / M) - 1)), the restart left out: Daly 2006, equation 13, without R.
+    """
+    work, mtbf = np.asarray(interval_s, float), np.asarray(mtbf_s, float)
+    return 1.0 - work / (mtbf * np.expm1((work + np.asarray(cost_s, float)) / mtbf))

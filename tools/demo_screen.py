@@ -48,6 +48,7 @@ def account(report: GoodputReport, losses: Sequence[PlannedLoss]) -> Table:
     table.add_section()
     goodput = report.goodput
     table.add_row("goodput: productive step time / total", f"{goodput.ml_goodput:.1%}")
+    table.add_row("goodput: effective training time / total", f"{goodput.effective_training_time:.1%}")
     table.add_row("goodput: new steps x median step / elapsed", f"{goodput.new_steps:.1%}")
     for part, seconds in sorted(report.parts_s.items(), key=lambda item: -item[1]):
         table.add_row(f"  {part}", f"{seconds:6.2f} s  {seconds / report.wall_s:6.1%}")
@@ -58,7 +59,7 @@ def account(report: GoodputReport, losses: Sequence[PlannedLoss]) -> Table:
 def _words_of_loss(loss: Disruption) -> str:
     if loss.resume_s is None:
         return f"{loss.lost_steps} steps lost; never resumed"
-    parts = sorted(loss.resume_phases_s.items(), key=lambda item: -item[1])
+    parts = sorted(loss.resume_parts_s.items(), key=lambda item: -item[1])
     phases = "\n".join(f"  {seconds:.2f} s {part}" for part, seconds in parts if seconds >= 0.005)
     caught_up = "" if loss.caught_up_s is None else f"; caught up after {loss.caught_up_s:.1f} s"
     return f"{loss.lost_steps} steps lost; first step again after {loss.resume_s:.1f} s{caught_up}\n{phases}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,8 +27,9 @@ def as_known(what: dict[str, Any], model: str) -> dict[str, Any]:
     from kubernetes import client
 
     api = client.ApiClient()
-    read = api.deserialize(SimpleNamespace(data=json.dumps(what)), model, "application/json")
-    return api.sanitize_for_serialization(read)
+    read = api.deserialize(json.dumps(what), model, "application/json")
+    known: Any = api.sanitize_for_serialization(read)
+    return known
 
 
 def test_every_field_is_one_that_kubernetes_knows(job: dict[str, Any]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.events import Event, EventLog, Kind
-from ckptkit.goodput import GoodputReport, Part, goodput_report, load_run
-from ckptkit.resume import Phase
+from ckptkit.goodput import GoodputReport, Part, Phase, goodput_report, load_run, resumes, timeline_of
 
 
 def at(
@@ -74,7 +75,7 @@ def parts(report: GoodputReport) -> dict[str, float]:
 def test_each_second_of_a_known_run_is_named() -> None:
     """Breaks when lost steps count as productive, a nested span twice, or recovery is not seen."""
     report = goodput_report(two_attempts())
-    assert report.wall_s == 36.0
+    assert report.wall_s == 35.5  # process 0 says that it is finished; the launcher sees it gone at 36
     assert parts(report) == {
         "initialization": 2.0 + 3.0 + 2.0,  # until process 0 logs; its span; the second attempt's
         "compile": 4.0,
@@ -83,10 +84,12 @@ def test_each_second_of_a_known_run_is_named() -> None:
         "wasted_progress_from_disruption": 4.0,  # steps 3 and 4
         "infrastructure_recovery_from_disruption": 5.0,  # last span at 19, next attempt at 24
         "checkpoint_restore": 1.0,
-        "other": 1.0,
+        "other": 0.5,
     }
-    assert report.goodput.ml_goodput == pytest.approx(13.5 / 36)
-    assert report.goodput.new_steps == pytest.approx(7 * 2.0 / 36)
+    # Steps 0 to 2 less the save in step 1, the first counted as the others' mean; then four whole ones.
+    assert report.goodput.ml_goodput == pytest.approx((1.75 + 1.5 + 2.0 + 8.0) / 35.5)
+    assert report.goodput.effective_training_time == pytest.approx((35.5 - 7 - 4 - 4 - 5 - 1) / 35.5)
+    assert report.goodput.new_steps == pytest.approx(7 * 2.0 / 35.5)
     assert report.goodput.distinct_steps == 7
 
 
@@ -97,11 +100,11 @@ def test_a_disruption_says_what_it_cost() -> None:
     assert loss.lost_steps == 2
     assert loss.resume_s == pytest.approx(9.0)  # step 3 again, at 29
     assert loss.caught_up_s == pytest.approx(13.0)  # step 5, which nobody had done, at 33
-    assert {phase: s for phase, s in loss.resume_phases_s.items() if s} == {
-        Phase.RELAUNCH: 4.0,
-        Phase.INITIALIZE: 2.0,
-        Phase.PLAN: 1.0,  # nothing says where it ended
-        Phase.FIRST_STEP: 2.0,
+    assert {part: s for part, s in loss.resume_parts_s.items() if s} == {
+        Part.RECOVERY: 4.0,
+        Part.INITIALIZATION: 2.0,
+        Part.CHECKPOINT_RESTORE: 1.0,
+        Part.PRODUCTIVE: 2.0,
     }
 
 
@@ -124,9 +127,9 @@ def test_the_phases_of_a_resume_add_up_and_hide_what_runs_beside_the_compiler() 
     ]
     lost = {"attempt": 0, "lost": 1, "cause": "SIGKILL", "wiped": [], "detect_s": 0.5}
     logs[-1][1] = at(Kind.DISRUPTED, 20.0, process=-1, **lost)
-    (loss,) = goodput_report(logs).disruptions
-    assert loss.resume_s == pytest.approx(9.5)
-    assert {phase: s for phase, s in loss.resume_phases_s.items() if s} == {
+    (loss,) = resumes(logs)
+    assert loss.total_s == pytest.approx(9.5)
+    assert {phase: s for phase, s in loss.phases_s.items() if s} == {
         Phase.DETECT: 0.5,
         Phase.RELAUNCH: 4.0,
         Phase.INITIALIZE: 1.0,
@@ -137,7 +140,7 @@ def test_the_phases_of_a_resume_add_up_and_hide_what_runs_beside_the_compiler() 
         Phase.BROADCAST: 0.5,
         Phase.FIRST_STEP: 0.75,
     }
-    assert math.fsum(loss.resume_phases_s.values()) == pytest.approx(9.5)
+    assert math.fsum(loss.phases_s.values()) == pytest.approx(9.5)
 
 
 def test_a_step_is_lost_once_and_to_the_loss_that_undid_it() -> None:
@@ -196,7 +199,7 @@ def test_a_loss_that_nobody_came_back_from_is_recovery_to_the_end() -> None:
     assert report.parts_s[Part.RECOVERY] == pytest.approx(6.0)
     assert report.parts_s[Part.WASTED] == 0.0
     (loss,) = report.disruptions
-    assert (loss.resume_s, loss.caught_up_s, loss.resume_phases_s) == (None, None, {})
+    assert (loss.resume_s, loss.caught_up_s, loss.resume_parts_s) == (None, None, {})
 
 
 def test_an_attempt_that_died_before_its_first_event_prolongs_the_recovery() -> None:
@@ -233,6 +236,39 @@ def test_load_run_reads_what_event_logs_write(tmp_path: Path) -> None:
     report = goodput_report(load_run(tmp_path))
     assert [(d.process, d.lost_steps) for d in report.disruptions] == [(1, 1)]
     assert report.goodput.distinct_steps == 1
+
+
+def test_the_mean_time_to_resume_has_phases_that_add_up() -> None:
+    """Breaks when a phase is averaged over other losses than the whole is."""
+    means = goodput_report(two_attempts()).mean_time_to_resume_s
+    assert means.pop("total") == pytest.approx(9.0)
+    assert math.fsum(means.values()) == pytest.approx(9.0)
+    assert means["infrastructure_recovery_from_disruption"] == pytest.approx(4.0)
+
+
+def test_the_report_is_plain_json() -> None:
+    """Breaks when a field is no JSON value, or a part loses its name."""
+    plain = json.loads(json.dumps(goodput_report(two_attempts()).to_json()))
+    assert plain["format"] == "ckptkit.goodput/1"
+    assert math.fsum(plain["parts_s"].values()) == pytest.approx(plain["wall_s"])
+    assert plain["disruptions"][0]["resume_parts_s"]["checkpoint_restore"] == 1.0
+
+
+def test_the_timeline_has_every_second_and_every_mark() -> None:
+    """Breaks when the picture of a run leaves out a loss, a save or a stretch of time."""
+    run = timeline_of(two_attempts())
+    assert (run.origin_s, run.wall_s) == (0.0, 35.5)
+    assert run.stretches[0].start_s == 0.0
+    assert run.stretches[-1].end_s == 35.5
+    for before, after in pairwise(run.stretches):
+        assert before.end_s == after.start_s
+        assert before.part != after.part
+    assert [(mark.at_s, mark.loss.lost_steps) for mark in run.losses] == [(20.0, 2)]
+    (save,) = run.saves
+    assert (save.step, save.tier, save.problem) == (2, "ram", None)
+    assert (save.start_s, save.end_s) == (pytest.approx(12.7), pytest.approx(13.4))
+    assert [(mark.step, mark.tiers) for mark in run.restores] == [(3, ("ssd", "ram"))]
+    assert run.stalls_ms == pytest.approx((500.0, 700.0))
 
 
 MILLISECONDS = st.integers(1, 5000)

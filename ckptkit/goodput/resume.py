@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from ckptkit.events import Event, Kind
-from ckptkit.intervals import Interval, partition, sum_parts
+from ckptkit.goodput.parts import Interval, partition
+from ckptkit.goodput.runs import attempts_of
 
 
 class Phase(StrEnum):
@@ -38,17 +41,41 @@ _OF_SPAN = {
 }
 
 
-def resume_phases(primary: Sequence[Event], *, lost_s: float, noticed_s: float, resumed_s: float) -> dict[Phase, float]:
-    """The seconds of each phase between `lost_s` and `resumed_s`, wall clock; they add up to the difference.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """One loss that the run came back from. `attempt` was lost; `phases_s` has every `Phase` and adds up to `total_s`,
+    from the loss (from when it was noticed, where nobody knows its moment) to the end of the first step after it."""
 
-    `primary`: the events of process 0 in the attempt that took the first step again; `noticed_s` is when the launcher
-    noticed the loss.
-    """
+    attempt: int
+    total_s: float
+    phases_s: Mapping[Phase, float]
+
+
+def resumes(logs: Sequence[Sequence[Event]]) -> list[Resume]:
+    """The resumes of a run with a launcher, from its logs (`load_run`), in order."""
+    attempts, launcher = attempts_of(logs)
+    found = []
+    for loss in (event for event in launcher if event.kind == Kind.DISRUPTED):
+        number = loss.fields["attempt"]
+        again = next((a for a in attempts if a.number > number and a.steps), None)
+        if again is not None:
+            lost_s = loss.at_s - loss.fields.get("detect_s", 0.0)
+            resumed_s = min(span.at_s for _, span in again.steps)
+            primary = [event for event in again.events if event.process == 0]
+            phases_s = _phases(primary, lost_s, loss.at_s, resumed_s)
+            found.append(Resume(attempt=number, total_s=resumed_s - lost_s, phases_s=phases_s))
+    return found
+
+
+def _phases(primary: Sequence[Event], lost_s: float, noticed_s: float, resumed_s: float) -> dict[Phase, float]:
+    """Seconds by phase; `primary` are the events of process 0 in the attempt that took a step again."""
     claimed = _intervals(primary, lost_s, noticed_s, resumed_s)
     # Clocks of several hosts differ: what seems to be outside is cut.
     inside = (i._replace(start_s=max(i.start_s, lost_s), end_s=min(i.end_s, resumed_s)) for i in claimed)
-    segments = partition(inside)
-    return {Phase(part): seconds for part, seconds in sum_parts(segments, Phase, lost_s, resumed_s).items()}
+    pieces: dict[Phase, list[float]] = {phase: [] for phase in Phase}
+    for segment in partition(inside):
+        pieces[segment.part].append(segment.end_s - segment.start_s)
+    return {phase: math.fsum(seconds) for phase, seconds in pieces.items()}
 
 
 def _intervals(primary: Sequence[Event], lost_s: float, noticed_s: float, resumed_s: float) -> Iterable[Interval]:
