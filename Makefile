@@ -4,8 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup setup-system demo test lint format clean
-.PHONY: kill-phases bucket-campaign dropin-campaign corruption-campaign crashpoints proof-cost
+.PHONY: setup setup-system setup-cluster demo test test-mpi test-slurm lint format clean
+.PHONY: kill-phases bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
+.PHONY: proof-cost
 
 setup: $(STAMP)
 
@@ -19,6 +20,11 @@ setup-system:
 	apt-get update --quiet=2
 	apt-get install --yes --quiet=2 --no-install-recommends strace chromium
 
+# What the tests under mpirun and Slurm need; without it they say that they are skipped.
+setup-cluster:
+	apt-get update --quiet=2
+	apt-get install --yes --quiet=2 --no-install-recommends openmpi-bin slurm-wlm
+
 demo: setup
 	$(BIN)/python -m tools.demo
 
@@ -27,7 +33,10 @@ test: setup
 
 # Long campaigns; a short version of each is in `make test`.
 kill-phases: setup
-	$(BIN)/python -m pytest -m slow tests/multiprocess
+	$(BIN)/python -m pytest -m slow tests/multiprocess/test_kill_phases.py
+
+elastic-campaign: setup
+	$(BIN)/python -m pytest -m slow tests/multiprocess/test_elastic.py
 
 bucket-campaign: setup
 	$(BIN)/python -m pytest -m slow tests/bucket
@@ -44,6 +53,17 @@ crashpoints: setup
 
 proof-cost: setup
 	$(BIN)/python -m bench proof
+
+KILLS ?= 50
+kill-campaign: setup
+	$(BIN)/python -m bench kill --processes 4 --kills $(KILLS)
+
+# The multi-process tests as clusters start them.
+test-mpi: setup
+	$(BIN)/python -m pytest tests/multiprocess -k mpirun
+
+test-slurm: setup
+	$(BIN)/python -m pytest tests/multiprocess -k "srun or slurm or batch_script"
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """`python -m bench stall|commit|restore`: ckptkit, stock Orbax and the machine's limits, side by side.
 
 Others have options of their own: `corruption|crashpoints` (what faults leave, and what a restart makes of it), `proof`
-(what digests cost).
+(what digests cost), `kill` (a job that is killed again and again).
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from bench.corruption import main as corruption
 from bench.crashpoints import main as crashpoints
 from bench.environment import environment
 from bench.figures import available
+from bench.kill import main as kill
 from bench.proof import main as proof
 from bench.report import show
 
 _ROOT = Path(__file__).parent.parent
-_CAMPAIGNS = {"corruption": corruption, "crashpoints": crashpoints, "proof": proof}
+_CAMPAIGNS = {"corruption": corruption, "crashpoints": crashpoints, "kill": kill, "proof": proof}
 
 
 class CaseType(click.ParamType):

@@ -39,6 +39,7 @@ from ckptkit.policy import KeepNewest as KeepNewest
 from ckptkit.policy import KeepUnflushed as KeepUnflushed
 from ckptkit.policy import ReplicaPolicy as ReplicaPolicy
 from ckptkit.policy import Tier as Tier
+from ckptkit.preemption import LastSave as LastSave
 from ckptkit.proving import Sample as Sample
 from ckptkit.verification import scrub as scrub
 from ckptkit.verification import verify as verify

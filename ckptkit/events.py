@@ -38,9 +38,13 @@ class Kind(StrEnum):
     REPLICAS_DIFFER = "replicas_differ"
     RETRIED = "save_retried"  # a transient failure: fields reason, delay_s until the next attempt
     FAILED = "save_failed"  # fields reason
+    # the last save is over: fields tiers (that hold it), unfinished, left_out: tier -> why, spent_s before it, grace_s
+    PREEMPTED = "preempted"
+    RESUMED = "resumed"  # a run goes on at step: fields repeated (steps taken again; None: unknown), processes, mesh
     DEGRADED = "tier_degraded"  # fields reason
     LEFT_BEHIND = "left_behind"  # at start: fields names, of what a run that died did not commit, and path
-    DISRUPTED = "disrupted"  # the launcher lost a process: fields attempt, lost (which), cause, wiped
+    # the launcher lost a process: fields attempt, lost (which), cause, wiped, detect_s since it killed it, if it did
+    DISRUPTED = "disrupted"
     RELAUNCHED = "relaunched"  # the launcher starts the processes again: fields attempt
     FINISHED = "finished"
 

@@ -13,7 +13,9 @@ import click
 from ckptkit import CheckpointError, StoreError, TierUnusableError, TransientStoreError, TreeMismatchError
 from ckptkit.events import EventLog, Kind
 from tools.corpus import CorpusError
-from trainer.cluster import leave
+from tools.launch import ExitCode
+from trainer.checkpoint import Preempted
+from trainer.cluster import detect_rank, leave
 from trainer.config import (
     PRESETS,
     CheckpointConfig,
@@ -29,6 +31,7 @@ from trainer.config import (
 from trainer.loop import train
 from trainer.plan import make_plan, print_plan
 
+CLUSTER_FLAGS = ("coordinator", "processes", "process", "heartbeat_s", "start_timeout_s", "grace_s")
 DTYPES = click.Choice(["float32", "bfloat16"])
 Dtype = Literal["float32", "bfloat16"]
 
@@ -59,7 +62,10 @@ Dtype = Literal["float32", "bfloat16"]
 @click.option("--coordinator", help="HOST:PORT of process 0, for --processes above 1.")
 @click.option("--processes", type=click.IntRange(1), default=1, help="Processes of the job.")
 @click.option("--process", type=click.IntRange(0), default=0, help="Which of them this is.")
+@click.option("--cluster", type=click.Choice(["detect"]), help="Ask srun or mpirun who the processes are.")
 @click.option("--heartbeat-s", type=click.IntRange(1), default=10, help="Silence after which a peer is lost.")
+@click.option("--start-timeout-s", type=click.IntRange(1), default=300, help="How long the start waits for a peer.")
+@click.option("--grace-s", type=float, default=25.0, help="From SIGTERM to the end: time for a last save.")
 @click.option("--events", help="Write event logs here, for goodput.  [default: none]")
 @click.option("--attempt", type=click.IntRange(0), default=0, help="Which start of this run it is, for the logs.")
 @click.option("--proof", help="Write record ids, losses and state digests here.  [default: none]")
@@ -69,7 +75,8 @@ Dtype = Literal["float32", "bfloat16"]
 def main(context: click.Context, **flags: Any) -> None:
     """Train a byte-level language model on text, and resume where the last run stopped.
 
-    Exit codes: 0 trained; 1 failed, and a restart may help; 2 input that has to be mended first.
+    Exit codes: 0 trained; 1 failed, and a restart may help; 2 input that has to be mended first; 75 preempted by
+    SIGTERM (with --coordinator), the last step saved.
     """
     if context.invoked_subcommand is not None:
         return
@@ -82,6 +89,11 @@ def main(context: click.Context, **flags: Any) -> None:
     except (InputError, CorpusError, TierUnusableError, TreeMismatchError, StoreError) as error:
         click.echo(f"Error: {error}", err=True)
         leave(cluster, 1 if isinstance(error, TransientStoreError) else 2)  # what may pass is worth a restart
+    except Preempted as told:
+        last = told.last
+        click.echo(str(told))
+        saved = last is not None and last.saved
+        leave(cluster, ExitCode.PREEMPTED if saved else 1, at_once=last is not None and bool(last.unfinished))
     except CheckpointError as error:
         click.echo(f"Error: {error}", err=True)
         leave(cluster, 1)
@@ -124,15 +136,25 @@ def read_flags(flags: dict[str, Any]) -> RunConfig:
             directory=flags["checkpoint"],
             **{name: flags[name] for name in ("save_every", "keep", "ram", "ram_every", "ssd", "ssd_every", "host_id")},
         ),
-        cluster=ClusterConfig(**{name: flags[name] for name in ("coordinator", "processes", "process", "heartbeat_s")}),
+        cluster=_cluster(flags),
         loop=LoopConfig(
             steps=flags["steps"],
             split_step=flags["split_step"],
             compile_cache=flags["compile_cache"] or str(run_dir / "compile-cache"),
             proof=flags["proof"],
+            events=flags["events"],
             log_every=None if flags["quiet"] else flags["log_every"],
         ),
     )
+
+
+def _cluster(flags: dict[str, Any]) -> ClusterConfig:
+    chosen: dict[str, Any] = {name: flags[name] for name in CLUSTER_FLAGS}
+    if flags["cluster"] is None:
+        return ClusterConfig(**chosen)
+    if flags["coordinator"] is not None:
+        raise InputError("--cluster detect finds the coordinator by itself: leave --coordinator out")
+    return ClusterConfig(**{**chosen, **detect_rank(os.environ), "detect": True})
 
 
 @main.command()

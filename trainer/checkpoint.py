@@ -5,7 +5,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 import ckptkit
 from trainer.config import CheckpointConfig, InputError
@@ -68,6 +70,29 @@ def save(manager: Any | None, state: State, position: Position, *, force: bool =
     if manager is None:
         return False
     return bool(manager.save(position.step, args=_args(state, position), force=force))
+
+
+class Preempted(Exception):
+    """The cluster takes the machines back; `last` is what was saved before that, None without checkpoints."""
+
+    def __init__(self, step: int, last: ckptkit.LastSave | None):
+        self.last = last
+        if last is None or not last.saved:
+            super().__init__(f"preempted at step {step}: nothing was saved of it")
+            return
+        told = [f"{tier} left out: {why}" for tier, why in last.left_out.items()]
+        told += [f"{tier} was not done in time" for tier in last.unfinished]
+        super().__init__("; ".join([f"preempted: step {step} is saved in {', '.join(last.tiers)}", *told]))
+
+
+def leave_if_preempted(manager: Any | None, state: State, position: Position, grace_s: float) -> None:
+    """Raise `Preempted`, after a last save, at the step at which the processes agreed to; all call this each step."""
+    if manager is None:
+        if not jax.distributed.is_initialized() or not multihost_utils.reached_preemption_sync_point(position.step):
+            return
+        raise Preempted(position.step, None)
+    if manager.reached_preemption(position.step):
+        raise Preempted(position.step, manager.save_last(position.step, _args(state, position), grace_s=grace_s))
 
 
 def prepare(manager: Any | None, state: State, position: Position) -> None:

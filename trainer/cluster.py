@@ -3,10 +3,31 @@
 import os
 import sys
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 
-from trainer.config import ClusterConfig
+from tools.launch import ExitCode
+from trainer.config import ClusterConfig, InputError
+
+# Where Slurm's srun and Open MPI's mpirun say who a process is; JAX looks at the same names.
+_RANKS = (("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+
+
+def detect_rank(environ: Mapping[str, str]) -> dict[str, int]:
+    """This process's `process` among `processes`, as what started it says.
+
+    Raises:
+        InputError: nothing did.
+    """
+    for rank, size in _RANKS:
+        if rank in environ and size in environ:
+            return {"process": int(environ[rank]), "processes": int(environ[size])}
+    raise InputError(
+        "--cluster detect: neither srun nor mpirun started this process; "
+        "give --coordinator, --processes and --process instead"
+    )
 
 
 def join(config: ClusterConfig, compile_cache: str | None) -> None:
@@ -19,11 +40,15 @@ def join(config: ClusterConfig, compile_cache: str | None) -> None:
         jax.config.update("jax_compilation_cache_dir", compile_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    if config.processes > 1:
+    if config.processes > 1 or config.coordinator:  # one process too can then be told that it is preempted
+        place: dict[str, Any] = {
+            "coordinator_address": config.coordinator,
+            "num_processes": config.processes,
+            "process_id": config.process,
+        }
         jax.distributed.initialize(
-            config.coordinator,
-            config.processes,
-            config.process,
+            **({} if config.detect else place),
+            initialization_timeout=config.start_timeout_s,
             heartbeat_timeout_seconds=config.heartbeat_s,
             shutdown_timeout_seconds=3 * config.heartbeat_s,
         )
@@ -31,13 +56,16 @@ def join(config: ClusterConfig, compile_cache: str | None) -> None:
             _let_every_process_write_cache()
 
 
-def leave(config: ClusterConfig, code: int) -> None:
-    """End the process. After a failure it does not wait for peers, which may never come to a shutdown barrier."""
-    if config.processes == 1:
+def leave(config: ClusterConfig, code: int, *, at_once: bool = False) -> None:
+    """End the process. After a failure it does not wait for peers, which may never come to a shutdown barrier.
+
+    `at_once` waits for nothing at all, a save on its way included.
+    """
+    if config.processes == 1 and not at_once:
         sys.exit(code)
-    if code == 0:
+    if code in (0, ExitCode.PREEMPTED) and not at_once:
         jax.distributed.shutdown()
-        sys.exit(0)
+        sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
     if config.process == 0:

@@ -143,15 +143,19 @@ class ClusterConfig:
     processes: int = 1
     process: int = 0
     heartbeat_s: int = 10  # a silent peer ends the job after this long
+    start_timeout_s: int = 300  # how long the processes wait for each other at the start
+    grace_s: float = 25.0  # from SIGTERM to the end, for a last save
+    detect: bool = False  # the coordinator is found by JAX, from what Slurm or Open MPI says
 
     def __post_init__(self) -> None:
         if not 0 <= self.process < self.processes:
             raise InputError(
                 f"--process {self.process} of --processes {self.processes}: count from 0 to {self.processes - 1}"
             )
-        if self.processes > 1 and not self.coordinator:
+        if self.processes > 1 and not self.coordinator and not self.detect:
             raise InputError(
-                f"--processes {self.processes} needs --coordinator HOST:PORT, the address that process 0 listens on"
+                f"--processes {self.processes} needs --coordinator HOST:PORT, the address that process 0 listens on, "
+                "or --cluster detect under Slurm or Open MPI"
             )
 
 
@@ -164,6 +168,7 @@ class LoopConfig:
     compile_cache: str | None = None
     proof: str | None = None
     log_every: int | None = 10  # None is silent
+    events: str | None = None  # where this run's earlier attempts left their logs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +205,15 @@ PRESETS: Mapping[str, Preset] = {
     "tiny": Preset(
         model=ModelConfig(
             size=ModelSize(layers=2, d_model=128, heads=4, kv_heads=2, d_ff=1024, vocab=256, seq_len=64),
+            dropout=0.1,
+        ),
+        global_batch=8,
+        learning_rate=3e-3,
+    ),
+    # The same with a key-value head for each head, so that it splits over model=4.
+    "tiny-mha": Preset(
+        model=ModelConfig(
+            size=ModelSize(layers=2, d_model=128, heads=4, kv_heads=4, d_ff=1024, vocab=256, seq_len=64),
             dropout=0.1,
         ),
         global_batch=8,

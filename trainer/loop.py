@@ -8,9 +8,18 @@ from pathlib import Path
 import click
 import jax
 
-from ckptkit import EventLog
+from ckptkit import EventLog, Kind
+from ckptkit.goodput import steps_done
 from tools.corpus import build_corpus
-from trainer.checkpoint import check_writable, make_manager, prepare, restore_newest, save, wait_until_staged
+from trainer.checkpoint import (
+    check_writable,
+    leave_if_preempted,
+    make_manager,
+    prepare,
+    restore_newest,
+    save,
+    wait_until_staged,
+)
 from trainer.cluster import join
 from trainer.config import MeshConfig, RunConfig
 from trainer.data import Position, open_batches, start_position
@@ -35,6 +44,7 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
 
     Raises:
         InputError, CorpusError: what the person can mend, before the first step.
+        Preempted: the cluster takes the machines back; the last save is over.
     """
     model, loop = config.model, config.loop
     with events.span("training_prep"):
@@ -64,6 +74,15 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
         restored = restoring()
     with events.span("training_prep"):
         state, position = restored or (jax.block_until_ready(program.init()), start)
+        if restored:
+            done = steps_done(loop.events) if loop.events else None
+            events.emit(
+                Kind.RESUMED,
+                step=position.step,
+                repeated=None if done is None else max(0, done - position.step),
+                processes=jax.process_count(),
+                mesh=str(mesh_config),
+            )
         del restored, restoring  # they would keep the first state in memory
         loop_state = LoopState(state=state, position=position)
         batches = open_batches(corpus, position, batch_sharding(mesh), steps=loop.steps)
@@ -83,6 +102,8 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
         with events.span("checkpoint_save", step + 1):
             started_s = time.monotonic()
             is_last = step + 1 == loop.steps
+            if not is_last:
+                leave_if_preempted(manager, loop_state.state, loop_state.position, config.cluster.grace_s)
             if save(manager, loop_state.state, loop_state.position, force=is_last):
                 progress.add_save(time.monotonic() - started_s)
         progress.add_step(step, loss_nats)

@@ -3,7 +3,8 @@
 from ckptkit.goodput.page import goodput_page
 from ckptkit.goodput.parts import Part
 from ckptkit.goodput.report import Disruption, Goodput, GoodputReport, Restore, Saves, goodput_report
-from ckptkit.goodput.runs import load_run
+from ckptkit.goodput.resume import Phase, Resume, resumes
+from ckptkit.goodput.runs import load_run, steps_done
 from ckptkit.goodput.timeline import LossMark, RestoreMark, SaveMark, Stretch, Timeline, timeline_of
 
 __all__ = [
@@ -12,8 +13,10 @@ __all__ = [
     "GoodputReport",
     "LossMark",
     "Part",
+    "Phase",
     "Restore",
     "RestoreMark",
+    "Resume",
     "SaveMark",
     "Saves",
     "Stretch",
@@ -21,5 +24,7 @@ __all__ = [
     "goodput_page",
     "goodput_report",
     "load_run",
+    "resumes",
+    "steps_done",
     "timeline_of",
 ]

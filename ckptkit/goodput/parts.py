@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from enum import StrEnum
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Part(StrEnum):
@@ -34,7 +34,7 @@ class Interval(NamedTuple):
 
     start_s: float
     end_s: float
-    part: Part
+    part: Any  # a `Part`; of a resume, a `Phase`
     layer: int
 
 

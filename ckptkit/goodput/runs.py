@@ -26,6 +26,16 @@ def load_run(directory: str | os.PathLike[str]) -> list[list[Event]]:
     return [read_events(path) for path in paths]
 
 
+def steps_done(directory: str | os.PathLike[str]) -> int | None:
+    """How many steps the run whose logs are in `directory` has come to, over all attempts; None where none says.
+
+    A step that was taken and then lost counts: less the step that a run resumes from, it is the work done again.
+    """
+    paths = Path(directory).glob("attempt-*-process-*.jsonl")
+    spans = (event for path in paths for event in read_events(path) if event.kind == Kind.SPAN)
+    return max((e.step + 1 for e in spans if e.fields["span"] == "step" and e.step is not None), default=None)
+
+
 class Attempt(NamedTuple):
     """One attempt: the events of all processes, process 0's spans, and those of its spans that are steps."""
 

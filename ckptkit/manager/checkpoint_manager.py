@@ -11,6 +11,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from ckptkit import clock
 from ckptkit.coordination import make_coordinator
 from ckptkit.durable.stock import DEFAULT_ITEM, Setup, checked_options
 from ckptkit.events import EventLog
@@ -20,6 +21,7 @@ from ckptkit.manager.catalog import Catalog
 from ckptkit.manager.entries import Began, save_entry
 from ckptkit.manager.intake import Intake, Request
 from ckptkit.manager.items import abstract_trees, save_items
+from ckptkit.manager.last_save import LastSaver
 from ckptkit.manager.opening import abstract_slot_bytes
 from ckptkit.manager.parts import Settings, make_parts
 from ckptkit.manager.pending import RestoreHandle
@@ -28,6 +30,7 @@ from ckptkit.manager.resuming import Resumer
 from ckptkit.manager.step_number import saved_step_number, step_number
 from ckptkit.manifest import SaveId
 from ckptkit.policy import Backpressure, DurableBusy, FailurePolicy, ReplicaPolicy, Tier, checked_tiers
+from ckptkit.preemption import LastSave
 from ckptkit.proving import Verify
 from ckptkit.store.roots import root_url
 
@@ -124,6 +127,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._book, self._known = self._parts.book, self._parts.known
         self._intake = Intake(self._settings, self._parts)
         self._resumer = Resumer(self._settings, self._parts, coordinator, self._logger)
+        self._last_saver = LastSaver(self._settings, self._parts, self._intake, coordinator)
         self._catalog = Catalog(self._parts, coordinator, timeout_s)
         self._closed = False
 
@@ -300,7 +304,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self._known.metrics(step_number(step))
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether a preemption was announced and the processes agreed to save at `step`."""
+        """Whether a preemption was announced (SIGTERM) and the processes agreed to save at `step`, as Orbax's.
+
+        All processes ask once per step; the answer is the same on all. False for ever without `jax.distributed`.
+        """
+        self._last_saver.pace.asked(clock.monotonic_s())
         return self._durable.stock.orbax.reached_preemption(step)
 
     def is_saving_in_progress(self) -> bool:
@@ -374,6 +382,18 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._resumer.refuse_while_pending("restore_chosen")
         self._pipeline.wait()
         return self._parts.restorer.restore(step, RestoreItems(args=None, default_item=None, choose=choose))
+
+    def save_last(self, step: int, args: Any, *, grace_s: float) -> LastSave:
+        """Saves `step` where `reached_preemption(step)` was true, and waits for it, `grace_s` after the signal at most.
+
+        The fastest tier is always saved to; each slower one where the rates of this run's earlier saves say that it
+        fits in what is left of the grace, or nothing was measured (`ckptkit.preemption`). All processes call this
+        together, and agree. A step that was saved already is only waited for. Items that only Orbax's own handlers
+        hold are written by Orbax, which keeps no time. Raises what `save` raises; what a background thread could not
+        do is in the result, and raised by `check_for_errors`.
+        """
+        self._resumer.refuse_while_pending("save_last")
+        return self._last_saver.save(step, args, grace_s)
 
     def wait_until_staged(self) -> None:
         """Returns once everything that `save` was given may be donated, also with `staging="gate"`: for a step that is

@@ -46,6 +46,14 @@ class Flusher:
         """Waits for the durable save on its way; False where time ran out first."""
         return self._durable.wait_idle(deadline.left_s)
 
+    def wait_disk(self, deadline: Deadline) -> bool:
+        """Waits for the disk save on its way; False where time ran out first."""
+        return self._disk.wait_idle(deadline.left_s)
+
+    def settle(self, deadline: Deadline) -> bool:
+        """Waits for every tier until `deadline`; False where some are not done."""
+        return self.wait_disk(deadline) and self.wait_durable(deadline)
+
     def drain(self) -> None:
         """Waits for every tier; raises what escaped a thread."""
         self._disk.drain()

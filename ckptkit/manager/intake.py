@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.clock import Deadline
 from ckptkit.durable.preservation import prunes
 from ckptkit.errors import StepAlreadyExistsError
 from ckptkit.events import Kind
@@ -20,6 +21,14 @@ _log = logging.getLogger("ckptkit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LastTurn:
+    """A save that no other follows: it is for these tiers alone, and waits for earlier ones until `deadline`."""
+
+    tiers: frozenset[str]
+    deadline: Deadline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What `save` was called with; `args` are Orbax's, by item."""
 
@@ -30,6 +39,7 @@ class Request:
     force: bool
     custom_metadata: dict[str, Any] | None
     start_s: float  # monotonic, when the step loop was stopped
+    last: LastTurn | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +90,8 @@ class Intake:
             raise ValueError(f"step {step} cannot be saved: steps are 0 or more")
         reached = self._reached_preemption(step)
         due = self._due(step, force=force, reached=reached)
+        if request.last is not None:
+            due &= request.last.tiers
         if not due:
             return False
         if any(record.step == step for record in self._branch.records()):
@@ -89,8 +101,11 @@ class Intake:
         if not due:
             return False
         # What Orbax writes it writes on this thread, and with nothing else on its way: such a save always waits.
-        turn = self._pipeline.await_turn(due, must_wait=force or reached or captured.by_orbax(due))
-        self._pipeline.raise_if_overdue(step, due)
+        must_wait = force or reached or captured.by_orbax(due)
+        last = None if request.last is None else request.last.deadline
+        turn = self._pipeline.await_turn(due, must_wait=must_wait, last=last)
+        if last is None:
+            self._pipeline.raise_if_overdue(step, due)
         save_id = self._branch.next_save(step)
         self._decider.taken(step, due, request.metrics)
         self._known.taken(step, request.metrics)

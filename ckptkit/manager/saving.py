@@ -113,16 +113,21 @@ class SavePipeline:
         if (disk := self._tiers.disk) is not None:
             self._maker.submit(lambda: reserve(disk, "ssd"))
 
-    def await_turn(self, due: frozenset[str], *, must_wait: bool) -> Turn:
+    def await_turn(self, due: frozenset[str], *, must_wait: bool, last: Deadline | None = None) -> Turn:
         """Waits for the saves before one that is due in the durable tier, on the step loop's thread.
 
         At most `timeout_s`, and not at all for a save that is due in fast tiers alone or, unless it is a `must_wait`,
-        where the policy is to skip one that comes too early.
+        where the policy is to skip one that comes too early. One that no other follows has until `last`; it waits for
+        the writer, a little for the disk, and queues behind a durable save: none of them may cost the faster tiers.
         """
-        waits = DURABLE in due and (must_wait or self._backpressure.durable_busy == "wait")
+        waits = last is not None or (DURABLE in due and (must_wait or self._backpressure.durable_busy == "wait"))
         was_busy, waiting_s = waits and self.busy, clock.monotonic_s()
-        deadline = Deadline(self._timeout_s if waits else 0.0)
-        in_time = not waits or (self._writer.wait_idle(deadline.left_s) and self._flusher.wait_durable(deadline))
+        deadline = last or Deadline(self._timeout_s if waits else 0.0)
+        in_time = not waits or self._writer.wait_idle(deadline.left_s)
+        if last is not None:
+            self._flusher.wait_disk(Deadline(last.left_s / 4))
+        elif waits:
+            in_time = in_time and self._flusher.wait_durable(deadline)
         waited_s = clock.monotonic_s() - waiting_s
         return Turn(waits=waits, was_busy=was_busy, in_time=in_time, waited_s=waited_s, deadline=deadline)
 
@@ -251,6 +256,10 @@ class SavePipeline:
         """Waits until every save that was taken is in all the tiers it was due in, or has failed."""
         self._writer.drain()
         self._flusher.drain()
+
+    def settle(self, deadline: Deadline) -> bool:
+        """Waits for every tier as `wait` does, but until `deadline`; False where some are not done. Raises nothing."""
+        return self._writer.wait_idle(deadline.left_s) and self._flusher.settle(deadline)
 
     @property
     def busy(self) -> bool:

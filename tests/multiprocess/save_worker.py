@@ -2,6 +2,8 @@
 
     python -m tests.multiprocess.save_worker --process 0 --coordinator HOST:PORT DIR
 
+Without the two flags JAX finds the others by what srun or mpirun says.
+
 Writes DIR/found-{process}.json. What is measured has no training step in between: any collective would be a save's.
 """
 
@@ -24,21 +26,28 @@ STRATEGIES = ("slot_copy", "device_copy", "gate", "alias")
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--process", type=int, required=True)
-    parser.add_argument("--coordinator", required=True)
+    parser.add_argument("--process", type=int)
+    parser.add_argument("--coordinator")
     parser.add_argument("dir", type=Path)
     args = parser.parse_args()
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a collective that not all processes launch hangs
-    dump = args.dir / f"programs-{args.process}"
-    os.environ["XLA_FLAGS"] += f" --xla_dump_to={dump} --xla_dump_hlo_as_text"
     import jax
+    from jax._src import distributed  # the address that JAX found has no public name
 
-    jax.distributed.initialize(args.coordinator, PROCESSES, args.process)
-    worker = Worker(args.dir, args.process, args.coordinator, dump)
+    if args.coordinator is None:
+        jax.distributed.initialize()
+    else:
+        jax.distributed.initialize(args.coordinator, PROCESSES, args.process)
+    process, coordinator = distributed.global_state.process_id, distributed.global_state.coordinator_address
+    assert coordinator is not None
+    dump = args.dir / f"programs-{process}"
+    # The backend reads it at its first use: only now is it known which process this is.
+    os.environ["XLA_FLAGS"] += f" --xla_dump_to={dump} --xla_dump_hlo_as_text"
+    worker = Worker(args.dir, process, coordinator, dump)
     acts = [worker.count_a_real_collective, *(partial(worker.save_by, each) for each in STRATEGIES)]
     for act in [*acts, worker.restore, worker.veto, worker.replicas]:
         act()
-        (args.dir / f"found-{args.process}.json").write_text(json.dumps(worker.found))
+        (args.dir / f"found-{process}.json").write_text(json.dumps(worker.found))
     jax.distributed.shutdown()
 
 

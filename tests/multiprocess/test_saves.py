@@ -1,4 +1,7 @@
-"""Two processes that save and restore: what they agree on, and that no device collective is launched for it."""
+"""Two processes that save and restore: what they agree on, and that no device collective is launched for it.
+
+The same job is started by our launcher, by mpirun and by srun, where they are installed.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,22 @@ from typing import Any
 import pytest
 
 from tests.multiprocess.save_worker import PROCESSES, STRATEGIES
+from tests.multiprocess.starters import STARTERS, run, skip_without
 from tools.launch import ExitCode, Launcher, RestartPolicy
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ExitCode, str]:
-    """A job's directory, how it ended, and the end of what it said."""
-    root: Path = tmp_path_factory.mktemp("saves")
-    output: list[str] = []
+@pytest.fixture(scope="module", params=["launcher", *STARTERS])
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
+    """A job's directory, how it ended, and the end of what it said; the same under all that start it."""
+    root: Path = tmp_path_factory.mktemp(f"saves-{request.param}")
     command = [sys.executable, "-m", "tests.multiprocess.save_worker"]
-    command += ["--process", "{process}", "--coordinator", "{coordinator}", str(root)]
+    if request.param in STARTERS:
+        skip_without(request.param)
+        code, said = run(request.param, [*command, str(root)], processes=PROCESSES, devices=2, root=root)
+        return root, code, said[-8000:]
+    output: list[str] = []
     launcher = Launcher(
-        command,
+        [*command, "--process", "{process}", "--coordinator", "{coordinator}", str(root)],
         processes=PROCESSES,
         devices_per_process=2,
         policy=RestartPolicy(restarts=0),
@@ -32,12 +39,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ExitCode, str]:
 
 
 @pytest.fixture
-def found(job: tuple[Path, ExitCode, str]) -> list[dict[str, Any]]:
+def found(job: tuple[Path, int, str]) -> list[dict[str, Any]]:
     """What each process wrote down until it ended."""
     return [json.loads((job[0] / f"found-{process}.json").read_text()) for process in range(PROCESSES)]
 
 
-def test_the_job_ends_well(job: tuple[Path, ExitCode, str]) -> None:
+def test_the_job_ends_well(job: tuple[Path, int, str]) -> None:
     """A process would wait for ever for another that takes no part in a meeting, or in a collective."""
     _, code, output = job
     assert code == ExitCode.OK, output

@@ -1,0 +1,248 @@
+"""`python -m bench kill`: processes of a saving job are killed again and again, and what comes back is judged.
+
+Each resume must give the newest save that the surviving files cover (an oracle reads them by the format alone), bit for
+bit as in a run that nothing happened to.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+from rich.console import Console
+
+from bench.kill_hosts import Hosts, running_hosts
+from bench.kill_oracle import Save, newest_covered
+from bench.kill_report import judge, show
+from ckptkit.events import EventLog
+from tools.launch import ExitCode, Launcher, RestartPolicy
+
+Moment = Literal["time", "mid-save", "mid-flush", "mid-restore"]
+MOMENTS: tuple[Moment, ...] = ("time", "mid-save", "mid-flush", "mid-restore")
+SHORT = 5
+FINAL_STEPS = 8  # of the life after the last kill
+LATEST_STEPS = 40  # a life in which the planned moment has not come by then is ended anyway
+TIME_MAX_S = 1.5
+LIFE_LIMIT_S = 240.0  # a hang, not a slow machine
+PHASES = {
+    "mid-save": ("phase save begun", "phase ram staged", "phase ram committed_here"),
+    "mid-flush": ("phase ssd begun", "phase ssd copied", "phase durable begun", "phase durable written"),
+    "mid-restore": ("phase restore planned",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """What is done to one life of the job."""
+
+    moment: Moment
+    line: str | None  # of a victim's output, at which it is killed; None: after `after_s`
+    after_s: float  # since the life's first step
+    min_steps: int  # of the life, before a line counts
+    victims: tuple[int, ...]
+    wipes: bool
+
+    def __str__(self) -> str:
+        who = "process" if len(self.victims) == 1 else "replica"
+        wiped = ", ramdisk wiped" if self.wipes else ""
+        return f"{self.moment} ({self.line or f'{self.after_s:.2f} s'}): {who} {self.victims}{wiped}"
+
+
+def plan(kills: int, processes: int, seed: int) -> list[Kill]:
+    """The kills of a seed: every moment, one process or one whole replica, half with the ramdisk wiped."""
+    chance = random.Random(f"kill {seed}")
+    half = processes // 2
+    planned = []
+    for number in range(kills):
+        moment = MOMENTS[number % len(MOMENTS)]
+        is_replica = chance.random() < 0.5
+        first = chance.randrange(2) * half if is_replica else chance.randrange(processes)
+        planned.append(
+            Kill(
+                moment=moment,
+                line=chance.choice(PHASES[moment]) if moment in PHASES else None,
+                after_s=chance.uniform(0.0, TIME_MAX_S),
+                min_steps=0 if moment == "mid-restore" else chance.randrange(2, 16),
+                victims=tuple(range(first, first + half)) if is_replica else (first,),
+                wipes=number // len(MOMENTS) % 2 == 0,
+            )
+        )
+    return planned
+
+
+@dataclass(slots=True)
+class Campaign:
+    """One job, killed as planned; what the oracle said after each kill is in `expected`."""
+
+    hosts: Hosts
+    kills: Sequence[Kill]
+    say: Any
+    expected: list[Save | None] = field(default_factory=list)
+    unplanned: list[str] = field(default_factory=list)
+    last_lines: list[str] = field(default_factory=list)
+    _steps: int = 0
+    _fired: bool = False
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _launcher: Launcher | None = None
+    _hang: threading.Timer | None = None
+    _timer: threading.Timer | None = None
+
+    def run(self) -> ExitCode:
+        """Kills the job as often as planned and lets it come to an end."""
+        count = len(self.hosts.hosts)
+        # A life that fails by itself is started again too: it is reported, and does not cost a planned kill its turn.
+        last = ["--steps", str(FINAL_STEPS)]
+        words = worker_command(["--attempt", "{attempt}"])
+        chooser = (
+            f'if [ "$1" -ge {len(self.kills)} ]; then shift; exec "$@" {" ".join(last)}; else shift; exec "$@"; fi'
+        )
+        self._launcher = Launcher(
+            self.hosts.command(["sh", "-c", chooser, "sh", "{attempt}", *words]),
+            processes=count,
+            devices_per_process=1,
+            coordinator_host=self.hosts.coordinator_host,
+            policy=RestartPolicy(restarts=len(self.kills), backoff_s=0.0, grace_s=0.2),
+            on_output=self._hear,
+            on_lost=self._after_loss,
+            say=lambda line: None,
+            events=EventLog(self.hosts.home / "launcher.jsonl", process=-1),
+        )
+        self._watch()
+        try:
+            return self._launcher.run()
+        finally:
+            for timer in (self._hang, self._timer):
+                if timer is not None:
+                    timer.cancel()
+
+    def _watch(self) -> None:
+        assert self._launcher is not None
+        if self._hang is not None:
+            self._hang.cancel()
+        self._hang = threading.Timer(LIFE_LIMIT_S, self._launcher.stop)
+        self._hang.daemon = True
+        self._hang.start()
+
+    def _hear(self, process: int, line: str) -> None:
+        with self._lock:
+            self.last_lines = [*self.last_lines[-39:], f"{process}: {line}"]
+            life = len(self.expected)
+            if life >= len(self.kills) or self._fired:
+                return
+            kill = self.kills[life]
+            if process == 0 and line.startswith("step "):
+                self._steps += 1
+                if self._steps == 1 and kill.line is None:
+                    self._timer = threading.Timer(kill.after_s, self._fire, [life])
+                    self._timer.daemon = True
+                    self._timer.start()
+            is_line = line == kill.line and process == kill.victims[0] and self._steps >= kill.min_steps
+            if is_line or self._steps >= LATEST_STEPS:
+                self._fire(life)
+
+    def _fire(self, life: int) -> None:
+        with self._lock:
+            if self._fired or life != len(self.expected):
+                return
+            self._fired = True
+            kill = self.kills[life]
+            assert self._launcher is not None
+            for victim in kill.victims:
+                self._launcher.kill(victim, wiped=("ram",) if kill.wipes else ())
+
+    def _after_loss(self, attempt: int, process: int) -> None:
+        """All processes are dead: what is lost goes now, and the oracle looks at the rest."""
+        with self._lock:
+            life = len(self.expected)
+            if not self._fired:
+                self.unplanned.append(f"life {attempt}: process {process} was lost by itself")
+                self.unplanned += self.last_lines[-20:]
+            elif self.kills[life].wipes:
+                for victim in self.kills[life].victims:
+                    self.hosts.hosts[victim].wipe()
+            self.expected.append(covered(self.hosts))
+            self.say(f"kill {life + 1}/{len(self.kills)} {self.kills[life]}; the files cover {self.expected[-1]}")
+            self._fired, self._steps = False, 0
+            self._watch()
+
+
+def covered(hosts: Hosts) -> Save | None:
+    """What the oracle says of the files as they are now."""
+    ram, ssd = [host.ram for host in hosts.hosts], [host.directory / "ssd" for host in hosts.hosts]
+    return newest_covered(ram, ssd, hosts.home / "durable")
+
+
+def worker_command(words: Sequence[str]) -> list[str]:
+    """What each process runs."""
+    command = [sys.executable, "-m", "bench.kill_worker", "--process", "{process}", "--processes", "{processes}"]
+    return [*command, "--coordinator", "{coordinator}", *words]
+
+
+def run_reference(hosts: Hosts, steps: int) -> None:
+    """The run that nothing happens to, on the same hosts: it writes proofs of attempt -1."""
+    lines: list[str] = []
+    launcher = Launcher(
+        hosts.command(worker_command(["--attempt", "-1", "--plain", "--steps", str(steps)])),
+        processes=len(hosts.hosts),
+        devices_per_process=1,
+        coordinator_host=hosts.coordinator_host,
+        policy=RestartPolicy(restarts=0),
+        on_output=lambda process, line: lines.append(f"{process}: {line}"),
+        say=lines.append,
+    )
+    if launcher.run() != ExitCode.OK:
+        raise click.ClickException("the undisturbed run failed:\n" + "\n".join(lines[-20:]))
+
+
+@click.command(context_settings={"max_content_width": 120})
+@click.option("--processes", type=click.IntRange(2), default=4, show_default=True, help="An even number.")
+@click.option("--kills", type=click.IntRange(1), default=SHORT, show_default=True, help="How often.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Repeats moments, victims and wipes.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Every kill, as JSON.")
+@click.option("--keep", is_flag=True, help="Leave the logs, and say where.")
+def main(processes: int, kills: int, seed: int, json_path: Path | None, keep: bool) -> None:
+    """Kills processes of a saving job at random moments, and judges every resume."""
+    if processes % 2:
+        raise click.UsageError("--processes must be even: two replicas of one half each")
+    console = Console(stderr=True)
+    home = Path(tempfile.mkdtemp(prefix="ckptkit-kill-"))
+    try:
+        with running_hosts(home, processes) as hosts:
+            if hosts.why_shared is not None:
+                console.print(f"hosts share the machine's network and mounts: {hosts.why_shared}", markup=False)
+            campaign = Campaign(hosts, plan(kills, processes, seed), lambda text: console.print(text, markup=False))
+            code = campaign.run()
+            if code != ExitCode.OK:
+                campaign.unplanned += [f"the job ended with {code.name}", *campaign.last_lines[-20:]]
+            lives = sorted(home.glob("host-*/proof-*.jsonl"))
+            furthest = max((json.loads(x)[0] for path in lives for x in path.read_text().splitlines()), default=1)
+            run_reference(hosts, furthest)
+            result = {
+                "benchmark": "kill",
+                "seed": seed,
+                "processes": processes,
+                "apart": hosts.why_shared is None,
+                "unplanned": campaign.unplanned,
+                "moments": dict(Counter(kill.moment for kill in campaign.kills)),
+                **judge(home, campaign.kills, campaign.expected),
+            }
+    finally:
+        if keep:
+            console.print(f"logs, proofs and the durable root: {home}", markup=False)
+        else:
+            shutil.rmtree(home, ignore_errors=True)
+    show(result, Console())
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    raise SystemExit(0 if result["recovered"] == kills and not result["unplanned"] else 1)

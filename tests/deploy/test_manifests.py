@@ -1,0 +1,76 @@
+"""The Kubernetes manifests hold only what Kubernetes knows, and what the tiers need."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+@pytest.fixture(scope="module")
+def job() -> dict[str, Any]:
+    """The job template of the JobSet."""
+    import yaml
+
+    jobset = yaml.safe_load((DEPLOY / "jobset.yaml").read_text())
+    assert (jobset["kind"], jobset["apiVersion"]) == ("JobSet", "jobset.x-k8s.io/v1alpha2")
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    return replicated["template"]
+
+
+def as_known(what: dict[str, Any], model: str) -> dict[str, Any]:
+    """What Kubernetes' models make of it: unknown fields are dropped, missing ones raise."""
+    from kubernetes import client
+
+    api = client.ApiClient()
+    read = api.deserialize(json.dumps(what), model, "application/json")
+    known: Any = api.sanitize_for_serialization(read)
+    return known
+
+
+def test_every_field_is_one_that_kubernetes_knows(job: dict[str, Any]) -> None:
+    """A misspelled field is dropped by a cluster without a word: a ramdisk that is none, a grace that is 30 s."""
+    assert as_known(job["spec"]["template"], "V1PodTemplateSpec") == job["spec"]["template"]
+    assert as_known(job["spec"], "V1JobSpec") == job["spec"]
+
+
+def test_the_check_sees_a_misspelled_field(job: dict[str, Any]) -> None:
+    """A check that passes whatever is written checks nothing."""
+    pod = json.loads(json.dumps(job["spec"]["template"]))
+    pod["spec"]["volumes"][0]["emptyDir"]["sizeLimits"] = "1Gi"
+    assert as_known(pod, "V1PodTemplateSpec") != pod
+
+
+def test_the_pod_has_what_the_tiers_need(job: dict[str, Any]) -> None:
+    """A ramdisk on a disk, a pod that forgets it at each restart, or one that is killed in mid-save."""
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    volumes = {volume["name"]: volume["emptyDir"] for volume in pod["volumes"]}
+    assert volumes["ram"]["medium"] == "Memory"
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    script = " ".join(container["command"])
+    assert f"--ram {mounts['ram']} " in script
+    assert f"--ssd {mounts['ssd']} " in script
+    assert pod["restartPolicy"] == "OnFailure", "the emptyDir outlives the container"
+    grace_s = float(script.split("--grace-s ")[1].split()[0])
+    assert grace_s < pod["terminationGracePeriodSeconds"]
+    assert f"--processes {job['spec']['completions']} " in script
+
+
+def test_the_trainer_knows_every_flag_of_the_manifests(job: dict[str, Any]) -> None:
+    """A flag that was renamed would end every pod with exit code 2."""
+    from trainer.__main__ import main
+
+    known = {flag for option in main.params for flag in option.opts}
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    script = (DEPLOY / "slurm.sbatch").read_text()
+    texts = [
+        *container["command"],
+        *(line.split("-m trainer")[1] for line in script.splitlines() if "-m trainer" in line),
+    ]
+    used = {word for text in texts for word in text.split() if word.startswith("--")}
+    assert {"--ram", "--cluster", "--grace-s"} <= used <= known

@@ -1,0 +1,93 @@
+"""The last save before a preemption, on one process: which tiers, how long, and what of it is there afterwards."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from ckptkit.durable import DurableSteps
+
+
+@pytest.fixture
+def events() -> list[ckptkit.Event]:
+    return []
+
+
+@pytest.fixture
+def manager(tmp_path: Path, events: list[ckptkit.Event]) -> Iterator[ckptkit.CheckpointManager]:
+    log = ckptkit.EventLog()
+    log.observe(events.append)
+    tiers = [ckptkit.Tier.ram(str(tmp_path / "ram")), ckptkit.Tier.ssd(str(tmp_path / "ssd"))]
+    made = ckptkit.CheckpointManager(tmp_path / "durable", tiers=tiers, events=log)
+    yield made
+    made.close()
+
+
+def args_of(step: int) -> Any:
+    return ocp.args.StandardSave({"w": jnp.full((300, 77), step, jnp.float32)})  # pyright: ignore[reportCallIssue]
+
+
+def test_with_time_enough_every_tier_has_the_last_step(
+    manager: ckptkit.CheckpointManager, events: list[ckptkit.Event]
+) -> None:
+    """Breaks when a preempted job goes with its state in memory alone, or says so of a step that is durable."""
+    last = manager.save_last(7, args_of(7), grace_s=600.0)
+    assert last.saved
+    assert (last.tiers, last.unfinished, last.left_out) == (("ram", "ssd", "durable"), (), {})
+    assert manager.steps()[-1].tiers == ("durable", "ram", "ssd")
+    (said,) = [event for event in events if event.kind == ckptkit.Kind.PREEMPTED]
+    assert (said.step, said.fields["tiers"], said.fields["grace_s"]) == (7, ("ram", "ssd", "durable"), 600.0)
+
+
+def test_a_slow_bucket_costs_neither_the_grace_nor_the_faster_tiers(
+    manager: ckptkit.CheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks when a job that is about to be killed waits for an upload that cannot be done."""
+    go_on = threading.Event()
+    save = DurableSteps.save
+
+    def slowly(self: DurableSteps, *args: Any, **words: Any) -> Any:
+        assert go_on.wait(60)
+        return save(self, *args, **words)
+
+    monkeypatch.setattr(DurableSteps, "save", slowly)
+    try:
+        assert manager.save(1, args=args_of(1), force=True)  # still on its way to the bucket
+        last = manager.save_last(2, args_of(2), grace_s=5.0)
+        assert (last.tiers, last.unfinished) == (("ram", "ssd"), ("durable",))
+    finally:
+        go_on.set()
+    manager.wait_until_finished()
+    assert manager.steps()[-1].tiers == ("durable", "ram", "ssd"), (
+        "nothing of it is lost where there was time after all"
+    )
+
+
+def test_a_tier_whose_measured_rate_does_not_fit_is_left_out(manager: ckptkit.CheckpointManager) -> None:
+    """Breaks when the rates of earlier saves are not asked."""
+    assert manager.save(1, args=args_of(1), force=True)
+    manager.wait_until_finished()
+    last = manager.save_last(2, args_of(2), grace_s=1e-6)  # gone before it began
+    assert last.tiers == ("ram",)
+    assert set(last.left_out) == {"ssd", "durable"}
+    manager.wait_until_finished()
+    assert manager.steps()[-1].tiers == ("ram",)
+
+
+def test_a_step_that_is_there_already_is_only_waited_for(manager: ckptkit.CheckpointManager) -> None:
+    """Breaks when a preemption at a step that was just saved ends in an error instead of an exit."""
+    assert manager.save(3, args=args_of(3), force=True)
+    assert manager.save_last(3, args_of(3), grace_s=600.0).tiers == ("ram", "ssd", "durable")
+
+
+def test_what_cannot_be_a_grace_is_refused(manager: ckptkit.CheckpointManager) -> None:
+    """Breaks when a forgotten unit or sign leaves a job without its last save, silently."""
+    with pytest.raises(ValueError, match="grace_s is 0: give the seconds between the signal and the end"):
+        manager.save_last(1, args_of(1), grace_s=0)

@@ -1,0 +1,85 @@
+"""The trainer as clusters start it: under mpirun, under srun, and by the batch script; a SIGTERM saves and says so."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.starters import STARTERS, environment, run, running_slurm, skip_without, started
+from tools.launch import ExitCode
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "deploy" / "slurm.sbatch"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("clusters-cache")
+
+
+def flags(root: Path, cache: Path, steps: int) -> list[str]:
+    words = ["--preset", "tiny", "--steps", str(steps), "--mesh", "fsdp=2", "--log-every", "1"]
+    words += ["--data", str(Path(asyncio.__file__).parent), "--run-dir", str(root / "run")]
+    words += ["--corpus-dir", str(cache / "corpus"), "--compile-cache", str(cache / "compiled")]
+    return [*words, "--checkpoint", str(root / "durable"), "--ram", str(root / "ram"), "--events", str(root / "events")]
+
+
+@pytest.mark.parametrize("starter", STARTERS)
+def test_the_trainer_finds_its_peers_by_what_started_it(starter: str, tmp_path: Path, cache: Path) -> None:
+    """Breaks when two tasks train two models, each for itself, or each takes itself for process 0."""
+    skip_without(starter)
+    command = [sys.executable, "-m", "trainer", "--cluster", "detect", *flags(tmp_path, cache, 3)]
+    code, said = run(starter, command, processes=2, devices=1, root=tmp_path)
+    assert code == 0, said
+    assert "on 2 processes" in said
+    logs = sorted(path.name for path in (tmp_path / "events").iterdir())
+    assert logs == ["attempt-0-process-0.jsonl", "attempt-0-process-1.jsonl"]
+
+
+def test_a_job_that_slurm_preempts_saves_and_ends_with_75(tmp_path: Path, cache: Path) -> None:
+    """Breaks when SIGTERM from the scheduler costs the steps since the last save."""
+    skip_without("srun")
+    command = [sys.executable, "-m", "trainer", "--cluster", "detect", *flags(tmp_path, cache, 5000)]
+    with started("srun", command, processes=2, devices=1, root=tmp_path) as job:
+        assert job.stdout is not None
+        seen = []
+        for line in job.stdout:
+            seen.append(line)
+            if line.startswith("step      3/"):
+                # The first job of that Slurm. As before a time limit; a signal to srun itself ends the tasks at once.
+                conf = str(tmp_path / "slurm" / "slurm.conf")
+                subprocess.run(["scancel", "--signal=TERM", "1"], env=environment(1, SLURM_CONF=conf), check=True)
+        code = job.wait(60)
+    said = "".join(seen[-40:])
+    assert code == ExitCode.PREEMPTED, said
+    assert "is saved in ram, durable" in said
+
+
+def test_the_batch_script_runs_a_job_to_its_end(tmp_path: Path, cache: Path) -> None:
+    """Breaks when the script that people copy does not run."""
+    skip_without("srun")
+    log = tmp_path / "job.log"
+    with running_slurm(tmp_path / "slurm") as conf:
+        words = ["sbatch", "--wait", "--nodes=1", "--ntasks-per-node=2", f"--output={log}", f"--chdir={ROOT}"]
+        done = subprocess.run(
+            [*words, str(SCRIPT), *flags(tmp_path, cache, 3)],
+            env=environment(1, SLURM_CONF=str(conf), PYTHON=sys.executable),
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+    assert done.returncode == 0, done.stderr + (log.read_text() if log.exists() else "")
+    assert "on 2 processes" in log.read_text()
+
+
+@pytest.mark.parametrize("words", [["--cluster", "detect"], ["--cluster", "detect", "--coordinator", "127.0.0.1:1"]])
+def test_what_no_cluster_started_is_told_so(words: list[str]) -> None:
+    """Breaks when a job that was to find its peers trains alone."""
+    command = [sys.executable, "-m", "trainer", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 2
+    assert "Error: --cluster detect" in done.stderr

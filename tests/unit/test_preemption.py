@@ -1,0 +1,61 @@
+"""What a last save is for, by the time that is left and the rates that were measured."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.events import Event, Kind
+from ckptkit.preemption import MARGIN, POLL_S, Pace, Rates, plan_last_save
+
+TIERS = ("ram", "ssd", "durable")
+
+
+def committed(tier: str, size_bytes: int, duration_s: float) -> Event:
+    fields = {"bytes": size_bytes, "duration_s": duration_s}
+    return Event(kind=Kind.COMMITTED, at_s=0.0, process=0, step=1, tier=tier, fields=fields)
+
+
+def test_the_grace_decides_and_says_why() -> None:
+    """Breaks when a bucket upload that cannot be done is begun, or the reader is not told why it was not."""
+    plan = plan_last_save(TIERS, {"ram": 0.1, "ssd": 2.0, "durable": 40.0}, 30.0)
+    assert plan.tiers == ("ram", "ssd")
+    assert plan.left_out == {"durable": "needs 60.0 s by the rates of earlier saves, 30.0 s are left"}
+
+
+@given(
+    st.lists(st.sampled_from(TIERS), min_size=1, max_size=3, unique=True),
+    st.dictionaries(st.sampled_from(TIERS), st.floats(0.0, 1e4)),
+    st.floats(0.0, 1e3),
+)
+def test_the_fastest_tier_is_always_tried_and_nothing_is_silent(
+    tiers: list[str], needs_s: dict[str, float], left_s: float
+) -> None:
+    """Breaks when a short grace saves nothing at all, or a tier is dropped without a word."""
+    plan = plan_last_save(tiers, needs_s, left_s)
+    assert plan.tiers[0] == tiers[0]
+    assert {*plan.tiers, *plan.left_out} == set(tiers)
+    assert not set(plan.tiers) & set(plan.left_out)
+    for tier in plan.tiers[1:]:
+        assert MARGIN * needs_s.get(tier, 0.0) <= left_s
+
+
+def test_rates_are_those_of_the_slowest_of_the_last_saves_and_grow_with_the_state() -> None:
+    """Breaks when one lucky save makes the next look cheap, or a state that doubled is thought to take as long."""
+    rates = Rates()
+    assert rates.needs_s(100) == {}
+    for duration_s in (9.0, 1.0, 2.0, 4.0, 1.0, 1.0):  # the first is forgotten
+        rates(committed("ssd", 100, duration_s))
+    rates(committed("durable", 0, 7.0))  # by Orbax: its bytes are not known
+    assert rates.needs_s(100) == {"ssd": 4.0, "durable": 7.0}
+    assert rates.needs_s(250) == {"ssd": 10.0, "durable": 7.0}
+    assert rates.needs_s(10)["ssd"] == 4.0
+
+
+def test_what_may_have_gone_of_the_grace_is_two_steps_and_a_poll() -> None:
+    """Breaks when a loop of long steps believes that its whole grace is left."""
+    pace = Pace()
+    assert pace.spent_s(5.0) == POLL_S
+    for asked_s in (10.0, 13.0, 15.0):
+        pace.asked(asked_s)
+    assert pace.spent_s(15.5) == POLL_S + 2 * 3.0 + 0.5
