@@ -1,6 +1,7 @@
 """Every test process has four CPU devices, set before JAX is imported."""
 
 import os
+import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
@@ -20,3 +21,11 @@ def mounts() -> Iterator[Mounts]:
     made = Mounts()
     yield made
     made.close()
+
+
+@pytest.fixture(autouse=True)
+def forget_buckets() -> Iterator[None]:
+    """gcsfs remembers what it listed for as long as the process lives; the next test's bucket has the same name."""
+    yield
+    if (gcsfs := sys.modules.get("gcsfs")) is not None:
+        gcsfs.GCSFileSystem.clear_instance_cache()
