@@ -56,7 +56,7 @@ def test_the_oracle_finds_the_newest_save_that_the_files_cover(roots: dict[str, 
 
 def test_the_oracle_knows_abandoned_branches(roots: dict[str, Path]) -> None:
     """A rollback's higher steps would be demanded of a restore that rightly leaves them."""
-    (record,) = (roots["durable"] / "_ckptkit" / "epochs").iterdir()
+    (record,) = (roots["durable"] / "_ckptkit" / "epochs").glob("????????.json")
     epoch = json.loads(record.read_text())["epoch"] + 1
     (record.parent / f"{epoch:08d}.json").write_text(json.dumps({"epoch": epoch, "ancestry": [[epoch, 1]]}))
     assert newest(roots) == 1
