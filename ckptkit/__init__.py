@@ -31,6 +31,8 @@ from ckptkit.inspection import list_steps as list_steps
 from ckptkit.manager import CheckpointManager as CheckpointManager
 from ckptkit.manager import RestoreHandle as RestoreHandle
 from ckptkit.manager import StepRecord as StepRecord
+from ckptkit.optimal import GoodputOptimal as GoodputOptimal
+from ckptkit.optimal import IntervalBounds as IntervalBounds
 from ckptkit.policy import EverySeconds as EverySeconds
 from ckptkit.policy import EverySteps as EverySteps
 from ckptkit.policy import FailurePolicy as FailurePolicy

@@ -47,6 +47,7 @@ class Kind(StrEnum):
     DISRUPTED = "disrupted"
     RELAUNCHED = "relaunched"  # the launcher starts the processes again: fields attempt
     FINISHED = "finished"
+    INTERVAL = "interval_changed"  # a policy saves the tier at another interval: fields seconds, before, reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,11 @@ class EventLog:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             _cut_torn_line(self._fd)
+
+    @property
+    def process(self) -> int:
+        """The process whose events these are."""
+        return self._process
 
     def observe(self, observer: Callable[[Event], None]) -> None:
         """Calls `observer` with every later event, in the thread that emits it."""

@@ -50,6 +50,20 @@ def levels_s(costs_s: Any, mtbfs_s: Any) -> Any:
     return np.stack([optimum(level) for level in range(levels)], axis=-1)
 
 
+def learned_s(
+    costs_s: Any, failures: Any, up_s: Any, *, prior_failures: float, prior_mtbf_s: float, prior_shares: Any
+) -> Any:
+    """`levels_s` of what was seen: `failures` (..., levels) in `up_s` of uptime, and a prior.
+
+    The prior is worth `prior_failures` failures at `prior_mtbf_s`, divided over the levels by `prior_shares`: the
+    posterior mean of a gamma prior for the rate and a Dirichlet prior for the shares.
+    """
+    counts = np.asarray(prior_shares, float) * prior_failures + np.asarray(failures, float)
+    exposed_s = np.asarray(prior_failures * prior_mtbf_s + np.asarray(up_s, float))
+    with np.errstate(divide="ignore"):
+        return levels_s(costs_s, exposed_s[..., None] / counts)
+
+
 def overhead(interval_s: Any, cost_s: Any, mtbf_s: Any) -> Any:
     """Share of time that one level costs: saves, and work lost again, with exponential failures (exact).
 

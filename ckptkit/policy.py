@@ -24,6 +24,15 @@ class TierSavePolicy(Protocol):
         ...
 
 
+@runtime_checkable
+class TierClockPolicy(Protocol):
+    """Decides from the time since the tier took its last step. Asked on process 0, whose word the others hear."""
+
+    def due_after(self, passed_s: float | None) -> bool:
+        """Whether a step is due `passed_s` after the last one that was taken or restored; None: there was none."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class EverySteps:
     """Takes every step that is a multiple of `steps`."""
@@ -147,7 +156,7 @@ class Tier:
     name: str
     medium: Medium
     path: str
-    save: TierSavePolicy | EverySeconds
+    save: TierSavePolicy | TierClockPolicy
     slots: int | None = None
     keep: TierKeep | None = None
     job: str = "job"
@@ -156,7 +165,7 @@ class Tier:
         layout.checked_name(self.job, "job name")
         if not self.path:
             raise ValueError(f"Tier {self.name!r} needs the path of a directory")
-        if not isinstance(self.save, TierSavePolicy | EverySeconds):
+        if not isinstance(self.save, TierSavePolicy | TierClockPolicy):
             raise ValueError(
                 f"Tier {self.name!r}: save={self.save!r} is no policy of a fast tier; give EverySteps(steps) or "
                 "EverySeconds(seconds); Orbax's policies rule the durable tier, in its options"
@@ -177,7 +186,7 @@ class Tier:
         cls,
         path: str,
         *,
-        save: TierSavePolicy | EverySeconds | None = None,
+        save: TierSavePolicy | TierClockPolicy | None = None,
         slots: int | None = None,
         keep: TierKeep | None = None,
         job: str = "job",
@@ -191,7 +200,7 @@ class Tier:
         cls,
         path: str,
         *,
-        save: TierSavePolicy | EverySeconds | None = None,
+        save: TierSavePolicy | TierClockPolicy | None = None,
         slots: int | None = None,
         keep: TierKeep | None = None,
         job: str = "job",

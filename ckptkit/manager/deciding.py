@@ -17,7 +17,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from ckptkit import clock
 from ckptkit.coordination import Coordinator, LocalCoordinator
 from ckptkit.manager.taken import DURABLE
-from ckptkit.policy import EverySeconds, Tier
+from ckptkit.policy import Tier, TierClockPolicy, TierSavePolicy
 
 _LOOKED_BACK_STEPS = 10_000  # a bound on what a restart looks through
 
@@ -65,7 +65,7 @@ class Decider:
         self._timeout_s = timeout_s
         self._last: int | None = None
         self._durable_owed = False
-        self._by_clock = any(isinstance(tier.save, EverySeconds) for tier in tiers)
+        self._by_clock = any(isinstance(tier.save, TierClockPolicy) for tier in tiers)
         self._taken_s: dict[str, float] = {}  # by tier, when it last took a step, or one was restored; monotonic
         self.refill(durable_steps)
 
@@ -128,7 +128,7 @@ class Decider:
 
     def _fast_due(self, step: int) -> set[str]:
         """The fast tiers whose policies take `step`; those that look at a clock are asked on process 0."""
-        due = {t.name for t in self._tiers if not isinstance(t.save, EverySeconds) and t.save.due(step)}
+        due = {t.name for t in self._tiers if isinstance(t.save, TierSavePolicy) and t.save.due(step)}
         if self._by_clock:
             due |= set(self._coordinator.tell("tiers-by-clock", self._due_by_clock, timeout_s=self._timeout_s))
         return due
@@ -139,7 +139,7 @@ class Decider:
         return [
             tier.name
             for tier in self._tiers
-            if isinstance(tier.save, EverySeconds) and tier.save.due_after(passed_s.get(tier.name))
+            if isinstance(tier.save, TierClockPolicy) and tier.save.due_after(passed_s.get(tier.name))
         ]
 
     def _durable_due(self, step: int, reached_preemption: bool, is_saving: bool) -> bool:

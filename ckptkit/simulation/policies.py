@@ -46,7 +46,9 @@ def daly(cluster: Cluster, mtbf_s: float) -> Fixed:
 
 def levels(cluster: Cluster, mtbf_s: float) -> Fixed:
     """The optimum of each level, from the true MTBF and the true shares of failures."""
-    return Fixed(tuple(_levels_s(cluster, np.array(mtbf_s), np.array(cluster.level_shares())).tolist()), "levels")
+    with np.errstate(divide="ignore"):
+        mtbfs_s = mtbf_s / np.array(cluster.level_shares())
+    return Fixed(tuple(intervals.levels_s(_costs_s(cluster), mtbfs_s).tolist()), "levels")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +70,16 @@ class Learned:
 
     def intervals_s(self, cluster: Cluster, seen: Seen) -> np.ndarray:
         """See `Policy.intervals_s`."""
-        weights = np.asarray(self.prior_shares or cluster.level_shares()) * self.prior_failures
-        counts = weights + seen.failures
-        mtbf_s = (self.prior_failures * self.prior_mtbf_s + seen.up_s) / counts.sum(axis=1)
-        wanted = _levels_s(cluster, mtbf_s, counts / counts.sum(axis=1, keepdims=True))
+        wanted = intervals.learned_s(
+            _costs_s(cluster),
+            seen.failures,
+            seen.up_s,
+            prior_failures=self.prior_failures,
+            prior_mtbf_s=self.prior_mtbf_s,
+            prior_shares=self.prior_shares or cluster.level_shares(),
+        )
         return np.minimum(wanted, self.interval_max_s)
 
 
-def _levels_s(cluster: Cluster, mtbf_s: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    costs_s = np.array([max(tier.stall_s, 1e-3) for tier in cluster.tiers])
-    with np.errstate(divide="ignore"):
-        return intervals.levels_s(costs_s, mtbf_s[..., None] / shares)
+def _costs_s(cluster: Cluster) -> np.ndarray:
+    return np.array([max(tier.stall_s, 1e-3) for tier in cluster.tiers])

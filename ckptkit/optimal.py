@@ -1,0 +1,233 @@
+"""`GoodputOptimal`: save intervals that follow from what saves cost and how often the run fails, both learned."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from ckptkit import intervals
+from ckptkit.clock import monotonic_s, time_text
+from ckptkit.events import Event, EventLog, Kind
+from ckptkit.goodput import load_run
+
+_KEPT = 20  # saves that a cost is the mean of, and failures back that what was seen weighs 1/e (bench/LOG.md)
+_STEPS_KEPT = 200
+_COST_MIN_S = 1e-3  # nothing is free: without it the interval would go to 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntervalBounds:
+    """What an interval may be, in seconds; a change smaller than `hysteresis` of it is not made."""
+
+    min_s: float = 1.0
+    max_s: float = 6 * 3600.0
+    hysteresis: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not (0 < self.min_s <= self.max_s < math.inf and 0 <= self.hysteresis < 1):
+            raise ValueError(f"{self}: give 0 < min_s <= max_s, and a hysteresis from 0 to below 1")
+
+
+class GoodputOptimal:
+    """Sets the interval of each tier to the optimum for what it has seen, and says so in `interval_changed` events.
+
+        events = EventLog("runs/7/events/attempt-2-process-0.jsonl")
+        best = GoodputOptimal(events, tiers=("ram", "durable"), history="runs/7/events")
+        ram = Tier.ram("/dev/shm/ckpt", save=best.every("ram"))
+        options = CheckpointManagerOptions(save_decision_policy=best.every("durable"))
+        manager = CheckpointManager(root, options=options, tiers=[ram], events=events)
+
+    A save costs its stall and what steps take longer until it is committed (where the loop records `step` spans), the
+    mean of the last 20 of each tier. Failures and uptime come from the logs of earlier attempts in `history`: an
+    attempt with a successor failed, and the slowest tier that its successor restored from is the one that the failure
+    needed. To that comes a prior of two failures, `prior_mtbf_s` apart, half of them for each tier but the slowest,
+    which has a tenth. Each tier has Daly's interval for the failures that it survives and no faster one does (Young
+    1974, Daly 2006, Benoit et al. 2017: `ckptkit.intervals`), never below what its last saves took to be committed.
+    The simulator's `learned` policy is this formula (`ckptkit simulate`). Process 0's answer counts.
+
+    Cost: some list operations per event, and one evaluation of the formula per commit (0.1 ms).
+
+    Raises ValueError for no tiers, one named twice, or a prior that is no time. No logs in
+    `history` are no error: the first attempt finds none.
+    """
+
+    def __init__(
+        self,
+        events: EventLog,
+        *,
+        tiers: Sequence[str],
+        history: str | os.PathLike[str] | None = None,
+        prior_mtbf_s: float = 6 * 3600.0,
+        bounds: IntervalBounds | None = None,
+    ):
+        if not tiers or len(set(tiers)) != len(tiers):
+            raise ValueError(f"tiers={tuple(tiers)}: name each tier that saves once, fastest first")
+        if not 0 < prior_mtbf_s < math.inf:
+            raise ValueError(f"prior_mtbf_s={prior_mtbf_s}: give the seconds between two failures that you expect")
+        self._events = events
+        self._tiers = tuple(tiers)
+        self._bounds = bounds or IntervalBounds()
+        self._prior_mtbf_s = prior_mtbf_s
+        self._lock = threading.Lock()
+        self._stalls: dict[str, deque[float]] = {name: deque(maxlen=_KEPT) for name in self._tiers}
+        self._commits: dict[str, deque[float]] = {name: deque(maxlen=_KEPT) for name in self._tiers}
+        self._stall_of: dict[int | None, float] = {}
+        self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)
+        self._slowed_s = 0.0  # by which steps were longer than usual since the last save was staged
+        self._failures = np.zeros(len(self._tiers))
+        self._up_s = 0.0
+        self._started_s = monotonic_s()
+        if history is not None:
+            self._look_back(Path(history))
+        self._wanted_s = dict(zip(self._tiers, self._formula(), strict=True))
+        events.observe(self._hear)
+
+    def every(self, tier: str) -> OptimalInterval:
+        """The policy of one tier: for `save=` of a fast tier, or as Orbax's save decision policy of the durable one."""
+        if tier not in self._tiers:
+            raise ValueError(f"tier {tier!r} is none of tiers={self._tiers}")
+        return OptimalInterval(self, tier)
+
+    def interval_s(self, tier: str) -> float:
+        """The interval of `tier` at present."""
+        with self._lock:
+            return self._wanted_s[tier]
+
+    def _look_back(self, history: Path) -> None:
+        """Failures and uptime of the attempts before this one."""
+        try:
+            logs = load_run(history)
+        except FileNotFoundError:
+            return
+        attempts: dict[int, list[Event]] = {}
+        for log in logs:
+            number = next((e.fields["attempt"] for e in log if e.kind == Kind.STARTED and e.process == 0), None)
+            if number is not None:
+                attempts[number] = list(log)
+        numbers = sorted(attempts)
+        for number, after in zip(numbers, [*numbers[1:], None], strict=True):
+            log = attempts[number]
+            if log is attempts[numbers[-1]] and len(log) == 1:
+                return  # this run's own, just begun
+            up_s = max(e.at_s for e in log) - min(e.at_s for e in log)
+            fade = math.exp(-1.0 / _KEPT)
+            finished = any(event.kind == Kind.FINISHED for event in log)
+            if finished:
+                self._up_s += up_s
+                continue
+            self._up_s = self._up_s * fade + up_s
+            self._failures *= fade
+            self._failures[self._level(attempts[after] if after is not None else [])] += 1.0
+
+    def _level(self, log: Sequence[Event]) -> int:
+        """The slowest tier that a restart took bytes from; the slowest of all where it began afresh."""
+        served = [
+            self._tiers.index(tier)
+            for event in log
+            if event.kind == Kind.RESTORED
+            for tier, size in event.fields["sources"].items()
+            if size and tier in self._tiers
+        ]
+        return max(served, default=len(self._tiers) - 1)
+
+    def _hear(self, event: Event) -> None:
+        changes: list[tuple[str, float, float, str]] = []
+        with self._lock:
+            if event.kind == Kind.SPAN and event.fields["span"] == "step":
+                self._steps.append(event.fields["duration_s"])
+                if self._stall_of:
+                    self._slowed_s += max(0.0, event.fields["duration_s"] - median(self._steps))
+            elif event.kind == Kind.STAGED:
+                self._stall_of = {event.step: event.fields["stall_s"]}
+                self._slowed_s = 0.0
+            elif event.kind == Kind.COMMITTED and event.tier in self._stalls:
+                self._commits[event.tier].append(event.fields["duration_s"])
+                self._stalls[event.tier].append(self._stall_of.get(event.step, 0.0) + self._slowed_s)
+                changes = self._reconsider()
+        for tier, before_s, wanted_s, reason in changes:  # not under the lock: an observer may ask for the interval
+            self._events.emit(Kind.INTERVAL, tier=tier, seconds=wanted_s, before=before_s, reason=reason)
+
+    def _reconsider(self) -> list[tuple[str, float, float, str]]:
+        changes = []
+        for tier, wanted_s in zip(self._tiers, self._formula(), strict=True):
+            before_s = self._wanted_s[tier]
+            if abs(wanted_s - before_s) > self._bounds.hysteresis * before_s:
+                self._wanted_s[tier] = wanted_s
+                changes.append((tier, round(before_s, 3), round(wanted_s, 3), self._reason(tier)))
+        return changes
+
+    def _formula(self) -> list[float]:
+        wanted = intervals.learned_s(
+            np.array(self._costs_s()),
+            self._failures,
+            self._up_s + monotonic_s() - self._started_s,
+            prior_failures=2.0,
+            prior_mtbf_s=self._prior_mtbf_s,
+            prior_shares=_prior_shares(len(self._tiers)),
+        )
+        found = []
+        for tier, each_s in zip(self._tiers, wanted.tolist(), strict=True):
+            least_s = max([self._bounds.min_s, *self._commits[tier]])
+            found.append(min(max(each_s, least_s), max(self._bounds.max_s, least_s)))
+        return found
+
+    def _costs_s(self) -> list[float]:
+        """What a save into each tier costs on top of the faster ones: a save of all tiers is staged once."""
+        costs_s, faster_s = [], 0.0
+        for tier in self._tiers:
+            seen = fmean(self._stalls[tier]) if self._stalls[tier] else 0.0
+            costs_s.append(max(seen - faster_s, _COST_MIN_S))
+            faster_s = max(faster_s, seen)
+        return costs_s
+
+    def _reason(self, tier: str) -> str:
+        place = self._tiers.index(tier)
+        commit = f", committed in {time_text(fmean(self._commits[tier]))}" if self._commits[tier] else ""
+        up_s = self._up_s + monotonic_s() - self._started_s
+        return (
+            f"a save costs {time_text(self._costs_s()[place])}{commit}; {self._failures[place]:.1f} failures that need "
+            f"{tier} in {time_text(up_s)} of uptime, and a prior of 2 in {time_text(2 * self._prior_mtbf_s)}"
+        )
+
+
+def _prior_shares(tiers: int) -> list[float]:
+    """Half of the failures for the fastest tier, half of the rest for the next, and so on; a tenth for the slowest."""
+    if tiers == 1:
+        return [1.0]
+    weights = [0.5**place for place in range(1, tiers)]
+    return [0.9 * weight / sum(weights) for weight in weights] + [0.1]
+
+
+class OptimalInterval:
+    """One tier's part of a `GoodputOptimal`: a policy of a fast tier, and of Orbax's options."""
+
+    def __init__(self, optimum: GoodputOptimal, tier: str):
+        self._optimum = optimum
+        self._tier = tier
+
+    def __repr__(self) -> str:
+        return f"OptimalInterval({self._tier!r}, {self._optimum.interval_s(self._tier):.3g} s)"
+
+    def due_after(self, passed_s: float | None) -> bool:
+        """See `TierClockPolicy.due_after`."""
+        return passed_s is None or passed_s >= self._optimum.interval_s(self._tier)
+
+    def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
+        """See Orbax's `SaveDecisionPolicy.should_save`: at a preemption, first, and then by the interval."""
+        if context.reached_preemption or not previous_steps:
+            return True
+        if step.step <= previous_steps[-1].step:
+            return False
+        last = previous_steps[-1].time
+        now = datetime.datetime.now(last.tzinfo or datetime.UTC)
+        return self.due_after((now - last if last.tzinfo else now.replace(tzinfo=None) - last).total_seconds())

@@ -1,0 +1,160 @@
+"""The policy that sets its own intervals: what it learns from, what it says, and what it never does."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ckptkit import optimal
+from ckptkit.events import Event, EventLog, Kind
+from ckptkit.intervals import daly_s
+from ckptkit.optimal import GoodputOptimal, IntervalBounds
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(s=1000.0)
+    monkeypatch.setattr(optimal, "monotonic_s", lambda: clock.s)
+    return clock
+
+
+def save(events: EventLog, step: int, tier: str, *, stall_s: float, commit_s: float) -> None:
+    events.emit(Kind.STAGED, step=step, strategy="slot_copy", reason="-", bytes=1, stall_s=stall_s)
+    events.emit(Kind.COMMITTED, step=step, tier=tier, bytes=1, duration_s=commit_s)
+
+
+def test_one_tier_has_dalys_interval_of_cost_and_prior(now: SimpleNamespace) -> None:
+    """A wrong factor anywhere between event and formula would save too often or too seldom for ever."""
+    events = EventLog()
+    best = GoodputOptimal(events, tiers=("durable",), prior_mtbf_s=7200.0)
+    for step in range(20):
+        save(events, step, "durable", stall_s=2.0, commit_s=5.0)
+    assert best.interval_s("durable") == pytest.approx(float(daly_s(2.0, 7200.0)), rel=1e-6)
+    now.s += 72_000.0  # ten MTBFs without a failure: two failures' worth of prior in six times its time
+    save(events, 20, "durable", stall_s=2.0, commit_s=5.0)
+    assert best.interval_s("durable") == pytest.approx(float(daly_s(2.0, 6 * 7200.0)), rel=1e-6)
+
+
+def test_each_change_says_why(now: SimpleNamespace) -> None:
+    """An interval that moves without a word is a bug report; a change within the hysteresis is no change."""
+    del now
+    events, heard = EventLog(), []
+    events.observe(lambda event: heard.append(event) if event.kind == Kind.INTERVAL else None)
+    best = GoodputOptimal(events, tiers=("ram", "durable"), prior_mtbf_s=7200.0)
+    for step in range(5):
+        save(events, step, "ram", stall_s=0.5, commit_s=0.1)
+    said = [event for event in heard if event.tier == "ram"]
+    assert said[-1].fields["seconds"] == pytest.approx(best.interval_s("ram"), abs=1e-3)
+    assert "a save costs 500 ms, committed in 100 ms; 0.0 failures that need ram in" in said[-1].fields["reason"]
+    count = len(heard)
+    save(events, 9, "ram", stall_s=0.51, commit_s=0.1)
+    assert len(heard) == count
+
+
+def test_slower_steps_until_the_commit_are_a_cost(now: SimpleNamespace) -> None:
+    """A save that stalls nothing and slows every step meanwhile would look free."""
+    del now
+    events = EventLog()
+    best = GoodputOptimal(events, tiers=("durable",), prior_mtbf_s=7200.0)
+    for _ in range(20):
+        events.emit(Kind.SPAN, span="step", duration_s=1.0)
+    free_s = best.interval_s("durable")
+    events.emit(Kind.STAGED, step=1, strategy="device_copy", reason="-", bytes=1, stall_s=0.0)
+    for _ in range(3):
+        events.emit(Kind.SPAN, span="step", duration_s=1.5)
+    events.emit(Kind.COMMITTED, step=1, tier="durable", bytes=1, duration_s=4.0)
+    assert best.interval_s("durable") == pytest.approx(float(daly_s(1.5, 7200.0)), rel=1e-6)
+    assert best.interval_s("durable") > free_s
+
+
+def test_bounds_hold_and_a_tier_never_overtakes_its_own_commits(now: SimpleNamespace) -> None:
+    """A save due before the last one is committed would only be skipped, at every step."""
+    del now
+    events = EventLog()
+    bounds = IntervalBounds(min_s=5.0, max_s=60.0)
+    best = GoodputOptimal(events, tiers=("ram", "durable"), prior_mtbf_s=100.0, bounds=bounds)
+    save(events, 1, "ram", stall_s=0.001, commit_s=0.01)
+    assert best.interval_s("ram") == 5.0
+    save(events, 2, "durable", stall_s=0.001, commit_s=90.0)
+    assert best.interval_s("durable") == 90.0
+    calm = GoodputOptimal(EventLog(), tiers=("durable",), prior_mtbf_s=1e9, bounds=bounds)
+    assert calm.interval_s("durable") == 60.0
+
+
+def history(directory: Path, *, lives_s: list[float], served: list[str | None]) -> None:
+    """Attempts of these lengths, each lost; attempt k restored from `served[k]` (None: it began afresh)."""
+    at_s = 1.7e9
+    for number, (life_s, tier) in enumerate(zip(lives_s, served, strict=True)):
+        lines = [Event(kind=Kind.STARTED, at_s=at_s, process=0, fields={"attempt": number})]
+        if tier:
+            fields = {"sources": {"ram": 0, tier: 100}, "duration_s": 1.0}
+            lines.append(Event(kind=Kind.RESTORED, at_s=at_s + 1, process=0, step=1, fields=fields))
+        lines.append(Event(kind=Kind.SPAN, at_s=at_s + life_s, process=0, fields={"span": "step", "duration_s": 1.0}))
+        path = directory / f"attempt-{number}-process-0.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(line.to_json() + "\n" for line in lines))
+        at_s += life_s + 60
+
+
+def test_failures_before_the_restart_set_the_rate_of_the_tier_that_they_needed(
+    tmp_path: Path, now: SimpleNamespace
+) -> None:
+    """The failure rate of a run is known only over its restarts: forgetting it at each would never learn."""
+    del now
+    lives_s, served = [600.0] * 12, [None, *["ram"] * 11]
+    history(tmp_path, lives_s=lives_s, served=served)
+    best = GoodputOptimal(EventLog(), tiers=("ram", "durable"), history=tmp_path, prior_mtbf_s=86_400.0)
+    fresh = GoodputOptimal(EventLog(), tiers=("ram", "durable"), prior_mtbf_s=86_400.0)
+    assert best.interval_s("ram") < fresh.interval_s("ram") / 2.0
+    weights = np.exp(-np.arange(12) / 20.0)
+    assert best._failures.sum() == pytest.approx(weights.sum(), rel=1e-6)
+    assert best._failures[1] == pytest.approx(weights[0]), "who was lost last has no successor yet: the slowest tier"
+    assert best._up_s == pytest.approx(600.0 * weights.sum(), rel=1e-6)
+
+
+def test_an_empty_history_is_none(tmp_path: Path, now: SimpleNamespace) -> None:
+    """The first attempt of a run finds no logs: it must begin all the same."""
+    del now
+    best = GoodputOptimal(EventLog(), tiers=("ram", "durable"), history=tmp_path / "not there yet")
+    assert best.interval_s("durable") >= best.interval_s("ram")
+
+
+def test_as_orbaxs_policy_it_saves_first_at_a_preemption_and_by_the_clock(now: SimpleNamespace) -> None:
+    """The durable tier is ruled by Orbax's protocol: a missed preemption or a first step not taken loses work."""
+    del now
+    best = GoodputOptimal(EventLog(), tiers=("durable",), bounds=IntervalBounds(min_s=100.0, max_s=100.0))
+    policy = best.every("durable")
+    calm, leaving = (SimpleNamespace(reached_preemption=each) for each in (False, True))
+
+    def step(number: int, ago_s: float = 0.0) -> SimpleNamespace:
+        time = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=ago_s)
+        return SimpleNamespace(step=number, time=time)
+
+    assert policy.should_save(step(1), [], context=calm)
+    assert not policy.should_save(step(2), [step(1, ago_s=50.0)], context=calm)
+    assert policy.should_save(step(2), [step(1, ago_s=150.0)], context=calm)
+    assert policy.should_save(step(2), [step(1, ago_s=50.0)], context=leaving)
+    assert repr(policy) == "OptimalInterval('durable', 100 s)"
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"tiers": ()}, "name each tier that saves once"),
+        ({"tiers": ("ram", "ram")}, "name each tier that saves once"),
+        ({"tiers": ("ram",), "prior_mtbf_s": math.inf}, "give the seconds between two failures"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(named: dict, message: str) -> None:
+    """A slip in the declaration must not show as a run that never saves."""
+    with pytest.raises(ValueError, match=message):
+        GoodputOptimal(EventLog(), **named)
+    with pytest.raises(ValueError, match="is none of tiers"):
+        GoodputOptimal(EventLog(), tiers=("ram",)).every("durable")
+    with pytest.raises(ValueError, match="min_s <= max_s"):
+        IntervalBounds(min_s=10.0, max_s=1.0)
