@@ -30,6 +30,7 @@ from ckptkit.manager import RestoreHandle as RestoreHandle
 from ckptkit.manager import StepRecord as StepRecord
 from ckptkit.policy import EverySteps as EverySteps
 from ckptkit.policy import FailurePolicy as FailurePolicy
+from ckptkit.policy import PeerOptions as PeerOptions
 from ckptkit.policy import Tier as Tier
 from ckptkit.verification import scrub as scrub
 from ckptkit.verification import verify as verify

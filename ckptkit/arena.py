@@ -31,6 +31,7 @@ from ckptkit.store import LocalStore
 from ckptkit.store.local import sync_directory
 
 _T = TypeVar("_T")
+ALL = "committed by all"
 _LESS_ON_MOUNT = "give fewer slots, or leave this tier out"
 
 
@@ -71,7 +72,7 @@ class Arena:
         self._files: dict[str, DiskFile] = {}  # of slots on a disk
         self.method: Method = "direct"  # how these are written, where the file system allows it
         self._probed = False
-        self._protected: SaveId | None = None
+        self._protected: dict[str, SaveId] = {}  # by the reason
         self._store = LocalStore(directory, durable=synced) if directory is not None else None
         self._retired: list[Slot] = []  # of a run with more slots: kept until a newer save is protected
         if directory is not None:
@@ -213,10 +214,11 @@ class Arena:
                     self._forget(slot)
             self._changed.notify_all()
 
-    def protect(self, save_id: SaveId) -> None:
-        """Says that `save_id` is the newest save committed by all processes: it is kept until the next such call."""
+    def protect(self, save_id: SaveId, why: str = ALL) -> None:
+        """Keeps `save_id` until the next such call with the same reason: it is the newest save that all processes have
+        committed here (`ALL`), or that others rely on for what `why` names."""
         with self._changed:
-            self._protected = save_id
+            self._protected[why] = save_id
             self._drop_retired()
             self._changed.notify_all()
 
@@ -224,6 +226,15 @@ class Arena:
         """Keeps `slot` from being overwritten until `release`."""
         with self._changed:
             slot.leases += 1
+
+    def hold(self, save_id: SaveId) -> Slot | None:
+        """The slot that holds a save, leased until `release`; None where none does any more."""
+        with self._changed:
+            for slot in [*self._slots, *self._retired]:
+                if slot.save_id == save_id:
+                    slot.leases += 1
+                    return slot
+        return None
 
     def release(self, slot: Slot) -> None:
         """Ends one lease."""
@@ -263,7 +274,8 @@ class Arena:
     def _take_over(self, directory: Path) -> None:
         """Finds what the process before left here: committed slots, slots beyond today's count, unfinished puts."""
         held = {manifest.slot: manifest.save_id for manifest in reversed(self.manifests())}
-        self._protected = max(held.values(), default=None)
+        if held:
+            self._protected[ALL] = max(held.values())
         for slot in self._slots:
             slot.save_id = held.get(slot.name)
         mine = {slot.name for slot in self._slots}
@@ -276,7 +288,7 @@ class Arena:
 
     def _drop_retired(self) -> None:
         for slot in list(self._retired):
-            if self.directory is not None and (slot.save_id is None or slot.save_id != self._protected):
+            if self.directory is not None and slot.save_id not in self._protected.values() and not slot.leases:
                 self._forget(slot)
                 (self.directory / slot.name).unlink(missing_ok=True)
                 self._retired.remove(slot)
@@ -288,9 +300,7 @@ class Arena:
         free = [
             slot
             for slot in self._slots
-            if slot.leases == 0
-            and (slot.save_id is None or slot.save_id != self._protected)
-            and slot.name not in passed_over
+            if slot.leases == 0 and slot.save_id not in self._protected.values() and slot.name not in passed_over
         ]
         return min(free, key=lambda slot: slot.save_id or SaveId(-1, -1, -1), default=None)
 

@@ -103,6 +103,22 @@ class Backpressure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeerOptions:
+    """How the processes of a job give each other what their fast tiers hold.
+
+    `host` is the address on which this process serves (None: that of the interface over which it reaches the job's
+    coordinator); one that is not answered for `timeout_s` is given up.
+    """
+
+    host: str | None = None
+    timeout_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.timeout_s <= 0:
+            raise ValueError(f"PeerOptions: timeout_s={self.timeout_s}: give seconds above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FailurePolicy:
     """What becomes of a durable save that fails. A failed save never stops training by itself.
 

@@ -26,7 +26,7 @@ from ckptkit.manager.pending import RestoreHandle
 from ckptkit.manager.restoring import Restored
 from ckptkit.manager.resuming import Resumer
 from ckptkit.manifest import SaveId
-from ckptkit.policy import Backpressure, DurableBusy, FailurePolicy, Tier, checked_tiers
+from ckptkit.policy import Backpressure, DurableBusy, FailurePolicy, PeerOptions, Tier, checked_tiers
 from ckptkit.store.roots import root_url
 
 _log = logging.getLogger("ckptkit")
@@ -61,6 +61,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         reports how long (`waited_s` of the `staged` event), `skip` leaves the step out of the durable tier. Forced
         saves and those of a preemption always wait.
       on_failure: what becomes of durable saves that fail.
+      peers: how the processes of a job of several read each other's fast tiers at a restore; None: they do not.
 
     Raises what Orbax's constructor raises for the arguments that they share, `TierUnusableError` for a tier that
     cannot be written, `StoreError` for a durable root that cannot be read, `CoordinationError` where a process does
@@ -87,6 +88,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         host_bytes_max: int | None = None,
         durable_busy: DurableBusy = "wait",
         on_failure: FailurePolicy = FailurePolicy(),  # noqa: B008  frozen
+        peers: PeerOptions | None = PeerOptions(),  # noqa: B008  frozen
     ):
         self._settings = Settings(
             options=checked_options(options or ocp.CheckpointManagerOptions()),
@@ -99,6 +101,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 in_flight_max=in_flight_max, host_bytes_max=host_bytes_max, durable_busy=durable_busy
             ),
             on_failure=on_failure,
+            peers=peers,
         )
         self._options = self._settings.options
         self._logger = logger or ocp.logging.StandardLogger()
@@ -205,9 +208,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """The items of `step`, or (None) of the newest step that every process can have and that proves whole.
 
         Every cell is checked against its digest before anything is placed on a device; a step of stock Orbax has no
-        digests and is restored as stock Orbax would. Bytes come from this host's ramdisk, then its SSD, then the
-        durable tier; with `directory`, from that durable root alone. Returns what Orbax returns: the tree of a step
-        saved without names, else a `Composite`.
+        digests and is restored as stock Orbax would. Bytes come from this host's ramdisk, then its SSD, then
+        other processes' tiers, then the durable one; with `directory`, from that durable root alone. Returns what
+        Orbax returns: the tree of a step saved without names, else a `Composite`.
 
         Raises `StepNotFoundError`, `ItemNotFoundError`, `NoRestorableStepError` (with every candidate's reason),
         `TreeMismatchError` (with all differences); a tier that cannot be reached raises `StoreError` rather than fall
@@ -319,6 +322,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 ends.callback(arena.close, remove=remove_arenas)
             ends.callback(self._durable.close)
             ends.callback(self._pipeline.close)
+            if self._parts.link is not None:
+                ends.callback(self._parts.link.close)
             self._resumer.join()
             self._pipeline.wait()
         self.check_for_errors()

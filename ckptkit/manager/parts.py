@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 
 from ckptkit import layout
 from ckptkit.arena import Arena
-from ckptkit.coordination import Coordinator
+from ckptkit.coordination import Coordinator, gather
 from ckptkit.durable import DurableSteps
 from ckptkit.durable.stock import Setup
 from ckptkit.events import EventLog
@@ -19,11 +19,12 @@ from ckptkit.manager.book import Book
 from ckptkit.manager.branch import Branch
 from ckptkit.manager.deciding import Decider
 from ckptkit.manager.known import KnownSteps, durable_infos
-from ckptkit.manager.opening import epoch_records, first_look, make_tiers, open_arenas, take_stock
+from ckptkit.manager.opening import epoch_records, first_look, make_tiers, open_arenas, rank_on_host, take_stock
 from ckptkit.manager.restoring import Restorer
 from ckptkit.manager.saving import SavePipeline
 from ckptkit.manifest import Writer
-from ckptkit.policy import Backpressure, FailurePolicy, Tier
+from ckptkit.peers import PeerLink, open_link
+from ckptkit.policy import Backpressure, FailurePolicy, PeerOptions, Tier
 from ckptkit.staging import checked_choice
 
 
@@ -39,6 +40,7 @@ class Settings:
     timeout_s: float
     backpressure: Backpressure
     on_failure: FailurePolicy
+    peers: PeerOptions | None = None  # None: no process reads another's tiers
 
     def __post_init__(self) -> None:
         layout.checked_name(self.host_id, "host_id")
@@ -58,6 +60,7 @@ class Parts:
     known: KnownSteps
     decider: Decider
     pipeline: SavePipeline
+    link: PeerLink | None  # None: processes do not read each other's tiers
 
 
 def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordinator) -> Parts:
@@ -75,8 +78,23 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
         for tier in settings.tiers
     }
     memory = HostMemory(settings.backpressure.host_bytes_max)
-    arenas = open_arenas(settings.tiers, host_dirs, settings.host_id, memory, coordinator, timeout_s)
-    restorer = Restorer(host_dirs, durable, epochs, coordinator, events, timeout_s)
+    hosts = gather(coordinator, "hosts", settings.host_id, timeout_s=timeout_s)
+    rank = rank_on_host(hosts, coordinator.process)
+    arenas = open_arenas(settings.tiers, host_dirs, rank, memory, coordinator, timeout_s)
+    link = None
+    if settings.peers is not None and settings.tiers and coordinator.count > 1:
+        given = list(arenas.values())
+        link = open_link(host_dirs, given, hosts, settings.peers, coordinator, events, timeout_s=timeout_s)
+    restorer = Restorer(
+        host_dirs,
+        durable,
+        epochs,
+        coordinator,
+        events,
+        timeout_s,
+        client=link.client if link is not None else None,
+        rank=rank if link is not None else (0, 1),
+    )
     held, epoch = take_stock(restorer, durable, book.ancestry, coordinator, timeout_s)
     book.refill(held)
     known = KnownSteps(options, durable, restorer)
@@ -101,4 +119,5 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
         known=known,
         decider=Decider(options, settings.tiers, durable_infos(book, durable), coordinator, timeout_s),
         pipeline=pipeline,
+        link=link,
     )
