@@ -1,4 +1,4 @@
-"""`python -m bench stall|commit|restore|corruption`: ckptkit, stock Orbax and the machine's limits, side by side."""
+"""`python -m bench stall|commit|restore|corruption|gather`: ckptkit, stock Orbax and the machine's limits."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from bench.cases import ALL_CASES, DEFAULT_CASE, CaseName
 from bench.corruption import main as corruption
 from bench.environment import environment
 from bench.figures import available
+from bench.gather import main as gather
 from bench.report import show
 
 _ROOT = Path(__file__).parent.parent
@@ -102,4 +103,6 @@ def measure_apart(benchmark: str, case: CaseName, options: list[str], ramdisk: s
 if __name__ == "__main__":
     if sys.argv[1:2] == ["corruption"]:  # it compares answers, not times, and has its own options
         corruption(sys.argv[2:], prog_name="python -m bench corruption")
+    if sys.argv[1:2] == ["gather"]:
+        gather(sys.argv[2:], prog_name="python -m bench gather")
     main()

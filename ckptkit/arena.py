@@ -25,7 +25,7 @@ from ckptkit.disk_file import DiskFile, Method
 from ckptkit.errors import CheckpointError, StoreFullError, TierUnusableError
 from ckptkit.host_memory import HostMemory, Room, mount_room, refuse_beyond, store_full
 from ckptkit.manifest import Manifest, SaveId
-from ckptkit.pages import populate
+from ckptkit.pages import map_file, populate
 from ckptkit.slot_reader import manifest_name_of, read_manifests
 from ckptkit.store import LocalStore
 from ckptkit.store.local import sync_directory
@@ -77,10 +77,12 @@ class Arena:
         self._retired: list[Slot] = []  # of a run with more slots: kept until a newer save is protected
         if directory is not None:
             self._take_over(directory)
+        if memory is not None:
+            memory.add_taker(lambda: sum(map(self._allocated_bytes, self._slots)))
 
     @classmethod
     def open(
-        cls, host_dir: Path, local_rank: int, *, slots: int, synced: bool, memory: HostMemory | None = None
+        cls, host_dir: Path, local_rank: int | str, *, slots: int, synced: bool, memory: HostMemory | None = None
     ) -> Arena:
         """The arena of this process below its host's directory, mode 0700, held by `flock` until `close`.
 
@@ -126,18 +128,25 @@ class Arena:
             finally:
                 self.release(slot)
 
-    def check_room(self, size_bytes: int) -> None:
+    def missing_bytes(self, size_bytes: int) -> int:
+        """What is still to be allocated until every slot has `size_bytes`."""
+        slot_bytes = _whole_pages(size_bytes)
+        return sum(max(0, slot_bytes - self._allocated_bytes(slot)) for slot in self._slots)
+
+    def check_room(self, size_bytes: int, *, beside_bytes: int = 0) -> None:
         """Raises `StoreFullError` where the slots cannot all have `size_bytes`, with the bytes needed and free.
+
+        `beside_bytes` are those that other arenas on the same mount need too.
 
         Asks the mount, and for host memory also the control groups and the setting (`HostMemory`).
         """
         slot_bytes = _whole_pages(size_bytes)
-        missing_bytes = sum(max(0, slot_bytes - self._allocated_bytes(slot)) for slot in self._slots)
-        room = self._room()
+        missing_bytes = self.missing_bytes(size_bytes) + beside_bytes
+        copies = f" and {beside_bytes} of them for copies of other hosts" if beside_bytes else ""
         refuse_beyond(
-            room,
+            self._room(),
             missing_bytes,
-            f"{self._name} needs {missing_bytes} more bytes for {len(self._slots)} slots of {slot_bytes}",
+            f"{self._name} needs {missing_bytes} more bytes for {len(self._slots)} slots of {slot_bytes}{copies}",
             self._less,
         )
 
@@ -323,7 +332,7 @@ class Arena:
         if self.directory is None:
             mapping = mmap.mmap(-1, size_bytes)
         else:
-            mapping = _allocated(_map_file, self.directory / slot.name, size_bytes)
+            mapping = _allocated(map_file, self.directory / slot.name, size_bytes)
         self._maps[slot.name] = mapping
         slot.memory = np.frombuffer(mapping, np.uint8)
         populate(slot.memory)  # an old kernel cannot: pages are faulted in by the first copy then
@@ -350,8 +359,7 @@ class Arena:
 
     def _room(self) -> Room | None:
         """The narrowest of the limits."""
-        taken_bytes = sum(map(self._allocated_bytes, self._slots))
-        rooms = self._memory.rooms(taken_bytes) if self._memory is not None else []
+        rooms = self._memory.rooms(self._memory.taken_bytes) if self._memory is not None else []
         if self.directory is not None:
             rooms.append(mount_room(self.directory))
         return min(rooms, key=lambda room: room.free_bytes, default=None)
@@ -378,16 +386,6 @@ def _allocated(make: Callable[[Path, int], _T], path: Path, size_bytes: int) -> 
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise store_full(mount_room(path.parent), f"slot {path} needs {size_bytes} bytes", _LESS_ON_MOUNT) from error
-
-
-def _map_file(path: Path, size_bytes: int) -> mmap.mmap:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        size_bytes = max(size_bytes, os.fstat(fd).st_size)  # a larger slot of an earlier state is kept
-        os.posix_fallocate(fd, 0, size_bytes)
-        return mmap.mmap(fd, size_bytes)
-    finally:
-        os.close(fd)
 
 
 def _whole_pages(size_bytes: int) -> int:

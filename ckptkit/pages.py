@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,3 +34,14 @@ def populate(memory: np.ndarray) -> bool:
     if not memory.nbytes:
         return True
     return _madvise(memory.ctypes.data, memory.nbytes, _POPULATE_WRITE) == 0
+
+
+def map_file(path: Path, size_bytes: int) -> mmap.mmap:
+    """A file of at least so many bytes, allocated and mapped for writing; a larger one that is there is kept so."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        size_bytes = max(size_bytes, os.fstat(fd).st_size)
+        os.posix_fallocate(fd, 0, size_bytes)
+        return mmap.mmap(fd, size_bytes)
+    finally:
+        os.close(fd)

@@ -7,7 +7,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 from ckptkit import layout
 
-Medium = Literal["ram", "ssd"]
+Medium = Literal["ram", "peer", "ssd"]  # fastest first
 DurableBusy = Literal["wait", "skip"]
 
 
@@ -37,10 +37,10 @@ class EverySteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """A fast tier of this host: a directory on a memory-backed mount or on a local disk.
+    """A fast tier of this host: a directory on a memory-backed mount or on a local disk, or other hosts' ramdisks.
 
-    Use `Tier.ram(path)` and `Tier.ssd(path)`. `save` says which steps the tier takes, `slots` how many steps it
-    has room for (a slot is as large as this process's share of the state), `job` names the job's directory.
+    Use `Tier.ram(path)`, `Tier.ssd(path)` and `Tier.peer()`. `save` says which steps the tier takes, `slots` how many
+    steps it has room for (a slot is as large as this process's share of the state), `job` names the job's directory.
     """
 
     name: str
@@ -49,6 +49,8 @@ class Tier:
     save: TierSavePolicy
     slots: int
     job: str = "job"
+    copies: int = 0  # of a peer tier
+    rack: str | None = None
 
     def __post_init__(self) -> None:
         layout.checked_name(self.job, "job name")
@@ -57,7 +59,10 @@ class Tier:
                 f"Tier {self.name!r}: slots={self.slots}, at least 2 are needed: the newest committed step must stay "
                 "while the next one is written"
             )
-        if not self.path:
+        if self.medium == "peer":
+            if self.copies < 1:
+                raise ValueError(f"Tier.peer(copies={self.copies}): at least one copy, or leave the tier out")
+        elif not self.path:
             raise ValueError(f"Tier {self.name!r} needs the path of a directory")
 
     @classmethod
@@ -69,6 +74,21 @@ class Tier:
     def ssd(cls, path: str, *, save: TierSavePolicy | None = None, slots: int = 2, job: str = "job") -> Tier:
         """A local disk tier: synced before a step counts as committed, so it survives a power failure."""
         return cls(name="ssd", medium="ssd", path=str(path), save=save or EverySteps(10), slots=slots, job=job)
+
+    @classmethod
+    def peer(
+        cls, *, copies: int = 1, save: TierSavePolicy | None = None, slots: int = 2, rack: str | None = None
+    ) -> Tier:
+        """Copies of each process's ramdisk slots in the ramdisks of so many other hosts: a fully sharded job survives
+        the loss of as many without the durable tier.
+
+        Needs a ramdisk tier with one slot more (3 or more), and room in it for `slots` of each process whose copies are
+        kept: as many as `copies`. `rack` names what this host shares with those that it would be lost with; copies go
+        elsewhere where that can be.
+        """
+        return cls(
+            name="peer", medium="peer", path="", save=save or EverySteps(1), slots=slots, copies=copies, rack=rack
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +114,14 @@ class Backpressure:
 
     def check_tiers(self, tiers: tuple[Tier, ...]) -> None:
         """Raises ValueError where the ramdisk tier has too few slots for what may be in flight."""
+        kept = ["the newest committed step"]
+        if any(tier.medium == "peer" for tier in tiers):
+            kept.append("the newest one with copies on other hosts")
         for tier in tiers:
-            if tier.medium == "ram" and tier.slots <= self.in_flight_max:
+            if tier.medium == "ram" and tier.slots < self.in_flight_max + len(kept):
                 raise ValueError(
-                    f"in_flight_max={self.in_flight_max} needs Tier.ram(slots={self.in_flight_max + 1}) or more, "
-                    f"found {tier.slots}: one slot keeps the newest committed step"
+                    f"in_flight_max={self.in_flight_max} needs Tier.ram(slots={self.in_flight_max + len(kept)}) or "
+                    f"more, found {tier.slots}: one slot keeps {', one '.join(kept)}"
                 )
 
 
@@ -146,5 +169,7 @@ def checked_tiers(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
     """The tiers, fastest first; raises ValueError when one is declared twice."""
     names = [tier.name for tier in tiers]
     if len({tier.medium for tier in tiers}) != len(tiers):
-        raise ValueError(f"tiers {names}: at most one ram and one ssd tier")
-    return tuple(sorted(tiers, key=lambda tier: ("ram", "ssd").index(tier.medium)))
+        raise ValueError(f"tiers {names}: at most one ram, one peer and one ssd tier")
+    if "peer" in names and "ram" not in names:
+        raise ValueError(f"tiers {names}: a peer tier keeps copies of the ramdisk's slots; add Tier.ram(...)")
+    return tuple(sorted(tiers, key=lambda tier: get_args(Medium).index(tier.medium)))

@@ -21,7 +21,7 @@ from ckptkit.gathered import Held, distinct_shares, hole_in, is_whole
 from ckptkit.host_memory import HostMemory
 from ckptkit.layout import PAGE_BYTES
 from ckptkit.manager.restoring import Restorer
-from ckptkit.manager.taken import DURABLE, MEMORY, Tiers
+from ckptkit.manager.taken import DURABLE, MEMORY, Buddies, Tiers
 from ckptkit.manifest import SaveId
 from ckptkit.peers.client import PeerClient
 from ckptkit.policy import Tier
@@ -60,15 +60,22 @@ def open_arenas(
     memory: HostMemory,
     coordinator: Coordinator,
     timeout_s: float,
+    lanes: int = 0,
 ) -> dict[str, Arena]:
     """Opens this process's slot directories; when one process cannot, all raise, so that none is left waiting.
 
-    `rank` is this process's place on its host, of how many there.
+    `rank` is this process's place on its host, of how many there; `lanes` is of how many others it keeps copies.
     """
     arenas: dict[str, Arena] = {}
     failure: CheckpointError | None = None
     try:
         for tier in tiers:
+            if tier.medium == "peer":
+                for lane in range(lanes):
+                    arenas[lane_name(lane)] = Arena.open(
+                        host_dirs["ram"], f"{lane_name(rank[0])}-{lane}", slots=tier.slots, synced=False, memory=memory
+                    )
+                continue
             arenas[tier.name] = Arena.open(
                 host_dirs[tier.name],
                 rank[0],
@@ -88,6 +95,11 @@ def open_arenas(
     return arenas
 
 
+def lane_name(lane: int) -> str:
+    """What the arena of a lane is called, and its directory begins with."""
+    return f"buddy-{lane}"
+
+
 def abstract_slot_bytes(trees: Mapping[str, Any]) -> int:
     """The bytes of slot that a save of `trees` takes on this process; leaves may be `jax.ShapeDtypeStruct`.
 
@@ -104,7 +116,12 @@ def abstract_slot_bytes(trees: Mapping[str, Any]) -> int:
 
 
 def make_tiers(
-    arenas: Mapping[str, Arena], memory: HostMemory, in_flight_max: int, durable: DurableSteps, epochs: EpochRecords
+    arenas: Mapping[str, Arena],
+    memory: HostMemory,
+    in_flight_max: int,
+    durable: DurableSteps,
+    epochs: EpochRecords,
+    buddies: Buddies | None = None,
 ) -> Tiers:
     """Where saves go: staged in the ramdisk's slots, or without one in host memory for as many as may be in flight."""
     staging = arenas.get("ram") or Arena(None, slots=in_flight_max, synced=False, memory=memory)
@@ -114,6 +131,7 @@ def make_tiers(
         disk=arenas.get("ssd"),
         durable=durable,
         epochs=epochs,
+        buddies=buddies,
     )
 
 

@@ -6,46 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import orbax.checkpoint as ocp
-
 from ckptkit import layout
 from ckptkit.arena import Arena
-from ckptkit.coordination import Coordinator, gather
+from ckptkit.coordination import Coordinator
 from ckptkit.durable import DurableSteps
 from ckptkit.durable.stock import Setup
-from ckptkit.events import EventLog
 from ckptkit.host_memory import HostMemory
 from ckptkit.manager.book import Book
 from ckptkit.manager.branch import Branch
 from ckptkit.manager.deciding import Decider
 from ckptkit.manager.known import KnownSteps, durable_infos
-from ckptkit.manager.opening import epoch_records, first_look, make_tiers, open_arenas, rank_on_host, take_stock
+from ckptkit.manager.linking import gather_crew, open_peers
+from ckptkit.manager.opening import epoch_records, first_look, make_tiers, open_arenas, take_stock
 from ckptkit.manager.restoring import Restorer
 from ckptkit.manager.saving import SavePipeline
+from ckptkit.manager.settings import Settings as Settings
 from ckptkit.manifest import Writer
-from ckptkit.peers import PeerLink, open_link
-from ckptkit.policy import Backpressure, FailurePolicy, PeerOptions, Tier
-from ckptkit.staging import checked_choice
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What the caller asked for, checked. `staging` is a choice of `ckptkit.staging`."""
-
-    options: ocp.CheckpointManagerOptions
-    tiers: tuple[Tier, ...]  # fastest first
-    host_id: str
-    events: EventLog
-    staging: str
-    timeout_s: float
-    backpressure: Backpressure
-    on_failure: FailurePolicy
-    peers: PeerOptions | None = None  # None: no process reads another's tiers
-
-    def __post_init__(self) -> None:
-        layout.checked_name(self.host_id, "host_id")
-        checked_choice(self.staging)
-        self.backpressure.check_tiers(self.tiers)
+from ckptkit.peers import PeerLink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +53,13 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
     host_dirs = {
         tier.name: Path(tier.path) / layout.job_name(durable.url, tier.job) / settings.host_id
         for tier in settings.tiers
+        if tier.medium != "peer"
     }
     memory = HostMemory(settings.backpressure.host_bytes_max)
-    hosts = gather(coordinator, "hosts", settings.host_id, timeout_s=timeout_s)
-    rank = rank_on_host(hosts, coordinator.process)
-    arenas = open_arenas(settings.tiers, host_dirs, rank, memory, coordinator, timeout_s)
-    link = None
-    if settings.peers is not None and settings.tiers and coordinator.count > 1:
-        given = list(arenas.values())
-        link = open_link(host_dirs, given, hosts, settings.peers, coordinator, events, timeout_s=timeout_s)
+    crew = gather_crew(settings, coordinator)
+    rank, tiers = crew.rank, crew.tiers
+    arenas = open_arenas(tiers, host_dirs, rank, memory, coordinator, timeout_s, lanes=len(crew.kept_for))
+    link, buddies = open_peers(crew, host_dirs, arenas, settings, coordinator)
     restorer = Restorer(
         host_dirs,
         durable,
@@ -100,7 +75,7 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
     known = KnownSteps(options, durable, restorer)
     known.refill(book.steps())
     pipeline = SavePipeline(
-        make_tiers(arenas, memory, settings.backpressure.in_flight_max, durable, epochs),
+        make_tiers(arenas, memory, settings.backpressure.in_flight_max, durable, epochs, buddies),
         coordinator,
         Writer(process=coordinator.process, count=coordinator.count, host=settings.host_id),
         book,
@@ -117,7 +92,7 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
         book=book,
         branch=Branch(book, epoch + 1),
         known=known,
-        decider=Decider(options, settings.tiers, durable_infos(book, durable), coordinator, timeout_s),
+        decider=Decider(options, tiers, durable_infos(book, durable), coordinator, timeout_s),
         pipeline=pipeline,
         link=link,
     )

@@ -10,12 +10,11 @@ from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
 from ckptkit.events import EventLog, Kind
 from ckptkit.gathered import Holders, in_batches, in_order_of_use
 from ckptkit.manager.local_tiers import Holdings, together
-from ckptkit.manager.taken import DURABLE
+from ckptkit.manager.taken import DURABLE, PEER
 from ckptkit.manifest import Manifest
 from ckptkit.peers.client import PeerClient
 from ckptkit.plan import Candidate, Source
 
-PEER = "peer"
 _TRIED_MAX = 3  # holders of one share
 
 

@@ -15,6 +15,7 @@ from ckptkit.manager.entries import Began, restore_entry
 from ckptkit.manager.parts import Parts, Settings
 from ckptkit.manager.pending import RestoreHandle
 from ckptkit.manager.restoring import Restored
+from ckptkit.manager.taken import PEER
 
 
 class Resumer:
@@ -87,6 +88,8 @@ class Resumer:
             for arena in parts.arenas.values():
                 if restored.save_id in arena.held():
                     arena.protect(restored.save_id)
+            if parts.link is not None and parts.link.copies and restored.save_id in parts.arenas["ram"].held():
+                parts.arenas["ram"].protect(restored.save_id, PEER)  # until a newer one has its copies elsewhere
             parts.pipeline.reserve(restored.slot_bytes)
         return self._given(restored, began, parts.durable.directory)
 

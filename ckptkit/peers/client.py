@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import http.client
+import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 
 from ckptkit.clock import Deadline
-from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError, StoreError
+from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError, StoreError, StoreFullError
 from ckptkit.manifest import MANIFEST_BYTES_MAX, BoxRecord, LeafRecord, Manifest, SaveId, copy_proven
 from ckptkit.peers.shelf import RANGE_BYTES_MAX
 from ckptkit.sharding import Box
@@ -82,6 +83,23 @@ class PeerClient:
 
         return read
 
+    def send_copy(
+        self, process: int, save_id: SaveId, share: int, memory: np.ndarray, text_for: Callable[[str], bytes]
+    ) -> Generator[int, None, None]:
+        """Sends the bytes of a slot to be kept by `process`, and their manifest, which `text_for` makes for a slot's
+        name; yields the bytes sent so far after each piece. When it ends, they are committed there.
+
+        Raises what `manifest` does, and `StoreFullError` where that host has no room.
+        """
+        path = f"/copies/{_name(save_id)}/{share}"
+        _, slot = self.ask(process, "POST", path, {}, body=json.dumps({"bytes": memory.nbytes}).encode())
+        for start in range(0, memory.nbytes, RANGE_BYTES_MAX):
+            piece = memory[start : start + RANGE_BYTES_MAX]
+            said = {"Content-Range": f"bytes {start}-{start + piece.nbytes - 1}/*"}
+            self.ask(process, "PUT", f"{path}/bytes", said, body=memoryview(piece))  # pyright: ignore[reportArgumentType]
+            yield start + piece.nbytes
+        self.ask(process, "POST", f"{path}/manifest", {}, body=text_for(slot.decode()))
+
     def ask(
         self,
         process: int,
@@ -104,6 +122,8 @@ class PeerClient:
                 if status != 503:
                     raise _refused(status, self._where(process) + path, data)
                 reason = "it is busy"
+            except StoreError:  # what it said is its last word; one without room is an OSError too
+                raise
             except (OSError, http.client.HTTPException) as error:
                 reason = f"{type(error).__name__}: {error}"
             if deadline.left_s < _PAUSE_S:
@@ -175,13 +195,19 @@ class PeerClient:
         return address
 
 
+def _name(save_id: SaveId) -> str:
+    return f"{save_id.epoch}.{save_id.step}.{save_id.number}"
+
+
 def _path(save_id: SaveId, share: int, what: str) -> str:
-    return f"/saves/{save_id.epoch}.{save_id.step}.{save_id.number}/{share}/{what}"
+    return f"/saves/{_name(save_id)}/{share}/{what}"
 
 
 def _refused(status: int, where: str, data: bytes) -> Exception:
     said = data[:200].decode(errors="replace")
-    if status in (404, 412, 416):
+    if status == 507:
+        return StoreFullError(f"{where} has no room: {said}")
+    if status in (404, 412, 416, 422):
         return CorruptCheckpointError(f"{where}: superseded, or no longer there ({status}: {said})", path=where)
     return StoreError(f"{where} was refused ({status}: {said}); it may belong to another job", path=where)
 

@@ -28,6 +28,7 @@ class PeerLink:
 
     server: PeerServer | None
     client: PeerClient
+    copies: bool  # whether copies of others' slots are kept here
 
     def close(self) -> None:
         """Ends both."""
@@ -72,7 +73,7 @@ def open_link(
     if server is not None:
         server.admit(said["secret"])
     client = PeerClient(said["addresses"], said["secret"], timeout_s=options.timeout_s)
-    return PeerLink(server=server, client=client)
+    return PeerLink(server=server, client=client, copies=also is not None)
 
 
 def job_interface(several_hosts: bool) -> str:

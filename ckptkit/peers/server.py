@@ -5,7 +5,8 @@ Requests, each with `Authorization: Bearer <secret>`:
     GET /saves/<epoch>.<step>.<number>/<process>/manifest                  the manifest as it stands, ETag names it
     GET /saves/<epoch>.<step>.<number>/<process>/bytes   Range, If-Match   a part of one box of its slot
 
-401 without the secret, 404 for what is not held, 412 for what was superseded, 416 for other bytes, 503 when busy.
+401 without the secret, 404 for what is not held, 412 for what was superseded, 416 for other bytes, 503 when busy, 507
+when full. Copies that others send are taken by `ckptkit.peers.intake`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import asyncio
 import hmac
 import re
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, final
@@ -22,13 +23,18 @@ from typing import Any, final
 from aiohttp import web
 
 from ckptkit import clock
-from ckptkit.errors import CheckpointError
+from ckptkit.errors import CheckpointError, StoreFullError
 from ckptkit.manifest import SaveId
 from ckptkit.peers.shelf import BadRangeError, NotHeldError, Shelf, SupersededError
 
 _SAVE = re.compile(r"/saves/([0-9]{1,8})\.([0-9]{1,12})\.([0-9]{1,8})/([0-9]{1,6})/(manifest|bytes)")
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
-_STATUS: dict[type[CheckpointError], int] = {NotHeldError: 404, SupersededError: 412, BadRangeError: 416}
+_STATUS: dict[type[CheckpointError], int] = {
+    NotHeldError: 404,
+    SupersededError: 412,
+    BadRangeError: 416,
+    StoreFullError: 507,
+}
 _START_S = 10.0
 
 
@@ -53,7 +59,8 @@ class Answer:
     tag: str | None = None
 
 
-Also = Callable[[web.BaseRequest], Awaitable[Answer | None]]
+Also = Callable[[str, str, str, bytes], Answer | None]  # method, path, Content-Range, body
+BODY_BYTES_MAX = 64 << 20  # a manifest of 40,000 leaves; pieces of a copy are smaller
 
 
 @final
@@ -168,6 +175,8 @@ class PeerServer:
             return Answer(503)
         try:
             return await self._told(request)
+        except asyncio.IncompleteReadError:
+            return Answer(400)
         except tuple(_STATUS) as error:
             return Answer(_STATUS[type(error)], str(error).encode())
         finally:
@@ -176,8 +185,7 @@ class PeerServer:
     async def _told(self, request: web.BaseRequest) -> Answer:
         named = _SAVE.fullmatch(request.path)
         if request.method != "GET" or named is None:
-            answer = await self._also(request) if self._also is not None else None
-            return answer or Answer(404)
+            return await self._ask_also(request)
         epoch, step, number, process = map(int, named.groups()[:4])
         save_id = SaveId(epoch, step, number)
         if named[5] == "manifest":
@@ -189,6 +197,14 @@ class PeerServer:
         tag = request.headers.get("If-Match", "").strip('"')
         data = await self._in_pool(self._shelf.read, save_id, process, tag, int(asked[1]), int(asked[2]) + 1)
         return Answer(206, data, tag)
+
+    async def _ask_also(self, request: web.BaseRequest) -> Answer:
+        length = request.content_length
+        if self._also is None or length is None or length > BODY_BYTES_MAX:
+            return Answer(404 if self._also is None or length is None else 413)
+        body = await request.content.readexactly(length)
+        said = request.headers.get("Content-Range", "")
+        return await self._in_pool(self._also, request.method, request.path, said, body) or Answer(404)
 
     async def _in_pool(self, function: Callable[..., Any], *args: Any) -> Any:
         return await self._loop.run_in_executor(self._pool, function, *args)

@@ -39,7 +39,11 @@ def main() -> None:
             job.swap_hosts,
             job.damage_a_slot,
             job.return_with_an_old_ramdisk,
+            job.outlive_a_zombie,
             job.go_without_peers,
+            job.keep_copies,
+            job.lose_both,
+            job.go_on_after_a_loss,
             job.save_to_grow,
         ],
         "grow": [job.grow],
@@ -59,7 +63,7 @@ class Job:
         self._events: list[Any] = []
         self._met = 0
 
-    def manager(self, act: str, host: int | None = None, **options: Any) -> Any:
+    def manager(self, act: str, host: int | None = None, more: Any = (), **options: Any) -> Any:
         import orbax.checkpoint as ocp
 
         import ckptkit
@@ -69,7 +73,7 @@ class Job:
         return ckptkit.CheckpointManager(
             self._root / act,
             options=ocp.CheckpointManagerOptions(save_interval_steps=100),
-            tiers=[ckptkit.Tier.ram(str(self._root / "ram"), slots=3)],
+            tiers=[ckptkit.Tier.ram(str(self._root / "ram"), slots=3), *more],
             host_id=f"host-{self._process if host is None else host}",
             events=log,
             timeout_s=60,
@@ -82,18 +86,24 @@ class Job:
                 manager.save(step, args=save_args(make_state(step, split)))
                 manager.wait_until_finished()
 
-    def restored(self, act: str, step: int | None, expected: int, split: bool, **options: Any) -> dict[str, Any]:
-        """What a new run finds, and whether it is what was saved at `expected`."""
+    def restored(
+        self, act: str, step: int | None, expected: int, split: bool, then: range = range(0), **options: Any
+    ) -> dict[str, Any]:
+        """What a new run finds, and whether it is what was saved at `expected`; it saves the steps of `then`."""
         import orbax.checkpoint as ocp
 
         with self.manager(act, **options) as manager:
             before = len(self._events)
             restored = manager.restore(step, args=ocp.args.StandardRestore(abstract(make_state(0, split))))  # pyright: ignore[reportCallIssue]
-            events = self._events[before:]
+            events, latest = self._events[before:], manager.latest_step()
+            found_step = manager.restored_save_id
+            for more in then:
+                manager.save(more, args=save_args(make_state(more, split)))
+                manager.wait_until_finished()
             return {
-                "latest": manager.latest_step(),
-                "step": manager.restored_save_id.step,
-                "epoch": manager.restored_save_id.epoch,
+                "latest": latest,
+                "step": found_step.step,
+                "epoch": found_step.epoch,
                 "same": same_here(restored, make_state(expected, split)),
                 "sources": {
                     tier: size for e in events if e.kind == "restored" for tier, size in e.fields["sources"].items()
@@ -172,11 +182,58 @@ class Job:
         self.only(1, put_back)
         self.found["return_with_an_old_ramdisk"] = self.restored("old", None, 22, split=False)
 
+    def outlive_a_zombie(self) -> None:
+        """The run before has not died: it saves a higher step while the new one has gone on from step 1."""
+        import orbax.checkpoint as ocp
+
+        with self.manager("zombie") as zombie:
+            for step in range(2):
+                zombie.save(step, args=save_args(make_state(step, False)))
+                zombie.wait_until_finished()
+            with self.manager("zombie") as manager:
+                manager.restore(None, args=ocp.args.StandardRestore(abstract(make_state(0, False))))  # pyright: ignore[reportCallIssue]
+                manager.save(2, args=save_args(make_state(22, False)))
+                manager.wait_until_finished()
+                zombie.save(5, args=save_args(make_state(5, False)))
+                zombie.wait_until_finished()
+        self.only(1, lambda: shutil.rmtree(self.slots("zombie", 1)))
+        self.found["outlive_a_zombie"] = self.restored("zombie", None, 22, split=False)
+
     def go_without_peers(self) -> None:
         """Without peers a host that lost its ramdisk falls back, and takes everybody with it."""
         self.saved("without", range(2), split=False, peers=None)
         self.only(1, lambda: shutil.rmtree(self.slots("without", 1)))
         self.found["go_without_peers"] = self.restored("without", None, 0, split=False, peers=None)
+
+    def copying(self) -> dict[str, Any]:
+        """The options of a manager with copies on the other host."""
+        import ckptkit
+
+        return {"more": [ckptkit.Tier.peer()]}
+
+    def keep_copies(self) -> None:
+        """Fully sharded, one host lost with everything: its share is had from the host that kept the copy."""
+        self.saved("copies", range(3), split=True, **self.copying())
+        committed = [[e.step, e.tier] for e in self._events if e.kind == "committed" and e.tier == "peer"]
+        self.only(1, lambda: shutil.rmtree(self.slots("copies", 1)))
+        self.found["keep_copies"] = self.restored("copies", None, 2, split=True, **self.copying())
+        self.found["keep_copies"]["committed"] = committed
+
+    def lose_both(self) -> None:
+        """Both hosts lost: nothing but the durable step is left."""
+        self.saved("both", range(2), split=True, **self.copying())
+        for process in (0, 1):
+            self.only(process, lambda: shutil.rmtree(self.slots("both", self._process)))
+        self.found["lose_both"] = self.restored("both", None, 0, split=True, **self.copying())
+
+    def go_on_after_a_loss(self) -> None:
+        """A loss, more saves, and the loss of the other host: copies are made again after the first."""
+        self.saved("again", range(2), split=True, **self.copying())
+        self.only(1, lambda: shutil.rmtree(self.slots("again", 1)))
+        first = self.restored("again", None, 1, split=True, then=range(2, 7), **self.copying())
+        self.only(0, lambda: shutil.rmtree(self.slots("again", 0)))
+        self.found["go_on_after_a_loss"] = self.restored("again", None, 6, split=True, **self.copying())
+        self.found["go_on_after_a_loss"]["first"] = first
 
     def save_to_grow(self) -> None:
         self.saved("grow", range(2), split=True)

@@ -91,11 +91,44 @@ def test_a_host_that_returns_with_an_old_ramdisk_does_not_win(found: list[dict[s
     assert second["sources"] == {"peer": WHOLE + SMALL}
 
 
+def test_a_zombie_of_the_run_before_does_not_win(found: list[dict[str, Any]]) -> None:
+    """Its step 5 is the higher number, whole, and on a host that is alive."""
+    first, second = act(found, "outlive_a_zombie")
+    assert (first["latest"], first["step"], first["epoch"]) == (2, 2, 2)
+    assert second["sources"] == {"peer": WHOLE + SMALL}
+
+
 def test_without_peers_everybody_falls_back(found: list[dict[str, Any]]) -> None:
     """`peers=None` would serve all the same."""
     for process in act(found, "go_without_peers"):
         assert (process["latest"], process["step"]) == (0, 0)
         assert "peer" not in process["sources"]
+
+
+def test_a_fully_sharded_job_survives_the_loss_of_a_host(found: list[dict[str, Any]]) -> None:
+    """One lost host of a sharded job would throw everybody back to the bucket."""
+    first, second = act(found, "keep_copies")
+    assert (first["latest"], first["step"]) == (second["latest"], second["step"]) == (2, 2)
+    assert first["sources"] == {"ram": WHOLE // 2 + SMALL}
+    assert second["sources"] == {"peer": WHOLE // 2 + SMALL}
+    assert first["committed"] == second["committed"] == [[step, "peer"] for step in range(3)]
+
+
+def test_the_loss_of_both_hosts_falls_back_to_the_durable_step(found: list[dict[str, Any]]) -> None:
+    """A copy of a lost host's copy would have to be invented."""
+    for process in act(found, "lose_both"):
+        assert (process["latest"], process["step"], set(process["sources"])) == (0, 0, {"durable"})
+
+
+def test_copies_are_made_again_after_a_loss(found: list[dict[str, Any]]) -> None:
+    """The second loss of a run would cost what the first did not."""
+    first, second = act(found, "go_on_after_a_loss")
+    assert first["first"]["same"]
+    assert second["first"]["same"]
+    assert first["first"]["step"] == 1
+    assert (first["latest"], first["step"], first["epoch"]) == (6, 6, 2)
+    assert first["sources"] == {"peer": WHOLE // 2 + SMALL}
+    assert second["sources"] == {"ram": WHOLE // 2 + SMALL}
 
 
 def test_three_processes_restore_what_two_have_saved(root: Path, found: list[dict[str, Any]]) -> None:

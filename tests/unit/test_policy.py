@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.policy import EverySteps, Tier, checked_tiers
+from ckptkit.policy import Backpressure, EverySteps, PeerOptions, Tier, checked_tiers
 
 
 @given(interval=st.integers(1, 50), step=st.integers(0, 1000))
@@ -46,12 +46,30 @@ def test_tiers_are_sorted_fastest_first() -> None:
 
 def test_the_same_tier_twice_is_refused() -> None:
     """If it failed, one of the two would silently never be written."""
-    with pytest.raises(ValueError, match=r"tiers \['ram', 'ram'\]: at most one ram and one ssd tier"):
+    with pytest.raises(ValueError, match=r"tiers \['ram', 'ram'\]: at most one ram, one peer and one ssd tier"):
         checked_tiers((Tier.ram("/a"), Tier.ram("/b")))
 
 
 def test_two_tiers_of_one_medium_are_refused_whatever_they_are_called() -> None:
     """If it failed, a tier with a name of its own would be opened and never be written."""
     own_name = Tier(name="scratch", medium="ram", path="/b", save=EverySteps(1), slots=2)
-    with pytest.raises(ValueError, match=r"at most one ram and one ssd tier"):
+    with pytest.raises(ValueError, match=r"at most one ram, one peer and one ssd tier"):
         checked_tiers((Tier.ram("/a"), own_name))
+
+
+def test_copies_on_other_hosts_are_of_the_ramdisk() -> None:
+    """If it failed, a job would believe that its hosts keep copies of each other."""
+    with pytest.raises(ValueError, match=r"tiers \['peer'\]: a peer tier keeps copies of the ramdisk's slots; add"):
+        checked_tiers((Tier.peer(),))
+    with pytest.raises(ValueError, match=r"Tier\.peer\(copies=0\): at least one copy, or leave the tier out"):
+        Tier.peer(copies=0)
+    tiers = checked_tiers((Tier.peer(copies=2, rack="r1"), Tier.ssd("/b"), Tier.ram("/a", slots=2)))
+    assert [tier.name for tier in tiers] == ["ram", "peer", "ssd"]
+    with pytest.raises(ValueError, match=r"needs Tier\.ram\(slots=3\) or more, found 2: .*copies on other hosts"):
+        Backpressure().check_tiers(tiers)
+
+
+def test_a_peer_is_waited_for_some_time() -> None:
+    """If it failed, no process would ever be answered."""
+    with pytest.raises(ValueError, match="timeout_s=0: give seconds above 0"):
+        PeerOptions(timeout_s=0)
