@@ -92,7 +92,13 @@ class Preparer:
             if holders[0].inline[name]["kind"] == "grain":
                 holders = [m for m in holders if m.writer.process == self._coordinator.process]
                 count = manifests[0].writer.count
-                if count != self._coordinator.count or not holders:
+                if count == self._coordinator.count and not holders:
+                    raise CorruptCheckpointError(
+                        f"item {name!r} is a data iterator, and nobody who can be reached holds the state that process "
+                        f"{self._coordinator.process} of {count} saved; keep copies on other hosts (Tier.peer), or one "
+                        "global position in a JSON item"
+                    )
+                if count != self._coordinator.count:
                     raise CorruptCheckpointError(
                         f"item {name!r} is a data iterator saved by {count} processes, and this job has "
                         f"{self._coordinator.count}: restore on {count}, or keep one global position in a JSON item"
