@@ -43,7 +43,7 @@ class Parts:
 def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordinator) -> Parts:
     """Makes the parts over the durable root at `url`; called by all processes together.
 
-    Raises what `CheckpointManager` raises. Cost: two meetings, and a look at every tier.
+    Raises what `CheckpointManager` raises. Cost: five meetings, and a look at every tier.
     """
     options, events, timeout_s = settings.options, settings.events, settings.timeout_s
     # Asked first: its errors say what is wrong with the root, and nothing has been opened yet.
@@ -70,7 +70,12 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
         client=link.client if link is not None else None,
         rank=rank if link is not None else (0, 1),
     )
-    held, epoch = take_stock(restorer, durable, book.ancestry, coordinator, timeout_s)
+    try:
+        held, epoch = take_stock(restorer, durable, book.ancestry, coordinator, timeout_s)
+    except BaseException:
+        if link is not None:  # nobody would: a caller that tries again makes another one
+            link.close()
+        raise
     book.refill(held)
     known = KnownSteps(options, durable, restorer)
     known.refill(book.steps())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from ckptkit.peers.server import PeerServer
 from ckptkit.peers.shelf import Shelf
 from ckptkit.slot_reader import read_manifests
 from tests.peers.conftest import LIMITS, SECRET, manifest_of, values
+from tests.peers.test_server import say, wait_until_cut
 
 SENDER = 1
 FIRST = SaveId(2, 7, 4)
@@ -39,15 +41,21 @@ def intake(lane: Arena) -> Intake:
 
 
 @pytest.fixture
-def keeper(lane: Arena, intake: Intake) -> Iterator[PeerClient]:
-    """A client of a process that keeps copies of process 1."""
+def server(lane: Arena, intake: Intake) -> Iterator[PeerServer]:
+    """Of a process that keeps copies of process 1."""
     assert lane.directory is not None
-    server = PeerServer(Shelf({"ram": lane.directory.parent}, [lane]), "127.0.0.1", limits=LIMITS, also=intake)
-    server.admit(SECRET)
+    made = PeerServer(Shelf({"ram": lane.directory.parent}, [lane]), "127.0.0.1", limits=LIMITS, also=intake)
+    made.admit(SECRET)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def keeper(server: PeerServer) -> Iterator[PeerClient]:
+    """How process 1 reaches it."""
     client = PeerClient([server.address], SECRET, timeout_s=1.0)
     yield client
     client.close()
-    server.close()
 
 
 def flat(save_id: SaveId) -> np.ndarray:
@@ -139,6 +147,29 @@ def test_a_keeper_whose_slots_are_read_is_busy(keeper: PeerClient, lane: Arena) 
         lane.release(slot)
     keeper.try_again()
     send(keeper, FIRST)
+
+
+def test_a_sender_that_stalls_in_mid_request_is_cut_off(server: PeerServer, lane: Arena) -> None:
+    """One hanging host would keep all others from sending their copies."""
+    head = f"PUT /copies/2.7.4/{SENDER}/bytes HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {SECRET}\r\n"
+    head += "Content-Range: bytes 0-8388607/*\r\nContent-Length: 8388608\r\n\r\nhalf"
+    stalled = [say(server.address, head, read=False) for _ in range(2 * LIMITS.transfers_max)]
+    patient = PeerClient([server.address], SECRET, timeout_s=60.0)
+    send(patient, FIRST)
+    patient.close()
+    assert committed(lane) == [FIRST]
+    for connection in stalled:
+        assert isinstance(connection, socket.socket)
+        with connection:
+            wait_until_cut(connection)
+
+
+def test_a_body_beyond_every_manifest_is_not_read(server: PeerServer) -> None:
+    """A client could fill the server's memory."""
+    head = f"POST /copies/2.7.4/{SENDER}/manifest HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {SECRET}\r\n"
+    answer = say(server.address, head + f"Content-Length: {1 << 40}\r\n\r\n")
+    assert isinstance(answer, bytes)
+    assert answer.split(b" ")[1] == b"413"
 
 
 def test_a_commit_whose_answer_was_lost_is_committed_once(intake: Intake, lane: Arena) -> None:
