@@ -1,7 +1,8 @@
 """`python -m bench stall|commit|restore`: ckptkit, stock Orbax and the machine's limits, side by side.
 
 Others have options of their own: `corruption|crashpoints` (what faults leave, and what a restart makes of it), `proof`
-(what digests cost), `kill` (a job that is killed again and again).
+(what digests cost), `kill` (a job that is killed again and again), `gather` (what the processes of a large job tell
+each other before a restore).
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from bench.corruption import main as corruption
 from bench.crashpoints import main as crashpoints
 from bench.environment import environment
 from bench.figures import available
+from bench.gather import main as gather
 from bench.kill import main as kill
 from bench.proof import main as proof
 from bench.report import show
 
 _ROOT = Path(__file__).parent.parent
-_CAMPAIGNS = {"corruption": corruption, "crashpoints": crashpoints, "kill": kill, "proof": proof}
+_CAMPAIGNS = {"corruption": corruption, "crashpoints": crashpoints, "gather": gather, "kill": kill, "proof": proof}
 
 
 class CaseType(click.ParamType):

@@ -39,6 +39,7 @@ from ckptkit.policy import FailurePolicy as FailurePolicy
 from ckptkit.policy import KeepBytes as KeepBytes
 from ckptkit.policy import KeepNewest as KeepNewest
 from ckptkit.policy import KeepUnflushed as KeepUnflushed
+from ckptkit.policy import PeerOptions as PeerOptions
 from ckptkit.policy import ReplicaPolicy as ReplicaPolicy
 from ckptkit.policy import Tier as Tier
 from ckptkit.preemption import LastSave as LastSave

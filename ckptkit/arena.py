@@ -7,7 +7,6 @@ Last, `newest.json` names the save: so that a manifest which is lost later is mi
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import threading
@@ -22,15 +21,17 @@ import numpy as np
 from ckptkit import layout
 from ckptkit.clock import Deadline
 from ckptkit.disk_file import DiskFile, Method
-from ckptkit.errors import CheckpointError, StoreFullError, TierUnusableError
+from ckptkit.errors import CheckpointError, StoreFullError
 from ckptkit.host_memory import HostMemory, Room, mount_room, refuse_beyond
 from ckptkit.manifest import Manifest, SaveId
 from ckptkit.newest import Newest
 from ckptkit.pages import populate
-from ckptkit.slot_files import LESS_ON_MOUNT, allocated, map_file, remove_slots, whole_pages
+from ckptkit.slot_files import LESS_ON_MOUNT, allocated, map_file, remove_slots, take_directory, whole_pages
 from ckptkit.slot_reader import manifest_name_of, read_manifests
 from ckptkit.store import LocalStore
-from ckptkit.store.local import make_directory, sync_directory
+from ckptkit.store.local import sync_directory
+
+ALL = "committed by all"
 
 
 @dataclass(eq=False, slots=True)
@@ -71,18 +72,20 @@ class Arena:
         self._files: dict[str, DiskFile] = {}  # of slots on a disk
         self.method: Method = "direct"  # how these are written, where the file system allows it
         self._probed = False
-        self._protected: frozenset[SaveId] = frozenset()
+        self._protected: dict[str, frozenset[SaveId]] = {}  # by the reason
         self._store = LocalStore(directory, durable=synced) if directory is not None else None
         self._retired: list[Slot] = []  # beyond today's count: they stay while what they hold is protected
         self._newest = Newest(directory, synced=synced) if directory is not None else None
         if directory is not None:
             self._take_over(directory, keeps_found)
+        if memory is not None:
+            memory.add_taker(lambda: sum(map(self._allocated_bytes, self._slots)))
 
     @classmethod
     def open(
         cls,
         host_dir: Path,
-        local_rank: int,
+        local_rank: int | str,
         *,
         slots: int,
         synced: bool,
@@ -95,24 +98,8 @@ class Arena:
         it, and the next free name is taken. Until the first `protect` the newest save that is found is protected, or
         every one (`keeps_found`). Raises `TierUnusableError` where the directory cannot be used.
         """
-        for attempt in range(100):
-            directory = host_dir / (f"{local_rank}" if attempt == 0 else f"{local_rank}.{attempt}")
-            try:
-                make_directory(directory, synced=synced, mode=0o700)
-                fd = os.open(directory / layout.LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except OSError as error:
-                raise TierUnusableError(
-                    f"tier directory {directory} cannot be used: {error.strerror}; give a directory that this user "
-                    "may write",
-                    path=str(directory),
-                ) from error
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(fd)
-                continue
-            return cls(directory, slots=slots, synced=synced, lock_fd=fd, memory=memory, keeps_found=keeps_found)
-        raise TierUnusableError(f"every slot directory below {host_dir} is held by another process", path=str(host_dir))
+        directory, fd = take_directory(host_dir, str(local_rank), synced=synced)
+        return cls(directory, slots=slots, synced=synced, lock_fd=fd, memory=memory, keeps_found=keeps_found)
 
     def reserve(self, size_bytes: int) -> None:
         """Makes every free slot at least `size_bytes` large and faults its pages in; for a background thread.
@@ -134,18 +121,24 @@ class Arena:
             finally:
                 self.release(slot)
 
-    def check_room(self, size_bytes: int) -> None:
+    def missing_bytes(self, size_bytes: int) -> int:
+        """What is still to be allocated until every slot has `size_bytes`."""
+        slot_bytes = whole_pages(size_bytes)
+        return sum(max(0, slot_bytes - self._allocated_bytes(slot)) for slot in self._slots)
+
+    def check_room(self, size_bytes: int, *, beside_bytes: int = 0) -> None:
         """Raises `StoreFullError` where the slots cannot all have `size_bytes`, with the bytes needed and free.
 
-        Asks the mount, and for host memory also the control groups and the setting (`HostMemory`).
+        Asks the mount, and for host memory also the control groups and the setting (`HostMemory`). `beside_bytes` are
+        those that other arenas on the same mount need too.
         """
         slot_bytes = whole_pages(size_bytes)
-        missing_bytes = sum(max(0, slot_bytes - self._allocated_bytes(slot)) for slot in self._slots)
-        room = self._room()
+        missing_bytes = self.missing_bytes(size_bytes) + beside_bytes
+        copies = f" and {beside_bytes} of them for copies of other hosts" if beside_bytes else ""
         refuse_beyond(
-            room,
+            self._room(),
             missing_bytes,
-            f"{self._name} needs {missing_bytes} more bytes for {len(self._slots)} slots of {slot_bytes}",
+            f"{self._name} needs {missing_bytes} more bytes for {len(self._slots)} slots of {slot_bytes}{copies}",
             self._less,
         )
 
@@ -228,13 +221,19 @@ class Arena:
                     self._forget(slot)
             self._changed.notify_all()
 
-    def protect(self, *save_ids: SaveId) -> None:
-        """Says which saves are kept until the next such call; the newest one committed by all processes is among them.
+    @property
+    def protected(self) -> frozenset[SaveId]:
+        """The saves that are kept, for whatever reason."""
+        return frozenset().union(*self._protected.values())
+
+    def protect(self, *save_ids: SaveId, why: str = ALL) -> None:
+        """Says which saves are kept until the next such call for the same reason: the newest one that all processes
+        have committed here and what a policy keeps (`ALL`), or what others rely on for what `why` names.
 
         Others stay until their slots are needed.
         """
         with self._changed:
-            self._protected = frozenset(save_ids)
+            self._protected[why] = frozenset(save_ids)
             self._drop_retired()
             self._changed.notify_all()
 
@@ -255,6 +254,15 @@ class Arena:
         """Keeps `slot` from being overwritten until `release`."""
         with self._changed:
             slot.leases += 1
+
+    def hold(self, save_id: SaveId) -> Slot | None:
+        """The slot that holds a save, leased until `release`; None where none does any more."""
+        with self._changed:
+            for slot in [*self._slots, *self._retired]:
+                if slot.save_id == save_id:
+                    slot.leases += 1
+                    return slot
+        return None
 
     def release(self, slot: Slot) -> None:
         """Ends one lease."""
@@ -287,7 +295,7 @@ class Arena:
     def _take_over(self, directory: Path, keeps_found: bool) -> None:
         """Finds what the process before left here: committed slots, slots beyond today's count, unfinished puts."""
         held = {manifest.slot: manifest.save_id for manifest in reversed(self.manifests())}
-        self._protected = frozenset(held.values() if keeps_found else sorted(held.values())[-1:])
+        self._protected[ALL] = frozenset(held.values() if keeps_found else sorted(held.values())[-1:])
         for slot in self._slots:
             slot.save_id = held.get(slot.name)
         mine = {slot.name for slot in self._slots}
@@ -300,7 +308,7 @@ class Arena:
 
     def _drop_retired(self) -> None:
         for slot in list(self._retired):
-            if slot.leases == 0 and slot.save_id not in self._protected:
+            if slot.leases == 0 and slot.save_id not in self.protected:
                 self._forget(slot)
                 self._unmap(slot)
                 if self.directory is not None:
@@ -322,7 +330,7 @@ class Arena:
         free = [
             slot
             for slot in self._slots
-            if slot.leases == 0 and slot.save_id not in self._protected and slot.name not in passed_over
+            if slot.leases == 0 and slot.save_id not in self.protected and slot.name not in passed_over
         ]
         return min(free, key=lambda slot: slot.save_id or SaveId(-1, -1, -1), default=None)
 
@@ -372,8 +380,7 @@ class Arena:
 
     def _room(self) -> Room | None:
         """The narrowest of the limits."""
-        taken_bytes = sum(map(self._allocated_bytes, self._slots))
-        rooms = self._memory.rooms(taken_bytes) if self._memory is not None else []
+        rooms = self._memory.rooms(self._memory.taken_bytes) if self._memory is not None else []
         if self.directory is not None:
             rooms.append(mount_room(self.directory))
         return min(rooms, key=lambda room: room.free_bytes, default=None)

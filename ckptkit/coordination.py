@@ -65,6 +65,11 @@ def make_coordinator() -> Coordinator:
     return JaxCoordinator()
 
 
+def coordinator_address() -> str | None:
+    """Where this job's coordination service is, as `host:port` and as JAX was told; None without one."""
+    return getattr(distributed.global_state, "coordinator_address", None)
+
+
 @final
 class LocalCoordinator:
     """One process agrees with itself."""

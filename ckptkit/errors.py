@@ -102,6 +102,10 @@ class TransientStoreError(StoreError):
     """A store failed in a way that a retry may mend (the only error that is retried)."""
 
 
+class PeerUnreachableError(TransientStoreError):
+    """Another process of the job did not answer; the message says which, and where it was asked."""
+
+
 class StoreFullError(StoreError, OSError):
     """There is no room for what was to be written; the message has the bytes needed and the bytes free."""
 
@@ -115,6 +119,7 @@ _HEARD = {
     for error in (
         CorruptCheckpointError,
         ItemNotFoundError,
+        PeerUnreachableError,
         StoreError,
         TransientStoreError,
         StoreFullError,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,16 @@ class HostMemory:
         self._bytes_max = bytes_max
         self._proc = proc
         self._groups = groups
+        self._takers: list[Callable[[], int]] = []
+
+    def add_taker(self, taken_bytes: Callable[[], int]) -> None:
+        """Counts what that says from now on: all slots of a process share one limit."""
+        self._takers.append(taken_bytes)
+
+    @property
+    def taken_bytes(self) -> int:
+        """What all that were added have taken."""
+        return sum(taken() for taken in self._takers)
 
     def rooms(self, taken_bytes: int) -> list[Room]:
         """What each limit leaves to a process whose snapshots have `taken_bytes`. Cost: some 10 small file reads."""

@@ -68,6 +68,10 @@ class RestorePlan:
             read_bytes[tier] = read_bytes.get(tier, 0) + read.nbytes
         return read_bytes
 
+    def __str__(self) -> str:
+        parts = ", ".join(f"{nbytes} bytes from {tier}" for tier, nbytes in self.bytes_by_tier().items())
+        return f"save {self.save_id}: {len(self.reads)} boxes, {parts or 'nothing to read'}"
+
     def to_json(self) -> dict[str, Any]:
         """The plan as plain values."""
         return {
@@ -91,12 +95,16 @@ def rank_candidates(
     durable: Sequence[SaveId],
     superseded: Callable[[SaveId], bool],
     step: int | None = None,
+    *,
+    linked: bool = False,
 ) -> list[Candidate]:
     """The saves in the order in which they are to be tried: newest first, abandoned branches left out.
 
     `fast[p]` says for each save that process `p` finds on its host why it cannot be restored from there (None: it
     can). A save is a candidate without refusal when it is durable, or when every process can have it from its
-    own fast tiers. With `step`, only saves of that step are candidates.
+    own fast tiers; where processes are `linked`, so that each reads the others' tiers too, when anybody holds any of
+    it: whether that is enough each finds out before anything is read. With `step`, only saves of that step are
+    candidates.
     """
     saves = {save for report in fast for save in report} | set(durable)
     ranked = []
@@ -113,8 +121,8 @@ def rank_candidates(
             Candidate(
                 save_id=save,
                 durable=in_durable,
-                fast=len(refusals) < len(fast),
-                refusal=None if in_durable or not refusals else _joined(refusals),
+                fast=any(save in report for report in fast) if linked else len(refusals) < len(fast),
+                refusal=None if in_durable or linked or not refusals else _joined(refusals),
             )
         )
     return ranked
@@ -155,6 +163,7 @@ def _records_by_leaf(source: Source, save_id: SaveId) -> dict[Key, list[tuple[Le
     """The boxes of a source by leaf, each distinct box once."""
     if len(source.manifests) == 1:  # a manifest names no box twice
         (manifest,) = source.manifests
+        assert manifest.save_id == save_id, "two saves are never mixed"
         return {
             (item, leaf.path): [(leaf, record) for record in leaf.boxes]
             for item, records in manifest.arrays.items()

@@ -9,7 +9,7 @@ from typing import Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from ckptkit import layout
 
-Medium = Literal["ram", "ssd"]
+Medium = Literal["ram", "peer", "ssd"]  # fastest first
 DurableBusy = Literal["wait", "skip"]
 _Save = TypeVar("_Save")
 OnDifference = Literal["report", "keep", "stop"]
@@ -142,15 +142,15 @@ TierKeep = KeepNewest | KeepBytes | KeepUnflushed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """A fast tier of this host: a directory on a memory-backed mount or on a local disk.
+    """A fast tier of this host: a directory on a memory-backed mount or on a local disk, or other hosts' ramdisks.
 
-    Use `Tier.ram(path)` and `Tier.ssd(path)`. `save` says which steps the tier takes (`EverySteps`, `EverySeconds`),
-    `keep` which of them it keeps (`KeepNewest`, `KeepBytes`, `KeepUnflushed`), `slots` how many steps it has room for
-    (a slot is as large as this process's share of the state), `job` names the job's directory.
+    Use `Tier.ram(path)`, `Tier.ssd(path)` and `Tier.peer()`. `save` says which steps the tier takes (`EverySteps`,
+    `EverySeconds`), `keep` which of them it keeps (`KeepNewest`, `KeepBytes`, `KeepUnflushed`), `slots` how many steps
+    it has room for (a slot is as large as this process's share of the state), `job` names the job's directory.
 
     Without `keep` the newest step that all processes have committed is kept, and others until their slots are needed.
     Without `slots` there are as many as are kept, one for each snapshot that may be in flight (on an SSD one), and on
-    a ramdisk one that slower tiers may still be reading: `slots_for`.
+    a ramdisk one that slower tiers may still be reading, and one more where a peer tier copies it: `slots_for`.
     """
 
     name: str
@@ -160,10 +160,20 @@ class Tier:
     slots: int | None = None
     keep: TierKeep | None = None
     job: str = "job"
+    copies: int = 0  # of a peer tier
+    rack: str | None = None
 
     def __post_init__(self) -> None:
         layout.checked_name(self.job, "job name")
-        if not self.path:
+        if self.medium == "peer":
+            if self.copies < 1:
+                raise ValueError(f"Tier.peer(copies={self.copies}): at least one copy, or leave the tier out")
+            if self.keep is not None:
+                raise ValueError(
+                    f"Tier.peer(keep={self.keep}): a peer tier keeps the newest step of which every process has its "
+                    "copies; say with keep= of Tier.ram what ramdisks keep beside it"
+                )
+        elif not self.path:
             raise ValueError(f"Tier {self.name!r} needs the path of a directory")
         if not isinstance(self.save, TierSavePolicy | TierClockPolicy):
             raise ValueError(
@@ -213,23 +223,47 @@ class Tier:
         """How many steps are kept at most, for states whose largest share takes `share_bytes` of a slot."""
         return self.keep.most(share_bytes) if self.keep is not None else 1
 
-    def slots_for(self, share_bytes: int, in_flight_max: int) -> int:
-        """How many slots the tier uses for such states: `slots`, or kept + in flight + 1 that is read (a ramdisk)."""
+    def slots_for(self, share_bytes: int, in_flight_max: int, *, beside: int = 0) -> int:
+        """How many slots the tier uses for such states: `slots`, or kept + in flight + 1 that is read (a ramdisk).
+
+        `beside` are those that `kept_beside` counts.
+        """
         if self.slots is not None:
             return self.slots
-        return self.kept_max(share_bytes) + (in_flight_max + 1 if self.medium == "ram" else 1)
+        return self.kept_max(share_bytes) + beside + (in_flight_max + 1 if self.medium == "ram" else 1)
 
-    def check_slots(self, in_flight_max: int) -> None:
+    def check_slots(self, in_flight_max: int, *, beside: int = 0) -> None:
         """Raises ValueError where `slots` are too few for what is kept and for what may be in flight."""
         if self.slots is None:
             return
         kept, written = self.kept_max(0), in_flight_max if self.medium == "ram" else 1
-        if self.slots < kept + written:
+        needed = kept + beside + written
+        if self.slots < needed:
+            copied = f", {beside} with copies on other hosts" if beside else ""
             raise ValueError(
-                f"Tier {self.name!r}: slots={self.slots}, at least {kept + written} are needed: {kept} kept "
-                f"({self.keep or 'the newest committed step'}) and {written} being written"
+                f"Tier {self.name!r}: slots={self.slots}, at least {needed} are needed: {kept} kept "
+                f"({self.keep or 'the newest committed step'}){copied} and {written} being written"
                 + (f" (in_flight_max={written})" if written > 1 else "")
             )
+
+    @classmethod
+    def peer(
+        cls,
+        *,
+        copies: int = 1,
+        save: TierSavePolicy | EverySeconds | None = None,
+        slots: int = 2,
+        rack: str | None = None,
+    ) -> Tier:
+        """Copies of each process's ramdisk slots in the ramdisks of so many other hosts: a fully sharded job survives
+        the loss of as many without the durable tier.
+
+        Needs a ramdisk tier with one slot more (3 or more), and room in it for `slots` of each process whose copies are
+        kept: as many as `copies`. Kept is the newest step of which every process has its copies. `rack` names what this
+        host shares with those that it would be lost with; copies go elsewhere where that can be.
+        """
+        save = EverySteps(1) if save is None else save
+        return cls(name="peer", medium="peer", path="", save=save, slots=slots, copies=copies, rack=rack)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +290,23 @@ class Backpressure:
     def check_tiers(self, tiers: tuple[Tier, ...]) -> None:
         """Raises ValueError where a tier has too few slots for what may be in flight."""
         for tier in tiers:
-            tier.check_slots(self.in_flight_max)
+            tier.check_slots(self.in_flight_max, beside=kept_beside(tier, tiers))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerOptions:
+    """How the processes of a job give each other what their fast tiers hold.
+
+    `host` is the address on which this process serves (None: that of the interface over which it reaches the job's
+    coordinator); one that is not answered for `timeout_s` is given up.
+    """
+
+    host: str | None = None
+    timeout_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.timeout_s <= 0:
+            raise ValueError(f"PeerOptions: timeout_s={self.timeout_s}: give seconds above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,9 +357,16 @@ class ReplicaPolicy:
             )
 
 
+def kept_beside(tier: Tier, tiers: Sequence[Tier]) -> int:
+    """How many steps a tier keeps beside what its own policy says: a ramdisk, the newest with copies on other hosts."""
+    return int(tier.medium == "ram" and any(each.medium == "peer" for each in tiers))
+
+
 def checked_tiers(tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
     """The tiers, fastest first; raises ValueError when one is declared twice."""
     names = [tier.name for tier in tiers]
     if len({tier.medium for tier in tiers}) != len(tiers):
-        raise ValueError(f"tiers {names}: at most one ram and one ssd tier")
-    return tuple(sorted(tiers, key=lambda tier: ("ram", "ssd").index(tier.medium)))
+        raise ValueError(f"tiers {names}: at most one ram, one peer and one ssd tier")
+    if "peer" in names and "ram" not in names:
+        raise ValueError(f"tiers {names}: a peer tier keeps copies of the ramdisk's slots; add Tier.ram(...)")
+    return tuple(sorted(tiers, key=lambda tier: get_args(Medium).index(tier.medium)))

@@ -16,7 +16,7 @@ import numpy as np
 
 from ckptkit.durable.partial import anywhere, on_every_process
 from ckptkit.durable.shardings import sharding_of_text
-from ckptkit.errors import CorruptCheckpointError, TreeMismatchError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError, TreeMismatchError
 from ckptkit.manifest import BoxRecord, LeafKind, LeafRecord, Manifest, describe
 from ckptkit.pages import empty_block
 from ckptkit.plan import BoxRead, Key, RestorePlan
@@ -115,21 +115,21 @@ def abstract_of(stored: Sequence[LeafRecord], empties: Sequence[Empty] = ()) -> 
 def execute(
     plan: RestorePlan,
     readers: Sequence[BoxReader],
-    rejected: Callable[[str, CorruptCheckpointError], None],
+    rejected: Callable[[str, CheckpointError], None],
     proven: Callable[[Key, dict[Box, np.ndarray]], None],
 ) -> dict[str, int]:
     """Reads and proves every box of the plan into fresh host memory; returns the bytes read by tier.
 
     `proven(key, blocks)` is called for each leaf as soon as all of its boxes are there, on the thread that read the
-    last one, while others are still being read. A box whose source proves bad is taken from the next source of the
-    same save (`rejected` is told); when its last one is bad, that `CorruptCheckpointError` is raised.
+    last one, while others are still being read. A box whose source proves bad, or is a process that does not answer, is
+    taken from the next source of the same save (`rejected` is told); of its last one, the error is raised.
     """
 
     def read(box_read: BoxRead) -> tuple[BoxRead, np.ndarray, str]:
         for index, records in box_read.sources:
             try:
                 return box_read, _read_box(box_read, records, readers[index]), plan.tiers[index]
-            except CorruptCheckpointError as error:
+            except (CorruptCheckpointError, PeerUnreachableError) as error:
                 rejected(plan.tiers[index], error)
                 if index == box_read.sources[-1][0]:
                     raise

@@ -1,8 +1,9 @@
-"""The files of slots: made, mapped and removed."""
+"""The files of slots, and the directory they are in: taken, made, mapped and removed."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 from collections.abc import Callable
@@ -10,11 +11,37 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptkit import layout
+from ckptkit.errors import TierUnusableError
 from ckptkit.host_memory import mount_room, store_full
-from ckptkit.store.local import sync_directory
+from ckptkit.store.local import make_directory, sync_directory
 
 _T = TypeVar("_T")
 LESS_ON_MOUNT = "give fewer slots, or leave this tier out"
+
+
+def take_directory(host_dir: Path, name: str, *, synced: bool) -> tuple[Path, int]:
+    """A directory of that name below `host_dir`, mode 0700, and the descriptor whose `flock` holds it.
+
+    One that another process holds is left to it, and the next free name is taken. Raises `TierUnusableError`.
+    """
+    for attempt in range(100):
+        directory = host_dir / (name if attempt == 0 else f"{name}.{attempt}")
+        try:
+            make_directory(directory, synced=synced, mode=0o700)
+            fd = os.open(directory / layout.LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise TierUnusableError(
+                f"tier directory {directory} cannot be used: {error.strerror}; give a directory that this user "
+                "may write",
+                path=str(directory),
+            ) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            continue
+        return directory, fd
+    raise TierUnusableError(f"every slot directory below {host_dir} is held by another process", path=str(host_dir))
 
 
 def allocated(make: Callable[[Path, int], _T], path: Path, size_bytes: int) -> _T:

@@ -16,13 +16,14 @@ from ckptkit.cli.exits import Exit, exit_of, quiet_libraries
 from ckptkit.cli.goodput import goodput
 from ckptkit.cli.options import JSON, MEMORY, TIMEOUT
 from ckptkit.cli.show_inspection import matching, show_inspection
+from ckptkit.cli.show_outlook import show_outlook
 from ckptkit.cli.show_statistics import show_statistics, statistics, stats_json
 from ckptkit.cli.show_steps import show_steps
 from ckptkit.cli.show_verification import progress_line, show_scrub, show_verification
 from ckptkit.cli.simulate import simulate
 from ckptkit.cli.text import print_json, printable
 from ckptkit.formats import inspect as inspect_path
-from ckptkit.inspection import list_steps
+from ckptkit.inspection import list_steps, outlook
 from ckptkit.store.roots import is_remote
 from ckptkit.verification import scrub as scrub_root
 from ckptkit.verification import verify as verify_path
@@ -104,6 +105,35 @@ def steps(root: str, tiers: tuple[str, ...], host_id: str | None, as_json: bool,
     else:
         show_steps(listing)
     return _code(listing.problems)
+
+
+@commands.command("plan-restore")
+@click.argument("root", metavar="PATH")
+@click.option(
+    "--tier", "tiers", multiple=True, metavar="PATH", help="A fast tier's path on this host; may be repeated."
+)
+@click.option("--host-id", metavar="ID", help="Whose slots to look at [default: this machine's name].")
+@click.option("--like", metavar="PATH", help="Want the leaves and boxes of this slot directory, manifest or step.")
+@click.option("--step", type=click.IntRange(min=0), metavar="N", help="Only this step.")
+@JSON
+@TIMEOUT
+def plan_restore(
+    root: str,
+    tiers: tuple[str, ...],
+    host_id: str | None,
+    like: str | None,
+    step: int | None,
+    as_json: bool,
+    timeout_s: float,
+) -> int:
+    """Say which save of PATH a restart on this host would take, and where each piece comes from. Reads no array."""
+    host = _fast_tiers(tiers, host_id)
+    found = outlook(root, tiers=tiers, host_id=host, like=like, step=step, timeout_s=timeout_s)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        show_outlook(found)
+    return _code(found.problems)
 
 
 @commands.command()

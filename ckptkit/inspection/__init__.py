@@ -1,6 +1,8 @@
 """What a checkpoint is and which steps there are: read from metadata alone, for people and for the command."""
 
 from ckptkit.inspection.look import inspect as inspect
+from ckptkit.inspection.planning import Outlook as Outlook
+from ckptkit.inspection.planning import outlook as outlook
 from ckptkit.inspection.records import Holding as Holding
 from ckptkit.inspection.records import Inspection as Inspection
 from ckptkit.inspection.records import Item as Item

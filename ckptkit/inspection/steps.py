@@ -67,7 +67,7 @@ def list_steps(root: str, *, tiers: Sequence[str] = (), host_id: str, timeout_s:
     shares: list[tuple[str, Share]] = []
     entries = [_durable_entry(step) for step in durable]
     for tier in tiers:
-        found, damaged = _tier_shares(tier, url, host_id, notes)
+        found, damaged = tier_shares(tier, url, host_id, notes)
         shares += [(tier, share) for share in found]
         entries += [_damaged_entry(tier, error) for error in damaged]
     if not entries and not shares and not names and not os.path.isdir(url):
@@ -176,7 +176,7 @@ def _durable_entry(found: DurableStep) -> StepEntry:
     )
 
 
-def _tier_shares(
+def tier_shares(
     tier: str, url: str, host_id: str, notes: list[str]
 ) -> tuple[list[Share], list[CorruptCheckpointError]]:
     """What this host's processes hold of the jobs that save to `url`, whatever name those jobs have."""

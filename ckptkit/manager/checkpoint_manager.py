@@ -29,7 +29,15 @@ from ckptkit.manager.restoring import Restored
 from ckptkit.manager.resuming import Resumer
 from ckptkit.manager.step_number import saved_step_number, step_number
 from ckptkit.manifest import SaveId
-from ckptkit.policy import Backpressure, DurableBusy, FailurePolicy, ReplicaPolicy, Tier, checked_tiers
+from ckptkit.policy import (
+    Backpressure,
+    DurableBusy,
+    FailurePolicy,
+    PeerOptions,
+    ReplicaPolicy,
+    Tier,
+    checked_tiers,
+)
 from ckptkit.preemption import LastSave
 from ckptkit.proving import Verify
 from ckptkit.store.roots import root_url
@@ -69,6 +77,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
       verify: which cells a restore compares with their digests: `always` all; `sample` or a `Sample` a seeded share; or
         `never`. What is not proven is never called so: the `restored` event and `steps()` say it.
       replicas: what is compared of data replicas at each save, and what follows where they differ; None: nothing.
+      peers: how the processes of a job of several read each other's fast tiers at a restore; None: they do not.
 
     Raises what Orbax's constructor raises for the arguments that they share, `TierUnusableError` for a tier that
     cannot be written, `StoreError` for a durable root that cannot be read, `CoordinationError` where a process does
@@ -97,6 +106,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         on_failure: FailurePolicy = FailurePolicy(),  # noqa: B008  frozen
         verify: Verify = "always",
         replicas: ReplicaPolicy | None = ReplicaPolicy(),  # noqa: B008  frozen
+        peers: PeerOptions | None = PeerOptions(),  # noqa: B008  frozen
     ):
         self._settings = Settings(
             options=checked_options(options or ocp.CheckpointManagerOptions()),
@@ -111,6 +121,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             on_failure=on_failure,
             replicas=replicas,
             verify=verify,
+            peers=peers,
         )
         self._options = self._settings.options
         self._logger = logger or ocp.logging.StandardLogger()
@@ -220,9 +231,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         Every cell (or what `verify` says) is checked against its digest before anything is placed on a device; a step
         of stock Orbax has no digests and is restored as stock Orbax would. Bytes come from this host's ramdisk, then
-        its SSD, then the durable tier; with `directory`, from that durable root alone. Returns what Orbax returns: the
-        tree of a step saved without names, else a `Composite`. Proven bits are cast where a template or `restore_args`
-        have another dtype.
+        its SSD, then other processes' tiers, then the durable one; with `directory`, from that durable root alone.
+        Returns what Orbax returns: the tree of a step saved without names, else a `Composite`. Proven bits are cast
+        where a template or `restore_args` have another dtype.
 
         Raises `StepNotFoundError`, `ItemNotFoundError`, `NoRestorableStepError` (with every candidate's reason),
         `TreeMismatchError` (with all differences); a tier that cannot be reached raises `StoreError` rather than fall
@@ -338,6 +349,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 ends.callback(arena.close, remove=remove_arenas)
             ends.callback(self._durable.close)
             ends.callback(self._pipeline.close)
+            if self._parts.link is not None:
+                ends.callback(self._parts.link.close)
             self._resumer.join()
             self._pipeline.wait()
         self.check_for_errors()

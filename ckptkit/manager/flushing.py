@@ -16,14 +16,17 @@ from ckptkit.manager.book import Book
 from ckptkit.manager.epoch_claim import EpochClaim
 from ckptkit.manager.failing import DurableUpkeep
 from ckptkit.manager.outcomes import Outcomes, Refusal, describe
-from ckptkit.manager.taken import DURABLE, DiskFlush, Save, Sealed, Tiers
+from ckptkit.manager.replicating import Replicator
+from ckptkit.manager.taken import DURABLE, PEER, DiskFlush, Save, Sealed, Tiers
 from ckptkit.manifest import Manifest, SaveId
 
 
 class Flusher:
     """Owner of the threads that fill the slower tiers. They read the snapshot's slot under a lease."""
 
-    def __init__(self, tiers: Tiers, book: Book, outcomes: Outcomes, claim: EpochClaim, upkeep: DurableUpkeep):
+    def __init__(
+        self, tiers: Tiers, book: Book, outcomes: Outcomes, claim: EpochClaim, upkeep: DurableUpkeep, timeout_s: float
+    ):
         self._tiers = tiers
         self._book = book
         self._outcomes = outcomes
@@ -31,11 +34,13 @@ class Flusher:
         self._upkeep = upkeep
         self._disk = Worker("ckptkit-disk", waiting_max=1)
         self._durable = Worker("ckptkit-durable", waiting_max=1)
+        buddies = tiers.buddies
+        self._copies = None if buddies is None else Replicator(buddies, tiers, outcomes, timeout_s)
 
     @property
     def idle(self) -> bool:
         """Whether no tier is being filled."""
-        return self._disk.idle and self.durable_idle
+        return self._disk.idle and self.durable_idle and (self._copies is None or self._copies.idle)
 
     @property
     def durable_idle(self) -> bool:
@@ -57,11 +62,15 @@ class Flusher:
     def drain(self) -> None:
         """Waits for every tier; raises what escaped a thread."""
         self._disk.drain()
+        if self._copies is not None:
+            self._copies.drain()
         self._durable.drain()
 
     def close(self) -> None:
         """Finishes what is under way and joins the threads."""
         self._disk.close()
+        if self._copies is not None:
+            self._copies.close()
         self._durable.close()
 
     def begin_disk(
@@ -89,7 +98,9 @@ class Flusher:
             begun = self.begin_disk(save.save_id, slot, (), save.description.slot_bytes)
         try:
             refused = {
-                tier: self._refused(save, tier, begun is not None) for tier in ("ssd", DURABLE) if tier in save.due
+                tier: self._refused(save, tier, begun is not None)
+                for tier in (PEER, "ssd", DURABLE)
+                if tier in save.due
             }
             accepted = frozenset(tier for tier, refusal in refused.items() if refusal is None)
             for tier, refusal in refused.items():
@@ -98,6 +109,8 @@ class Flusher:
             save = replace(save, due=accepted)
             if begun is not None and "ssd" in accepted:
                 begun.decided.set_result((save, sealed))
+            if PEER in accepted and self._copies is not None:
+                self._copies.submit(save, slot, sealed)
             if DURABLE in accepted:
                 self._tiers.staging.lease(slot)
                 self._durable.submit(lambda: self._flush_to_durable(save, slot, sealed))
@@ -129,6 +142,9 @@ class Flusher:
         too_early = Refusal(policy="skip", reason="still writing an older step")
         if tier == DURABLE:
             return None if save.waits else self._outcomes.vote("durable", None if self._durable.idle else too_early)
+        if tier == PEER:
+            idle = self._copies is not None and self._copies.idle
+            return self._outcomes.vote(PEER, None if idle else too_early)
         return self._outcomes.vote("disk", None if begun else too_early)
 
     # In the disk thread.

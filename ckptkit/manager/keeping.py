@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from ckptkit.arena import Arena
 from ckptkit.manager.book import Book
-from ckptkit.manager.taken import DURABLE
+from ckptkit.manager.taken import DURABLE, PEER
 from ckptkit.manifest import SaveId
-from ckptkit.policy import KeepBytes, Tier
+from ckptkit.policy import KeepBytes, Tier, kept_beside
 
 _log = logging.getLogger("ckptkit")
 
@@ -20,14 +20,18 @@ class Keeper:
     """Says to arenas which saves are protected, and which are given up. Safe from several threads.
 
     What it decides follows from the book: what all processes have committed. So the newest such save is never given up,
-    and one that is still being written, or of which nobody knows the verdict, is not touched.
+    and one that is still being written, or of which nobody knows the verdict, is not touched. Nor is the newest one
+    with copies on other hosts, here or in the lanes (arenas of no tier's name) with others' copies.
     """
 
     def __init__(self, tiers: Sequence[Tier], arenas: Mapping[str, Arena], book: Book, in_flight_max: int):
-        names = [*(tier.name for tier in tiers), DURABLE]
+        # Copies are in memory as the ramdisk is: what is only there was not flushed.
+        names = [*(tier.name for tier in tiers if tier.medium != "peer"), DURABLE]
         self._tiers = {tier.name: tier for tier in tiers}
+        self._beside = {tier.name: kept_beside(tier, tiers) for tier in tiers}
         self._slower = dict(itertools.pairwise(names))
-        self._arenas = arenas
+        self._arenas = {name: arena for name, arena in arenas.items() if name in self._tiers}
+        self._lanes = [arena for name, arena in arenas.items() if name not in self._tiers]
         self._book = book
         self._in_flight_max = in_flight_max
         self._share_bytes: int | None = None  # the largest of all processes, in a slot
@@ -43,8 +47,15 @@ class Keeper:
         """The run goes on from this save: it is kept wherever it is held."""
         with self._lock:
             for name, arena in self._arenas.items():
-                if save_id in arena.held() and not self._waits_for_size(self._tiers[name]):
+                if save_id not in arena.held():
+                    continue
+                if not self._waits_for_size(self._tiers[name]):
                     arena.protect(save_id, *self._kept(name))
+                if self._beside[name]:
+                    arena.protect(save_id, why=PEER)  # until a newer one has its copies elsewhere
+            for lane in self._lanes:
+                if save_id in lane.held():
+                    lane.protect(save_id)
 
     def sized(self, share_bytes: int, slot_bytes: int) -> bool:
         """A save takes `slot_bytes` of a slot here and at most `share_bytes` on any process; returns whether a tier has
@@ -60,11 +71,29 @@ class Keeper:
         """All processes hold the save in `tier`, and the book says so: what it replaces is given up."""
         with self._lock:
             for name, arena in self._arenas.items():
-                if self._tiers[name].keep is not None and (kept := self._protect(name)):
-                    arena.forget(self._book.committed_in(name).difference(kept))
-                elif name == tier:
+                if not self._give_up(name) and name == tier:
                     arena.protect(save_id)
                 self._book.keep_only(name, arena.held())
+
+    def copied(self, save_id: SaveId) -> None:
+        """Every process's slot of the save stands on other hosts too, and the book says so: it is kept, here and there,
+        until a newer one does."""
+        with self._lock:
+            for name, arena in self._arenas.items():
+                if self._beside[name]:
+                    arena.protect(save_id, why=PEER)
+                    self._give_up(name)
+                    self._book.keep_only(name, arena.held())
+            for lane in self._lanes:
+                lane.protect(save_id)
+            self._book.keep_only(PEER, [save_id, *(held for lane in self._lanes for held in lane.held())])
+
+    def _give_up(self, name: str) -> bool:
+        """Forgets what neither the tier's policy nor another reason keeps; False where no policy has a say yet."""
+        kept, arena = self._protect(name), self._arenas[name]
+        if kept:
+            arena.forget(self._book.committed_in(name) - arena.protected)
+        return bool(kept)
 
     def _protect(self, name: str) -> list[SaveId]:
         kept = self._kept(name)
@@ -89,12 +118,12 @@ class Keeper:
 
     def _resize(self, name: str, arena: Arena, slot_bytes: int) -> bool:
         tier, share_bytes = self._tiers[name], self._share_bytes or 0
-        slots = tier.slots_for(share_bytes, self._in_flight_max)
+        slots = tier.slots_for(share_bytes, self._in_flight_max, beside=self._beside[name])
         changed = arena.resize(slots)
         self._protect(name)
         _log.info(
             "tier %s: %d slots of %d bytes are %d bytes in this process: %d for steps that are kept (%s), "
-            "the others for those being written, or read by slower tiers",
+            "the others for those being written, read by slower tiers, or copied to other hosts",
             name,
             slots,
             slot_bytes,

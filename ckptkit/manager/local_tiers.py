@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import CorruptCheckpointError
+import numpy as np
+
+from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
 from ckptkit.events import EventLog, Kind
-from ckptkit.manifest import Manifest, SaveId
+from ckptkit.gathered import Held, box_set_hash, part_of
+from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId
 from ckptkit.plan import Source
 from ckptkit.proving import Proving
 from ckptkit.restore import BoxReader
+from ckptkit.sharding import Box
 from ckptkit.slot_reader import ManifestCache, SlotReader, read_manifests, slot_directories, within
 
 
@@ -27,6 +32,22 @@ class LocalSave:
     def manifests(self) -> tuple[Manifest, ...]:
         """All manifests of the save on this host."""
         return tuple(manifest for pairs in self.held.values() for _, manifest in pairs)
+
+    def report(self, rank: tuple[int, int], refusal: str | None = None) -> Held:
+        """What this process, the `rank`-th of so many on its host, tells the others of the save."""
+        mine = {
+            manifest.writer.process: box_set_hash(manifest)
+            for pairs in self.held.values()
+            for directory, manifest in pairs
+            if part_of(directory.name, *rank)
+        }
+        return Held(
+            save_id=self.save_id,
+            count=max(manifest.writer.count for manifest in self.manifests),
+            shares=tuple(sorted(mine.items())),
+            tiers=tuple(self.held),
+            refusal=refusal,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +103,39 @@ class LocalTiers:
                     self._events.emit(Kind.REJECTED, step=manifest.save_id.step, tier=tier, reason=reason)
                 sources.append(Source(tier=tier, manifests=(inside,)))
                 readers.append(_slot_reader(slot, directory, manifest, proves))
+        if len({source.manifests[0].writer for source in sources}) > 1:  # a box may lie in parts of several shares
+            joined = together(list(zip(sources, readers, strict=True)), sources[-1].tier, proves)
+            sources.append(joined[0])
+            readers.append(joined[1])
         return Holdings(sources=tuple(sources), readers=tuple(readers))
+
+
+def together(
+    pairs: Sequence[tuple[Source, BoxReader]], tier: str, proves: Proving, *, remote: bool = False
+) -> tuple[Source, BoxReader]:
+    """Several sources as one, that covers what they cover together; what it reads counts as read from `tier`.
+
+    Of a box that several hold, the first that proves whole is given; what a sample finds damaged is raised at once.
+    """
+    by_box: dict[tuple[str, tuple[str, ...], Box], list[tuple[LeafRecord, BoxRecord, BoxReader]]] = {}
+    for source, reader in pairs:
+        for manifest in source.manifests:
+            for item, leaves in manifest.arrays.items():
+                for leaf in leaves:
+                    for record in leaf.boxes:
+                        by_box.setdefault((item, leaf.path, record.box), []).append((leaf, record, reader))
+    passed_over = (PeerUnreachableError, *(() if proves.is_sample else (CorruptCheckpointError,)))
+
+    def read(item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
+        *others, last = by_box[item, leaf.path, record.box]
+        for theirs, stored, reader in others:
+            with suppress(*passed_over):
+                return reader(item, theirs, stored, wanted, into)
+        theirs, stored, reader = last
+        return reader(item, theirs, stored, wanted, into)
+
+    manifests = tuple(manifest for source, _ in pairs for manifest in source.manifests)
+    return Source(tier=tier, manifests=manifests, remote=remote), read
 
 
 def _slot_reader(slot: SlotReader, directory: Path, manifest: Manifest, proves: Proving) -> BoxReader:

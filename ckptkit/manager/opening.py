@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,21 @@ from ckptkit.durable import DurableSteps, EpochRecords
 from ckptkit.durable.epochs import Ancestry
 from ckptkit.durable.leftovers import left_behind
 from ckptkit.durable.steps import make_root
-from ckptkit.errors import CheckpointError, heard_from
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError, heard_from
 from ckptkit.events import EventLog, Kind
+from ckptkit.gathered import Held, distinct_shares, hole_in, is_whole
 from ckptkit.host_memory import HostMemory
 from ckptkit.layout import PAGE_BYTES
 from ckptkit.manager.restoring import Restorer
-from ckptkit.manager.taken import DURABLE, MEMORY, Tiers
+from ckptkit.manager.taken import DURABLE, MEMORY, Buddies, Tiers
 from ckptkit.manifest import SaveId
-from ckptkit.policy import Tier
+from ckptkit.peers.client import PeerClient
+from ckptkit.policy import Tier, kept_beside
 from ckptkit.sharding import Box, boxes_by_process
 from ckptkit.store import open_store
 
 UNKNOWN_BYTES = 1 << 60  # of a state before the first save: slots that follow from bytes begin with the fewest
+_LOOKED_INTO_MAX = 256  # manifests of one save, when all is looked at on one process
 STORE_DEADLINE_S = 20.0  # for small reads and writes of the durable root: a restart should not hang on a dead bucket
 
 _NAMES_MAX = 20  # of leftovers, in one event
@@ -70,23 +74,35 @@ def say_what_was_left(durable: DurableSteps, events: EventLog, coordinator: Coor
 def open_arenas(
     tiers: Sequence[Tier],
     host_dirs: Mapping[str, Path],
-    host_id: str,
+    rank: tuple[int, int],
     memory: HostMemory,
     in_flight_max: int,
     coordinator: Coordinator,
     timeout_s: float,
+    lanes: int = 0,
 ) -> dict[str, Arena]:
-    """Opens this process's slot directories; when one process cannot, all raise, so that none is left waiting."""
-    hosts = gather(coordinator, "hosts", host_id, timeout_s=timeout_s)
-    local_rank = hosts[: coordinator.process].count(host_id)
+    """Opens this process's slot directories; when one process cannot, all raise, so that none is left waiting.
+
+    `rank` is this process's place on its host, of how many there; `lanes` is of how many others it keeps copies.
+    """
     arenas: dict[str, Arena] = {}
     failure: CheckpointError | None = None
     try:
         for tier in tiers:
+            if tier.medium == "peer":
+                for lane in range(lanes):
+                    arenas[lane_name(lane)] = Arena.open(
+                        host_dirs["ram"],
+                        f"{lane_name(rank[0])}-{lane}",
+                        slots=tier.slots_for(UNKNOWN_BYTES, in_flight_max),
+                        synced=False,
+                        memory=memory,
+                    )
+                continue
             arenas[tier.name] = Arena.open(
                 host_dirs[tier.name],
-                local_rank,
-                slots=tier.slots_for(UNKNOWN_BYTES, in_flight_max),
+                rank[0],
+                slots=tier.slots_for(UNKNOWN_BYTES, in_flight_max, beside=kept_beside(tier, tiers)),
                 synced=tier.medium == "ssd",
                 memory=memory if tier.medium == "ram" else None,
                 keeps_found=tier.keep is not None,
@@ -101,6 +117,11 @@ def open_arenas(
             arena.close()
         raise failure or heard_from(failed[0], *said[failed[0]])
     return arenas
+
+
+def lane_name(lane: int) -> str:
+    """What the arena of a lane is called, and its directory begins with."""
+    return f"buddy-{lane}"
 
 
 def abstract_slot_bytes(trees: Mapping[str, Any]) -> tuple[int, int]:
@@ -121,7 +142,12 @@ def abstract_slot_bytes(trees: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def make_tiers(
-    arenas: Mapping[str, Arena], memory: HostMemory, in_flight_max: int, durable: DurableSteps, epochs: EpochRecords
+    arenas: Mapping[str, Arena],
+    memory: HostMemory,
+    in_flight_max: int,
+    durable: DurableSteps,
+    epochs: EpochRecords,
+    buddies: Buddies | None = None,
 ) -> Tiers:
     """Where saves go: staged in the ramdisk's slots, or without one in host memory for as many as may be in flight."""
     staging = arenas.get("ram") or Arena(None, slots=in_flight_max, synced=False, memory=memory)
@@ -131,46 +157,72 @@ def make_tiers(
         disk=arenas.get("ssd"),
         durable=durable,
         epochs=epochs,
+        buddies=buddies,
     )
+
+
+def rank_on_host(hosts: Sequence[str], process: int) -> tuple[int, int]:
+    """The place of a process among those of its host, and how many there are."""
+    return hosts[:process].count(hosts[process]), hosts.count(hosts[process])
 
 
 def take_stock(
     restorer: Restorer, durable: DurableSteps, ancestry: Ancestry, coordinator: Coordinator, timeout_s: float
 ) -> tuple[dict[SaveId, list[str]], int]:
-    """Every save with the tiers that hold it, agreed by all processes, and the highest epoch that was seen.
+    """Every save that can be had with the tiers that hold it, agreed by all processes, and the highest epoch seen.
 
-    Cost: a listing and a small read per durable step, on process 0.
+    Where processes read each other's tiers, a save of the fast ones can be had when they hold it together; else when
+    each holds its own part. Cost: a listing and a small read per durable step, on process 0, and a few KiB from each
+    process; for a save newer than the newest whole one, a manifest of each different set of boxes, if they are few.
     """
-    mine = [
-        [save.epoch, save.step, save.number, tier]
-        for save, held in restorer.local_saves().items()
-        for tier, pairs in held.held.items()
-        if any((m.writer.process, m.writer.count) == (coordinator.process, coordinator.count) for _, m in pairs)
-    ]
 
-    def stock(reports: list[list[list[Any]]]) -> dict[str, Any]:
-        seen = {tuple(entry[:3]) for report in reports for entry in report}
-        common = [
-            save
-            for save in sorted(seen)
-            if all(any(tuple(entry[:3]) == save for entry in report) for report in reports)
-        ]
+    def stock(said: list[list[list[Any]]]) -> dict[str, Any]:
+        reports = [[Held.from_json(values) for values in report] for report in said]
+        listed = [restorer.identity(step, ancestry) for step in durable.steps()]
+        seen = sorted({held.save_id for report in reports for held in report})
+        if restorer.client is None and coordinator.count > 1:
+            common = [save for save in seen if _each_has_its_own(reports, save)]
+        else:
+            common = [save for save in seen if is_whole(reports, save)]
+            newest = max([*common, *listed], default=None)
+            partial = [save for save in seen if save not in common and (newest is None or save > newest)]
+            if restorer.client is not None:
+                common += _covered(restorer.client, reports, [s for s in partial if not ancestry.superseded(s)])
         tiers = {
-            save: sorted({entry[3] for report in reports for entry in report if tuple(entry[:3]) == save})
+            save: sorted({tier for report in reports for held in report if held.save_id == save for tier in held.tiers})
             for save in common
         }
-        listed = [restorer.identity(step, ancestry) for step in durable.steps()]
-        newest = [[save.epoch, save.step, save.number] for save in listed]
         return {
-            "fast": [[*save, tiers[save]] for save in common],
-            "durable": newest,
-            "epoch": max([ancestry.epoch, *(save[0] for save in seen), *(e for e, _, _ in newest)]),
+            "fast": [[save.epoch, save.step, save.number, tiers[save]] for save in sorted(common)],
+            "durable": [[save.epoch, save.step, save.number] for save in listed],
+            "epoch": max([ancestry.epoch, *(save.epoch for save in seen), *(save.epoch for save in listed)]),
         }
 
-    agreed = coordinator.agree("stock", mine, stock, timeout_s=timeout_s)
+    agreed = coordinator.agree("stock", restorer.reports(), stock, timeout_s=timeout_s)
     held: dict[SaveId, list[str]] = {}
     for epoch, step, number, names in agreed["fast"]:
         held.setdefault(SaveId(epoch, step, number), []).extend(names)
     for epoch, step, number in agreed["durable"]:
         held.setdefault(SaveId(epoch, step, number), []).append(DURABLE)
     return held, agreed["epoch"]
+
+
+def _each_has_its_own(reports: Sequence[Sequence[Held]], save: SaveId) -> bool:
+    """Whether as many processes as wrote a save each hold their own share."""
+    own = [{held.save_id: held for held in report}.get(save) for report in reports]
+    return all(
+        held is not None and held.count == len(reports) and process in [writer for writer, _ in held.shares]
+        for process, held in enumerate(own)
+    )
+
+
+def _covered(client: PeerClient, reports: Sequence[Sequence[Held]], saves: Sequence[SaveId]) -> list[SaveId]:
+    """The newest of the saves whose shares, though some are lost, hold every leaf: data replicas do. Or none."""
+    for save in reversed(saves):
+        distinct = distinct_shares(reports, save)
+        if not distinct or len(distinct) > _LOOKED_INTO_MAX:
+            continue
+        with suppress(CorruptCheckpointError, PeerUnreachableError):
+            if hole_in([client.manifest(holder, save, share)[0] for holder, share in distinct]) is None:
+                return [save]
+    return []

@@ -14,7 +14,7 @@ from ckptkit.errors import CheckpointError, SaveFailedError
 from ckptkit.events import EventLog, Kind
 from ckptkit.manager.book import Book
 from ckptkit.manager.keeping import Keeper
-from ckptkit.manager.taken import DURABLE, MEMORY, Save, Tiers
+from ckptkit.manager.taken import DURABLE, MEMORY, PEER, Save, Tiers
 from ckptkit.manifest import SaveId
 
 _log = logging.getLogger(__name__)  # for those who keep no events: what is lost without an exception
@@ -80,6 +80,15 @@ class Outcomes:
             duration_s=round(clock.monotonic_s() - save.staged_s, 6),
             **({"method": arena.method} if arena is not None and arena.synced else {}),
         )
+
+    def copied(self, save: Save) -> None:
+        """Every process's slot of the save stands on other hosts too: it is kept, here and there, until a newer one
+        does."""
+        self._book.commit(save.save_id, PEER)
+        self._keeper.copied(save.save_id)
+        duration_s = round(clock.monotonic_s() - save.staged_s, 6)
+        held_bytes = save.description.held_bytes
+        self._events.emit(Kind.COMMITTED, step=save.save_id.step, tier=PEER, bytes=held_bytes, duration_s=duration_s)
 
     def committed_by_orbax(self, save_id: SaveId, began_s: float) -> None:
         """Orbax has committed a save that it wrote itself; nothing of it was staged or proven."""

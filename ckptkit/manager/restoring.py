@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,25 +16,33 @@ from ckptkit.durable.epochs import Ancestry, EpochRecords
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.durable.stock import DEFAULT_ITEM
 from ckptkit.errors import (
+    CheckpointError,
     CorruptCheckpointError,
     ItemNotFoundError,
     NoRestorableStepError,
+    PeerUnreachableError,
     StepNotFoundError,
     TreeMismatchError,
-    heard_from,
 )
 from ckptkit.events import EventLog, Kind
+from ckptkit.gathered import Held, from_runs, holders_of, to_runs, writers_of
 from ckptkit.manager import by_orbax
-from ckptkit.manager.asked import Asked, RestoreItems, TreeAnswer, asked_of, tree_answer
+from ckptkit.manager.asked import RestoreItems
 from ckptkit.manager.local_tiers import Holdings, LocalSave, LocalTiers
+from ckptkit.manager.preparing import Prepared, Preparer, only_by_orbax
+from ckptkit.manager.reach import Reach
 from ckptkit.manager.small_items import give_back
 from ckptkit.manager.taken import DURABLE
-from ckptkit.manifest import Manifest, SaveId
-from ckptkit.plan import Candidate, Key, RestorePlan, Source, plan_restore, rank_candidates
+from ckptkit.manager.verdicts import act_together
+from ckptkit.manifest import SaveId
+from ckptkit.peers.client import PeerClient
+from ckptkit.plan import Candidate, Key, RestorePlan, rank_candidates
 from ckptkit.proving import Proving, Verify, begin
-from ckptkit.restore import Target, execute, place, targets_of
+from ckptkit.restore import Target, execute, place
 from ckptkit.sharding import Box
 
+_T = TypeVar("_T")
+_log = logging.getLogger("ckptkit")
 LISTED_DURABLE_STEPS = 8  # how many durable steps, newest first, are looked into before older ones are asked for
 
 
@@ -50,24 +59,13 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """What a process would restore of a save, and from where: the tree is compared, every box has a source."""
-
-    asked: Asked
-    answers: Mapping[str, TreeAnswer]
-    targets: Sequence[Target]
-    inline: Mapping[str, Any]
-    plan: RestorePlan
-    holdings: Holdings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Proven:
     """What one process has read and proven of a save, on its devices. `prepared` None: `stock` is what Orbax gave."""
 
-    prepared: _Prepared | None = None
+    prepared: Prepared | None = None
     leaves: Mapping[Key, Any] = field(default_factory=dict)
     read_bytes: Mapping[str, int] = field(default_factory=lambda: {"durable (orbax)": 0})
+    proves: Proving = field(default_factory=lambda: Proving(mode="never"))  # a step of stock Orbax has no digests
     stock: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -83,14 +81,31 @@ class Restorer:
         events: EventLog,
         timeout_s: float,
         verify: Verify = "always",
+        *,
+        client: PeerClient | None = None,
+        rank: tuple[int, int] = (0, 1),
     ):
+        """`client` reads other processes' tiers; `rank` is this process's place on its host, of how many."""
         self._verify: Verify = verify
         self._local = LocalTiers(host_dirs, events)
+        self._client = client
+        self._rank = rank
+        self._preparer = Preparer(durable.url, coordinator)
+        self._reports: list[list[Held]] = []  # on process 0, of the last gathering
         self._durable = durable
         self._epochs = epochs
         self._coordinator = coordinator
         self._events = events
         self._timeout_s = timeout_s
+
+    @property
+    def client(self) -> PeerClient | None:
+        """How other processes' tiers are read; None where they are not."""
+        return self._client
+
+    def reports(self) -> list[list[Any]]:
+        """What this process tells the others of the saves on its host."""
+        return [save.report(self._rank).to_json() for save in self.local_saves().values()]
 
     def local_saves(self) -> dict[SaveId, LocalSave]:
         """What this host's fast tiers hold; a local look, for any thread."""
@@ -104,8 +119,10 @@ class Restorer:
         """
         wanted = replace(wanted, proves=begin(self._verify))
         local = {save: held for save, held in self.local_saves().items() if step is None or save.step == step}
-        prepared: dict[SaveId, _Prepared] = {}
+        prepared: dict[SaveId, Prepared] = {}
         rejected: list[tuple[str, int, str]] = []
+        if self._client is not None:
+            self._client.try_again()
         tried: set[SaveId] = set()
         for looked_into in (LISTED_DURABLE_STEPS, None):
             for candidate in self._candidates(local, prepared, wanted, step, looked_into):
@@ -134,7 +151,7 @@ class Restorer:
     def _candidates(
         self,
         local: Mapping[SaveId, LocalSave],
-        prepared: dict[SaveId, _Prepared],
+        prepared: dict[SaveId, Prepared],
         wanted: RestoreItems,
         step: int | None,
         looked_into: int | None,
@@ -142,9 +159,11 @@ class Restorer:
         report = self._report(local, prepared, wanted)
 
         def rank(reports: list[list[list[Any]]]) -> list[dict[str, Any]]:
-            fast = [{SaveId(*entry[:3]): entry[3] for entry in entries} for entries in reports]
+            self._reports = [[Held.from_json(entry) for entry in entries] for entries in reports]
+            fast = [{held.save_id: held.refusal for held in report} for report in self._reports]
             ancestry = self._epochs.read()
-            ranked = rank_candidates(fast, self._durable_saves(ancestry, step, looked_into), ancestry.superseded, step)
+            durable = self._durable_saves(ancestry, step, looked_into)
+            ranked = rank_candidates(fast, durable, ancestry.superseded, step, linked=self._client is not None)
             return [{**asdict(candidate), "save_id": list(asdict(candidate.save_id).values())} for candidate in ranked]
 
         agreed = self._coordinator.agree("candidates", report, rank, timeout_s=self._timeout_s)
@@ -170,7 +189,7 @@ class Restorer:
             return SaveId(0, step, 0)
 
     def _report(
-        self, local: Mapping[SaveId, LocalSave], prepared: dict[SaveId, _Prepared], wanted: RestoreItems
+        self, local: Mapping[SaveId, LocalSave], prepared: dict[SaveId, Prepared], wanted: RestoreItems
     ) -> list[list[Any]]:
         """What this host's fast tiers hold, newest first, each with why it cannot be had from them alone, or None.
 
@@ -181,52 +200,44 @@ class Restorer:
             refusal = None
             if not prepared:
                 prepared_or_why = self._prepare_fast(local[save], wanted)
-                if isinstance(prepared_or_why, _Prepared):
+                if isinstance(prepared_or_why, Prepared):
                     prepared[save] = prepared_or_why
                 else:
                     refusal = prepared_or_why
-            report.append([*astuple(save), refusal])
+            report.append(local[save].report(self._rank, refusal).to_json())
         return report
 
-    def _prepare_fast(self, save: LocalSave, wanted: RestoreItems) -> _Prepared | str | None:
+    def _prepare_fast(self, save: LocalSave, wanted: RestoreItems) -> Prepared | str | None:
         """How to have `save` from its own host's fast tiers alone, or why that cannot be; None: raised when tried."""
         try:
             holdings = self._local.holdings(save, wanted.proves)
             if not holdings.manifests:
                 return f"the slots of save {save.save_id} are gone"
-            asked = self._asked(holdings.manifests, wanted)
-            return _only_by_orbax(asked) if asked.orbax else self._prepare(save.save_id, holdings, asked)
+            asked = self._preparer.asked(holdings.manifests, wanted)
+            return only_by_orbax(asked) if asked.orbax else self._preparer.prepare(save.save_id, holdings, asked)
         except (TreeMismatchError, ItemNotFoundError):
             return None  # it is held; the mismatch is raised when the candidate is tried
         except Exception as error:  # noqa: BLE001  said in the vote: who does not come leaves the others waiting
             return f"{type(error).__name__}: {error}"
 
     def _try(
-        self, candidate: Candidate, local: LocalSave | None, prepared: _Prepared | None, wanted: RestoreItems
+        self, candidate: Candidate, local: LocalSave | None, prepared: Prepared | None, wanted: RestoreItems
     ) -> Restored | str:
-        """The restored items, or why the processes together reject this candidate."""
+        """The restored items, or why the processes together reject this candidate.
+
+        Two verdicts: that everybody has a source for all that it wants, before anything is read, and that all of it
+        proved whole, before anything is given back.
+        """
         start_s = clock.monotonic_s()
         save_id = candidate.save_id
-        error: Exception | None = None
-        proven = None
-        try:
-            try:
-                proven = self._read(candidate, local, prepared, wanted)
-            except CorruptCheckpointError:
-                if not wanted.proves.is_sample:
-                    raise
-                # What is damaged in one place may be in others, which the sample has passed over.
-                wanted = replace(wanted, proves=Proving())
-                proven = self._read(candidate, local, None, wanted)
-        except Exception as caught:  # noqa: BLE001  voted on: who does not vote leaves the others waiting
-            error = caught
-        verdict = self._vote(error)
-        if verdict["fatal"] is not None:
-            if error is not None and _is_fatal(error):
-                raise error
-            raise heard_from(*verdict["fatal"])
-        if verdict["reject"] is not None:
-            return verdict["reject"]
+        own = prepared.holdings if prepared is not None else self._local.holdings(local, wanted.proves)
+        reach = self._reach(candidate, own, wanted)
+        rejection, planned = self._together("plan", lambda: self._plan(candidate, reach, prepared, wanted))
+        if rejection is not None:
+            return rejection
+        rejection, proven = self._together("restore", lambda: self._read(candidate, local, reach, planned, wanted))
+        if rejection is not None:
+            return rejection
         assert proven is not None
         items = self._assemble(proven, save_id)
         self._events.emit(
@@ -235,7 +246,7 @@ class Restorer:
             sources=proven.read_bytes,
             save_id=str(save_id),
             duration_s=round(clock.monotonic_s() - start_s, 6),
-            **(wanted.proves if proven.prepared is not None else Proving(mode="never")).words(),
+            **proven.proves.words(),
         )
         return Restored(
             items=items,
@@ -243,58 +254,109 @@ class Restorer:
             default_item=DEFAULT_ITEM in items,
             slot_bytes=0 if proven.prepared is None else _slot_bytes(proven.prepared.targets),
             read_bytes=proven.read_bytes,
-            proven=proven.prepared is not None and wanted.proves.proves_all,
+            proven=proven.proves.proves_all,
+        )
+
+    def _together(self, channel: str, act: Callable[[], _T]) -> tuple[str | None, _T | None]:
+        return act_together(self._coordinator, channel, act, timeout_s=self._timeout_s)
+
+    def _reach(self, candidate: Candidate, own: Holdings, wanted: RestoreItems) -> Reach:
+        """Where the save's boxes can be had; what others hold of it is heard from process 0."""
+        count, runs = 1, list[list[int]]()
+        if self._client is not None and candidate.fast:
+            count, runs = self._coordinator.tell("holders", lambda: self._told(candidate), timeout_s=self._timeout_s)
+        coordinator = self._coordinator
+        return Reach(
+            candidate,
+            own,
+            (count, from_runs(runs)),
+            self._client,
+            self._durable,
+            self._events,
+            proves=wanted.proves,
+            process=(coordinator.process, coordinator.count),
+            alike=lambda manifests: self._preparer.alike(candidate.save_id, manifests, wanted),
+        )
+
+    def _told(self, candidate: Candidate) -> list[Any]:
+        save_id = candidate.save_id
+        return [writers_of(self._reports, save_id), to_runs(holders_of(self._reports, save_id))]
+
+    def _plan(
+        self, candidate: Candidate, reach: Reach, prepared: Prepared | None, wanted: RestoreItems
+    ) -> Prepared | None:
+        """Reaches as far as every wanted box has a source; None: stock Orbax restores it. Reads nothing but manifests.
+
+        The durable tier is asked only for what the fast ones do not cover, or hold damaged. What does not answer is
+        not absent: it raises where it might have been what is missing.
+        """
+        error: Exception | None = None
+        for holdings in reach.holdings:
+            try:
+                prepared = prepared or self._preparer.prepared(candidate, holdings, wanted)
+                self._say_planned(prepared.plan)
+                return prepared
+            except (CorruptCheckpointError, ValueError) as caught:
+                if isinstance(caught, TreeMismatchError):
+                    raise
+                error = caught
+        if reach.stock:
+            return None
+        if reach.unreachable is not None:
+            raise reach.unreachable
+        raise error or CorruptCheckpointError(
+            f"the slots of save {candidate.save_id} are gone or damaged", step=candidate.save_id.step
         )
 
     def _read(
-        self, candidate: Candidate, local: LocalSave | None, prepared: _Prepared | None, wanted: RestoreItems
+        self,
+        candidate: Candidate,
+        local: LocalSave | None,
+        reach: Reach,
+        prepared: Prepared | None,
+        wanted: RestoreItems,
     ) -> _Proven:
-        """Plans, reads, proves and places this process's part; launches no collective.
+        """Reads, proves and places this process's part; launches no collective, and meets nobody."""
+        try:
+            return self._read_reaching(candidate, reach, prepared, wanted)
+        except CorruptCheckpointError:
+            if not wanted.proves.is_sample:
+                raise
+        # What is damaged in one place may be in others, which the sample has passed over.
+        wanted = replace(wanted, proves=Proving())
+        reach = reach.proving_all(self._local.holdings(local, wanted.proves))
+        return self._read_reaching(candidate, reach, self._plan(candidate, reach, None, wanted), wanted)
 
-        The durable tier is asked only for what the fast ones do not cover, or hold damaged.
-        """
-        fast = prepared.holdings if prepared is not None else self._local.holdings(local, wanted.proves)
-        if fast.manifests:
+    def _read_reaching(
+        self, candidate: Candidate, reach: Reach, prepared: Prepared | None, wanted: RestoreItems
+    ) -> _Proven:
+        """Reaches further where what was planned does not prove whole, or does not answer."""
+        while prepared is not None:
             try:
-                return self._read_prepared(prepared or self._prepared_of(candidate, fast, wanted), wanted.proves)
-            except (CorruptCheckpointError, ValueError) as error:
-                if isinstance(error, TreeMismatchError) or not candidate.durable or wanted.proves.is_sample:
+                return self._read_prepared(prepared, wanted.proves)
+            except (CorruptCheckpointError, PeerUnreachableError, ValueError) as error:
+                sampled = wanted.proves.is_sample and isinstance(error, CorruptCheckpointError)
+                if sampled or isinstance(error, TreeMismatchError):
                     raise
-        if not candidate.durable:
-            raise CorruptCheckpointError(
-                f"the slots of save {candidate.save_id} are gone or damaged", step=candidate.save_id.step
-            )
-        reader = self._durable.reader(candidate.save_id.step, wanted.proves)
-        durable = tuple(reader.manifests())
-        if candidate.save_id.ours and {manifest.save_id for manifest in durable} - {candidate.save_id}:
-            raise CorruptCheckpointError(
-                f"step {candidate.save_id.step} in {self._durable.url} is no longer save {candidate.save_id}",
-                step=candidate.save_id.step,
-            )
-        if not durable and not fast.manifests:
-            return _Proven(stock=by_orbax.restore_stock(self._durable, candidate.save_id.step, wanted))
-        both = Holdings(
-            sources=(*fast.sources, Source(tier=DURABLE, manifests=durable, remote=True)),
-            readers=(*fast.readers, reader.read),
+                reach.damaged = True
+                try:
+                    prepared = self._plan(candidate, reach, None, wanted)
+                except CorruptCheckpointError:
+                    raise error from None  # no source is left: what the last one had is the reason
+        return _Proven(stock=by_orbax.restore_stock(self._durable, candidate.save_id.step, wanted))
+
+    def _say_planned(self, plan: RestorePlan) -> None:
+        _log.info("restore plan: %s", plan)
+        self._events.emit(
+            Kind.PLANNED,
+            step=plan.save_id.step,
+            sources=plan.bytes_by_tier(),
+            save_id=str(plan.save_id),
+            boxes=len(plan.reads),
         )
-        return self._read_prepared(self._prepared_of(candidate, both, wanted), wanted.proves)
 
-    def _prepared_of(self, candidate: Candidate, holdings: Holdings, wanted: RestoreItems) -> _Prepared:
-        asked = self._asked(holdings.manifests, wanted)
-        if asked.orbax and not candidate.durable:
-            raise CorruptCheckpointError(_only_by_orbax(asked), step=candidate.save_id.step)
-        return self._prepare(candidate.save_id, holdings, asked)
-
-    def _prepare(self, save_id: SaveId, holdings: Holdings, asked: Asked) -> _Prepared:
-        answers = self._answers(save_id, holdings.manifests, asked)
-        targets = self._targets(save_id, answers)
-        inline = self._inline(holdings.manifests, asked)
-        plan = plan_restore(save_id, {target.key: target.boxes for target in targets}, holdings.sources)
-        return _Prepared(asked=asked, answers=answers, targets=targets, inline=inline, plan=plan, holdings=holdings)
-
-    def _read_prepared(self, prepared: _Prepared, proves: Proving) -> _Proven:
+    def _read_prepared(self, prepared: Prepared, proves: Proving) -> _Proven:
         plan, by_key = prepared.plan, {target.key: target for target in prepared.targets}
-        self._events.emit(Kind.PLANNED, step=plan.save_id.step, sources=plan.bytes_by_tier(), save_id=str(plan.save_id))
         leaves: dict[Key, Any] = {}
 
         def proven(key: Key, blocks: Mapping[Box, np.ndarray]) -> None:
@@ -302,26 +364,7 @@ class Restorer:
                 leaves[key] = place(by_key[key], blocks)
 
         read_bytes = execute(plan, prepared.holdings.readers, self._rejected(plan.save_id, proves), proven)
-        return _Proven(prepared=prepared, leaves=leaves, read_bytes=read_bytes)
-
-    def _asked(self, manifests: Sequence[Manifest], wanted: RestoreItems) -> Asked:
-        return asked_of(wanted, manifests, where=self._durable.url)
-
-    def _answers(self, save_id: SaveId, manifests: Sequence[Manifest], asked: Asked) -> dict[str, TreeAnswer]:
-        """How each tree is given back. One that Orbax is to give back is read and proven as it was saved."""
-        proven_only = dict.fromkeys(name for name in asked.orbax if any(name in m.arrays for m in manifests))
-        return {
-            item: tree_answer(arg, manifests, item, step=save_id.step, where=self._durable.url)
-            for item, arg in {**asked.trees, **proven_only}.items()
-        }
-
-    def _targets(self, save_id: SaveId, answers: Mapping[str, TreeAnswer]) -> list[Target]:
-        where = self._durable.url
-        return [
-            target
-            for item, answer in answers.items()
-            for target in targets_of(item, answer.abstract, answer.leaves, step=save_id.step, where=where)
-        ]
+        return _Proven(prepared=prepared, leaves=leaves, read_bytes=read_bytes, proves=proves)
 
     def _assemble(self, proven: _Proven, save_id: SaveId) -> dict[str, Any]:
         """The trees of what is proven; sets the iterators: nothing before this changes what the caller has."""
@@ -338,52 +381,15 @@ class Restorer:
             items |= by_orbax.restore_items(self._durable, save_id.step, prepared.asked.orbax)
         return items
 
-    def _inline(self, manifests: Sequence[Manifest], asked: Asked) -> dict[str, Any]:
-        """The small items. A data iterator's state belongs to one process out of as many as there were."""
-        inline = {}
-        for name in asked.inline:
-            holders = [manifest for manifest in manifests if name in manifest.inline]
-            if holders[0].inline[name]["kind"] == "grain":
-                holders = [m for m in holders if m.writer.process == self._coordinator.process]
-                count = manifests[0].writer.count
-                if count != self._coordinator.count or not holders:
-                    raise CorruptCheckpointError(
-                        f"item {name!r} is a data iterator saved by {count} processes, and this job has "
-                        f"{self._coordinator.count}: restore on {count}, or keep one global position in a JSON item"
-                    )
-            inline[name] = holders[0].inline[name]
-        return inline
-
     def _rejected(self, save_id: SaveId, proves: Proving) -> Any:
-        def emit(tier: str, error: CorruptCheckpointError) -> None:
+        def emit(tier: str, error: CheckpointError) -> None:
             self._events.emit(Kind.REJECTED, step=save_id.step, tier=tier, reason=str(error))
-            if proves.is_sample:
+            if proves.is_sample and isinstance(error, CorruptCheckpointError):
                 raise error
 
         return emit
-
-    def _vote(self, error: Exception | None) -> dict[str, Any]:
-        """One verdict for all: a fatal error raises everywhere, a rejection sends everybody to the next candidate."""
-        value = None if error is None else [_is_fatal(error), type(error).__name__, str(error)]
-
-        def worst(values: list[Any]) -> dict[str, Any]:
-            said = [(process, *each) for process, each in enumerate(values) if each is not None]
-            fatal = [[process, name, text] for process, is_fatal, name, text in said if is_fatal]
-            reject = [f"process {process}: {name}: {text}" for process, is_fatal, name, text in said if not is_fatal]
-            return {"fatal": fatal[0] if fatal else None, "reject": "; ".join(reject) or None}
-
-        return self._coordinator.agree("restore", value, worst, timeout_s=self._timeout_s)
 
 
 def _slot_bytes(targets: Sequence[Target]) -> int:
     page, sizes = layout.PAGE_BYTES, [(t.boxes, np.dtype(t.dtype).itemsize) for t in targets]
     return sum(-(-box.size * itemsize // page) * page for boxes, itemsize in sizes for box in boxes)
-
-
-def _is_fatal(error: Exception) -> bool:
-    """Only what is proven bad or absent falls back to something older; unreachable is not absent."""
-    return not isinstance(error, CorruptCheckpointError | FileNotFoundError | ItemNotFoundError)
-
-
-def _only_by_orbax(asked: Asked) -> str:
-    return f"only Orbax restores {sorted(asked.orbax)} in this form, and only from a durable step"

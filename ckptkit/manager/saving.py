@@ -27,7 +27,7 @@ from ckptkit.manager.flushing import Flusher
 from ckptkit.manager.items import SaveItems
 from ckptkit.manager.keeping import Keeper
 from ckptkit.manager.outcomes import Outcomes, Refusal, describe
-from ckptkit.manager.taken import DURABLE, DiskFlush, Save, Sealed, Tiers, Turn, with_shardings
+from ckptkit.manager.taken import DURABLE, PEER, DiskFlush, Save, Sealed, Tiers, Turn, with_shardings
 from ckptkit.manifest import ManifestText, SaveId, Writer
 from ckptkit.policy import Backpressure, FailurePolicy, ReplicaPolicy
 from ckptkit.replicas import Twin
@@ -73,7 +73,7 @@ class SavePipeline:
         self._replicas = ReplicaComparison(replicas, coordinator, self._outcomes, events, writer.host, timeout_s)
         self._claim = EpochClaim(tiers, coordinator, book, self._outcomes, timeout_s)
         self._upkeep = DurableUpkeep(on_failure, coordinator, events, timeout_s)
-        self._flusher = Flusher(tiers, book, self._outcomes, self._claim, self._upkeep)
+        self._flusher = Flusher(tiers, book, self._outcomes, self._claim, self._upkeep, timeout_s)
         self._maker = Worker("ckptkit-arena", waiting_max=4)
         self._writer = Worker("ckptkit-writer", waiting_max=VOTES_WAITING_MAX)
 
@@ -88,9 +88,10 @@ class SavePipeline:
         Raises `StoreFullError` where a tier has no room for its slots, with the bytes needed and free.
         """
         self._size(slot_bytes, share_bytes)
-        arenas = [arena for arena in (self._tiers.staging, self._tiers.disk) if arena is not None]
-        for arena in arenas:
-            arena.check_room(slot_bytes)
+        beside_bytes = sum(lane.missing_bytes(slot_bytes) for lane in self._lanes)
+        self._tiers.staging.check_room(slot_bytes, beside_bytes=beside_bytes)
+        if self._tiers.disk is not None:
+            self._tiers.disk.check_room(slot_bytes)
         self.reserve(slot_bytes)
 
     def _size(self, slot_bytes: int, share_bytes: int) -> None:
@@ -112,6 +113,12 @@ class SavePipeline:
         self._maker.submit(lambda: reserve(self._tiers.staging, self._tiers.staging_name))
         if (disk := self._tiers.disk) is not None:
             self._maker.submit(lambda: reserve(disk, "ssd"))
+        for lane in self._lanes:
+            self._maker.submit(lambda lane=lane: reserve(lane, PEER))
+
+    @property
+    def _lanes(self) -> tuple[Arena, ...]:
+        return () if self._tiers.buddies is None else self._tiers.buddies.lanes
 
     def await_turn(self, due: frozenset[str], *, must_wait: bool, last: Deadline | None = None) -> Turn:
         """Waits for the saves before one that is due in the durable tier, on the step loop's thread.

@@ -18,9 +18,12 @@ from ckptkit.durable.steps import DurableSteps
 from ckptkit.flush import DiskCopy
 from ckptkit.manager.items import SaveItems
 from ckptkit.manifest import Manifest, ManifestText, SaveId, Writer
+from ckptkit.peers.client import PeerClient
+from ckptkit.peers.intake import Intake
 from ckptkit.replicas import Twin
 
 DURABLE = "durable"
+PEER = "peer"
 MEMORY = "memory"  # the staging area of a run without a fast tier
 
 
@@ -79,8 +82,12 @@ class Sealed:
 
     def text_for(self, slot: Slot) -> bytes:
         """The manifest that makes `slot` a committed one."""
+        return self.text_for_name(slot.name)
+
+    def text_for_name(self, slot: str) -> bytes:
+        """The same for a slot of that name, on whatever host."""
         digests = (self.digests[number] for number in range(len(self.description.extents)))
-        return self.text.to_bytes(self.save_id, self.writer, slot.name, digests, self.inline)
+        return self.text.to_bytes(self.save_id, self.writer, slot, digests, self.inline)
 
     def manifest(self, slot: Slot) -> Manifest:
         """The same as records, for a tier that has another layout."""
@@ -89,14 +96,26 @@ class Sealed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Buddies:
+    """Which processes keep copies of this one's slots, and the lanes in which it keeps others'."""
+
+    keepers: tuple[int, ...]
+    lanes: tuple[Arena, ...]
+    intake: Intake
+    client: PeerClient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tiers:
-    """Where saves go: the staging arena (a fast tier's, or anonymous memory), a slower arena, the durable root."""
+    """Where saves go: the staging arena (a fast tier's, or anonymous memory), other hosts, a slower arena, the durable
+    root."""
 
     staging: Arena
     staging_name: str
     disk: Arena | None
     durable: DurableSteps
     epochs: EpochRecords
+    buddies: Buddies | None = None
 
 
 def with_shardings(description: snapshot.Description) -> snapshot.Description:

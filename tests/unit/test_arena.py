@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import shutil
@@ -493,7 +494,7 @@ def test_a_hundred_held_directories_are_an_error(host: Path, monkeypatch: pytest
     def held(fd: int, operation: int) -> None:
         raise BlockingIOError
 
-    monkeypatch.setattr(arena_module.fcntl, "flock", held)
+    monkeypatch.setattr(fcntl, "flock", held)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(TierUnusableError, match=rf"^every slot directory below {host} is held by another process$"):
         Arena.open(host, 0, slots=2, synced=False)

@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError
+from ckptkit.manager.local_tiers import together
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, copy_proven, digest_of
 from ckptkit.plan import Candidate, RestorePlan, Source, plan_restore, rank_candidates
+from ckptkit.proving import Proving
 from ckptkit.restore import execute
 from ckptkit.sharding import Box, cells_of
 
@@ -60,7 +62,7 @@ def restored(plan: RestorePlan, values: np.ndarray) -> dict[Box, np.ndarray]:
         assert item == "state"
         copy_proven(leaf, record, wanted, into, lambda cell, *_: values[cell.slices()], where="here")
 
-    def rejected(tier: str, error: CorruptCheckpointError) -> None:
+    def rejected(tier: str, error: CheckpointError) -> None:
         raise AssertionError((tier, error))
 
     blocks: dict[Any, dict[Box, np.ndarray]] = {}
@@ -124,6 +126,20 @@ def test_a_durable_save_is_no_ones_refusal() -> None:
     assert (both.refusal, both.where) == (None, "fast+durable")
 
 
+@given(
+    fast=st.lists(st.dictionaries(SAVES, st.none() | st.just("box missing"), max_size=5), min_size=1, max_size=4),
+    durable=st.lists(SAVES, unique=True, max_size=5),
+)
+@settings(deadline=None, max_examples=50)
+def test_linked_processes_refuse_no_save_that_anybody_holds(
+    fast: list[dict[SaveId, str | None]], durable: list[SaveId]
+) -> None:
+    """If it failed, a lost ramdisk would hide a save that the other hosts hold whole."""
+    for candidate in rank_candidates(fast, durable, never, linked=True):
+        assert candidate.refusal is None
+        assert candidate.fast == any(candidate.save_id in report for report in fast)
+
+
 # Which source.
 
 
@@ -165,6 +181,39 @@ def test_every_wanted_box_is_covered_exactly_or_refused(data: st.DataObject) -> 
         assert [index for index, _ in read.sources] == [i for i in range(3) if read.wanted in covered_by[i]]
     for box, block in restored(plan, values).items():
         np.testing.assert_array_equal(block, values[box.slices()])
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=100)
+def test_shares_of_several_processes_tile_every_wanted_box(data: st.DataObject) -> None:
+    """If it failed, an elastic restore would leave a hole, read a piece twice, or take it from another place."""
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=2).map(tuple))
+    values = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+    cut = data.draw(grids(shape))
+    owners = data.draw(st.lists(st.sets(st.integers(0, 2), min_size=1), min_size=len(cut), max_size=len(cut)))
+    shares = [manifest([b for b, o in zip(cut, owners, strict=True) if p in o], shape, process=p) for p in range(3)]
+    read_by: dict[tuple[int, Box], list[Box]] = {}
+
+    def reader(process: int) -> Any:
+        def read(item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
+            assert process in owners[cut.index(record.box)], "asked for what it does not hold"
+            assert record.box.intersect(wanted), "nothing of it is wanted"
+            read_by.setdefault((process, record.box), []).append(wanted)
+            copy_proven(leaf, record, wanted, into, lambda cell, *_: values[cell.slices()], where=item)
+
+        return read
+
+    joined, read = together(
+        [(Source(tier="peer", manifests=(share,)), reader(p)) for p, share in enumerate(shares)], "peer", Proving()
+    )
+    wanted = data.draw(grids(shape))
+    plan = plan_restore(SAVE, {KEY: wanted}, [joined])
+    blocks: dict[Any, dict[Box, np.ndarray]] = {}
+    execute(plan, [read], lambda *_: None, blocks.__setitem__)
+    for box in wanted:
+        np.testing.assert_array_equal(blocks[KEY][box], values[box.slices()])
+    served = [(box, target) for (_, box), targets in read_by.items() for target in targets]
+    assert len(served) == len(set(served)), "a piece was read twice"
 
 
 def coverage(source: Source, shape: tuple[int, ...]) -> np.ndarray:
@@ -215,6 +264,9 @@ def test_two_saves_are_never_mixed(other: SaveId) -> None:
     mixed = Source(tier="ram", manifests=(manifest(rows((0, 4))), manifest(rows((4, 8)), save=other)))
     with pytest.raises(AssertionError, match="two saves are never mixed"):
         plan_restore(SAVE, {KEY: rows((0, 8))}, [mixed])
+    alone = Source(tier="peer", manifests=(manifest(rows((0, 8)), save=other),))
+    with pytest.raises(AssertionError, match="two saves are never mixed"):
+        plan_restore(SAVE, {KEY: rows((0, 8))}, [alone])
 
 
 def test_a_leaf_that_nobody_holds_is_named() -> None:

@@ -16,9 +16,11 @@ from ckptkit.policy import (
     KeepBytes,
     KeepNewest,
     KeepUnflushed,
+    PeerOptions,
     Tier,
     TierKeep,
     checked_tiers,
+    kept_beside,
 )
 
 KEEPS = st.integers(1, 6).map(KeepNewest) | st.integers(1, 100).map(KeepBytes) | st.integers(1, 6).map(KeepUnflushed)
@@ -61,14 +63,14 @@ def test_tiers_are_sorted_fastest_first() -> None:
 
 def test_the_same_tier_twice_is_refused() -> None:
     """If it failed, one of the two would silently never be written."""
-    with pytest.raises(ValueError, match=r"tiers \['ram', 'ram'\]: at most one ram and one ssd tier"):
+    with pytest.raises(ValueError, match=r"tiers \['ram', 'ram'\]: at most one ram, one peer and one ssd tier"):
         checked_tiers((Tier.ram("/a"), Tier.ram("/b")))
 
 
 def test_two_tiers_of_one_medium_are_refused_whatever_they_are_called() -> None:
     """If it failed, a tier with a name of its own would be opened and never be written."""
     own_name = Tier(name="scratch", medium="ram", path="/b", save=EverySteps(1), slots=2)
-    with pytest.raises(ValueError, match=r"at most one ram and one ssd tier"):
+    with pytest.raises(ValueError, match=r"at most one ram, one peer and one ssd tier"):
         checked_tiers((Tier.ram("/a"), own_name))
 
 
@@ -136,3 +138,31 @@ def test_every_seconds_takes_the_first_step_and_then_waits(seconds: float, passe
     """If it failed, a tier would save at every step, or never."""
     assert EverySeconds(seconds).due_after(None)
     assert EverySeconds(seconds).due_after(passed) == (passed >= seconds)
+
+
+def test_copies_on_other_hosts_are_of_the_ramdisk() -> None:
+    """If it failed, a job would believe that its hosts keep copies of each other."""
+    with pytest.raises(ValueError, match=r"tiers \['peer'\]: a peer tier keeps copies of the ramdisk's slots; add"):
+        checked_tiers((Tier.peer(),))
+    with pytest.raises(ValueError, match=r"Tier\.peer\(copies=0\): at least one copy, or leave the tier out"):
+        Tier.peer(copies=0)
+    with pytest.raises(
+        ValueError, match=r"Tier\.peer\(keep=KeepNewest\(count=2\)\): a peer tier keeps the newest step"
+    ):
+        Tier(name="peer", medium="peer", path="", save=EverySteps(1), copies=1, keep=KeepNewest(2))
+    tiers = checked_tiers((Tier.peer(copies=2, rack="r1"), Tier.ssd("/b"), Tier.ram("/a", slots=2)))
+    assert [tier.name for tier in tiers] == ["ram", "peer", "ssd"]
+    with pytest.raises(
+        ValueError, match=r"slots=2, at least 3 are needed: 1 kept .*, 1 with copies on other hosts and"
+    ):
+        Backpressure().check_tiers(tiers)
+    ram, peer = checked_tiers((Tier.ram("/a"), Tier.peer(save=EverySeconds(60))))
+    Backpressure().check_tiers((ram, peer))
+    assert ram.slots_for(0, 1, beside=kept_beside(ram, (ram, peer))) == ram.slots_for(0, 1) + 1
+    assert kept_beside(peer, (ram, peer)) == kept_beside(ram, (ram,)) == 0
+
+
+def test_a_peer_is_waited_for_some_time() -> None:
+    """If it failed, no process would ever be answered."""
+    with pytest.raises(ValueError, match="timeout_s=0: give seconds above 0"):
+        PeerOptions(timeout_s=0)

@@ -1,0 +1,244 @@
+"""Asks other processes of the job for their shares. What a restore is to prove of them is proven here."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from ckptkit.clock import Deadline
+from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError, StoreError, StoreFullError
+from ckptkit.manifest import (
+    MANIFEST_BYTES_MAX,
+    BoxRecord,
+    LeafRecord,
+    Manifest,
+    Proves,
+    SaveId,
+    copy_proven,
+    prove_all,
+)
+from ckptkit.peers.shelf import RANGE_BYTES_MAX, slot_bytes_of
+from ckptkit.sharding import Box
+from ckptkit.slot_reader import within
+
+_PAUSE_S = 0.1  # between tries
+_TRY_S = 10.0  # for one step of one try: a connection, a piece of an answer
+_PIECE_BYTES = 1 << 20
+_KEPT_MAX = 8  # idle connections to each process
+
+
+@final
+class PeerClient:
+    """Requests to the processes at `addresses` (None: it serves nothing). Safe from several threads.
+
+    A process that does not answer is tried again for `timeout_s`, once: from then on it is given up at once, until
+    `try_again`.
+    """
+
+    def __init__(self, addresses: Sequence[str | None], secret: str, *, timeout_s: float):
+        self._addresses = addresses
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._idle: dict[int, list[http.client.HTTPConnection]] = {}
+        self._lost: dict[int, str] = {}
+
+    def serves(self, process: int) -> bool:
+        """Whether a process said that it serves."""
+        return process < len(self._addresses) and self._addresses[process] is not None
+
+    def try_again(self) -> None:
+        """Forgets who did not answer."""
+        with self._lock:
+            self._lost.clear()
+
+    def manifest(self, process: int, save_id: SaveId, share: int) -> tuple[Manifest, str]:
+        """The manifest of `share` as `process` has it, without boxes beyond its slot's end, and the tag that `reader`
+        needs.
+
+        Raises `CorruptCheckpointError` where it has it no more or it is damaged, `PeerUnreachableError` where it does
+        not answer, `StoreError` where it refuses.
+        """
+        where = f"{self._where(process)}{_path(save_id, share, 'manifest')}"
+        tag, body = self.ask(process, "GET", _path(save_id, share, "manifest"), {})
+        manifest = Manifest.from_bytes(body, path=where)
+        if (manifest.save_id, manifest.writer.process) != (save_id, share):
+            raise CorruptCheckpointError(f"{where} is of save {manifest.save_id}, process {manifest.writer.process}")
+        return within(manifest, slot_bytes_of(tag)), tag
+
+    def reader(self, process: int, save_id: SaveId, share: int, tag: str, proves: Proves = prove_all) -> Any:
+        """A `BoxReader` of that share's boxes, which proves the cells that `proves` chooses."""
+        path = _path(save_id, share, "bytes")
+        where = f"{self._where(process)}{path}"
+
+        def read(item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
+            del item
+
+            def fetch(cell: Box, start: int, stop: int) -> np.ndarray:
+                del cell
+                data = np.empty(stop - start, np.uint8)
+                for at in range(0, data.nbytes, RANGE_BYTES_MAX):
+                    piece = memoryview(data[at : at + RANGE_BYTES_MAX])  # pyright: ignore[reportArgumentType]
+                    first = record.offset + start + at
+                    asked = {"Range": f"bytes={first}-{first + piece.nbytes - 1}", "If-Match": f'"{tag}"'}
+                    self.ask(process, "GET", path, asked, into=piece)
+                return data
+
+            copy_proven(leaf, record, wanted, into, fetch, where=where, proves=proves)
+
+        return read
+
+    def send_copy(
+        self, process: int, save_id: SaveId, share: int, memory: np.ndarray, text_for: Callable[[str], bytes]
+    ) -> Generator[int, None, None]:
+        """Sends the bytes of a slot to be kept by `process`, and their manifest, which `text_for` makes for a slot's
+        name; yields the bytes sent so far after each piece. When it ends, they are committed there.
+
+        Raises what `manifest` does, and `StoreFullError` where that host has no room.
+        """
+        path = f"/copies/{_name(save_id)}/{share}"
+        _, slot = self.ask(process, "POST", path, {}, body=json.dumps({"bytes": memory.nbytes}).encode())
+        for start in range(0, memory.nbytes, RANGE_BYTES_MAX):
+            piece = memory[start : start + RANGE_BYTES_MAX]
+            said = {"Content-Range": f"bytes {start}-{start + piece.nbytes - 1}/*"}
+            self.ask(process, "PUT", f"{path}/bytes", said, body=memoryview(piece))  # pyright: ignore[reportArgumentType]
+            yield start + piece.nbytes
+        self.ask(process, "POST", f"{path}/manifest", {}, body=text_for(slot.decode()))
+
+    def ask(
+        self,
+        process: int,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        *,
+        body: Any = None,
+        into: memoryview | None = None,
+    ) -> tuple[str, bytes]:
+        """Tag and body of the answer; with `into`, the body is exactly that and is read there. See `manifest`."""
+        if process in self._lost:
+            raise PeerUnreachableError(self._lost[process])
+        deadline = Deadline(self._timeout_s)
+        while True:
+            try:
+                status, tag, data = self._once(process, method, path, headers, body, into, deadline)
+                if status < 300:
+                    return tag, data
+                if status != 503:
+                    raise _refused(status, self._where(process) + path, data)
+                reason = "it is busy"
+            except StoreError:  # what it said is its last word; one without room is an OSError too
+                raise
+            except (OSError, http.client.HTTPException) as error:
+                reason = f"{type(error).__name__}: {error}"
+            if deadline.left_s < _PAUSE_S:
+                message = (
+                    f"process {process} at {self._where(process)} did not answer within {self._timeout_s:g} s "
+                    f"({reason}); look at whether it runs and whether hosts reach each other there, or give the "
+                    "address to use with PeerOptions(host=...)"
+                )
+                with self._lock:
+                    self._lost[process] = message
+                raise PeerUnreachableError(message)
+            time.sleep(_PAUSE_S)
+
+    def close(self) -> None:
+        """Ends the connections that are kept."""
+        with self._lock:
+            idle, self._idle = self._idle, {}
+        for connections in idle.values():
+            for connection in connections:
+                connection.close()
+
+    def _once(
+        self,
+        process: int,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: Any,
+        into: memoryview | None,
+        deadline: Deadline,
+    ) -> tuple[int, str, bytes]:
+        connection = self._connection(process)
+        try:
+            connection.timeout = min(_TRY_S, max(_PAUSE_S, deadline.left_s))
+            if connection.sock is not None:
+                connection.sock.settimeout(connection.timeout)
+            connection.request(method, path, body=body, headers={"Authorization": f"Bearer {self._secret}", **headers})
+            answer = connection.getresponse()
+            direct = into is not None and answer.status < 300
+            data = _read_into(answer, into, deadline) if direct and into is not None else _read(answer, deadline)
+        except BaseException:
+            connection.close()
+            raise
+        if answer.will_close:
+            connection.close()
+        else:
+            self._keep(process, connection)
+        return answer.status, (answer.getheader("ETag") or "").strip('"'), data
+
+    def _connection(self, process: int) -> http.client.HTTPConnection:
+        with self._lock:
+            if self._idle.get(process):
+                return self._idle[process].pop()
+        host, _, port = self._where(process).rpartition(":")
+        return http.client.HTTPConnection(host.strip("[]"), int(port))
+
+    def _keep(self, process: int, connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            idle = self._idle.setdefault(process, [])
+            if len(idle) < _KEPT_MAX:
+                idle.append(connection)
+                return
+        connection.close()
+
+    def _where(self, process: int) -> str:
+        address = self._addresses[process]
+        if address is None:
+            raise PeerUnreachableError(f"process {process} serves nothing to others")
+        return address
+
+
+def _name(save_id: SaveId) -> str:
+    return f"{save_id.epoch}.{save_id.step}.{save_id.number}"
+
+
+def _path(save_id: SaveId, share: int, what: str) -> str:
+    return f"/saves/{_name(save_id)}/{share}/{what}"
+
+
+def _refused(status: int, where: str, data: bytes) -> Exception:
+    said = data[:200].decode(errors="replace")
+    if status == 507:
+        return StoreFullError(f"{where} has no room: {said}")
+    if status in (404, 412, 416, 422):
+        return CorruptCheckpointError(f"{where}: superseded, or no longer there ({status}: {said})", path=where)
+    return StoreError(f"{where} was refused ({status}: {said}); it may belong to another job", path=where)
+
+
+def _read_into(answer: http.client.HTTPResponse, into: memoryview, deadline: Deadline) -> bytes:
+    if answer.length != into.nbytes:
+        raise http.client.HTTPException(f"{answer.length} bytes came, {into.nbytes} were asked for")
+    at = 0
+    while at < into.nbytes:
+        got = answer.readinto(into[at : at + _PIECE_BYTES])
+        if not got or deadline.passed:
+            raise http.client.HTTPException(f"{at} of {into.nbytes} bytes came in time")
+        at += got
+    answer.read()
+    return b""
+
+
+def _read(answer: http.client.HTTPResponse, deadline: Deadline) -> bytes:
+    if answer.length is None or answer.length > MANIFEST_BYTES_MAX:
+        raise http.client.HTTPException(f"an answer of {answer.length} bytes")
+    data = bytearray(answer.length)
+    _read_into(answer, memoryview(data), deadline)
+    return bytes(data)

@@ -1,0 +1,143 @@
+"""Keeps copies of other processes' shares: takes their bytes into slots of its own, and proves them before they count.
+
+POST /copies/<save>/<process>            {"bytes": n}              a slot for a copy: its name
+PUT  /copies/<save>/<process>/bytes      Content-Range, the bytes
+POST /copies/<save>/<process>/manifest   the manifest              proven, then committed
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from ckptkit.arena import Arena, Slot
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.manifest import Manifest, SaveId, cell_ranges, digest_of
+from ckptkit.peers.server import Answer
+from ckptkit.peers.shelf import RANGE_BYTES_MAX
+
+_COPY = re.compile(r"/copies/([0-9]{1,8})\.([0-9]{1,12})\.([0-9]{1,8})/([0-9]{1,6})(|/bytes|/manifest)")
+_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/\*")
+_SLOT_BYTES_MAX = 1 << 46
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Coming:
+    """A copy on its way; its slot is leased."""
+
+    save_id: SaveId
+    slot: Slot
+    size_bytes: int
+
+
+@final
+class Intake:
+    """One arena, a *lane*, for each process whose copies this one keeps. Safe from several threads.
+
+    A lane takes one copy at a time: a sender that begins again, after it died or gave up, ends what it began before.
+    A copy is a committed slot, found by every later run, only once each cell matched its digest.
+    """
+
+    def __init__(self, lanes: Mapping[int, Arena]):
+        self._lanes = lanes
+        self._locks = {process: threading.Lock() for process in lanes}
+        self._coming: dict[int, _Coming] = {}
+
+    def __call__(self, method: str, path: str, content_range: str, body: bytes) -> Answer | None:
+        """The answer to a request; None for one that is none of the above. Raises `StoreFullError`."""
+        named = _COPY.fullmatch(path)
+        if named is None:
+            return None
+        epoch, step, number, process = map(int, named.groups()[:4])
+        lane = self._lanes.get(process)
+        if lane is None:
+            return Answer(404, b"no copies of that process are kept here")
+        save_id = SaveId(epoch, step, number)
+        with self._locks[process]:
+            if (method, named[5]) == ("POST", ""):
+                return self._begin(lane, process, save_id, body)
+            if (method, named[5]) == ("PUT", "/bytes"):
+                return self._take(process, save_id, content_range, body)
+            if (method, named[5]) == ("POST", "/manifest"):
+                return self._commit(lane, process, save_id, body)
+        return None
+
+    def end(self, save_id: SaveId) -> None:
+        """The save's fate is decided: what of it is still on its way is given up, and its slots are free."""
+        for process, lane in self._lanes.items():
+            with self._locks[process]:
+                coming = self._coming.get(process)
+                if coming is not None and coming.save_id <= save_id:
+                    self._drop(lane, process)
+
+    def _begin(self, lane: Arena, process: int, save_id: SaveId, body: bytes) -> Answer:
+        self._drop(lane, process)
+        try:
+            size_bytes = int(json.loads(body)["bytes"])
+        except (ValueError, KeyError, TypeError):
+            return Answer(400, b"how many bytes?")
+        if not 0 <= size_bytes <= _SLOT_BYTES_MAX:
+            return Answer(400, b"how many bytes?")
+        slot = lane.acquire(size_bytes)
+        if slot is None:
+            return Answer(503, b"no free slot")
+        self._coming[process] = _Coming(save_id=save_id, slot=slot, size_bytes=size_bytes)
+        return Answer(200, slot.name.encode())
+
+    def _take(self, process: int, save_id: SaveId, content_range: str, body: bytes) -> Answer:
+        coming = self._coming.get(process)
+        if coming is None or coming.save_id != save_id:
+            return Answer(412, b"no copy of that save is on its way")
+        named = _RANGE.fullmatch(content_range)
+        start, stop = (int(named[1]), int(named[2]) + 1) if named else (0, 0)
+        fits = start < stop <= coming.size_bytes and len(body) == stop - start <= RANGE_BYTES_MAX
+        if not fits:
+            return Answer(416, b"not a range of the slot, or not its bytes")
+        memoryview(coming.slot.memory)[start:stop] = body  # pyright: ignore[reportArgumentType]
+        return Answer(200)
+
+    def _commit(self, lane: Arena, process: int, save_id: SaveId, body: bytes) -> Answer:
+        coming = self._coming.get(process)
+        if coming is None or coming.save_id != save_id:
+            return Answer(200) if save_id in lane.held() else Answer(412, b"no copy of that save is on its way")
+        try:
+            manifest = Manifest.from_bytes(body, path=f"copy of process {process}")
+            _prove(manifest, coming, process)
+            lane.commit(coming.slot, save_id, body)
+        except CorruptCheckpointError as error:
+            self._drop(lane, process)
+            return Answer(422, str(error).encode())
+        except BaseException:
+            self._drop(lane, process)
+            raise
+        del self._coming[process]
+        lane.release(coming.slot)
+        return Answer(200)
+
+    def _drop(self, lane: Arena, process: int) -> None:
+        coming = self._coming.pop(process, None)
+        if coming is not None:
+            lane.release(coming.slot)
+
+
+def _prove(manifest: Manifest, coming: _Coming, process: int) -> None:
+    """Raises `CorruptCheckpointError` unless the slot holds, bit for bit, what the manifest says."""
+    if (manifest.save_id, manifest.writer.process, manifest.slot) != (coming.save_id, process, coming.slot.name):
+        raise CorruptCheckpointError(
+            f"the manifest is of save {manifest.save_id}, process {manifest.writer.process}, {manifest.slot}"
+        )
+    for leaves in manifest.arrays.values():
+        for leaf in leaves:
+            for record in leaf.boxes:
+                for (cell, start, stop), digest in zip(cell_ranges(record, leaf), record.digests, strict=True):
+                    if record.offset < 0 or record.offset + stop > coming.size_bytes:
+                        raise CorruptCheckpointError(f"leaf {leaf.name} lies outside of the slot")
+                    found = digest_of(coming.slot.memory[record.offset + start : record.offset + stop])
+                    if found != digest:
+                        raise CorruptCheckpointError(
+                            f"leaf {leaf.name}, cell {cell.start} came with digest {found}, expected {digest}"
+                        )

@@ -1,0 +1,106 @@
+"""The way between the processes of a job: a server and a client in each, and a secret that all of them know."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from ckptkit.arena import Arena
+from ckptkit.coordination import Coordinator, coordinator_address
+from ckptkit.events import EventLog, Kind
+from ckptkit.peers.client import PeerClient
+from ckptkit.peers.server import Also, PeerServer
+from ckptkit.peers.shelf import Shelf
+from ckptkit.policy import PeerOptions
+
+_ANYWHERE = ("192.0.2.1", 9)  # reserved for documents (RFC 5737): only asked which interface would lead there
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLink:
+    """What this process serves (None: it could not), and how it asks the others."""
+
+    server: PeerServer | None
+    client: PeerClient
+    copies: bool  # whether copies of others' slots are kept here
+
+    def close(self) -> None:
+        """Ends both."""
+        self.client.close()
+        if self.server is not None:
+            self.server.close()
+
+
+def open_link(
+    host_dirs: Mapping[str, Path],
+    arenas: Sequence[Arena],
+    hosts: Sequence[str],
+    options: PeerOptions,
+    coordinator: Coordinator,
+    events: EventLog,
+    *,
+    timeout_s: float,
+    also: Also | None = None,
+) -> PeerLink:
+    """Begins to serve, and hears where the others do; called by all processes together.
+
+    A process that cannot serve says so in an event, and the others do without it. Cost: one meeting, in which process
+    0 makes up the secret; one thread, and two more while something is read.
+    """
+    server, address = None, None
+    try:
+        server = PeerServer(Shelf(host_dirs, arenas), options.host or job_interface(len(set(hosts)) > 1), also=also)
+        address = server.address
+    except OSError as error:
+        reason = f"this host serves nothing to others: {error}; give its address with PeerOptions(host=...)"
+        events.emit(Kind.DEGRADED, tier="peer", reason=reason)
+
+    def introduce(addresses: list[Any]) -> dict[str, Any]:
+        return {"secret": secrets.token_hex(32), "addresses": addresses}
+
+    try:
+        said = coordinator.agree("peers", address, introduce, timeout_s=timeout_s)
+    except BaseException:
+        if server is not None:
+            server.close()
+        raise
+    if server is not None:
+        server.admit(said["secret"])
+    client = PeerClient(said["addresses"], said["secret"], timeout_s=options.timeout_s)
+    return PeerLink(server=server, client=client, copies=also is not None)
+
+
+def job_interface(several_hosts: bool) -> str:
+    """The address of the interface over which this host reaches the job's coordinator.
+
+    Process 0 may know its own host by a loopback name; with other hosts in the job, it then takes the interface that
+    leads out of the host.
+    """
+    host, _, port = (coordinator_address() or "127.0.0.1:9").rpartition(":")
+    address = _local_address(host.strip("[]"), int(port))
+    if several_hosts and _is_loopback(address) and not _is_loopback(host):
+        try:
+            return _local_address(*_ANYWHERE)
+        except OSError:
+            return address
+    return address
+
+
+def _local_address(host: str, port: int) -> str:
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # nothing is sent
+        return probe.getsockname()[0]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

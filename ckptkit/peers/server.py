@@ -1,0 +1,223 @@
+"""Serves the shares of a host to the other processes of its job, over HTTP, in one background thread.
+
+Requests, each with `Authorization: Bearer <secret>`:
+
+    GET /saves/<epoch>.<step>.<number>/<process>/manifest                  the manifest as it stands, ETag names it
+    GET /saves/<epoch>.<step>.<number>/<process>/bytes   Range, If-Match   a part of one box of its slot
+
+401 without the secret, 404 for what is not held, 412 for what was superseded, 416 for other bytes, 503 when busy, 507
+when full. Copies that others send are taken by `ckptkit.peers.intake`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, final
+
+from aiohttp import web
+
+from ckptkit import clock
+from ckptkit.errors import CheckpointError, StoreFullError
+from ckptkit.manifest import SaveId
+from ckptkit.peers.shelf import BadRangeError, NotHeldError, Shelf, SupersededError
+
+_SAVE = re.compile(r"/saves/([0-9]{1,8})\.([0-9]{1,12})\.([0-9]{1,8})/([0-9]{1,6})/(manifest|bytes)")
+_RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
+_STATUS: dict[type[CheckpointError], int] = {
+    NotHeldError: 404,
+    SupersededError: 412,
+    BadRangeError: 416,
+    StoreFullError: 507,
+}
+_START_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """What clients may cost: `transfers_max` answers of 8 MiB in memory, so many connections, so long for a request
+    from its first byte to the last one of its answer, so long for a connection on which nothing is asked."""
+
+    transfers_max: int = 8
+    connections_max: int = 512
+    request_s: float = 30.0
+    idle_s: float = 30.0
+    busy_s: float = 10.0  # how long a request waits for its turn before it is told to come again
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a request gets."""
+
+    status: int
+    body: bytes = b""
+    tag: str | None = None
+
+
+Also = Callable[[str, str, str, bytes], Answer | None]  # method, path, Content-Range, body
+BODY_BYTES_MAX = 64 << 20  # a manifest of 40,000 leaves; pieces of a copy are smaller
+
+
+@final
+class PeerServer:
+    """Owner of the thread `ckptkit-peers`. Answers nobody before `admit` has given it the job's secret.
+
+    `also` is asked about requests that are no reads (the intake of copies); None: there is no such thing.
+    """
+
+    def __init__(self, shelf: Shelf, host: str, *, limits: ServerLimits | None = None, also: Also | None = None):
+        self._shelf = shelf
+        self._limits = limits or ServerLimits()
+        self._also = also
+        self._secret: bytes | None = None
+        self._idle_since: dict[Any, float] = {}  # by connection; aiohttp's allow no weak references
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="ckptkit-peers-read")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="ckptkit-peers", daemon=True)
+        self._thread.start()
+        try:
+            self.address = self._call(self._start(host))
+        except BaseException:
+            self._stop_thread()
+            raise
+
+    def admit(self, secret: str) -> None:
+        """From now on answers those who know `secret`."""
+        self._secret = secret.encode()
+
+    def close(self) -> None:
+        """Cuts every connection and joins the thread."""
+        if self._loop.is_closed():
+            return
+        self._call(self._end())
+        self._stop_thread()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _call(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_START_S)
+
+    def _stop_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # In the thread.
+
+    async def _start(self, host: str) -> str:
+        self._turns = asyncio.Semaphore(self._limits.transfers_max)
+        self._web = web.Server(self._handle, access_log=None, keepalive_timeout=self._limits.idle_s, lingering_time=0)
+        self._listener = await self._loop.create_server(self._connect, host, 0)
+        self._reaper = self._loop.create_task(self._reap())
+        address = self._listener.sockets[0].getsockname()
+        return f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
+
+    async def _end(self) -> None:
+        self._reaper.cancel()
+        self._listener.close()
+        for connection in list(self._web.connections):
+            _cut(connection)
+        await self._web.shutdown(0.5)
+
+    def _connect(self) -> asyncio.BaseProtocol:
+        if len(self._web.connections) >= self._limits.connections_max:
+            return _Refusal()
+        connection = self._web()
+        self._idle_since[connection] = clock.monotonic_s()
+        return connection
+
+    async def _reap(self) -> None:
+        """Cuts connections on which nothing was asked for too long: one that never sends its request, too."""
+        while True:
+            await asyncio.sleep(min(1.0, self._limits.idle_s / 4))
+            for connection, since_s in list(self._idle_since.items()):
+                if clock.monotonic_s() - since_s > self._limits.idle_s:
+                    _cut(connection)
+                    self._idle_since.pop(connection, None)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        connection = request.protocol
+        self._idle_since.pop(connection, None)  # while it is being answered, the request's own limit holds
+        response = web.StreamResponse()
+        try:
+            async with asyncio.timeout(self._limits.request_s):
+                answer = await self._answer(request)
+                response.set_status(answer.status)
+                response.content_length = len(answer.body)
+                if answer.tag is not None:
+                    response.headers["ETag"] = f'"{answer.tag}"'
+                if answer.status >= 400:
+                    response.force_close()  # what may follow on it is not read
+                await response.prepare(request)
+                await response.write(answer.body)
+                await response.write_eof()
+        except TimeoutError:
+            _cut(connection)
+        finally:
+            self._idle_since[connection] = clock.monotonic_s()
+        return response
+
+    async def _answer(self, request: web.BaseRequest) -> Answer:
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if self._secret is None or not hmac.compare_digest(given, b"Bearer " + self._secret):
+            return Answer(401)
+        try:
+            await asyncio.wait_for(self._turns.acquire(), self._limits.busy_s)
+        except TimeoutError:
+            return Answer(503)
+        try:
+            return await self._told(request)
+        except asyncio.IncompleteReadError:
+            return Answer(400)
+        except tuple(_STATUS) as error:
+            return Answer(_STATUS[type(error)], str(error).encode())
+        finally:
+            self._turns.release()
+
+    async def _told(self, request: web.BaseRequest) -> Answer:
+        named = _SAVE.fullmatch(request.path)
+        if request.method != "GET" or named is None:
+            return await self._ask_also(request)
+        epoch, step, number, process = map(int, named.groups()[:4])
+        save_id = SaveId(epoch, step, number)
+        if named[5] == "manifest":
+            tag, text = await self._in_pool(self._shelf.manifest, save_id, process)
+            return Answer(200, text, tag)
+        asked = _RANGE.fullmatch(request.headers.get("Range", ""))
+        if asked is None:
+            return Answer(416)
+        tag = request.headers.get("If-Match", "").strip('"')
+        data = await self._in_pool(self._shelf.read, save_id, process, tag, int(asked[1]), int(asked[2]) + 1)
+        return Answer(206, data, tag)
+
+    async def _ask_also(self, request: web.BaseRequest) -> Answer:
+        length = request.content_length
+        if self._also is None or length is None or length > BODY_BYTES_MAX:
+            return Answer(404 if self._also is None or length is None else 413)
+        body = await request.content.readexactly(length)
+        said = request.headers.get("Content-Range", "")
+        return await self._in_pool(self._also, request.method, request.path, said, body) or Answer(404)
+
+    async def _in_pool(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await self._loop.run_in_executor(self._pool, function, *args)
+
+
+class _Refusal(asyncio.Protocol):
+    """A connection beyond the limit."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Ends it."""
+        transport.close()
+
+
+def _cut(connection: Any) -> None:
+    if connection.transport is not None:
+        connection.transport.abort()

@@ -1,0 +1,175 @@
+"""What a process gives to others: the committed shares on its host, and of their slots nothing but boxes."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from ckptkit.arena import Arena
+from ckptkit.errors import CheckpointError, CorruptCheckpointError
+from ckptkit.manifest import Manifest, SaveId, digest_of
+from ckptkit.slot_reader import manifest_name_of, read_manifest, slot_directories
+
+RANGE_BYTES_MAX = 8 << 20  # of one answer, which stands in memory: a client that stalls keeps no slot from its job
+_KNOWN_MAX = 16
+
+
+class NotHeldError(CheckpointError):
+    """Nothing of that name is on this host."""
+
+
+class SupersededError(CheckpointError):
+    """It was here: the slot holds, or will hold, a newer save."""
+
+
+class BadRangeError(CheckpointError):
+    """No such bytes are in a box of the share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    path: Path  # of the manifest
+    identity: tuple[int, ...]
+    slot: Path
+    text: bytes
+    tag: str
+    starts: Sequence[int]  # of the boxes in the slot, ascending
+    stops: Sequence[int]
+
+
+@final
+class Shelf:
+    """Reads only what a committed manifest below `host_dirs` names. No word of a request becomes part of a path.
+
+    Safe from several threads.
+    """
+
+    def __init__(self, host_dirs: Mapping[str, Path], arenas: Sequence[Arena]):
+        self._host_dirs = host_dirs
+        self._arenas = {arena.directory: arena for arena in arenas if arena.directory is not None}
+        self._lock = threading.Lock()
+        self._known: dict[tuple[SaveId, int], _Share] = {}
+
+    def manifest(self, save_id: SaveId, process: int) -> tuple[str, bytes]:
+        """A tag that names it and the size of its slot (`slot_bytes_of`), and the manifest of what `process` wrote of a
+        save, from the fastest tier that has it.
+
+        Raises `NotHeldError`.
+        """
+        share = self._find(save_id, process)
+        return share.tag, share.text
+
+    def read(self, save_id: SaveId, process: int, tag: str, start: int, stop: int) -> bytes:
+        """The bytes `[start, stop)` of the slot of the manifest that `tag` names; they lie in one box of it.
+
+        The slot is leased while they are copied, where it is this process's own, and no longer: not while they are
+        sent. Elsewhere the manifest is looked at again after the copy. At most `RANGE_BYTES_MAX`. Raises
+        `NotHeldError`, `SupersededError`, `BadRangeError`.
+        """
+        share = self._find(save_id, process)
+        if share.tag != tag:
+            raise SupersededError(f"save {save_id} of process {process} stands elsewhere now")
+        _check_range(share, start, stop)
+        with self._leased(share, save_id):
+            fd = os.open(share.slot, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                data = os.pread(fd, stop - start, start)  # not mapped: a file that is cut short must not kill the job
+            finally:
+                os.close(fd)
+        if _identity(share.path) != share.identity:
+            raise SupersededError(f"save {save_id} of process {process} was superseded while it was read")
+        if len(data) != stop - start:
+            raise NotHeldError(f"{share.slot} ends before byte {stop}")
+        return data
+
+    @contextmanager
+    def _leased(self, share: _Share, save_id: SaveId) -> Iterator[None]:
+        arena = self._arenas.get(share.path.parent)
+        if arena is None:
+            yield
+            return
+        slot = arena.hold(save_id)
+        if slot is None:
+            raise SupersededError(f"save {save_id} was superseded")
+        try:
+            yield
+        finally:
+            arena.release(slot)
+
+    def _find(self, save_id: SaveId, process: int) -> _Share:
+        key = (save_id, process)
+        with self._lock:
+            known = self._known.get(key)
+        if known is not None and _identity(known.path) == known.identity:
+            return known
+        for host_dir in self._host_dirs.values():
+            for directory in slot_directories(host_dir):
+                found = _share_at(directory, save_id, process)
+                if found is not None:
+                    with self._lock:
+                        self._known[key] = found
+                        while len(self._known) > _KNOWN_MAX:
+                            del self._known[next(iter(self._known))]
+                    return found
+        raise NotHeldError(f"no slot here holds save {save_id} of process {process}")
+
+
+def slot_bytes_of(tag: str) -> int:
+    """The size of the slot whose manifest a tag names: no box lies beyond it. 0 for what is no tag."""
+    named = re.fullmatch(r"[0-9a-f]+-([0-9]{1,18})", tag)
+    return int(named[1]) if named else 0
+
+
+def _share_at(directory: Path, save_id: SaveId, process: int) -> _Share | None:
+    try:
+        path = directory / manifest_name_of(save_id)
+        identity = _identity(path)
+        if identity is None:
+            return None
+        manifest = read_manifest(path)
+        text = path.read_bytes()
+        slot_bytes = (directory / manifest.slot).lstat().st_size
+        if manifest.writer.process != process or _identity(path) != identity:
+            return None
+    except (OSError, ValueError, CorruptCheckpointError):  # another tier may have it whole
+        return None
+    extents = sorted(_extents(manifest))
+    return _Share(
+        path=path,
+        identity=identity,
+        slot=directory / manifest.slot,
+        text=text,
+        tag=f"{digest_of(text)}-{slot_bytes}",
+        starts=[start for start, _ in extents],
+        stops=[stop for _, stop in extents],
+    )
+
+
+def _extents(manifest: Manifest) -> Iterator[tuple[int, int]]:
+    for leaves in manifest.arrays.values():
+        for leaf in leaves:
+            for record in leaf.boxes:
+                if record.offset >= 0:
+                    yield record.offset, record.offset + record.box.size * leaf.itemsize
+
+
+def _check_range(share: _Share, start: int, stop: int) -> None:
+    at = bisect_right(share.starts, start) - 1
+    # Boxes without elements share their place with the next one, which sorts after them.
+    if not 0 <= start < stop or stop - start > RANGE_BYTES_MAX or at < 0 or stop > share.stops[at]:
+        raise BadRangeError(f"bytes {start} to {stop} are no part of one box, or more than {RANGE_BYTES_MAX}")
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size

@@ -1,0 +1,94 @@
+"""`ckptkit plan-restore`: what a restart would take, and from where, said before it is done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.slot_reader import read_manifest
+from tests.cli.conftest import HOST, Ours, Run
+
+
+def planned(ckpt: Run, root: object, *arguments: object) -> dict[str, Any]:
+    said = ckpt("plan-restore", root, "--json", *arguments)
+    assert said.code == 0, said.err
+    return json.loads(said.out)
+
+
+def tiers(ours: Ours) -> tuple[object, ...]:
+    return ("--tier", ours.ram, "--host-id", HOST)
+
+
+def test_the_step_of_the_new_branch_is_taken_from_the_ramdisk(ckpt: Run, ours: Ours) -> None:
+    """Somebody would plan a restart by the highest number, which a rollback has abandoned."""
+    found = planned(ckpt, ours.root, *tiers(ours))
+    assert (found["step"], found["save_id"], found["rejected"]) == (5, {"epoch": 2, "step": 5, "number": 0}, [])
+    plan = found["plan"]
+    assert set(plan["bytes_by_tier"]) == {str(ours.ram)}
+    held = read_manifest(ours.manifest(5))
+    assert {box["leaf"] for box in plan["boxes"]} == {leaf.name for leaf in held.arrays["state"]}
+    whole = {leaf.name: list(leaf.shape) for leaf in held.arrays["state"]}
+    assert all(box["stop"] == whole[box["leaf"]] for box in plan["boxes"])
+
+
+def test_without_tiers_the_durable_step_is_taken(ckpt: Run, ours: Ours) -> None:
+    """The plan would name a place that was not given."""
+    found = planned(ckpt, ours.root)
+    assert (found["step"], set(found["plan"]["bytes_by_tier"])) == (4, {"durable"})
+    assert planned(ckpt, ours.root, "--step", 4)["where"] == "durable"
+
+
+def test_like_a_slot_wants_its_boxes(ckpt: Run, ours: Ours) -> None:
+    """Nobody could ask what one process of a job would read."""
+    like = planned(ckpt, ours.root, *tiers(ours), "--like", ours.slots)
+    boxes = {(box["leaf"], tuple(box["start"])) for box in like["plan"]["boxes"]}
+    held = read_manifest(ours.manifest(5))
+    assert boxes == {(leaf.name, record.box.start) for leaf in held.arrays["state"] for record in leaf.boxes}
+    by_step = planned(ckpt, ours.root, "--like", ours.root / "4")
+    assert by_step["plan"] == planned(ckpt, ours.root)["plan"]
+
+
+def test_a_damaged_manifest_is_said_and_the_next_source_is_planned(ckpt: Run, mine: Ours) -> None:
+    """A restart that falls back would come as a surprise."""
+    mine.manifest(5).write_text("{}")
+    said = ckpt("plan-restore", mine.root, *tiers(mine))
+    assert said.code == 11
+    assert "step 4, save 4@1.4" in said.out
+    assert str(mine.manifest(5)) in said.err
+
+
+def test_other_leaves_are_a_mismatch(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+    """A restart with a changed model would be planned, and then refused."""
+    from dataclasses import replace
+
+    held = read_manifest(ours.manifest(5))
+    fewer = tmp_path / ours.manifest(5).name
+    fewer.write_bytes(replace(held, arrays={"state": held.arrays["state"][1:]}).to_bytes())
+    said = ckpt("plan-restore", ours.root, *tiers(ours), "--like", fewer)
+    assert said.code == 1
+    assert f"state:{held.arrays['state'][0].name} is" in said.err
+
+
+def test_a_step_of_stock_orbax_is_said_to_be_read_by_it(ckpt: Run, stock: Path) -> None:
+    """It would be taken for a step without leaves."""
+    said = ckpt("plan-restore", stock / "root")
+    assert said.code == 0
+    assert "stock Orbax wrote it" in said.out
+    assert planned(ckpt, stock / "root")["plan"] is None
+
+
+@pytest.mark.parametrize("arguments", [(), ("--step", "77")])
+def test_nothing_to_restore_is_not_found(ckpt: Run, ours: Ours, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """A script could not tell a fresh start from a broken one."""
+    assert ckpt("plan-restore", tmp_path / "none" if not arguments else ours.root, *arguments).code == 10
+
+
+def test_text_names_every_box(ckpt: Run, ours: Ours) -> None:
+    """A person would have to read JSON."""
+    said = ckpt("plan-restore", ours.root, *tiers(ours))
+    assert said.out.startswith(f"{ours.root}: step 5, save 5@2.0, as host {HOST} sees it\n")
+    assert "state:w" in said.out
+    assert f"from {ours.ram}" in said.out

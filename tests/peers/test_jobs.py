@@ -1,0 +1,139 @@
+"""Jobs that restore from each other's fast tiers, bit-exact, what the durable tier does not have."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.peers.peer_job import ROWS
+from tools.launch import ExitCode, Launcher, RestartPolicy
+
+WHOLE = ROWS * 1024 * 4
+SMALL = 8 + 8  # `b` and the number
+
+
+def launch(root: Path, what: str, processes: int) -> list[dict[str, Any]]:
+    """Runs the job; what each process found."""
+    output: list[str] = []
+    command = [sys.executable, "-m", "tests.peers.peer_job", "--process", "{process}", "--processes", str(processes)]
+    launcher = Launcher(
+        [*command, "--coordinator", "{coordinator}", what, str(root)],
+        processes=processes,
+        devices_per_process=2,
+        policy=RestartPolicy(restarts=0),
+        on_output=lambda process, line: output.append(f"{process}: {line}"),
+        say=output.append,
+    )
+    assert launcher.run() == ExitCode.OK, "\n".join(output[-80:])
+    return [json.loads((root / f"{what}-{process}.json").read_text()) for process in range(processes)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("peers")
+
+
+@pytest.fixture(scope="module")
+def found(root: Path) -> list[dict[str, Any]]:
+    return launch(root, "lose", 2)
+
+
+def act(found: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    acts = [process[name] for process in found]
+    assert all(each["same"] for each in acts), acts
+    return acts
+
+
+def test_a_lost_ramdisk_is_read_from_another_host(found: list[dict[str, Any]]) -> None:
+    """One lost host of a data-parallel job would throw everybody back to the bucket, an hour of training."""
+    first, second = act(found, "lose_a_ramdisk")
+    assert (first["latest"], first["step"]) == (second["latest"], second["step"]) == (1, 1)
+    assert first["sources"] == {"ram": WHOLE + SMALL}
+    assert second["sources"] == {"peer": WHOLE + SMALL}
+    (planned,) = second["planned"]
+    assert planned["sources"] == second["sources"], "every box once"
+
+
+def test_a_lost_shard_is_refused_before_anything_is_read(found: list[dict[str, Any]]) -> None:
+    """A hole would be restored as random memory, or each host restore a step of its own."""
+    first, second = act(found, "lose_a_shard")
+    assert first["sources"] == {"ram": WHOLE // 2 + SMALL}
+    assert second["sources"] == {"durable": WHOLE // 2, "peer": SMALL}, "what is whole elsewhere is not read there"
+    for process in (first, second):
+        assert (process["latest"], process["step"]) == (0, 0)
+        (rejected,) = process["rejected"]
+        assert "process 1: CorruptCheckpointError: save 1@1.1: nothing that this process can reach covers" in rejected
+
+
+def test_swapped_hosts_find_their_boxes(found: list[dict[str, Any]]) -> None:
+    """A scheduler that shuffles the hosts would cost every restart its fast tiers."""
+    for process in act(found, "swap_hosts"):
+        assert (process["latest"], process["step"]) == (1, 1)
+        assert process["sources"]["peer"] == WHOLE // 2
+
+
+def test_damage_is_mended_from_another_host(found: list[dict[str, Any]]) -> None:
+    """A flipped bit would cost a step, although another host has it whole."""
+    first, second = act(found, "damage_a_slot")
+    assert first["sources"] == {"ram": WHOLE + SMALL}
+    assert second["sources"]["peer"] >= WHOLE
+    assert any("has digest" in each for each in second["rejected"])
+
+
+def test_a_host_that_returns_with_an_old_ramdisk_does_not_win(found: list[dict[str, Any]]) -> None:
+    """Step 3 of the abandoned branch is the higher number, and half of it is there."""
+    first, second = act(found, "return_with_an_old_ramdisk")
+    assert (first["latest"], first["step"], first["epoch"]) == (2, 2, 2)
+    assert second["sources"] == {"peer": WHOLE + SMALL}
+
+
+def test_a_zombie_of_the_run_before_does_not_win(found: list[dict[str, Any]]) -> None:
+    """Its step 5 is the higher number, whole, and on a host that is alive."""
+    first, second = act(found, "outlive_a_zombie")
+    assert (first["latest"], first["step"], first["epoch"]) == (2, 2, 2)
+    assert second["sources"] == {"peer": WHOLE + SMALL}
+
+
+def test_without_peers_everybody_falls_back(found: list[dict[str, Any]]) -> None:
+    """`peers=None` would serve all the same."""
+    for process in act(found, "go_without_peers"):
+        assert (process["latest"], process["step"]) == (0, 0)
+        assert "peer" not in process["sources"]
+
+
+def test_a_fully_sharded_job_survives_the_loss_of_a_host(found: list[dict[str, Any]]) -> None:
+    """One lost host of a sharded job would throw everybody back to the bucket."""
+    first, second = act(found, "keep_copies")
+    assert (first["latest"], first["step"]) == (second["latest"], second["step"]) == (2, 2)
+    assert first["sources"] == {"ram": WHOLE // 2 + SMALL}
+    assert second["sources"] == {"peer": WHOLE // 2 + SMALL}
+    assert first["committed"] == second["committed"] == [[step, "peer"] for step in range(3)]
+
+
+def test_the_loss_of_both_hosts_falls_back_to_the_durable_step(found: list[dict[str, Any]]) -> None:
+    """A copy of a lost host's copy would have to be invented."""
+    for process in act(found, "lose_both"):
+        assert (process["latest"], process["step"], set(process["sources"])) == (0, 0, {"durable"})
+
+
+def test_copies_are_made_again_after_a_loss(found: list[dict[str, Any]]) -> None:
+    """The second loss of a run would cost what the first did not."""
+    first, second = act(found, "go_on_after_a_loss")
+    assert first["first"]["same"]
+    assert second["first"]["same"]
+    assert first["first"]["step"] == 1
+    assert (first["latest"], first["step"], first["epoch"]) == (6, 6, 2)
+    assert first["sources"] == {"peer": WHOLE // 2 + SMALL}
+    assert second["sources"] == {"ram": WHOLE // 2 + SMALL}
+
+
+def test_three_processes_restore_what_two_have_saved(root: Path, found: list[dict[str, Any]]) -> None:
+    """An elastic restart would go back to the bucket while everything is in memory."""
+    assert found
+    for process in act(launch(root, "grow", 3), "grow"):
+        assert (process["latest"], process["step"]) == (1, 1)
+        assert "durable" not in process["sources"]

@@ -1,0 +1,85 @@
+"""Where a process serves, and that it serves nowhere else."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from ckptkit.arena import Arena
+from ckptkit.coordination import LocalCoordinator
+from ckptkit.events import Event, EventLog
+from ckptkit.peers import link, open_link
+from ckptkit.peers.link import job_interface
+from ckptkit.policy import PeerOptions
+from tests.peers.conftest import SAVE
+
+
+def opened(host_dir: Path, arena: Arena, options: PeerOptions, events: EventLog) -> link.PeerLink:
+    return open_link({"ram": host_dir}, [arena], ["h"], options, LocalCoordinator(), events, timeout_s=10)
+
+
+def test_a_link_serves_on_its_interface_alone(host_dir: Path, arena: Arena) -> None:
+    """A host with a public address would offer the weights there."""
+    made = opened(host_dir, arena, PeerOptions(host="127.0.0.2"), EventLog())
+    try:
+        assert made.server is not None
+        host, _, port = made.server.address.rpartition(":")
+        assert host == "127.0.0.2"
+        manifest, _ = made.client.manifest(0, SAVE, 0)
+        assert manifest.save_id == SAVE
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(port)), timeout=10)
+    finally:
+        made.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=10)
+
+
+def test_an_address_of_another_host_degrades_and_stops_nothing(host_dir: Path, arena: Arena) -> None:
+    """A wrong option would stop a job that can train without peers."""
+    said: list[Event] = []
+    events = EventLog()
+    events.observe(said.append)
+    made = opened(host_dir, arena, PeerOptions(host="192.0.2.1"), events)
+    try:
+        assert made.server is None
+        assert not made.client.serves(0)
+        ((kind, tier, reason),) = [(event.kind, event.tier, event.fields["reason"]) for event in said]
+        assert (kind, tier) == ("tier_degraded", "peer")
+        assert "PeerOptions(host=...)" in reason
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "several", "expected"),
+    [
+        ("127.0.0.1:1234", False, "127.0.0.1"),
+        ("127.0.0.1:1234", True, "127.0.0.1"),  # every process is where the coordinator is
+        ("localhost:1234", True, None),
+        (None, False, "127.0.0.1"),
+    ],
+)
+def test_the_interface_is_that_of_the_coordinator(
+    monkeypatch: pytest.MonkeyPatch, coordinator: str | None, several: bool, expected: str | None
+) -> None:
+    """Others could not reach it, or anybody could."""
+    monkeypatch.setattr(link, "coordinator_address", lambda: coordinator)
+    assert job_interface(several) in ([expected] if expected else ["127.0.0.1", "::1"])
+
+
+def test_a_loopback_name_of_the_own_host_is_not_taken_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian maps a host's own name to 127.0.1.1, where no other host finds process 0."""
+    monkeypatch.setattr(link, "coordinator_address", lambda: "head-node:1234")
+    asked: list[str] = []
+
+    def local(host: str, port: int) -> str:
+        del port
+        asked.append(host)
+        return "127.0.1.1" if host == "head-node" else "10.0.0.5"
+
+    monkeypatch.setattr(link, "_local_address", local)
+    assert job_interface(True) == "10.0.0.5"
+    assert job_interface(False) == "127.0.1.1"

@@ -1,0 +1,267 @@
+"""What a process gives to others, and what it refuses: without the secret, beyond a box, or to who stalls."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptkit.arena import Arena
+from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError, StoreError
+from ckptkit.manifest import SaveId
+from ckptkit.peers.client import PeerClient
+from ckptkit.peers.server import PeerServer
+from ckptkit.peers.shelf import BadRangeError, NotHeldError, Shelf, SupersededError
+from tests.peers.conftest import LIMITS, SAVE, SECRET, commit, values
+
+MANIFEST = "/saves/2.7.4/0/manifest"
+BYTES = "/saves/2.7.4/0/bytes"
+
+
+def say(address: str, text: str, *, read: bool = True) -> socket.socket | bytes:
+    """Sends bytes as they are; the answer, or the connection."""
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection.sendall(text.encode())
+    if not read:
+        return connection
+    with connection:
+        found = b""
+        while piece := connection.recv(1 << 16):
+            found += piece
+        return found
+
+
+def status(address: str, path: str, *, secret: str | None = SECRET, method: str = "GET", **headers: str) -> int:
+    """The status of one request, sent without anything that tidies it up."""
+    given = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+    given |= {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = [f"{method} {path} HTTP/1.1", "Host: x", "Connection: close"]
+    lines += [f"{name}: {value}" for name, value in given.items()]
+    answer = say(address, "\r\n".join(lines) + "\r\n\r\n")
+    assert isinstance(answer, bytes)
+    return int(answer.split(b" ", 2)[1])
+
+
+def read_all(client: PeerClient) -> np.ndarray:
+    manifest, tag = client.manifest(0, SAVE, 0)
+    (leaf,) = manifest.arrays["state"]
+    into = np.empty(leaf.shape, np.int32)
+    client.reader(0, SAVE, 0, tag)("state", leaf, leaf.boxes[0], leaf.boxes[0].box, into)
+    return into
+
+
+def test_a_box_comes_bit_exact_over_several_requests(client: PeerClient) -> None:
+    """A restore from a peer would be another state."""
+    np.testing.assert_array_equal(read_all(client), values())
+
+
+def test_part_of_a_box_is_cut_out(client: PeerClient) -> None:
+    """On another mesh a process would get rows that are not its own."""
+    manifest, tag = client.manifest(0, SAVE, 0)
+    (leaf,) = manifest.arrays["state"]
+    wanted = type(leaf.boxes[0].box)((1, 5), (3, 9))
+    into = np.empty(wanted.shape, np.int32)
+    client.reader(0, SAVE, 0, tag)("state", leaf, leaf.boxes[0], wanted, into)
+    np.testing.assert_array_equal(into, values()[1:3, 5:9])
+
+
+@pytest.mark.parametrize("secret", [None, "", "the secret of another job", SECRET + "x", SECRET[:-1], "\udcff"])
+def test_without_the_secret_nothing_is_said(server: PeerServer, secret: str | None) -> None:
+    """Anybody in the network could read the weights."""
+    if secret == "\udcff":
+        answer = say(server.address, f"GET {MANIFEST} HTTP/1.1\r\nHost: x\r\nAuthorization: \xff\r\n\r\n")
+        assert isinstance(answer, bytes)
+        assert answer.split(b" ")[1] in (b"400", b"401")
+        return
+    assert status(server.address, MANIFEST, secret=secret) == 401
+    assert status(server.address, BYTES, secret=secret, Range="bytes=0-1") == 401
+
+
+def test_before_the_secret_is_known_nobody_is_answered(shelf: Shelf) -> None:
+    """An empty secret would be everybody's."""
+    server = PeerServer(shelf, "127.0.0.1")
+    try:
+        assert status(server.address, MANIFEST, secret="") == 401
+        assert status(server.address, MANIFEST, secret="None") == 401
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/saves/2.7.4/0/../0/manifest",
+        "/saves/2.7.4/../../../../etc/passwd",
+        "/saves/2.7.4/%2e%2e/manifest",
+        "/saves/2.7.4/0/%2e%2e%2flock",
+        "/saves/2.7.4/0/slot-0.bin",
+        "/saves/2.7.4/0/lock",
+        "/saves/2.7.4/1/manifest",
+        "/saves/2.7.5/0/manifest",
+        "/saves/02.7.4/0/manifest/",
+        "//etc/passwd",
+        "/",
+    ],
+)
+def test_only_what_a_manifest_names_has_a_path(server: PeerServer, path: str) -> None:
+    """A `..` in a name would read the host's files."""
+    assert status(server.address, path) == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "HEAD"])
+def test_nothing_can_be_changed(server: PeerServer, method: str) -> None:
+    """A client could overwrite a slot."""
+    assert status(server.address, MANIFEST, method=method) == 404
+
+
+def test_a_range_outside_of_a_box_is_refused(server: PeerServer, shelf: Shelf) -> None:
+    """What stands between and behind boxes is of other saves, and a huge range would fill the server's memory."""
+    tag, _ = shelf.manifest(SAVE, 0)
+    size = values().nbytes
+    end = f"bytes={size - 1}-{size}"
+    for asked in ("bytes=0-", "bytes=-5", "bytes=5-4", end, f"bytes=0-{9 << 20}", "bytes=0-1,3-4", "rows=0-1", ""):
+        assert status(server.address, BYTES, Range=asked, If_Match=f'"{tag}"') == 416, asked
+    assert status(server.address, BYTES, Range="bytes=0-9", If_Match=f'"{tag}"') == 206
+    assert status(server.address, BYTES, Range="bytes=0-9", If_Match='"0123"') == 412
+    for start, stop in ((-1, 4), (4, 4), (size, size + 4), (0, 9 << 20)):
+        with pytest.raises(BadRangeError):
+            shelf.read(SAVE, 0, tag, start, stop)
+
+
+def test_a_save_that_is_replaced_is_superseded_not_corrupt(client: PeerClient, arena: Arena) -> None:
+    """A running job would be reported as damaged, or a restore mix two saves."""
+    manifest, tag = client.manifest(0, SAVE, 0)
+    (leaf,) = manifest.arrays["state"]
+    for step in (8, 9):
+        commit(arena, SaveId(2, step, step))
+    into = np.empty(leaf.shape, np.int32)
+    with pytest.raises(CorruptCheckpointError, match="superseded, or no longer there"):
+        client.reader(0, SAVE, 0, tag)("state", leaf, leaf.boxes[0], leaf.boxes[0].box, into)
+    with pytest.raises(CorruptCheckpointError, match="superseded, or no longer there"):
+        client.manifest(0, SAVE, 0)
+
+
+def test_a_slot_is_leased_while_it_is_copied_and_no_longer(shelf: Shelf, arena: Arena) -> None:
+    """A save would overwrite what a peer reads, or a peer that stalls would keep a slot from the job."""
+    tag, _ = shelf.manifest(SAVE, 0)
+    assert shelf.read(SAVE, 0, tag, 0, 8) == values().tobytes()[:8]
+    held = arena.hold(SAVE)
+    assert held is not None
+    assert held.leases == 1, "nothing of the read is left"
+    arena.release(held)
+    assert arena.hold(SaveId(9, 9, 9)) is None
+    arena.discard(held)
+    with pytest.raises(NotHeldError):
+        shelf.read(SAVE, 0, tag, 0, 8)
+
+
+def test_a_slot_that_another_process_replaces_while_it_is_read_is_superseded(
+    host_dir: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes could be of the newer save; no lease reaches across processes."""
+    shelf = Shelf({"ram": host_dir}, [])
+    tag, _ = shelf.manifest(SAVE, 0)
+    from ckptkit.peers import shelf as module
+
+    real = module.os.pread
+
+    def replace(fd: int, size: int, offset: int) -> bytes:
+        data = real(fd, size, offset)
+        arena.forget_step(SAVE.step)
+        return data
+
+    monkeypatch.setattr(module.os, "pread", replace)
+    with pytest.raises(SupersededError):
+        shelf.read(SAVE, 0, tag, 0, 8)
+
+
+def test_a_slot_file_that_was_cut_short_is_not_held(host_dir: Path, shelf: Shelf) -> None:
+    """A mapping of it would kill the process that serves."""
+    tag, _ = shelf.manifest(SAVE, 0)
+    (slot,) = host_dir.glob("0/slot-0.bin")
+    with slot.open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(NotHeldError, match="ends before byte 4096"):
+        shelf.read(SAVE, 0, tag, 0, 4096)
+
+
+def test_who_stalls_is_cut_off_and_the_others_are_served(server: PeerServer, client: PeerClient) -> None:
+    """One hanging process would stop the restore of all others, or hold memory for ever."""
+    head = f"GET {BYTES} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {SECRET}\r\n"
+    _, tag = client.manifest(0, SAVE, 0)
+    ranged = head + f'Range: bytes=0-{(8 << 20) - 1}\r\nIf-Match: "{tag}"\r\n\r\n'
+    silent = [say(server.address, "", read=False) for _ in range(3)]
+    halfway = [say(server.address, head, read=False) for _ in range(3)]
+    never_reading = [say(server.address, ranged, read=False) for _ in range(3 * LIMITS.transfers_max)]
+    threads = threading.active_count()
+    np.testing.assert_array_equal(read_all(client), values())
+    assert threading.active_count() <= threads + 1, "one more to read, whatever comes"
+    for connection in (*silent, *halfway, *never_reading):
+        assert isinstance(connection, socket.socket)
+        with connection:
+            wait_until_cut(connection)
+    np.testing.assert_array_equal(read_all(client), values())
+
+
+def wait_until_cut(connection: socket.socket) -> None:
+    """Reads what was on its way, until the server has ended the connection."""
+    connection.settimeout(60)
+    try:
+        while connection.recv(1 << 20):
+            pass
+    except ConnectionError:
+        return
+
+
+def test_connections_beyond_the_limit_are_ended(shelf: Shelf) -> None:
+    """A client that opens connections for ever would take the server's file descriptors."""
+    server = PeerServer(shelf, "127.0.0.1", limits=type(LIMITS)(connections_max=3, idle_s=60))
+    try:
+        kept = [say(server.address, "", read=False) for _ in range(3)]
+        time.sleep(0.2)  # the server has seen them
+        beyond = say(server.address, "", read=False)
+        assert isinstance(beyond, socket.socket)
+        with beyond:
+            wait_until_cut(beyond)
+        for connection in kept:
+            assert isinstance(connection, socket.socket)
+            connection.close()
+    finally:
+        server.close()
+
+
+def test_a_process_that_is_gone_is_given_up_once(server: PeerServer, shelf: Shelf) -> None:
+    """A restore of a thousand boxes would wait a thousand times for a host that has died."""
+    gone = PeerClient([server.address], SECRET, timeout_s=0.5)
+    gone.manifest(0, SAVE, 0)
+    server.close()
+    with pytest.raises(PeerUnreachableError, match=r"^process 0 at .* did not answer within 0\.5 s .*PeerOptions"):
+        gone.manifest(0, SAVE, 0)
+    began_s = time.monotonic()
+    for _ in range(1000):
+        with pytest.raises(PeerUnreachableError):
+            gone.manifest(0, SAVE, 0)
+    assert time.monotonic() - began_s < 100, "a thousand waits of 0.5 s"
+    with pytest.raises(PeerUnreachableError, match="process 1 serves nothing"):
+        PeerClient([None, None], SECRET, timeout_s=1).manifest(1, SAVE, 0)
+
+
+def test_a_process_of_another_job_is_an_error_not_an_absence(server: PeerServer) -> None:
+    """A zombie of the run before, at a port that was given anew, would be taken for a host without the save."""
+    with pytest.raises(StoreError, match="was refused"):
+        PeerClient([server.address], "another secret", timeout_s=5).manifest(0, SAVE, 0)
+
+
+def test_damage_on_the_way_is_found(client: PeerClient, host_dir: Path) -> None:
+    """A flipped bit in another host's memory would be restored."""
+    (slot,) = host_dir.glob("0/slot-0.bin")
+    with slot.open("r+b") as file:
+        file.seek(5_000_000)
+        file.write(b"\xff\x00\xff")
+    with pytest.raises(CorruptCheckpointError, match=r"/saves/2\.7\.4/0/bytes: leaf w, cell .* has digest"):
+        read_all(client)
