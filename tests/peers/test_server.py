@@ -190,6 +190,19 @@ def test_a_slot_file_that_was_cut_short_is_not_held(host_dir: Path, shelf: Shelf
         shelf.read(SAVE, 0, tag, 0, 4096)
 
 
+def test_boxes_beyond_the_end_of_a_slot_are_not_promised(host_dir: Path, client: PeerClient) -> None:
+    """A restore would make room for, and wait for, what no slot has."""
+    (slot,) = host_dir.glob("0/slot-0.bin")
+    assert [len(leaf.boxes) for leaf in client.manifest(0, SAVE, 0)[0].arrays["state"]] == [1]
+    slot.write_bytes(b"cut short")
+    fresh = PeerServer(Shelf({"ram": host_dir}, []), "127.0.0.1", limits=LIMITS)
+    fresh.admit(SECRET)
+    other = PeerClient([fresh.address], SECRET, timeout_s=30.0)
+    assert [len(leaf.boxes) for leaf in other.manifest(0, SAVE, 0)[0].arrays["state"]] == [0]
+    other.close()
+    fresh.close()
+
+
 def test_who_stalls_is_cut_off_and_the_others_are_served(server: PeerServer, client: PeerClient) -> None:
     """One hanging process would stop the restore of all others, or hold memory for ever."""
     head = f"GET {BYTES} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {SECRET}\r\n"

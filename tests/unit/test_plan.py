@@ -216,6 +216,27 @@ def test_shares_of_several_processes_tile_every_wanted_box(data: st.DataObject) 
     assert len(served) == len(set(served)), "a piece was read twice"
 
 
+def test_damage_that_a_sample_finds_is_not_passed_over_for_another_source() -> None:
+    """What the sample did not look at would be taken from a source that is known to be damaged."""
+    whole = Box.whole((8,))
+
+    def damaged(*_: Any) -> None:
+        raise CorruptCheckpointError("flipped")
+
+    def fine(item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
+        into[...] = 7
+
+    pairs: list[Any] = [
+        (Source(tier="peer", manifests=(manifest([whole], process=p),)), r) for p, r in enumerate((damaged, fine))
+    ]
+    into = np.zeros(8, np.int32)
+    leaf = manifest([whole]).arrays["state"][0]
+    together(pairs, "peer", Proving())[1]("state", leaf, leaf.boxes[0], whole, into)
+    assert into.tolist() == [7] * 8
+    with pytest.raises(CorruptCheckpointError, match="flipped"):
+        together(pairs, "peer", Proving(mode="sample", share=0.5))[1]("state", leaf, leaf.boxes[0], whole, into)
+
+
 def coverage(source: Source, shape: tuple[int, ...]) -> np.ndarray:
     held = np.zeros(shape, bool)
     for each in source.manifests:

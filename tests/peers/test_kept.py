@@ -1,0 +1,77 @@
+"""What a ramdisk and the lanes keep for the sake of copies, beside what a tier's own policy keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptkit.arena import Arena
+from ckptkit.durable.epochs import Ancestry
+from ckptkit.manager.book import Book
+from ckptkit.manager.keeping import Keeper
+from ckptkit.manager.taken import PEER
+from ckptkit.manifest import SaveId
+from ckptkit.policy import KeepNewest, KeepUnflushed, Tier
+from tests.peers.conftest import commit
+
+
+def of(step: int) -> SaveId:
+    return SaveId(1, step, step)
+
+
+class Kept:
+    """A process with a ramdisk of a policy, and a lane."""
+
+    def __init__(self, host_dir: Path, ram: Tier):
+        self.ram = Arena.open(host_dir, 0, slots=ram.slots_for(1, 1, beside=1), synced=False, keeps_found=True)
+        self.lane = Arena.open(host_dir, "buddy-0-0", slots=2, synced=False)
+        self.book = Book(Ancestry())
+        self.keeper = Keeper((ram, Tier.peer()), {"ram": self.ram, "buddy-0": self.lane}, self.book, 1)
+        self.keeper.opened()
+
+    def save(self, step: int, *, copied: bool) -> None:
+        commit(self.ram, of(step))
+        self.book.commit(of(step), "ram")
+        self.keeper.committed(of(step), "ram")
+        if copied:
+            commit(self.lane, of(step), process=1)
+            self.book.commit(of(step), PEER)
+            self.keeper.copied(of(step))
+
+    def close(self) -> None:
+        self.ram.close()
+        self.lane.close()
+
+
+def test_the_newest_copied_save_outlasts_the_policy_until_a_newer_one_is_copied(host_dir: Path) -> None:
+    """Hosts would hold copies of a save that nobody has whole any more, or of one too many."""
+    kept = Kept(host_dir, Tier.ram("/r", keep=KeepNewest(1)))
+    kept.save(1, copied=True)
+    for step in (2, 3, 4):
+        kept.save(step, copied=False)
+        assert sorted(kept.ram.held()) == [of(1), of(step)]
+    assert kept.book.committed_in("ram") == {of(1), of(4)}
+    kept.save(5, copied=True)
+    assert kept.ram.held() == [of(5)]
+    assert kept.lane.protected == {of(5)}
+    assert kept.book.committed_in("ram") == {of(5)}
+    kept.close()
+
+
+def test_copies_in_other_ramdisks_are_no_slower_tier(host_dir: Path) -> None:
+    """A save that waits for the durable tier would be given up once it stands in other hosts' memory."""
+    kept = Kept(host_dir, Tier.ram("/r", keep=KeepUnflushed(2)))
+    for step in (1, 2, 3):
+        kept.save(step, copied=True)
+    assert sorted(kept.ram.held()) == [of(1), of(2), of(3)]
+    kept.close()
+
+
+def test_a_restored_save_is_kept_here_and_in_lanes(host_dir: Path) -> None:
+    """The save that all go on from could be overwritten before the next one has its copies."""
+    kept = Kept(host_dir, Tier.ram("/r", keep=KeepNewest(1)))
+    kept.save(1, copied=True)
+    kept.keeper.restored(of(1))
+    kept.save(2, copied=False)
+    assert sorted(kept.ram.held()) == [of(1), of(2)]
+    assert kept.lane.protected == {of(1)}
+    kept.close()
