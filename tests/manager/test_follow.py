@@ -198,8 +198,8 @@ def test_a_job_on_a_bucket_is_followed(tmp_path: Path, monkeypatch: pytest.Monke
             monkeypatch.setenv(name, value)
         tiers = [ckptkit.Tier.ram(str(tmp_path / "ram"), save=ckptkit.EverySteps(1))]
         options = ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=2)
-        with ckptkit.CheckpointManager("gs://runs/run", options=options, tiers=tiers) as manager:
-            steps = ckptkit.follow("gs://runs/run", poll_s=0.01, idle_timeout_s=60.0)
+        with ckptkit.CheckpointManager("gs://runs/followed", options=options, tiers=tiers) as manager:
+            steps = ckptkit.follow("gs://runs/followed", poll_s=0.01, idle_timeout_s=60.0)
             save(manager, 2)
             first = next(steps)
             assert (first.step, first.proven) == (2, True)
