@@ -7,7 +7,7 @@ import itertools
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +64,12 @@ class Flaky:
 
     def delete(self, key: str) -> None:
         self._maybe(lambda: self._inner.delete(key))
+
+    def list_all(self, prefix: str) -> list[str]:
+        return self._maybe(lambda: self._inner.list_all(prefix))
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        self._maybe(lambda: self._inner.delete_many(keys))
 
 
 def remote_file(root: Path) -> RemoteStore:
@@ -126,6 +132,19 @@ def test_an_absent_key_is_absent_everywhere(store: Store) -> None:
         assert store.stat(key) is None
         assert store.list(key) == []
         store.delete(key)
+
+
+def test_a_whole_tree_is_listed_and_removed(store: Store) -> None:
+    """If it failed, a step that was pruned would leave objects that nobody sees, and somebody pays for."""
+    keys = ["run/1/d/a", "run/1/d/b", "run/1/marker", "run/10/marker"]
+    for key in keys:
+        store.put(key, b"1")
+    assert store.list_all("") == keys
+    assert store.list_all("run/1") == keys[:3]
+    assert store.list_all("run/2") == []
+    store.delete_many([*keys[:3], "run/1/absent"])
+    assert store.list_all("") == keys[3:]
+    store.delete_many([])
 
 
 def test_a_directory_is_no_object(store: Store) -> None:
