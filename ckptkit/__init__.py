@@ -3,6 +3,7 @@
 from ckptkit import surgery as surgery
 from ckptkit import v1 as v1
 from ckptkit.abstract import abstract_state as abstract_state
+from ckptkit.durable.listing import latest_step as latest_step
 from ckptkit.errors import CheckpointError as CheckpointError
 from ckptkit.errors import CoordinationError as CoordinationError
 from ckptkit.errors import CorruptCheckpointError as CorruptCheckpointError
@@ -31,5 +32,6 @@ from ckptkit.manager import StepRecord as StepRecord
 from ckptkit.policy import EverySteps as EverySteps
 from ckptkit.policy import FailurePolicy as FailurePolicy
 from ckptkit.policy import Tier as Tier
+from ckptkit.tuning import DurableProfile as DurableProfile
 from ckptkit.verification import scrub as scrub
 from ckptkit.verification import verify as verify

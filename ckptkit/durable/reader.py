@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,10 +13,13 @@ import numpy as np
 import tensorstore as ts
 
 from ckptkit import layout
+from ckptkit.durable.cell_reader import CellReader, Wanted
+from ckptkit.durable.orbax_files import COMMITTED, marked_save
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError, TransientStoreError
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, copy_proven
 from ckptkit.sharding import Box
 from ckptkit.store import Store, open_store
+from ckptkit.tuning import DurableProfile
 
 READ_THREADS = 8
 _DAMAGED = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "FAILED_PRECONDITION", "Error decoding", "Truncated")
@@ -73,10 +77,11 @@ def is_transient(error: BaseException) -> bool:
 class DurableReader:
     """One step directory. `manifests` are the sidecars of all processes that wrote it, by item."""
 
-    def __init__(self, step_url: str, *, step: int):
+    def __init__(self, step_url: str, *, step: int, profile: DurableProfile = DurableProfile()):  # noqa: B008  frozen
         self._url = step_url.rstrip("/")
         self._step = step
         self._store: Store = open_store(self._url)
+        self._cells = CellReader(self._url, profile)
         self._lock = threading.Lock()
         self._arrays: dict[tuple[str, str], ts.TensorStore] = {}
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})
@@ -112,7 +117,16 @@ class DurableReader:
             return None
 
     def save_id(self) -> SaveId | None:
-        """Which save the step is; None for one that stock Orbax wrote. Cost: a listing and a small read."""
+        """Which save the step is; None for one that stock Orbax wrote.
+
+        Cost: a small read, of the marker; where that names no save, a listing and a read of a sidecar.
+        """
+        try:
+            named = marked_save(self._store.get(COMMITTED).decode())
+        except (FileNotFoundError, UnicodeDecodeError):
+            named = None
+        if named is not None and named.step == self._step:
+            return named
         for item in self.item_names():
             manifest = self.newest_manifest(item)
             if manifest is not None:
@@ -131,6 +145,10 @@ class DurableReader:
         """The items of the step: its directories."""
         return [name.rstrip("/") for name in self._store.list("") if name.endswith("/")]
 
+    def expect(self, wanted: Iterable[Wanted]) -> None:
+        """Begins to read what `read` will be asked for, within `DurableProfile.read_ahead_bytes`."""
+        self._cells.expect(wanted)
+
     def read(self, item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
         """Copies `wanted` (a part of `record.box`) into `into`, whose shape is `wanted.shape`.
 
@@ -139,7 +157,8 @@ class DurableReader:
 
         def fetch(cell: Box, start: int, stop: int) -> np.ndarray:
             del start, stop
-            return self.read_cell(item, leaf, cell)
+            stored = _translated(lambda: self._cells.fetch(item, leaf, cell), self._url, leaf)
+            return self.read_cell(item, leaf, cell) if stored is None else stored
 
         copy_proven(leaf, record, wanted, into, fetch, where=f"step {self._step} in {self._url}, item {item}")
 

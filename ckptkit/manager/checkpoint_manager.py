@@ -28,6 +28,7 @@ from ckptkit.manager.resuming import Resumer
 from ckptkit.manifest import SaveId
 from ckptkit.policy import Backpressure, DurableBusy, FailurePolicy, Tier, checked_tiers
 from ckptkit.store.roots import root_url
+from ckptkit.tuning import DurableProfile
 
 _log = logging.getLogger("ckptkit")
 
@@ -61,6 +62,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         reports how long (`waited_s` of the `staged` event), `skip` leaves the step out of the durable tier. Forced
         saves and those of a preemption always wait.
       on_failure: what becomes of durable saves that fail.
+      durable: how the durable tier is written and read (`DurableProfile`, or `DurableProfile.load(file)`).
 
     Raises what Orbax's constructor raises for the arguments that they share, `TierUnusableError` for a tier that
     cannot be written, `StoreError` for a durable root that cannot be read, `CoordinationError` where a process does
@@ -87,6 +89,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         host_bytes_max: int | None = None,
         durable_busy: DurableBusy = "wait",
         on_failure: FailurePolicy = FailurePolicy(),  # noqa: B008  frozen
+        durable: DurableProfile = DurableProfile(),  # noqa: B008  frozen
     ):
         self._settings = Settings(
             options=checked_options(options or ocp.CheckpointManagerOptions()),
@@ -99,6 +102,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
                 in_flight_max=in_flight_max, host_bytes_max=host_bytes_max, durable_busy=durable_busy
             ),
             on_failure=on_failure,
+            durable=durable,
         )
         self._options = self._settings.options
         self._logger = logger or ocp.logging.StandardLogger()

@@ -25,6 +25,7 @@ from ckptkit.manager.saving import SavePipeline
 from ckptkit.manifest import Writer
 from ckptkit.policy import Backpressure, FailurePolicy, Tier
 from ckptkit.staging import checked_choice
+from ckptkit.tuning import DurableProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ class Settings:
     timeout_s: float
     backpressure: Backpressure
     on_failure: FailurePolicy
+    durable: DurableProfile
 
     def __post_init__(self) -> None:
         layout.checked_name(self.host_id, "host_id")
@@ -69,7 +71,7 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
     # Asked first: its errors say what is wrong with the root, and nothing has been opened yet.
     epochs = epoch_records(url)
     book = Book(first_look(epochs, url, options, coordinator, timeout_s))
-    durable = DurableSteps(url, options, coordinator, timeout_s=timeout_s, setup=setup)
+    durable = DurableSteps(url, options, coordinator, timeout_s=timeout_s, setup=setup, profile=settings.durable)
     host_dirs = {
         tier.name: Path(tier.path) / layout.job_name(durable.url, tier.job) / settings.host_id
         for tier in settings.tiers

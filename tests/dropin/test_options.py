@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from orbax.checkpoint import checkpoint_managers as policies
 
 import ckptkit
+from ckptkit.durable import pruning, stock
 
 args: Any = ocp.args
 Options = ocp.CheckpointManagerOptions
@@ -193,33 +193,35 @@ def test_background_deletion_ends_with_close(job: Callable[[], Job]) -> None:
         assert job().run(max_to_keep=1, **options) == ["3"]
 
 
-def test_deletion_runs_where_it_is_asked_for(job: Callable[[], Job], monkeypatch: Any) -> None:
-    """The two options would make no difference."""
-    import shutil
-
+def test_deletion_never_runs_on_the_path_of_a_save(job: Callable[[], Job], monkeypatch: Any) -> None:
+    """A save would take as long as the deletion of an old step: minutes in a bucket."""
     seen: list[str] = []
-    real = shutil.rmtree
+    real = pruning.delete_directory
 
-    def recorded(path: Any, *rest: Any, **more: Any) -> None:
-        if Path(path).parent.name == "durable" and Path(path).name.isdigit():
-            seen.append(threading.current_thread().name)
-        real(path, *rest, **more)
+    def recorded(path: str, options: Any) -> None:
+        seen.append(threading.current_thread().name)
+        real(path, options)
 
-    monkeypatch.setattr(shutil, "rmtree", recorded)
-    job().run(max_to_keep=1)
-    assert set(seen) == {"ckptkit-durable"}
-    seen.clear()
-    job().run(max_to_keep=1, enable_background_delete=True)
-    assert set(seen) == {"DeleterThread"}
+    monkeypatch.setattr(pruning, "delete_directory", recorded)
+    for options in ({}, {"enable_background_delete": True}):
+        each = job()
+        assert each.run(max_to_keep=1, **options) == ["3"]
+        assert set(seen) == {"ckptkit-prune_0"}
+        seen.clear()
 
 
-def test_num_deletion_threads(job: Callable[[], Job]) -> None:
+def test_num_deletion_threads(job: Callable[[], Job], monkeypatch: Any) -> None:
     """Deleting on a mount with slow unlinks would take as long as without it."""
-    for options, count in (({}, min(16, max(1, (os.cpu_count() or 4) // 2))), ({"num_deletion_threads": 40}, 40)):
-        with job().manager(**options) as manager:
-            manager.save(0, args=args.StandardSave({"w": np.arange(3)}))
-            manager.wait_until_finished()
-            assert manager._durable._writer._checkpoint_deleter._path_deleter._num_threads == count
+    given: list[Any] = []
+    real = stock.deleter.PathDeleter
+
+    def recorded(directory: Any, *, num_threads: Any) -> Any:
+        given.append(num_threads)
+        return real(directory, num_threads=num_threads)
+
+    monkeypatch.setattr(stock.deleter, "PathDeleter", recorded)
+    job().run(max_to_keep=1, num_deletion_threads=40)
+    assert set(given) == {40}
 
 
 def test_enable_async_checkpointing(job: Callable[[], Job], monkeypatch: Any) -> None:
@@ -251,7 +253,7 @@ def test_multiprocessing_options(job: Callable[[], Job]) -> None:
         with job().manager(**options) as manager:
             manager.save(0, args=args.StandardSave({"w": np.arange(3)}))
             manager.wait_until_finished()
-            for inner in (manager._durable.stock.orbax, manager._durable._writer):
+            for inner in (manager._durable.stock.orbax, manager._durable._own_writer()):
                 assert inner._multiprocessing_options.barrier_sync_key_prefix == prefix
 
 
