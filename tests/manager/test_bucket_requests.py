@@ -15,7 +15,7 @@ import pytest
 import ckptkit
 from ckptkit.durable.listing import latest_step
 from ckptkit.store import open_store
-from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
+from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Reset, Status
 from tests.states import abstract, assert_same
 
 LEAVES = 600  # of a small transformer with Adam
@@ -124,3 +124,52 @@ def test_a_deletion_that_fails_costs_no_save(server: BucketServer) -> None:
         save(manager, 3)
         assert open_store("gs://runs/run").list_all("1") == []
         assert open_store("gs://runs/run").list_all("2") == []
+
+
+SAVES = [8, pytest.param(100, marks=pytest.mark.slow)]
+FIVE_PERCENT = FaultPlan(
+    seed=8,
+    faults=tuple(
+        Fault(effect=effect, probability=0.01)
+        for effect in (
+            Status(code=503),
+            Status(code=503, stage="after"),
+            Status(code=429),
+            Reset(),
+            Reset(stage="after"),
+        )
+    ),
+)
+
+
+@pytest.mark.parametrize("saves", SAVES)
+def test_five_faults_in_a_hundred_requests_lose_nothing(
+    server: BucketServer, saves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket on a bad day would commit half a step, or leave objects that nobody sees and somebody pays for."""
+    monkeypatch.setattr("gcsfs.retry.asyncio.sleep", _no_sleep)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    failed: list[int] = []
+    with ckptkit.CheckpointManager("gs://runs/run", options=options) as manager:
+        server.faults = FIVE_PERCENT
+        for step in range(saves):
+            try:
+                save(manager, step, {"w": jnp.full((64, 64), float(step)), "b": jnp.arange(3.0) + step})
+            except ckptkit.SaveFailedError:
+                failed.append(step)
+            assert (step in manager.all_steps()) != (step in failed)
+        assert sum(server.fired()) > 0
+        server.faults = FaultPlan()
+        final = {"w": jnp.full((64, 64), -1.0), "b": jnp.zeros(3)}
+        save(manager, saves, final)
+        kept = list(manager.all_steps())
+        for step in kept:
+            wanted = final if step == saves else {"w": jnp.full((64, 64), float(step)), "b": jnp.arange(3.0) + step}
+            assert_same(manager.restore(step, args=ocp.args.StandardRestore(abstract(wanted))), wanted)  # pyright: ignore[reportCallIssue]
+    left = {name.partition("/")[0] for name in open_store("gs://runs/run").list_all("")} - {"_ckptkit"}
+    print(f"{len(failed)} of {saves} saves failed")
+    assert left <= {str(step) for step in (*kept, *failed)}, "what was pruned, or given up, is gone"
+
+
+async def _no_sleep(_: float) -> None:
+    """Retries at once."""
