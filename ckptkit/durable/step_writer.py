@@ -218,7 +218,10 @@ def _written_below(place: str) -> list[str]:
 
 
 def _sync(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY)
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:  # another process's, under its temporary name: that process syncs it
+        return
     try:
         os.fsync(fd)
     finally:
