@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml
 # What only some tests need from Debian's packages; a test that needs one and does not find it says so.
 setup-system:
 	apt-get update --quiet=2
-	apt-get install --yes --quiet=2 --no-install-recommends strace
+	apt-get install --yes --quiet=2 --no-install-recommends strace chromium
 
 demo: setup
 	$(BIN)/python -m tools.demo

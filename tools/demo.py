@@ -26,7 +26,7 @@ from pathlib import Path
 
 from ckptkit.clock import monotonic_s
 from ckptkit.events import EventLog
-from ckptkit.goodput import GoodputReport, goodput_report, load_run
+from ckptkit.goodput import GoodputReport, goodput_page, goodput_report, load_run, timeline_of
 from tools.demo_screen import PlannedLoss, Screen, account
 from tools.launch import ExitCode, Launcher, RestartPolicy
 from tools.proof import Verdict, compare
@@ -93,11 +93,15 @@ def run_demo(seed: int) -> int:
             train_with_losses(places, seed, losses, url, screen)
         try:
             verdict = compare(places.root / "reference" / "proof", places.root / "resumed" / "proof")
-            report = goodput_report(load_run(places.events))
+            logs = load_run(places.events)
+            report = goodput_report(logs)
         except (ValueError, FileNotFoundError) as error:
             raise DemoError(f"the run ended well and left no account of itself: {error}") from error
         failures = [*verdict.differences, *vacuities(report, verdict, losses)]
+        page = places.root / "report.html"
+        page.write_text(goodput_page(report, timeline_of(logs), title=f"The demo, seed {seed}"))
         screen.show(account(report, losses))
+        screen.say(f"the account with its timeline: {page}")
         screen.show_verdict(verdict, failures, monotonic_s() - started_s)
         return 1 if failures else 0
 

@@ -48,6 +48,7 @@ def account(report: GoodputReport, losses: Sequence[PlannedLoss]) -> Table:
     table.add_section()
     goodput = report.goodput
     table.add_row("goodput: productive step time / total", f"{goodput.ml_goodput:.1%}")
+    table.add_row("goodput: effective training time / total", f"{goodput.effective_training_time:.1%}")
     table.add_row("goodput: new steps x median step / elapsed", f"{goodput.new_steps:.1%}")
     for part, seconds in sorted(report.parts_s.items(), key=lambda item: -item[1]):
         table.add_row(f"  {part}", f"{seconds:6.2f} s  {seconds / report.wall_s:6.1%}")

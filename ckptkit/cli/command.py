@@ -11,9 +11,11 @@ import click
 
 from ckptkit import layout
 from ckptkit.cli.exits import Exit, exit_of, quiet_libraries
+from ckptkit.cli.goodput import goodput
 from ckptkit.cli.show_inspection import matching, show_inspection
 from ckptkit.cli.show_steps import show_steps
 from ckptkit.cli.show_verification import progress_line, show_scrub, show_verification
+from ckptkit.cli.simulate import simulate
 from ckptkit.cli.text import print_json, printable
 from ckptkit.inspection import inspect as inspect_path
 from ckptkit.inspection import list_steps
@@ -53,6 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def commands() -> None:
     """Look at checkpoints, prove them, mend them. Needs no accelerator."""
+
+
+commands.add_command(simulate)
+commands.add_command(goodput)
 
 
 @commands.command()

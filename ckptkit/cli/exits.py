@@ -32,6 +32,8 @@ def exit_of(error: BaseException) -> Exit:
     if isinstance(error, click.UsageError):
         error.show(sys.stderr)
         return Exit.USAGE
+    if isinstance(error, click.ClickException):
+        return _said(error.format_message(), Exit.ERROR)
     if isinstance(error, click.Abort | KeyboardInterrupt):
         return _said("interrupted", Exit.INTERRUPTED)
     if isinstance(error, StepNotFoundError):
@@ -42,6 +44,8 @@ def exit_of(error: BaseException) -> Exit:
         return _said("corrupt: a JSON item is nested too deeply to be read", Exit.CORRUPT)
     if isinstance(error, CheckpointError):
         return _said(str(error), Exit.ERROR)
+    if isinstance(error, FileNotFoundError) and error.errno is None:  # ours: a whole sentence
+        return _said(str(error), Exit.NOT_FOUND)
     if isinstance(error, OSError):
         return _said(f"{error.filename or 'input or output'}: {error.strerror or error}", Exit.ERROR)
     return _said(f"internal error, please report it: {type(error).__name__}: {error}", Exit.ERROR)

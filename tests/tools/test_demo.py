@@ -35,7 +35,7 @@ def report(*, disruptions: int, restored: list[tuple[int, int]]) -> GoodputRepor
     return GoodputReport(
         wall_s=1.0,
         parts_s=dict.fromkeys(Part, 0.0),
-        goodput=Goodput(ml_goodput=0.0, new_steps=0.0, distinct_steps=0, step_s_p50=0.0),
+        goodput=Goodput(ml_goodput=0.0, effective_training_time=0.0, new_steps=0.0, distinct_steps=0, step_s_p50=0.0),
         disruptions=tuple(replace(loss, attempt=attempt) for attempt in range(disruptions)),
         saves=Saves(saves=0, stall_ms_p50=None, stall_ms_p99=None, commit_s_p50={}),
         restores=tuple(

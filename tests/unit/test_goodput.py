@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.events import Event, EventLog, Kind
-from ckptkit.goodput import GoodputReport, Part, goodput_report, load_run
+from ckptkit.goodput import GoodputReport, Part, goodput_report, load_run, timeline_of
 
 
 def at(
@@ -73,7 +75,7 @@ def parts(report: GoodputReport) -> dict[str, float]:
 def test_each_second_of_a_known_run_is_named() -> None:
     """Breaks when lost steps count as productive, a nested span twice, or recovery is not seen."""
     report = goodput_report(two_attempts())
-    assert report.wall_s == 36.0
+    assert report.wall_s == 35.5  # process 0 says that it is finished; the launcher sees it gone at 36
     assert parts(report) == {
         "initialization": 2.0 + 3.0 + 2.0,  # until process 0 logs; its span; the second attempt's
         "compile": 4.0,
@@ -82,10 +84,12 @@ def test_each_second_of_a_known_run_is_named() -> None:
         "wasted_progress_from_disruption": 4.0,  # steps 3 and 4
         "infrastructure_recovery_from_disruption": 5.0,  # last span at 19, next attempt at 24
         "checkpoint_restore": 1.0,
-        "other": 1.0,
+        "other": 0.5,
     }
-    assert report.goodput.ml_goodput == pytest.approx(13.5 / 36)
-    assert report.goodput.new_steps == pytest.approx(7 * 2.0 / 36)
+    # Steps 0 to 2 less the save in step 1, the first counted as the others' mean; then four whole ones.
+    assert report.goodput.ml_goodput == pytest.approx((1.75 + 1.5 + 2.0 + 8.0) / 35.5)
+    assert report.goodput.effective_training_time == pytest.approx((35.5 - 7 - 4 - 4 - 5 - 1) / 35.5)
+    assert report.goodput.new_steps == pytest.approx(7 * 2.0 / 35.5)
     assert report.goodput.distinct_steps == 7
 
 
@@ -197,6 +201,39 @@ def test_load_run_reads_what_event_logs_write(tmp_path: Path) -> None:
     report = goodput_report(load_run(tmp_path))
     assert [(d.process, d.lost_steps) for d in report.disruptions] == [(1, 1)]
     assert report.goodput.distinct_steps == 1
+
+
+def test_the_mean_time_to_resume_has_phases_that_add_up() -> None:
+    """Breaks when a phase is averaged over other losses than the whole is."""
+    means = goodput_report(two_attempts()).mean_time_to_resume_s
+    assert means.pop("total") == pytest.approx(9.0)
+    assert math.fsum(means.values()) == pytest.approx(9.0)
+    assert means["infrastructure_recovery_from_disruption"] == pytest.approx(4.0)
+
+
+def test_the_report_is_plain_json() -> None:
+    """Breaks when a field is no JSON value, or a part loses its name."""
+    plain = json.loads(json.dumps(goodput_report(two_attempts()).to_json()))
+    assert plain["format"] == "ckptkit.goodput/1"
+    assert math.fsum(plain["parts_s"].values()) == pytest.approx(plain["wall_s"])
+    assert plain["disruptions"][0]["resume_parts_s"]["checkpoint_restore"] == 1.0
+
+
+def test_the_timeline_has_every_second_and_every_mark() -> None:
+    """Breaks when the picture of a run leaves out a loss, a save or a stretch of time."""
+    run = timeline_of(two_attempts())
+    assert (run.origin_s, run.wall_s) == (0.0, 35.5)
+    assert run.stretches[0].start_s == 0.0
+    assert run.stretches[-1].end_s == 35.5
+    for before, after in pairwise(run.stretches):
+        assert before.end_s == after.start_s
+        assert before.part != after.part
+    assert [(mark.at_s, mark.loss.lost_steps) for mark in run.losses] == [(20.0, 2)]
+    (save,) = run.saves
+    assert (save.step, save.tier, save.problem) == (2, "ram", None)
+    assert (save.start_s, save.end_s) == (pytest.approx(12.7), pytest.approx(13.4))
+    assert [(mark.step, mark.tiers) for mark in run.restores] == [(3, ("ssd", "ram"))]
+    assert run.stalls_ms == pytest.approx((500.0, 700.0))
 
 
 MILLISECONDS = st.integers(1, 5000)

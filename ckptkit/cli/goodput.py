@@ -1,0 +1,172 @@
+"""`ckptkit goodput`: the account of a run, as a table, a page, a picture or metrics; once, or while it goes on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import click
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ckptkit.cli.exits import Exit
+from ckptkit.cli.goodput_export import prometheus_text, write_picture, write_tensorboard, write_whole
+from ckptkit.cli.text import print_json, print_line, print_table
+from ckptkit.clock import monotonic_s, time_text
+from ckptkit.events import Event, Kind
+from ckptkit.goodput import GoodputReport, goodput_page, goodput_report, load_run, timeline_of
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_DIRECTORY = click.Path(file_okay=False, path_type=Path)
+_NUMBERS = frozenset({
+    "time", "share", "attempt", "process", "in", "steps lost", "first step after", "caught up after",
+    "committed after (p50)", "restored step",
+})  # fmt: skip
+_REFRESH_MIN_S = 1.0
+_REFRESH_SHARE = 10.0  # a look costs at most a tenth of a core, however long the logs are
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--html", type=_FILE, help="One self-contained page: timeline, badput, stalls, what each loss cost.")
+@click.option("--png", type=_FILE, help="A picture of the time by kind (needs matplotlib).")
+@click.option("--prometheus", type=_FILE, help="Metrics for the node exporter's textfile collector (name it *.prom).")
+@click.option("--tensorboard", type=_DIRECTORY, help="Scalars in this directory (needs tensorboardX).")
+@click.option("--follow", is_flag=True, help="Show the account while the run goes on, until it ends or Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout (docs/GOODPUT.md has its shape).")
+def goodput(
+    run_dir: Path,
+    html: Path | None,
+    png: Path | None,
+    prometheus: Path | None,
+    tensorboard: Path | None,
+    follow: bool,
+    as_json: bool,
+) -> int:
+    """Say where the time of the run went whose event logs are in RUN_DIR, and what each loss cost.
+
+    Reads launcher.jsonl and attempt-<a>-process-<p>.jsonl; a log that is being written is read as far as it goes.
+    """
+    if follow and as_json:
+        raise click.UsageError("--follow is for a terminal: leave --json out, or leave --follow out")
+    if follow:
+        _follow(run_dir)
+    logs = load_run(run_dir)
+    report = _report(run_dir, logs)
+    name = run_dir.resolve().name
+    if html:
+        write_whole(html, goodput_page(report, timeline_of(logs), title=f"Goodput of {name}"))
+    if png:
+        write_picture(png, report)
+    if prometheus:
+        write_whole(prometheus, prometheus_text(report, run=name))
+    if tensorboard:
+        write_tensorboard(tensorboard, report, timeline_of(logs))
+    if as_json:
+        print_json(report.to_json())
+    elif not follow:
+        _show(report)
+    sys.stdout.flush()
+    return Exit.OK
+
+
+def _report(run_dir: Path, logs: Sequence[Sequence[Event]]) -> GoodputReport:
+    try:
+        return goodput_report(logs)
+    except ValueError as error:
+        raise click.ClickException(f"{run_dir}: {error}") from error
+
+
+def _follow(run_dir: Path) -> None:
+    """Refreshes until the launcher says that the run is finished, or the person has seen enough."""
+    with Live(Text("waiting for the first event"), console=Console(), refresh_per_second=4) as live:
+        try:
+            while True:
+                started_s = monotonic_s()
+                try:
+                    logs = load_run(run_dir)
+                    live.update(Group(*_tables(goodput_report(logs))))
+                    if any(event.kind == Kind.FINISHED and event.process < 0 for log in logs for event in log):
+                        return
+                except (FileNotFoundError, ValueError) as error:
+                    live.update(Text(f"waiting: {error}"))
+                time.sleep(max(_REFRESH_MIN_S, _REFRESH_SHARE * (monotonic_s() - started_s)))
+        except KeyboardInterrupt:
+            return  # the last account stays on the screen
+
+
+def _rows(report: GoodputReport) -> dict[tuple[str, ...], list[tuple[str, ...]]]:
+    """The account as tables: titles of columns, and rows."""
+    kinds = [
+        (str(part), time_text(seconds), f"{seconds / report.wall_s:.2%}" if report.wall_s else "-")
+        for part, seconds in report.parts_s.items()
+        if seconds > 0
+    ]
+    losses = [
+        (
+            str(loss.attempt),
+            "-" if loss.process is None else str(loss.process),
+            f"{loss.lost_steps:,}",
+            "never" if loss.resume_s is None else time_text(loss.resume_s),
+            "never" if loss.caught_up_s is None else time_text(loss.caught_up_s),
+            ", ".join(loss.wiped) or "-",
+            loss.cause,
+        )
+        for loss in report.disruptions
+    ]
+    means = [(phase, time_text(seconds)) for phase, seconds in report.mean_time_to_resume_s.items() if seconds > 0]
+    tiers = [(tier, time_text(seconds)) for tier, seconds in report.saves.commit_s_p50.items()]
+    restores = [
+        (str(each.attempt), str(each.step), time_text(each.restore_s), _sources(each.source_bytes.items()))
+        for each in report.restores
+    ]
+    return {
+        ("kind of time", "time", "share"): kinds,
+        ("attempt", "process", "steps lost", "first step after", "caught up after", "wiped", "lost to"): losses,
+        ("mean time to resume", "time"): means,
+        ("tier", "committed after (p50)"): tiers,
+        ("attempt", "restored step", "in", "served by"): restores,
+    }
+
+
+def _sources(sizes: Iterable[tuple[str, int]]) -> str:
+    found = [(tier, size) for tier, size in sizes if size]
+    total = sum(size for _, size in found)
+    return ", ".join(f"{tier} {size / total:.0%}" for tier, size in found) or "-"
+
+
+def _head(report: GoodputReport) -> list[str]:
+    goodput, saves = report.goodput, report.saves
+    stall = "no saves"
+    if saves.stall_ms_p50 is not None:
+        stall = f"{saves.saves:,} saves, stall p50 {saves.stall_ms_p50:.1f} ms, p99 {saves.stall_ms_p99:.1f} ms"
+    return [
+        f"{time_text(report.wall_s)} in all",
+        f"goodput {goodput.ml_goodput:.2%} (Google's ML goodput), {goodput.effective_training_time:.2%} "
+        f"(effective training time), {goodput.new_steps:.2%} (new steps / elapsed)",
+        f"{goodput.distinct_steps:,} steps kept, {len(report.disruptions)} losses; {stall}",
+    ]
+
+
+def _show(report: GoodputReport) -> None:
+    for line in _head(report):
+        print_line(line)
+    for titles, rows in _rows(report).items():
+        if rows:
+            print_line()
+            print_table([(title, title in _NUMBERS) for title in titles], rows)
+
+
+def _tables(report: GoodputReport) -> Iterable[Text | Table]:
+    yield Text("\n".join(_head(report)))
+    for titles, rows in _rows(report).items():
+        if rows:
+            table = Table(*titles, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+            for row in rows[-20:]:  # a screen's worth: the newest
+                table.add_row(*map(Text, row))
+            yield Text("")
+            yield table

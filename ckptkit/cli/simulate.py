@@ -1,0 +1,276 @@
+"""`ckptkit simulate`: flags to a cluster and failures, policies side by side, a table, JSON or a plot."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckptkit import simulation as sim
+from ckptkit.cli.exits import Exit
+from ckptkit.cli.text import print_json, print_line, print_table, size_text
+from ckptkit.clock import time_text
+
+_DAY_S = 86400.0
+_DEFAULT = sim.Preset(
+    hosts=1000,
+    days=30,
+    mtbf_host_h=6000.0,
+    state_bytes=1e12,
+    shares={"process": 0.5, "host": 0.45, "job": 0.05},
+    outage_s=0.0,
+    source="No preset: 6,000 h between failures of a host, about what Llama 3's training saw.",
+)
+_POLICIES = ("learned", "levels", "daly", "young", "continuous")
+
+
+class PerTier(click.ParamType):
+    """`durable=25` on the command line."""
+
+    name = "tier=seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
+        """The tier and its seconds, or click's message."""
+        tier, equals, seconds = str(value).partition("=")
+        try:
+            return tier, float(seconds) if equals else self.fail(f"{value!r}: write TIER=SECONDS", param, ctx)
+        except ValueError:
+            self.fail(f"{seconds!r} is no number of seconds", param, ctx)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What the flags say: the cluster, its failures, and the numbers that the policies start from."""
+
+    cluster: sim.Cluster
+    failures: sim.Failures
+    horizon_s: float
+    mtbf_s: float
+    described: Mapping[str, Any]
+
+
+@click.command()
+@click.option("--preset", type=click.Choice(sorted(sim.PRESETS)), help="Start from a published job; flags override.")
+@click.option("--hosts", type=click.IntRange(1, 1_000_000), help="Hosts of the job [default: 1000].")
+@click.option("--days", type=click.FloatRange(min=0.01, max=3650), help="Length of a run [default: 30].")
+@click.option("--runs", type=click.IntRange(2, 100_000), default=200, show_default=True, help="Runs to simulate.")
+@click.option(
+    "--mtbf-host-h", type=click.FloatRange(min=0.001), help="Hours between failures of a host [default: 6000]."
+)
+@click.option(
+    "--shape", type=click.FloatRange(0.1, 10), default=1.0, show_default=True, help="Weibull shape; 1: exponential."
+)
+@click.option(
+    "--trace", type=click.Path(exists=True, dir_okay=False), help="Replay a failure log or spot availability."
+)
+@click.option("--system", help="Which system of the failure log [default: the one with most failures].")
+@click.option("--trace-hosts", type=click.IntRange(min=1), help="Hosts behind the trace: scales its gaps to --hosts.")
+@click.option("--tiers", default="ram,peer,durable", show_default=True, help="Fast to slow; durable is the last.")
+@click.option("--state-bytes", type=click.FloatRange(min=1), help="State of the whole job [default: 1e12].")
+@click.option("--stall", "stalls", type=PerTier(), multiple=True, help="TIER=SECONDS a save takes from the loop.")
+@click.option("--persist", "persists", type=PerTier(), multiple=True, help="TIER=SECONDS until a save is committed.")
+@click.option("--restore", "restores", type=PerTier(), multiple=True, help="TIER=SECONDS to read the state back.")
+@click.option("--restart-s", type=click.FloatRange(min=0), default=180.0, show_default=True, help="Failure to restore.")
+@click.option("--step-s", type=click.FloatRange(min=1e-3), default=5.0, show_default=True, help="One training step.")
+@click.option("--policy", "policies", type=click.Choice(_POLICIES), multiple=True, help="Only these; repeatable.")
+@click.option(
+    "--fixed", multiple=True, metavar="S,S,...", help="Also fixed intervals of work, one per tier; repeatable."
+)
+@click.option(
+    "--prior-mtbf-h", type=click.FloatRange(min=0.001), help="What `learned` expects of the job [default: true]."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed draws the same failures.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout (docs/CLI.md has its shape).")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="A PNG of the shares (needs matplotlib).")
+def simulate(**flags: Any) -> int:
+    """Say what a job's goodput would be under policies for the save interval, over many simulated runs.
+
+    Failures stop the whole job; it restarts, and restores from the fastest tier that survived. Every policy meets the
+    same failures. `oracle` is the best fixed choice in hindsight; intervals are seconds of work, one per tier.
+    """
+    try:
+        job = _job(flags)
+        begin = sim.levels(job.cluster, job.mtbf_s)
+        results = sim.compare(job.cluster, job.failures, _policies(flags, job), horizon_s=job.horizon_s, begin=begin)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    if flags["plot"]:
+        _plot(flags["plot"], results)
+    if flags["as_json"]:
+        print_json({**job.described, "policies": [result.to_json() for result in results]})
+    else:
+        _show(job, results)
+    sys.stdout.flush()
+    return Exit.OK
+
+
+def _job(flags: Mapping[str, Any]) -> _Job:
+    start = sim.PRESETS.get(flags["preset"], _DEFAULT)
+    given = {name: flags[name] for name in ("hosts", "days", "mtbf_host_h", "state_bytes") if flags[name] is not None}
+    start = replace(start, **given)
+    cluster = sim.Cluster(
+        hosts=start.hosts,
+        tiers=_tiers(flags, start),
+        restart_s=flags["restart_s"],
+        step_s=flags["step_s"],
+        shares=start.shares,
+    )
+    horizon_s, runs, seed = start.days * _DAY_S, flags["runs"], flags["seed"]
+    if flags["trace"]:
+        if flags["mtbf_host_h"] is not None or flags["shape"] != 1.0:
+            raise ValueError("--trace brings its own failures: leave --mtbf-host-h and --shape out")
+        trace = sim.read_trace(flags["trace"], system=flags["system"])
+        scale = 1.0 if flags["trace_hosts"] is None else flags["trace_hosts"] / start.hosts
+        mtbf_s, source = trace.mtbf_s * scale, f"Failures as in {trace.name}, gaps times {scale:g}."
+        failures = sim.replay(trace, runs=runs, horizon_s=horizon_s, shares=start.shares, scale=scale, seed=seed)
+    else:
+        if flags["system"] or flags["trace_hosts"]:
+            raise ValueError("--system and --trace-hosts belong to --trace")
+        mtbf_s, source = 3600.0 * start.mtbf_host_h / start.hosts, start.source
+        failures = sim.draw(
+            runs=runs, horizon_s=horizon_s, mtbf_s=mtbf_s, shares=start.shares, shape=flags["shape"],
+            outage_s=start.outage_s, seed=seed,
+        )  # fmt: skip
+    described = {
+        "hosts": start.hosts,
+        "days": start.days,
+        "runs": runs,
+        "seed": seed,
+        "mtbf_s": mtbf_s,
+        "shape": flags["shape"],
+        "state_bytes": start.state_bytes,
+        "restart_s": cluster.restart_s,
+        "step_s": cluster.step_s,
+        "outage_s": start.outage_s,
+        "shares": dict(start.shares),
+        "source": source,
+        "tiers": [
+            {"name": t.name, "stall_s": t.stall_s, "persist_s": t.persist_s, "restore_s": t.restore_s,
+             "survives": sorted(t.survives)}
+            for t in cluster.tiers
+        ],
+    }  # fmt: skip
+    return _Job(cluster=cluster, failures=failures, horizon_s=horizon_s, mtbf_s=mtbf_s, described=described)
+
+
+def _tiers(flags: Mapping[str, Any], start: sim.Preset) -> tuple[sim.TierModel, ...]:
+    names = [name.strip() for name in flags["tiers"].split(",")]
+    unknown = [name for name in names if name not in sim.TIER_NAMES]
+    if unknown or len(set(names)) != len(names):
+        raise ValueError(f"--tiers {flags['tiers']}: choose among {', '.join(sim.TIER_NAMES)}, each once")
+    made = {
+        name: sim.default_tier(name, hosts=start.hosts, state_bytes=start.state_bytes)
+        for name in sim.TIER_NAMES
+        if name in names
+    }
+    for field, given in (("stall_s", "stalls"), ("persist_s", "persists"), ("restore_s", "restores")):
+        for name, seconds in flags[given]:
+            if name not in made:
+                raise ValueError(f"{name}={seconds:g}: {name} is not one of --tiers {flags['tiers']}")
+            made[name] = replace(made[name], **{field: seconds})
+    return tuple(made[name] for name in names)
+
+
+def _policies(flags: Mapping[str, Any], job: _Job) -> list[sim.Policy]:
+    prior_s = job.mtbf_s if flags["prior_mtbf_h"] is None else 3600.0 * flags["prior_mtbf_h"]
+    known: dict[str, sim.Policy] = {
+        "learned": sim.Learned(prior_mtbf_s=prior_s),
+        "levels": sim.levels(job.cluster, job.mtbf_s),
+        "daly": sim.daly(job.cluster, job.mtbf_s),
+        "young": sim.young(job.cluster, job.mtbf_s),
+        "continuous": sim.continuous(job.cluster),
+    }
+    chosen = [known[name] for name in flags["policies"] or (() if flags["fixed"] else _POLICIES)]
+    return [*chosen, *(_fixed(text, job.cluster) for text in flags["fixed"])]
+
+
+def _fixed(text: str, cluster: sim.Cluster) -> sim.Fixed:
+    try:
+        wanted = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"--fixed {text}: write seconds, separated by commas") from error
+    if len(wanted) != len(cluster.tiers) or not all(0 < each < float("inf") for each in wanted):
+        raise ValueError(f"--fixed {text}: give {len(cluster.tiers)} of more than 0 s, one per tier")
+    return sim.Fixed(wanted, f"fixed {text}")
+
+
+def _show(job: _Job, results: Sequence[sim.Result]) -> None:
+    told = job.described
+    print_line(
+        f"{told['hosts']:,} hosts, {told['days']:g} days, {told['runs']:,} runs; a failure of the job every "
+        f"{time_text(job.mtbf_s)}; state {size_text(int(told['state_bytes']))}"
+    )
+    print_line(told["source"])
+    print_line()
+    names = [tier.name for tier in job.cluster.tiers]
+    columns = [
+        ("tier", False),
+        ("save stalls", True),
+        ("committed in", True),
+        ("restored in", True),
+        ("survives", False),
+    ]
+    print_table(
+        columns,
+        [
+            [
+                t.name,
+                time_text(t.stall_s),
+                time_text(t.persist_s),
+                time_text(t.restore_s),
+                ", ".join(sorted(t.survives)),
+            ]
+            for t in job.cluster.tiers
+        ],
+    )
+    print_line()
+    head = ["policy", "goodput", "95 % +-", "oracle less it", "95 % +-", "stall", "lost", "down"]
+    print_table(
+        [(title, title != "policy") for title in [*head, f"interval {'/'.join(names)}"]],
+        [
+            [
+                each.policy,
+                _percent(each.goodput), _percent(each.goodput_ci),
+                _percent(each.behind_oracle), _percent(each.behind_oracle_ci),
+                _percent(each.stall), _percent(each.lost), _percent(each.down),
+                "learned" if each.intervals_s is None else "/".join(map(_interval, each.intervals_s)),
+            ]
+            for each in results
+        ],
+    )  # fmt: skip
+
+
+def _interval(seconds: float) -> str:
+    return "never" if seconds > 1e5 * _DAY_S else time_text(seconds)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+def _plot(path: Path, results: Sequence[sim.Result]) -> None:
+    """Bars of what the time went to, one per policy, in colours that a colour-blind person tells apart."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise click.UsageError("--plot needs matplotlib: pip install 'ckptkit[plot]'") from error
+    figure = Figure(figsize=(8, 1.2 + 0.45 * len(results)), layout="constrained")
+    axes = figure.add_subplot()
+    names = [each.policy for each in results]
+    left = [0.0] * len(results)
+    # Okabe and Ito's palette, with hatches for print.
+    for label, colour, hatch in (("stall", "#E69F00", "//"), ("lost", "#D55E00", ".."), ("down", "#56B4E9", "")):
+        shares = [100 * getattr(each, label) for each in results]
+        axes.barh(names, shares, left=left, color=colour, hatch=hatch, label=label, edgecolor="white")
+        left = [a + b for a, b in zip(left, shares, strict=True)]
+    for row, each in enumerate(results):
+        axes.text(left[row], row, f"  goodput {100 * each.goodput:.2f} %", va="center")
+    axes.set_xlim(0, max(left) * 1.35)
+    axes.invert_yaxis()
+    axes.set_xlabel("share of the wall clock that is not new work (%)")
+    figure.legend(loc="outside upper center", ncols=3)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,62 @@
+"""What a second of a run is called, and how overlapping claims to it are settled: a partition of the wall clock."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+from enum import StrEnum
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class Part(StrEnum):
+    """What a second of the run was spent on; everything but `productive` is badput."""
+
+    PRODUCTIVE = "productive"
+    INITIALIZATION = "initialization"
+    TRAINING_PREP = "training_prep"
+    COMPILE = "compile"
+    DATA_LOADING = "data_loading"
+    CHECKPOINT_SAVE = "checkpoint_save"
+    CHECKPOINT_RESTORE = "checkpoint_restore"
+    WASTED = "wasted_progress_from_disruption"
+    RECOVERY = "infrastructure_recovery_from_disruption"
+    OTHER = "other"
+
+
+class Interval(NamedTuple):
+    """`part` claims this time. A higher layer wins; within one the shorter interval: an inner span always is.
+
+    Not the later start: that is the wall clock at the end less a monotonic duration, and being preempted
+    between the two readings moves it past the start of a span that it contains.
+    """
+
+    start_s: float
+    end_s: float
+    part: Part
+    layer: int
+
+
+def partition(intervals: Iterable[Interval]) -> list[Interval]:
+    """Disjoint, gapless intervals in order, each with the part that wins there; the base layer covers all."""
+    todo = sorted((i for i in intervals if i.end_s > i.start_s), reverse=True)
+    edges = sorted({edge for i in todo for edge in (i.start_s, i.end_s)})
+    active: list[tuple[int, float, Interval]] = []
+    segments = []
+    for left_s, right_s in pairwise(edges):
+        while todo and todo[-1].start_s <= left_s:
+            interval = todo.pop()
+            heapq.heappush(active, (-interval.layer, interval.end_s - interval.start_s, interval))
+        while active[0][2].end_s <= left_s:
+            heapq.heappop(active)
+        segments.append(Interval(left_s, right_s, active[0][2].part, active[0][2].layer))
+    return segments
+
+
+def sum_parts(segments: Iterable[Interval], from_s: float, to_s: float) -> dict[Part, float]:
+    """Seconds of each part between two moments."""
+    pieces: dict[Part, list[float]] = {part: [] for part in Part}
+    for segment in segments:
+        pieces[segment.part].append(max(0.0, min(segment.end_s, to_s) - max(segment.start_s, from_s)))
+    return {part: math.fsum(seconds) for part, seconds in pieces.items()}

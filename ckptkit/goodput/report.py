@@ -1,0 +1,282 @@
+"""Where the time of a run went: a pure fold from the event logs of all processes and attempts to one report.
+
+The kinds of time are ml-goodput-measurement's, in lower case. Process 0's spans partition the wall clock;
+what they leave open is recovery (between two attempts), initialization (before the first) or `other`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, pairwise
+from statistics import fmean, median
+from typing import Any
+
+from ckptkit.events import Event, Kind
+from ckptkit.goodput.parts import Interval, Part, partition, sum_parts
+from ckptkit.goodput.runs import Attempt, attempts_of, clock_of, intervals, start_s
+
+_NOT_TRAINING = (
+    Part.INITIALIZATION,
+    Part.TRAINING_PREP,
+    Part.COMPILE,
+    Part.CHECKPOINT_RESTORE,
+    Part.WASTED,
+    Part.RECOVERY,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """Goodput by three definitions, each a share of the wall clock.
+
+    `ml_goodput`: as Google's ml-goodput-measurement counts it. A kept step lasts until the next one begins, less the
+    saves and data loading in between; the first one of an attempt counts as the mean of the others, what it took
+    longer is program start-up. (Its calculator takes a restart that repeats no step for one long step; here the gap
+    never counts.)
+    `effective_training_time`: what is left without starting, restoring, recovering and repeating work (ETTR:
+    A. Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", HPCA 2025; time in
+    a queue before the first event is not known here).
+    `new_steps`: distinct steps whose work was kept x median step time / elapsed ("time computing useful new steps
+    over the elapsed time", Gemini, 2023); how often one was run does not count, nor what it cost more than the median.
+    """
+
+    ml_goodput: float
+    effective_training_time: float
+    new_steps: float
+    distinct_steps: int
+    step_s_p50: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disruption:
+    """One loss: what it cost, and how long until steps came out again (None: they never did).
+
+    `resume_s` runs to the end of the first step of a later attempt, `caught_up_s` to the end of the first
+    step that had not been done before; `resume_parts_s` splits `resume_s`.
+    """
+
+    attempt: int
+    process: int | None
+    cause: str
+    wiped: tuple[str, ...]
+    lost_steps: int
+    resume_s: float | None
+    caught_up_s: float | None
+    resume_parts_s: Mapping[Part, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saves:
+    """Stall of the step loop per save (its slowest process counts) and commit time per tier."""
+
+    saves: int
+    stall_ms_p50: float | None
+    stall_ms_p99: float | None
+    commit_s_p50: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restore:
+    """One restore: bytes served by each tier, over all processes; the slowest process's seconds."""
+
+    attempt: int
+    step: int | None
+    source_bytes: Mapping[str, int]
+    restore_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoodputReport:
+    """The account of a run. `parts_s` has every `Part` and adds up to `wall_s`."""
+
+    wall_s: float
+    parts_s: Mapping[Part, float]
+    goodput: Goodput
+    disruptions: tuple[Disruption, ...]
+    saves: Saves
+    restores: tuple[Restore, ...]
+
+    @property
+    def mean_time_to_resume_s(self) -> dict[str, float]:
+        """Seconds from a loss to the end of the first step after it, the mean over losses that were come back from:
+        in all (`total`) and by part. Empty where there was none.
+        """
+        resumed = [loss for loss in self.disruptions if loss.resume_s is not None]
+        if not resumed:
+            return {}
+        total_s = fmean(loss.resume_s or 0.0 for loss in resumed)
+        return {"total": total_s} | {str(part): fmean(loss.resume_parts_s[part] for loss in resumed) for part in Part}
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values (docs/GOODPUT.md has the shape)."""
+        plain = asdict(self)
+        plain["parts_s"] = {str(part): seconds for part, seconds in self.parts_s.items()}
+        for loss in plain["disruptions"]:
+            loss["resume_parts_s"] = {str(part): seconds for part, seconds in loss["resume_parts_s"].items()}
+        return {"format": "ckptkit.goodput/1", **plain, "mean_time_to_resume_s": self.mean_time_to_resume_s}
+
+
+def goodput_report(logs: Sequence[Sequence[Event]]) -> GoodputReport:
+    """The account of one run from the logs of its launcher (if any), processes and attempts, in any order.
+
+    The wall clock runs from the first event to the last, a span counting from its start. Nested spans are
+    counted once: inner time belongs to the inner kind. Cost: O(n log n) in the events.
+    """
+    attempts, launcher = attempts_of(logs)
+    clock_s = clock_of(attempts, launcher)
+    segments = partition(intervals(attempts, launcher, clock_s))
+    parts_s = sum_parts(segments, *clock_s)
+    return GoodputReport(
+        wall_s=clock_s[1] - clock_s[0],
+        parts_s=parts_s,
+        goodput=_goodput(attempts, parts_s),
+        disruptions=_disruptions(attempts, launcher, segments),
+        saves=_saves(attempts),
+        restores=_restores(attempts),
+    )
+
+
+def _goodput(attempts: Sequence[Attempt], parts_s: Mapping[Part, float]) -> Goodput:
+    wall_s = math.fsum(parts_s.values())
+    steps = [pair for attempt in attempts for pair in attempt.steps]
+    distinct_steps = len({step for a in attempts for step, _ in a.steps if step < a.wasted_from})
+    step_s_p50 = median([span.fields["duration_s"] for _, span in steps] or [0.0])
+    away_s = math.fsum(parts_s[part] for part in _NOT_TRAINING)
+    return Goodput(
+        ml_goodput=_ml_productive_s(attempts) / wall_s if wall_s > 0 else 0.0,
+        effective_training_time=1.0 - away_s / wall_s if wall_s > 0 else 0.0,
+        new_steps=distinct_steps * step_s_p50 / wall_s if wall_s > 0 else 0.0,
+        distinct_steps=distinct_steps,
+        step_s_p50=step_s_p50,
+    )
+
+
+def _ml_productive_s(attempts: Sequence[Attempt]) -> float:
+    productive_s = 0.0
+    for attempt in attempts:
+        pauses = [e for e in attempt.spans if e.fields["span"] in (Part.CHECKPOINT_SAVE, Part.DATA_LOADING)]
+        kept = [
+            (start_s(this), start_s(after))
+            for (step, this), (following, after) in pairwise(attempt.steps)
+            if following == step + 1 <= attempt.wasted_from
+        ]
+        lengths_s = _without(kept, pauses)
+        usual_s = fmean(lengths_s[1:]) if len(lengths_s) > 1 else math.inf
+        productive_s += math.fsum([*(min(usual_s, each) for each in lengths_s[:1]), *lengths_s[1:]])
+        if attempt is attempts[-1] and attempt.steps:
+            productive_s += math.fsum(_without([_ends(attempt.steps[-1][1])], pauses))
+    return productive_s
+
+
+def _ends(span: Event) -> tuple[float, float]:
+    return start_s(span), span.at_s
+
+
+def _without(stretches: Sequence[tuple[float, float]], pauses: Sequence[Event]) -> list[float]:
+    """The length of each stretch less the pauses that begin in it; both in order. A pause is counted once."""
+    ordered, lengths_s, next_pause = sorted(pauses, key=start_s), [], 0
+    for from_s, to_s in stretches:
+        length_s = to_s - from_s
+        while next_pause < len(ordered) and start_s(ordered[next_pause]) < to_s:
+            pause = ordered[next_pause]
+            length_s -= max(0.0, min(pause.at_s, to_s) - start_s(pause)) if start_s(pause) >= from_s else 0.0
+            next_pause += 1
+        lengths_s.append(max(0.0, length_s))
+    return lengths_s
+
+
+def _disruptions(
+    attempts: Sequence[Attempt], launcher: Sequence[Event], segments: Sequence[Interval]
+) -> tuple[Disruption, ...]:
+    """One per loss that the launcher saw; without a launcher one per attempt that had a successor."""
+    losses = {event.fields["attempt"]: event for event in launcher if event.kind == Kind.DISRUPTED}
+    lost = losses if launcher else [attempt.number for attempt in attempts[:-1]]
+    return tuple(_disruption(number, losses.get(number), attempts, segments) for number in sorted(lost))
+
+
+def _disruption(
+    number: int, loss: Event | None, attempts: Sequence[Attempt], segments: Sequence[Interval]
+) -> Disruption:
+    own = [a for a in attempts if a.number == number]
+    done = {step for a in attempts if a.number <= number for step, _ in a.steps}
+    later = [pair for a in attempts if a.number > number for pair in a.steps]
+    at_s = loss.at_s if loss else max(event.at_s for a in own for event in a.events)
+    resumed_s = min((span.at_s for _, span in later), default=None)
+    caught_up_s = min((span.at_s for step, span in later if step > max(done, default=-1)), default=None)
+    fields = loss.fields if loss else {}
+    return Disruption(
+        attempt=number,
+        process=fields.get("lost"),
+        cause=fields.get("cause", "unknown"),
+        wiped=tuple(fields.get("wiped", ())),
+        lost_steps=_lost_steps(number, attempts),
+        resume_s=None if resumed_s is None else resumed_s - at_s,
+        caught_up_s=None if caught_up_s is None else caught_up_s - at_s,
+        resume_parts_s={} if resumed_s is None else sum_parts(segments, at_s, resumed_s),
+    )
+
+
+def _lost_steps(number: int, attempts: Sequence[Attempt]) -> int:
+    """Steps that were done when attempt `number` was lost, and that the next one to take steps did again.
+
+    The steps may be those of earlier attempts too; what an earlier loss had undone already is not lost again.
+    """
+    done: set[int] = set()
+    last = None
+    for attempt in (a for a in attempts if a.steps):
+        first = min(step for step, _ in attempt.steps)
+        if attempt.number > number:
+            return sum(step >= first for step in done) if last == number else 0
+        done = {step for step in done if step < first} | {step for step, _ in attempt.steps}
+        last = attempt.number
+    return 0
+
+
+def _saves(attempts: Sequence[Attempt]) -> Saves:
+    stall_ms: dict[tuple[int, int | None], float] = defaultdict(float)
+    commit_s: dict[str, list[float]] = defaultdict(list)
+    for number, event in ((a.number, event) for a in attempts for event in a.events):
+        if event.kind == Kind.STAGED:
+            save = (number, event.step)
+            stall_ms[save] = max(stall_ms[save], 1e3 * event.fields["stall_s"])
+        elif event.kind == Kind.COMMITTED and event.tier is not None:
+            commit_s[event.tier].append(event.fields["duration_s"])
+    return Saves(
+        saves=len(stall_ms),
+        stall_ms_p50=_percentile(stall_ms.values(), 0.50),
+        stall_ms_p99=_percentile(stall_ms.values(), 0.99),
+        commit_s_p50={tier: median(seconds) for tier, seconds in sorted(commit_s.items())},
+    )
+
+
+def _percentile(values: Iterable[float], share: float) -> float | None:
+    """Linear between the two nearest ranks (NumPy's default); None of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    rank = share * (len(ordered) - 1)
+    low, high = ordered[math.floor(rank)], ordered[math.ceil(rank)]
+    return low + (rank - math.floor(rank)) * (high - low)
+
+
+def _restores(attempts: Sequence[Attempt]) -> tuple[Restore, ...]:
+    by_restore: dict[tuple[int, int | None], list[Event]] = defaultdict(list)
+    for number, event in ((a.number, event) for a in attempts for event in a.events):
+        if event.kind == Kind.RESTORED:
+            by_restore[number, event.step].append(event)
+    return tuple(_restore(*restore, events) for restore, events in by_restore.items())
+
+
+def _restore(attempt: int, step: int | None, events: Sequence[Event]) -> Restore:
+    source_bytes: dict[str, int] = defaultdict(int)
+    for tier, size in chain.from_iterable(event.fields["sources"].items() for event in events):
+        source_bytes[tier] += size
+    return Restore(
+        attempt=attempt,
+        step=step,
+        source_bytes=dict(sorted(source_bytes.items())),
+        restore_s=max(event.fields["duration_s"] for event in events),
+    )

@@ -1,0 +1,39 @@
+"""What a job's goodput would be: failures drawn or replayed, against declared tiers and a policy for the intervals."""
+
+from ckptkit.simulation.cluster import FAILURES, TIER_NAMES, Cluster, Failure, TierModel, TierName, default_tier
+from ckptkit.simulation.compare import Result, compare, find_oracle, mean_ci
+from ckptkit.simulation.engine import Outcome, Policy, Seen, simulate
+from ckptkit.simulation.failures import Failures, Trace, draw, read_trace, replay
+from ckptkit.simulation.policies import Fixed, Learned, continuous, daly, levels, young
+from ckptkit.simulation.presets import PRESETS, Preset
+
+__all__ = [
+    "FAILURES",
+    "PRESETS",
+    "TIER_NAMES",
+    "Cluster",
+    "Failure",
+    "Failures",
+    "Fixed",
+    "Learned",
+    "Outcome",
+    "Policy",
+    "Preset",
+    "Result",
+    "Seen",
+    "TierModel",
+    "TierName",
+    "Trace",
+    "compare",
+    "continuous",
+    "daly",
+    "default_tier",
+    "draw",
+    "find_oracle",
+    "levels",
+    "mean_ci",
+    "read_trace",
+    "replay",
+    "simulate",
+    "young",
+]

@@ -1,0 +1,111 @@
+"""The job that is simulated: its tiers with what they cost and survive, and what a restart takes.
+
+Every default is a statement about a machine; each can be set, and `ckptkit simulate --json` prints all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+Failure = Literal["process", "host", "job"]
+FAILURES: tuple[Failure, ...] = get_args(Failure)
+TierName = Literal["ram", "ssd", "peer", "durable"]
+TIER_NAMES: tuple[TierName, ...] = get_args(TierName)
+
+# What a copy in a tier outlives: a process that dies, a host that is lost with its disk, a job that loses every host.
+_SURVIVES: Mapping[TierName, frozenset[Failure]] = {
+    "ram": frozenset({"process"}),
+    "ssd": frozenset({"process"}),
+    "peer": frozenset({"process", "host"}),
+    "durable": frozenset(FAILURES),
+}
+_RATE_PER_HOST: Mapping[TierName, float] = {"ram": 8e9, "ssd": 2e9, "peer": 5e9, "durable": 0.5e9}  # bytes/s
+_DURABLE_RATE_MAX = 200e9  # bytes/s that one bucket gives a job, however many hosts it has
+_COPY_RATE = 10e9  # bytes/s from device to host, per host
+_COPY_CONTENTION = 0.1  # share of that copy that the step loop feels: an overlapped copy takes memory bandwidth
+_STALL_MIN_S = 0.01  # what a save takes from the step loop however small it is
+_RESTORE_MIN_S = 2.0  # listing, planning, agreeing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierModel:
+    """One tier. `stall_s`: what a save into it takes from the step loop, on top of the faster tiers' saves.
+
+    `persist_s`: until the save counts as committed; the next one cannot be committed sooner after it.
+    `restore_s`: reading the state back from it. `survives`: the failures after which its copies are still there.
+    """
+
+    name: str
+    stall_s: float
+    persist_s: float
+    restore_s: float
+    survives: frozenset[Failure]
+
+    def __post_init__(self) -> None:
+        for name in ("stall_s", "persist_s", "restore_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"tier {self.name}: {name} is {getattr(self, name)}: give 0 or more seconds")
+        unknown = sorted(set(self.survives) - set(FAILURES))
+        if unknown or not self.survives:
+            raise ValueError(f"tier {self.name} survives {unknown or 'nothing'}: choose among {', '.join(FAILURES)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The job. `shares`: how failures divide into kinds. `restart_s`: from a failure to the start of the restore
+    (noticing it, starting again, compiling). `step_s` bounds how often a save can be made.
+    """
+
+    hosts: int
+    tiers: tuple[TierModel, ...]
+    restart_s: float = 180.0
+    step_s: float = 5.0
+    shares: Mapping[Failure, float] = field(default_factory=lambda: {"process": 0.5, "host": 0.45, "job": 0.05})
+
+    def __post_init__(self) -> None:
+        if self.hosts < 1 or self.step_s <= 0 or self.restart_s < 0:
+            raise ValueError(
+                f"hosts={self.hosts}, step_s={self.step_s}, restart_s={self.restart_s}: "
+                "a job has a host at least, steps take time, and a restart none or some"
+            )
+        if not self.tiers or self.tiers[-1].survives != frozenset(FAILURES):
+            raise ValueError("the last tier must survive every failure (durable): without one, work has no end")
+        if any(not faster.survives < slower.survives and faster.survives != slower.survives
+               for faster, slower in zip(self.tiers, self.tiers[1:], strict=False)):  # fmt: skip
+            raise ValueError("tiers stand in order: each survives at least what the one before it does")
+        if set(self.shares) - set(FAILURES) or min(self.shares.values(), default=0) < 0 or not self.shares:
+            raise ValueError(f"shares {dict(self.shares)}: give a weight of 0 or more to each of {', '.join(FAILURES)}")
+        if sum(self.shares.values()) <= 0:
+            raise ValueError("the shares of failures add up to nothing")
+
+    def levels(self) -> tuple[int, ...]:
+        """For each kind of failure, in the order of `FAILURES`, the fastest tier that survives it."""
+        return tuple(next(i for i, tier in enumerate(self.tiers) if kind in tier.survives) for kind in FAILURES)
+
+    def level_shares(self) -> tuple[float, ...]:
+        """For each tier, the share of failures that it survives and no faster one does. Adds up to 1."""
+        total = sum(self.shares.values())
+        found = [0.0] * len(self.tiers)
+        for kind, level in zip(FAILURES, self.levels(), strict=True):
+            found[level] += self.shares.get(kind, 0.0) / total
+        return tuple(found)
+
+
+def default_tier(name: TierName, *, hosts: int, state_bytes: float) -> TierModel:
+    """A tier of a job with `state_bytes` in total, spread over `hosts`.
+
+    Rates per host: 8 GB/s into memory, 2 to an SSD, 5 to a peer, 0.5 to a bucket that gives a job 200 at most; a save
+    is copied once from the device at 10 GB/s, of which the step loop feels a tenth, and every tier adds 10 ms.
+    """
+    share = state_bytes / hosts
+    rate = _RATE_PER_HOST[name] if name != "durable" else min(_RATE_PER_HOST[name], _DURABLE_RATE_MAX / hosts)
+    copied_s = _COPY_CONTENTION * share / _COPY_RATE if name in ("ram", "durable") else 0.0
+    return TierModel(
+        name=name,
+        stall_s=_STALL_MIN_S + copied_s,
+        persist_s=share / rate,
+        restore_s=_RESTORE_MIN_S + share / rate,
+        survives=_SURVIVES[name],
+    )

@@ -1,0 +1,107 @@
+"""Policies side by side on the same failures, against the best fixed intervals that hindsight finds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ckptkit.simulation.cluster import Cluster
+from ckptkit.simulation.engine import Outcome, Policy, simulate
+from ckptkit.simulation.failures import Failures
+from ckptkit.simulation.policies import Fixed
+
+_SEARCH_RUNS = 100  # the search needs differences on the same failures, not absolute values
+_COARSE = tuple(2.0 ** (k / 2.0) for k in range(-6, 7))
+_FINE = tuple(2.0 ** (k / 8.0) for k in range(-3, 4))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One policy: means over runs, each share a share of the wall clock, with half of a 95 % confidence interval.
+
+    `behind_oracle` is the mean of the paired differences, oracle less policy. `after_learning` is goodput after the
+    first 10 failures over the oracle's on the same stretch (None: no run had as many).
+    """
+
+    policy: str
+    goodput: float
+    goodput_ci: float
+    behind_oracle: float
+    behind_oracle_ci: float
+    after_learning: float | None
+    stall: float
+    lost: float
+    down: float
+    failures: float
+    from_tier: dict[str, float]
+    intervals_s: tuple[float, ...] | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as plain values."""
+        return asdict(self)
+
+
+def compare(
+    cluster: Cluster, failures: Failures, policies: Sequence[Policy], *, horizon_s: float, begin: Fixed
+) -> list[Result]:
+    """The oracle first, then every policy, all on the same failures. The oracle's search begins at `begin`.
+
+    Cost: a simulation per policy over all runs, and some 40 per tier over 100 of them.
+    """
+    oracle = find_oracle(cluster, failures, horizon_s=horizon_s, begin=begin)
+    outcomes = [
+        (policy, simulate(cluster, failures, policy, horizon_s=horizon_s, mark=10)) for policy in (oracle, *policies)
+    ]
+    return [_result(cluster, policy, outcome, outcomes[0][1]) for policy, outcome in outcomes]
+
+
+def find_oracle(cluster: Cluster, failures: Failures, *, horizon_s: float, begin: Fixed) -> Fixed:
+    """The fixed intervals with the highest mean goodput on these very failures: one tier after the other, coarse
+    and then fine, from `begin`. Nobody has it: it is chosen with the failures known.
+    """
+    sample = Failures(*(each[:_SEARCH_RUNS] for each in (failures.at_s, failures.kind, failures.outage_s)))
+
+    def goodput(wanted: tuple[float, ...]) -> float:
+        return float(simulate(cluster, sample, Fixed(wanted), horizon_s=horizon_s).goodput.mean())
+
+    best = tuple(min(each, horizon_s) for each in begin.fixed_s)
+    for factors in (_COARSE, _COARSE, _FINE):
+        for tier in range(len(best)):
+            tried = [tuple(each * (f if i == tier else 1.0) for i, each in enumerate(best)) for f in factors]
+            best = max([best, *tried], key=goodput)
+    return Fixed(best, "oracle")
+
+
+def mean_ci(values: np.ndarray) -> tuple[float, float]:
+    """Mean, and half of its 95 % confidence interval (normal; NaN with fewer than two values)."""
+    if len(values) < 2:
+        return float(values.mean()), math.nan
+    return float(values.mean()), 1.96 * float(values.std(ddof=1)) / math.sqrt(len(values))
+
+
+def _result(cluster: Cluster, policy: Policy, outcome: Outcome, oracle: Outcome) -> Result:
+    goodput, goodput_ci = mean_ci(outcome.goodput)
+    behind, behind_ci = mean_ci(oracle.goodput - outcome.goodput)
+    there = np.isfinite(outcome.marked_at_s)
+    after = None
+    if there.any():
+        after = float(outcome.goodput_after_mark()[there].mean() / oracle.goodput_after_mark()[there].mean())
+    served = outcome.from_tier.mean(axis=0)
+    return Result(
+        policy=policy.name,
+        goodput=goodput,
+        goodput_ci=goodput_ci,
+        behind_oracle=behind,
+        behind_oracle_ci=behind_ci,
+        after_learning=after,
+        stall=float(outcome.stall_s.mean() / outcome.horizon_s),
+        lost=float(outcome.lost_s.mean() / outcome.horizon_s),
+        down=float(outcome.down_s.mean() / outcome.horizon_s),
+        failures=float(outcome.failures.mean()),
+        from_tier={tier.name: float(served[i]) for i, tier in enumerate(cluster.tiers)},
+        intervals_s=policy.fixed_s if isinstance(policy, Fixed) else None,
+    )

@@ -1,0 +1,159 @@
+"""`ckptkit goodput`: one account, however it is asked for; a page that a real browser opens."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ckptkit import clock
+from ckptkit.cli import main
+from ckptkit.events import EventLog, Kind
+from ckptkit.goodput import goodput_page, goodput_report, load_run, timeline_of
+
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of two attempts: a process lost after step 5 and resumed at step 3, one save refused; told by events."""
+    now = {"s": 1.75e9}
+    monkeypatch.setattr(clock, "wall_s", lambda: now["s"])
+    directory = tmp_path / "my <run>"
+    launcher = EventLog(directory / "launcher.jsonl", process=-1)
+    for attempt, steps in enumerate((range(6), range(3, 9))):
+        log = EventLog(directory / f"attempt-{attempt}-process-0.jsonl")
+        log.emit(Kind.STARTED, attempt=attempt, pid=1)
+        now["s"] += 2.0
+        log.emit(Kind.SPAN, span="compile", duration_s=2.0)
+        if attempt:
+            log.emit(Kind.RESTORED, step=3, sources={"ram": 1000, "peer": 3000}, duration_s=0.5)
+        for step in steps:
+            now["s"] += 1.0
+            log.emit(Kind.SPAN, step=step, span="step", duration_s=1.0)
+            log.emit(Kind.STAGED, step=step, strategy="slot_copy", reason="-", bytes=1, stall_s=0.005 * (step + 1))
+            log.emit(Kind.COMMITTED, step=step, tier="ram", bytes=1, duration_s=0.2)
+        log.emit(Kind.SKIPPED, step=99, reason='too early: "</title><script>alert(1)</script>', policy="skip")
+        if attempt == 0:
+            now["s"] += 0.5
+            launcher.emit(Kind.DISRUPTED, attempt=0, lost=0, cause="SIGKILL", wiped=["ram"])
+            now["s"] += 3.0
+        else:
+            log.emit(Kind.FINISHED)
+        log.close()
+    launcher.emit(Kind.FINISHED, code=0)
+    launcher.close()
+    return directory
+
+
+def test_the_table_says_goodput_and_what_each_loss_cost(run_dir: Path, capsys: pytest.CaptureFixture[str]):
+    """What a person reads first must be there: three definitions, the parts, the loss, who served the restore."""
+    assert main(["goodput", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert "(Google's ML goodput)" in out
+    assert re.search(r"^wasted_progress_from_disruption +3 s +\d+\.\d+%", out, re.M)
+    assert re.search(r"^ +0 +0 +3 +6 s +9 s +ram +SIGKILL", out, re.M)
+    assert "peer 75%, ram 25%" in out
+
+
+def test_json_adds_up(run_dir: Path, capsys: pytest.CaptureFixture[str]):
+    """Programs take the same numbers as people."""
+    assert main(["goodput", str(run_dir), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert math.fsum(found["parts_s"].values()) == pytest.approx(found["wall_s"])
+    assert found["disruptions"][0]["lost_steps"] == 3
+
+
+def test_prometheus_text_is_what_the_collector_reads(run_dir: Path, tmp_path: Path):
+    """One wrong line and the node exporter drops the whole file: types before samples, labels escaped, no repeats."""
+    path = tmp_path / "run.prom"
+    assert main(["goodput", str(run_dir), "--prometheus", str(path)]) == 0
+    lines = path.read_text().splitlines()
+    samples = [line for line in lines if not line.startswith("#")]
+    shape = re.compile(r'^[a-z_]+\{run="my <run>"(,[a-z]+="[^"\\]*")*\} -?[0-9.e+-]+$')
+    assert all(shape.match(line) for line in samples), samples
+    assert len({line.rsplit(" ", 1)[0] for line in samples}) == len(samples)
+    seconds = [float(line.rsplit(" ", 1)[1]) for line in samples if line.startswith("ckptkit_run_seconds")]
+    assert math.fsum(seconds) == pytest.approx(goodput_report(load_run(run_dir)).wall_s)
+    names = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(names) == len(set(names))
+
+
+def test_tensorboard_and_picture_are_written(run_dir: Path, tmp_path: Path):
+    """The scalars must be readable as TensorBoard reads them: records with their checksums."""
+    assert main(["goodput", str(run_dir), "--tensorboard", str(tmp_path / "tb"), "--png", str(tmp_path / "p.png")]) == 0
+    (events,) = (tmp_path / "tb").iterdir()
+    assert b"ckptkit/goodput_ratio/ml_goodput" in events.read_bytes()
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_following_ends_with_the_run(run_dir: Path, capsys: pytest.CaptureFixture[str]):
+    """--follow must show a run that is not there yet, and return when it is finished."""
+    hidden = run_dir.with_name("later")
+    run_dir.rename(hidden)
+    run_dir.mkdir()
+
+    def appear() -> None:
+        time.sleep(0.5)
+        for log in sorted(hidden.iterdir(), key=lambda path: path.name == "launcher.jsonl"):
+            log.rename(run_dir / log.name)
+
+    thread = threading.Thread(target=appear)
+    thread.start()
+    try:
+        assert main(["goodput", str(run_dir), "--follow"]) == 0
+    finally:
+        thread.join()
+    assert "9 steps kept, 1 losses" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [(["nowhere"], 10, "no event logs in"), ([".", "--follow", "--json"], 2, "leave --json out")],
+)
+def test_a_wrong_directory_or_flag_is_one_sentence(
+    words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+):
+    """Never a traceback for a slip of the finger."""
+    assert main(["goodput", *words]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_the_page_fetches_nothing_and_escapes_what_logs_say(run_dir: Path):
+    """A page that loads from the network, or runs what an event's text contains, is not a report but a hole."""
+    logs = load_run(run_dir)
+    page = goodput_page(goodput_report(logs), timeline_of(logs), title="my <run>")
+    assert "<script" not in page
+    assert "my &lt;run&gt;" in page
+    assert not re.search(r"(src|href)\s*=|url\((?!#)|@import|https?:", page)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: make setup-system installs it")
+def test_a_browser_draws_every_loss_without_a_complaint(run_dir: Path, tmp_path: Path):
+    """The page in a real browser: no console message, and as many marks as the run had losses, saves and restores."""
+    page = tmp_path / "report.html"
+    assert main(["goodput", str(run_dir), "--html", str(page)]) == 0
+    dom, said = in_browser(page, tmp_path / "profile")
+    run = timeline_of(load_run(run_dir))
+    assert dom.count('class="loss"') == len(run.losses) == 1
+    assert dom.count('class="restore"') == len(run.restores) == 1
+    assert dom.count('class="save"') + dom.count('class="refused"') == len(run.saves)
+    assert dom.count('class="stretch"') == len(run.stretches)
+    assert "CONSOLE" not in said
+
+
+def in_browser(page: Path, profile: Path) -> tuple[str, str]:
+    """The document as the browser made it of the page, and what it said meanwhile."""
+    words = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    words += " --disable-component-update --disable-sync --enable-logging=stderr --v=0 --dump-dom"
+    command = [str(CHROMIUM), *words.split(), f"--user-data-dir={profile}", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr

@@ -1,0 +1,85 @@
+"""`ckptkit simulate`: every input checked, one table or one document out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ckptkit.cli import main
+
+QUICK = ["simulate", "--runs", "5", "--days", "3", "--hosts", "2000"]
+
+
+def test_json_says_all_that_went_in_and_parts_that_add_up(capsys: pytest.CaptureFixture[str]):
+    """Whoever reads the document must be able to repeat the run, and to trust its sums."""
+    assert main([*QUICK, "--json", "--stall", "durable=2.5"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["hosts"] == 2000
+    assert [tier["name"] for tier in found["tiers"]] == ["ram", "peer", "durable"]
+    assert found["tiers"][2]["stall_s"] == 2.5
+    names = [each["policy"] for each in found["policies"]]
+    assert names == ["oracle", "learned", "levels", "daly", "young", "continuous"]
+    for each in found["policies"]:
+        assert each["goodput"] + each["stall"] + each["lost"] + each["down"] == pytest.approx(1.0, abs=1e-9)
+
+
+def test_the_same_seed_gives_the_same_answer(capsys: pytest.CaptureFixture[str]):
+    """A projection that nobody can repeat is no argument."""
+    answers = []
+    for seed in ("1", "1", "2"):
+        assert main([*QUICK, "--policy", "levels", "--seed", seed, "--json"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != answers[2]
+
+
+@pytest.mark.parametrize("preset", ["llama3-405b", "tpu-pod", "spot"])
+def test_presets_name_their_source_and_what_is_assumed(capsys: pytest.CaptureFixture[str], preset: str):
+    """A published job without its source would be a made-up number."""
+    assert main(["simulate", "--preset", preset, "--runs", "3", "--days", "2", "--policy", "levels"]) == 0
+    out = capsys.readouterr().out
+    assert "Assumed:" in out
+    assert "oracle" in out
+
+
+def test_a_plot_is_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """--plot must write a PNG with something on it."""
+    path = tmp_path / "shares.png"
+    assert main([*QUICK, "--fixed", "60,60,600", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 5000
+    assert "fixed 60,60,600" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tiers", "ram"], "the last tier must survive every failure"),
+        (["--tiers", "ram,floppy"], "choose among ram, ssd, peer, durable, each once"),
+        (["--tiers", "durable,ram"], "the last tier must survive every failure"),
+        (["--stall", "ssd=1"], "ssd is not one of --tiers"),
+        (["--stall", "ram"], "write TIER=SECONDS"),
+        (["--stall", "ram=x"], "no number of seconds"),
+        (["--stall", "ram=-1"], "give 0 or more seconds"),
+        (["--fixed", "60"], "give 3 of more than 0 s"),
+        (["--fixed", "60,x,60"], "write seconds, separated by commas"),
+        (["--system", "20"], "belong to --trace"),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    """Exit code 2 and what to write instead; never a traceback, never a number from half an input."""
+    assert main([*QUICK, *words]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_a_trace_brings_its_own_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Two sources of failures at once would make one of them a lie."""
+    path = tmp_path / "spot.json"
+    path.write_text(json.dumps({"metadata": {"gap_seconds": 3600}, "data": [1, 0, 1, 1, 0, 1, 1, 1, 0, 1, 0]}))
+    assert main([*QUICK, "--trace", str(path), "--mtbf-host-h", "3"]) == 2
+    assert "leave --mtbf-host-h" in capsys.readouterr().err
+    assert main([*QUICK, "--trace", str(path), "--policy", "levels"]) == 0
+    assert "Failures as in spot.json, gaps times 1" in capsys.readouterr().out

@@ -1,0 +1,58 @@
+"""The formulas for save intervals: near the optimum of the exact cost, and ordered over levels."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.intervals import daly_s, levels_s, overhead, young_s
+
+COSTS = st.floats(1e-2, 1e3)
+MTBFS = st.floats(1e3, 1e7)
+
+
+def test_young_is_the_square_root_of_twice_the_product():
+    """A wrong constant would set every interval wrong by the same factor, and nothing else would show it."""
+    assert young_s(50.0, 10_000.0) == pytest.approx(1000.0)
+
+
+@given(cost=COSTS, mtbf=MTBFS)
+def test_daly_costs_next_to_nothing_over_the_exact_optimum(cost: float, mtbf: float):
+    """The estimate must be as good as its paper says: within a ten-thousandth of the least overhead."""
+    grid = daly_s(cost, mtbf) * np.geomspace(0.2, 5.0, 4001) if daly_s(cost, mtbf) > 0 else np.array([mtbf])
+    least = overhead(grid, cost, mtbf).min()
+    assert overhead(daly_s(cost, mtbf), cost, mtbf) <= least + 1e-4 or cost > mtbf / 2
+
+
+def test_daly_never_exceeds_the_mtbf():
+    """Where a save costs more than twice the MTBF, saving once per MTBF is what is left."""
+    assert daly_s(3000.0, 1000.0) == 1000.0
+
+
+@settings(deadline=None)
+@given(costs=st.lists(COSTS, min_size=3, max_size=3), mtbfs=st.lists(MTBFS, min_size=3, max_size=3))
+def test_levels_are_ordered_and_no_ordered_choice_is_cheaper(costs: list[float], mtbfs: list[float]):
+    """Levels that share an interval must share the best one: a faster tier that saved alone would be a waste."""
+    found = levels_s(np.array(costs), np.array(mtbfs))
+    assert (np.diff(found) >= 0).all()
+    if max(costs) > min(mtbfs) / 100:
+        return  # far from first order, the levels' own overheads do not add up any more
+
+    def first_order(wanted: np.ndarray) -> float:
+        return float((np.array(costs) / wanted + wanted / (2 * np.array(mtbfs))).sum())
+
+    factors = np.geomspace(0.25, 4.0, 9)
+    others = (found * np.array(each) for each in itertools.product(factors, repeat=3))
+    best = min(first_order(each) for each in others if (np.diff(each) >= 0).all())
+    assert first_order(found) <= best * 1.02
+
+
+def test_a_level_that_nothing_needs_never_saves_and_disturbs_no_other():
+    """A tier that alone survives no failure must not pull the others to its interval."""
+    found = levels_s(np.array([0.1, 5.0]), np.array([1e4, np.inf]))
+    assert found[0] == pytest.approx(float(daly_s(0.1, 1e4)))
+    assert np.isinf(found[1])
