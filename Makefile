@@ -29,7 +29,7 @@ kill-phases: setup
 	$(BIN)/python -m pytest -m slow tests/multiprocess
 
 bucket-campaign: setup
-	$(BIN)/python -m pytest -m slow tests/bucket
+	$(BIN)/python -m pytest -m slow tests/bucket tests/manager/test_bucket_requests.py
 
 dropin-campaign: setup
 	$(BIN)/python -m pytest -m slow tests/dropin
