@@ -148,6 +148,9 @@ class DurableSteps:
         """Writes a step ourselves, and lets Orbax's books and policies know of it."""
         step = save_id.step
         self._fresh(self.stock.orbax)
+        if self._options.todelete_full_path is not None and not self.url.startswith("gs://"):
+            # Orbax refuses it when the first step has to go; said now, before a step is written that cannot go.
+            raise NotImplementedError("todelete_full_path is for gs:// alone; take todelete_subdir")
         if step in self.stock.orbax.all_steps():
             raise StepAlreadyExistsError(f"step {step} is in {self.url} already")
         if metrics is not None and self.stock.stored_metrics:
