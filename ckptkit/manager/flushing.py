@@ -9,7 +9,7 @@ from typing import Any
 from ckptkit import clock, snapshot
 from ckptkit.arena import Arena, Slot
 from ckptkit.clock import Deadline
-from ckptkit.durable.steps import host_tree
+from ckptkit.durable.host_tree import host_tree
 from ckptkit.errors import CheckpointError, StoreFullError
 from ckptkit.flush import DiskCopy, Worker
 from ckptkit.manager.book import Book
@@ -58,6 +58,7 @@ class Flusher:
         """Waits for every tier; raises what escaped a thread."""
         self._disk.drain()
         self._durable.drain()
+        self._tiers.durable.wait_until_pruned()
 
     def close(self) -> None:
         """Finishes what is under way and joins the threads."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckptkit.durable.cell_reader import Wanted
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.events import EventLog, Kind
 from ckptkit.manifest import Manifest, SaveId
@@ -35,6 +36,7 @@ class Holdings:
 
     sources: tuple[Source, ...]
     readers: tuple[BoxReader, ...]
+    expect: Callable[[Sequence[Wanted]], None] | None = None  # of the last source: told what it will be asked for
 
     @property
     def manifests(self) -> tuple[Manifest, ...]:

@@ -13,7 +13,7 @@ from ckptkit.arena import Arena
 from ckptkit.coordination import Coordinator
 from ckptkit.durable import DurableSteps
 from ckptkit.durable.stock import Setup
-from ckptkit.events import EventLog
+from ckptkit.events import EventLog, Kind
 from ckptkit.host_memory import HostMemory
 from ckptkit.manager.book import Book
 from ckptkit.manager.branch import Branch
@@ -23,10 +23,12 @@ from ckptkit.manager.known import KnownSteps, durable_infos
 from ckptkit.manager.opening import epoch_records, first_look, make_tiers, open_arenas, say_what_was_left, take_stock
 from ckptkit.manager.restoring import Restorer
 from ckptkit.manager.saving import SavePipeline
+from ckptkit.manager.taken import DURABLE
 from ckptkit.manifest import Writer
 from ckptkit.policy import Backpressure, FailurePolicy, ReplicaPolicy, Tier
 from ckptkit.proving import Verify, checked_verify
 from ckptkit.staging import checked_choice
+from ckptkit.tuning import DurableProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,7 @@ class Settings:
     on_failure: FailurePolicy
     replicas: ReplicaPolicy | None
     verify: Verify
+    durable: DurableProfile
 
     def __post_init__(self) -> None:
         layout.checked_name(self.host_id, "host_id")
@@ -75,7 +78,15 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
     # Asked first: its errors say what is wrong with the root, and nothing has been opened yet.
     epochs = epoch_records(url, events)
     book = Book(first_look(epochs, url, options, coordinator, timeout_s))
-    durable = DurableSteps(url, options, coordinator, timeout_s=timeout_s, setup=setup)
+    durable = DurableSteps(
+        url,
+        options,
+        coordinator,
+        timeout_s=timeout_s,
+        setup=setup,
+        profile=settings.durable,
+        said=lambda step, reason: events.emit(Kind.DEGRADED, step=step, tier=DURABLE, reason=reason),
+    )
     say_what_was_left(durable, events, coordinator)
     host_dirs = {
         tier.name: Path(tier.path) / layout.job_name(durable.url, tier.job) / settings.host_id

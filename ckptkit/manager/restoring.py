@@ -276,6 +276,7 @@ class Restorer:
         both = Holdings(
             sources=(*fast.sources, Source(tier=DURABLE, manifests=durable, remote=True)),
             readers=(*fast.readers, reader.read),
+            expect=reader.expect,
         )
         return self._read_prepared(self._prepared_of(candidate, both, wanted), wanted.proves)
 
@@ -301,6 +302,8 @@ class Restorer:
             if key[0] in prepared.asked.trees:  # what Orbax gives back is only proven
                 leaves[key] = place(by_key[key], blocks)
 
+        if (expect := prepared.holdings.expect) is not None:
+            expect(plan.first_reads(len(plan.tiers) - 1))
         read_bytes = execute(plan, prepared.holdings.readers, self._rejected(plan.save_id, proves), proven)
         return _Proven(prepared=prepared, leaves=leaves, read_bytes=read_bytes)
 
