@@ -39,7 +39,7 @@ elastic-campaign: setup
 	$(BIN)/python -m pytest -m slow tests/multiprocess/test_elastic.py
 
 bucket-campaign: setup
-	$(BIN)/python -m pytest -m slow tests/bucket
+	$(BIN)/python -m pytest -m slow tests/bucket tests/manager/test_bucket_requests.py
 
 dropin-campaign: setup
 	$(BIN)/python -m pytest -m slow tests/dropin

@@ -1,4 +1,4 @@
-"""`python -m bench stall|commit|restore`: ckptkit, stock Orbax and the machine's limits, side by side.
+"""`python -m bench stall|commit|restore|durable`: ckptkit, stock Orbax and the machine's limits, side by side.
 
 Others have options of their own: `corruption|crashpoints` (what faults leave, and what a restart makes of it), `proof`
 (what digests cost), `kill` (a job that is killed again and again), `gather` (what the processes of a large job tell
@@ -47,7 +47,7 @@ class CaseType(click.ParamType):
 
 
 @click.command(context_settings={"max_content_width": 120})
-@click.argument("benchmark", type=click.Choice(["stall", "commit", "restore"]))
+@click.argument("benchmark", type=click.Choice(["stall", "commit", "restore", "durable"]))
 @click.option("--full", is_flag=True, help="Every state, on 1 and on 8 devices; without it 125m on 1.")
 @click.option("--state", "cases", type=CaseType(), multiple=True, help="A state such as many@8, instead; repeatable.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds after the warm-up.")

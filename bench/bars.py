@@ -16,7 +16,7 @@ class Bar:
     """Ours divided by `against`'s must be at most, or at least, `value`."""
 
     figure: str
-    against: str  # a contender; `step` (a step without a save) or `state` (its bytes)
+    against: str  # a contender; `step` (a step without a save), `state` (its bytes) or `one` (1)
     bound: Literal["at most", "at least"]
     value: float
 
@@ -38,6 +38,11 @@ def bars_of(case: CaseName) -> tuple[Bar, ...]:
             at_most("blocking_ms.ready", "orbax_async", 1 / 10),
             at_least("commit_gbps", "orbax_async", 30),
             at_least("restore_gbps", "orbax_async", 30),
+            at_least("disk_commit_gbps", "orbax_async", 8),
+            at_least("disk_restore_gbps", "orbax_async", 8),
+            at_least("bucket_commit_gbps", "orbax_async", 8),
+            at_least("bucket_restore_gbps", "orbax_async", 8),
+            at_most("bucket_save_requests", "one", 40),
         )
     return (
         at_most("stall_ms_per_save", "orbax_tuned", 1 / 4),
@@ -55,6 +60,12 @@ def bars_of(case: CaseName) -> tuple[Bar, ...]:
         at_least("restore_gbps", "orbax_async", 4),
         at_least("restore_gbps", "limit", 0.8),
         at_most("peak_extra_bytes", "state", 1.15),
+        at_least("disk_commit_gbps", "orbax_async", 1.6),
+        at_least("disk_commit_gbps", "orbax_tuned", 1.1),
+        at_least("disk_restore_gbps", "orbax_async", 2),
+        at_most("disk_peak_extra_bytes", "state", 0.5),
+        at_most("bucket_peak_extra_bytes", "state", 0.5),
+        at_most("bucket_save_requests", "one", 40),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import threading
 import warnings
@@ -55,6 +56,22 @@ class Contender(Protocol):
     def close(self) -> None:
         """Ends everything and deletes what is left."""
         ...
+
+
+def make_durable_contenders(
+    names: tuple[str, ...], root: str, ramdisk: Path, environ: Mapping[str, str]
+) -> list[Contender]:
+    """Those of `names` that have a durable tier, each below `root`, a directory or a `gs://` prefix.
+
+    `environ` is where the clients of a bucket find it.
+    """
+    os.environ.update(environ)  # this process measures one case and then ends
+    makers: Mapping[str, Any] = {
+        "ckptkit": lambda at: CkptKitDurable("ckptkit", at, ramdisk / "ckptkit"),
+        "orbax_async": lambda at: OrbaxManager("orbax_async", at, background=True, compressed=True),
+        "orbax_tuned": lambda at: OrbaxManager("orbax_tuned", at, background=True, compressed=False),
+    }
+    return [makers[name](f"{root}/{name}") for name in names if name in makers]
 
 
 def make_contenders(names: tuple[str, ...], ramdisk: Path) -> list[Contender]:
@@ -148,6 +165,56 @@ class CkptKit:
 
 
 @final
+class CkptKitDurable:
+    """Every step goes to a ramdisk tier and from there to the durable one, which is what is measured and restored."""
+
+    def __init__(self, name: str, root: str, ramdisk: Path):
+        self.name = name
+        self._ramdisk = ramdisk
+        self._root = root
+        self._committed_s: dict[int, float] = {}
+        events = ckptkit.EventLog()
+        events.observe(self._hear)
+        self._manager = ckptkit.CheckpointManager(root, tiers=[ckptkit.Tier.ram(str(ramdisk))], events=events)
+        # Without fast tiers: it can read the durable one alone.
+        self._reader = ckptkit.CheckpointManager(root, options=ocp.CheckpointManagerOptions(read_only=True))
+
+    def save(self, step: int, state: Any) -> None:
+        """See `Contender.save`."""
+        if not self._manager.save(step, args=ocp.args.StandardSave(state), force=True):  # pyright: ignore[reportCallIssue]
+            raise RuntimeError(f"{self.name} did not take step {step}")
+        self._step = step
+
+    def committed_s(self) -> float:
+        """The COMMITTED event of the durable tier; raises where the save failed."""
+        self._manager.wait_until_finished()
+        return self._committed_s.pop(self._step)
+
+    def settled(self) -> None:
+        """See `Contender.settled`."""
+        self._manager.wait_until_finished()
+
+    def restore(self, step: int, abstract: Any) -> Any:
+        """See `Contender.restore`; every digest is verified."""
+        return jax.block_until_ready(self._reader.restore(step, args=ocp.args.StandardRestore(abstract)))  # pyright: ignore[reportCallIssue]
+
+    def forget(self, step: int) -> None:
+        """See `Contender.forget`."""
+        self._manager.delete(step)
+
+    def close(self) -> None:
+        """See `Contender.close`."""
+        self._reader.close()
+        self._manager.close(remove_arenas=True)
+        shutil.rmtree(self._ramdisk, ignore_errors=True)
+        _remove(self._root)
+
+    def _hear(self, event: ckptkit.Event) -> None:
+        if event.kind == ckptkit.Kind.COMMITTED and event.tier == "durable" and event.step is not None:
+            self._committed_s[event.step] = now_s()
+
+
+@final
 class StagedBy:
     """ckptkit with a forced staging strategy, over the manager of another contender."""
 
@@ -190,7 +257,7 @@ class StagedBy:
 class OrbaxManager:
     """Stock `CheckpointManager`: its defaults, or without compression, or synchronous."""
 
-    def __init__(self, name: str, root: Path, *, background: bool, compressed: bool):
+    def __init__(self, name: str, root: Path | str, *, background: bool, compressed: bool):
         self.name = name
         self._root = root
         self._compressed = compressed
@@ -232,7 +299,7 @@ class OrbaxManager:
     def close(self) -> None:
         """See `Contender.close`."""
         self._manager.close()
-        shutil.rmtree(self._root, ignore_errors=True)
+        _remove(self._root)
 
 
 @final
@@ -335,6 +402,12 @@ class TorchDcp:
     def close(self) -> None:
         """See `Contender.close`."""
         shutil.rmtree(self._root, ignore_errors=True)
+
+
+def _remove(root: Path | str) -> None:
+    """Deletes a directory; a bucket goes with the process that serves it."""
+    if "://" not in str(root):
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:

@@ -41,7 +41,7 @@ SHORT_POINTS = 2  # of each tier and operation, without --full
 METHODS = ("direct", "mapping")  # how a disk slot is written
 TIERS = ("ram", "ssd", "durable")
 _IN_WORKER = "CKPTKIT_BENCH_WORKER"
-_PRUNED = re.compile(r"(ram|ssd)/.*/step-[^/]*\.json|durable/\d+(/.*)?")
+_PRUNED = re.compile(r"(ram|ssd)/.*/step-[^/]*\.json|durable/\d+(\.orbax-checkpoint-tmp)?(/.*)?")
 
 
 @click.command(context_settings={"max_content_width": 120})

@@ -22,6 +22,18 @@ FIGURES: Mapping[str, str] = {
     "restore_gbps": "state bytes / time from restore to arrays that are ready",
     "peak_extra_bytes": "anonymous memory above what was there before the save",
     "ssd_commit_gbps": "as commit_gbps, durable on a disk",
+    "disk_commit_gbps": "durable tier on a disk: state bytes / time from save to committed",
+    "disk_restore_gbps": "the same step back to arrays that are ready",
+    "disk_save_cpu_s_per_gb": "processor time of such a save",
+    "disk_peak_extra_bytes": "its anonymous memory, above what was there before",
+    "disk_files": "files of a step",
+    "disk_bytes": "bytes that they take",
+    "bucket_commit_gbps": "durable tier in a bucket with 20 ms for each answer",
+    "bucket_restore_gbps": "the same step back to arrays that are ready",
+    "bucket_save_cpu_s_per_gb": "processor time of such a save, without the bucket's own",
+    "bucket_peak_extra_bytes": "its anonymous memory, above what was there before",
+    "bucket_save_requests": "requests of a save",
+    "bucket_restore_requests": "requests of a restore",
 }
 KEYS = tuple(dict.fromkeys(figure.partition(".")[0] for figure in FIGURES))
 

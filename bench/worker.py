@@ -11,14 +11,19 @@ import json
 import signal
 from pathlib import Path
 
-from bench import commit, restore, stall
+from bench import commit, durable, restore, stall
 from bench.bars import ratios
 from bench.cases import CaseName
 from bench.figures import available
 from bench.runs import Run
 from bench.states import make_case
 
-_MEASURES = {"stall": stall.measure, "commit": commit.measure, "restore": restore.measure}
+_MEASURES = {
+    "stall": stall.measure,
+    "commit": commit.measure,
+    "restore": restore.measure,
+    "durable": durable.measure,
+}
 _PR_SET_PDEATHSIG = 1
 
 

@@ -4,6 +4,7 @@ from ckptkit import surgery as surgery
 from ckptkit import v1 as v1
 from ckptkit.abstract import abstract_state as abstract_state
 from ckptkit.conversion import diff as diff
+from ckptkit.durable.listing import latest_step as latest_step
 from ckptkit.errors import CheckpointError as CheckpointError
 from ckptkit.errors import CoordinationError as CoordinationError
 from ckptkit.errors import CorruptCheckpointError as CorruptCheckpointError
@@ -44,5 +45,6 @@ from ckptkit.policy import ReplicaPolicy as ReplicaPolicy
 from ckptkit.policy import Tier as Tier
 from ckptkit.preemption import LastSave as LastSave
 from ckptkit.proving import Sample as Sample
+from ckptkit.tuning import DurableProfile as DurableProfile
 from ckptkit.verification import scrub as scrub
 from ckptkit.verification import verify as verify

@@ -6,7 +6,7 @@ Two steps. `rank_candidates` (process 0, for all) orders the saves that every pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,11 @@ class BoxRead:
     sources: tuple[tuple[int, tuple[tuple[LeafRecord, BoxRecord], ...]], ...]
 
 
+def in_reading_order(reads: Iterable[BoxRead]) -> list[BoxRead]:
+    """The largest first: what is still being read at the end is small."""
+    return sorted(reads, key=lambda read: -read.nbytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePlan:
     """Where each wanted box of one save comes from. No box is read twice; no two saves are mixed."""
@@ -59,6 +64,11 @@ class RestorePlan:
     tiers: tuple[str, ...]
     remote: tuple[bool, ...]  # of the sources, as `tiers`
     reads: tuple[BoxRead, ...]
+
+    def first_reads(self, source: int) -> list[tuple[str, LeafRecord, BoxRecord, Box]]:
+        """What is asked of a source if every first choice proves whole, in that order: item, leaf, record, box."""
+        asked = [read for read in in_reading_order(self.reads) if read.sources[0][0] == source]
+        return [(read.key[0], *record, read.wanted) for read in asked for record in read.sources[0][1]]
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes that the plan reads from each tier if every first choice proves whole."""

@@ -19,7 +19,7 @@ from ckptkit.durable.shardings import sharding_of_text
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError, TreeMismatchError
 from ckptkit.manifest import BoxRecord, LeafKind, LeafRecord, Manifest, describe
 from ckptkit.pages import empty_block
-from ckptkit.plan import BoxRead, Key, RestorePlan
+from ckptkit.plan import BoxRead, Key, RestorePlan, in_reading_order
 from ckptkit.sharding import Box, boxes_held
 from ckptkit.snapshot import SMALL_BYTES, copy_threads, kind_of_number, leaf_path, share_work
 from ckptkit.structure import Empty, empty_value
@@ -156,7 +156,7 @@ def execute(
     least_bytes = 0 if waits else SMALL_BYTES
     large = [box_read for box_read in plan.reads if box_read.nbytes >= least_bytes]
     small = [box_read for box_read in plan.reads if box_read.nbytes < least_bytes]
-    waiting = deque(sorted(large, key=lambda box_read: -box_read.nbytes))
+    waiting = deque(in_reading_order(large))
 
     def read_large() -> None:
         while True:

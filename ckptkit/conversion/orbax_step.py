@@ -4,29 +4,27 @@ the cells, each digested as it is written, then the sidecar that proves them."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 
 from ckptkit.conversion.mapping import Tensors
 from ckptkit.durable import HostShards
-from ckptkit.durable.cells import CellWriter
+from ckptkit.durable.cells import CellStream
 from ckptkit.durable.host_shards import write_side_files
+from ckptkit.durable.orbax_files import TREE_METADATA, tree_text
 from ckptkit.durable.shardings import sharding_text
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.tensors import Tensor, block_bytes
-from ckptkit.inspection.arrays import METADATA
 from ckptkit.inspection.directories import step_of_name
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
 from ckptkit.sharding import Box, cell_shape, cells_of
 from ckptkit.store.local import sync_directory
 
-_MAPPING = 2  # Orbax's key type of a mapping
 _DTYPES = frozenset(
     ["bool", "bfloat16", "complex64", "complex128", "int4", *(f"float{bits}" for bits in (16, 32, 64))]
     + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -50,7 +48,7 @@ def write_step(
     records = {name: _record(tensor, name, memory_bytes) for name, tensor in tensors.items()}
     _check_names(records)
     item.mkdir(parents=True)
-    writer = CellWriter(item, memory_bytes // 4)
+    writer = CellStream(str(item), memory_bytes // 4)
     total, written = sum(tensor.nbytes for tensor in tensors.values()), 0
     proven = []
     for name, tensor in tensors.items():
@@ -65,26 +63,7 @@ def write_step(
 
 
 def _write_metadata(item: Path, records: list[LeafRecord]) -> None:
-    """Orbax's description of the tree, in the words of its own writer (format of 0.12 and 0.13), and our sidecar."""
-    entries = {
-        str(record.path): {
-            "key_metadata": [{"key": part, "key_type": _MAPPING} for part in record.path],
-            "value_metadata": {
-                "value_type": "jax.Array",
-                "skip_deserialize": False,
-                "write_shape": list(record.cell),
-            },
-        }
-        for record in records
-    }
-    described = {
-        "tree_metadata": entries,
-        "use_ocdbt": True,
-        "use_zarr3": False,
-        "store_array_data_equal_to_fill_value": True,
-        "custom_metadata": None,
-    }
-    (item / METADATA).write_text(json.dumps(described))
+    """Orbax's description of the tree, and our sidecar."""
     manifest = Manifest(
         save_id=SaveId(0, step_of_name(item.name) or 0, 0),
         writer=Writer(process=0, count=1, host=HOST),
@@ -93,8 +72,19 @@ def _write_metadata(item: Path, records: list[LeafRecord]) -> None:
         inline={},
     )
     values = [HostShards(record=r, blocks=[], sidecar=manifest.to_bytes(), on_written=_nothing) for r in records]
-    infos = [SimpleNamespace(name=record.name) for record in records]
-    write_side_files(item, values, infos, [list(record.cell) for record in records])
+    (item / TREE_METADATA).write_text(tree_text(_tree(values)))
+    write_side_files(item, values)
+
+
+def _tree(values: list[HostShards]) -> Any:
+    tree: dict[str, Any] = {}
+    for value in values:
+        *above, last = value.record.path
+        node = tree
+        for part in above:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return tree
 
 
 def _nothing() -> None:
@@ -127,7 +117,7 @@ def _record(tensor: Tensor, name: str, memory_bytes: int) -> LeafRecord:
     )
 
 
-def _written(writer: CellWriter, tensor: Tensor, record: LeafRecord) -> LeafRecord:
+def _written(writer: CellStream, tensor: Tensor, record: LeafRecord) -> LeafRecord:
     """The record with its digests. Blocks are read in the order of the cells, several cells at once where they fit."""
     writer.create(record)
     digests = []

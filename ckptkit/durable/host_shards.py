@@ -1,4 +1,4 @@
-"""A leaf that is what this process writes of one global array, and the Orbax handler that writes it.
+"""The Orbax handler that writes `HostShards`, for steps that Orbax has to write: see `DurableSteps.save`.
 
 The handler presents itself as `jax.Array`, so stock Orbax restores the result as an ordinary array on any mesh.
 It launches no device work and no collective, and may run on any thread.
@@ -7,10 +7,7 @@ It launches no device work and no collective, and may run on any thread.
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,33 +17,8 @@ from orbax.checkpoint import future as orbax_future
 from orbax.checkpoint import type_handlers
 
 from ckptkit import layout
-from ckptkit.manifest import LeafRecord
-from ckptkit.sharding import Box
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class HostShards:
-    """The boxes of one leaf that this process writes: disjoint over all processes, whole cells each.
-
-    `blocks` are views of host memory that must not change until the save has finished. `sidecar` is what this
-    process records of the whole item, and `on_written` is called once its bytes are written and before Orbax
-    commits the item: the same two objects on every leaf of an item.
-    """
-
-    record: LeafRecord
-    blocks: list[tuple[Box, np.ndarray]]
-    sidecar: bytes
-    on_written: Callable[[], None]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this process writes of the leaf."""
-        return sum(block.nbytes for _, block in self.blocks)
-
-
-def has_host_shards(args: Any) -> bool:
-    """Whether save arguments are a tree with `HostShards`, so that a sidecar is written with it."""
-    return any(isinstance(leaf, HostShards) for leaf in jax.tree.leaves(getattr(args, "item", None)))
+from ckptkit.durable import orbax_files
+from ckptkit.durable.shards import HostShards
 
 
 class HostShardsHandler(type_handlers.TypeHandler):
@@ -74,15 +46,15 @@ class HostShardsHandler(type_handlers.TypeHandler):
             await info.await_path_creation()
         directory = infos[0].parent_dir
         transaction = ts.Transaction(atomic=True)
-        chunks = await asyncio.gather(
+        await asyncio.gather(
             *(_write_leaf(value, info, arg, transaction) for value, info, arg in zip(values, infos, args, strict=True))
         )
-        await asyncio.to_thread(write_side_files, directory, values, infos, chunks)
+        await asyncio.to_thread(write_side_files, directory, values)
         await transaction.commit_async()
         values[0].on_written()
 
 
-async def _write_leaf(value: HostShards, info: Any, arg: Any, transaction: ts.Transaction) -> list[int]:
+async def _write_leaf(value: HostShards, info: Any, arg: Any, transaction: ts.Transaction) -> None:
     record, process = value.record, jax.process_index()
     spec = type_handlers.get_json_tspec_write(
         info,
@@ -102,39 +74,15 @@ async def _write_leaf(value: HostShards, info: Any, arg: Any, transaction: ts.Tr
     array = await ts.open(ts.Spec(spec), assume_metadata=True, **opening)
     for box, block in value.blocks:
         await array[box.slices()].write(block, can_reference_source_data_indefinitely=True)
-    return chunk
 
 
-def write_side_files(
-    directory: Any, values: Sequence[HostShards], infos: Sequence[Any], chunks: Sequence[list[int]]
-) -> None:
-    """Two files of Orbax's own (without them typed keys and shardings are lost), and our sidecar.
-
-    Of `infos` only the names are looked at.
-    """
+def write_side_files(directory: Any, values: Sequence[HostShards]) -> None:
+    """Two files of Orbax's own (without them typed keys and shardings are lost), and our sidecar."""
     process = jax.process_index()
-    metadatas = [
-        {
-            "array_metadata": {
-                "param_name": info.name,
-                "write_shape": list(value.record.cell),
-                "chunk_shape": chunk,
-                "ext_metadata": {"random_key_impl": impl} if (impl := value.record.extra.get("key_impl")) else None,
-            }
-        }
-        for value, info, chunk in zip(values, infos, chunks, strict=True)
-    ]
-    # Orbax reads the one key. The other says that a sidecar belongs to the item, wherever that is.
-    written = {"array_metadatas": metadatas, layout.SIDECAR_SIGN: True}
-    _write_text(directory / "array_metadatas", f"process_{process}", json.dumps(written))
-    if process == 0:
-        shardings = {
-            base64.urlsafe_b64encode(info.name.encode()).decode(): value.record.extra["sharding"]
-            for value, info in zip(values, infos, strict=True)
-            if "sharding" in value.record.extra
-        }
-        if shardings:
-            (directory / "_sharding").write_text(json.dumps(shardings))
+    array_metadatas = orbax_files.array_metadatas_text(values)
+    _write_text(directory / orbax_files.ARRAY_METADATAS, f"process_{process}", array_metadatas)
+    if process == 0 and (shardings := orbax_files.shardings_text(values)) is not None:
+        (directory / orbax_files.SHARDINGS).write_text(shardings)
     _write_text(directory / layout.SIDECAR_DIR, layout.sidecar_name(process), values[0].sidecar.decode())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -13,10 +14,14 @@ import numpy as np
 import tensorstore as ts
 
 from ckptkit import layout
+from ckptkit.durable.cell_reader import CellReader, Wanted
+from ckptkit.durable.orbax_files import ARRAY_METADATAS, STEP_METADATA, marked_save
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError, TransientStoreError
+from ckptkit.layout import COMMIT_MARK
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, Proves, SaveId, copy_proven, prove_all
 from ckptkit.sharding import Box
 from ckptkit.store import Store, open_store
+from ckptkit.tuning import DurableProfile
 
 READ_THREADS = 8
 _DAMAGED = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "FAILED_PRECONDITION", "Error decoding", "Truncated")
@@ -33,8 +38,6 @@ _TRANSIENT_ERRNOS = (
     errno.EHOSTUNREACH,
 )
 
-_STEP_METADATA = "_CHECKPOINT_METADATA"
-ARRAY_METADATAS = "array_metadatas"
 _IDENTITY = "ckptkit_save_id"
 
 
@@ -82,11 +85,19 @@ def is_transient(error: BaseException) -> bool:
 class DurableReader:
     """One step directory. `manifests` are the sidecars of all processes that wrote it, by item."""
 
-    def __init__(self, step_url: str, *, step: int, proves: Proves = prove_all):
+    def __init__(
+        self,
+        step_url: str,
+        *,
+        step: int,
+        proves: Proves = prove_all,
+        profile: DurableProfile = DurableProfile(),  # noqa: B008  frozen
+    ):
         self._proves = proves
         self._url = step_url.rstrip("/")
         self._step = step
         self._store: Store = open_store(self._url)
+        self._cells = CellReader(self._url, profile)
         self._lock = threading.Lock()
         self._arrays: dict[tuple[str, str], ts.TensorStore] = {}
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})
@@ -138,10 +149,17 @@ class DurableReader:
             return None
 
     def save_id(self) -> SaveId | None:
-        """Which save the step is; None for one that stock Orbax wrote. Cost: a listing and a small read.
+        """Which save the step is; None for one that stock Orbax wrote.
 
-        Raises `CorruptCheckpointError` where a sidecar is damaged, or all of them are gone.
+        Cost: a small read, of the marker; where that names no save, a listing and a read of a sidecar. Raises
+        `CorruptCheckpointError` where the marker names none, and a sidecar is damaged or all of them are gone.
         """
+        try:
+            named = marked_save(self._store.get(COMMIT_MARK).decode())
+        except (FileNotFoundError, UnicodeDecodeError):
+            named = None
+        if named is not None and named.step == self._step:
+            return named
         for item in self.item_names():
             manifest = self.newest_manifest(item)
             if manifest is not None:
@@ -152,7 +170,7 @@ class DurableReader:
     def save_id_in_metadata(self) -> SaveId | None:
         """The identity of a step of ours without arrays, which has no sidecar; None where Orbax's file has none."""
         try:
-            record = json.loads(self._store.get(_STEP_METADATA))["custom_metadata"][_IDENTITY]
+            record = json.loads(self._store.get(STEP_METADATA))["custom_metadata"][_IDENTITY]
             return SaveId(*map(int, record))
         except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             return None
@@ -160,6 +178,10 @@ class DurableReader:
     def item_names(self) -> list[str]:
         """The items of the step: its directories."""
         return [name.rstrip("/") for name in self._store.list("") if name.endswith("/")]
+
+    def expect(self, wanted: Iterable[Wanted]) -> None:
+        """Begins to read what `read` will be asked for, within `DurableProfile.read_ahead_bytes`."""
+        self._cells.expect(wanted)
 
     def read(self, item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
         """Copies `wanted` (a part of `record.box`) into `into`, whose shape is `wanted.shape`.
@@ -169,7 +191,8 @@ class DurableReader:
 
         def fetch(cell: Box, start: int, stop: int) -> np.ndarray:
             del start, stop
-            return self.read_cell(item, leaf, cell)
+            stored = _translated(lambda: self._cells.fetch(item, leaf, cell), self._url, leaf)
+            return self.read_cell(item, leaf, cell) if stored is None else stored
 
         where = f"step {self._step} in {self._url}, item {item}"
         copy_proven(leaf, record, wanted, into, fetch, where=where, proves=self._proves)

@@ -5,27 +5,36 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from typing import Any
 
-import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from orbax.checkpoint import type_handlers
 
 from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import Ancestry
-from ckptkit.durable.host_shards import HostShards, HostShardsHandler, has_host_shards
+from ckptkit.durable.handlers import handler_name, handlers_of_writer
 from ckptkit.durable.leases import PruneGuard
 from ckptkit.durable.preservation import BranchPreservation, prunes, replaced_options
+from ckptkit.durable.pruning import Pruner, Said
 from ckptkit.durable.reader import DurableReader, identity_metadata
-from ckptkit.durable.stock import DEFAULT_ITEM, QuietLogger, Setup, StockManager, checked_options, delete_mark_first
-from ckptkit.errors import CorruptCheckpointError
-from ckptkit.manifest import LeafRecord, Manifest, Proves, SaveId, prove_all
-from ckptkit.sharding import Box, choose_writers
+from ckptkit.durable.shards import has_host_shards
+from ckptkit.durable.step_writer import StepWriter, is_writable
+from ckptkit.durable.stock import (
+    DEFAULT_ITEM,
+    METRICS_ITEM,
+    QuietLogger,
+    Setup,
+    StockManager,
+    checked_options,
+    delete_mark_first,
+)
+from ckptkit.errors import CorruptCheckpointError, StepAlreadyExistsError
+from ckptkit.manifest import Proves, SaveId, prove_all
 from ckptkit.store import open_store
+from ckptkit.store.remote import forget_listings
 from ckptkit.store.roots import root_url
+from ckptkit.tuning import DurableProfile
 
 _LEASE_DEADLINE_S = 20.0  # for small objects: a save that waits longer prunes nothing
 # Orbax numbers operations per process: two saves that begin at once mistake each other's directories.
@@ -57,7 +66,10 @@ class DurableSteps:
         *,
         timeout_s: float,
         setup: Setup = Setup(),  # noqa: B008  frozen
+        profile: DurableProfile = DurableProfile(),  # noqa: B008  frozen
+        said: Said = lambda step, reason: None,
     ):
+        self.profile = profile
         self.url = root_url(directory)
         self._coordinator = coordinator
         self._identities: dict[int, SaveId | None] = {}  # of steps that this process has read or written
@@ -80,6 +92,10 @@ class DurableSteps:
             **_read_by_one(options),
         )
         self.stock = StockManager(self.url, self._options, setup)
+        mode = options.file_options.path_permission_mode if options.file_options else None
+        self._step_writer = StepWriter(self.url, coordinator, profile, timeout_s=timeout_s, mode=mode)
+        leads = coordinator.process == 0
+        self._pruner = Pruner(self.url, self.stock, self._guard, options, leads=leads, said=said)
         self._writer: ocp.CheckpointManager | None = None
         self._stale: set[int] = set()  # ids of Orbax managers that another one has written past
         self._on_committed = asynchronous.post_finalization_callback
@@ -101,7 +117,7 @@ class DurableSteps:
         except ValueError:  # a name format of the caller's, and no step of any of its names
             path = self.directory / self._options.step_name_format.build_name(step)  # pyright: ignore[reportOptionalMemberAccess]
         url = str(path).replace("gs:/", "gs://") if "gs://" not in str(path) else str(path)
-        return DurableReader(url, step=step, proves=proves)
+        return DurableReader(url, step=step, proves=proves, profile=self.profile)
 
     def save_id(self, step: int) -> SaveId | None:
         """Which save a committed step is; None for one that stock Orbax wrote. Cost: a listing and a small read."""
@@ -123,20 +139,58 @@ class DurableSteps:
         view must not change until this returns. A step of the same number is replaced only where `ancestry`
         says that it belongs to an abandoned branch. Raises what Orbax raises; the books are then read afresh.
         """
-        args = items[DEFAULT_ITEM] if default_item else ocp.args.Composite(**items)
-        writer = self._fresh(self._own_writer())
+        self._refuse_unfit()
+        has_sidecar = any(map(has_host_shards, items.values()))
+        custom = {**(custom_metadata or {}), **({} if has_sidecar else identity_metadata(save_id))}
+        self._pruner.wait()
+        self._settle()
+        self._meet_abandoned(save_id.step, ancestry)
+        if is_writable(items) and not _finishes_in_its_own_way(self._options):
+            self._write(save_id, items, metrics, custom)
+        else:
+            self._write_through_orbax(save_id, items, metrics, custom, default_item=default_item)
+        if self._on_committed is not None:
+            self._on_committed()
+
+    def _write(self, save_id: SaveId, items: Mapping[str, Any], metrics: Any, custom: Mapping[str, Any]) -> None:
+        """Writes a step ourselves, and lets Orbax's books and policies know of it."""
+        step = save_id.step
+        self._fresh(self.stock.orbax)
+        if step in self.stock.orbax.all_steps():
+            raise StepAlreadyExistsError(f"step {step} is in {self.url} already")
+        if metrics is not None and self.stock.stored_metrics:
+            items = {**items, METRICS_ITEM: ocp.args.JsonSave(metrics)}  # pyright: ignore[reportCallIssue]
+        handlers = {name: handler_name(item) for name, item in items.items()}
         try:
-            self._settle()
-            self._meet_abandoned(save_id.step, ancestry)
-            has_sidecar = any(map(has_host_shards, items.values()))
+            self._step_writer.write(self.stock.name(step), save_id, items, handlers, custom)
+            self._identities[step] = save_id
+            if self._writer is not None:
+                self._stale.add(id(self._writer))
+            self._pruner.prune(self.stock.add(step, metrics))
+        except BaseException:
+            self.stock.orbax.reload()  # the step may be there all the same: whoever asked looks, and says so
+            raise
+
+    def _refuse_unfit(self) -> None:
+        """Orbax refuses it when the first step has to go; said before a step is written that cannot go."""
+        if self._options.todelete_full_path is not None and not self.url.startswith("gs://"):
+            raise NotImplementedError("todelete_full_path is for gs:// alone; take todelete_subdir")
+
+    def _write_through_orbax(
+        self,
+        save_id: SaveId,
+        items: Mapping[str, Any],
+        metrics: Any,
+        custom: Mapping[str, Any],
+        *,
+        default_item: bool,
+    ) -> None:
+        """Has a step written by Orbax: its own kinds of item, or files that the caller's options make special."""
+        writer = self._fresh(self._own_writer())
+        args = items[DEFAULT_ITEM] if default_item else ocp.args.Composite(**items)
+        try:
             with self._alone():
-                writer.save(
-                    save_id.step,
-                    args=args,
-                    metrics=metrics,
-                    force=True,
-                    custom_metadata={**(custom_metadata or {}), **({} if has_sidecar else identity_metadata(save_id))},
-                )
+                writer.save(save_id.step, args=args, metrics=metrics, force=True, custom_metadata=dict(custom))
             self._identities[save_id.step] = save_id
             if not self._deletes_later:
                 self._settle()
@@ -146,8 +200,6 @@ class DurableSteps:
             raise
         finally:
             self._stale.add(id(self.stock.orbax))
-        if self._on_committed is not None:
-            self._on_committed()
 
     def save_by_orbax(
         self,
@@ -166,6 +218,7 @@ class DurableSteps:
         """
         self.stock.settle()
         self._fresh(self.stock.orbax)
+        self._pruner.wait()
         self._settle()
         self._meet_abandoned(save_id.step, ancestry)
         self._identities[save_id.step] = save_id
@@ -194,7 +247,9 @@ class DurableSteps:
     def delete(self, step: int) -> None:
         """Deletes a committed step, as the options say; nothing where it is not there. No save may be on its way."""
         self.stock.settle()
+        self._pruner.wait()
         manager = self._writer or self.stock.orbax
+        forget_listings(self.url)  # Orbax does not see in them what was written beside it, and would delete nothing
         manager.reload()
         self._stale.discard(id(manager))
         if step in manager.all_steps():
@@ -209,11 +264,17 @@ class DurableSteps:
     def reload(self) -> None:
         """Looks at the storage afresh. No save may be on its way."""
         self.stock.settle()
+        self._pruner.wait()
         self._identities.clear()
+        forget_listings(self.url)
         for manager in (self.stock.orbax, self._writer):
             if manager is not None:
                 manager.reload()
                 self._stale.discard(id(manager))
+
+    def wait_until_pruned(self) -> None:
+        """Waits until the steps that the last save has pushed out are deleted, or could not be."""
+        self._pruner.wait()
 
     def steps(self) -> list[int]:
         """The committed steps, ascending, as the storage has them now. Cost: a listing."""
@@ -230,7 +291,10 @@ class DurableSteps:
                 save_root_metadata=False,
             )
             self._writer = ocp.CheckpointManager(
-                self.url, options=options, handler_registry=_handlers(self._multiprocessing), logger=QuietLogger()
+                self.url,
+                options=options,
+                handler_registry=handlers_of_writer(self._multiprocessing),
+                logger=QuietLogger(),
             )
             delete_mark_first(self._writer)
         return self._writer
@@ -248,8 +312,11 @@ class DurableSteps:
 
     def _meet_abandoned(self, step: int, ancestry: Ancestry) -> None:
         """All processes hear from process 0 which steps are abandoned; one of the number to be saved goes first."""
+        self._pruner.forget(step)
 
         def abandoned(_: list[Any]) -> list[int]:
+            if not ancestry.rollbacks:  # no branch was ever left: nothing has to be looked at
+                return []
             return [each for each in self.steps() if self._is_abandoned(each, ancestry, replaced=each == step)]
 
         steps = self._coordinator.agree("abandoned", None, abandoned, timeout_s=self._timeout_s)
@@ -282,7 +349,8 @@ class DurableSteps:
             return replaced and ancestry.superseded(SaveId(0, step, 0))
 
     def close(self) -> None:
-        """Ends Orbax's managers."""
+        """Finishes deletions, and ends Orbax's managers."""
+        self._pruner.close()
         self.stock.close()
         if self._writer is not None:
             self._writer.close()
@@ -294,63 +362,6 @@ def make_root(url: str, options: ocp.CheckpointManagerOptions) -> None:
     mode = options.file_options.path_permission_mode if options.file_options else None
     with suppress(OSError):
         ocp.path.step.epath.Path(url).mkdir(parents=True, exist_ok=True, mode=mode)
-
-
-class StandardTreeSave(ocp.args.PyTreeSave):
-    """A tree that the caller saved with `StandardSave`: the step's metadata says so."""
-
-
-class _StandardTreeHandler(ocp.PyTreeCheckpointHandler):
-    """Writes what Orbax's handler for `StandardSave` writes, and goes by its name in the step's metadata."""
-
-    @classmethod
-    def typestr(cls) -> str:
-        """The name of Orbax's own handler."""
-        return ocp.StandardCheckpointHandler.typestr()
-
-
-def host_tree(
-    leaves: Sequence[tuple[LeafRecord, Mapping[Box, tuple[int, ...]], Mapping[Box, np.ndarray]]],
-    treedef: Any,
-    manifest: Manifest,
-    item: str,
-    on_written: Callable[[], None],
-    *,
-    standard: bool = False,
-    custom_metadata: Any = None,
-) -> ocp.args.PyTreeSave:
-    """The save arguments of one array item: the boxes that this process is to write, and its sidecar.
-
-    `leaves` has for each leaf its record with digests, who holds each box, and this process's blocks. `standard`:
-    the caller saved it with `StandardSave`, not `PyTreeSave`; `custom_metadata` is the item's own.
-    """
-    process = jax.process_index()
-    writers = choose_writers([holders for _, holders, _ in leaves], [leaf.itemsize for leaf, _, _ in leaves])
-    written = [
-        dataclasses.replace(
-            leaf,
-            boxes=tuple(dataclasses.replace(box, offset=-1) for box in leaf.boxes if chosen.get(box.box) == process),
-        )
-        for (leaf, _, _), chosen in zip(leaves, writers, strict=True)
-    ]
-    sidecar = dataclasses.replace(manifest, slot="", arrays={item: tuple(written)}).to_bytes()
-    values = [
-        HostShards(
-            record=leaf,
-            blocks=[(box.box, blocks[box.box]) for box in leaf.boxes if box.box.size],
-            sidecar=sidecar,
-            on_written=on_written,
-        )
-        if leaf.kind == "jax"
-        else _plain_value(leaf, next(iter(blocks.values())))
-        for leaf, (_, _, blocks) in zip(written, leaves, strict=True)
-    ]
-    kind = StandardTreeSave if standard else ocp.args.PyTreeSave
-    return kind(jax.tree_util.tree_unflatten(treedef, values), custom_metadata=custom_metadata)
-
-
-def _plain_value(leaf: LeafRecord, block: np.ndarray) -> Any:
-    return block if leaf.kind == "numpy" else block.item()
 
 
 def _without_collectives(options: Any, count: int) -> Any:
@@ -372,25 +383,6 @@ def _read_by_one(options: ocp.CheckpointManagerOptions) -> dict[str, Any]:
     return {"single_host_load_and_broadcast": False, "step_name_format": names}
 
 
-def _handlers(multiprocessing: Any) -> Any:
-    types = type_handlers.create_type_handler_registry(
-        (int, type_handlers.ScalarHandler()),
-        (float, type_handlers.ScalarHandler()),
-        (str, type_handlers.StringHandler()),
-        (np.number, type_handlers.ScalarHandler()),
-        (np.ndarray, type_handlers.NumpyHandler()),
-        (HostShards, HostShardsHandler()),
-        (jax.Array, type_handlers.get_type_handler(jax.Array)),  # last: restores, and write shapes in the metadata
-    )
-    settings: Any = {
-        "multiprocessing_options": multiprocessing,
-        "type_handler_registry": types,
-        "use_compression": False,
-    }
-    json_handler = ocp.JsonCheckpointHandler(multiprocessing_options=multiprocessing)
-    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    registry.add(None, ocp.args.PyTreeSave, ocp.PyTreeCheckpointHandler(**settings))
-    registry.add(None, StandardTreeSave, _StandardTreeHandler(**settings))
-    registry.add(None, ocp.args.JsonSave, json_handler)
-    registry.add(None, ocp.args.JsonRestore, json_handler)
-    return registry
+def _finishes_in_its_own_way(options: ocp.CheckpointManagerOptions) -> bool:
+    """Whether the options say how a step becomes a step: then Orbax writes it."""
+    return options.temporary_path_class is not None or options.atomicity_options is not None

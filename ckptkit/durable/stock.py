@@ -1,24 +1,27 @@
 """Orbax's own `CheckpointManager`, made as the caller asked: its checks, handlers, metadata and reads are Orbax's.
 
-The private names of Orbax that the drop-in needs are used here and nowhere else.
+The private names of Orbax that the drop-in needs are used here and nowhere else; those of its files, in `orbax_files`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
 from orbax.checkpoint import checkpoint_manager
 from orbax.checkpoint._src.logging import step_statistics
 from orbax.checkpoint._src.metadata import tree as orbax_tree
+from orbax.checkpoint._src.path import deleter
 
-from ckptkit.layout import COMMIT_MARK, TEMPORARY
-from ckptkit.store.roots import is_remote
+from ckptkit.durable.deletion import remove_step
+from ckptkit.durable.listing import committed_steps
+from ckptkit.store.roots import root_url
 
 DEFAULT_ITEM = checkpoint_manager.DEFAULT_ITEM_NAME  # the item of a step that was saved without Composite
 METRICS_ITEM = checkpoint_manager.METRIC_ITEM_NAME
@@ -56,24 +59,16 @@ def checked_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointMana
 def delete_mark_first(manager: ocp.CheckpointManager) -> None:
     """Makes a manager take the mark of a commit away before the bytes, where it deletes a step for good.
 
-    Orbax removes a directory file by file, and a run that dies meanwhile leaves what looks like a committed step. On a
-    disk the mark is the name, on a bucket an object.
+    Orbax removes a directory file by file, and a run that dies meanwhile leaves what looks like a committed step.
     """
-    deleter: Any = manager._checkpoint_deleter
-    deleter = getattr(deleter, "_standard_deleter", deleter)  # the one that deletes in the background holds another
-    delete = deleter._delete_step_permanently
-    deleter._delete_step_permanently = lambda step, path: delete(step, _unmarked(path))
+    inner: Any = manager._checkpoint_deleter
+    inner = getattr(inner, "_standard_deleter", inner)  # the one that deletes in the background holds another
+    delete = inner._delete_step_permanently
 
+    def mark_first(step: int, path: Any) -> None:
+        remove_step(str(path), lambda place: delete(step, epath.Path(place)))
 
-def _unmarked(path: Any) -> Any:
-    """Where the step stands once it is no committed one."""
-    if is_remote(str(path)):
-        (path / COMMIT_MARK).unlink(missing_ok=True)
-        return path
-    doomed = path.with_name(f"{path.name}{TEMPORARY}")  # as if it had never been finished: the next save replaces it
-    if doomed.exists():
-        doomed.rmtree()
-    return path.rename(doomed)
+    inner._delete_step_permanently = mark_first
 
 
 class StockManager:
@@ -156,9 +151,37 @@ class StockManager:
         return all(getattr(ours, name) == getattr(plain, name) for name in _TREE_LAYOUT)
 
     def listed(self) -> list[int]:
-        """The committed steps that the storage has now, ascending. Cost: a listing; changes nothing that is cached."""
-        root = self.orbax.directory
-        return sorted({found.step for found in self.orbax._step_name_format.find_all(root)}) if root.exists() else []
+        """The committed steps that the storage has now, ascending; changes nothing that is cached.
+
+        Cost: a listing, and in a bucket a look at each step that is not known here. A name format of the caller's
+        own lists them itself.
+        """
+        root, names = self.orbax.directory, self.orbax._step_name_format
+        if type(names) is type(ocp.path.step.standard_name_format()) and not (
+            names.temporary_path_cls or names.atomicity_options  # pyright: ignore[reportAttributeAccessIssue]
+        ):
+            return committed_steps(root_url(str(root)), names, self.orbax.all_steps())
+        return sorted({found.step for found in names.find_all(root)}) if root.exists() else []
+
+    def name(self, step: int) -> str:
+        """The name of the directory in which a step is written."""
+        return self.orbax._get_write_step_directory(step, self.orbax.directory).name
+
+    @property
+    def stored_metrics(self) -> bool:
+        """Whether a step's metrics are an item of it."""
+        return bool(self.orbax._track_best and not self.orbax._options.prevent_write_metrics)
+
+    def add(self, step: int, metrics: Any) -> list[int]:
+        """Books a step that was committed without Orbax; returns those that the policies do not keep any more."""
+        self.orbax._add_checkpoint_info(step, metrics)
+        doomed = self.orbax._get_old_steps_to_remove()
+        self.orbax._checkpoints.delete_if(lambda info: info.step in doomed)
+        return doomed
+
+    def delete_as_asked(self, steps: Sequence[int]) -> None:
+        """Deletes steps as the options say (`todelete_subdir`, `todelete_full_path`)."""
+        self.orbax._checkpoint_deleter.delete_steps(steps)
 
     def path(self, step: int) -> Any:
         """The directory of a step, under whichever of its names it has."""
@@ -200,6 +223,12 @@ class StockManager:
 def _plain(kind: Any) -> Any:
     """A handler of a kind as it comes, made once: it is compared with at every save."""
     return kind()
+
+
+def delete_directory(path: str, options: ocp.CheckpointManagerOptions) -> None:
+    """Deletes a directory of a disk, with as many threads as the options say."""
+    target = epath.Path(path)
+    deleter.PathDeleter(target.parent, num_threads=options.num_deletion_threads).delete(target)
 
 
 def step_metadata(**known: Any) -> Any:

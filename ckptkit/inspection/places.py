@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, final
 
@@ -61,6 +61,14 @@ class ReadOnlyStore:
     def delete(self, key: str) -> None:
         """Refused with `StoreError`."""
         raise StoreError(f"{self.url}/{key} is only looked at, and was not deleted")
+
+    def list_all(self, prefix: str) -> list[str]:
+        """See `Store.list_all`."""
+        return self._inner.list_all(prefix)
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Refused with `StoreError`."""
+        raise StoreError(f"{self.url} is only looked at, and {len(keys)} objects were not deleted")
 
 
 @final

@@ -13,16 +13,14 @@ import orbax.checkpoint as ocp
 
 from ckptkit import clock
 from ckptkit.coordination import make_coordinator
-from ckptkit.durable.stock import DEFAULT_ITEM, Setup, checked_options
+from ckptkit.durable.stock import Setup, checked_options
 from ckptkit.events import EventLog
 from ckptkit.manager.asked import Choose, RestoreItems
 from ckptkit.manager.book import StepRecord
 from ckptkit.manager.catalog import Catalog
 from ckptkit.manager.entries import Began, save_entry
 from ckptkit.manager.intake import Intake, Request
-from ckptkit.manager.items import abstract_trees, save_items
 from ckptkit.manager.last_save import LastSaver
-from ckptkit.manager.opening import abstract_slot_bytes
 from ckptkit.manager.parts import Settings, make_parts
 from ckptkit.manager.pending import RestoreHandle
 from ckptkit.manager.restoring import Restored
@@ -41,6 +39,7 @@ from ckptkit.policy import (
 from ckptkit.preemption import LastSave
 from ckptkit.proving import Verify
 from ckptkit.store.roots import root_url
+from ckptkit.tuning import DurableProfile
 
 _log = logging.getLogger("ckptkit")
 
@@ -78,6 +77,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         `never`. What is not proven is never called so: the `restored` event and `steps()` say it.
       replicas: what is compared of data replicas at each save, and what follows where they differ; None: nothing.
       peers: how the processes of a job of several read each other's fast tiers at a restore; None: they do not.
+      durable: how the durable tier is written and read (`DurableProfile`, or `DurableProfile.load(file)`).
 
     Raises what Orbax's constructor raises for the arguments that they share, `TierUnusableError` for a tier that
     cannot be written, `StoreError` for a durable root that cannot be read, `CoordinationError` where a process does
@@ -107,6 +107,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         verify: Verify = "always",
         replicas: ReplicaPolicy | None = ReplicaPolicy(),  # noqa: B008  frozen
         peers: PeerOptions | None = PeerOptions(),  # noqa: B008  frozen
+        durable: DurableProfile = DurableProfile(),  # noqa: B008  frozen
     ):
         self._settings = Settings(
             options=checked_options(options or ocp.CheckpointManagerOptions()),
@@ -122,6 +123,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             replicas=replicas,
             verify=verify,
             peers=peers,
+            durable=durable,
         )
         self._options = self._settings.options
         self._logger = logger or ocp.logging.StandardLogger()
@@ -204,16 +206,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         memory, has no room for all its slots, with the bytes needed and free, and what to do; does nothing for items
         that slots cannot hold.
         """
-        default_item = not isinstance(args, ocp.args.Composite)
-        by_name = {DEFAULT_ITEM: args} if default_item else dict(args.items())
-        trees = abstract_trees(by_name)
-        if trees is not None:
-            self._pipeline.prepare(*abstract_slot_bytes(trees))
-            return
-        captured = save_items(by_name, default_item=default_item)
-        if not isinstance(captured, str):
-            description = self._pipeline.describe(captured)
-            self._pipeline.prepare(description.slot_bytes, description.share_bytes)
+        self._intake.prepare(args)
 
     def should_save(self, step: int) -> bool:
         """Whether `save(step)` would take the step for any tier."""

@@ -9,7 +9,7 @@ from typing import Any
 from ckptkit import clock, snapshot
 from ckptkit.arena import Arena, Slot
 from ckptkit.clock import Deadline
-from ckptkit.durable.steps import host_tree
+from ckptkit.durable.host_tree import host_tree
 from ckptkit.errors import CheckpointError, StoreFullError
 from ckptkit.flush import DiskCopy, Worker
 from ckptkit.manager.book import Book
@@ -65,6 +65,7 @@ class Flusher:
         if self._copies is not None:
             self._copies.drain()
         self._durable.drain()
+        self._tiers.durable.wait_until_pruned()
 
     def close(self) -> None:
         """Finishes what is under way and joins the threads."""

@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import orbax.checkpoint as ocp
+
 from ckptkit.clock import Deadline
 from ckptkit.durable.preservation import prunes
+from ckptkit.durable.stock import DEFAULT_ITEM
 from ckptkit.errors import StepAlreadyExistsError
 from ckptkit.events import Kind
-from ckptkit.manager.items import SaveItems, save_items
+from ckptkit.manager.items import SaveItems, abstract_trees, save_items
+from ckptkit.manager.opening import abstract_slot_bytes
 from ckptkit.manager.parts import Parts, Settings
 from ckptkit.manager.taken import DURABLE
 from ckptkit.manifest import SaveId
@@ -76,6 +80,19 @@ class Intake:
         return self._decider.refusal(step, last=self._book.latest_step(), force=False) is None and bool(
             self._due(step, force=False, reached=self._reached_preemption(step))
         )
+
+    def prepare(self, args: Any) -> None:
+        """Makes the slots that saves of `args` need. See `CheckpointManager.prepare`."""
+        default_item = not isinstance(args, ocp.args.Composite)
+        by_name = {DEFAULT_ITEM: args} if default_item else dict(args.items())
+        trees = abstract_trees(by_name)
+        if trees is not None:
+            self._pipeline.prepare(*abstract_slot_bytes(trees))
+            return
+        captured = save_items(by_name, default_item=default_item)
+        if not isinstance(captured, str):
+            description = self._pipeline.describe(captured)
+            self._pipeline.prepare(description.slot_bytes, description.share_bytes)
 
     def take(self, request: Request) -> bool:
         """Takes a step for the tiers in which it is due; returns whether it was taken. See `CheckpointManager.save`."""

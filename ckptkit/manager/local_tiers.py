@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ckptkit.durable.cell_reader import Wanted
 from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
 from ckptkit.events import EventLog, Kind
 from ckptkit.gathered import Held, box_set_hash, part_of
@@ -56,6 +57,7 @@ class Holdings:
 
     sources: tuple[Source, ...]
     readers: tuple[BoxReader, ...]
+    expect: Callable[[Sequence[Wanted]], None] | None = None  # of the last source: told what it will be asked for
 
     @property
     def manifests(self) -> tuple[Manifest, ...]:

@@ -11,6 +11,7 @@ from ckptkit.arena import Arena
 from ckptkit.coordination import Coordinator
 from ckptkit.durable import DurableSteps
 from ckptkit.durable.stock import Setup
+from ckptkit.events import Kind
 from ckptkit.host_memory import HostMemory
 from ckptkit.manager.book import Book
 from ckptkit.manager.branch import Branch
@@ -22,6 +23,7 @@ from ckptkit.manager.opening import epoch_records, first_look, make_tiers, open_
 from ckptkit.manager.restoring import Restorer
 from ckptkit.manager.saving import SavePipeline
 from ckptkit.manager.settings import Settings as Settings
+from ckptkit.manager.taken import DURABLE
 from ckptkit.manifest import Writer
 from ckptkit.peers import PeerLink
 
@@ -51,7 +53,15 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
     # Asked first: its errors say what is wrong with the root, and nothing has been opened yet.
     epochs = epoch_records(url, events)
     book = Book(first_look(epochs, url, options, coordinator, timeout_s))
-    durable = DurableSteps(url, options, coordinator, timeout_s=timeout_s, setup=setup)
+    durable = DurableSteps(
+        url,
+        options,
+        coordinator,
+        timeout_s=timeout_s,
+        setup=setup,
+        profile=settings.durable,
+        said=lambda step, reason: events.emit(Kind.DEGRADED, step=step, tier=DURABLE, reason=reason),
+    )
     say_what_was_left(durable, events, coordinator)
     host_dirs = {
         tier.name: Path(tier.path) / layout.job_name(durable.url, tier.job) / settings.host_id

@@ -144,6 +144,7 @@ class Reach:
             yield Holdings(
                 sources=(*fast.sources, Source(tier=DURABLE, manifests=durable, remote=True)),
                 readers=(*fast.readers, reader.read),
+                expect=reader.expect,
             )
 
     def _reject(self, error: Exception) -> None:

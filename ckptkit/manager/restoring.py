@@ -363,6 +363,8 @@ class Restorer:
             if key[0] in prepared.asked.trees:  # what Orbax gives back is only proven
                 leaves[key] = place(by_key[key], blocks)
 
+        if (expect := prepared.holdings.expect) is not None:
+            expect(plan.first_reads(len(plan.tiers) - 1))
         read_bytes = execute(plan, prepared.holdings.readers, self._rejected(plan.save_id, proves), proven)
         return _Proven(prepared=prepared, leaves=leaves, read_bytes=read_bytes, proves=proves)
 

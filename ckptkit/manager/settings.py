@@ -11,6 +11,7 @@ from ckptkit.events import EventLog
 from ckptkit.policy import Backpressure, FailurePolicy, PeerOptions, ReplicaPolicy, Tier
 from ckptkit.proving import Verify, checked_verify
 from ckptkit.staging import checked_choice
+from ckptkit.tuning import DurableProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class Settings:
     on_failure: FailurePolicy
     replicas: ReplicaPolicy | None
     verify: Verify
+    durable: DurableProfile
     peers: PeerOptions | None = None  # None: no process reads another's tiers
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -46,6 +47,14 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Removes an object; one that is absent is no error."""
+        ...
+
+    def list_all(self, prefix: str) -> list[str]:
+        """The keys of every object below the directory `prefix`, sorted. Cost in a bucket: a request per 1,000."""
+        ...
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Removes objects in any order; those that are absent are no error. Cost in a bucket: a request per 100."""
         ...
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import tempfile
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
@@ -42,7 +42,8 @@ class LocalStore:
                 make_directory(path.parent, synced=self._durable)
             except (FileExistsError, NotADirectoryError) as error:
                 raise StoreError(f"{path}: an object stands where a directory is needed", path=str(path)) from error
-            fd, temporary = tempfile.mkstemp(prefix=".put-", dir=path.parent)
+            temporary = path.parent / f".put-{uuid.uuid4().hex}"
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # for all whom the umask lets read
             try:
                 with os.fdopen(fd, "wb") as file:
                     file.write(data)
@@ -97,6 +98,21 @@ class LocalStore:
         with _translated(path), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             path.unlink()
             self._sync_directory(path.parent)
+
+    def list_all(self, prefix: str) -> list[str]:
+        """Every key below `prefix`, sorted. Unfinished puts are left out."""
+        found, directories = list[str](), [prefix]
+        while directories:
+            directory = directories.pop()
+            for name in self.list(directory):
+                key = f"{directory}/{name}" if directory else name
+                (directories if name.endswith("/") else found).append(key.rstrip("/"))
+        return sorted(found)
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """See `Store.delete_many`; directories stay."""
+        for key in keys:
+            self.delete(key)
 
     def _path(self, key: str, *, writes: bool = False) -> Path:
         """Raises `StoreError` for a key that leads out of the root by a link; what is not there can only be written."""

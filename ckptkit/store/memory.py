@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import final
 
 from ckptkit.store.base import PutMode, Stat, checked_key
@@ -52,3 +53,14 @@ class MemoryStore:
         """Removes an object; one that is absent is no error."""
         with self._lock:
             self._objects.pop(checked_key(key), None)
+
+    def list_all(self, prefix: str) -> list[str]:
+        """Every key below `prefix`, sorted."""
+        start = checked_key(prefix) + "/" if prefix else ""
+        with self._lock:
+            return sorted(key for key in self._objects if key.startswith(start))
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """See `Store.delete_many`."""
+        for key in keys:
+            self.delete(key)

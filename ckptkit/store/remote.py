@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, final
 
@@ -78,6 +78,25 @@ class RemoteStore:
         with suppress(FileNotFoundError), _translated(f"{self._url}/{key}"):
             self._ask("rm_file", path)
 
+    def list_all(self, prefix: str) -> list[str]:
+        """The keys below `prefix`, sorted: one paged listing (a second one where gcsfs finds nothing)."""
+        path = self._path(prefix) if prefix else self._root
+        with suppress(FileNotFoundError), _translated(f"{self._url}/{prefix}"):
+            self._fs.invalidate_cache()
+            found = self._ask("find", path)
+            return sorted(name[len(self._root) + 1 :] for name in found if name.startswith(f"{path}/"))
+        return []
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Removes objects in batches, where the service has them."""
+        paths = [self._path(key) for key in keys]
+        try:
+            with _translated(self._url):
+                self._ask("rm", paths)
+        except FileNotFoundError:  # some file systems stop at the first that is absent
+            for key in keys:
+                self.delete(key)
+
     def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """One operation. An asynchronous file system's own tries end at the limit, however many they would be."""
         if isinstance(self._fs, AsyncFileSystem):
@@ -123,3 +142,14 @@ def _translated(where: str) -> Iterator[None]:
         if type(error).__module__.split(".")[0] in ("aiohttp", "requests"):  # gcsfs makes a ProxyError of a 502
             raise TransientStoreError(message, path=where) from error
         raise StoreError(message, path=where) from error
+
+
+def forget_listings(url: str) -> None:
+    """Drops what this process's file systems remember of a bucket's listings: Orbax asks through others than ours.
+
+    Nothing for a directory.
+    """
+    protocol, found, _ = url.partition("://")
+    if found:
+        for each in tuple(fsspec.get_filesystem_class(protocol)._cache.values()):
+            each.invalidate_cache()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar, final
 
 from ckptkit.clock import Deadline
@@ -61,6 +61,14 @@ class RetryStore:
     def delete(self, key: str) -> None:
         """See `Store.delete`."""
         self._retry(lambda: self._inner.delete(key))
+
+    def list_all(self, prefix: str) -> list[str]:
+        """See `Store.list_all`."""
+        return self._retry(lambda: self._inner.list_all(prefix))
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """See `Store.delete_many`."""
+        self._retry(lambda: self._inner.delete_many(keys))
 
     def _retry(self, operation: Callable[[], T]) -> T:
         deadline, delay_s = Deadline(self._deadline_s), self._first_delay_s

@@ -8,7 +8,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, final, get_args
 
@@ -127,6 +127,15 @@ class FaultyStore:
 
         self._do("delete", key, do)
 
+    def list_all(self, prefix: str) -> list[str]:
+        """See `Store.list_all`; to faults a `list`."""
+        return self._do("list", prefix, lambda _: self._list_all(prefix))
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """See `Store.delete_many`; to faults a `delete` of each key, so that a crash finds some of them gone."""
+        for key in keys:
+            self.delete(key)
+
     def settle(self) -> None:
         """What was held back reaches the wrapped store, in any order."""
         with self._lock:
@@ -208,6 +217,13 @@ class FaultyStore:
             return self._inner.stat(key)
         data = self._waiting[key]
         return None if data is None else Stat(len(data))
+
+    def _list_all(self, prefix: str) -> list[str]:
+        start = f"{prefix}/" if prefix else ""
+        waiting = {key: data for key, data in self._waiting.items() if key.startswith(start)}
+        return sorted(
+            (set(self._inner.list_all(prefix)) - set(waiting)) | {k for k, d in waiting.items() if d is not None}
+        )
 
     def _list(self, prefix: str) -> list[str]:
         start = f"{prefix}/" if prefix else ""

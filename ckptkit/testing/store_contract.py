@@ -60,6 +60,18 @@ class StoreContract:
             assert store.list(key) == []
             store.delete(key)
 
+    def test_a_whole_tree_is_listed_and_removed(self, store: Store) -> None:
+        """If it failed, a step that was pruned would leave objects that nobody sees, and somebody pays for."""
+        keys = ["run/1/d/a", "run/1/d/b", "run/1/marker", "run/10/marker"]
+        for key in keys:
+            store.put(key, b"1")
+        assert store.list_all("") == keys
+        assert store.list_all("run/1") == keys[:3]
+        assert store.list_all("run/2") == []
+        store.delete_many([*keys[:3], "run/1/absent"])
+        assert store.list_all("") == keys[3:]
+        store.delete_many([])
+
     def test_a_directory_is_no_object(self, store: Store) -> None:
         """If it failed, `stat` would say that an object exists which `get` does not find."""
         store.put("dir/key", b"1")
@@ -107,9 +119,10 @@ class StoreContract:
             lambda: store.get(key),
             lambda: store.stat(key),
             lambda: store.delete(key),
+            lambda: store.delete_many([key]),
         ]
         if key:
-            operations.append(lambda: store.list(key))  # the root itself may be listed
+            operations += [lambda: store.list(key), lambda: store.list_all(key)]  # the root itself may be listed
         for operation in operations:
             with pytest.raises(ValueError, match=r"is not a key: relative, with no empty part, '\.' or '\.\.'"):
                 operation()

@@ -13,7 +13,8 @@ import numpy as np
 
 from ckptkit import layout
 from ckptkit.durable import DurableReader
-from ckptkit.durable.reader import ARRAY_METADATAS, has_sidecar_sign
+from ckptkit.durable.orbax_files import ARRAY_METADATAS
+from ckptkit.durable.reader import has_sidecar_sign
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.arrays import read_arrays
 from ckptkit.inspection.directories import (

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ckptkit import layout
-from ckptkit.durable.cells import CellWriter
+from ckptkit.durable.cells import CellStream
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.arrays import OCDBT
 from ckptkit.inspection.directories import json_name
@@ -151,7 +151,7 @@ def _write_step(source: Path, copy: Path, place: Place, sources: Sources) -> Non
 
 
 def _write_arrays(item: Path, name: str, manifests: tuple[Manifest, ...], sources: Sources) -> None:
-    writer = CellWriter(_made(item), _COMMIT_BYTES)
+    writer = CellStream(str(_made(item)), _COMMIT_BYTES)
     for leaf, cell, digest in _cells(name, manifests):
         writer.write(leaf, cell, _require(sources, name, leaf, cell, digest))
     writer.finish()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from orbax.checkpoint._src.futures import future
 
 import ckptkit
+from ckptkit.durable import pruning, stock
 
 args: Any = ocp.args
 Options = ocp.CheckpointManagerOptions
@@ -189,18 +189,11 @@ def test_single_host_load_and_broadcast_is_how_it_always_works(job: Callable[[],
 
 
 def test_todelete_full_path_is_for_buckets(job: Callable[[], Job]) -> None:
-    """Orbax refuses it elsewhere when it deletes; it must not be dropped on the way there, nor cost the step."""
-    said: list[Any] = []
-    log = ckptkit.EventLog()
-    log.observe(said.append)
-    options = Options(max_to_keep=1, todelete_full_path="trash")
-    with ckptkit.CheckpointManager(job().durable, options=options, events=log) as manager:
-        for step in range(2):
-            manager.save(step, args=args.StandardSave({"w": np.arange(3) + step}))
-            manager.wait_until_finished()
-        assert manager.all_steps() == [0, 1]
-    (reason,) = [event.fields["reason"] for event in said if event.kind == ckptkit.Kind.DEGRADED]
-    assert reason.startswith("step 1 is committed, and then: NotImplementedError")
+    """Orbax refuses it elsewhere when it deletes; it must not be dropped on the way there, nor leave steps for ever."""
+    each = job()
+    with pytest.raises(ckptkit.SaveFailedError, match="NotImplementedError: todelete_full_path is for gs://"):
+        each.run(range(1), max_to_keep=1, todelete_full_path="trash")
+    assert [path.name for path in each.durable.iterdir() if path.name.isdigit()] == []
     with pytest.raises(ValueError, match="both cannot be set"):
         job().run(todelete_subdir="a", todelete_full_path="b")
 
@@ -211,33 +204,35 @@ def test_background_deletion_ends_with_close(job: Callable[[], Job]) -> None:
         assert job().run(max_to_keep=1, **options) == ["3"]
 
 
-def test_deletion_runs_where_it_is_asked_for(job: Callable[[], Job], monkeypatch: Any) -> None:
-    """The two options would make no difference."""
-    import shutil
-
+def test_deletion_never_runs_on_the_path_of_a_save(job: Callable[[], Job], monkeypatch: Any) -> None:
+    """A save would take as long as the deletion of an old step: minutes in a bucket."""
     seen: list[str] = []
-    real = shutil.rmtree
+    real = pruning.delete_directory
 
-    def recorded(path: Any, *rest: Any, **more: Any) -> None:
-        if Path(path).parent.name == "durable" and Path(path).name.partition(".")[0].isdigit():
-            seen.append(threading.current_thread().name)
-        real(path, *rest, **more)
+    def recorded(path: str, options: Any) -> None:
+        seen.append(threading.current_thread().name)
+        real(path, options)
 
-    monkeypatch.setattr(shutil, "rmtree", recorded)
-    job().run(max_to_keep=1)
-    assert set(seen) == {"ckptkit-durable"}
-    seen.clear()
-    job().run(max_to_keep=1, enable_background_delete=True)
-    assert set(seen) == {"DeleterThread"}
+    monkeypatch.setattr(pruning, "delete_directory", recorded)
+    for options in ({}, {"enable_background_delete": True}):
+        each = job()
+        assert each.run(max_to_keep=1, **options) == ["3"]
+        assert set(seen) == {"ckptkit-prune_0"}
+        seen.clear()
 
 
-def test_num_deletion_threads(job: Callable[[], Job]) -> None:
+def test_num_deletion_threads(job: Callable[[], Job], monkeypatch: Any) -> None:
     """Deleting on a mount with slow unlinks would take as long as without it."""
-    for options, count in (({}, min(16, max(1, (os.cpu_count() or 4) // 2))), ({"num_deletion_threads": 40}, 40)):
-        with job().manager(**options) as manager:
-            manager.save(0, args=args.StandardSave({"w": np.arange(3)}))
-            manager.wait_until_finished()
-            assert manager._durable._writer._checkpoint_deleter._path_deleter._num_threads == count
+    given: list[Any] = []
+    real = stock.deleter.PathDeleter
+
+    def recorded(directory: Any, *, num_threads: Any) -> Any:
+        given.append(num_threads)
+        return real(directory, num_threads=num_threads)
+
+    monkeypatch.setattr(stock.deleter, "PathDeleter", recorded)
+    job().run(max_to_keep=1, num_deletion_threads=40)
+    assert set(given) == {40}
 
 
 def test_enable_async_checkpointing(job: Callable[[], Job], monkeypatch: Any) -> None:
@@ -269,7 +264,7 @@ def test_multiprocessing_options(job: Callable[[], Job]) -> None:
         with job().manager(**options) as manager:
             manager.save(0, args=args.StandardSave({"w": np.arange(3)}))
             manager.wait_until_finished()
-            for inner in (manager._durable.stock.orbax, manager._durable._writer):
+            for inner in (manager._durable.stock.orbax, manager._durable._own_writer()):
                 assert inner._multiprocessing_options.barrier_sync_key_prefix == prefix
 
 

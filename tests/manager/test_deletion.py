@@ -12,6 +12,8 @@ import pytest
 from etils import epath
 
 import ckptkit
+from ckptkit import layout
+from ckptkit.durable import pruning
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
 
 
@@ -61,10 +63,9 @@ def test_a_deletion_that_dies_leaves_no_step_behind(
     with make_manager(tmp_path, enable_background_delete=background) as manager:
         save(manager, 1, 1)
         save(manager, 2, 2)
-        for deleter in (manager._durable.stock.orbax, manager._durable._writer):
-            inner: Any = deleter._checkpoint_deleter  # pyright: ignore[reportOptionalMemberAccess]
-            inner = getattr(inner, "_standard_deleter", inner)
-            monkeypatch.setattr(inner._path_deleter, "delete", died)
+        inner: Any = manager._durable.stock.orbax._checkpoint_deleter
+        inner = getattr(inner, "_standard_deleter", inner)
+        monkeypatch.setattr(inner._path_deleter, "delete", died)
         try:
             manager.delete(2)
             manager.close()
@@ -97,3 +98,55 @@ def test_a_bucket_loses_the_mark_first(tmp_path: Path, monkeypatch: pytest.Monke
         with make_manager("gs://runs/run") as manager:
             assert manager.all_steps() == [1]
             assert restored(manager) == 1
+
+
+def make_listening(root: Path) -> tuple[ckptkit.CheckpointManager, list[str]]:
+    """A manager that keeps one step, and the reasons of its `degraded` events."""
+    reasons: list[str] = []
+    log = ckptkit.EventLog()
+    log.observe(lambda event: reasons.append(event.fields["reason"]) if event.kind == ckptkit.Kind.DEGRADED else None)
+    options = ocp.CheckpointManagerOptions(max_to_keep=1)
+    return ckptkit.CheckpointManager(root, options=options, timeout_s=60, events=log), reasons
+
+
+def test_a_prune_that_fails_is_said_and_done_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-only directory would keep every step, and nobody would hear of it; or the save would fail with it."""
+    announced: list[str] = []
+
+    def refused(path: str, options: Any) -> None:
+        announced.append((tmp_path / layout.DOOMED_KEY).read_text())
+        raise PermissionError(path)
+
+    manager, reasons = make_listening(tmp_path)
+    with manager:
+        save(manager, 1, 1)
+        monkeypatch.setattr(pruning, "delete_directory", refused)
+        save(manager, 2, 2)
+        assert [reason.partition(": ")[0] for reason in reasons] == ["step 1 is to be deleted, and is not yet"]
+        assert announced == ['{"steps": [1]}'], "a scrub would take it for damaged"
+        assert manager.all_steps() == [2]
+        monkeypatch.undo()
+        save(manager, 3, 3)
+        assert sorted(path.name for path in tmp_path.iterdir() if path.name != "_ckptkit") == ["3"]
+        assert not (tmp_path / layout.DOOMED_KEY).exists()
+
+
+def test_a_number_that_is_saved_again_is_not_pruned_for_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deletion that has to be tried again would take the new step of that number."""
+
+    def refused(path: str, options: Any) -> None:
+        raise PermissionError(path)
+
+    manager, reasons = make_listening(tmp_path)
+    with manager:
+        save(manager, 1, 1)
+        monkeypatch.setattr(pruning, "delete_directory", refused)
+        save(manager, 2, 2)
+        monkeypatch.undo()
+        assert len(reasons) == 1
+        manager.delete(2)
+        save(manager, 1, 11)
+    with make_manager(tmp_path) as manager:
+        assert restored(manager) == 11

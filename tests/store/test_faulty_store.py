@@ -139,3 +139,13 @@ def test_an_epoch_claim_that_dies_anywhere_is_made_or_not(monkeypatch: pytest.Mo
         with suppress(StoreCrash):
             EpochRecords(RetryStore(lost)).write(first.begin(2, 7))
         assert EpochRecords(inner).read() in (first, first.begin(2, 7))
+
+
+def test_a_crash_finds_some_of_many_deleted() -> None:
+    """A batch that is half done would never be tried: what is left of a step has to be no step."""
+    store, inner = faulty(StoreFault(effect="crash", operations=("delete",), skip=2))
+    for key in ("run/a", "run/b", "run/c"):
+        store.put(key, b"1")
+    with pytest.raises(StoreCrash):
+        store.delete_many(store.list_all("run"))
+    assert inner.list_all("") == ["run/c"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -271,6 +272,12 @@ class FailsFirstPut:
 
     def delete(self, key: str) -> None:
         self._inner.delete(key)
+
+    def list_all(self, prefix: str) -> list[str]:
+        return self._inner.list_all(prefix)
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        self._inner.delete_many(keys)
 
 
 def test_two_runs_cannot_both_claim_an_epoch_through_a_retry() -> None:

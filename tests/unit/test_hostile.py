@@ -353,6 +353,9 @@ def test_a_store_does_not_leave_its_root(tmp_path: Path) -> None:
         lambda: store.delete("link/x"),
         lambda: store.stat("link/x"),
         lambda: store.list("link"),
+        lambda: store.list_all("link"),
+        lambda: store.list_all(""),
+        lambda: store.delete_many(["a/x", "link/x"]),
     ):
         with pytest.raises(ckptkit.StoreError, match="leads out of"):
             act()

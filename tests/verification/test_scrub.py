@@ -103,7 +103,7 @@ def test_a_durable_step_from_a_slot(job: Job, how: str) -> None:
     elif how == "no json":
         shutil.rmtree(job.root / "1/data")
     else:
-        for name in ("d", "manifest.ocdbt", "ocdbt.process_0"):
+        for name in ("d", "manifest.ocdbt"):
             target = state / name
             shutil.rmtree(target) if target.is_dir() else target.unlink()
             source = job.root / "0/state" / name

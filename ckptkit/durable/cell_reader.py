@@ -1,0 +1,99 @@
+"""Zarr cells out of OCDBT, ahead of those who ask for them: the store's latency is paid once, not for every cell."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, final
+
+import numpy as np
+import tensorstore as ts
+
+from ckptkit.durable.cells import awaited, cell_key, kvstore_context, kvstore_spec
+from ckptkit.manifest import BoxRecord, LeafRecord
+from ckptkit.sharding import Box, cells_of
+from ckptkit.tuning import DurableProfile
+
+Wanted = tuple[str, LeafRecord, BoxRecord, Box]  # item, leaf, a stored box, and the part of the leaf that is wanted
+_Key = tuple[str, tuple[str, ...], tuple[int, ...]]
+
+
+@final
+class CellReader:
+    """The cells of one step as the bytes that stand in its databases; whether they are right, a digest has to say.
+
+    Nothing is opened for each leaf. Reads that were announced are under way, up to `read_ahead_bytes` of them; in a
+    bucket TensorStore joins neighbours into one request. Safe from several threads.
+    """
+
+    def __init__(self, step_url: str, profile: DurableProfile):
+        self._url = step_url
+        self._profile = profile
+        self._context = kvstore_context(profile)
+        self._opened_s = time.time()  # a committed step does not change: what was read since is not asked for again
+        self._lock = threading.Lock()
+        self._stores: dict[str, Any] = {}
+        self._waiting: deque[tuple[str, LeafRecord, Box]] = deque()
+        self._started: dict[_Key, Any] = {}
+        self._started_bytes = 0
+
+    def expect(self, wanted: Iterable[Wanted]) -> None:
+        """Begins to read what will be asked for, in the order in which it will be."""
+        with self._lock:
+            for item, leaf, record, box in wanted:
+                cells = cells_of(record.box, leaf.cell)
+                self._waiting += [
+                    (item, leaf, cell) for cell in cells if record.box == box or cell.intersect(box) is not None
+                ]
+            self._go_on()
+
+    def fetch(self, item: str, leaf: LeafRecord, cell: Box) -> np.ndarray | None:
+        """The elements of a cell; None where it is not stored plainly, and TensorStore's driver has to read it.
+
+        Raises ValueError as TensorStore does, `TransientStoreError` where nothing comes in time.
+        """
+        with self._lock:
+            future = self._started.pop(_key(item, leaf, cell), None)
+            expected = future is not None
+            if future is None:
+                future = self._start(item, leaf, cell)
+        try:
+            found = awaited([future], self._profile)[0]
+        finally:
+            with self._lock:
+                if expected:
+                    self._started_bytes -= _stored_bytes(leaf)
+                self._go_on()
+        if found.state != "value" or len(found.value) != _stored_bytes(leaf):
+            return None
+        elements = np.frombuffer(found.value, np.dtype(leaf.dtype)).reshape(leaf.cell)
+        return elements[tuple(slice(rows) for rows in cell.shape)]  # the last cell along an axis may be padded
+
+    def _go_on(self) -> None:
+        while self._waiting and self._started_bytes < self._profile.read_ahead_bytes:
+            item, leaf, cell = self._waiting.popleft()
+            key = _key(item, leaf, cell)
+            if key not in self._started:
+                self._started[key] = self._start(item, leaf, cell)
+                self._started_bytes += _stored_bytes(leaf)
+
+    def _start(self, item: str, leaf: LeafRecord, cell: Box) -> Any:
+        key = cell_key(f"{leaf.name}/" if leaf.path else "", leaf, cell)
+        return self._store(item).read(key, staleness_bound=self._opened_s)
+
+    def _store(self, item: str) -> Any:
+        if item not in self._stores:
+            spec = kvstore_spec(f"{self._url}/{item}", self._profile, writing=False)
+            self._stores[item] = awaited([ts.KvStore.open(spec, context=self._context)], self._profile)[0]
+        return self._stores[item]
+
+
+def _key(item: str, leaf: LeafRecord, cell: Box) -> _Key:
+    return item, leaf.path, cell.start
+
+
+def _stored_bytes(leaf: LeafRecord) -> int:
+    return math.prod(leaf.cell) * leaf.itemsize

@@ -1,0 +1,231 @@
+"""Writes one Orbax step with as few operations as it has parts: data, side files, then the marker that commits it.
+
+On a disk the step is written beside its place and renamed; in a bucket it is written in place, and is a step once
+`commit_success.txt` is there, which only one writer can create. What a crash leaves is no step for stock Orbax, and is
+removed by the next save of the number, or as Orbax removes its own leftovers.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, final
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from ckptkit import layout
+from ckptkit.coordination import Coordinator
+from ckptkit.durable import orbax_files
+from ckptkit.durable.cells import CellWriter, merge_processes, process_directory
+from ckptkit.durable.shards import HostShards, shards_of
+from ckptkit.durable.stock import METRICS_ITEM
+from ckptkit.errors import StepAlreadyExistsError
+from ckptkit.manifest import LeafRecord, SaveId
+from ckptkit.sharding import Box
+from ckptkit.store import Store, open_store
+from ckptkit.store.local import LocalStore, sync_directory
+from ckptkit.store.roots import is_remote
+from ckptkit.tuning import DurableProfile
+
+_PUTS = 8  # small files on their way at a time, beside the data
+
+
+def is_writable(items: Mapping[str, Any]) -> bool:
+    """Whether these save arguments are of the kinds that are written here: trees of `host_tree`, and JSON."""
+    return all(isinstance(item, ocp.args.PyTreeSave | ocp.args.JsonSave) for item in items.values())
+
+
+@final
+class StepWriter:
+    """Writes steps below one root, all processes together. Raises what stores and TensorStore raise."""
+
+    def __init__(
+        self, url: str, coordinator: Coordinator, profile: DurableProfile, *, timeout_s: float, mode: int | None = None
+    ):
+        self._url = url
+        self._coordinator = coordinator
+        self._profile = profile
+        self._timeout_s = timeout_s
+        self._mode = 0o777 if mode is None else mode  # of directories; the process's umask applies
+
+    def write(
+        self, name: str, save_id: SaveId, items: Mapping[str, Any], handlers: Mapping[str, str], custom_metadata: Any
+    ) -> None:
+        """Writes and commits the step in the directory `name`; returns once it is committed, on every process.
+
+        `handlers` are the names of Orbax's handlers by item. Cost in a bucket: a listing, five requests for each item
+        of arrays and one for another, the data, and two. Raises `StepAlreadyExistsError`.
+        """
+        where = f"{self._url}/{name}"
+        place = where if is_remote(where) else where + layout.TEMPORARY
+        init_ns = time.time_ns()
+        self._agree("step-begun", None, lambda _: self._clear(where, place, save_id))
+        error = None
+        try:
+            self._write_part(place, items)
+        except Exception as caught:  # noqa: BLE001  said to the others, who would wait for this part
+            error = caught
+
+        def finish(failures: list[str | None]) -> None:
+            if any(failures):
+                return
+            self._finish(place, where, items, handlers, init_ns, custom_metadata, save_id)
+
+        self._agree("step-written", None if error is None else str(error), finish)
+        if error is not None:
+            raise error
+
+    def _agree(self, channel: str, value: Any, decide: Any) -> Any:
+        return self._coordinator.agree(channel, value, decide, timeout_s=self._timeout_s)
+
+    # On every process.
+
+    def _write_part(self, place: str, items: Mapping[str, Any]) -> None:
+        # On a disk all is synced at the end, side by side: one by one takes a turn of the disk for each file.
+        store = open_store(place) if is_remote(place) else LocalStore(place, durable=False)
+        with ThreadPoolExecutor(_PUTS, thread_name_prefix="ckptkit-step") as pool:
+            puts = []
+            for item, args in items.items():
+                if isinstance(args, ocp.args.JsonSave):
+                    if self._coordinator.process == 0:
+                        # Orbax names the file of its metrics after their item.
+                        file = METRICS_ITEM if item == METRICS_ITEM else orbax_files.JSON_VALUE
+                        puts.append(pool.submit(store.put, f"{item}/{file}", json.dumps(args.item).encode()))
+                        puts.append(pool.submit(self._mark, store, item, place))
+                    continue
+                files = self._side_files(args)
+                puts += [pool.submit(store.put, f"{item}/{file}", text.encode()) for file, text in files.items()]
+                self._write_arrays(f"{place}/{item}", args.item)
+            for put in puts:
+                put.result()
+            if not is_remote(place):
+                list(pool.map(_sync, _written_below(place)))
+
+    def _write_arrays(self, directory: str, tree: Any) -> None:
+        process, count = self._coordinator.process, self._coordinator.count
+        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+        part = directory if count == 1 else process_directory(directory, process)
+        if not is_remote(part):
+            os.makedirs(part, mode=self._mode, exist_ok=True)
+        cells = CellWriter(part, self._profile)
+        for keypath, leaf in leaves:
+            if isinstance(leaf, HostShards):
+                cells.add(leaf.record, leaf.blocks, describe=process == 0)
+            elif process == 0:
+                record, block = _host_leaf(keypath, leaf)
+                cells.add(record, [(Box.whole(block.shape), block)], describe=True)
+        cells.commit()
+        shards = shards_of(tree)
+        if shards:
+            shards[0].on_written()
+
+    def _side_files(self, args: Any) -> dict[str, str]:
+        process, shards = self._coordinator.process, shards_of(args.item)
+        files = {f"{orbax_files.ARRAY_METADATAS}/process_{process}": orbax_files.array_metadatas_text(shards)}
+        if shards:
+            files[f"{layout.SIDECAR_DIR}/{layout.sidecar_name(process)}"] = shards[0].sidecar.decode()
+        if process == 0:
+            files[orbax_files.TREE_METADATA] = orbax_files.tree_text(args.item, args.custom_metadata)
+            shardings = orbax_files.shardings_text(shards)
+            if shardings is not None:
+                files[orbax_files.SHARDINGS] = shardings
+        return files
+
+    # On process 0.
+
+    def _clear(self, where: str, place: str, save_id: SaveId) -> None:
+        """Removes what an earlier attempt has left; raises where the step is there."""
+        if is_remote(place):
+            store = open_store(place)
+            left = store.list_all("")
+            if any(name == layout.COMMIT_MARK for name in left):
+                raise StepAlreadyExistsError(f"step {save_id.step} is in {where} already")
+            store.delete_many(left)
+            return
+        if os.path.lexists(where):
+            raise StepAlreadyExistsError(f"step {save_id.step} is in {where} already")
+        shutil.rmtree(place, ignore_errors=True)
+        os.makedirs(place, mode=self._mode)
+
+    def _finish(
+        self,
+        place: str,
+        where: str,
+        items: Mapping[str, Any],
+        handlers: Mapping[str, str],
+        init_ns: int,
+        custom_metadata: Any,
+        save_id: SaveId,
+    ) -> None:
+        """Joins the parts and commits the step: the last thing that is written says that it is one."""
+        store = open_store(place)
+        for item, args in items.items():
+            if isinstance(args, ocp.args.JsonSave):
+                continue
+            if self._coordinator.count > 1:
+                merge_processes(f"{place}/{item}", self._coordinator.count, self._profile)
+                if not is_remote(place):  # the names that the merge has made
+                    for directory in (f"{place}/{item}/d", f"{place}/{item}"):
+                        _sync(directory)
+            self._mark(store, item, place)
+        text = orbax_files.step_text(handlers, init_ns, time.time_ns(), custom_metadata)
+        store.put(orbax_files.STEP_METADATA, text.encode())
+        try:
+            self._commit(store, place, where, save_id)
+        except OSError as error:
+            if isinstance(error, FileExistsError) or error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise StepAlreadyExistsError(f"step {save_id.step} is in {where} already") from error
+            raise
+
+    def _commit(self, store: Store, place: str, where: str, save_id: SaveId) -> None:
+        text = orbax_files.marker_text(where, save_id).encode()
+        try:
+            store.put(layout.COMMIT_MARK, text, mode="create")
+        except FileExistsError:
+            if store.get(layout.COMMIT_MARK) != text:  # else the answer of the first put was lost
+                raise
+        if place != where:
+            os.rename(place, where)
+            sync_directory(os.path.dirname(where))
+
+    def _mark(self, store: Store, item: str, place: str) -> None:
+        """What Orbax leaves in each item that it has finished, for those who read one by itself."""
+        store.put(f"{item}/{layout.COMMIT_MARK}", f"Checkpoint commit was successful to {place}/{item}".encode())
+
+
+def _written_below(place: str) -> list[str]:
+    """The files and directories of a step on a disk that TensorStore has not synced itself."""
+    found = []
+    for directory, _, names in os.walk(place):
+        found.append(directory)
+        if not os.path.exists(os.path.join(os.path.dirname(directory), "manifest.ocdbt")):
+            found += [os.path.join(directory, name) for name in names]
+    return found
+
+
+def _sync(path: str) -> None:
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:  # another process's, under its temporary name: that process syncs it
+        return
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _host_leaf(keypath: Any, leaf: Any) -> tuple[LeafRecord, np.ndarray]:
+    """A leaf of host memory as Orbax stores it: one cell."""
+    block = np.ascontiguousarray(leaf).reshape(np.shape(leaf))
+    path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keypath)
+    record = LeafRecord(
+        path=path, keys="", kind="numpy", shape=block.shape, dtype=block.dtype.name, cell=tuple(map(int, block.shape))
+    )
+    return record, block

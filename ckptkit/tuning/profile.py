@@ -1,0 +1,62 @@
+"""The knobs of the durable tier as one value: measured defaults, and a JSON file that `ckptkit tune` writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+_UNITS = {"_bytes": "bytes", "_s": "seconds"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DurableProfile:
+    """How steps are written to the durable tier and read from it. Nothing in it changes what a step means.
+
+    Args:
+      data_file_bytes: a data file, or object, is closed once it is this large (OCDBT's target). Smaller files are
+        written, and later read, side by side; each costs a request.
+      copied_bytes: cells below this are handed to TensorStore as keys and values, copied once, at some microseconds
+        each; larger ones through its array driver, which opens each leaf (about a millisecond) and copies nothing.
+      write_concurrency, read_concurrency: files or requests on their way at a time.
+      read_ahead_bytes: how much of a restore is read before it is asked for; host memory that it may take.
+      operation_timeout_s: how long one request may go without a byte, and a whole data write without an end, before
+        it is given up as transient.
+    """
+
+    data_file_bytes: int = 256 << 20
+    copied_bytes: int = 256 << 10
+    write_concurrency: int = 32
+    read_concurrency: int = 32
+    read_ahead_bytes: int = 128 << 20
+    operation_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            kinds = (int, float) if field.name.endswith("_s") else (int,)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
+                unit = next((unit for end, unit in _UNITS.items() if field.name.endswith(end)), "a count")
+                raise ValueError(f"DurableProfile: {field.name} is {value!r}; give {unit} above 0")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> DurableProfile:
+        """The profile of a file that `save` wrote; raises ValueError for what is none, naming the file."""
+        try:
+            document = json.loads(Path(path).read_text("utf-8"))
+            known = {field.name for field in dataclasses.fields(cls)}
+            if not isinstance(document, dict) or set(document) - known:
+                raise ValueError(f"expected a JSON object with some of {', '.join(sorted(known))}")
+            return cls(**document)
+        except ValueError as error:
+            raise ValueError(f"{path} is no durable profile: {error}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the profile as JSON, for `load`."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", "utf-8")
+
+    def to_json(self) -> dict[str, Any]:
+        """The profile as plain values."""
+        return dataclasses.asdict(self)

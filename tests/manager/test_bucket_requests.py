@@ -1,0 +1,175 @@
+"""What the durable tier asks of a bucket: few requests, none for what it knows, and deletions off the save's path."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from ckptkit.durable.listing import latest_step
+from ckptkit.store import open_store
+from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Reset, Status
+from tests.states import abstract, assert_same
+
+LEAVES = 600  # of a small transformer with Adam
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
+    with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+def state_of(step: int) -> dict[str, jax.Array]:
+    return {f"leaf{index}": jnp.full((8, 8), step * 1000.0 + index) for index in range(LEAVES)}
+
+
+def save(manager: Any, step: int, state: Any = None) -> None:
+    assert manager.save(step, args=ocp.args.StandardSave(state or state_of(step)), force=True)  # pyright: ignore[reportCallIssue]
+    manager.wait_until_finished()
+
+
+def requests(server: BucketServer) -> int:
+    """How many there were since the last time. One is logged a moment after its answer was sent."""
+    count = -1
+    while count != (count := len(server.log.entries())):
+        time.sleep(0.1)
+    server.log.clear()
+    return count
+
+
+def test_a_save_of_600_leaves_and_its_restore_are_few_requests(server: BucketServer) -> None:
+    """Buckets throttle by requests, and each costs a round trip: stock Orbax takes 90 to 180."""
+    with ckptkit.CheckpointManager("gs://runs/run", options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
+        saves = []
+        for step in range(1, 5):
+            requests(server)
+            save(manager, step)
+            saves.append(requests(server))
+        assert max(saves) <= 40, saves  # the last two delete a step, one by one: emulators take no batches
+        assert max(saves[:2]) <= 20, saves
+        found = manager.restore(4, args=ocp.args.StandardRestore(abstract(state_of(4))))  # pyright: ignore[reportCallIssue]
+        assert requests(server) <= 20
+        assert_same(found, state_of(4))
+    with ocp.CheckpointManager("gs://runs/run") as stock:
+        assert list(stock.all_steps()) == [3, 4]
+        assert_same(stock.restore(4, args=ocp.args.StandardRestore(abstract(state_of(4)))), state_of(4))  # pyright: ignore[reportCallIssue]
+
+
+def test_the_latest_of_1000_steps_takes_three_requests(server: BucketServer) -> None:
+    """A restart of a long run would wait for a thousand round trips."""
+    store = open_store("gs://runs/long")
+    for step in range(1000):
+        store.put(f"{step}/commit_success.txt", b"1")
+    store.put("1000/_CHECKPOINT_METADATA", b"{}")  # begun, and never committed
+    store.put("_ckptkit/epochs/00000001.json", b"{}")
+    requests(server)
+    assert latest_step("gs://runs/long") == 999
+    # Two pages of names, a look at what is not committed (gcsfs asks twice before it says so), one at what is.
+    assert requests(server) <= 5
+    store.delete_many(store.list_all("1000"))
+    requests(server)
+    assert latest_step("gs://runs/long") == 999
+    assert requests(server) <= 3
+
+
+def test_what_an_attempt_has_left_is_gone_with_the_next_one(server: BucketServer) -> None:
+    """Objects of an attempt that failed would be joined to those of the next, or billed for ever."""
+    server.faults = FaultPlan(faults=(Fault(effect=Status(code=403), objects="run/1/commit_success.txt", count=1),))
+    with ckptkit.CheckpointManager("gs://runs/run") as manager:
+        with pytest.raises(ckptkit.SaveFailedError):
+            save(manager, 1)
+        assert manager.all_steps() == []
+        left = set(open_store("gs://runs/run").list_all("1"))
+        assert left
+        save(manager, 1)
+        assert not {name for name in open_store("gs://runs/run").list_all("1") if "/d/" in name} & left
+        assert_same(manager.restore(1, args=ocp.args.StandardRestore(abstract(state_of(1)))), state_of(1))  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("stage", ["before", "after"])
+def test_a_marker_whose_answer_is_lost_commits_once(server: BucketServer, stage: Any) -> None:
+    """The retry would find its own marker and call a step that is there a failure."""
+    server.faults = FaultPlan(
+        faults=(
+            Fault(
+                effect=Status(code=503, stage=stage), objects="run/1/commit_success.txt", kinds=(Kind.WRITE,), count=1
+            ),
+        )
+    )
+    with ckptkit.CheckpointManager("gs://runs/run") as manager:
+        save(manager, 1)
+        assert manager.all_steps() == [1]
+        assert server.fired() == [1]
+
+
+def test_a_deletion_that_fails_costs_no_save(server: BucketServer) -> None:
+    """A permission that is missing for deletions would stop all checkpoints."""
+    with ckptkit.CheckpointManager("gs://runs/run", options=ocp.CheckpointManagerOptions(max_to_keep=1)) as manager:
+        save(manager, 1)
+        server.faults = FaultPlan(faults=(Fault(effect=Status(code=403), kinds=(Kind.DELETE,), objects="run/1/*"),))
+        save(manager, 2)
+        assert latest_step("gs://runs/run") == 2
+        assert open_store("gs://runs/run").list_all("1")
+        server.faults = FaultPlan()
+        save(manager, 3)
+        assert open_store("gs://runs/run").list_all("1") == []
+        assert open_store("gs://runs/run").list_all("2") == []
+
+
+SAVES = [8, pytest.param(100, marks=pytest.mark.slow)]
+FIVE_PERCENT = FaultPlan(
+    seed=8,
+    faults=tuple(
+        Fault(effect=effect, probability=0.01)
+        for effect in (
+            Status(code=503),
+            Status(code=503, stage="after"),
+            Status(code=429),
+            Reset(),
+            Reset(stage="after"),
+        )
+    ),
+)
+
+
+@pytest.mark.parametrize("saves", SAVES)
+def test_five_faults_in_a_hundred_requests_lose_nothing(
+    server: BucketServer, saves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket on a bad day would commit half a step, or leave objects that nobody sees and somebody pays for."""
+    monkeypatch.setattr("gcsfs.retry.asyncio.sleep", _no_sleep)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    failed: list[int] = []
+    with ckptkit.CheckpointManager("gs://runs/run", options=options) as manager:
+        server.faults = FIVE_PERCENT
+        for step in range(saves):
+            try:
+                save(manager, step, {"w": jnp.full((64, 64), float(step)), "b": jnp.arange(3.0) + step})
+            except ckptkit.SaveFailedError:
+                failed.append(step)
+            assert (step in manager.all_steps()) != (step in failed)
+        assert sum(server.fired()) > 0
+        server.faults = FaultPlan()
+        final = {"w": jnp.full((64, 64), -1.0), "b": jnp.zeros(3)}
+        save(manager, saves, final)
+        kept = list(manager.all_steps())
+        for step in kept:
+            wanted = final if step == saves else {"w": jnp.full((64, 64), float(step)), "b": jnp.arange(3.0) + step}
+            assert_same(manager.restore(step, args=ocp.args.StandardRestore(abstract(wanted))), wanted)  # pyright: ignore[reportCallIssue]
+    left = {name.partition("/")[0] for name in open_store("gs://runs/run").list_all("")} - {"_ckptkit"}
+    print(f"{len(failed)} of {saves} saves failed")
+    assert left <= {str(step) for step in (*kept, *failed)}, "what was pruned, or given up, is gone"
+
+
+async def _no_sleep(_: float) -> None:
+    """Retries at once."""

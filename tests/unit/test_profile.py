@@ -1,0 +1,35 @@
+"""Profiles: a wrong one is refused with its field, and a file gives back what was saved."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.tuning import DurableProfile
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(DurableProfile)])
+@pytest.mark.parametrize("value", [0, -1, "64", None, True])
+def test_a_value_that_is_none_is_refused(field: str, value: Any) -> None:
+    """The mistake would be found in the background, at the first durable save."""
+    unit = "seconds" if field.endswith("_s") else "bytes" if field.endswith("_bytes") else "a count"
+    with pytest.raises(ValueError, match=rf"DurableProfile: {field} is .*; give {unit} above 0"):
+        DurableProfile(**{field: value})
+
+
+def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
+    """A tuned profile would be another one in the job."""
+    profile = DurableProfile(data_file_bytes=1 << 20, copied_bytes=7, operation_timeout_s=0.5)
+    profile.save(tmp_path / "profile.json")
+    assert DurableProfile.load(tmp_path / "profile.json") == profile
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"zstd": 1}', '{"data_file_bytes": 0}'])
+def test_a_file_that_is_no_profile_is_named(text: str, tmp_path: Path) -> None:
+    """A person would look for the mistake in the job."""
+    (tmp_path / "profile.json").write_text(text)
+    with pytest.raises(ValueError, match=r"profile\.json is no durable profile: "):
+        DurableProfile.load(tmp_path / "profile.json")
