@@ -30,6 +30,7 @@ class Catalog:
         """Deletes `step` from every tier; raises `StepNotFoundError` for one that is in none."""
         parts = self._parts
         if step not in parts.book.steps():
+            parts.decider.forget(step)  # of a step that its own save has pruned: whoever looked for it knows it gone
             raise StepNotFoundError(
                 f"step {step} is in no tier of {parts.durable.url}; it cannot be deleted", step=step
             )
