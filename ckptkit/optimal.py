@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -115,7 +116,7 @@ class GoodputOptimal:
             if number is not None:
                 attempts[number] = list(log)
         numbers = sorted(attempts)
-        for number, after in zip(numbers, [*numbers[1:], None], strict=True):
+        for number, after in zip_longest(numbers, numbers[1:]):
             log = attempts[number]
             if log is attempts[numbers[-1]] and len(log) == 1:
                 return  # this run's own, just begun

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ckptkit.store.remote import forget_listings
 from tests.mounts import Mounts
 
 
@@ -27,5 +28,5 @@ def mounts() -> Iterator[Mounts]:
 def forget_buckets() -> Iterator[None]:
     """gcsfs remembers what it listed for as long as the process lives; the next test's bucket has the same name."""
     yield
-    if (gcsfs := sys.modules.get("gcsfs")) is not None:
-        gcsfs.GCSFileSystem.clear_instance_cache()
+    if "gcsfs" in sys.modules:
+        forget_listings("gs://")

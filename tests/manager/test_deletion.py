@@ -87,7 +87,7 @@ def test_a_bucket_loses_the_mark_first(tmp_path: Path, monkeypatch: pytest.Monke
     with BucketServer(dir=tmp_path, buckets=["runs"]) as server:
         for name, value in server.env().items():
             monkeypatch.setenv(name, value)
-        with make_manager("gs://runs/run") as manager:
+        with make_manager("gs://runs/marked") as manager:
             save(manager, 1, 1)
             save(manager, 2, 2)
             refused = Fault(effect=Status(code=403), kinds=(Kind.DELETE,), skip=1)
@@ -95,7 +95,7 @@ def test_a_bucket_loses_the_mark_first(tmp_path: Path, monkeypatch: pytest.Monke
             with pytest.raises(Exception, match=r"(?i)forbidden|403|denied|permission"):
                 manager.delete(2)
             server.faults = FaultPlan()
-        with make_manager("gs://runs/run") as manager:
+        with make_manager("gs://runs/marked") as manager:
             assert manager.all_steps() == [1]
             assert restored(manager) == 1
 

@@ -122,6 +122,9 @@ def test_an_empty_history_is_none(tmp_path: Path, now: SimpleNamespace) -> None:
     del now
     best = GoodputOptimal(EventLog(), tiers=("ram", "durable"), history=tmp_path / "not there yet")
     assert best.interval_s("durable") >= best.interval_s("ram")
+    events = EventLog(tmp_path / "attempt-0-process-0.jsonl")
+    assert GoodputOptimal(events, tiers=("ram",), history=tmp_path).interval_s("ram") > 0, "the log of this very run"
+    events.close()
 
 
 def test_as_orbaxs_policy_it_saves_first_at_a_preemption_and_by_the_clock(now: SimpleNamespace) -> None:
