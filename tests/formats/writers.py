@@ -89,7 +89,7 @@ def by_flax(path: Path, nested: Any) -> Path:
 
 def by_torch(path: Path, nested: Any) -> Path:
     """By torch, as a nested dict of tensors."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]  an extra
 
     def tensor(leaf: Any) -> Any:
         if isinstance(leaf, dict):
