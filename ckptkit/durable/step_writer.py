@@ -26,7 +26,7 @@ from ckptkit.durable import orbax_files
 from ckptkit.durable.cells import CellWriter, merge_processes, process_directory
 from ckptkit.durable.shards import HostShards, shards_of
 from ckptkit.durable.stock import METRICS_ITEM
-from ckptkit.errors import StepAlreadyExistsError
+from ckptkit.errors import StepAlreadyExistsError, TransientStoreError
 from ckptkit.manifest import LeafRecord, SaveId
 from ckptkit.sharding import Box
 from ckptkit.store import Store, open_store
@@ -61,7 +61,8 @@ class StepWriter:
         """Writes and commits the step in the directory `name`; returns once it is committed, on every process.
 
         `handlers` are the names of Orbax's handlers by item. Cost in a bucket: a listing, five requests for each item
-        of arrays and one for another, the data, and two. Raises `StepAlreadyExistsError`.
+        of arrays and one for another, the data, and two. Raises `StepAlreadyExistsError`, and
+        `TransientStoreError` where another process could not write its part: the step is not committed then.
         """
         where = f"{self._url}/{name}"
         place = where if is_remote(where) else where + layout.TEMPORARY
@@ -74,13 +75,17 @@ class StepWriter:
             error = caught
 
         def finish(failures: list[str | None]) -> None:
-            if any(failures):
-                return
+            for process, failure in enumerate(failures):
+                if failure is not None:
+                    # Raised everywhere: whoever wrote its own part well would take the step for committed, and prune.
+                    raise TransientStoreError(f"process {process} has not written its part of {where}: {failure}")
             self._finish(place, where, items, handlers, init_ns, custom_metadata, save_id)
 
-        self._agree("step-written", None if error is None else str(error), finish)
-        if error is not None:
-            raise error
+        try:
+            self._agree("step-written", None if error is None else f"{type(error).__name__}: {error}", finish)
+        finally:
+            if error is not None:
+                raise error  # what it was; whether it may be tried again is for all to say together
 
     def _agree(self, channel: str, value: Any, decide: Any) -> Any:
         return self._coordinator.agree(channel, value, decide, timeout_s=self._timeout_s)

@@ -1,0 +1,92 @@
+"""One durable step by several processes: it is committed by all, or by none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from ckptkit.durable.step_writer import StepWriter
+from ckptkit.errors import TransientStoreError
+from ckptkit.manifest import SaveId
+from ckptkit.tuning import DurableProfile
+
+
+class Meeting:
+    """Two coordinators that meet in memory, as threads."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=60)
+        self._said: list[Any] = [None, None]
+        self._verdict: Any = None
+
+    def of(self, process: int) -> Any:
+        meeting = self
+
+        class Member:
+            count = 2
+
+            def __init__(self) -> None:
+                self.process = process
+
+            def agree(self, channel: str, value: Any, decide: Callable[[list[Any]], Any], *, timeout_s: float) -> Any:
+                del channel, timeout_s
+                return meeting.meet(process, value, decide)
+
+        return Member()
+
+    def meet(self, process: int, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        self._said[process] = value
+        self._barrier.wait()
+        if process == 0:
+            try:
+                self._verdict = (decide(list(self._said)), None)
+            except Exception as error:  # noqa: BLE001  all hear it
+                self._verdict = (None, error)
+        self._barrier.wait()
+        answer, error = self._verdict
+        self._barrier.wait()
+        if error is not None:
+            raise error
+        return answer
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_part_that_fails_fails_the_step_on_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int
+) -> None:
+    """Whoever took the step for committed would prune the older one, and nothing would be left of either."""
+    meeting, raised = Meeting(), dict[int, BaseException | None]()
+    items = {"state": ocp.args.PyTreeSave({"w": np.arange(8.0)})}  # pyright: ignore[reportCallIssue]
+    write_part = StepWriter._write_part
+
+    def part(self: StepWriter, place: str, items: Any) -> None:
+        if self._coordinator.process == broken:
+            raise PermissionError("no room at the inn")
+        write_part(self, place, items)
+
+    monkeypatch.setattr(StepWriter, "_write_part", part)
+
+    def run(process: int) -> None:
+        writer = StepWriter(str(tmp_path), meeting.of(process), DurableProfile(), timeout_s=60)
+        try:
+            writer.write("7", SaveId(1, 7, 0), items, {"state": "h"}, {})
+            raised[process] = None
+        except BaseException as error:  # noqa: BLE001  looked at below
+            raised[process] = error
+
+    threads = [threading.Thread(target=run, args=(process,)) for process in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert isinstance(raised[broken], PermissionError)
+    other = raised[1 - broken]
+    assert isinstance(other, TransientStoreError)
+    assert f"process {broken} has not written its part" in str(other)
+    assert not (tmp_path / "7").exists()
