@@ -170,7 +170,10 @@ class PeerServer:
         if self._secret is None or not hmac.compare_digest(given, b"Bearer " + self._secret):
             return Answer(401)
         try:
-            await asyncio.wait_for(self._turns.acquire(), self._limits.busy_s)
+            # Not wait_for: until Python 3.12 it swallows a cancellation that meets the end of what it waits for, and
+            # the request's own limit, which has come just then, would never end it.
+            async with asyncio.timeout(self._limits.busy_s):
+                await self._turns.acquire()
         except TimeoutError:
             return Answer(503)
         try:
