@@ -84,6 +84,7 @@ class GoodputOptimal:
         self._commits: dict[str, deque[float]] = {name: deque(maxlen=_KEPT) for name in self._tiers}
         self._stall_of: dict[int | None, float] = {}
         self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)
+        self._usual_step_s = math.inf
         self._slowed_s = 0.0  # by which steps were longer than usual since the last save was staged
         self._failures = np.zeros(len(self._tiers))
         self._up_s = 0.0
@@ -147,8 +148,10 @@ class GoodputOptimal:
             if event.kind == Kind.SPAN and event.fields["span"] == "step":
                 self._steps.append(event.fields["duration_s"])
                 if self._stall_of:
-                    self._slowed_s += max(0.0, event.fields["duration_s"] - median(self._steps))
+                    self._slowed_s += max(0.0, event.fields["duration_s"] - self._usual_step_s)
             elif event.kind == Kind.STAGED:
+                # Once per save: a median of 200 costs as much as the rest of what a step's event does.
+                self._usual_step_s = median(self._steps or [math.inf])
                 self._stall_of = {event.step: event.fields["stall_s"]}
                 self._slowed_s = 0.0
             elif event.kind == Kind.COMMITTED and event.tier in self._stalls:

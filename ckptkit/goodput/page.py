@@ -45,7 +45,7 @@ p { margin: .2rem 0 .8rem; color: var(--quiet); }
 svg { width: 100%; height: auto; display: block; } svg text { font: 12px system-ui, sans-serif; fill: var(--ink); }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
-td.n, th.n { text-align: right; }
+td.n, th.n { text-align: right; } td:first-child { white-space: nowrap; }
 .legend { display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; margin: .5rem 0; font-size: 13px; }
 .legend svg { display: inline-block; width: 22px; height: 13px; vertical-align: -2px; margin-right: .35rem; }
 """

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -17,8 +15,7 @@ from ckptkit import clock
 from ckptkit.cli import main
 from ckptkit.events import EventLog, Kind
 from ckptkit.goodput import goodput_page, goodput_report, load_run, timeline_of
-
-CHROMIUM = shutil.which("chromium")
+from tests.browser import in_browser, needs_browser
 
 
 @pytest.fixture
@@ -135,7 +132,7 @@ def test_the_page_fetches_nothing_and_escapes_what_logs_say(run_dir: Path):
     assert not re.search(r"(src|href)\s*=|url\((?!#)|@import|https?:", page)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: make setup-system installs it")
+@needs_browser
 def test_a_browser_draws_every_loss_without_a_complaint(run_dir: Path, tmp_path: Path):
     """The page in a real browser: no console message, and as many marks as the run had losses, saves and restores."""
     page = tmp_path / "report.html"
@@ -147,13 +144,3 @@ def test_a_browser_draws_every_loss_without_a_complaint(run_dir: Path, tmp_path:
     assert dom.count('class="save"') + dom.count('class="refused"') == len(run.saves)
     assert dom.count('class="stretch"') == len(run.stretches)
     assert "CONSOLE" not in said
-
-
-def in_browser(page: Path, profile: Path) -> tuple[str, str]:
-    """The document as the browser made it of the page, and what it said meanwhile."""
-    words = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    words += " --disable-component-update --disable-sync --enable-logging=stderr --v=0 --dump-dom"
-    command = [str(CHROMIUM), *words.split(), f"--user-data-dir={profile}", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr

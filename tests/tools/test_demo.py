@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.goodput import Disruption, Goodput, GoodputReport, Part, Restore, Saves
+from ckptkit.goodput import Disruption, Goodput, GoodputReport, Part, Restore, Saves, goodput_report, load_run
+from tests.browser import in_browser, needs_browser
 from tools import demo
 from tools.demo import DemoError, fresh_places, plan_losses, read_seed, running_bucket, vacuities
 from tools.proof import Verdict
@@ -126,6 +129,32 @@ def test_a_wrong_seed_ends_the_command_with_2_and_one_message() -> None:
     )
     assert ended.returncode == 2
     assert ended.stderr == "demo: CKPTKIT_DEMO_SEED is 'many': give a whole number from 0 to 2^31 - 1\n"
+
+
+@pytest.fixture
+def short_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The whole demo with a quarter of its steps; its directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    short = {"STEPS": 30, "RAM_EVERY": 2, "SSD_EVERY": 6, "DURABLE_EVERY": 12}
+    short |= {"LOSS_OF_PROCESS_STEPS": range(8, 14), "LOSS_OF_HOST_STEPS": range(20, 26)}
+    for name, value in short.items():
+        monkeypatch.setattr(demo, name, value)
+    assert demo.run_demo(1) == 0
+    return tmp_path / "runs" / "demo-1"
+
+
+@needs_browser
+def test_a_browser_shows_every_loss_of_the_demo(short_demo: Path, tmp_path: Path) -> None:
+    """Breaks when the demo writes no page, one that a browser complains of, or one that leaves out a kill."""
+    dom, said = in_browser(short_demo / "report.html", tmp_path / "profile")
+    assert "CONSOLE" not in said
+    losses = re.findall(r'<g class="loss"><title>loss of process (\d) \(SIGKILL\)', dom)
+    assert losses == [str(loss.process) for loss in plan_losses(1)]
+    assert dom.count('class="restore"') == len(losses)
+    parts_s = goodput_report(load_run(short_demo / "events")).parts_s
+    total_s = math.fsum(parts_s.values())
+    assert parts_s[Part.OTHER] < 0.01 * total_s, "what no span covers is more than the loop's own lines"
 
 
 def workers_in(directory: Path) -> list[str]:

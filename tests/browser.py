@@ -1,0 +1,22 @@
+"""A page in a real browser, without a screen."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CHROMIUM = shutil.which("chromium")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: make setup-system installs it")
+
+
+def in_browser(page: Path, profile: Path) -> tuple[str, str]:
+    """The document as the browser made it of the page, and what it said meanwhile."""
+    words = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    words += " --disable-component-update --disable-sync --enable-logging=stderr --v=0 --dump-dom"
+    command = [str(CHROMIUM), *words.split(), f"--user-data-dir={profile}", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
