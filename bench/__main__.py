@@ -2,7 +2,7 @@
 
 Others have options of their own: `corruption|crashpoints` (what faults leave, and what a restart makes of it), `proof`
 (what digests cost), `kill` (a job that is killed again and again), `gather` (what the processes of a large job tell
-each other before a restore).
+each other before a restore), `simulator` (predicted and measured goodput), `policy` (save intervals on failure traces).
 """
 
 from __future__ import annotations
@@ -28,9 +28,17 @@ from bench.gather import main as gather
 from bench.kill import main as kill
 from bench.proof import main as proof
 from bench.report import show
+from bench.simulator import main as simulator
 
 _ROOT = Path(__file__).parent.parent
-_CAMPAIGNS = {"corruption": corruption, "crashpoints": crashpoints, "gather": gather, "kill": kill, "proof": proof}
+_CAMPAIGNS = {
+    "corruption": corruption,
+    "crashpoints": crashpoints,
+    "gather": gather,
+    "kill": kill,
+    "proof": proof,
+    "simulator": simulator,
+}
 
 
 class CaseType(click.ParamType):

@@ -1,8 +1,9 @@
 """Runs of a job, side by side in arrays: from failure to failure, with what is saved and lost in between.
 
 Between two failures nothing is random: with intervals fixed, the saves, the commits and the work done by any moment
-follow from divisions. So one pass over the failures, vectorised over runs, is the whole simulation. Saves count from
-the resumed step. Stalls of a save come at its end. A failure during a restart starts the restart again.
+follow from divisions. So one pass over the failures, vectorised over runs, is the whole simulation. A restart goes on
+where it is in the cycle of saves: work that a fast tier gave back since the last slow save counts towards the next
+one. Stalls of a save come at its end. A failure during a restart starts the restart again.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def simulate(
         if number and bool((failures.at_s[:, number - 1] >= horizon_s).all()):
             break
         up = np.maximum(at - resumed, 0.0)
-        done, stalled, committed = _uptime(_Cycle(cluster, policy.intervals_s(cluster, seen)), up, persist_s)
+        cycle = _Cycle(cluster, policy.intervals_s(cluster, seen), since_s=work - newest[:, -1])
+        done, stalled, committed = _uptime(cycle, up, persist_s)
         newest = np.maximum(newest, np.where(committed > 0, work[:, None] + committed, 0.0))
         work = work + done
         stall += stalled
@@ -132,14 +134,17 @@ def _learn(seen: Seen, failed: np.ndarray, up: np.ndarray, level: np.ndarray, fa
 def _uptime(cycle: _Cycle, up: np.ndarray, persist_s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Work done, time stalled, and work that each tier has committed (0: none), after `up` seconds of uptime."""
     done = cycle.work(up)
-    committed = [cycle.saved(np.maximum(up - persist, 0.0), tier) for tier, persist in enumerate(persist_s)]
+    committed = [cycle.saved(up - persist, tier) for tier, persist in enumerate(persist_s)]
     return done, up - done, np.stack(committed, axis=1)
 
 
 class _Cycle:
-    """The endless repetition of saves with nested intervals: every slower one a multiple of the one before."""
+    """The endless repetition of saves with nested intervals: every slower one a multiple of the one before.
 
-    def __init__(self, cluster: Cluster, wanted: np.ndarray):
+    It is entered at a save of the fastest tier, `since_s` of work after the last one of the slowest.
+    """
+
+    def __init__(self, cluster: Cluster, wanted: np.ndarray, since_s: np.ndarray):
         works, lengths, most = [], [], []
         for tier, model in enumerate(cluster.tiers):
             # A save cannot be committed before the one before it, nor begin between two steps' ends.
@@ -154,15 +159,22 @@ class _Cycle:
                 lengths.append(works[0] + model.stall_s)
                 most.append(np.full(len(wanted), np.inf))
         self._works, self._lengths, self._most = works, lengths, most
+        # Whole intervals of the fastest tier; a slow save that was not committed in time is not made again.
+        entered = np.rint(since_s / works[0]) % np.rint(works[-1] / works[0])
+        self._entered_work, self._entered = entered * works[0], np.zeros_like(since_s)
+        for length, work in zip(lengths[::-1], works[::-1], strict=True):
+            whole = np.floor(entered * works[0] / work + 1e-9)
+            self._entered = self._entered + whole * length
+            entered = entered - np.rint(whole * work / works[0])
 
     def work(self, elapsed: np.ndarray) -> np.ndarray:
-        """Work done by `elapsed`."""
-        done, left = self._down_to(elapsed, 0)
-        return done + np.minimum(left, self._works[0])
+        """Work done `elapsed` after the entry."""
+        done, left = self._down_to(self._entered + elapsed, 0)
+        return done + np.minimum(left, self._works[0]) - self._entered_work
 
     def saved(self, elapsed: np.ndarray, tier: int) -> np.ndarray:
-        """Work in the newest save of `tier` that was taken by `elapsed`; 0 where there is none."""
-        return self._down_to(elapsed, tier)[0]
+        """Work since the entry in the newest save of `tier` that was taken by `elapsed`; 0 or less: none."""
+        return self._down_to(np.maximum(self._entered + elapsed, 0.0), tier)[0] - self._entered_work
 
     def _down_to(self, elapsed: np.ndarray, tier: int) -> tuple[np.ndarray, np.ndarray]:
         """Work in whole cycles of `tier` and all slower ones, and the time that is left after them."""

@@ -47,7 +47,7 @@ def counted(cluster: sim.Cluster, failures: sim.Failures, run: int, times: list[
     ):  # the last column is infinity
         end = min(at_s, horizon_s)
         if resumed < end:
-            clock, saves = resumed, 0
+            clock, saves = resumed, round((work - newest[-1]) / work_s) % int(every[-1])
             while clock < end:
                 done = min(work_s, end - clock)
                 clock, work = clock + done, work + done
