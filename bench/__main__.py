@@ -26,6 +26,7 @@ from bench.environment import environment
 from bench.figures import available
 from bench.gather import main as gather
 from bench.kill import main as kill
+from bench.policy import main as policy
 from bench.proof import main as proof
 from bench.report import show
 from bench.simulator import main as simulator
@@ -36,6 +37,7 @@ _CAMPAIGNS = {
     "crashpoints": crashpoints,
     "gather": gather,
     "kill": kill,
+    "policy": policy,
     "proof": proof,
     "simulator": simulator,
 }
