@@ -16,6 +16,7 @@ from ckptkit.cli.text import print_json, print_line, print_table, size_text
 from ckptkit.clock import time_text
 
 _DAY_S = 86400.0
+_PROJECT_MAX = 1_000_000  # hosts, as for --hosts
 _DEFAULT = sim.Preset(
     hosts=1000,
     days=30,
@@ -83,6 +84,9 @@ class _Job:
 @click.option(
     "--prior-mtbf-h", type=click.FloatRange(min=0.001), help="What `learned` expects of the job [default: true]."
 )
+@click.option(
+    "--project", metavar="HOSTS,...", help="Also the goodput of the same state and rate per host on so many hosts."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed draws the same failures.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout (docs/CLI.md has its shape).")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="A PNG of the shares (needs matplotlib).")
@@ -96,14 +100,18 @@ def simulate(**flags: Any) -> int:
         job = _job(flags)
         begin = sim.levels(job.cluster, job.mtbf_s)
         results = sim.compare(job.cluster, job.failures, _policies(flags, job), horizon_s=job.horizon_s, begin=begin)
+        projected = [_projected(flags, hosts) for hosts in _project_hosts(flags)]
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     if flags["plot"]:
         _plot(flags["plot"], results)
     if flags["as_json"]:
-        print_json({**job.described, "policies": [result.to_json() for result in results]})
+        found: dict[str, Any] = {**job.described, "policies": [result.to_json() for result in results]}
+        print_json({**found, "projection": projected} if flags["project"] else found)
     else:
         _show(job, results)
+        if projected:
+            _show_projection(projected)
     sys.stdout.flush()
     return Exit.OK
 
@@ -196,6 +204,42 @@ def _fixed(text: str, cluster: sim.Cluster) -> sim.Fixed:
     if len(wanted) != len(cluster.tiers) or not all(0 < each < float("inf") for each in wanted):
         raise ValueError(f"--fixed {text}: give {len(cluster.tiers)} of more than 0 s, one per tier")
     return sim.Fixed(wanted, f"fixed {text}")
+
+
+def _project_hosts(flags: Mapping[str, Any]) -> list[int]:
+    text = flags["project"]
+    if text is None:
+        return []
+    if flags["trace"] and flags["trace_hosts"] is None:
+        raise ValueError("--project scales failures with hosts: say with --trace-hosts how many are behind the trace")
+    sizes = [int(part) for part in text.split(",") if part.strip().isdecimal()]
+    if len(sizes) != len(text.split(",")) or not all(1 <= hosts <= _PROJECT_MAX for hosts in sizes):
+        raise ValueError(f"--project {text}: give numbers of hosts from 1 to {_PROJECT_MAX:,}, separated by commas")
+    return sizes
+
+
+def _projected(flags: Mapping[str, Any], hosts: int) -> dict[str, Any]:
+    """The job on `hosts` hosts, by the first of the policies: means with half a 95 % confidence interval."""
+    job = _job({**flags, "hosts": hosts})
+    policy = _policies(flags, job)[0]
+    outcome = sim.simulate(job.cluster, job.failures, policy, horizon_s=job.horizon_s)
+    goodput, goodput_ci = sim.mean_ci(outcome.goodput)
+    shares = {name: float(getattr(outcome, f"{name}_s").mean() / job.horizon_s) for name in ("stall", "lost", "down")}
+    said = {"hosts": hosts, "mtbf_s": job.mtbf_s, "policy": policy.name, "goodput": goodput, "goodput_ci": goodput_ci}
+    return {**said, **shares, "failures": float(outcome.failures.mean())}
+
+
+def _show_projection(projected: Sequence[Mapping[str, Any]]) -> None:
+    print_line()
+    head = ["hosts", "a failure every", "policy", "goodput", "95 % +-", "stall", "lost", "down"]
+    print_table(
+        [(title, title != "policy") for title in head],
+        [
+            [f"{row['hosts']:,}", time_text(row["mtbf_s"]), row["policy"]]
+            + [_percent(row[name]) for name in ("goodput", "goodput_ci", "stall", "lost", "down")]
+            for row in projected
+        ],
+    )
 
 
 def _show(job: _Job, results: Sequence[sim.Result]) -> None:

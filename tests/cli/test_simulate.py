@@ -43,6 +43,19 @@ def test_presets_name_their_source_and_what_is_assumed(capsys: pytest.CaptureFix
     assert "oracle" in out
 
 
+def test_the_projection_is_the_job_itself_on_more_hosts(capsys: pytest.CaptureFixture[str]):
+    """If it failed, the answer for 100,000 hosts would be one for another job."""
+    words = ["simulate", "--days", "0.3", "--runs", "4", "--policy", "levels", "--json"]
+    assert main([*words, "--hosts", "1000", "--project", "1000,100000"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    same, large = found["projection"]
+    levels = next(each for each in found["policies"] if each["policy"] == "levels")
+    assert (same["goodput"], same["goodput_ci"]) == (levels["goodput"], levels["goodput_ci"])
+    assert large["mtbf_s"] == pytest.approx(same["mtbf_s"] / 100)
+    assert large["goodput"] + large["goodput_ci"] < same["goodput"]
+    assert sum(large[name] for name in ("goodput", "stall", "lost", "down")) == pytest.approx(1.0)
+
+
 def test_a_plot_is_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """--plot must write a PNG with something on it."""
     path = tmp_path / "shares.png"
@@ -56,6 +69,7 @@ def test_a_plot_is_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ("words", "message"),
     [
         (["--tiers", "ram"], "the last tier must survive every failure"),
+        (["--project", "10,many"], "--project 10,many: give numbers of hosts"),
         (["--tiers", "ram,floppy"], "choose among ram, ssd, peer, durable, each once"),
         (["--tiers", "durable,ram"], "the last tier must survive every failure"),
         (["--stall", "ssd=1"], "ssd is not one of --tiers"),

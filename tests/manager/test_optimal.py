@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+import pytest
 
 import ckptkit
 
@@ -30,3 +31,33 @@ def test_a_job_saves_by_the_learned_intervals(tmp_path: Path) -> None:
         assert best.interval_s("ram") <= best.interval_s("durable")
     committed = {event.tier for event in said if event.kind == ckptkit.Kind.COMMITTED}
     assert committed == {"ram", "durable"}
+
+
+def test_both_tiers_change_their_intervals_and_say_why(tmp_path: Path) -> None:
+    """If it failed, the slower tier would keep the interval of a guess, or nobody would know why it moved."""
+    said: list[ckptkit.Event] = []
+    events = ckptkit.EventLog()
+    events.observe(said.append)
+    best = ckptkit.GoodputOptimal(
+        events,
+        tiers=("ram", "durable"),
+        bounds=ckptkit.IntervalBounds(min_s=0.001, max_s=3600.0),
+        prior_mtbf_s=0.02,  # so short that what a durable save takes to be committed is the bound
+    )
+    ram = ckptkit.Tier.ram(str(tmp_path / "ram"), save=best.every("ram"))
+    options = ocp.CheckpointManagerOptions(save_decision_policy=best.every("durable"))
+    with ckptkit.CheckpointManager(tmp_path / "run", options=options, tiers=[ram], events=events) as manager:
+        for step in range(10_000):  # a slow first commit makes a long interval: go on until it is over
+            manager.save(step, args=ocp.args.StandardSave({"w": jnp.arange(4) + step}))
+            manager.wait_until_finished()
+            if [event.tier for event in said if event.kind == ckptkit.Kind.COMMITTED].count("durable") == 3:
+                break
+    changes = [event for event in said if event.kind == ckptkit.Kind.INTERVAL]
+    assert {event.tier for event in changes} == {"ram", "durable"}
+    for change in changes:
+        assert f"failures that need {change.tier} in" in change.fields["reason"]
+        assert abs(change.fields["seconds"] - change.fields["before"]) > 0.09 * change.fields["before"]
+    last = next(event for event in reversed(changes) if event.tier == "durable")
+    assert last.fields["seconds"] == pytest.approx(best.interval_s("durable"), abs=1e-3)
+    committed = [event.tier for event in said if event.kind == ckptkit.Kind.COMMITTED]
+    assert committed.count("ram") >= committed.count("durable") == 3
