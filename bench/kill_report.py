@@ -15,7 +15,7 @@ from rich.table import Table
 from bench.kill_oracle import Save
 from bench.kill_worker import RAM_EVERY
 from ckptkit.events import Event, Kind, read_events
-from ckptkit.goodput import Phase, resumes
+from ckptkit.goodput import Phase, goodput_report, resumes
 
 LOST_BAR = RAM_EVERY + 1
 
@@ -48,7 +48,9 @@ def judge(home: Path, kills: Sequence[Any], expected: Sequence[Save | None]) -> 
         row["lost_steps"] = max((done[life] for life in range(came_back) if life in done), default=0) - begun[0]
         row["newest_covered"] = wanted is not None and wanted.step >= _committed(lives, came_back)
         row["why"] = _why_not(wanted, restored, begun, exact.get(came_back, "it took no step"))
-    came = _resumes(home, logs, lives)
+    logs.append(read_events(home / "launcher.jsonl"))
+    came = _resumes(logs, lives)
+    account = goodput_report(logs)
     return {
         "kills": len(kills),
         "recovered": sum(row["why"] is None for row in rows),
@@ -59,6 +61,7 @@ def judge(home: Path, kills: Sequence[Any], expected: Sequence[Save | None]) -> 
         "resume_s": {phase: _p50_p99([each[phase] for each in came]) for phase in ("total", *Phase)},
         "resumes": len(came),
         "tiers": _tiers(lives),
+        "time": {str(part): seconds / account.wall_s for part, seconds in account.parts_s.items()},
         "rows": rows,
     }
 
@@ -115,13 +118,12 @@ def _committed(lives: dict[int, list[Event]], came_back: int) -> int:
     return max([*steps, *_began(lives[before[-1]])])
 
 
-def _resumes(home: Path, logs: Sequence[Sequence[Event]], lives: dict[int, list[Event]]) -> list[dict[str, float]]:
+def _resumes(logs: Sequence[Sequence[Event]], lives: dict[int, list[Event]]) -> list[dict[str, float]]:
     """Seconds by phase of every resume whose very next life took a step."""
-    launcher = read_events(home / "launcher.jsonl")
     first = {life for life, events in lives.items() if _began(events)}
     return [
         {"total": resume.total_s, **{str(phase): seconds for phase, seconds in resume.phases_s.items()}}
-        for resume in resumes([*logs, launcher])
+        for resume in resumes(logs)
         if resume.attempt + 1 in first
     ]
 
@@ -164,6 +166,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     total = sum(result["tiers"].values()) or 1
     tiers = ", ".join(f"{tier} {size / 1e6:.1f} MB ({size / total:.0%})" for tier, size in result["tiers"].items())
     console.print(f"restored from: {tiers}", markup=False)
+    shares = ", ".join(f"{part} {share:.1%}" for part, share in result["time"].items() if share >= 0.001)
+    console.print(f"time: {shares}", markup=False)
     for row in result["rows"]:
         if row["why"] is not None:
             console.print(f"NOT RECOVERED {row['kill']}: {row['why']}", markup=False)

@@ -71,8 +71,9 @@ def main() -> None:
         advance = jax.jit(step_of, donate_argnums=0, out_shardings=shardings).lower(abstract).compile()
     with log.span("checkpoint_restore"):
         restored = handle.result() if handle is not None else None
-    state, step = (restored["state"], restored["data"]["step"]) if restored is not None else (begin(), 0)
-    del restored, handle
+    with log.span("training_prep"):
+        state, step = (restored["state"], restored["data"]["step"]) if restored is not None else (begin(), 0)
+        del restored, handle
     log.emit(ckptkit.Kind.RESUMED, step=step, repeated=None, processes=args.processes, mesh="data=2,fsdp=rest")
     end = None if args.steps is None else step + args.steps
     with (own / f"proof-{args.attempt}.jsonl").open("a", buffering=1) as proof:
@@ -81,13 +82,16 @@ def main() -> None:
                 state = jax.block_until_ready(advance(state))
                 if not args.plain:
                     time.sleep(PACE_S)
-            step += 1
-            proof.write(json.dumps([step, digest(state)]) + "\n")
+                step += 1
+                proof.write(json.dumps([step, digest(state)]) + "\n")  # a part of what this loop calls a step
             if manager is not None:
-                manager.save(step, args=_args(state, step))
+                with log.span("checkpoint_save", step):
+                    manager.save(step, args=_args(state, step))
             print(f"step {step}", flush=True)
     if manager is not None:
-        manager.close()
+        with log.span("checkpoint_save"):
+            manager.close()
+    log.emit(ckptkit.Kind.FINISHED)
     jax.distributed.shutdown()
 
 
