@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.ready
 
 .PHONY: setup setup-system setup-cluster demo test test-mpi test-slurm lint format clean
 .PHONY: kill-phases bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
-.PHONY: proof-cost
+.PHONY: proof-cost simulator-campaign policy-campaign
 
 setup: $(STAMP)
 
@@ -53,6 +53,14 @@ crashpoints: setup
 
 proof-cost: setup
 	$(BIN)/python -m bench proof
+
+# Predicted against measured goodput; wants a machine to itself.
+simulator-campaign: setup
+	$(BIN)/python -m bench simulator
+
+# TRACES: a directory with failure logs and spot availability, see docs/GOODPUT.md.
+policy-campaign: setup
+	$(BIN)/python -m bench policy --traces $(TRACES)
 
 KILLS ?= 50
 kill-campaign: setup
