@@ -239,11 +239,18 @@ def copy_proven(
     the leaf and the cell.
     """
     whole = into.reshape(-1).view(np.uint8) if record.box == wanted and into.flags.c_contiguous else None
-    for (cell, start, stop), digest in zip(cell_ranges(record, leaf), record.digests, strict=True):
+    one_cell = whole is not None and len(record.digests) == 1  # most boxes
+    ranges = [(record.box, 0, into.nbytes)] if one_cell else cell_ranges(record, leaf)
+    for (cell, start, stop), digest in zip(ranges, record.digests, strict=True):
         common = cell if whole is not None else cell.intersect(wanted)
         if common is None:
             continue
-        data = whole[start:stop] if whole is not None else np.empty(stop - start, np.uint8)
+        if whole is not None:
+            data, direct = whole[start:stop], True
+        else:
+            part = into[common.slices(wanted.start)]
+            direct = common == cell and part.flags.c_contiguous
+            data = part.reshape(-1).view(np.uint8) if direct else np.empty(stop - start, np.uint8)
         source = fetch(cell, start, stop)
         if source.dtype != np.uint8 or source.ndim != 1:
             source = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
@@ -253,7 +260,7 @@ def copy_proven(
                 f"{where}: leaf {leaf.name}, cell {cell.start} to {cell.stop} has digest {found}, expected {digest}",
                 path=where,
             )
-        if whole is None:
+        if not direct:
             block = data.view(np.dtype(leaf.dtype)).reshape(cell.shape)
             into[common.slices(wanted.start)] = block[common.slices(cell.start)]
 

@@ -11,7 +11,7 @@ from ckptkit.errors import CorruptCheckpointError
 from ckptkit.events import EventLog, Kind
 from ckptkit.manifest import Manifest, SaveId
 from ckptkit.plan import Source
-from ckptkit.restore import BoxReader
+from ckptkit.reading import BoxReader
 from ckptkit.slot_reader import ManifestCache, SlotReader, read_manifests, slot_directories
 
 

@@ -30,7 +30,8 @@ from ckptkit.manager.small_items import give_back
 from ckptkit.manager.taken import DURABLE
 from ckptkit.manifest import Manifest, SaveId
 from ckptkit.plan import Candidate, Key, RestorePlan, Source, plan_restore, rank_candidates
-from ckptkit.restore import Target, execute, place, targets_of
+from ckptkit.reading import execute
+from ckptkit.restore import Target, place, targets_of
 from ckptkit.sharding import Box
 
 LISTED_DURABLE_STEPS = 8  # how many durable steps, newest first, are looked into before older ones are asked for
