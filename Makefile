@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.ready
 
 .PHONY: setup setup-system setup-cluster demo test test-mpi test-slurm lint format clean
 .PHONY: kill-phases bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
-.PHONY: proof-cost
+.PHONY: proof-cost faults
 
 setup: $(STAMP)
 
@@ -53,6 +53,10 @@ crashpoints: setup
 
 proof-cost: setup
 	$(BIN)/python -m bench proof
+
+# Beside stock Orbax, on a quiet machine: about an hour.
+faults: setup
+	$(BIN)/python -m bench faults --json bench/results/faults.json
 
 KILLS ?= 50
 kill-campaign: setup
