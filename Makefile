@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.ready
 
 .PHONY: setup setup-system setup-cluster demo test test-mpi test-slurm lint format clean
 .PHONY: kill-phases bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
-.PHONY: proof-cost faults
+.PHONY: proof-cost faults test-wheel test-floor test-newest
 
 setup: $(STAMP)
 
@@ -69,6 +69,23 @@ test-mpi: setup
 test-slurm: setup
 	$(BIN)/python -m pytest tests/multiprocess -k "srun or slurm or batch_script"
 
+# The wheel from the registry into a fresh environment: what `pip install ckptkit` gives.
+test-wheel: setup
+	$(BIN)/python -m pytest tests/packaging -m "slow or not slow"
+
+# The lowest versions that pyproject.toml allows, then the newest; with PYTHON=python3.12 those may be newer still.
+VERSION_TESTS := tests/unit tests/store tests/manager tests/dropin tests/interop
+test-floor:
+	$(PYTHON) -m venv .venv-floor
+	$(PYTHON) tools/floor.py > .venv-floor/floor.txt
+	.venv-floor/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-floor/floor.txt -e '.[trainer,test]'
+	.venv-floor/bin/python -m pytest $(VERSION_TESTS)
+
+test-newest:
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[trainer,test]'
+	.venv-newest/bin/python -m pytest $(VERSION_TESTS)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -80,4 +97,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache runs
+	rm -rf $(VENV) .venv-floor .venv-newest build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache runs

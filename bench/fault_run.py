@@ -77,6 +77,7 @@ class _Run:
         self._lock = threading.Lock()
         self._pending: list[Fault] = []  # they killed the life that is ending now
         self._in_a_row = 0
+        self._gave_up = False
         self._over = threading.Event()
         self._log = EventLog(places.events / "launcher.jsonl", process=-1)
         self._launcher = Launcher(
@@ -92,7 +93,7 @@ class _Run:
 
     def run(self, limit_s: float) -> Outcome:
         killer = threading.Thread(target=self._kill, name="bench-faults", daemon=True)
-        overdue = threading.Timer(limit_s, self._launcher.stop)
+        overdue = threading.Timer(limit_s, self._give_up)
         overdue.daemon = True
         killer.start()
         overdue.start()
@@ -103,7 +104,13 @@ class _Run:
             overdue.cancel()
             killer.join()
             self._log.close()
+        if self._outcome.code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED) and not self._gave_up:
+            raise KeyboardInterrupt  # the launcher had the signal, and it means the whole campaign
         return self._outcome
+
+    def _give_up(self) -> None:
+        self._gave_up = True
+        self._launcher.stop()
 
     def _kill(self) -> None:
         start_s = time.monotonic()
@@ -130,7 +137,7 @@ class _Run:
             self._outcome.happened.append(f"life {attempt}: process {process} died by itself")
             self._in_a_row += 1
             if self._in_a_row >= _GIVE_UP:
-                self._launcher.stop()
+                self._give_up()
             return
         self._in_a_row = 0
         for fault in faults:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -216,6 +217,7 @@ def main(
     """Trains under faults with ckptkit and with stock Orbax, and says what each made of the time."""
     if full and asked:
         raise click.UsageError("--full is every contender; leave --contender out")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as after Ctrl-C
     console = Console(stderr=True)
     where = environment(str(ramdisk), str(disk))
     home = Path(tempfile.mkdtemp(prefix="ckptkit-faults-", dir=disk))
