@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.ready
 
 .PHONY: setup setup-system setup-cluster demo test test-mpi test-slurm lint format clean
 .PHONY: kill-phases bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
-.PHONY: proof-cost faults test-wheel test-floor test-newest
+.PHONY: proof-cost faults bench-all figures test-wheel test-floor test-newest
 
 setup: $(STAMP)
 
@@ -56,7 +56,16 @@ proof-cost: setup
 
 # Beside stock Orbax, on a quiet machine: about an hour.
 faults: setup
-	$(BIN)/python -m bench faults --json bench/results/faults.json
+	$(BIN)/python -m bench all --only faults
+
+# Every benchmark within MINUTES, on a quiet machine; then the report.
+MINUTES ?= 120
+bench-all: setup
+	$(BIN)/python -m bench all --minutes $(MINUTES)
+
+# bench/REPORT.md, its pictures and the README's table from the newest stored results.
+figures: setup
+	$(BIN)/python -m bench report
 
 KILLS ?= 50
 kill-campaign: setup
@@ -78,7 +87,7 @@ VERSION_TESTS := tests/unit tests/store tests/manager tests/dropin tests/interop
 test-floor:
 	$(PYTHON) -m venv .venv-floor
 	$(PYTHON) tools/floor.py > .venv-floor/floor.txt
-	.venv-floor/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-floor/floor.txt -e '.[trainer,test]'
+	.venv-floor/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-floor/floor.txt -e '.[trainer,test-core]'
 	.venv-floor/bin/python -m pytest $(VERSION_TESTS)
 
 test-newest:
