@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup setup-system setup-cluster demo test test-mpi test-slurm lint format clean
+.PHONY: setup setup-system setup-cluster demo test test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
 .PHONY: proof-cost faults bench-all figures test-wheel test-floor test-newest
 
@@ -95,6 +95,11 @@ test-newest:
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[trainer,test]'
 	.venv-newest/bin/python -m pytest $(VERSION_TESTS)
 
+# The pages as a site in site/, with the API from the docstrings. Their code blocks run in `make test`.
+docs: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/python -m mkdocs build --strict --quiet
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -106,4 +111,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-floor .venv-newest build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache runs
+	rm -rf $(VENV) .venv-floor .venv-newest site build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache runs
