@@ -226,6 +226,32 @@ def _gather(result: Mapping[str, Any]) -> Iterable[Row]:
     )
 
 
+def _simulator(result: Mapping[str, Any]) -> Iterable[Row]:
+    predicted = [row for row in result["rows"] if not row["fitted"]]
+    yield Row(
+        benchmark="simulator",
+        case=f"{len(predicted)} runs with failures",
+        figure="points_apart",
+        meaning="predicted and measured goodput, percentage points apart on average",
+        ours=result["difference_points_mean"],
+        samples=len(predicted),
+        load=_load(result),
+    )
+
+
+def _policy(result: Mapping[str, Any]) -> Iterable[Row]:
+    for share in sorted({case["cost_share"] for case in result["cases"]}):
+        ratios = [case["oracle"]["ratio"] for case in result["cases"] if case["cost_share"] == share]
+        yield Row(
+            benchmark="policy",
+            case=f"a save costs {share:.1%} of the MTBF",
+            figure="goodput_of_oracle",
+            meaning="goodput over that of the best fixed interval in hindsight, least of the traces",
+            ours=min(ratios),
+            samples=len(ratios),
+        )
+
+
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[Row]]] = {
     "faults": _faults,
     "corruption": _corruption,
@@ -233,4 +259,6 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[Row]]] = {
     "kill": _kill,
     "proof": _proof,
     "gather": _gather,
+    "simulator": _simulator,
+    "policy": _policy,
 }
