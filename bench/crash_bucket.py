@@ -18,6 +18,8 @@ from typing import Any, final
 import fsspec
 import gcsfs
 
+from bench.crash_judge import compare, still_kept
+from bench.crash_oracle import Promises, Save, promised, repair, restart
 from ckptkit.testing.bucket import BucketServer
 from ckptkit.testing.bucket.conditions import Preconditions
 from ckptkit.testing.bucket.listing import ListQuery
@@ -86,12 +88,14 @@ def bucket(home: Path) -> Iterator[BucketServer]:
 
 
 def record_bucket(home: Path) -> History:
-    """The scenes of `crash_job` but for the repair, which a bucket has none of."""
+    """The scenes of `crash_job`, each state that the bucket went through; the fast tiers stand in `home`."""
     from bench.crash_job import Job
 
     history = History()
     with history.watch():
-        Job(home, history.say, durable=ROOT).save()
+        job = Job(home, history.say, durable=ROOT)
+        job.save()
+        job.repair()
     return history
 
 
@@ -115,6 +119,53 @@ class Replayed:
         _forget_listings()
 
 
+@final
+class BucketJudge:
+    """Puts a state of the bucket back, and asks restarts that have nothing else."""
+
+    def __init__(self, home: Path, history: History):
+        self._home, self._history = home, history
+        self._replayed = Replayed()
+        self._least: Save | None = None  # what the bucket alone gave when its damage was done
+
+    def check(self, number: int, *, repairs: bool) -> tuple[list[str], int]:
+        """What is wrong after the request `number`, and how many restarts were asked."""
+        promises = promised(text for count, text in self._history.notes if count <= number + 1)
+        state = self._history.states[number][1]
+        wrong, asked = self._repair(number, state, promises) if repairs else self._run(number, state, promises)
+        return [f"bucket: {each}" for each in wrong], asked
+
+    def _run(self, number: int, state: State, promises: Promises) -> tuple[list[str], int]:
+        empty, kept = self._home / f"after-{number}", promises.kept["durable"]
+        self._replayed.set_to(state)
+        found = restart(empty, durable=ROOT)
+        wrong = compare(found, max(kept, default=None), promises, strict=True)
+        asked = still_kept(kept, found.save)
+        for save in asked:
+            older = restart(empty, save[1], durable=ROOT)
+            wrong += [] if older.save == save and older.right else [f"step {save[1]} is kept, and got {older}"]
+        again = restart(empty, durable=ROOT, go_on=True)
+        wrong += [] if again.right else [f"the run cannot go on: {again.error}"]
+        return wrong, len(asked) + 2
+
+    def _repair(self, number: int, state: State, promises: Promises) -> tuple[list[str], int]:
+        """A repair may only make it better, and the next one has to mend everything; the fast tiers are whole."""
+        if self._least is None:
+            damaged = max(n for n in range(number) if scene_at(self._history.notes, n) == "damage")
+            self._replayed.set_to(self._history.states[damaged][1])
+            self._least = restart(self._home / "least", durable=ROOT).save
+        self._replayed.set_to(state)
+        wrong = compare(restart(self._home / f"after-{number}", durable=ROOT), self._least, promises, strict=False)
+        left = repair(self._home / "run", ROOT)
+        wrong += [f"the next repair: {left}"] if left else []
+        found = restart(self._home / f"mended-{number}", durable=ROOT)
+        newest = max(promises.kept["durable"])
+        wrong += (
+            [] if found.right and found.save == newest else [f"after the next repair there is {found}, not {newest}"]
+        )
+        return wrong, 2
+
+
 def _forget_listings() -> None:
     """What this process remembers of the bucket: the process that restarts remembers nothing."""
     for each in gcsfs.GCSFileSystem._cache.values():  # every instance, Orbax's too
@@ -126,6 +177,8 @@ def label(request: str, scene: str) -> str:
     _, name = request.split(" ", 1)
     if "/_ckptkit/epochs" in name or "doomed" in name or "probe" in name:
         return "bucket records"
+    if scene == "save" and "/_ckptkit/intents/" in name:
+        return "bucket flush"
     if scene == "save":
         return "bucket prune" if request.startswith("delete ") else "bucket flush"
     return f"bucket {scene}"

@@ -21,7 +21,10 @@ import orbax.checkpoint as ocp
 
 import ckptkit
 from ckptkit import arena, disk_file
+from ckptkit.durable.attempts import begin
+from ckptkit.manifest import SaveId
 from ckptkit.slot_reader import read_manifests
+from ckptkit.store import open_store
 from ckptkit.testing.crash import Notes
 
 HOST = "host"
@@ -100,6 +103,7 @@ class Job:
             self._say(scene="save")
             self._save(manager, range(1, 9))
         self._say(scene="start")
+        self._leave_behind()
         with make_manager(self._home, self._log, self._durable) as manager:
             self._say(scene="rollback")
             manager.restore(ROLLED_BACK_TO, args=restore_args())
@@ -112,13 +116,23 @@ class Job:
             self._say(scene="save")
             self._save(manager, range(9, 12))
 
+    def _leave_behind(self) -> None:
+        """What a save leaves that was cut off: the next run removes it when it first saves."""
+        attempt = begin(self._root, "3", SaveId(1, 3, 0), 0o777)
+        for name in ("state/d/half", "state/_METADATA"):
+            open_store(attempt.place).put(name, b"half")
+
+    @property
+    def _root(self) -> str:
+        return self._durable or str(self._home / "durable")
+
     def repair(self) -> None:
         """Damage in every tier, and the scrub that mends it."""
         self._say(scene="damage", damaged=True, lost=11)
         self._damage()
         self._say(scene="repair")
         tiers = [str(self._home / "ram"), str(self._home / "ssd")]
-        done = ckptkit.scrub(str(self._home / "durable"), tiers, repair=True, host_id=HOST)
+        done = ckptkit.scrub(self._root, tiers, repair=True, host_id=HOST)
         assert not done.damaged, done
         assert len(done.treatments) == 4, done
         self._say(scene="end", damaged=False)
@@ -140,8 +154,9 @@ class Job:
             with (directory / manifest.slot).open("r+b") as file:
                 file.seek(record.offset)
                 file.write(b"damaged")
-        (file,) = [p for p in (self._home / "durable" / "10" / "state" / "d").iterdir() if p.stat().st_size > 1000][:1]
-        file.write_bytes(file.read_bytes()[:-700])
+        store = open_store(self._root)
+        name = next(each for each in store.list_all("10/state/d") if len(store.get(each)) > 1000)
+        store.put(name, store.get(name)[:-700])
 
     def _heard(self, event: ckptkit.Event) -> None:
         if event.kind == ckptkit.Kind.COMMITTED:

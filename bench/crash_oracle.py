@@ -127,10 +127,12 @@ def newest_in(home: Path, tier: str) -> Save | None:
         return found
 
 
-def repair(home: Path) -> str:
+def repair(home: Path, durable: str | None = None) -> str:
     """Scrubs what stands in `home`, as the next run of a repair does; what is left to say, or nothing."""
     try:
-        done = ckptkit.scrub(str(home / "durable"), [str(home / t) for t in TIERS[:2]], repair=True, host_id=HOST)
+        done = ckptkit.scrub(
+            durable or str(home / "durable"), [str(home / t) for t in TIERS[:2]], repair=True, host_id=HOST
+        )
     except Exception as error:  # noqa: BLE001  printed as a violation
         return f"{type(error).__name__}: {error}"
     return "; ".join(str(each) for each in done.treatments if not each.done)

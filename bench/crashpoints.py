@@ -41,7 +41,7 @@ SHORT_POINTS = 2  # of each tier and operation, without --full
 METHODS = ("direct", "mapping")  # how a disk slot is written
 TIERS = ("ram", "ssd", "durable")
 _IN_WORKER = "CKPTKIT_BENCH_WORKER"
-_PRUNED = re.compile(r"(ram|ssd)/.*/step-[^/]*\.json|durable/\d+(\.orbax-checkpoint-tmp)?(/.*)?")
+_PRUNED = re.compile(r"(ram|ssd)/.*/step-[^/]*\.json|durable/_ckptkit/leaving/.*")
 
 
 @click.command(context_settings={"max_content_width": 120})
@@ -144,30 +144,18 @@ def points(trace: Trace) -> Iterator[tuple[int, str]]:
 
 def bucket_points(home: Path, full: bool, chance: random.Random) -> Iterator[tuple[str, str, list[str], int]]:
     """Each request that changed the bucket: its row, its name, what is wrong after it, and how many were asked."""
-    from bench.crash_bucket import ROOT, Replayed, bucket, label, record_bucket, scene_at
-    from bench.crash_judge import compare, still_kept
-    from bench.crash_oracle import promised, restart
+    from bench.crash_bucket import BucketJudge, bucket, label, record_bucket, scene_at
 
     home.mkdir(parents=True)
     with bucket(home):
-        history, replayed = record_bucket(home / "run"), Replayed()
-        labels = {n: label(name, scene_at(history.notes, n)) for n, (name, _) in enumerate(history.states)}
+        history = record_bucket(home / "run")
+        judge = BucketJudge(home, history)
+        scenes = {number: scene_at(history.notes, number) for number in range(len(history.states))}
+        labels = {n: label(history.states[n][0], scene) for n, scene in scenes.items() if scene != "damage"}
         chosen = list(labels) if full else _few(labels, chance)
         for done, number in enumerate(chosen):
-            name, state = history.states[number]
-            promises = promised(text for count, text in history.notes if count <= number + 1)
-            kept = promises.kept["durable"]
-            replayed.set_to(state)
-            empty = home / f"after-{number}"
-            found = restart(empty, durable=ROOT)
-            wrong = compare(found, max(kept, default=None), promises, strict=True)
-            asked = still_kept(kept, found.save)
-            for save in asked:
-                older = restart(empty, save[1], durable=ROOT)
-                wrong += [] if older.save == save and older.right else [f"step {save[1]} is kept, and got {older}"]
-            again = restart(empty, durable=ROOT, go_on=True)
-            wrong += [] if again.right else [f"the run cannot go on: {again.error}"]
-            yield labels[number], f"request {number}: {name}", [f"bucket: {each}" for each in wrong], len(asked) + 2
+            wrong, asked = judge.check(number, repairs=scenes[number] == "repair")
+            yield labels[number], f"request {number}: {history.states[number][0]}", wrong, asked
             _say("bucket", done + 1, len(chosen))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, final
@@ -24,6 +25,15 @@ _PROBES = 2  # of each method, by turns; the better one counts
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
+def open_slot(path: Path) -> int:
+    """A descriptor of a slot's file, which is made where there is none. A link, a pipe or a device in its place goes:
+    what it leads to is not this tier's. Raises `OSError`."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            path.unlink()
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
 @final
 class DiskFile:
     """An open slot file of `size_bytes` (whole pages), its blocks allocated. `memory` is a shared mapping of it.
@@ -32,7 +42,7 @@ class DiskFile:
     """
 
     def __init__(self, path: Path, size_bytes: int):
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = open_slot(path)
         self._direct_fd = -1
         self._refuses_direct = False
         try:
@@ -42,7 +52,7 @@ class DiskFile:
             self.is_new = found_bytes < self.size_bytes
             self._mapping = mmap.mmap(self._fd, self.size_bytes)
             with suppress(OSError):  # a file system without direct I/O
-                self._direct_fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+                self._direct_fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
         except BaseException:
             os.close(self._fd)
             raise

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptkit import layout
+from ckptkit.disk_file import open_slot
 from ckptkit.errors import TierUnusableError
 from ckptkit.host_memory import mount_room, store_full
 from ckptkit.store.local import make_directory, sync_directory
@@ -22,13 +23,18 @@ LESS_ON_MOUNT = "give fewer slots, or leave this tier out"
 def take_directory(host_dir: Path, name: str, *, synced: bool) -> tuple[Path, int]:
     """A directory of that name below `host_dir`, mode 0700, and the descriptor whose `flock` holds it.
 
-    One that another process holds is left to it, and the next free name is taken. Raises `TierUnusableError`.
+    One that another process holds is left to it, and the next free name is taken. Raises `TierUnusableError`, for a
+    link among them too: below a tier's root nobody but the tiers makes names.
     """
     for attempt in range(100):
         directory = host_dir / (name if attempt == 0 else f"{name}.{attempt}")
         try:
+            for each in (host_dir.parent, host_dir, directory):
+                if each.is_symlink():
+                    raise OSError(errno.ELOOP, f"{each} is a link")
             make_directory(directory, synced=synced, mode=0o700)
-            fd = os.open(directory / layout.LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            fd = os.open(directory / layout.LOCK_NAME, flags, 0o600)
         except OSError as error:
             raise TierUnusableError(
                 f"tier directory {directory} cannot be used: {error.strerror}; give a directory that this user "
@@ -56,7 +62,7 @@ def allocated(make: Callable[[Path, int], _T], path: Path, size_bytes: int) -> _
 
 def map_file(path: Path, size_bytes: int) -> mmap.mmap:
     """Maps a file of at least `size_bytes`, allocated; what it holds stays."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = open_slot(path)
     try:
         size_bytes = max(size_bytes, os.fstat(fd).st_size)  # a larger slot of an earlier state is kept
         os.posix_fallocate(fd, 0, size_bytes)

@@ -64,7 +64,7 @@ class DiskAttempt:
 
     def give_up(self) -> None:
         """Removes what was written, unless it is committed: a disk that is full has to have its room back."""
-        with suppress(OSError):
+        with suppress(OSError, StoreError):
             shutil.rmtree(move_away(self.place), ignore_errors=True)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from ckptkit.errors import StoreError
 from ckptkit.layout import COMMIT_MARK, LEAVING_DIR
 from ckptkit.store import open_store
 from ckptkit.store.local import make_directory, sync_directory
@@ -36,11 +37,13 @@ def move_away(where: str) -> str:
     """Takes its name from a directory right below a root on a disk, in one rename; returns where its bytes stand then.
 
     Nobody reads or writes there, so whoever finds it may remove it. Raises `FileNotFoundError` where there is nothing,
-    `OSError`. Cost: a rename and a sync.
+    `OSError`, `StoreError`. Cost: a rename and a sync.
     """
     root, name = os.path.split(where)
     os.lstat(where)
     leaving = Path(root, LEAVING_DIR)
+    if os.path.realpath(leaving) != os.path.join(os.path.realpath(root), LEAVING_DIR):
+        raise StoreError(f"{leaving} is a link, or below one; remove it: nothing was moved there", path=str(leaving))
     make_directory(leaving, synced=False)  # what is lost of it with the power is garbage
     target = leaving / f"{name}-{uuid.uuid4().hex}"
     os.rename(where, target)

@@ -9,6 +9,7 @@ bucket; Orbax's `cleanup_tmp_directories` removes it, on the caller's word.
 
 from __future__ import annotations
 
+import os
 import re
 import uuid
 from collections.abc import Callable, Collection
@@ -54,7 +55,11 @@ def _clean_disk(store: Store, epoch: int, remove_directory: Callable[[str], None
             move_away(f"{store.url}/{name}")
             cleaned.append(name)
     for name in store.list(layout.LEAVING_DIR):
-        remove_directory(f"{store.url}/{layout.LEAVING_DIR}/{name.rstrip('/')}")
+        place = f"{store.url}/{layout.LEAVING_DIR}/{name.rstrip('/')}"
+        if os.path.islink(place) or not os.path.isdir(place):
+            os.unlink(place)
+        else:
+            remove_directory(place)
     return cleaned
 
 

@@ -105,10 +105,15 @@ class LocalStore:
             self._sync_directory(path.parent)
 
     def list_all(self, prefix: str) -> list[str]:
-        """Every key below `prefix`, sorted. Unfinished puts are left out."""
-        found, directories = list[str](), [prefix]
+        """Every key below `prefix`, sorted. Unfinished puts are left out; a directory that a link makes appear twice,
+        or inside itself, is walked once."""
+        found, directories, walked = list[str](), [prefix], set[str]()
         while directories:
             directory = directories.pop()
+            real = os.path.realpath(self._path(directory) if directory else self._root)
+            if real in walked:
+                continue
+            walked.add(real)
             for name in self.list(directory):
                 key = f"{directory}/{name}" if directory else name
                 (directories if name.endswith("/") else found).append(key.rstrip("/"))

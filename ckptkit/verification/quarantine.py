@@ -36,7 +36,8 @@ def arena_lock(directory: Path) -> Iterator[bool]:
 
     A job that starts meanwhile takes the next directory, as it does beside one that has not died yet.
     """
-    fd = os.open(directory / layout.LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(directory / layout.LOCK_NAME, flags, 0o600)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import orbax.checkpoint as ocp
 import pytest
 
-from tests.multiprocess.save_worker import PROCESSES, STRATEGIES
+import ckptkit
+from tests.multiprocess.save_worker import PROCESSES, STRATEGIES, make_abstract, make_state, same_here
 from tests.multiprocess.starters import STARTERS, run, skip_without
 from tools.launch import ExitCode, Launcher, RestartPolicy
 
@@ -110,3 +112,52 @@ def test_replicas_on_two_processes_that_differ_are_named_and_dropped(found: list
         assert [(each["process"], each["host"]) for each in fields["holders"]] == [(0, "host-0"), (1, "host-1")]
         assert len({each["digest"] for each in fields["holders"]}) == 2
         assert fields["suspects"] == ["host host-0", "host host-1"], "of two, nobody knows which one is right"
+
+
+def flip_in(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def scrubbed(root: Path, host: int, *, repair: bool = True) -> list[tuple[int, str, str, bool]]:
+    tiers = [str(root / "ram"), str(root / "ssd")]
+    found = ckptkit.scrub(str(root / "gate"), tiers, repair=repair, host_id=f"host-{host}")
+    return [(each.step, each.kind, each.act, each.done) for each in found.treatments]
+
+
+@pytest.mark.parametrize("process", range(PROCESSES))
+@pytest.mark.parametrize("how", ["sidecar and data", "sidecar", "sidecar gone"])
+def test_what_one_of_two_processes_wrote_is_mended_from_its_slot(
+    job: tuple[Path, int, str], how: str, process: int
+) -> None:
+    """Sidecars are the only proof of a durable step: a step of several processes would be lost with one of them."""
+    item = job[0] / "gate" / "2" / "default"
+    sidecar = item / "_ckptkit" / f"process-{process}.json"
+    sidecar.unlink() if how == "sidecar gone" else flip_in(sidecar)
+    data = item / f"ocdbt.process_{process}" / "d"  # until the first repair, which writes one tree
+    for path in data.iterdir() if how == "sidecar and data" and data.is_dir() else ():
+        flip_in(path)
+    assert {proof.state for proof in ckptkit.verify(str(item.parent)).steps} == {"corrupt"}
+    other = 1 - process
+    assert scrubbed(job[0], other) == [(2, "durable", "leave", False)], "its slots are not on this host"
+    assert scrubbed(job[0], process, repair=False) == [(2, "durable", "repair", False)]
+    assert scrubbed(job[0], process) == [(2, "durable", "repair", True)]
+    assert {proof.state for proof in ckptkit.verify(str(job[0] / "gate")).steps} == {"proven"}
+    assert sorted(path.name for path in (item / "_ckptkit").iterdir()) == ["process-0.json", "process-1.json"]
+    with ocp.CheckpointManager(job[0] / "gate") as manager:
+        found = manager.restore(2, args=ocp.args.StandardRestore(make_abstract()))  # pyright: ignore[reportCallIssue]
+    assert same_here(found, make_state(2))
+
+
+def test_a_step_of_two_processes_that_no_host_can_mend_alone_stays(job: tuple[Path, int, str]) -> None:
+    """One host would take away what the hosts together still have."""
+    item = job[0] / "gate" / "2" / "default"
+    kept = {path: path.read_bytes() for path in (item / "_ckptkit").iterdir()}
+    for path in kept:
+        flip_in(path)
+    for host in range(PROCESSES):
+        assert scrubbed(job[0], host) == [(2, "durable", "leave", False)]
+    for path, data in kept.items():
+        path.write_bytes(data)
+    assert {proof.state for proof in ckptkit.verify(str(job[0] / "gate")).steps} == {"proven"}

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckptkit
+from ckptkit import layout
 from ckptkit.durable.epochs import Ancestry, EpochRecords
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.manifest import Manifest, digest_of
@@ -310,6 +312,85 @@ def test_links_out_of_the_tree(saved: Saved, what: str) -> None:
         old[what].unlink()
         old[what].symlink_to(saved.canary / "slot-0.bin")
     saved.looked_at()
+
+
+@pytest.mark.parametrize("tier", ["ram", "ssd"])
+@pytest.mark.parametrize("what", ["slots", "pipe", "lock", "directory", "host", "job"])
+def test_a_link_in_a_tier_is_not_written_through(tmp_path: Path, tier: str, what: str) -> None:
+    """A save would overwrite whatever file of this user a link in a ramdisk names."""
+    canary, root = tmp_path / "canary", tmp_path / tier
+    canary.mkdir()
+    (canary / "file").write_bytes(b"canary")
+    kinds = (
+        [ckptkit.Tier.ram(str(root))] if tier == "ram" else [ckptkit.Tier.ssd(str(root), save=ckptkit.EverySteps(1))]
+    )
+    options = ocp.CheckpointManagerOptions(save_interval_steps=1)
+
+    def run(steps: range) -> None:
+        with ckptkit.CheckpointManager(
+            tmp_path / "root", options=options, tiers=kinds, host_id=HOST, timeout_s=30
+        ) as manager:
+            for step in steps:
+                manager.save(step, args=save_args(make_state(step), step))
+                manager.wait_until_finished()
+            assert manager.restore(None)["data"] == {"step": steps[-1]}
+
+    run(range(2))
+    (slot_dir,) = root.glob(f"*/{HOST}/0")
+    if what in ("slots", "pipe"):
+        for slot in slot_dir.glob("slot-*.bin"):
+            slot.unlink()
+            os.mkfifo(slot) if what == "pipe" else slot.symlink_to(canary / "file")
+    else:
+        at = {"lock": slot_dir / "lock", "directory": slot_dir, "host": slot_dir.parent, "job": slot_dir.parent.parent}
+        shutil.rmtree(at[what]) if at[what].is_dir() else at[what].unlink()
+        at[what].symlink_to(canary / "file" if what == "lock" else canary)
+    with bounded(canary):
+        if what in ("slots", "pipe"):
+            run(range(2, 5))
+            assert {proof.state for proof in ckptkit.verify(str(root)).steps} == {"proven"}
+        else:
+            with pytest.raises(ckptkit.TierUnusableError, match=r"link|symbolic"):
+                run(range(2, 5))
+    assert sorted(path.name for path in canary.iterdir()) == ["file"]
+    assert (canary / "file").read_bytes() == b"canary"
+
+
+def test_links_in_a_durable_root_are_not_followed_by_a_deletion(tmp_path: Path) -> None:
+    """A prune would empty a directory that somebody linked to."""
+    canary = tmp_path / "canary"
+    canary.mkdir()
+    (canary / "file").write_bytes(b"canary")
+    root = tmp_path / "root"
+    with ckptkit.CheckpointManager(root) as manager:
+        manager.save(1, args=save_args(make_state(1), 1))
+        manager.wait_until_finished()
+    leaving = root / layout.LEAVING_DIR
+    leaving.mkdir(exist_ok=True)
+    (leaving / "1-link").symlink_to(canary)
+    (root / layout.temporary_name("5", 0, "a" * 32)).symlink_to(canary)
+    with ckptkit.CheckpointManager(root) as manager:
+        manager.save(2, args=save_args(make_state(2), 2))
+        manager.wait_until_finished()
+        assert list(leaving.iterdir()) == []
+        leaving.rmdir()
+        leaving.symlink_to(canary)
+        with pytest.raises(ckptkit.StoreError, match="is a link"):
+            manager.delete(1)
+        manager.reload()
+        assert manager.all_steps() == [1, 2]
+    with pytest.raises(ckptkit.StoreError, match="leads out of"):
+        ckptkit.CheckpointManager(root)
+    assert [path.name for path in canary.iterdir()] == ["file"]
+
+
+def test_links_that_lead_in_circles_end(tmp_path: Path) -> None:
+    """Two links to the root that holds them would be followed a trillion ways."""
+    (tmp_path / "a").symlink_to(tmp_path)
+    (tmp_path / "b").symlink_to(tmp_path)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "x").write_bytes(b"1")
+    assert LocalStore(tmp_path).list_all("") == ["d/x"]
 
 
 @pytest.mark.parametrize(
