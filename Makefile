@@ -98,7 +98,7 @@ test-newest:
 # A public trainer (Google's Tunix) with its import changed, in an environment of its own: it pulls in a lot.
 stranger:
 	$(PYTHON) -m venv .venv-stranger
-	.venv-stranger/bin/python -m pip install --quiet --disable-pip-version-check google-tunix==0.1.7 'transformers<5' pytest -e .
+	.venv-stranger/bin/python -m pip install --quiet --disable-pip-version-check google-tunix==0.1.7 transformers==5.4.0 datasets==5.2.0 pytest -e .
 	.venv-stranger/bin/python -m pytest tests/dropin/test_tunix.py
 
 # The pages as a site in site/, with the API from the docstrings. Their code blocks run in `make test`.

@@ -83,7 +83,7 @@ def through(manager: Any) -> None:
 
 def main(root: Path) -> None:
     """Fails where anything differs."""
-    tiers = [ckptkit.Tier.ram(str(root / "ram"), save=ckptkit.EverySteps(1))]
+    tiers = [ckptkit.Tier.ram(str(root / "ram"), save=ckptkit.EverySteps(2))]
     log, committed = ckptkit.EventLog(), []
     log.observe(lambda event: committed.append((event.tier, event.step)) if event.kind == "committed" else None)
     ours = partial(ckptkit.CheckpointManager, tiers=tiers, events=log)
