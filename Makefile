@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.ready
 
 .PHONY: setup setup-system setup-cluster demo test test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
-.PHONY: proof-cost simulator-campaign policy-campaign faults bench-all figures test-wheel test-floor test-newest
+.PHONY: proof-cost simulator-campaign policy-campaign faults bench-all figures stranger test-wheel test-floor test-newest
 
 setup: $(STAMP)
 
@@ -103,6 +103,12 @@ test-newest:
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[trainer,test]'
 	.venv-newest/bin/python -m pytest $(VERSION_TESTS)
 
+# A public trainer (Google's Tunix) with its import changed, in an environment of its own: it pulls in a lot.
+stranger:
+	$(PYTHON) -m venv .venv-stranger
+	.venv-stranger/bin/python -m pip install --quiet --disable-pip-version-check google-tunix==0.1.7 transformers==5.4.0 datasets==5.2.0 pytest -e .
+	.venv-stranger/bin/python -m pytest tests/dropin/test_tunix.py
+
 # The pages as a site in site/, with the API from the docstrings. Their code blocks run in `make test`.
 docs: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
@@ -119,4 +125,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-floor .venv-newest site build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache runs
+	rm -rf $(VENV) .venv-floor .venv-newest .venv-stranger site build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache runs

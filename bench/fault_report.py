@@ -75,6 +75,8 @@ def judge(places: Places, outcome: Outcome, reference: Reference, steps: int) ->
     in the undisturbed run, and nobody said so.
     """
     logs = load_run(places.events)
+    if not any(event.process >= 0 for log in logs for event in log):
+        return _never_came_up(logs, outcome)
     report = goodput_report(logs)
     losses, state = _proof(places.proof)
     wrong_steps = sum(loss != reference.losses[step] for step, loss in losses.items() if step in reference.losses)
@@ -106,6 +108,30 @@ def judge(places: Places, outcome: Outcome, reference: Reference, steps: int) ->
         "died_by_itself": outcome.unplanned,
         "happened": outcome.happened,
         "last_lines": [] if finished else list(outcome.last_lines),
+    }
+
+
+def _never_came_up(logs: Sequence[Sequence[Event]], outcome: Outcome) -> dict[str, Any]:
+    """Every life ended before its process said a word: no goodput, and nothing that could be wrong."""
+    moments_s = [event.at_s for log in logs for event in log]
+    goodputs = dict.fromkeys(("goodput", "ml_goodput", "effective_training_time", "new_steps"), 0.0)
+    counts = dict.fromkeys(("kept_steps", "lost_steps", "lost_work_s", "saves", "wrong_steps", "rejected"), 0)
+    return {
+        "finished": False,
+        "wrong": False,
+        **goodputs,
+        **counts,
+        "elapsed_s": max(moments_s) - min(moments_s),
+        "stall_ms": None,
+        "resume_s": None,
+        "resume_phases_s": {},
+        "disruptions": sum(event.kind == Kind.DISRUPTED for log in logs for event in log),
+        "restored_from": {},
+        "written_bytes": {},
+        "flips": outcome.flips,
+        "died_by_itself": outcome.unplanned,
+        "happened": outcome.happened,
+        "last_lines": list(outcome.last_lines),
     }
 
 

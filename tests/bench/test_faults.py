@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from rich.console import Console
 
 import ckptkit
 from bench.fault_places import Every, Places
-from bench.fault_report import Reference, judge, summary
+from bench.fault_report import Reference, judge, show, summary
 from bench.fault_run import Outcome
 from bench.fault_schedule import Fault, ceiling_s, gap_closed, plan_faults
 from bench.fault_tuning import first_guess, learned, sweep
@@ -176,6 +177,26 @@ def test_the_verdict_sees_wrong_bits_and_unfinished_runs(tmp_path: Path) -> None
     assert against["gap_closed"]["median"] == pytest.approx(0.5)
     assert against["gap_closed"]["n"] == 3
     assert against["lost_work_ratio"] == 0.25
+
+
+def test_a_run_that_never_comes_up_is_unfinished(tmp_path: Path) -> None:
+    """A campaign of hours would end in a traceback, because of one run that was killed at every start."""
+    places = Places(disk=tmp_path / "disk", ram=tmp_path / "ram")
+    launcher = EventLog(places.events / "launcher.jsonl", process=-1)
+    launcher.emit(Kind.STARTED, attempt=0)
+    launcher.emit(Kind.DISRUPTED, attempt=0, lost=0, cause="SIGKILL", wiped=[])
+    launcher.emit(Kind.FINISHED, code=130)
+    reference = Reference(steps=4, start_s=1.0, compile_s=0.0, step_s=1.0, losses={}, state={})
+    found = judge(places, Outcome(), reference, 4)
+    assert (found["finished"], found["goodput"], found["disruptions"]) == (False, 0.0, 1)
+    runs = [{**found, "contender": name, "repeat": 0} for name in ("ckptkit", "orbax")]
+    against = summary(runs, [0.9], 1.0)["against"]
+    assert (against["unfinished"], against["gap_closed"]["median"]) == (1, 0.0)
+    console = Console(record=True, width=150)
+    settings = {"state": "tiny", "processes": 1, "mtbf_s": 60.0, "every": {"ckptkit": "1", "orbax": "1"}}
+    settings |= {"steps": 4, "start_s": 1.0, "step_s": 1.0}
+    show({"settings": settings, "runs": runs, "summary": summary(runs, [0.9], 1.0)}, console)
+    assert "ckptkit, repeat 0: never finished" in console.export_text()
 
 
 @pytest.fixture(scope="module")

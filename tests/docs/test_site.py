@@ -1,0 +1,43 @@
+"""The site: every page is in it, every public name in its reference."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ckptkit
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """A new name would be documented nowhere."""
+    told = set(re.findall(r"ckptkit\.(\w+)", (ROOT / "docs" / "api.md").read_text()))
+    source = (ROOT / "ckptkit" / "__init__.py").read_text()
+    public = set(re.findall(r"import (\w+) as \1$", source, re.MULTILINE))
+    assert len(public) > 40
+    assert public <= told, sorted(public - told)
+    assert all(hasattr(ckptkit, name) for name in told - {"goodput", "simulation", "testing"}), "a name that is gone"
+
+
+def test_every_page_is_in_the_menu() -> None:
+    """Nobody would find a page that is not there."""
+    menu = (ROOT / "mkdocs.yml").read_text().split("nav:")[1]
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert pages == set(re.findall(r"[\w-]+\.md", menu))
+
+
+@pytest.mark.slow
+def test_the_site_builds_with_the_docstrings(tmp_path: Path) -> None:
+    """`make docs` would fail, or give an empty reference."""
+    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "site" / "api.html").read_text()
+    assert "Returns once the caller may donate" in text
+    assert text.count('class="doc doc-heading"') > 100
