@@ -25,7 +25,7 @@ class LastSaver:
     """Belongs to the step loop's thread; called by all processes together."""
 
     def __init__(self, settings: Settings, parts: Parts, intake: Intake, coordinator: Coordinator):
-        self._tiers = (*(tier.name for tier in settings.tiers), DURABLE)
+        self._tiers = (*(tier.name for tier in parts.tiers), DURABLE)
         self._read_only = settings.options.read_only
         self._stock = parts.durable.stock
         self._events: EventLog = settings.events

@@ -11,7 +11,10 @@ import argparse
 import faulthandler
 import json
 import shutil
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,8 @@ def main() -> None:
             job.keep_copies,
             job.lose_both,
             job.go_on_after_a_loss,
+            job.save_last,
+            job.save_last_beside_a_slow_peer,
             job.save_to_grow,
         ],
         "grow": [job.grow],
@@ -235,12 +240,56 @@ class Job:
         self.found["go_on_after_a_loss"] = self.restored("again", None, 6, split=True, **self.copying())
         self.found["go_on_after_a_loss"]["first"] = first
 
+    def save_last(self) -> None:
+        """A preemption while the copy of the step before is still on its way, and time enough for all tiers."""
+        with self.manager("last", **self.copying()) as manager, slow_copies(lambda: time.sleep(0.5)):
+            manager.save(1, args=save_args(make_state(1, True)))
+            last = manager.save_last(2, save_args(make_state(2, True)), grace_s=120.0)
+        self.found["save_last"] = {"tiers": last.tiers, "unfinished": last.unfinished, "left_out": dict(last.left_out)}
+        self.only(1, lambda: shutil.rmtree(self.slots("last", 1)))
+        self.found["restore_last"] = self.restored("last", None, 2, split=True, **self.copying())
+
+    def save_last_beside_a_slow_peer(self) -> None:
+        """A peer that takes nothing costs the last save neither its other tiers nor the grace; its rate is heeded."""
+        go_on = threading.Event()
+        with self.manager("slow", **self.copying()) as manager:
+            with slow_copies(lambda: go_on.wait(60)):
+                last = manager.save_last(1, save_args(make_state(1, True)), grace_s=9.0)
+                go_on.set()
+                manager.wait_until_finished()
+            then = manager.save_last(2, save_args(make_state(2, True)), grace_s=4.0)
+            manager.wait_until_finished()
+        self.found["save_last_beside_a_slow_peer"] = {
+            "tiers": last.tiers,
+            "unfinished": last.unfinished,
+            "then": then.tiers[:2],
+            "then_left_out": sorted(then.left_out),
+        }
+
     def save_to_grow(self) -> None:
         self.saved("grow", range(2), split=True)
 
     def grow(self) -> None:
         """Three processes restore what two have saved: each box lies in parts of theirs."""
         self.found["grow"] = self.restored("grow", None, 1, split=True)
+
+
+@contextmanager
+def slow_copies(wait: Callable[[], Any]) -> Iterator[None]:
+    """Every copy to another host waits first."""
+    from ckptkit.peers.client import PeerClient
+
+    send = PeerClient.send_copy
+
+    def slowly(self: Any, *args: Any) -> Any:
+        wait()
+        yield from send(self, *args)
+
+    PeerClient.send_copy = slowly  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        PeerClient.send_copy = send  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def make_state(seed: int, split: bool) -> Any:

@@ -131,6 +131,25 @@ def test_copies_are_made_again_after_a_loss(found: list[dict[str, Any]]) -> None
     assert second["sources"] == {"ram": WHOLE // 2 + SMALL}
 
 
+def test_the_last_save_reaches_other_hosts(found: list[dict[str, Any]]) -> None:
+    """A preempted job would lose the step with the first host, because the copy before was still on its way."""
+    for process in found:
+        assert process["save_last"] == {"tiers": ["ram", "peer", "durable"], "unfinished": [], "left_out": {}}
+    first, second = act(found, "restore_last")
+    assert (first["latest"], first["step"]) == (second["latest"], second["step"]) == (2, 2)
+    assert second["sources"] == {"peer": WHOLE // 2 + SMALL}
+
+
+def test_a_slow_peer_costs_the_last_save_nothing_else(found: list[dict[str, Any]]) -> None:
+    """A host that is gone already would cost the others their last step, or the same wait at every preemption."""
+    for process in found:
+        said = process["save_last_beside_a_slow_peer"]
+        assert said["tiers"] == ["ram", "durable"]
+        assert said["unfinished"] == ["peer"]
+        assert said["then"][0] == "ram"
+        assert "peer" in said["then_left_out"], "it took seconds the last time"
+
+
 def test_three_processes_restore_what_two_have_saved(root: Path, found: list[dict[str, Any]]) -> None:
     """An elastic restart would go back to the bucket while everything is in memory."""
     assert found
