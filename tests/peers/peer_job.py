@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import os
 import shutil
 import threading
 import time
@@ -49,6 +50,7 @@ def main() -> None:
             job.go_on_after_a_loss,
             job.save_last,
             job.save_last_beside_a_slow_peer,
+            job.scrub,
             job.save_to_grow,
         ],
         "grow": [job.grow],
@@ -266,6 +268,31 @@ class Job:
             "then_left_out": sorted(then.left_out),
         }
 
+    def scrub(self) -> None:
+        """Host 1's slot and its copy of host 0's are damaged while the job runs; then all there is of one share."""
+        own, copy = self.slots("scrub", 1) / "0", self.slots("scrub", 1) / "buddy-0-0"
+        with self.manager("scrub", **self.copying()) as manager:
+            for step in range(2):
+                manager.save(step, args=save_args(make_state(step, True)))
+                manager.wait_until_finished()
+            whole = [slot_of(directory, 1)[0].read_bytes() for directory in (own, copy)]
+            self.only(1, lambda: (flip(own, 1), os.truncate(slot_of(copy, 1)[0], 0)))
+            before = len(self._events)
+            found: dict[str, Any] = {
+                name: told(manager.scrub(repair=repair)) for name, repair in (("dry", False), ("mend", True))
+            }
+            found["bit-exact"] = whole == [slot_of(directory, 1)[0].read_bytes() for directory in (own, copy)]
+            found["events"] = [[e.step, e.fields["done"]] for e in self._events[before:] if e.kind == "scrubbed"]
+            self.only(1, lambda: flip(own, 1))
+            self.only(0, lambda: flip(self.slots("scrub", 0) / "buddy-0-0", 1))
+            found["lost"] = told(manager.scrub(repair=True))
+            for step in range(2, 5):  # every slot is written again
+                manager.save(step, args=save_args(make_state(step, True)))
+                manager.wait_until_finished()
+            found["then"] = told(manager.scrub())
+        self.found["scrub"] = found
+        self.found["restore_scrubbed"] = self.restored("scrub", 4, 4, split=True, **self.copying())
+
     def save_to_grow(self) -> None:
         self.saved("grow", range(2), split=True)
 
@@ -290,6 +317,33 @@ def slow_copies(wait: Callable[[], Any]) -> Iterator[None]:
         yield
     finally:
         PeerClient.send_copy = send  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def told(scrubbed: Any) -> dict[str, Any]:
+    """A scrub as JSON, without paths."""
+    treatments = [[each.step, each.act, each.done, each.reason, each.sources] for each in scrubbed.treatments]
+    return {"checked": scrubbed.checked, "damaged": scrubbed.damaged, "treatments": treatments}
+
+
+def slot_of(directory: Path, step: int) -> tuple[Path, Any]:
+    """The file that holds a step in a slot directory, and its manifest."""
+    from ckptkit.slot_reader import read_manifest
+
+    (path,) = directory.glob(f"step-{step:012d}-*.json")
+    manifest = read_manifest(path)
+    return directory / manifest.slot, manifest
+
+
+def flip(directory: Path, step: int) -> None:
+    """Flips a bit of each box of a step in a slot directory."""
+    path, manifest = slot_of(directory, step)
+    with path.open("r+b") as file:
+        for leaf in (leaf for leaves in manifest.arrays.values() for leaf in leaves):
+            for record in leaf.boxes:
+                file.seek(record.offset)
+                first = file.read(1)[0]
+                file.seek(record.offset)
+                file.write(bytes([first ^ 1]))
 
 
 def make_state(seed: int, split: bool) -> Any:
