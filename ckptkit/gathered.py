@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import xxhash
@@ -52,13 +53,15 @@ class Held:
         """The report of `to_json`."""
         epoch, step, number, count, tiers, refusal, shares = values
         return cls(
-            save_id=SaveId(epoch, step, number),
+            save_id=_save_id(epoch, step, number),
             count=count,
-            shares=tuple((writer, boxes) for writer, boxes in shares),
+            shares=tuple(map(tuple, shares)),
             tiers=tuple(tiers),
             refusal=refusal,
         )
 
+
+_save_id = lru_cache(maxsize=1024)(SaveId)  # thousands of processes say the same few: one object, hashed at once
 
 Holders = Mapping[int, tuple[int, ...]]  # share -> the processes that can give it
 
