@@ -171,13 +171,14 @@ class Job:
         self.found["damage_a_slot"] = self.restored("damage", 1, 1, split=False)
 
     def return_with_an_old_ramdisk(self) -> None:
-        """Steps 2 and 3 of epoch 1 were abandoned for a step 2 of epoch 2, and host 1 comes back with its old slots."""
+        """Steps 2 and 3 of epoch 1 were abandoned for a step 2 of epoch 2, and host 1 comes back with its old slots
+        and its old copies of host 0's."""
         import orbax.checkpoint as ocp
 
         old, kept = self.slots("old", 1), self._root / "kept"
-        self.saved("old", range(4), split=False)
+        self.saved("old", range(4), split=False, **self.copying())
         self.only(1, lambda: shutil.copytree(old, kept))
-        with self.manager("old") as manager:
+        with self.manager("old", **self.copying()) as manager:
             manager.restore(1, args=ocp.args.StandardRestore(abstract(make_state(0, False))))  # pyright: ignore[reportCallIssue]
             manager.save(2, args=save_args(make_state(22, False)))
             manager.wait_until_finished()
@@ -187,24 +188,25 @@ class Job:
             kept.rename(old)
 
         self.only(1, put_back)
-        self.found["return_with_an_old_ramdisk"] = self.restored("old", None, 22, split=False)
+        self.found["return_with_an_old_ramdisk"] = self.restored("old", None, 22, split=False, **self.copying())
 
     def outlive_a_zombie(self) -> None:
-        """The run before has not died: it saves a higher step while the new one has gone on from step 1."""
+        """The run before has not died: it saves a higher step, and sends copies of it, while the new one has gone on
+        from step 1. Then host 1 is lost: half of the new run's step stands in a copy alone."""
         import orbax.checkpoint as ocp
 
-        with self.manager("zombie") as zombie:
+        with self.manager("zombie", **self.copying()) as zombie:
             for step in range(2):
-                zombie.save(step, args=save_args(make_state(step, False)))
+                zombie.save(step, args=save_args(make_state(step, True)))
                 zombie.wait_until_finished()
-            with self.manager("zombie") as manager:
-                manager.restore(None, args=ocp.args.StandardRestore(abstract(make_state(0, False))))  # pyright: ignore[reportCallIssue]
-                manager.save(2, args=save_args(make_state(22, False)))
+            with self.manager("zombie", **self.copying()) as manager:
+                manager.restore(None, args=ocp.args.StandardRestore(abstract(make_state(0, True))))  # pyright: ignore[reportCallIssue]
+                manager.save(2, args=save_args(make_state(22, True)))
                 manager.wait_until_finished()
-                zombie.save(5, args=save_args(make_state(5, False)))
+                zombie.save(5, args=save_args(make_state(5, True)))
                 zombie.wait_until_finished()
         self.only(1, lambda: shutil.rmtree(self.slots("zombie", 1)))
-        self.found["outlive_a_zombie"] = self.restored("zombie", None, 22, split=False)
+        self.found["outlive_a_zombie"] = self.restored("zombie", None, 22, split=True, **self.copying())
 
     def go_without_peers(self) -> None:
         """Without peers a host that lost its ramdisk falls back, and takes everybody with it."""
@@ -220,8 +222,9 @@ class Job:
 
     def keep_copies(self) -> None:
         """Fully sharded, one host lost with everything: its share is had from the host that kept the copy."""
+        before = len(self._events)
         self.saved("copies", range(3), split=True, **self.copying())
-        committed = [[e.step, e.tier] for e in self._events if e.kind == "committed" and e.tier == "peer"]
+        committed = [[e.step, e.tier] for e in self._events[before:] if e.kind == "committed" and e.tier == "peer"]
         self.only(1, lambda: shutil.rmtree(self.slots("copies", 1)))
         self.found["keep_copies"] = self.restored("copies", None, 2, split=True, **self.copying())
         self.found["keep_copies"]["committed"] = committed
