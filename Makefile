@@ -36,7 +36,7 @@ kill-phases: setup
 	$(BIN)/python -m pytest -m slow tests/multiprocess/test_kill_phases.py
 
 elastic-campaign: setup
-	$(BIN)/python -m pytest -m slow tests/multiprocess/test_elastic.py
+	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=1200 tests/multiprocess/test_elastic.py
 
 bucket-campaign: setup
 	$(BIN)/python -m pytest -m slow tests/bucket tests/manager/test_bucket_requests.py

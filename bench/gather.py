@@ -19,7 +19,7 @@ from typing import Any
 import click
 import jax
 
-from ckptkit import clock
+from ckptkit import clock, coordination
 from ckptkit.coordination import JaxCoordinator
 from ckptkit.gathered import Held, holders_of, to_runs
 from ckptkit.manifest import SaveId
@@ -59,7 +59,8 @@ def measure(processes: int, *, repeats: int = 5) -> Gathering:
 
     for meeting in range(repeats):
         for process in range(1, processes):
-            coordinator._ask("key_value_set", f"{coordinator._prefix}/gather/{meeting}/in/{process}", texts[process])
+            place = coordination._place(f"{coordinator._prefix}/gather/{meeting}", process)
+            coordinator._ask("key_value_set", place, texts[process])
         began_s = clock.monotonic_s()
         ranked = coordinator.agree("gather", reports[0], rank, timeout_s=600)
         spent_s.append(clock.monotonic_s() - began_s)

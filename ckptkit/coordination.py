@@ -20,6 +20,8 @@ from ckptkit.errors import CoordinationError, heard_from
 Decide = Callable[[list[Any]], Any]
 
 _TOLD_KEPT = 10_000  # words of process 0 that stay readable, about 100 bytes each
+_LISTED = 512  # words of processes that are read in one answer: 2 MiB of the largest reports of one save
+_ONE_BY_ONE = 16  # so few are waited for one after the other
 _instances = itertools.count()  # managers are made in the same order on every process
 
 
@@ -90,7 +92,11 @@ class LocalCoordinator:
 
 @final
 class JaxCoordinator:
-    """Meets in the key-value store of `jax.distributed`. Cost: one write and one blocking read per process.
+    """Meets in the key-value store of `jax.distributed`.
+
+    Cost: one write and one blocking read per process; process 0 reads the others' words, up to 512 at once. What
+    10,000 processes hold (600 bytes each, `ckptkit.gathered`) it hears, parses and ranks in about 1 s of one core; the
+    bound that a test holds is 6 s of CPU (`python -m bench gather`).
 
     Keys of a meeting are deleted by process 0 at the next meeting of the same channel, when everybody has
     answered it and so has read the last verdict: what is kept does not grow.
@@ -115,7 +121,7 @@ class JaxCoordinator:
         self._meetings[channel] = number + 1
         meeting = f"{self._prefix}/{channel}/{number}"
         deadline = Deadline(timeout_s)
-        self._ask("key_value_set", f"{meeting}/in/{self.process}", json.dumps(value))
+        self._ask("key_value_set", _place(meeting, self.process), json.dumps(value))
         if self.process == 0:
             return self._preside(meeting, f"{self._prefix}/{channel}/{number - 1}/", decide, deadline)
         # Process 0 waits timeout_s for the others and then says who is missing: give that verdict time to arrive.
@@ -153,14 +159,9 @@ class JaxCoordinator:
         return json.loads(verdict)["verdict"]
 
     def _preside(self, meeting: str, last_meeting: str, decide: Decide, deadline: Deadline) -> Any:
-        values: list[Any] = []
-        missing: list[int] = []
-        for process in range(self.count):
-            text = self._get(f"{meeting}/in/{process}", deadline.left_s)
-            if text is None:
-                missing.append(process)
-            else:
-                values.append(json.loads(text))
+        heard = self._heard(meeting, deadline)
+        missing = [process for process in range(self.count) if process not in heard]
+        values = [json.loads(heard[process]) for process in range(self.count) if process in heard]
         self._ask("key_value_delete", last_meeting)
         channel = meeting.removeprefix(self._prefix + "/")
         if missing:
@@ -174,6 +175,23 @@ class JaxCoordinator:
         self._ask("key_value_set", f"{meeting}/out", verdict)
         return json.loads(verdict)["verdict"]
 
+    def _heard(self, meeting: str, deadline: Deadline) -> dict[int, str]:
+        """What each process that came in time has said. Of many that come at the same time, many are read at once."""
+        heard: dict[int, str] = {}
+        for first in range(0, self.count, _LISTED):
+            missing, in_time = list(range(first, min(first + _LISTED, self.count))), True
+            while len(missing) > _ONE_BY_ONE:
+                listed = self._ask("key_value_dir_get", f"{meeting}/in/{first // _LISTED}/") or []
+                heard |= {int(key.rpartition("/")[2]): text for key, text in listed}
+                missing = [process for process in missing if process not in heard]
+                if not in_time or len(missing) <= _ONE_BY_ONE:
+                    break
+                in_time = self._get(_place(meeting, missing[0]), deadline.left_s) is not None
+            for process in missing if in_time or not deadline.passed else ():
+                if (text := self._get(_place(meeting, process), deadline.left_s)) is not None:
+                    heard[process] = text
+        return heard
+
     def _get(self, key: str, timeout_s: float) -> str | None:
         return self._ask("blocking_key_value_get", key, max(1, int(timeout_s * 1000)))
 
@@ -185,6 +203,11 @@ class JaxCoordinator:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
             raise CoordinationError(f"the coordination service failed: {error}") from error
+
+
+def _place(meeting: str, process: int) -> str:
+    """Where a process puts its word."""
+    return f"{meeting}/in/{process // _LISTED}/{process}"
 
 
 def _missing(channel: str, missing: Sequence[int], timeout_s: float | None) -> CoordinationError:

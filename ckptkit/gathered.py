@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import xxhash
@@ -19,6 +20,7 @@ from ckptkit.manifest import Manifest, SaveId
 from ckptkit.sharding import Box, missing_elements
 
 REPORT_BYTES_MAX = 4096  # of what one process says of one save
+GIVERS_MAX = 16  # whose manifests are looked into for one damaged share
 _REFUSAL_CHARS_MAX = 500  # of a reason: escaped, six bytes of JSON for each at the most
 
 
@@ -51,13 +53,15 @@ class Held:
         """The report of `to_json`."""
         epoch, step, number, count, tiers, refusal, shares = values
         return cls(
-            save_id=SaveId(epoch, step, number),
+            save_id=_save_id(epoch, step, number),
             count=count,
-            shares=tuple((writer, boxes) for writer, boxes in shares),
+            shares=tuple(map(tuple, shares)),
             tiers=tuple(tiers),
             refusal=refusal,
         )
 
+
+_save_id = lru_cache(maxsize=1024)(SaveId)  # thousands of processes say the same few: one object, hashed at once
 
 Holders = Mapping[int, tuple[int, ...]]  # share -> the processes that can give it
 
@@ -103,6 +107,24 @@ def distinct_shares(reports: Sequence[Sequence[Held]], save_id: SaveId) -> list[
                 for writer, boxes in held.shares:
                     chosen.setdefault(boxes, (process, writer))
     return sorted(chosen.values())
+
+
+def givers_of(reports: Sequence[Sequence[Held]], save_id: SaveId, *, writer: int, boxes: str) -> list[tuple[int, int]]:
+    """Which (process, share) are likely to hold what the share of `writer`, with the box set `boxes`, holds; the
+    likeliest first, `GIVERS_MAX` at the most.
+
+    First copies of the share itself, then those with the same boxes (data replicas), then the nearest: what a mesh
+    splits along one axis only is held by neighbours too.
+    """
+    held = [
+        (share, share_boxes, process)
+        for process, report in enumerate(reports)
+        for each in report
+        if each.save_id == save_id
+        for share, share_boxes in each.shares
+    ]
+    held.sort(key=lambda each: (each[0] != writer, each[1] != boxes, abs(each[0] - writer)))
+    return [(process, share) for share, _, process in held[:GIVERS_MAX]]
 
 
 def hole_in(manifests: Sequence[Manifest]) -> str | None:

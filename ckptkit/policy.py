@@ -12,6 +12,7 @@ from ckptkit import layout
 Medium = Literal["ram", "peer", "ssd"]  # fastest first
 DurableBusy = Literal["wait", "skip"]
 _Save = TypeVar("_Save")
+_EVERY_INTERFACE = ("", "0.0.0.0", "::", "::0", "0", "*")
 OnDifference = Literal["report", "keep", "stop"]
 
 
@@ -297,7 +298,7 @@ class Backpressure:
 class PeerOptions:
     """How the processes of a job give each other what their fast tiers hold.
 
-    `host` is the address on which this process serves (None: that of the interface over which it reaches the job's
+    `host` is the one address on which this process serves (None: that of the interface over which it reaches the job's
     coordinator); one that is not answered for `timeout_s` is given up.
     """
 
@@ -305,6 +306,11 @@ class PeerOptions:
     timeout_s: float = 20.0
 
     def __post_init__(self) -> None:
+        if self.host is not None and self.host.strip("[]") in _EVERY_INTERFACE:
+            raise ValueError(
+                f"PeerOptions: host={self.host!r} is every interface; give the address of one that leads to the job's "
+                "other hosts, or None"
+            )
         if self.timeout_s <= 0:
             raise ValueError(f"PeerOptions: timeout_s={self.timeout_s}: give seconds above 0")
 

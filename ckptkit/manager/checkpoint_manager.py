@@ -25,21 +25,15 @@ from ckptkit.manager.parts import Settings, make_parts
 from ckptkit.manager.pending import RestoreHandle
 from ckptkit.manager.restoring import Restored
 from ckptkit.manager.resuming import Resumer
+from ckptkit.manager.scrubbing import Scrubber
 from ckptkit.manager.step_number import saved_step_number, step_number
 from ckptkit.manifest import SaveId
-from ckptkit.policy import (
-    Backpressure,
-    DurableBusy,
-    FailurePolicy,
-    PeerOptions,
-    ReplicaPolicy,
-    Tier,
-    checked_tiers,
-)
+from ckptkit.policy import Backpressure, DurableBusy, FailurePolicy, PeerOptions, ReplicaPolicy, Tier, checked_tiers
 from ckptkit.preemption import LastSave
 from ckptkit.proving import Verify
 from ckptkit.store.roots import root_url
 from ckptkit.tuning import DurableProfile
+from ckptkit.verification import Scrub
 
 _log = logging.getLogger("ckptkit")
 
@@ -141,6 +135,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._intake = Intake(self._settings, self._parts)
         self._resumer = Resumer(self._settings, self._parts, coordinator, self._logger)
         self._last_saver = LastSaver(self._settings, self._parts, self._intake, coordinator)
+        self._scrubber = Scrubber(self._settings, self._parts, coordinator)
         self._catalog = Catalog(self._parts, coordinator, timeout_s)
         self._closed = False
 
@@ -400,6 +395,17 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         self._resumer.refuse_while_pending("save_last")
         return self._last_saver.save(step, args, grace_s)
+
+    def scrub(self, *, repair: bool = False) -> Scrub:
+        """Proves every cell in this process's slots (copies for other hosts too); with `repair`, mends what is damaged.
+
+        Called by all processes together; waits for saves on their way. A cell is rebuilt, bit for bit, from this host,
+        then other processes, then the durable tier. Cost: a read of every slot, and two meetings that wait `timeout_s`
+        for the slowest. Raises `StoreError` where a tier cannot be read; damage is in the result and in events.
+        """
+        self._resumer.refuse_while_pending("scrub")
+        self._pipeline.wait()
+        return self._scrubber.scrub(repair=repair)
 
     def wait_until_staged(self) -> None:
         """Returns once everything that `save` was given may be donated, also with `staging="gate"`: for a step that is

@@ -55,9 +55,13 @@ class Flusher:
         """Waits for the disk save on its way; False where time ran out first."""
         return self._disk.wait_idle(deadline.left_s)
 
+    def wait_copies(self, deadline: Deadline) -> bool:
+        """Waits for the copies on their way to other hosts; False where time ran out first."""
+        return self._copies is None or self._copies.wait_idle(deadline.left_s)
+
     def settle(self, deadline: Deadline) -> bool:
         """Waits for every tier until `deadline`; False where some are not done."""
-        return self.wait_disk(deadline) and self.wait_durable(deadline)
+        return self.wait_copies(deadline) and self.wait_disk(deadline) and self.wait_durable(deadline)
 
     def drain(self) -> None:
         """Waits for every tier; raises what escaped a thread."""

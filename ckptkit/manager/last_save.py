@@ -25,7 +25,7 @@ class LastSaver:
     """Belongs to the step loop's thread; called by all processes together."""
 
     def __init__(self, settings: Settings, parts: Parts, intake: Intake, coordinator: Coordinator):
-        self._tiers = (*(tier.name for tier in settings.tiers), DURABLE)
+        self._tiers = (*(tier.name for tier in parts.tiers), DURABLE)
         self._read_only = settings.options.read_only
         self._stock = parts.durable.stock
         self._events: EventLog = settings.events
@@ -64,17 +64,21 @@ class LastSaver:
         spent_s = self.pace.spent_s(clock.monotonic_s())
         plan, spent_s = self._agree(self._rates.needs_s(size_bytes), spent_s, grace_s)
         deadline = Deadline(max(_LEAST_S, grace_s - spent_s))
-        if not any(record.step == request.step for record in self._book.records()):
+        was_there = any(record.step == request.step for record in self._book.records())
+        if not was_there:
             last = LastTurn(tiers=frozenset(plan.tiers), deadline=deadline)
             self._intake.take(replace(request, force=True, last=last))
         # A slow tier that is not done must not cost the step that faster ones have: nothing is raised here.
         self._pipeline.settle(deadline)
         held = {tier for record in self._book.records() if record.step == request.step for tier in record.tiers}
+        lacking = tuple(tier for tier in plan.tiers if tier not in held)
+        unfinished = lacking if self._pipeline.busy else ()
+        why = "the step was saved before, and not to this tier"
         result = LastSave(
             step=request.step,
             tiers=tuple(tier for tier in self._tiers if tier in held),
-            unfinished=tuple(tier for tier in plan.tiers if tier not in held) if self._pipeline.busy else (),
-            left_out=plan.left_out,
+            unfinished=unfinished,
+            left_out={**plan.left_out, **(dict.fromkeys(lacking, why) if was_there and not unfinished else {})},
             spent_s=round(spent_s, 3),
             grace_s=grace_s,
         )

@@ -34,6 +34,7 @@ from ckptkit.manager.settings import Settings as Settings
 from ckptkit.manager.taken import DURABLE
 from ckptkit.manifest import Writer
 from ckptkit.peers import PeerLink
+from ckptkit.policy import Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class Parts:
     """One of each, for one run. `arenas` by tier, `pipeline` with its threads running."""
 
     durable: DurableSteps
+    tiers: tuple[Tier, ...]  # those that can be had among these hosts, fastest first
     arenas: Mapping[str, Arena]
     restorer: Restorer
     book: Book
@@ -120,6 +122,7 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
     )
     return Parts(
         durable=durable,
+        tiers=tiers,
         arenas=arenas,
         restorer=restorer,
         book=book,

@@ -41,6 +41,10 @@ class Replicator:
         self._tiers.staging.lease(slot)
         self._worker.submit(lambda: self._replicate(save, slot, sealed))
 
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until no copy is on its way; False when `timeout_s` passed first."""
+        return self._worker.wait_idle(timeout_s)
+
     def drain(self) -> None:
         """Waits for the copy on its way; raises what escaped the thread."""
         self._worker.drain()

@@ -125,14 +125,16 @@ class SavePipeline:
 
         At most `timeout_s`, and not at all for a save that is due in fast tiers alone or, unless it is a `must_wait`,
         where the policy is to skip one that comes too early. One that no other follows has until `last`; it waits for
-        the writer, a little for the disk, and queues behind a durable save: none of them may cost the faster tiers.
+        the writer, a little for peers and disk, and queues behind a durable save: none may cost the faster tiers.
         """
         waits = last is not None or (DURABLE in due and (must_wait or self._backpressure.durable_busy == "wait"))
         was_busy, waiting_s = waits and self.busy, clock.monotonic_s()
         deadline = last or Deadline(self._timeout_s if waits else 0.0)
         in_time = not waits or self._writer.wait_idle(deadline.left_s)
         if last is not None:
-            self._flusher.wait_disk(Deadline(last.left_s / 4))
+            soon = Deadline(last.left_s / 4)
+            self._flusher.wait_copies(soon)
+            self._flusher.wait_disk(soon)
         elif waits:
             in_time = in_time and self._flusher.wait_durable(deadline)
         waited_s = clock.monotonic_s() - waiting_s

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -115,7 +116,9 @@ class PeerServer:
     async def _start(self, host: str) -> str:
         self._turns = asyncio.Semaphore(self._limits.transfers_max)
         self._web = web.Server(self._handle, access_log=None, keepalive_timeout=self._limits.idle_s, lingering_time=0)
-        self._listener = await self._loop.create_server(self._connect, host, 0)
+        # One address, also of a name that stands for several: it is this one that the others are told.
+        family, *_, place = (await self._loop.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM))[0]
+        self._listener = await self._loop.create_server(self._connect, str(place[0]), 0, family=family)
         self._reaper = self._loop.create_task(self._reap())
         address = self._listener.sockets[0].getsockname()
         return f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from ckptkit import layout
+from ckptkit.arena import Arena
+from ckptkit.inspection.places import local_kind
 from ckptkit.inspection.shares import Share, read_shares
 from ckptkit.manifest import LeafRecord, SaveId, cell_ranges
 from ckptkit.newest import forget_newest
@@ -43,14 +45,23 @@ def mend_share(proof: ShareProof, sources: Sources, limits: Limits) -> str | Non
     """
     share = proof.share
     with arena_lock(share.directory) as held:
-        if not held:
-            return HELD
-        if not still_there(share):
-            return SUPERSEDED
-        newer = claimed_by(share)
-        if newer is not None:
-            return f"its slot holds save {newer} now"
-        return _write(proof, sources) or _proven_now(share, limits)
+        return _mend(proof, sources, limits) if held else HELD
+
+
+def mend_own(proof: ShareProof, sources: Sources, limits: Limits, arena: Arena) -> str | None:
+    """`mend_share` in an arena of this very process, which holds its lock: under a lease on the slot instead.
+
+    Who reads the slot meanwhile finds each cell damaged or whole, and its digest says which.
+    """
+    slot = arena.hold(proof.share.manifest.save_id)
+    if slot is None:
+        return SUPERSEDED
+    try:
+        if local_kind(str(proof.share.directory / slot.name)) != stat.S_IFREG:
+            return "its slot's file is gone, and this process still writes to that one"
+        return _mend(proof, sources, limits)
+    finally:
+        arena.release(slot)
 
 
 def put_share_aside(share: Share) -> str | None:
@@ -115,6 +126,16 @@ def claimed_by(share: Share) -> object | None:
     return max(saves, default=None)
 
 
+def _mend(proof: ShareProof, sources: Sources, limits: Limits) -> str | None:
+    share = proof.share
+    if not still_there(share):
+        return SUPERSEDED
+    newer = claimed_by(share)
+    if newer is not None:
+        return f"its slot holds save {newer} now"
+    return _write(proof, sources) or _proven_now(share, limits)
+
+
 def _write(proof: ShareProof, sources: Sources) -> str | None:
     share = proof.share
     path = share.directory / share.manifest.slot
@@ -135,7 +156,7 @@ def _write(proof: ShareProof, sources: Sources) -> str | None:
     finally:
         os.close(fd)
     sync_directory(share.directory)
-    return f"{lost} cells of it are nowhere else on this host" if lost else None
+    return f"{lost} cells of it are nowhere else" if lost else None
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:

@@ -1,18 +1,19 @@
-"""Where else the bytes of a save stand on this host: its slots in every tier, and its durable step."""
+"""Where else the bytes of a save stand: slots in every tier of this host, its durable step, other processes' tiers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import final
 
 import numpy as np
 
 from ckptkit.durable import DurableReader
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
 from ckptkit.inspection.places import Place
 from ckptkit.inspection.shares import Share
-from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, digest_of
+from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, digest_of
+from ckptkit.peers.client import PeerClient
 from ckptkit.sharding import Box, missing_elements
 from ckptkit.slot_reader import SlotReader, within
 from ckptkit.verification.pool import MEMORY_BYTES_MAX
@@ -61,13 +62,32 @@ def intact_sources(place: Place, step: int, manifests: Iterable[Manifest]) -> li
     return [Source(name=place.url, manifest=manifest, read=reader.read) for manifest in manifests]
 
 
+def peer_sources(client: PeerClient, save_id: SaveId, holders: Iterable[tuple[int, int]]) -> Iterator[Source]:
+    """Shares of a save in other processes' tiers, each asked for when its turn comes; `holders` are (process, share).
+
+    One that does not have it any more, or does not answer, is passed over.
+    """
+    for process, share in holders:
+        if not client.serves(process):
+            continue
+        try:
+            manifest, tag = client.manifest(process, save_id, share)
+        except (CorruptCheckpointError, PeerUnreachableError):
+            continue
+        yield Source(name=f"process {process}", manifest=manifest, read=client.reader(process, save_id, share, tag))
+
+
 @final
 class Sources:
-    """All places of one save. `used` names those that gave bytes. A cell above `bytes_max` is in none of them."""
+    """All places of one save. `used` names those that gave bytes. A cell above `bytes_max` is in none of them.
 
-    def __init__(self, sources: Iterable[Source], bytes_max: int = MEMORY_BYTES_MAX):
+    `more` are taken one by one, as far as they are needed.
+    """
+
+    def __init__(self, sources: Iterable[Source], bytes_max: int = MEMORY_BYTES_MAX, *, more: Iterable[Source] = ()):
         self._bytes_max = bytes_max
         self._sources = list(sources)
+        self._more = iter(more)
         self.used: dict[str, int] = {}  # bytes by name
 
     @property
@@ -81,6 +101,14 @@ class Sources:
         Every part is proven where it is read, and the whole against `digest`, where that is known: what is returned
         is bit-exact.
         """
+        block = self._rebuilt(item, leaf, cell, digest)
+        while block is None and (another := next(self._more, None)) is not None:
+            self._sources.append(another)
+            if _parts(another, item, leaf, cell):
+                block = self._rebuilt(item, leaf, cell, digest)
+        return block
+
+    def _rebuilt(self, item: str, leaf: LeafRecord, cell: Box, digest: str | None) -> np.ndarray | None:
         parts = [part for source in self._sources for part, _, _ in _parts(source, item, leaf, cell)]
         # Before anything is allocated for it.
         too_large = cell.size * leaf.itemsize > self._bytes_max
@@ -95,7 +123,7 @@ class Sources:
                 part = np.empty(common.shape, block.dtype)
                 try:
                     source.read(item, theirs, record, common, part)
-                except (CorruptCheckpointError, FileNotFoundError):  # the next place is tried
+                except (CorruptCheckpointError, PeerUnreachableError, FileNotFoundError):  # the next place is tried
                     continue
                 block[common.slices(cell.start)] = part
                 held.append(common)

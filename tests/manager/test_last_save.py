@@ -87,6 +87,16 @@ def test_a_step_that_is_there_already_is_only_waited_for(manager: ckptkit.Checkp
     assert manager.save_last(3, args_of(3), grace_s=600.0).tiers == ("ram", "ssd", "durable")
 
 
+def test_a_step_that_is_there_already_says_which_tiers_do_not_have_it(manager: ckptkit.CheckpointManager) -> None:
+    """Breaks when a job goes with its step in memory alone and nothing says so: not tried, not unfinished."""
+    assert manager.save(1, args=args_of(1), force=True)
+    assert manager.save(3, args=args_of(3))
+    manager.wait_until_finished()
+    last = manager.save_last(3, args_of(3), grace_s=600.0)
+    assert (last.tiers, last.unfinished) == (("ram", "durable"), ())
+    assert dict(last.left_out) == {"ssd": "the step was saved before, and not to this tier"}
+
+
 def test_what_cannot_be_a_grace_is_refused(manager: ckptkit.CheckpointManager) -> None:
     """Breaks when a forgotten unit or sign leaves a job without its last save, silently."""
     with pytest.raises(ValueError, match="grace_s is 0: give the seconds between the signal and the end"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ SlurmdUser=root
 AuthType=auth/none
 CredType=cred/none
 StateSaveLocation={root}/state
-SlurmdSpoolDir={root}/spool
+SlurmdSpoolDir={spool}
 SlurmctldPidFile={root}/slurmctld.pid
 SlurmdPidFile={root}/slurmd.pid
 SlurmctldLogFile={root}/slurmctld.log
@@ -106,10 +107,11 @@ def _job(words: Sequence[str], env: dict[str, str]) -> Iterator[subprocess.Popen
 @contextmanager
 def running_slurm(root: Path) -> Iterator[Path]:
     """A Slurm of this machine alone, for the time of the block; yields its configuration."""
-    for name in ("state", "spool"):
-        (root / name).mkdir(parents=True)
+    (root / "state").mkdir(parents=True)
+    # Sockets are made there: a path of more than 108 bytes would end every batch script without a word.
+    spool = tempfile.mkdtemp(prefix="slurm-", dir="/tmp")
     conf = root / "slurm.conf"
-    conf.write_text(_SLURM_CONF.format(root=root, port=free_port(), node_port=free_port()))
+    conf.write_text(_SLURM_CONF.format(root=root, spool=spool, port=free_port(), node_port=free_port()))
     env = {**os.environ, "SLURM_CONF": str(conf), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
     daemons = []
     try:
@@ -136,6 +138,7 @@ def running_slurm(root: Path) -> Iterator[Path]:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        shutil.rmtree(spool, ignore_errors=True)
 
 
 def _sinfo(env: dict[str, str]) -> str:

@@ -10,8 +10,12 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import os
 import shutil
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +48,9 @@ def main() -> None:
             job.keep_copies,
             job.lose_both,
             job.go_on_after_a_loss,
+            job.save_last,
+            job.save_last_beside_a_slow_peer,
+            job.scrub,
             job.save_to_grow,
         ],
         "grow": [job.grow],
@@ -164,13 +171,14 @@ class Job:
         self.found["damage_a_slot"] = self.restored("damage", 1, 1, split=False)
 
     def return_with_an_old_ramdisk(self) -> None:
-        """Steps 2 and 3 of epoch 1 were abandoned for a step 2 of epoch 2, and host 1 comes back with its old slots."""
+        """Steps 2 and 3 of epoch 1 were abandoned for a step 2 of epoch 2, and host 1 comes back with its old slots
+        and its old copies of host 0's."""
         import orbax.checkpoint as ocp
 
         old, kept = self.slots("old", 1), self._root / "kept"
-        self.saved("old", range(4), split=False)
+        self.saved("old", range(4), split=False, **self.copying())
         self.only(1, lambda: shutil.copytree(old, kept))
-        with self.manager("old") as manager:
+        with self.manager("old", **self.copying()) as manager:
             manager.restore(1, args=ocp.args.StandardRestore(abstract(make_state(0, False))))  # pyright: ignore[reportCallIssue]
             manager.save(2, args=save_args(make_state(22, False)))
             manager.wait_until_finished()
@@ -180,24 +188,25 @@ class Job:
             kept.rename(old)
 
         self.only(1, put_back)
-        self.found["return_with_an_old_ramdisk"] = self.restored("old", None, 22, split=False)
+        self.found["return_with_an_old_ramdisk"] = self.restored("old", None, 22, split=False, **self.copying())
 
     def outlive_a_zombie(self) -> None:
-        """The run before has not died: it saves a higher step while the new one has gone on from step 1."""
+        """The run before has not died: it saves a higher step, and sends copies of it, while the new one has gone on
+        from step 1. Then host 1 is lost: half of the new run's step stands in a copy alone."""
         import orbax.checkpoint as ocp
 
-        with self.manager("zombie") as zombie:
+        with self.manager("zombie", **self.copying()) as zombie:
             for step in range(2):
-                zombie.save(step, args=save_args(make_state(step, False)))
+                zombie.save(step, args=save_args(make_state(step, True)))
                 zombie.wait_until_finished()
-            with self.manager("zombie") as manager:
-                manager.restore(None, args=ocp.args.StandardRestore(abstract(make_state(0, False))))  # pyright: ignore[reportCallIssue]
-                manager.save(2, args=save_args(make_state(22, False)))
+            with self.manager("zombie", **self.copying()) as manager:
+                manager.restore(None, args=ocp.args.StandardRestore(abstract(make_state(0, True))))  # pyright: ignore[reportCallIssue]
+                manager.save(2, args=save_args(make_state(22, True)))
                 manager.wait_until_finished()
-                zombie.save(5, args=save_args(make_state(5, False)))
+                zombie.save(5, args=save_args(make_state(5, True)))
                 zombie.wait_until_finished()
         self.only(1, lambda: shutil.rmtree(self.slots("zombie", 1)))
-        self.found["outlive_a_zombie"] = self.restored("zombie", None, 22, split=False)
+        self.found["outlive_a_zombie"] = self.restored("zombie", None, 22, split=True, **self.copying())
 
     def go_without_peers(self) -> None:
         """Without peers a host that lost its ramdisk falls back, and takes everybody with it."""
@@ -213,8 +222,9 @@ class Job:
 
     def keep_copies(self) -> None:
         """Fully sharded, one host lost with everything: its share is had from the host that kept the copy."""
+        before = len(self._events)
         self.saved("copies", range(3), split=True, **self.copying())
-        committed = [[e.step, e.tier] for e in self._events if e.kind == "committed" and e.tier == "peer"]
+        committed = [[e.step, e.tier] for e in self._events[before:] if e.kind == "committed" and e.tier == "peer"]
         self.only(1, lambda: shutil.rmtree(self.slots("copies", 1)))
         self.found["keep_copies"] = self.restored("copies", None, 2, split=True, **self.copying())
         self.found["keep_copies"]["committed"] = committed
@@ -235,12 +245,108 @@ class Job:
         self.found["go_on_after_a_loss"] = self.restored("again", None, 6, split=True, **self.copying())
         self.found["go_on_after_a_loss"]["first"] = first
 
+    def save_last(self) -> None:
+        """A preemption while the copy of the step before is still on its way, and time enough for all tiers."""
+        with self.manager("last", **self.copying()) as manager, slow_copies(lambda: time.sleep(0.5)):
+            manager.save(1, args=save_args(make_state(1, True)))
+            last = manager.save_last(2, save_args(make_state(2, True)), grace_s=120.0)
+        self.found["save_last"] = {"tiers": last.tiers, "unfinished": last.unfinished, "left_out": dict(last.left_out)}
+        self.only(1, lambda: shutil.rmtree(self.slots("last", 1)))
+        self.found["restore_last"] = self.restored("last", None, 2, split=True, **self.copying())
+
+    def save_last_beside_a_slow_peer(self) -> None:
+        """A peer that takes nothing costs the last save neither its other tiers nor the grace; its rate is heeded."""
+        go_on = threading.Event()
+        with self.manager("slow", **self.copying()) as manager:
+            with slow_copies(lambda: go_on.wait(60)):
+                last = manager.save_last(1, save_args(make_state(1, True)), grace_s=9.0)
+                go_on.set()
+                manager.wait_until_finished()
+            then = manager.save_last(2, save_args(make_state(2, True)), grace_s=4.0)
+            manager.wait_until_finished()
+        self.found["save_last_beside_a_slow_peer"] = {
+            "tiers": last.tiers,
+            "unfinished": last.unfinished,
+            "then": then.tiers[:2],
+            "then_left_out": sorted(then.left_out),
+        }
+
+    def scrub(self) -> None:
+        """Host 1's slot and its copy of host 0's are damaged while the job runs; then all there is of one share."""
+        own, copy = self.slots("scrub", 1) / "0", self.slots("scrub", 1) / "buddy-0-0"
+        with self.manager("scrub", **self.copying()) as manager:
+            for step in range(2):
+                manager.save(step, args=save_args(make_state(step, True)))
+                manager.wait_until_finished()
+            whole = [slot_of(directory, 1)[0].read_bytes() for directory in (own, copy)]
+            self.only(1, lambda: (flip(own, 1), os.truncate(slot_of(copy, 1)[0], 0)))
+            before = len(self._events)
+            found: dict[str, Any] = {
+                name: told(manager.scrub(repair=repair)) for name, repair in (("dry", False), ("mend", True))
+            }
+            found["bit-exact"] = whole == [slot_of(directory, 1)[0].read_bytes() for directory in (own, copy)]
+            found["events"] = [[e.step, e.fields["done"]] for e in self._events[before:] if e.kind == "scrubbed"]
+            self.only(1, lambda: flip(own, 1))
+            self.only(0, lambda: flip(self.slots("scrub", 0) / "buddy-0-0", 1))
+            found["lost"] = told(manager.scrub(repair=True))
+            for step in range(2, 5):  # every slot is written again
+                manager.save(step, args=save_args(make_state(step, True)))
+                manager.wait_until_finished()
+            found["then"] = told(manager.scrub())
+        self.found["scrub"] = found
+        self.found["restore_scrubbed"] = self.restored("scrub", 4, 4, split=True, **self.copying())
+
     def save_to_grow(self) -> None:
         self.saved("grow", range(2), split=True)
 
     def grow(self) -> None:
         """Three processes restore what two have saved: each box lies in parts of theirs."""
         self.found["grow"] = self.restored("grow", None, 1, split=True)
+
+
+@contextmanager
+def slow_copies(wait: Callable[[], Any]) -> Iterator[None]:
+    """Every copy to another host waits first."""
+    from ckptkit.peers.client import PeerClient
+
+    send = PeerClient.send_copy
+
+    def slowly(self: Any, *args: Any) -> Any:
+        wait()
+        yield from send(self, *args)
+
+    PeerClient.send_copy = slowly  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        PeerClient.send_copy = send  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def told(scrubbed: Any) -> dict[str, Any]:
+    """A scrub as JSON, without paths."""
+    treatments = [[each.step, each.act, each.done, each.reason, each.sources] for each in scrubbed.treatments]
+    return {"checked": scrubbed.checked, "damaged": scrubbed.damaged, "treatments": treatments}
+
+
+def slot_of(directory: Path, step: int) -> tuple[Path, Any]:
+    """The file that holds a step in a slot directory, and its manifest."""
+    from ckptkit.slot_reader import read_manifest
+
+    (path,) = directory.glob(f"step-{step:012d}-*.json")
+    manifest = read_manifest(path)
+    return directory / manifest.slot, manifest
+
+
+def flip(directory: Path, step: int) -> None:
+    """Flips a bit of each box of a step in a slot directory."""
+    path, manifest = slot_of(directory, step)
+    with path.open("r+b") as file:
+        for leaf in (leaf for leaves in manifest.arrays.values() for leaf in leaves):
+            for record in leaf.boxes:
+                file.seek(record.offset)
+                first = file.read(1)[0]
+                file.seek(record.offset)
+                file.write(bytes([first ^ 1]))
 
 
 def make_state(seed: int, split: bool) -> Any:

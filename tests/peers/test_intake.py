@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ckptkit.arena import Arena
-from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError, StoreFullError
+from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError, StoreError, StoreFullError
 from ckptkit.manifest import SaveId
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.intake import Intake
@@ -162,6 +162,16 @@ def test_a_sender_that_stalls_in_mid_request_is_cut_off(server: PeerServer, lane
         assert isinstance(connection, socket.socket)
         with connection:
             wait_until_cut(connection)
+
+
+def test_a_zombie_of_the_run_before_cannot_send_copies(server: PeerServer, keeper: PeerClient, lane: Arena) -> None:
+    """Its step would stand in the place of this run's newest copy; each run makes up a secret of its own."""
+    send(keeper, FIRST)
+    zombie = PeerClient([server.address], "the secret of the run before", timeout_s=5.0)
+    with pytest.raises(StoreError, match="was refused"):
+        send(zombie, THIRD)
+    zombie.close()
+    assert committed(lane) == lane.held() == [FIRST]
 
 
 def test_a_body_beyond_every_manifest_is_not_read(server: PeerServer) -> None:

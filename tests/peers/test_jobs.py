@@ -92,10 +92,10 @@ def test_a_host_that_returns_with_an_old_ramdisk_does_not_win(found: list[dict[s
 
 
 def test_a_zombie_of_the_run_before_does_not_win(found: list[dict[str, Any]]) -> None:
-    """Its step 5 is the higher number, whole, and on a host that is alive."""
+    """Its step 5 is the higher number, whole, on a host that is alive, and has copies of its own."""
     first, second = act(found, "outlive_a_zombie")
     assert (first["latest"], first["step"], first["epoch"]) == (2, 2, 2)
-    assert second["sources"] == {"peer": WHOLE + SMALL}
+    assert second["sources"] == {"peer": WHOLE // 2 + SMALL}
 
 
 def test_without_peers_everybody_falls_back(found: list[dict[str, Any]]) -> None:
@@ -129,6 +129,50 @@ def test_copies_are_made_again_after_a_loss(found: list[dict[str, Any]]) -> None
     assert (first["latest"], first["step"], first["epoch"]) == (6, 6, 2)
     assert first["sources"] == {"peer": WHOLE // 2 + SMALL}
     assert second["sources"] == {"ram": WHOLE // 2 + SMALL}
+
+
+def test_the_last_save_reaches_other_hosts(found: list[dict[str, Any]]) -> None:
+    """A preempted job would lose the step with the first host, because the copy before was still on its way."""
+    for process in found:
+        assert process["save_last"] == {"tiers": ["ram", "peer", "durable"], "unfinished": [], "left_out": {}}
+    first, second = act(found, "restore_last")
+    assert (first["latest"], first["step"]) == (second["latest"], second["step"]) == (2, 2)
+    assert second["sources"] == {"peer": WHOLE // 2 + SMALL}
+
+
+def test_a_slow_peer_costs_the_last_save_nothing_else(found: list[dict[str, Any]]) -> None:
+    """A host that is gone already would cost the others their last step, or the same wait at every preemption."""
+    for process in found:
+        said = process["save_last_beside_a_slow_peer"]
+        assert said["tiers"] == ["ram", "durable"]
+        assert said["unfinished"] == ["peer"]
+        assert said["then"][0] == "ram"
+        assert "peer" in said["then_left_out"], "it took seconds the last time"
+
+
+def test_a_scrub_of_a_running_job_mends_from_other_hosts(found: list[dict[str, Any]]) -> None:
+    """A bit that flipped in a running job's ramdisk would be met at the restart, when its other copy may be gone."""
+    first, second = (process["scrub"] for process in found)
+    assert first["dry"] == first["mend"] == {"checked": 4, "damaged": False, "treatments": []}
+    half = WHOLE // 2
+    assert second["dry"]["damaged"]
+    assert [each[:4] for each in second["dry"]["treatments"]] == [[1, "repair", False, None]] * 2
+    mended = second["mend"]["treatments"]
+    assert [each[:4] for each in mended] == [[1, "repair", True, None]] * 2
+    assert not second["mend"]["damaged"]
+    assert all(each[4]["process 0"] >= half for each in mended), "nobody else has its rows"
+    assert second["bit-exact"]
+    assert second["events"] == [[1, False]] * 2 + [[1, True]] * 2
+
+
+def test_a_scrub_leaves_what_nobody_has(found: list[dict[str, Any]]) -> None:
+    """Made-up bytes would be called mended, or the job would stop over a step that it replaces anyway."""
+    for process in found:
+        (lost,) = process["scrub"]["lost"]["treatments"]
+        assert lost[:3] == [1, "leave", False]
+        assert lost[3] == "2 cells of it are nowhere else", "what both hosts hold is mended all the same"
+        assert process["scrub"]["then"]["treatments"] == []
+    act(found, "restore_scrubbed")
 
 
 def test_three_processes_restore_what_two_have_saved(root: Path, found: list[dict[str, Any]]) -> None:

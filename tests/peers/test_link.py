@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,35 @@ def test_a_link_serves_on_its_interface_alone(host_dir: Path, arena: Arena) -> N
         made.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)), timeout=10)
+
+
+def test_a_name_with_several_addresses_is_served_on_one(
+    host_dir: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host whose name stands for all its networks would offer the weights on each of them."""
+    real = socket.getaddrinfo
+
+    def several(host: str, *args: Any, **words: Any) -> Any:
+        if host != "multihomed":
+            return real(host, *args, **words)
+        return [*real("127.0.0.2", *args, **words), *real("127.0.0.3", *args, **words)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", several)
+    made = opened(host_dir, arena, PeerOptions(host="multihomed"), EventLog())
+    try:
+        assert made.server is not None
+        assert made.server.address.startswith("127.0.0.2:")
+        assert [each.getsockname()[0] for each in made.server._listener.sockets] == ["127.0.0.2"]
+        assert made.client.manifest(0, SAVE, 0)[0].save_id == SAVE
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "[::]"])
+def test_an_address_that_means_every_interface_is_refused(host: str) -> None:
+    """A host with a public address would offer the weights there, and no other host find it at `0.0.0.0`."""
+    with pytest.raises(ValueError, match="every interface; give the address of one"):
+        PeerOptions(host=host)
 
 
 def test_an_address_of_another_host_degrades_and_stops_nothing(host_dir: Path, arena: Arena) -> None:

@@ -16,7 +16,7 @@ from ckptkit.manifest import SaveId
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.server import PeerServer
 from ckptkit.peers.shelf import BadRangeError, NotHeldError, Shelf, SupersededError
-from tests.peers.conftest import LIMITS, SAVE, SECRET, commit, values
+from tests.peers.conftest import LIMITS, SAVE, SECRET, commit, manifest_of, values
 
 MANIFEST = "/saves/2.7.4/0/manifest"
 BYTES = "/saves/2.7.4/0/bytes"
@@ -268,6 +268,19 @@ def test_a_process_of_another_job_is_an_error_not_an_absence(server: PeerServer)
     """A zombie of the run before, at a port that was given anew, would be taken for a host without the save."""
     with pytest.raises(StoreError, match="was refused"):
         PeerClient([server.address], "another secret", timeout_s=5).manifest(0, SAVE, 0)
+
+
+def test_a_manifest_of_a_stale_epoch_is_not_taken_for_the_one_that_was_asked_for(
+    server: PeerServer, client: PeerClient, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that came back with an old ramdisk, or a cache in front of it, would give an abandoned branch its name."""
+    stale = SaveId(SAVE.epoch - 1, SAVE.step, SAVE.number)
+    text = manifest_of(values(stale), "slot-0.bin", stale).to_bytes()
+    tag, _ = shelf.manifest(SAVE, 0)
+    monkeypatch.setattr(Shelf, "manifest", lambda *_: (tag, text))
+    with pytest.raises(CorruptCheckpointError, match=r"/saves/2\.7\.4/0/manifest is of save 7@1\.4, process 0"):
+        client.manifest(0, SAVE, 0)
+    assert status(server.address, "/saves/1.7.4/0/bytes", Range="bytes=0-9", If_Match=f'"{tag}"') == 404
 
 
 def test_damage_on_the_way_is_found(client: PeerClient, host_dir: Path) -> None:

@@ -22,9 +22,9 @@ from ckptkit.errors import (
 
 MOVED = (
     "JAX {version} has moved or changed its coordination client: ckptkit/coordination.py uses "
-    "jax._src.distributed.global_state.client with key_value_set, blocking_key_value_get and key_value_delete "
-    "({what}). Look where jax.experimental.multihost_utils gets its client from in this version, follow it there, and "
-    "raise the lower bound of jax in pyproject.toml if old and new cannot both be served."
+    "jax._src.distributed.global_state.client with key_value_set, blocking_key_value_get, key_value_dir_get and "
+    "key_value_delete ({what}). Look where jax.experimental.multihost_utils gets its client from in this version, "
+    "follow it there, and raise the lower bound of jax in pyproject.toml if old and new cannot both be served."
 )
 
 
@@ -42,7 +42,7 @@ def test_the_private_client_is_where_we_look_for_it() -> None:
 
     client = getattr(_jax, "DistributedRuntimeClient", None)
     assert client is not None, moved("no DistributedRuntimeClient")
-    for method in ("key_value_set", "blocking_key_value_get", "key_value_delete"):
+    for method in ("key_value_set", "blocking_key_value_get", "key_value_dir_get", "key_value_delete"):
         assert hasattr(client, method), moved(f"no {method}")
     assert issubclass(jax.errors.JaxRuntimeError, RuntimeError), moved("errors")
 
@@ -55,6 +55,7 @@ class FakeService:
         self.changed = threading.Condition()
         self.gone: set[int] = set()  # processes that never come: who waits for them times out at once
         self.most = 0
+        self.listings = 0
 
     def key_value_set(self, key: str, value: str) -> None:
         with self.changed:
@@ -72,6 +73,12 @@ class FakeService:
             if not self.changed.wait_for(lambda: key in self.values, waits):
                 raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: GetKeyValue() timed out with key: {key}")
             return self.values[key]
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        assert key.endswith("/")
+        self.listings += 1
+        with self.changed:
+            return [(each, value) for each, value in self.values.items() if each.startswith(key)]
 
     def key_value_delete(self, key: str) -> None:
         with self.changed:
@@ -107,8 +114,11 @@ class FakeJob:
             return list(pool.map(speak, present))
 
 
-@pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
+@pytest.fixture(params=[(512, 16), (3, 1)], ids=["one by one", "many at once"])
+def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
+    """Four processes, heard as four are, or as thousands."""
+    monkeypatch.setattr(coordination, "_LISTED", request.param[0])
+    monkeypatch.setattr(coordination, "_ONE_BY_ONE", request.param[1])
     yield FakeJob(monkeypatch, 4)
     monkeypatch.undo()
 
@@ -159,6 +169,21 @@ def test_a_missing_process_is_named_to_everybody(job: FakeJob, absent: tuple[int
         within = "in time" if process == 0 else "within 3 s"
         channel = "commit/0" if process == 0 else "commit"
         assert str(answer) == f"{channel}: process {who} did not come {within}; look at why it stopped"
+
+
+def test_a_thousand_processes_are_heard_in_few_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it failed, process 0 of a large job would ask for each other's word, five times at every start."""
+    job = FakeJob(monkeypatch, 1000)
+    for process in [*range(1, 700), *range(701, 1000)]:
+        job.service.key_value_set(coordination._place("ckptkit/0/x/0", process), str(process))
+    threading.Timer(0.2, lambda: job.service.key_value_set(coordination._place("ckptkit/0/x/0", 700), "700")).start()
+    assert gather(job.processes[0], "x", 0, timeout_s=30) == list(range(1000))
+    assert job.service.listings == 2
+    job.service.gone = set(range(400, 1000))
+    for process in range(1, 400):
+        job.service.key_value_set(coordination._place("ckptkit/0/x/1", process), "0")
+    with pytest.raises(CoordinationError, match=r"process 400, 401, .*, 419 and 580 more did not come"):
+        gather(job.processes[0], "x", 0, timeout_s=30)
 
 
 def test_a_silent_process_0_is_named(job: FakeJob) -> None:

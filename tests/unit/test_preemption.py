@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ckptkit.events import Event, Kind
 from ckptkit.preemption import MARGIN, POLL_S, Pace, Rates, plan_last_save
 
-TIERS = ("ram", "ssd", "durable")
+TIERS = ("ram", "peer", "ssd", "durable")
 
 
 def committed(tier: str, size_bytes: int, duration_s: float) -> Event:
@@ -18,13 +18,17 @@ def committed(tier: str, size_bytes: int, duration_s: float) -> Event:
 
 def test_the_grace_decides_and_says_why() -> None:
     """Breaks when a bucket upload that cannot be done is begun, or the reader is not told why it was not."""
-    plan = plan_last_save(TIERS, {"ram": 0.1, "ssd": 2.0, "durable": 40.0}, 30.0)
-    assert plan.tiers == ("ram", "ssd")
+    needs_s = {"ram": 0.1, "peer": 2.0, "ssd": 4.0, "durable": 40.0}
+    plan = plan_last_save(TIERS, needs_s, 30.0)
+    assert plan.tiers == ("ram", "peer", "ssd")
     assert plan.left_out == {"durable": "needs 60.0 s by the rates of earlier saves, 30.0 s are left"}
+    assert plan_last_save(TIERS, needs_s, 60.0).tiers == TIERS
+    assert plan_last_save(TIERS, needs_s, 5.0).tiers == ("ram", "peer"), "other hosts before this one's disk"
+    assert plan_last_save(TIERS, needs_s, 0.0).tiers == ("ram",), "the ramdisk always"
 
 
 @given(
-    st.lists(st.sampled_from(TIERS), min_size=1, max_size=3, unique=True),
+    st.lists(st.sampled_from(TIERS), min_size=1, max_size=4, unique=True),
     st.dictionaries(st.sampled_from(TIERS), st.floats(0.0, 1e4)),
     st.floats(0.0, 1e3),
 )

@@ -279,3 +279,29 @@ def test_a_file_system_that_cannot_swap(job: Job, monkeypatch: pytest.MonkeyPatc
     assert acts(found) == [(1, "durable", "leave", False)]
     assert found.treatments[0].reason == "its file system cannot swap two names in one step"
     assert content(job.home) == before
+
+
+def test_a_running_job_mends_its_own_slots(job: Job) -> None:
+    """A job that runs for weeks would meet at its restart what flipped in the first of them."""
+    with job.manager() as manager:
+        whole = content(job.home)
+        slots = {tier: slot_of(job, tier) for tier in ("ram", "ssd")}
+        flip(slots["ram"], 0)
+        assert [each.done for each in manager.scrub().treatments] == [False]
+        (mended,) = manager.scrub(repair=True).treatments
+        assert list(mended.sources) == [str(job.slots("ssd"))]
+        for slot in slots.values():
+            flip(slot, 0)
+        treatments = manager.scrub(repair=True).treatments
+        assert [(each.act, each.done) for each in treatments] == [("repair", True)] * 2
+        assert str(job.root) in treatments[0].sources, "no slot has it: the durable step gives it"
+        assert content(job.home) == whole
+        job.manifest("ram", 1).write_bytes(b"{}")
+        (left,) = manager.scrub(repair=True).treatments
+        assert (left.act, left.done) == ("leave", False)
+        assert "its manifest is damaged or gone" in str(left.reason)
+
+
+def slot_of(job: Job, tier: str) -> Path:
+    path = job.manifest(tier, 1)
+    return path.with_name(read_manifest(path).slot)

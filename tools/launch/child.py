@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 LINE_LIMIT_CHARS = 65536  # a longer line is passed on in pieces: a child may never write a newline
 OUTPUT_DRAIN_S = 5.0  # for what a dead child left in its pipe
@@ -69,6 +70,17 @@ class Child:
                 return False
             os.killpg(self._popen.pid, signum)
             return True
+
+    def is_stopped(self) -> bool:
+        """Whether it is stopped (SIGSTOP, a debugger): it lives, and sends no heartbeats."""
+        with self._lock:
+            if self._popen.returncode is not None:
+                return False
+            try:
+                stat = Path(f"/proc/{self._popen.pid}/stat").read_text()
+            except OSError:
+                return False
+        return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
     def reap(self) -> int:
         """Waits for the end, ends what it left behind, delivers its last lines; returns its return code."""

@@ -209,8 +209,14 @@ class Launcher:
             codes = [(child.process, child.reap()) for child in ended]
             losses = [Loss(process=process, returncode=code) for process, code in codes if Loss.is_one(code)]
             if losses and not self._errors:
-                return min(losses, key=self._blame)
+                return self._silent(min(losses, key=self._blame), alive)
         return None
+
+    @staticmethod
+    def _silent(loss: Loss, alive: Sequence[Child]) -> Loss:
+        """The one that others gave up: who aborts has missed the heartbeats of one that is stopped."""
+        stopped = [child for child in alive if child.is_stopped()] if loss.is_abort else []
+        return Loss(process=stopped[0].process, returncode=-signal.SIGSTOP) if stopped else loss
 
     def _wait(self, children: Sequence[Child], timeout_s: float | None = None) -> list[Child]:
         """Those of `children` that have ended, as soon as one has; none when woken or the time is over."""
@@ -226,8 +232,7 @@ class Launcher:
 
     def _blame(self, loss: Loss) -> tuple[bool, bool, bool, int]:
         """Of several lost at once: bad input, then who was killed from here, and last who aborted over others."""
-        is_abort = loss.returncode == -signal.SIGABRT
-        return not loss.is_usage, loss.process not in self._wiped, is_abort, loss.process
+        return not loss.is_usage, loss.process not in self._wiped, loss.is_abort, loss.process
 
     def _stop_all(self) -> None:
         """SIGTERM, and SIGKILL after the grace; a hung JAX process ignores the first (its notifier eats it)."""

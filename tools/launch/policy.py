@@ -62,6 +62,11 @@ class Loss:
         return returncode not in (ExitCode.OK, ExitCode.PREEMPTED)
 
     @property
+    def is_abort(self) -> bool:
+        """Whether it aborted, as a JAX process does that has missed another one's heartbeats."""
+        return self.returncode == -signal.SIGABRT
+
+    @property
     def is_usage(self) -> bool:
         """Whether it refused its input, which a restart does not mend."""
         return self.returncode == ExitCode.USAGE
