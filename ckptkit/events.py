@@ -42,6 +42,7 @@ class Kind(StrEnum):
     PREEMPTED = "preempted"
     RESUMED = "resumed"  # a run goes on at step: fields repeated (steps taken again; None: unknown), processes, mesh
     DEGRADED = "tier_degraded"  # fields reason
+    RECOVERED = "tier_recovered"  # a degraded tier works again: fields failures in a row before, failed_s
     LEFT_BEHIND = "left_behind"  # at start: fields names, of what a run that died did not commit, and path
     # the launcher lost a process: fields attempt, lost (which), cause, wiped, detect_s since it killed it, if it did
     DISRUPTED = "disrupted"

@@ -1,4 +1,4 @@
-"""Zarr cells into OCDBT: from host memory through TensorStore's key-value store, in one transaction.
+"""Zarr cells into OCDBT: from host memory through TensorStore's key-value store, in few transactions.
 
 A leaf is `<name>/.zarray` and one value per cell, as the zarr 2 specification says, without compression. Small cells
 are put there directly: TensorStore's array driver takes about a millisecond to open a leaf, and a key-value pair some
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, final
@@ -16,7 +17,8 @@ from typing import Any, final
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.errors import TransientStoreError
+from ckptkit.durable.pacing import Pace
+from ckptkit.durable.waiting import awaited, awaited_write, give_up
 from ckptkit.manifest import LeafRecord
 from ckptkit.sharding import Box, cells_of
 from ckptkit.store.roots import is_remote
@@ -29,6 +31,8 @@ _CONFIG = {
 }
 _CACHE_BYTES = 100_000_000
 _COALESCED_BYTES = 1_000_000  # reads that are nearer than this become one request,
+# With TensorStore's jitter; its own 32 tries take up to 15 minutes: whoever waits for a step hears of it before.
+_RETRIES = {"max_retries": 8, "initial_delay": "200ms", "max_delay": "16s"}
 _MERGED_BYTES = 16 << 20  # unless it is this large already: several requests at a time are faster than one
 
 
@@ -39,6 +43,7 @@ def kvstore_context(profile: DurableProfile) -> ts.Context:
             "cache_pool": {"total_bytes_limit": _CACHE_BYTES},
             "file_io_concurrency": {"limit": max(profile.write_concurrency, profile.read_concurrency)},
             "gcs_request_concurrency": {"limit": max(profile.write_concurrency, profile.read_concurrency)},
+            "gcs_request_retries": _RETRIES,
         }
     )
 
@@ -63,20 +68,29 @@ def kvstore_spec(directory: str, profile: DurableProfile, *, writing: bool) -> d
 
 @final
 class CellWriter:
-    """What one process writes of one item. Nothing is in the storage as a database until `commit` has returned."""
+    """What one process writes of one item. Nothing is in the storage as a database until `commit` has returned.
 
-    def __init__(self, directory: str, profile: DurableProfile):
+    Written in pieces of `DurableProfile.piece_bytes`, each a commit of the database of its own, up to
+    `in_flight_bytes` of them at a time: no more is held encoded, and `pace` says when each may go. What is written
+    before the last piece is no step for anybody.
+    """
+
+    def __init__(self, directory: str, profile: DurableProfile, pace: Pace | None = None):
+        self._directory = directory
         self._profile = profile
+        self._pace = pace or Pace(profile.write_bytes_per_s)
         self._spec = kvstore_spec(directory, profile, writing=True)
         self._context = kvstore_context(profile)
-        self._transaction = ts.Transaction(atomic=True)
-        self._store = _opened(self._spec, self._context, profile).with_transaction(self._transaction)
-        self._writes: list[Any] = []
+        self._store = _opened(self._spec, self._context, profile)
+        self._piece = _Piece(self._store)
+        self._sent: deque[_Piece] = deque()
+        self._sent_bytes = 0
 
     def add(self, leaf: LeafRecord, blocks: Iterable[tuple[Box, np.ndarray]], *, describe: bool) -> None:
         """Adds the cells of `blocks`, whose memory must not change until `commit` has returned.
 
-        `describe` adds the leaf's metadata too: one process does, for each leaf.
+        `describe` adds the leaf's metadata too: one process does, for each leaf. Blocks while more is in flight than
+        may be; raises what `commit` raises.
         """
         prefix = f"{leaf.name}/" if leaf.path else ""
         if describe:
@@ -89,21 +103,64 @@ class CellWriter:
                 continue
             if array is None:
                 array = self._array(leaf, prefix)
-            self._writes.append(array[box.slices()].write(block, can_reference_source_data_indefinitely=True).copy)
+            parts = [box] if block.nbytes <= self._profile.piece_bytes else cells_of(box, leaf.cell)
+            for part in parts:
+                into = array.with_transaction(self._piece.transaction)[part.slices()]
+                source = block[part.slices(box.start)]
+                self._piece.writes.append(into.write(source, can_reference_source_data_indefinitely=True).copy)
+                self._added(source.nbytes)
 
     def commit(self) -> None:
         """Writes everything; raises ValueError as TensorStore does, `TransientStoreError` after the time limit."""
-        awaited(self._writes, self._profile)
-        awaited([self._transaction.commit_async()], self._profile)
+        self._send()
+        while self._sent:
+            self._finish_oldest()
 
     def _write(self, key: str, value: bytes) -> None:
-        self._writes.append(self._store.write(key, value))
+        self._piece.writes.append(self._piece.store.write(key, value))
+        self._added(len(value))
+
+    def _added(self, nbytes: int) -> None:
+        self._piece.nbytes += nbytes
+        if self._piece.nbytes >= self._profile.piece_bytes:
+            self._send()
+
+    def _send(self) -> None:
+        piece, self._piece = self._piece, _Piece(self._store)
+        while self._sent and self._sent_bytes + piece.nbytes > self._profile.in_flight_bytes:
+            self._finish_oldest()
+        self._pace.take(piece.nbytes)
+        self._await([*piece.writes], piece.nbytes)
+        piece.writes = [piece.transaction.commit_async()]
+        self._sent.append(piece)
+        self._sent_bytes += piece.nbytes
+
+    def _finish_oldest(self) -> None:
+        self._await([write for piece in self._sent for write in piece.writes][:1], self._sent_bytes)
+        self._sent_bytes -= self._sent.popleft().nbytes
+
+    def _await(self, futures: Sequence[Any], nbytes: int) -> None:
+        try:
+            awaited_write(futures, self._profile, self._directory, nbytes=nbytes)
+        except BaseException:
+            give_up([write for piece in self._sent for write in piece.writes], self._directory)
+            raise
 
     def _array(self, leaf: LeafRecord, prefix: str) -> Any:
         spec = {"driver": "zarr", "kvstore": {**self._spec, "path": prefix}, "metadata": zarr_metadata(leaf)}
         spec["store_data_equal_to_fill_value"] = True
-        opened = ts.open(spec, open=True, assume_metadata=True, context=self._context, transaction=self._transaction)
-        return awaited([opened], self._profile)[0]
+        opened = ts.open(spec, open=True, assume_metadata=True, context=self._context)
+        return awaited([opened], self._profile, self._directory)[0]
+
+
+class _Piece:
+    """What is committed together."""
+
+    def __init__(self, store: Any):
+        self.transaction: Any = ts.Transaction(atomic=True)
+        self.store = store.with_transaction(self.transaction)
+        self.writes: list[Any] = []
+        self.nbytes = 0
 
 
 @final
@@ -152,8 +209,8 @@ def merge_processes(directory: str, count: int, profile: DurableProfile) -> None
         _opened(kvstore_spec(process_directory(directory, each), profile, writing=False), context, profile)
         for each in range(count)
     ]
-    awaited([part.experimental_copy_range_to(whole) for part in parts], profile)
-    awaited([transaction.commit_async()], profile)
+    awaited([part.experimental_copy_range_to(whole) for part in parts], profile, directory)
+    awaited_write([transaction.commit_async()], profile, directory)
 
 
 def process_directory(directory: str, process: int) -> str:
@@ -197,15 +254,9 @@ def _cell_value(leaf: LeafRecord, part: np.ndarray) -> bytes:
 
 
 def _opened(spec: dict[str, Any], context: ts.Context, profile: DurableProfile) -> Any:
-    return awaited([ts.KvStore.open(spec, context=context)], profile)[0]
+    return awaited([ts.KvStore.open(spec, context=context)], profile, _place_of(spec))[0]
 
 
-def awaited(futures: Sequence[Any], profile: DurableProfile) -> list[Any]:
-    """What TensorStore's futures give; raises what they raise, `TransientStoreError` for one without an end."""
-    try:
-        return [future.result(timeout=profile.operation_timeout_s) for future in futures]
-    except TimeoutError as error:
-        raise TransientStoreError(
-            f"no end within {profile.operation_timeout_s:g} s; look at the network and at the service, or raise "
-            "DurableProfile.operation_timeout_s"
-        ) from error
+def _place_of(spec: dict[str, Any]) -> str:
+    base = spec["base"]
+    return base if isinstance(base, str) else base["path"]

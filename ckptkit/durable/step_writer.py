@@ -24,16 +24,19 @@ from ckptkit import layout
 from ckptkit.coordination import Coordinator
 from ckptkit.durable import orbax_files
 from ckptkit.durable.cells import CellWriter, merge_processes, process_directory
+from ckptkit.durable.pacing import Pace
 from ckptkit.durable.shards import HostShards, shards_of
 from ckptkit.durable.stock import METRICS_ITEM
-from ckptkit.errors import StepAlreadyExistsError, TransientStoreError
+from ckptkit.durable.waiting import late_writes, small_objects
+from ckptkit.errors import StepAlreadyExistsError, StoreError, TransientStoreError
 from ckptkit.manifest import LeafRecord, SaveId
 from ckptkit.sharding import Box
-from ckptkit.store import Store, open_store
+from ckptkit.store import Store
 from ckptkit.store.local import LocalStore, sync_directory
 from ckptkit.store.roots import is_remote
 from ckptkit.tuning import DurableProfile
 
+_LATE_SHARE = 0.25  # of the limit of an operation: what has passed all of it seldom ends soon after
 _PUTS = 8  # small files on their way at a time, beside the data
 
 
@@ -47,11 +50,19 @@ class StepWriter:
     """Writes steps below one root, all processes together. Raises what stores and TensorStore raise."""
 
     def __init__(
-        self, url: str, coordinator: Coordinator, profile: DurableProfile, *, timeout_s: float, mode: int | None = None
+        self,
+        url: str,
+        coordinator: Coordinator,
+        profile: DurableProfile,
+        *,
+        timeout_s: float,
+        mode: int | None = None,
+        pace: Pace | None = None,
     ):
         self._url = url
         self._coordinator = coordinator
         self._profile = profile
+        self._pace = pace or Pace(profile.write_bytes_per_s)
         self._timeout_s = timeout_s
         self._mode = 0o777 if mode is None else mode  # of directories; the process's umask applies
 
@@ -67,7 +78,15 @@ class StepWriter:
         where = f"{self._url}/{name}"
         place = where if is_remote(where) else where + layout.TEMPORARY
         init_ns = time.time_ns()
-        self._agree("step-begun", None, lambda _: self._clear(where, place, save_id))
+        late = late_writes(place, self._profile.operation_timeout_s * _LATE_SHARE)
+
+        def begin(late_on: list[str | None]) -> None:
+            found = next(((process, each) for process, each in enumerate(late_on) if each is not None), None)
+            if found is not None:  # not to be tried again: that would only wait as long once more
+                raise StoreError(f"process {found[0]}: {found[1]}", path=where)
+            self._clear(where, place, save_id)
+
+        self._agree("step-begun", late, begin)
         error = None
         try:
             self._write_part(place, items)
@@ -90,11 +109,14 @@ class StepWriter:
     def _agree(self, channel: str, value: Any, decide: Any) -> Any:
         return self._coordinator.agree(channel, value, decide, timeout_s=self._timeout_s)
 
+    def _small(self, place: str) -> Store:
+        return small_objects(place, self._profile)
+
     # On every process.
 
     def _write_part(self, place: str, items: Mapping[str, Any]) -> None:
         # On a disk all is synced at the end, side by side: one by one takes a turn of the disk for each file.
-        store = open_store(place) if is_remote(place) else LocalStore(place, durable=False)
+        store = self._small(place) if is_remote(place) else LocalStore(place, durable=False)
         with ThreadPoolExecutor(_PUTS, thread_name_prefix="ckptkit-step") as pool:
             puts = []
             for item, args in items.items():
@@ -119,7 +141,7 @@ class StepWriter:
         part = directory if count == 1 else process_directory(directory, process)
         if not is_remote(part):
             os.makedirs(part, mode=self._mode, exist_ok=True)
-        cells = CellWriter(part, self._profile)
+        cells = CellWriter(part, self._profile, self._pace)
         for keypath, leaf in leaves:
             if isinstance(leaf, HostShards):
                 cells.add(leaf.record, leaf.blocks, describe=process == 0)
@@ -148,7 +170,7 @@ class StepWriter:
     def _clear(self, where: str, place: str, save_id: SaveId) -> None:
         """Removes what an earlier attempt has left; raises where the step is there."""
         if is_remote(place):
-            store = open_store(place)
+            store = self._small(place)
             left = store.list_all("")
             if any(name == layout.COMMIT_MARK for name in left):
                 raise StepAlreadyExistsError(f"step {save_id.step} is in {where} already")
@@ -170,7 +192,7 @@ class StepWriter:
         save_id: SaveId,
     ) -> None:
         """Joins the parts and commits the step: the last thing that is written says that it is one."""
-        store = open_store(place)
+        store = self._small(place)
         for item, args in items.items():
             if isinstance(args, ocp.args.JsonSave):
                 continue

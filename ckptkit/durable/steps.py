@@ -15,6 +15,7 @@ from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import Ancestry
 from ckptkit.durable.handlers import handler_name, handlers_of_writer
 from ckptkit.durable.leases import PruneGuard
+from ckptkit.durable.pacing import Pace
 from ckptkit.durable.preservation import BranchPreservation, prunes, replaced_options
 from ckptkit.durable.pruning import Pruner, Said
 from ckptkit.durable.reader import DurableReader, identity_metadata
@@ -93,7 +94,8 @@ class DurableSteps:
         )
         self.stock = StockManager(self.url, self._options, setup)
         mode = options.file_options.path_permission_mode if options.file_options else None
-        self._step_writer = StepWriter(self.url, coordinator, profile, timeout_s=timeout_s, mode=mode)
+        self.pace = Pace(profile.write_bytes_per_s)
+        self._step_writer = StepWriter(self.url, coordinator, profile, timeout_s=timeout_s, mode=mode, pace=self.pace)
         leads = coordinator.process == 0
         self._pruner = Pruner(self.url, self.stock, self._guard, options, leads=leads, said=said)
         self._writer: ocp.CheckpointManager | None = None
