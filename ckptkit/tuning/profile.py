@@ -25,7 +25,7 @@ class DurableProfile:
         each; larger ones through its array driver, which opens each leaf (about a millisecond) and copies nothing.
       write_concurrency, read_concurrency: files or requests on their way at a time.
       read_ahead_bytes: how much of a restore is read before it is asked for; host memory that it may take.
-      in_flight_bytes: how much of a save is being written at a time; between pieces of it, of a data file's size, the
+      in_flight_bytes: how much of a save is being written at a time; between pieces of it (`piece_bytes`) the
         writer keeps to its rate and lets a fast tier's commit pass first. Host memory that small cells may take.
       write_bytes_per_s: the rate of this process's durable writes, on average over some seconds; None: no limit.
       operation_timeout_s: how long an operation may take that moves no bytes to speak of, before it is given up as
@@ -53,10 +53,10 @@ class DurableProfile:
 
     @property
     def piece_bytes(self) -> int:
-        """How much is written in one piece: a data file, less of what may be in flight, and a second's worth of a rate
-        that is limited."""
+        """How much is written in one piece: a quarter of what may be in flight, or a data file; of a rate that is
+        limited, a second's worth."""
         second = math.inf if self.write_bytes_per_s is None else self.write_bytes_per_s
-        return max(1, int(min(self.data_file_bytes, self.in_flight_bytes, second)))
+        return max(1, int(min(max(self.data_file_bytes, self.in_flight_bytes // 4), self.in_flight_bytes, second)))
 
     def limit_s(self, nbytes: int) -> float:
         """How long an operation that moves `nbytes` may take."""
