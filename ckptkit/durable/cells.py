@@ -17,6 +17,7 @@ from typing import Any, final
 import numpy as np
 import tensorstore as ts
 
+from ckptkit.durable.buckets import base_of
 from ckptkit.durable.pacing import Pace
 from ckptkit.durable.waiting import awaited, awaited_write, give_up
 from ckptkit.manifest import LeafRecord
@@ -44,6 +45,8 @@ def kvstore_context(profile: DurableProfile) -> ts.Context:
             "file_io_concurrency": {"limit": max(profile.write_concurrency, profile.read_concurrency)},
             "gcs_request_concurrency": {"limit": max(profile.write_concurrency, profile.read_concurrency)},
             "gcs_request_retries": _RETRIES,
+            "s3_request_concurrency": {"limit": max(profile.write_concurrency, profile.read_concurrency)},
+            "s3_request_retries": _RETRIES,
         }
     )
 
@@ -51,7 +54,7 @@ def kvstore_context(profile: DurableProfile) -> ts.Context:
 def kvstore_spec(directory: str, profile: DurableProfile, *, writing: bool) -> dict[str, Any]:
     """The OCDBT database of an item's directory, a path or a bucket URL."""
     if is_remote(directory):
-        spec: dict[str, Any] = {"driver": "ocdbt", "base": f"{directory}/"}
+        spec: dict[str, Any] = {"driver": "ocdbt", "base": base_of(directory)}
         if not writing:
             spec["experimental_read_coalescing_threshold_bytes"] = _COALESCED_BYTES
             spec["experimental_read_coalescing_merged_bytes"] = _MERGED_BYTES
@@ -81,7 +84,7 @@ class CellWriter:
         self._pace = pace or Pace(profile.write_bytes_per_s)
         self._spec = kvstore_spec(directory, profile, writing=True)
         self._context = kvstore_context(profile)
-        self._store = _opened(self._spec, self._context, profile)
+        self._store = _opened(directory, self._context, profile, writing=True)
         self._piece = _Piece(self._store)
         self._sent: deque[_Piece] = deque()
         self._sent_bytes = 0
@@ -204,11 +207,8 @@ def merge_processes(directory: str, count: int, profile: DurableProfile) -> None
     """One database of those of all processes, which stay where they are: the result refers to their data files."""
     context = kvstore_context(profile)
     transaction = ts.Transaction(atomic=True)
-    whole = _opened(kvstore_spec(directory, profile, writing=True), context, profile).with_transaction(transaction)
-    parts = [
-        _opened(kvstore_spec(process_directory(directory, each), profile, writing=False), context, profile)
-        for each in range(count)
-    ]
+    whole = _opened(directory, context, profile, writing=True).with_transaction(transaction)
+    parts = [_opened(process_directory(directory, each), context, profile, writing=False) for each in range(count)]
     awaited([part.experimental_copy_range_to(whole) for part in parts], profile, directory)
     awaited_write([transaction.commit_async()], profile, directory)
 
@@ -253,10 +253,6 @@ def _cell_value(leaf: LeafRecord, part: np.ndarray) -> bytes:
     return part.tobytes()
 
 
-def _opened(spec: dict[str, Any], context: ts.Context, profile: DurableProfile) -> Any:
-    return awaited([ts.KvStore.open(spec, context=context)], profile, _place_of(spec))[0]
-
-
-def _place_of(spec: dict[str, Any]) -> str:
-    base = spec["base"]
-    return base if isinstance(base, str) else base["path"]
+def _opened(directory: str, context: ts.Context, profile: DurableProfile, *, writing: bool) -> Any:
+    spec = kvstore_spec(directory, profile, writing=writing)
+    return awaited([ts.KvStore.open(spec, context=context)], profile, directory)[0]

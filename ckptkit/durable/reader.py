@@ -14,6 +14,7 @@ import numpy as np
 import tensorstore as ts
 
 from ckptkit import layout
+from ckptkit.durable.buckets import base_of
 from ckptkit.durable.cell_reader import CellReader, Wanted
 from ckptkit.durable.orbax_files import ARRAY_METADATAS, STEP_METADATA, marked_save
 from ckptkit.durable.waiting import UNREACHABLE, awaited, small_objects, translated
@@ -245,7 +246,7 @@ class DurableReader:
                     "driver": "zarr",
                     "kvstore": {
                         "driver": "ocdbt",
-                        "base": _kvstore_url(f"{self._url}/{item}"),
+                        "base": base_of(f"{self._url}/{item}"),
                         "path": f"{leaf.name}/",
                     },
                 }
@@ -261,10 +262,6 @@ class DurableReader:
                 path=self._url,
             )
         return array
-
-
-def _kvstore_url(directory: str) -> str:
-    return f"{directory}/" if "://" in directory else f"file://{directory}/"
 
 
 def _proven_readable(operation: Callable[[], Any], url: str, leaf: LeafRecord) -> Any:

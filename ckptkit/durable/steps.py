@@ -28,13 +28,14 @@ from ckptkit.durable.stock import (
     Setup,
     StockManager,
     checked_options,
+    committed_by_mark,
     delete_mark_first,
 )
 from ckptkit.errors import CorruptCheckpointError, StepAlreadyExistsError
 from ckptkit.manifest import Proves, SaveId, prove_all
 from ckptkit.store import open_store
 from ckptkit.store.remote import forget_listings
-from ckptkit.store.roots import root_url
+from ckptkit.store.roots import is_remote, root_url
 from ckptkit.tuning import DurableProfile
 
 _LEASE_DEADLINE_S = 20.0  # for small objects: a save that waits longer prunes nothing
@@ -92,6 +93,9 @@ class DurableSteps:
             multiprocessing_options=self._multiprocessing,
             **_read_by_one(options),
         )
+        self._orbax_writes = _finishes_in_its_own_way(options)
+        if is_remote(self.url) and not self.url.startswith("gs://"):
+            self._options = committed_by_mark(self._options)
         self.stock = StockManager(self.url, self._options, setup)
         mode = options.file_options.path_permission_mode if options.file_options else None
         self.pace = Pace(profile.write_bytes_per_s)
@@ -147,7 +151,7 @@ class DurableSteps:
         self._pruner.wait()
         self._settle()
         self._meet_abandoned(save_id.step, ancestry)
-        if is_writable(items) and not _finishes_in_its_own_way(self._options):
+        if is_writable(items) and not self._orbax_writes:
             self._write(save_id, items, metrics, custom)
         else:
             self._write_through_orbax(save_id, items, metrics, custom, default_item=default_item)
@@ -361,6 +365,8 @@ class DurableSteps:
 def make_root(url: str, options: ocp.CheckpointManagerOptions) -> None:
     """Makes the durable root, with the permissions that the options ask for. One that cannot be made is left to the
     first read or write to say so."""
+    if is_remote(url) and not url.startswith("gs://"):
+        return  # s3fs would make the bucket: of a name that was mistyped, too
     mode = options.file_options.path_permission_mode if options.file_options else None
     with suppress(OSError):
         ocp.path.step.epath.Path(url).mkdir(parents=True, exist_ok=True, mode=mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from contextlib import suppress
 from typing import Any, Literal
@@ -63,8 +64,10 @@ def identity(url: str) -> str:
         if scheme == "gs":
             return _google_identity(client.credentials)
         if scheme == "s3":
-            key = client.key or client.session.get_credentials().access_key
-            return "an anonymous caller" if client.anon else f"the access key {key[:4]}...{key[-2:]}"
+            if client.anon:
+                return "an anonymous caller"
+            key = client.key or importlib.import_module("botocore.session").get_session().get_credentials().access_key
+            return f"the access key {key[:4]}...{key[-2:]}"
     return "a caller that cannot be named here"
 
 

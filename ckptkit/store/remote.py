@@ -142,7 +142,12 @@ def _translated(where: str, needs: Needed = "list", timeout_s: float | None = No
         if status == 412:
             raise FileExistsError(message) from error
         # gcsfs makes an OSError of a 403 and keeps no status.
-        if status in (401, 403) or is_refusal(str(error)) or type(error).__name__ in _NO_CREDENTIALS:
+        if (
+            status in (401, 403)
+            or isinstance(error, PermissionError)
+            or is_refusal(str(error))
+            or type(error).__name__ in _NO_CREDENTIALS
+        ):
             raise refused(where, f"{type(error).__name__}: {error}", needs=needs) from error
         if status in _TRANSIENT_STATUS or isinstance(error, (ConnectionError, TimeoutError)):
             raise TransientStoreError(message, path=where) from error
