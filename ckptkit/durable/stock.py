@@ -21,7 +21,7 @@ from orbax.checkpoint._src.path import deleter
 
 from ckptkit.durable.deletion import remove_step
 from ckptkit.durable.listing import committed_steps
-from ckptkit.store.roots import root_url
+from ckptkit.store.roots import is_remote, root_url
 
 DEFAULT_ITEM = checkpoint_manager.DEFAULT_ITEM_NAME  # the item of a step that was saved without Composite
 METRICS_ITEM = checkpoint_manager.METRIC_ITEM_NAME
@@ -172,7 +172,7 @@ class StockManager:
         own lists them itself.
         """
         root, names = self.orbax.directory, self.orbax._step_name_format
-        marked = ocp.path.atomicity.CommitFileTemporaryPath
+        marked = ocp.path.atomicity.CommitFileTemporaryPath if is_remote(root_url(str(root))) else None
         if type(names) is type(ocp.path.step.standard_name_format()) and not (
             names.temporary_path_cls not in (None, marked) or names.atomicity_options  # pyright: ignore[reportAttributeAccessIssue]
         ):
