@@ -19,9 +19,10 @@ import tensorstore as ts
 
 from ckptkit.durable.buckets import base_of
 from ckptkit.durable.pacing import Pace
-from ckptkit.durable.waiting import awaited, awaited_write, give_up
+from ckptkit.durable.waiting import awaited, small_objects
 from ckptkit.manifest import LeafRecord
 from ckptkit.sharding import Box, cells_of
+from ckptkit.store import PutMode, put_new
 from ckptkit.store.roots import is_remote
 from ckptkit.tuning import DurableProfile
 
@@ -30,6 +31,8 @@ _CONFIG = {
     "max_decoded_node_bytes": 100_000_000,  # one node, as Orbax has it: a listing or a lookup is one read
     "manifest_kind": "single",
 }
+_MANIFEST = "manifest.ocdbt"  # names the root of an OCDBT database: what is not below it is not in the database
+_UNPUBLISHED = {"driver": "memory", "path": "unpublished/"}
 _CACHE_BYTES = 100_000_000
 _COALESCED_BYTES = 1_000_000  # reads that are nearer than this become one request,
 # With TensorStore's jitter; its own 32 tries take up to 15 minutes: whoever waits for a step hears of it before.
@@ -38,7 +41,7 @@ _MERGED_BYTES = 16 << 20  # unless it is this large already: several requests at
 
 
 def kvstore_context(profile: DurableProfile) -> ts.Context:
-    """The limits under which a step is read or written."""
+    """The limits under which a step is read or written; and the memory in which `_UNPUBLISHED` stands meanwhile."""
     return ts.Context(
         {
             "cache_pool": {"total_bytes_limit": _CACHE_BYTES},
@@ -55,7 +58,10 @@ def kvstore_spec(directory: str, profile: DurableProfile, *, writing: bool) -> d
     """The OCDBT database of an item's directory, a path or a bucket URL."""
     if is_remote(directory):
         spec: dict[str, Any] = {"driver": "ocdbt", "base": base_of(directory)}
-        if not writing:
+        if writing:
+            # The last object is put by us, so that we say what it may replace (see `publish`).
+            spec["manifest"] = _UNPUBLISHED
+        else:
             spec["experimental_read_coalescing_threshold_bytes"] = _COALESCED_BYTES
             spec["experimental_read_coalescing_merged_bytes"] = _MERGED_BYTES
             spec["experimental_read_coalescing_interval"] = "1ms"
@@ -74,16 +80,17 @@ class CellWriter:
     """What one process writes of one item. Nothing is in the storage as a database until `commit` has returned.
 
     Written in pieces of `DurableProfile.piece_bytes`, each a commit of the database of its own, up to
-    `in_flight_bytes` of them at a time: no more is held encoded, and `pace` says when each may go. What is written
-    before the last piece is no step for anybody.
+    `in_flight_bytes` of them at a time: no more is held encoded, and `pace` says when each may go. A write that is
+    given up, because it does not end, may still land: in a bucket as an object that no database names.
     """
 
-    def __init__(self, directory: str, profile: DurableProfile, pace: Pace | None = None):
-        self._directory = directory
-        self._profile = profile
+    def __init__(
+        self, directory: str, profile: DurableProfile, pace: Pace | None = None, context: ts.Context | None = None
+    ):
+        self._directory, self._profile = directory, profile
         self._pace = pace or Pace(profile.write_bytes_per_s)
         self._spec = kvstore_spec(directory, profile, writing=True)
-        self._context = kvstore_context(profile)
+        self._context = context or kvstore_context(profile)
         self._store = _opened(directory, self._context, profile, writing=True)
         self._piece = _Piece(self._store)
         self._sent: deque[_Piece] = deque()
@@ -114,7 +121,14 @@ class CellWriter:
                 self._added(source.nbytes)
 
     def commit(self) -> None:
-        """Writes everything; raises ValueError as TensorStore does, `TransientStoreError` after the time limit."""
+        """Writes everything; raises ValueError as TensorStore does, `TransientStoreError` after the time limit,
+        `StoreError` where a permission is refused, and `FileExistsError` where another writer's database has appeared
+        in a bucket."""
+        self.write()
+        publish(self._directory, self._context, self._profile, mode="create")
+
+    def write(self) -> None:
+        """Writes everything; in a bucket nothing of it is in the database until it is published."""
         self._send()
         while self._sent:
             self._finish_oldest()
@@ -143,11 +157,7 @@ class CellWriter:
         self._sent_bytes -= self._sent.popleft().nbytes
 
     def _await(self, futures: Sequence[Any], nbytes: int) -> None:
-        try:
-            awaited_write(futures, self._profile, self._directory, nbytes=nbytes)
-        except BaseException:
-            give_up([write for piece in self._sent for write in piece.writes], self._directory)
-            raise
+        awaited(futures, self._profile, self._directory, nbytes=nbytes, needs="create")
 
     def _array(self, leaf: LeafRecord, prefix: str) -> Any:
         spec = {"driver": "zarr", "kvstore": {**self._spec, "path": prefix}, "metadata": zarr_metadata(leaf)}
@@ -171,14 +181,16 @@ class CellStream:
     """Cells of one item written one after the other, for whoever cannot hold an item in memory.
 
     Holds up to `commit_bytes` of blocks, which must not change meanwhile, and then commits them: a commit of its own
-    for every cell is slow. Raises what `CellWriter` raises.
+    for every cell is slow. In a bucket `finish` puts all of it in the place of what the database was before, in one
+    operation. Raises what `CellWriter` raises.
     """
 
     def __init__(self, directory: str, commit_bytes: int, profile: DurableProfile = DurableProfile()):  # noqa: B008  frozen
         self._directory = directory
         self._commit_bytes = commit_bytes
         self._profile = profile
-        self._writer = CellWriter(directory, profile)
+        self._context = kvstore_context(profile)
+        self._writer = CellWriter(directory, profile, context=self._context)
         self._described: set[str] = set()
         self._pending_bytes = 0
 
@@ -188,7 +200,7 @@ class CellStream:
         self._writer.add(leaf, [(cell, block)], describe=False)
         self._pending_bytes += block.nbytes
         if self._pending_bytes >= self._commit_bytes:
-            self.finish()
+            self._commit()
 
     def create(self, leaf: LeafRecord) -> None:
         """The array, where it is not there yet: one without elements has no cell that would make it."""
@@ -198,8 +210,12 @@ class CellStream:
 
     def finish(self) -> None:
         """Commits what is held."""
-        self._writer.commit()
-        self._writer = CellWriter(self._directory, self._profile)
+        self._commit()
+        publish(self._directory, self._context, self._profile, mode="replace")
+
+    def _commit(self) -> None:
+        self._writer.write()
+        self._writer = CellWriter(self._directory, self._profile, context=self._context)
         self._pending_bytes = 0
 
 
@@ -210,7 +226,24 @@ def merge_processes(directory: str, count: int, profile: DurableProfile) -> None
     whole = _opened(directory, context, profile, writing=True).with_transaction(transaction)
     parts = [_opened(process_directory(directory, each), context, profile, writing=False) for each in range(count)]
     awaited([part.experimental_copy_range_to(whole) for part in parts], profile, directory)
-    awaited_write([transaction.commit_async()], profile, directory)
+    awaited([transaction.commit_async()], profile, directory, needs="create")
+    publish(directory, context, profile, mode="create")
+
+
+def publish(directory: str, context: ts.Context, profile: DurableProfile, *, mode: PutMode) -> None:
+    """Makes what was written under `context` the database of a directory in a bucket: one put, `create` or `replace`.
+
+    TensorStore would join a database that is there already: a writer that was given up long ago would change what a
+    later one has committed. On a disk a step that is written has a directory of its own, and TensorStore has done it.
+    """
+    if not is_remote(directory):
+        return
+    memory = ts.KvStore.open(_UNPUBLISHED, context=context).result()
+    store, manifest = small_objects(directory, profile), memory.read(_MANIFEST).result().value
+    if mode == "create":
+        put_new(store, _MANIFEST, manifest)
+    else:
+        store.put(_MANIFEST, manifest)
 
 
 def process_directory(directory: str, process: int) -> str:

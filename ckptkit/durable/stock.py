@@ -71,9 +71,11 @@ def delete_mark_first(manager: ocp.CheckpointManager) -> None:
     inner._delete_step_permanently = mark_first
 
 
-def committed_by_mark(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManagerOptions:
-    """`options` for a bucket that Orbax does not know for one, as `s3://`: it would take every name there for a
-    committed step, and rename what it writes object by object. What the caller chose stays."""
+def committed_by_mark(options: ocp.CheckpointManagerOptions, url: str) -> ocp.CheckpointManagerOptions:
+    """`options`, for a bucket that Orbax does not know for one, as `s3://`, with marks: it would take every name there
+    for a committed step, and rename what it writes object by object. What the caller chose stays."""
+    if not is_remote(url) or url.startswith("gs://"):
+        return options
     mark, names = ocp.path.atomicity.CommitFileTemporaryPath, options.step_name_format
     names = ocp.path.step.standard_name_format() if names is None else names
     if getattr(names, "temporary_path_cls", mark) is None and getattr(names, "atomicity_options", None) is None:

@@ -1,12 +1,11 @@
-"""Waits for TensorStore with a deadline, says its errors in ours, and remembers what has not ended.
+"""Waits for TensorStore with a deadline, and says its errors in ours.
 
 An operation that is given up is not over: no API ends it. What it was reading may then be overwritten, and what it
-writes may land at any time, so nothing else is written where it may land until it has ended.
+writes may land at any time, so nothing may name what it writes: see `cells.publish`.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -23,8 +22,6 @@ _SMALL_TRIES = 3  # and for how many times that it is tried
 _LEAST_WAIT_S = 1e-3  # what has ended is taken also when no time is left
 
 _T = TypeVar("_T")
-_late_lock = threading.Lock()
-_late: dict[str, list[Any]] = {}  # where a write may land that was given up
 
 
 def small_objects(url: str, profile: DurableProfile) -> Store:
@@ -51,44 +48,6 @@ def awaited(
             "DurableProfile.operation_timeout_s",
             path=where,
         ) from error
-
-
-def awaited_write(futures: Sequence[Any], profile: DurableProfile, where: str, *, nbytes: int = 0) -> None:
-    """`awaited`, for writes below the directory `where`: those that are given up are remembered."""
-    try:
-        awaited(futures, profile, where, nbytes=nbytes, needs="create")
-    except BaseException:
-        give_up(futures, where)
-        raise
-
-
-def give_up(futures: Sequence[Any], directory: str) -> None:
-    """Remembers writes below a directory that nobody waits for any more."""
-    left = [future for future in futures if not future.done()]
-    if left:
-        with _late_lock:
-            for place in [place for place, late in _late.items() if all(future.done() for future in late)]:
-                del _late[place]
-            _late.setdefault(directory, []).extend(left)
-
-
-def late_writes(directory: str, timeout_s: float) -> str | None:
-    """What was given up below a directory and has still not ended after `timeout_s`; None where nothing is."""
-    deadline = Deadline(timeout_s)
-    with _late_lock:
-        mine = [where for where in _late if where == directory or where.startswith(f"{directory}/")]
-        futures = [future for where in mine for future in _late[where]]
-    for future in futures:
-        try:
-            future.result(timeout=_left_s(deadline))
-        except TimeoutError:
-            return f"a write to {directory} that was given up has not ended, and may still land there"
-        except ValueError:
-            pass  # it has ended
-    with _late_lock:
-        for where in mine:
-            _late.pop(where, None)
-    return None
 
 
 def translated(operation: Callable[[], _T], where: str, needs: Needed = "get") -> _T:

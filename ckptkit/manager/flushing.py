@@ -220,6 +220,7 @@ class Flusher:
                     default_item=save.items.default_item,
                     ancestry=self._book.ancestry,
                     custom_metadata=save.items.custom_metadata,
+                    check_epoch=lambda: self._claim.check(save.save_id),
                 )
 
             self._upkeep.attempt(

@@ -15,7 +15,6 @@ import numpy as np
 from ckptkit import clock, layout
 from ckptkit.durable.cell_reader import CellReader
 from ckptkit.durable.cells import CellWriter
-from ckptkit.durable.deletion import remove_step
 from ckptkit.durable.waiting import small_objects
 from ckptkit.manifest import BoxRecord, LeafRecord
 from ckptkit.sharding import Box
@@ -110,8 +109,11 @@ class Probe:
         try:
             yield place
         finally:
-            remove_step(place, shutil.rmtree)
-            if not is_remote(place):
+            if is_remote(place):
+                store = small_objects(place, DurableProfile())
+                store.delete_many(store.list_all(""))
+            else:
+                shutil.rmtree(place, ignore_errors=True)
                 with suppress(OSError):  # what else is kept there stays
                     os.rmdir(os.path.dirname(place))
 

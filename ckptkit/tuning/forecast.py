@@ -15,8 +15,7 @@ _STEP_FILES = 2  # the step's metadata and its marker
 _ITEM_FILES = 4  # of an item of arrays: the tree's metadata, shardings, marker, database manifest
 _PROCESS_FILES = 2  # for each process and item: array metadata, sidecar
 _JSON_FILES = 2  # of an item of JSON
-_LOOKS = 4  # requests that write nothing: the epoch (a listing and a read), the number's leftovers, what is committed
-_PIECE_REQUESTS = 3  # of each piece after the first: its tree's node, the manifest read and written again
+_LOOKS = 9  # beside the files: the epoch before and after, intents, what was left there, the attempt's own intent
 _FIXED_BYTES = 1000  # of a step's own small files
 _LEAF_BYTES = 750  # in the small files of an item, measured with names of 10 characters
 _CELL_BYTES = 60  # a digest, and an entry in the tree
@@ -31,7 +30,7 @@ class SaveForecast:
 
     `files` are files or objects that stay, `requests` what a bucket is asked (0 on a disk), `written_bytes` includes
     padding and small files, `peak_bytes` is host memory beside the snapshot. Exact for a save of one piece but for
-    the bytes of small files (about 10 %); a piece more may cost a node and a manifest more or less.
+    the bytes of small files (about 10 %); a piece more may cost a node more or less.
     """
 
     leaves: int
@@ -61,15 +60,13 @@ def forecast(
     """
     parts = [_Item.of(leaves, profile, processes) for leaves in items.values()]
     files = _STEP_FILES + _JSON_FILES * json_items + sum(part.files(processes) for part in parts)
-    overwritten = sum(_PIECE_REQUESTS * (part.pieces - processes) - part.extra_nodes(processes) for part in parts)
     merged = (processes > 1) * sum(2 + 3 * processes for _ in parts)  # reads of each part, the joined node and manifest
-    opened = sum(processes for _ in parts)  # each database looks for its manifest
     return SaveForecast(
         leaves=sum(part.leaves for part in parts),
         pieces=sum(part.pieces for part in parts),
         data_files=sum(part.data_files for part in parts),
         files=files,
-        requests=(files + _LOOKS + opened + overwritten + merged) if remote else 0,
+        requests=(files + _LOOKS + merged) if remote else 0,
         written_bytes=_FIXED_BYTES + sum(part.stored_bytes + part.small_bytes for part in parts),
         peak_bytes=_BASE_MEMORY_BYTES + max((part.peak_bytes for part in parts), default=0),
     )
