@@ -104,7 +104,7 @@ class CellWriter:
         """
         prefix = f"{leaf.name}/" if leaf.path else ""
         if describe:
-            self._write(f"{prefix}.zarray", json.dumps(zarr_metadata(leaf)).encode())
+            self._write(f"{prefix}.zarray", _zarr_text(leaf.dtype, leaf.shape, leaf.cell))
         array = None
         for box, block in blocks:
             if min(block.nbytes, _cell_bytes(leaf)) < self._profile.copied_bytes:
@@ -134,7 +134,7 @@ class CellWriter:
             self._finish_oldest()
 
     def _write(self, key: str, value: bytes) -> None:
-        self._piece.writes.append(self._piece.store.write(key, value))
+        self._piece.store.write(key, value)  # in a transaction: that it failed, the commit says
         self._added(len(value))
 
     def _added(self, nbytes: int) -> None:
@@ -253,7 +253,12 @@ def process_directory(directory: str, process: int) -> str:
 
 def zarr_metadata(leaf: LeafRecord) -> dict[str, Any]:
     """`.zarray` of a leaf."""
-    return {**_zarr_template(leaf.dtype), "shape": list(leaf.shape), "chunks": list(leaf.cell)}
+    return json.loads(_zarr_text(leaf.dtype, leaf.shape, leaf.cell))
+
+
+@lru_cache(maxsize=1024)  # a model has few shapes
+def _zarr_text(dtype: str, shape: tuple[int, ...], cell: tuple[int, ...]) -> bytes:
+    return json.dumps({**_zarr_template(dtype), "shape": list(shape), "chunks": list(cell)}).encode()
 
 
 def cell_key(prefix: str, leaf: LeafRecord, cell: Box) -> str:
