@@ -45,6 +45,9 @@ from ckptkit.policy import ReplicaPolicy as ReplicaPolicy
 from ckptkit.policy import Tier as Tier
 from ckptkit.preemption import LastSave as LastSave
 from ckptkit.proving import Sample as Sample
+from ckptkit.tuner import explain as explain
+from ckptkit.tuner import tune as tune
 from ckptkit.tuning import DurableProfile as DurableProfile
+from ckptkit.tuning import SaveForecast as SaveForecast
 from ckptkit.verification import scrub as scrub
 from ckptkit.verification import verify as verify

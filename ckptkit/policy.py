@@ -320,17 +320,27 @@ class FailurePolicy:
     """What becomes of a durable save that fails. A failed save never stops training by itself.
 
     A transient failure (a store that does not answer, throttles or drops the connection) is tried again up to
-    `retries` times, after `retry_delay_s`, doubled each time. Any other one, or the last, drops the step and degrades
-    the tier: it is said in events and raised by `check_for_errors`, `wait_until_finished` or `close`. Once every
-    durable save has failed for longer than `durable_max_age_s` (None: never), the next `save` raises
-    `SaveFailedError`.
+    `retries` times, after half to all of `retry_delay_s`, doubled each time. Any other one, or the last, drops the step
+    and degrades the tier: it is said in events and raised by `check_for_errors`, `wait_until_finished` or `close`. From
+    then on no save waits for the durable tier on the step loop. After `pause_after` failed saves in a row the tier is
+    paused for `pause_s`: saves due in it fail at once. Then one is tried, without retries; where it fails too the next
+    pause is twice as long, up to 16 times `pause_s`, and one that works ends it (`tier_recovered`). Forced saves and
+    those of a preemption are tried also in a pause. Once every durable save has failed for longer than
+    `durable_max_age_s` (None: never), the next `save` raises `SaveFailedError`.
     """
 
     retries: int = 3
     retry_delay_s: float = 1.0
+    pause_after: int = 3
+    pause_s: float = 60.0
     durable_max_age_s: float | None = None
 
     def __post_init__(self) -> None:
+        if self.pause_after < 1 or self.pause_s < 0:
+            raise ValueError(
+                f"FailurePolicy: pause_after={self.pause_after}, pause_s={self.pause_s}: give a failure or more, and "
+                "0 seconds or more"
+            )
         if self.retries < 0 or self.retry_delay_s < 0:
             raise ValueError(
                 f"FailurePolicy: retries={self.retries}, retry_delay_s={self.retry_delay_s}: give 0 or more"

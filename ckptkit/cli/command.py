@@ -22,6 +22,7 @@ from ckptkit.cli.show_steps import show_steps
 from ckptkit.cli.show_verification import progress_line, show_scrub, show_verification
 from ckptkit.cli.simulate import simulate
 from ckptkit.cli.text import print_json, printable
+from ckptkit.cli.tune import explain, tune
 from ckptkit.formats import inspect as inspect_path
 from ckptkit.inspection import list_steps, outlook
 from ckptkit.store.roots import is_remote
@@ -189,7 +190,7 @@ def scrub(
     return _code([*found.problems, *left])
 
 
-for each in (convert, diff, goodput, simulate):
+for each in (convert, diff, explain, goodput, simulate, tune):
     commands.add_command(each)
 
 

@@ -7,18 +7,30 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable.cells import awaited, cell_key, kvstore_context, kvstore_spec
+from ckptkit.durable.cells import cell_key, kvstore_context, kvstore_spec
+from ckptkit.durable.waiting import awaited
+from ckptkit.errors import TransientStoreError
 from ckptkit.manifest import BoxRecord, LeafRecord
 from ckptkit.sharding import Box, cells_of
 from ckptkit.tuning import DurableProfile
 
 Wanted = tuple[str, LeafRecord, BoxRecord, Box]  # item, leaf, a stored box, and the part of the leaf that is wanted
 _Key = tuple[str, tuple[str, ...], tuple[int, ...]]
+
+
+class _Read(NamedTuple):
+    """A read that was begun, and by which of the clients."""
+
+    future: Any
+    client: int
+    item: str
+    leaf: LeafRecord
+    cell: Box
 
 
 @final
@@ -32,12 +44,13 @@ class CellReader:
     def __init__(self, step_url: str, profile: DurableProfile):
         self._url = step_url
         self._profile = profile
+        self._client = 0  # which one reads: the second, once the first has hung
         self._context = kvstore_context(profile)
         self._opened_s = time.time()  # a committed step does not change: what was read since is not asked for again
         self._lock = threading.Lock()
         self._stores: dict[str, Any] = {}
         self._waiting: deque[tuple[str, LeafRecord, Box]] = deque()
-        self._started: dict[_Key, Any] = {}
+        self._started: dict[_Key, _Read] = {}
         self._started_bytes = 0
 
     def expect(self, wanted: Iterable[Wanted]) -> None:
@@ -53,15 +66,16 @@ class CellReader:
     def fetch(self, item: str, leaf: LeafRecord, cell: Box) -> np.ndarray | None:
         """The elements of a cell; None where it is not stored plainly, and TensorStore's driver has to read it.
 
-        Raises ValueError as TensorStore does, `TransientStoreError` where nothing comes in time.
+        A read that does not end in time is begun again, once, by a client that shares nothing with the first. Raises
+        ValueError as TensorStore does, `TransientStoreError` where nothing comes in time.
         """
         with self._lock:
-            future = self._started.pop(_key(item, leaf, cell), None)
-            expected = future is not None
-            if future is None:
-                future = self._start(item, leaf, cell)
+            read = self._started.pop(_key(item, leaf, cell), None)
+            expected = read is not None
+            if read is None:
+                read = self._start(item, leaf, cell)
         try:
-            found = awaited([future], self._profile)[0]
+            found = self._found(read)
         finally:
             with self._lock:
                 if expected:
@@ -72,6 +86,29 @@ class CellReader:
         elements = np.frombuffer(found.value, np.dtype(leaf.dtype)).reshape(leaf.cell)
         return elements[tuple(slice(rows) for rows in cell.shape)]  # the last cell along an axis may be padded
 
+    def _found(self, read: _Read) -> Any:
+        moving_bytes = max(self._started_bytes, _stored_bytes(read.leaf))
+        try:
+            return awaited([read.future], self._profile, f"{self._url}/{read.item}", nbytes=moving_bytes)[0]
+        except TransientStoreError:
+            if read.future.done() or read.client > 0:  # it failed, after TensorStore's own tries; or hung once more
+                raise
+        with self._lock:
+            self._replace_client()
+            again = self._start(read.item, read.leaf, read.cell)
+        return awaited([again.future], self._profile, f"{self._url}/{read.item}", nbytes=moving_bytes)[0]
+
+    def _replace_client(self) -> None:
+        """Begins again with another client, once: the caches of the first wait for what hangs."""
+        if self._client > 0:
+            return
+        self._client += 1
+        self._context = kvstore_context(self._profile)
+        self._stores.clear()
+        for key, read in self._started.items():
+            if not read.future.done():
+                self._started[key] = self._start(read.item, read.leaf, read.cell)
+
     def _go_on(self) -> None:
         while self._waiting and self._started_bytes < self._profile.read_ahead_bytes:
             item, leaf, cell = self._waiting.popleft()
@@ -80,14 +117,16 @@ class CellReader:
                 self._started[key] = self._start(item, leaf, cell)
                 self._started_bytes += _stored_bytes(leaf)
 
-    def _start(self, item: str, leaf: LeafRecord, cell: Box) -> Any:
+    def _start(self, item: str, leaf: LeafRecord, cell: Box) -> _Read:
         key = cell_key(f"{leaf.name}/" if leaf.path else "", leaf, cell)
-        return self._store(item).read(key, staleness_bound=self._opened_s)
+        future = self._store(item).read(key, staleness_bound=self._opened_s)
+        return _Read(future, self._client, item, leaf, cell)
 
     def _store(self, item: str) -> Any:
         if item not in self._stores:
             spec = kvstore_spec(f"{self._url}/{item}", self._profile, writing=False)
-            self._stores[item] = awaited([ts.KvStore.open(spec, context=self._context)], self._profile)[0]
+            opened = ts.KvStore.open(spec, context=self._context)
+            self._stores[item] = awaited([opened], self._profile, f"{self._url}/{item}")[0]
         return self._stores[item]
 
 

@@ -1,4 +1,4 @@
-"""Zarr cells into OCDBT: from host memory through TensorStore's key-value store, in one transaction.
+"""Zarr cells into OCDBT: from host memory through TensorStore's key-value store, in few transactions.
 
 A leaf is `<name>/.zarray` and one value per cell, as the zarr 2 specification says, without compression. Small cells
 are put there directly: TensorStore's array driver takes about a millisecond to open a leaf, and a key-value pair some
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, final
@@ -16,10 +17,12 @@ from typing import Any, final
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.errors import TransientStoreError
+from ckptkit.durable.buckets import base_of
+from ckptkit.durable.pacing import Pace
+from ckptkit.durable.waiting import awaited, small_objects
 from ckptkit.manifest import LeafRecord
 from ckptkit.sharding import Box, cells_of
-from ckptkit.store import PutMode, open_store, put_new
+from ckptkit.store import PutMode, put_new
 from ckptkit.store.roots import is_remote
 from ckptkit.tuning import DurableProfile
 
@@ -32,6 +35,8 @@ _MANIFEST = "manifest.ocdbt"  # names the root of an OCDBT database: what is not
 _UNPUBLISHED = {"driver": "memory", "path": "unpublished/"}
 _CACHE_BYTES = 100_000_000
 _COALESCED_BYTES = 1_000_000  # reads that are nearer than this become one request,
+# With TensorStore's jitter; its own 32 tries take up to 15 minutes: whoever waits for a step hears of it before.
+_RETRIES = {"max_retries": 8, "initial_delay": "200ms", "max_delay": "16s"}
 _MERGED_BYTES = 16 << 20  # unless it is this large already: several requests at a time are faster than one
 
 
@@ -42,6 +47,9 @@ def kvstore_context(profile: DurableProfile) -> ts.Context:
             "cache_pool": {"total_bytes_limit": _CACHE_BYTES},
             "file_io_concurrency": {"limit": max(profile.write_concurrency, profile.read_concurrency)},
             "gcs_request_concurrency": {"limit": max(profile.write_concurrency, profile.read_concurrency)},
+            "gcs_request_retries": _RETRIES,
+            "s3_request_concurrency": {"limit": max(profile.write_concurrency, profile.read_concurrency)},
+            "s3_request_retries": _RETRIES,
         }
     )
 
@@ -49,7 +57,7 @@ def kvstore_context(profile: DurableProfile) -> ts.Context:
 def kvstore_spec(directory: str, profile: DurableProfile, *, writing: bool) -> dict[str, Any]:
     """The OCDBT database of an item's directory, a path or a bucket URL."""
     if is_remote(directory):
-        spec: dict[str, Any] = {"driver": "ocdbt", "base": f"{directory}/"}
+        spec: dict[str, Any] = {"driver": "ocdbt", "base": base_of(directory)}
         if writing:
             # The last object is put by us, so that we say what it may replace (see `publish`).
             spec["manifest"] = _UNPUBLISHED
@@ -69,24 +77,34 @@ def kvstore_spec(directory: str, profile: DurableProfile, *, writing: bool) -> d
 
 @final
 class CellWriter:
-    """What one process writes of one item. Nothing is in the storage as a database until `commit` has returned."""
+    """What one process writes of one item. Nothing is in the storage as a database until `commit` has returned.
 
-    def __init__(self, directory: str, profile: DurableProfile, context: ts.Context | None = None):
+    Written in pieces of `DurableProfile.piece_bytes`, each a commit of the database of its own, up to
+    `in_flight_bytes` of them at a time: no more is held encoded, and `pace` says when each may go. A write that is
+    given up, because it does not end, may still land: in a bucket as an object that no database names.
+    """
+
+    def __init__(
+        self, directory: str, profile: DurableProfile, pace: Pace | None = None, context: ts.Context | None = None
+    ):
         self._directory, self._profile = directory, profile
+        self._pace = pace or Pace(profile.write_bytes_per_s)
         self._spec = kvstore_spec(directory, profile, writing=True)
         self._context = context or kvstore_context(profile)
-        self._transaction = ts.Transaction(atomic=True)
-        self._store = _opened(self._spec, self._context, profile).with_transaction(self._transaction)
-        self._writes: list[Any] = []
+        self._store = _opened(directory, self._context, profile, writing=True)
+        self._piece = _Piece(self._store)
+        self._sent: deque[_Piece] = deque()
+        self._sent_bytes = 0
 
     def add(self, leaf: LeafRecord, blocks: Iterable[tuple[Box, np.ndarray]], *, describe: bool) -> None:
         """Adds the cells of `blocks`, whose memory must not change until `commit` has returned.
 
-        `describe` adds the leaf's metadata too: one process does, for each leaf.
+        `describe` adds the leaf's metadata too: one process does, for each leaf. Blocks while more is in flight than
+        may be; raises what `commit` raises.
         """
         prefix = f"{leaf.name}/" if leaf.path else ""
         if describe:
-            self._write(f"{prefix}.zarray", json.dumps(zarr_metadata(leaf)).encode())
+            self._write(f"{prefix}.zarray", _zarr_text(leaf.dtype, leaf.shape, leaf.cell))
         array = None
         for box, block in blocks:
             if min(block.nbytes, _cell_bytes(leaf)) < self._profile.copied_bytes:
@@ -95,27 +113,67 @@ class CellWriter:
                 continue
             if array is None:
                 array = self._array(leaf, prefix)
-            self._writes.append(array[box.slices()].write(block, can_reference_source_data_indefinitely=True).copy)
+            parts = [box] if block.nbytes <= self._profile.piece_bytes else cells_of(box, leaf.cell)
+            for part in parts:
+                into = array.with_transaction(self._piece.transaction)[part.slices()]
+                source = block[part.slices(box.start)]
+                self._piece.writes.append(into.write(source, can_reference_source_data_indefinitely=True).copy)
+                self._added(source.nbytes)
 
     def commit(self) -> None:
-        """Writes everything; raises ValueError as TensorStore does, `TransientStoreError` after the time limit, and
-        `FileExistsError` where another writer's database has appeared in a bucket."""
+        """Writes everything; raises ValueError as TensorStore does, `TransientStoreError` after the time limit,
+        `StoreError` where a permission is refused, and `FileExistsError` where another writer's database has appeared
+        in a bucket."""
         self.write()
-        publish(self._directory, self._context, mode="create")
+        publish(self._directory, self._context, self._profile, mode="create")
 
     def write(self) -> None:
         """Writes everything; in a bucket nothing of it is in the database until it is published."""
-        awaited(self._writes, self._profile)
-        awaited([self._transaction.commit_async()], self._profile)
+        self._send()
+        while self._sent:
+            self._finish_oldest()
 
     def _write(self, key: str, value: bytes) -> None:
-        self._writes.append(self._store.write(key, value))
+        self._piece.store.write(key, value)  # in a transaction: that it failed, the commit says
+        self._added(len(value))
+
+    def _added(self, nbytes: int) -> None:
+        self._piece.nbytes += nbytes
+        if self._piece.nbytes >= self._profile.piece_bytes:
+            self._send()
+
+    def _send(self) -> None:
+        piece, self._piece = self._piece, _Piece(self._store)
+        while self._sent and self._sent_bytes + piece.nbytes > self._profile.in_flight_bytes:
+            self._finish_oldest()
+        self._pace.take(piece.nbytes)
+        self._await([*piece.writes], piece.nbytes)
+        piece.writes = [piece.transaction.commit_async()]
+        self._sent.append(piece)
+        self._sent_bytes += piece.nbytes
+
+    def _finish_oldest(self) -> None:
+        self._await([write for piece in self._sent for write in piece.writes][:1], self._sent_bytes)
+        self._sent_bytes -= self._sent.popleft().nbytes
+
+    def _await(self, futures: Sequence[Any], nbytes: int) -> None:
+        awaited(futures, self._profile, self._directory, nbytes=nbytes, needs="create")
 
     def _array(self, leaf: LeafRecord, prefix: str) -> Any:
         spec = {"driver": "zarr", "kvstore": {**self._spec, "path": prefix}, "metadata": zarr_metadata(leaf)}
         spec["store_data_equal_to_fill_value"] = True
-        opened = ts.open(spec, open=True, assume_metadata=True, context=self._context, transaction=self._transaction)
-        return awaited([opened], self._profile)[0]
+        opened = ts.open(spec, open=True, assume_metadata=True, context=self._context)
+        return awaited([opened], self._profile, self._directory)[0]
+
+
+class _Piece:
+    """What is committed together."""
+
+    def __init__(self, store: Any):
+        self.transaction: Any = ts.Transaction(atomic=True)
+        self.store = store.with_transaction(self.transaction)
+        self.writes: list[Any] = []
+        self.nbytes = 0
 
 
 @final
@@ -132,7 +190,7 @@ class CellStream:
         self._commit_bytes = commit_bytes
         self._profile = profile
         self._context = kvstore_context(profile)
-        self._writer = CellWriter(directory, profile, self._context)
+        self._writer = CellWriter(directory, profile, context=self._context)
         self._described: set[str] = set()
         self._pending_bytes = 0
 
@@ -153,11 +211,11 @@ class CellStream:
     def finish(self) -> None:
         """Commits what is held."""
         self._commit()
-        publish(self._directory, self._context, mode="replace")
+        publish(self._directory, self._context, self._profile, mode="replace")
 
     def _commit(self) -> None:
         self._writer.write()
-        self._writer = CellWriter(self._directory, self._profile, self._context)
+        self._writer = CellWriter(self._directory, self._profile, context=self._context)
         self._pending_bytes = 0
 
 
@@ -165,17 +223,14 @@ def merge_processes(directory: str, count: int, profile: DurableProfile) -> None
     """One database of those of all processes, which stay where they are: the result refers to their data files."""
     context = kvstore_context(profile)
     transaction = ts.Transaction(atomic=True)
-    whole = _opened(kvstore_spec(directory, profile, writing=True), context, profile).with_transaction(transaction)
-    parts = [
-        _opened(kvstore_spec(process_directory(directory, each), profile, writing=False), context, profile)
-        for each in range(count)
-    ]
-    awaited([part.experimental_copy_range_to(whole) for part in parts], profile)
-    awaited([transaction.commit_async()], profile)
-    publish(directory, context, mode="create")
+    whole = _opened(directory, context, profile, writing=True).with_transaction(transaction)
+    parts = [_opened(process_directory(directory, each), context, profile, writing=False) for each in range(count)]
+    awaited([part.experimental_copy_range_to(whole) for part in parts], profile, directory)
+    awaited([transaction.commit_async()], profile, directory, needs="create")
+    publish(directory, context, profile, mode="create")
 
 
-def publish(directory: str, context: ts.Context, *, mode: PutMode) -> None:
+def publish(directory: str, context: ts.Context, profile: DurableProfile, *, mode: PutMode) -> None:
     """Makes what was written under `context` the database of a directory in a bucket: one put, `create` or `replace`.
 
     TensorStore would join a database that is there already: a writer that was given up long ago would change what a
@@ -184,7 +239,7 @@ def publish(directory: str, context: ts.Context, *, mode: PutMode) -> None:
     if not is_remote(directory):
         return
     memory = ts.KvStore.open(_UNPUBLISHED, context=context).result()
-    store, manifest = open_store(directory), memory.read(_MANIFEST).result().value
+    store, manifest = small_objects(directory, profile), memory.read(_MANIFEST).result().value
     if mode == "create":
         put_new(store, _MANIFEST, manifest)
     else:
@@ -198,7 +253,12 @@ def process_directory(directory: str, process: int) -> str:
 
 def zarr_metadata(leaf: LeafRecord) -> dict[str, Any]:
     """`.zarray` of a leaf."""
-    return {**_zarr_template(leaf.dtype), "shape": list(leaf.shape), "chunks": list(leaf.cell)}
+    return json.loads(_zarr_text(leaf.dtype, leaf.shape, leaf.cell))
+
+
+@lru_cache(maxsize=1024)  # a model has few shapes
+def _zarr_text(dtype: str, shape: tuple[int, ...], cell: tuple[int, ...]) -> bytes:
+    return json.dumps({**_zarr_template(dtype), "shape": list(shape), "chunks": list(cell)}).encode()
 
 
 def cell_key(prefix: str, leaf: LeafRecord, cell: Box) -> str:
@@ -231,16 +291,6 @@ def _cell_value(leaf: LeafRecord, part: np.ndarray) -> bytes:
     return part.tobytes()
 
 
-def _opened(spec: dict[str, Any], context: ts.Context, profile: DurableProfile) -> Any:
-    return awaited([ts.KvStore.open(spec, context=context)], profile)[0]
-
-
-def awaited(futures: Sequence[Any], profile: DurableProfile) -> list[Any]:
-    """What TensorStore's futures give; raises what they raise, `TransientStoreError` for one without an end."""
-    try:
-        return [future.result(timeout=profile.operation_timeout_s) for future in futures]
-    except TimeoutError as error:
-        raise TransientStoreError(
-            f"no end within {profile.operation_timeout_s:g} s; look at the network and at the service, or raise "
-            "DurableProfile.operation_timeout_s"
-        ) from error
+def _opened(directory: str, context: ts.Context, profile: DurableProfile, *, writing: bool) -> Any:
+    spec = kvstore_spec(directory, profile, writing=writing)
+    return awaited([ts.KvStore.open(spec, context=context)], profile, directory)[0]

@@ -11,7 +11,8 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,15 +36,35 @@ _TYPES = {HostShards: "jax.Array", np.ndarray: "np.ndarray", int: "scalar", floa
 
 
 def tree_text(tree: Any, custom_metadata: Any = None) -> str:
-    """`_METADATA` of a tree whose leaves are `HostShards`, NumPy arrays and numbers."""
+    """`_METADATA` of a tree whose leaves are `HostShards`, NumPy arrays and numbers.
 
+    The text for a structure is remembered: a training loop saves the same one again and again.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten(tree)
+    kinds = tuple(_Kind(_typestr(leaf), leaf.record.cell if isinstance(leaf, HostShards) else None) for leaf in leaves)
+    try:
+        return _tree_text(treedef, kinds, json.dumps(custom_metadata))
+    except (TypeError, ValueError):  # a node's own data that has no hash, or cannot be compared
+        return _tree_text.__wrapped__(treedef, kinds, json.dumps(custom_metadata))
+
+
+class _Kind(NamedTuple):
+    """What a leaf says of itself: the name of its type, and the cell of one that is ours."""
+
+    typestr: str
+    cell: tuple[int, ...] | None
+
+
+@lru_cache(maxsize=8)
+def _tree_text(treedef: Any, kinds: tuple[_Kind, ...], custom_metadata: str) -> str:
+    numbers = jax.tree_util.tree_unflatten(treedef, range(len(kinds)))  # a leaf is the place of its kind
     entries = []
-    for keypath, value in jax.tree_util.tree_flatten_with_path(tree, is_leaf=tree_utils.is_empty_or_leaf)[0]:
-        typestr = _typestr(value)
+    for keypath, value in jax.tree_util.tree_flatten_with_path(numbers, is_leaf=tree_utils.is_empty_or_leaf)[0]:
+        kind = kinds[value] if type(value) is int else _Kind(_typestr(value), None)
         entry = value_metadata_entry.ValueMetadataEntry(
-            value_type=typestr,
-            skip_deserialize=empty_values.is_empty_typestr(typestr),
-            write_shape=value.record.cell if isinstance(value, HostShards) else None,
+            value_type=kind.typestr,
+            skip_deserialize=empty_values.is_empty_typestr(kind.typestr),
+            write_shape=kind.cell,
         )
         names = str(tuple(str(tree_utils.get_key_name(key)) for key in keypath))
         entries.append(orbax_tree.InternalTreeMetadataEntry(names, orbax_tree.KeyMetadataEntry.build(keypath), entry))
@@ -51,7 +72,7 @@ def tree_text(tree: Any, custom_metadata: Any = None) -> str:
         tree_metadata_entries=entries,
         use_ocdbt=True,
         use_zarr3=False,
-        custom_metadata=custom_metadata,
+        custom_metadata=json.loads(custom_metadata),
         store_array_data_equal_to_fill_value=True,
         pytree_metadata_options=PYTREE_METADATA_OPTIONS,
     )

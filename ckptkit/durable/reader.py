@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -14,19 +14,20 @@ import numpy as np
 import tensorstore as ts
 
 from ckptkit import layout
+from ckptkit.durable.buckets import base_of
 from ckptkit.durable.cell_reader import CellReader, Wanted
 from ckptkit.durable.orbax_files import ARRAY_METADATAS, STEP_METADATA, marked_save
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError, TransientStoreError
+from ckptkit.durable.waiting import UNREACHABLE, awaited, small_objects, translated
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, TransientStoreError
 from ckptkit.layout import COMMIT_MARK
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, Proves, SaveId, copy_proven, prove_all
 from ckptkit.sharding import Box
-from ckptkit.store import Store, open_store
+from ckptkit.store import Store
+from ckptkit.store.refused import is_refusal
 from ckptkit.tuning import DurableProfile
 
 READ_THREADS = 8
 _DAMAGED = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "FAILED_PRECONDITION", "Error decoding", "Truncated")
-_REFUSED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
-_UNREACHABLE = ("UNAVAILABLE", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
 _TRANSIENT_ERRNOS = (
     errno.EAGAIN,
     errno.EINTR,
@@ -65,7 +66,9 @@ def is_damage(error: Exception) -> bool:
     if isinstance(error, FileNotFoundError | json.JSONDecodeError | KeyError):
         return True
     text = str(error)
-    return any(word in text for word in _DAMAGED) and not any(word in text for word in (*_REFUSED, *_UNREACHABLE))
+    return any(word in text for word in _DAMAGED) and not (
+        is_refusal(text) or any(word in text for word in UNREACHABLE)
+    )
 
 
 def is_transient(error: BaseException) -> bool:
@@ -79,7 +82,7 @@ def is_transient(error: BaseException) -> bool:
     status = getattr(error, "code", getattr(error, "status", None))
     if isinstance(status, int):
         return status in (408, 429) or 500 <= status < 600
-    return isinstance(error, TimeoutError) or any(word in str(error) for word in _UNREACHABLE)
+    return isinstance(error, TimeoutError) or any(word in str(error) for word in UNREACHABLE)
 
 
 class DurableReader:
@@ -96,7 +99,8 @@ class DurableReader:
         self._proves = proves
         self._url = step_url.rstrip("/")
         self._step = step
-        self._store: Store = open_store(self._url)
+        self._profile = profile
+        self._store: Store = small_objects(self._url, profile)
         self._cells = CellReader(self._url, profile)
         self._lock = threading.Lock()
         self._arrays: dict[tuple[str, str], ts.TensorStore] = {}
@@ -191,7 +195,7 @@ class DurableReader:
 
         def fetch(cell: Box, start: int, stop: int) -> np.ndarray:
             del start, stop
-            stored = _translated(lambda: self._cells.fetch(item, leaf, cell), self._url, leaf)
+            stored = _proven_readable(lambda: self._cells.fetch(item, leaf, cell), self._url, leaf)
             return self.read_cell(item, leaf, cell) if stored is None else stored
 
         where = f"step {self._step} in {self._url}, item {item}"
@@ -203,7 +207,10 @@ class DurableReader:
         Raises `CorruptCheckpointError` where they cannot be decoded, `StoreError` where they cannot be reached.
         """
         array = self._open(item, leaf)
-        return _translated(lambda: array[cell.slices()].read().result(), self._url, leaf)
+        return _proven_readable(lambda: self._awaited(array[cell.slices()].read()), self._url, leaf)
+
+    def _awaited(self, future: Any) -> Any:
+        return awaited([future], self._profile, self._url, nbytes=self._profile.read_ahead_bytes)[0]
 
     def _manifest(self, key: str) -> Manifest:
         manifest = Manifest.from_bytes(self._store.get(key), path=f"{self._url}/{key}")
@@ -239,12 +246,12 @@ class DurableReader:
                     "driver": "zarr",
                     "kvstore": {
                         "driver": "ocdbt",
-                        "base": _kvstore_url(f"{self._url}/{item}"),
+                        "base": base_of(f"{self._url}/{item}"),
                         "path": f"{leaf.name}/",
                     },
                 }
-                self._arrays[key] = _translated(
-                    lambda: ts.open(spec, open=True, read=True, context=self._context).result(), self._url, leaf
+                self._arrays[key] = _proven_readable(
+                    lambda: self._awaited(ts.open(spec, open=True, read=True, context=self._context)), self._url, leaf
                 )
             array = self._arrays[key]
         if tuple(array.shape) != leaf.shape or array.dtype.numpy_dtype != np.dtype(leaf.dtype):
@@ -257,20 +264,11 @@ class DurableReader:
         return array
 
 
-def _kvstore_url(directory: str) -> str:
-    return f"{directory}/" if "://" in directory else f"file://{directory}/"
-
-
-def _translated(operation: Any, url: str, leaf: LeafRecord) -> Any:
-    """TensorStore raises ValueError for everything. The status name in its text tells them apart, where there is one:
-    a damaged B-tree node has none, so what names no access problem is damage."""
+def _proven_readable(operation: Callable[[], Any], url: str, leaf: LeafRecord) -> Any:
+    """What `operation` of TensorStore gives: a damaged B-tree node has no status name, so what names no access problem
+    is damage."""
+    where = f"{url}: leaf {leaf.name}"
     try:
-        return operation()
+        return translated(operation, url)
     except ValueError as error:
-        text = str(error)
-        message = f"{url}: leaf {leaf.name}: {text}"
-        if any(status in text for status in _REFUSED):
-            raise StoreError(message, path=url) from error
-        if any(status in text for status in _UNREACHABLE):
-            raise TransientStoreError(message, path=url) from error
-        raise CorruptCheckpointError(message, path=url) from error
+        raise CorruptCheckpointError(f"{where}: {error}", path=url) from error

@@ -24,12 +24,14 @@ from ckptkit.coordination import Coordinator
 from ckptkit.durable import orbax_files
 from ckptkit.durable.attempts import BucketAttempt, DiskAttempt, begin
 from ckptkit.durable.cells import CellWriter, merge_processes, process_directory
+from ckptkit.durable.pacing import Pace
 from ckptkit.durable.shards import HostShards, shards_of
 from ckptkit.durable.stock import METRICS_ITEM
+from ckptkit.durable.waiting import small_objects
 from ckptkit.errors import TransientStoreError
 from ckptkit.manifest import LeafRecord, SaveId
 from ckptkit.sharding import Box
-from ckptkit.store import Store, open_store, put_new
+from ckptkit.store import Store, put_new
 from ckptkit.store.local import LocalStore
 from ckptkit.store.roots import is_remote
 from ckptkit.tuning import DurableProfile
@@ -47,11 +49,19 @@ class StepWriter:
     """Writes steps below one root, all processes together. Raises what stores and TensorStore raise."""
 
     def __init__(
-        self, url: str, coordinator: Coordinator, profile: DurableProfile, *, timeout_s: float, mode: int | None = None
+        self,
+        url: str,
+        coordinator: Coordinator,
+        profile: DurableProfile,
+        *,
+        timeout_s: float,
+        mode: int | None = None,
+        pace: Pace | None = None,
     ):
         self._url = url
         self._coordinator = coordinator
         self._profile = profile
+        self._pace = pace or Pace(profile.write_bytes_per_s)
         self._timeout_s = timeout_s
         self._mode = 0o777 if mode is None else mode  # of directories; the process's umask applies
 
@@ -113,11 +123,14 @@ class StepWriter:
     def _agree(self, channel: str, value: Any, decide: Any) -> Any:
         return self._coordinator.agree(channel, value, decide, timeout_s=self._timeout_s)
 
+    def _small(self, place: str) -> Store:
+        return small_objects(place, self._profile)
+
     # On every process.
 
     def _write_part(self, place: str, items: Mapping[str, Any]) -> None:
         # On a disk all is synced at the end, side by side: one by one takes a turn of the disk for each file.
-        store = open_store(place) if is_remote(place) else LocalStore(place, durable=False)
+        store = self._small(place) if is_remote(place) else LocalStore(place, durable=False)
         with ThreadPoolExecutor(_PUTS, thread_name_prefix="ckptkit-step") as pool:
             puts = []
             for item, args in items.items():
@@ -142,7 +155,7 @@ class StepWriter:
         part = directory if count == 1 else process_directory(directory, process)
         if not is_remote(part):
             os.makedirs(part, mode=self._mode, exist_ok=True)
-        cells = CellWriter(part, self._profile)
+        cells = CellWriter(part, self._profile, self._pace)
         for keypath, leaf in leaves:
             if isinstance(leaf, HostShards):
                 cells.add(leaf.record, leaf.blocks, describe=process == 0)
@@ -177,7 +190,7 @@ class StepWriter:
         custom_metadata: Any,
     ) -> None:
         """Joins the parts, and says of each item and of the step that it is whole; it is not committed yet."""
-        store = open_store(place)
+        store = self._small(place)
         for item, args in items.items():
             if isinstance(args, ocp.args.JsonSave):
                 continue

@@ -16,6 +16,7 @@ from ckptkit.durable.epochs import Ancestry
 from ckptkit.durable.handlers import handler_name, handlers_of_writer
 from ckptkit.durable.leases import PruneGuard
 from ckptkit.durable.leftovers import clean_left
+from ckptkit.durable.pacing import Pace
 from ckptkit.durable.preservation import BranchPreservation, prunes, replaced_options
 from ckptkit.durable.pruning import Pruner, Said
 from ckptkit.durable.reader import DurableReader, identity_metadata
@@ -29,6 +30,7 @@ from ckptkit.durable.stock import (
     Setup,
     StockManager,
     checked_options,
+    committed_by_mark,
     delete_directory,
     delete_mark_first,
 )
@@ -90,7 +92,7 @@ class DurableSteps:
         self._guard = PruneGuard(open_store(self.url, deadline_s=_LEASE_DEADLINE_S))
         self._preservation = BranchPreservation(options, self._spared)
         asynchronous = options.async_options or ocp.AsyncOptions(timeout_secs=math.ceil(timeout_s))
-        self._options = dataclasses.replace(
+        orbax_options = dataclasses.replace(
             options,
             **(replaced_options(self._preservation) if prunes(options) else {}),
             create=False,
@@ -98,11 +100,13 @@ class DurableSteps:
             multiprocessing_options=self._multiprocessing,
             **read_by_one(options),
         )
+        self._options = committed_by_mark(orbax_options, self.url)
+        self._orbax_writes = finishes_in_its_own_way(options)
         self.stock = StockManager(self.url, self._options, setup)
         mode = options.file_options.path_permission_mode if options.file_options else None
-        self._step_writer = StepWriter(self.url, coordinator, profile, timeout_s=timeout_s, mode=mode)
-        leads = coordinator.process == 0
-        self._pruner = Pruner(self.url, self.stock, self._guard, options, leads=leads, said=said)
+        self.pace = Pace(profile.write_bytes_per_s)
+        self._step_writer = StepWriter(self.url, coordinator, profile, timeout_s=timeout_s, mode=mode, pace=self.pace)
+        self._pruner = Pruner(self.url, self.stock, self._guard, options, leads=coordinator.process == 0, said=said)
         self._writer: ocp.CheckpointManager | None = None
         self._stale: set[int] = set()  # ids of Orbax managers that another one has written past
         self._on_committed = asynchronous.post_finalization_callback
@@ -156,7 +160,7 @@ class DurableSteps:
         self._settle()
         self._clean_left(save_id)
         self._meet_abandoned(save_id.step, ancestry)
-        if is_writable(items) and not finishes_in_its_own_way(self._options):
+        if is_writable(items) and not self._orbax_writes:
             self._write(save_id, items, metrics, custom, check_epoch)
         else:
             self._write_through_orbax(save_id, items, metrics, custom, default_item=default_item)

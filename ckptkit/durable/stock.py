@@ -21,7 +21,7 @@ from orbax.checkpoint._src.path import deleter
 
 from ckptkit.durable.deletion import remove_step
 from ckptkit.durable.listing import committed_steps
-from ckptkit.store.roots import root_url
+from ckptkit.store.roots import is_remote, root_url
 
 DEFAULT_ITEM = checkpoint_manager.DEFAULT_ITEM_NAME  # the item of a step that was saved without Composite
 METRICS_ITEM = checkpoint_manager.METRIC_ITEM_NAME
@@ -69,6 +69,23 @@ def delete_mark_first(manager: ocp.CheckpointManager) -> None:
         remove_step(str(path), lambda place: delete(step, epath.Path(place)))
 
     inner._delete_step_permanently = mark_first
+
+
+def committed_by_mark(options: ocp.CheckpointManagerOptions, url: str) -> ocp.CheckpointManagerOptions:
+    """`options`, for a bucket that Orbax does not know for one, as `s3://`, with marks: it would take every name there
+    for a committed step, and rename what it writes object by object. What the caller chose stays."""
+    if not is_remote(url) or url.startswith("gs://"):
+        return options
+    mark, names = ocp.path.atomicity.CommitFileTemporaryPath, options.step_name_format
+    names = ocp.path.step.standard_name_format() if names is None else names
+    if getattr(names, "temporary_path_cls", mark) is None and getattr(names, "atomicity_options", None) is None:
+        names = dataclasses.replace(names, temporary_path_cls=mark)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    chosen = options.temporary_path_class is not None or options.atomicity_options is not None
+    return dataclasses.replace(
+        options,
+        step_name_format=names,
+        temporary_path_class=options.temporary_path_class if chosen else mark,
+    )
 
 
 class StockManager:
@@ -157,8 +174,9 @@ class StockManager:
         own lists them itself.
         """
         root, names = self.orbax.directory, self.orbax._step_name_format
+        marked = ocp.path.atomicity.CommitFileTemporaryPath if is_remote(root_url(str(root))) else None
         if type(names) is type(ocp.path.step.standard_name_format()) and not (
-            names.temporary_path_cls or names.atomicity_options  # pyright: ignore[reportAttributeAccessIssue]
+            names.temporary_path_cls not in (None, marked) or names.atomicity_options  # pyright: ignore[reportAttributeAccessIssue]
         ):
             return committed_steps(root_url(str(root)), names, self.orbax.all_steps())
         return sorted({found.step for found in names.find_all(root)}) if root.exists() else []

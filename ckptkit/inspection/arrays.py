@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorstore as ts
 
+from ckptkit.durable.buckets import base_of
 from ckptkit.errors import CorruptCheckpointError, StoreError, TransientStoreError
 from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.records import Leaf
@@ -195,7 +196,7 @@ def _tolerated(read: Any, problems: list[str]) -> dict[str, str]:
 
 def open_kvstore(place: Place, ocdbt: bool, timeout_s: float) -> Any:
     """TensorStore's view of an item's files, or of the keys in its OCDBT tree."""
-    base = f"{place.url}/" if is_remote(place.url) else f"file://{place.url}/"
+    base = base_of(place.url)
     return finished(ts.KvStore.open({"driver": "ocdbt", "base": base} if ocdbt else base), place.url, timeout_s)
 
 
@@ -206,8 +207,8 @@ def open_array(
 
     Without `fill_missing` a chunk that is not there is damage, as where the writer stored every chunk.
     """
-    base = f"{item.url}/" if is_remote(item.url) else f"file://{item.url}/"
-    kvstore: Any = f"{base}{leaf.name}/"
+    base = base_of(item.url)
+    kvstore: Any = base_of(f"{item.url}/{leaf.name}")
     if words.startswith("ocdbt"):
         kvstore = {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}
     spec = {"driver": "zarr3" if words.endswith("zarr3") else "zarr", "kvstore": kvstore, "open": True}

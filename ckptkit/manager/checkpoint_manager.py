@@ -47,7 +47,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     manager, save and restore together. Where it does not behave as Orbax's, `docs/departures.md` says so.
 
     Args:
-      directory: durable root, a path or `gs://bucket/prefix`.
+      directory: durable root, a path, `gs://bucket/prefix`, or `s3://` with the extra `s3`.
       checkpointers, metadata, item_names, item_handlers, handler_registry: as in Orbax.
       options: Orbax's options; they rule the durable tier.
       logger: an `ocp.logging.AbstractLogger` that gets Orbax's entry for each save and restore.

@@ -20,6 +20,8 @@ from ckptkit.manager.replicating import Replicator
 from ckptkit.manager.taken import DURABLE, PEER, DiskFlush, Save, Sealed, Tiers
 from ckptkit.manifest import Manifest, SaveId
 
+_LOOK_S = 0.2  # how often a save that waits for the durable tier looks whether that is failing
+
 
 class Flusher:
     """Owner of the threads that fill the slower tiers. They read the snapshot's slot under a lease."""
@@ -47,9 +49,18 @@ class Flusher:
         """Whether no durable save is on its way."""
         return self._durable.idle
 
-    def wait_durable(self, deadline: Deadline) -> bool:
-        """Waits for the durable save on its way; False where time ran out first."""
-        return self._durable.wait_idle(deadline.left_s)
+    @property
+    def durable_failing(self) -> bool:
+        """Whether the durable tier is not worth waiting for."""
+        return self._upkeep.failing
+
+    def wait_durable(self, deadline: Deadline, *, patient: bool = True) -> bool:
+        """Waits for the durable save on its way; False where time ran out first, or, unless `patient`, where the
+        durable tier turns out to be failing."""
+        while not self._durable.wait_idle(deadline.left_s if patient else min(_LOOK_S, deadline.left_s)):
+            if deadline.passed or (not patient and self._upkeep.failing):
+                return False
+        return True
 
     def wait_disk(self, deadline: Deadline) -> bool:
         """Waits for the disk save on its way; False where time ran out first."""
@@ -96,7 +107,7 @@ class Flusher:
         """Sends a save that all processes have committed on to the slower tiers it is due in; for the writer thread.
 
         Whether a slower tier is still busy with an older step is a local matter, so it is voted on: a tier that is
-        busy anywhere leaves the step out everywhere. A durable save that waited for its turn needs no vote.
+        busy anywhere leaves the step out everywhere.
         """
         begun = save.disk
         if begun is None and "ssd" in save.due:
@@ -146,7 +157,7 @@ class Flusher:
     def _refused(self, save: Save, tier: str, begun: bool) -> Refusal | None:
         too_early = Refusal(policy="skip", reason="still writing an older step")
         if tier == DURABLE:
-            return None if save.waits else self._outcomes.vote("durable", None if self._durable.idle else too_early)
+            return self._outcomes.vote("durable", None if self._durable.idle or save.forced else too_early)
         if tier == PEER:
             idle = self._copies is not None and self._copies.idle
             return self._outcomes.vote(PEER, None if idle else too_early)
@@ -202,11 +213,11 @@ class Flusher:
     def _flush_to_durable(self, save: Save, slot: Slot, sealed: Sealed) -> None:
         self._outcomes.phase(save.save_id, "begun", DURABLE)
         try:
-            self._claim.fence(save.save_id)
             manifest = sealed.manifest(slot)
-            self._upkeep.attempt(
-                save.save_id.step,
-                lambda: self._tiers.durable.save(
+
+            def write() -> None:
+                self._claim.fence(save.save_id)
+                self._tiers.durable.save(
                     save.save_id,
                     {**self._array_items(save, slot, manifest), **save.items.durable},
                     metrics=save.metrics,
@@ -214,8 +225,10 @@ class Flusher:
                     ancestry=self._book.ancestry,
                     custom_metadata=save.items.custom_metadata,
                     check_epoch=lambda: self._claim.check(save.save_id),
-                ),
-                lambda: self._tiers.durable.holds(save.save_id),
+                )
+
+            self._upkeep.attempt(
+                save.save_id.step, write, lambda: self._tiers.durable.holds(save.save_id), forced=save.forced
             )
             self._outcomes.phase(save.save_id, "committed_here", DURABLE)
             self._outcomes.committed(save, DURABLE, None)

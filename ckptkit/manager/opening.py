@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ UNKNOWN_BYTES = 1 << 60  # of a state before the first save: slots that follow f
 _LOOKED_INTO_MAX = 256  # manifests of one save, when all is looked at on one process
 STORE_DEADLINE_S = 20.0  # for small reads and writes of the durable root: a restart should not hang on a dead bucket
 
+_LOOKS = 16  # durable steps that are looked into at a time
 _NAMES_MAX = 20  # of leftovers, in one event
 
 
@@ -184,7 +186,8 @@ def take_stock(
 
     def stock(said: list[list[list[Any]]]) -> dict[str, Any]:
         reports = [[Held.from_json(values) for values in report] for report in said]
-        listed = [restorer.identity(step, ancestry) for step in durable.steps()]
+        with ThreadPoolExecutor(_LOOKS, thread_name_prefix="ckptkit-look") as pool:  # a round trip each, in a bucket
+            listed = list(pool.map(lambda step: restorer.identity(step, ancestry), durable.steps()))
         seen = sorted({held.save_id for report in reports for held in report})
         if restorer.client is None and coordinator.count > 1:
             common = [save for save in seen if _each_has_its_own(reports, save)]

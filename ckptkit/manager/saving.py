@@ -28,6 +28,7 @@ from ckptkit.manager.items import SaveItems
 from ckptkit.manager.keeping import Keeper
 from ckptkit.manager.outcomes import Outcomes, Refusal, describe
 from ckptkit.manager.taken import DURABLE, PEER, DiskFlush, Save, Sealed, Tiers, Turn, with_shardings
+from ckptkit.manager.turns import await_turn
 from ckptkit.manifest import ManifestText, SaveId, Writer
 from ckptkit.policy import Backpressure, FailurePolicy, ReplicaPolicy
 from ckptkit.replicas import Twin
@@ -54,6 +55,7 @@ class SavePipeline:
         replicas: ReplicaPolicy | None,
     ):
         self._tiers = tiers
+        self._pace = tiers.durable.pace  # the durable tier lets a save pass until its first commit
         self._coordinator = coordinator
         self._writer_record = writer
         self._book = book
@@ -121,24 +123,9 @@ class SavePipeline:
         return () if self._tiers.buddies is None else self._tiers.buddies.lanes
 
     def await_turn(self, due: frozenset[str], *, must_wait: bool, last: Deadline | None = None) -> Turn:
-        """Waits for the saves before one that is due in the durable tier, on the step loop's thread.
-
-        At most `timeout_s`, and not at all for a save that is due in fast tiers alone or, unless it is a `must_wait`,
-        where the policy is to skip one that comes too early. One that no other follows has until `last`; it waits for
-        the writer, a little for peers and disk, and queues behind a durable save: none may cost the faster tiers.
-        """
-        waits = last is not None or (DURABLE in due and (must_wait or self._backpressure.durable_busy == "wait"))
-        was_busy, waiting_s = waits and self.busy, clock.monotonic_s()
-        deadline = last or Deadline(self._timeout_s if waits else 0.0)
-        in_time = not waits or self._writer.wait_idle(deadline.left_s)
-        if last is not None:
-            soon = Deadline(last.left_s / 4)
-            self._flusher.wait_copies(soon)
-            self._flusher.wait_disk(soon)
-        elif waits:
-            in_time = in_time and self._flusher.wait_durable(deadline)
-        waited_s = clock.monotonic_s() - waiting_s
-        return Turn(waits=waits, was_busy=was_busy, in_time=in_time, waited_s=waited_s, deadline=deadline)
+        """Waits for the saves before one that is due in the durable tier (`turns.await_turn`)."""
+        busy, timeout_s = self._backpressure.durable_busy, self._timeout_s
+        return await_turn(self._writer, self._flusher, due, busy, timeout_s, must_wait=must_wait, last=last)
 
     def raise_if_overdue(self, step: int, due: frozenset[str]) -> None:
         """Raises `SaveFailedError` where the durable tier has been failing for too long (`DurableUpkeep`).
@@ -199,7 +186,7 @@ class SavePipeline:
             staging=staged,
             disk=disk,
             due=due,
-            waits=turn.waits,
+            forced=turn.forced,
             metrics=metrics,
             twins=twins,
             staged_s=staged_s,
@@ -243,6 +230,7 @@ class SavePipeline:
     ) -> tuple[DiskFlush | None, staging.Staging | None, tuple[Twin, ...]]:
         if slot is None:
             return None, None, ()
+        self._pace.begin_urgent(save_id)
         disk = None
         try:
             if "ssd" in due:
@@ -251,6 +239,7 @@ class SavePipeline:
             twins, compared = self._replicas.shards(description, items.trees)
             return disk, staging.begin(self._choice, description, items.trees, slot.memory, copied, compared), twins
         except BaseException:  # an array that was deleted, say: the caller hears it, the slot is free again
+            self._pace.end_urgent(save_id)
             if disk is not None:
                 disk.leave_out()
             self._tiers.staging.release(slot)
@@ -299,6 +288,7 @@ class SavePipeline:
         try:
             self._commit_and_vote(save, refusal)
         finally:
+            self._pace.end_urgent(save.save_id)
             if save.disk is not None and not save.disk.decided.done():
                 save.disk.leave_out()
             with self._changed:
@@ -330,6 +320,7 @@ class SavePipeline:
         try:
             self._outcomes.committed(save, self._tiers.staging_name, self._tiers.staging)
             self._release_undecided()
+            self._pace.end_urgent(save.save_id)
             self._flusher.flush(save, save.slot, sealed)
         finally:
             self._tiers.staging.release(save.slot)

@@ -38,7 +38,7 @@ class Save:
     staging: staging.Staging | None
     disk: DiskFlush | None  # None where the disk was busy when the save began, or the tier is not due
     due: frozenset[str]
-    waits: bool  # for its turn in the durable tier, on every process alike
+    forced: bool  # tried in the durable tier also while that is paused, on every process alike
     metrics: Any
     twins: tuple[Twin, ...]  # the local copies that were digested beside what is stored
     staged_s: float  # monotonic, when the step loop was let go
@@ -48,7 +48,8 @@ class Save:
 class Turn:
     """How a save waited for earlier ones, before it was taken. `in_time`: they were done, or it does not wait."""
 
-    waits: bool  # the same on every process
+    waits: bool  # a local matter: a process that has heard of a failure does not wait for the durable tier
+    forced: bool  # the same on every process
     was_busy: bool
     in_time: bool
     waited_s: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, final
 
 import fsspec
@@ -11,8 +11,10 @@ from fsspec.asyn import AsyncFileSystem
 
 from ckptkit.errors import StoreError, TransientStoreError
 from ckptkit.store.base import PutMode, Stat, checked_key
+from ckptkit.store.refused import Needed, is_refusal, refused
 
 _OPERATION_TIMEOUT_S = 20.0  # of a small object; a server that accepts and never answers would hang a restart
+_NO_CREDENTIALS = ("GoogleAuthError", "DefaultCredentialsError", "RefreshError", "NoCredentialsError")
 _TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
 
 
@@ -23,8 +25,9 @@ class RemoteStore:
     Listings are never cached: another process may have written since.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, *, timeout_s: float | None = None):
         self._url = url.rstrip("/")
+        self._timeout_s = timeout_s or _OPERATION_TIMEOUT_S
         self._fs, self._root = _open_filesystem(self._url)
 
     @property
@@ -35,13 +38,13 @@ class RemoteStore:
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
         """Stores `data` whole; `create` is a precondition that the bucket itself checks."""
         path = self._path(key)
-        with _translated(f"{self._url}/{key}"):
+        with self._asking(key, "create"):
             self._ask("pipe_file", path, data, mode="create" if mode == "create" else "overwrite")
 
     def copy(self, source: str, target: str, *, mode: PutMode = "replace", replaces: int | None = None) -> None:
         """See `Store.copy`; on GCS the bucket checks that source and target are what they have to be."""
         paths = self._path(source), self._path(target)
-        with _translated(f"{self._url}/{target}, from {source}"):
+        with _translated(f"{self._url}/{target}, from {source}", "create", self._timeout_s):
             if not {"gs", "gcs"}.isdisjoint(self._fs.protocol):
                 generation = 0 if mode == "create" else replaces
                 self._rewrite(*paths, **({} if generation is None else {"ifGenerationMatch": generation}))
@@ -63,19 +66,19 @@ class RemoteStore:
     def get(self, key: str) -> bytes:
         """The whole object; raises `FileNotFoundError` where there is none."""
         path = self._path(key)
-        with _translated(f"{self._url}/{key}"):
+        with self._asking(key, "get"):
             return self._ask("cat_file", path)
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         """Bytes `[start, stop)` of an object; raises `FileNotFoundError` where there is none."""
         path = self._path(key)
-        with _translated(f"{self._url}/{key}"):
+        with self._asking(key, "get"):
             return self._ask("cat_file", path, start=start, end=stop)
 
     def stat(self, key: str) -> Stat | None:
         """Facts about an object; None where there is none."""
         path = self._path(key)
-        with suppress(FileNotFoundError), _translated(f"{self._url}/{key}"):
+        with suppress(FileNotFoundError), self._asking(key, "get"):
             info: dict[str, Any] = self._ask("info", path)
             generation = info.get("generation")
             found = Stat(int(info["size"]), None if generation is None else int(generation))
@@ -85,7 +88,7 @@ class RemoteStore:
     def list(self, prefix: str) -> list[str]:
         """The names right below `prefix`, sorted; directories end in `/`. One paged delimiter listing."""
         path = self._path(prefix) if prefix else self._root
-        with suppress(FileNotFoundError), _translated(f"{self._url}/{prefix}"):
+        with suppress(FileNotFoundError), self._asking(prefix, "list"):
             self._fs.invalidate_cache()
             entries: list[dict[str, Any]] = self._ask("ls", path, detail=True)
             names = {
@@ -99,13 +102,13 @@ class RemoteStore:
     def delete(self, key: str) -> None:
         """Removes an object; one that is absent is no error."""
         path = self._path(key)
-        with suppress(FileNotFoundError), _translated(f"{self._url}/{key}"):
+        with suppress(FileNotFoundError), self._asking(key, "delete"):
             self._ask("rm_file", path)
 
     def list_all(self, prefix: str) -> list[str]:
         """The keys below `prefix`, sorted: one paged listing (a second one where gcsfs finds nothing)."""
         path = self._path(prefix) if prefix else self._root
-        with suppress(FileNotFoundError), _translated(f"{self._url}/{prefix}"):
+        with suppress(FileNotFoundError), self._asking(prefix, "list"):
             self._fs.invalidate_cache()
             found = self._ask("find", path)
             return sorted(name[len(self._root) + 1 :] for name in found if name.startswith(f"{path}/"))
@@ -115,7 +118,7 @@ class RemoteStore:
         """Removes objects in batches, where the service has them."""
         paths = [self._path(key) for key in keys]
         try:
-            with _translated(self._url):
+            with self._asking("", "delete"):
                 self._ask("rm", paths)
         except FileNotFoundError:  # some file systems stop at the first that is absent
             for key in keys:
@@ -124,8 +127,12 @@ class RemoteStore:
     def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """One operation. An asynchronous file system's own tries end at the limit, however many they would be."""
         if isinstance(self._fs, AsyncFileSystem):
-            kwargs["timeout"] = _OPERATION_TIMEOUT_S
+            kwargs["timeout"] = self._timeout_s
         return getattr(self._fs, method)(*args, **kwargs)
+
+    def _asking(self, key: str, needs: Needed) -> AbstractContextManager[None]:
+        where = f"{self._url}/{key}" if key else self._url
+        return _translated(where, needs, self._timeout_s)
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{checked_key(key)}"
@@ -137,8 +144,11 @@ def _open_filesystem(url: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def _translated(where: str) -> Iterator[None]:
-    """Library errors become ours once, here. Statuses are found by attribute: gcsfs and aiohttp differ in type."""
+def _translated(where: str, needs: Needed = "list", timeout_s: float | None = None) -> Iterator[None]:
+    """Library errors become ours once, here. Statuses are found by attribute: gcsfs and aiohttp differ in type.
+
+    `needs` is what the operation has to be permitted.
+    """
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
@@ -151,16 +161,18 @@ def _translated(where: str) -> Iterator[None]:
             status = int(status)  # pyright: ignore[reportArgumentType]
         message = f"{where}: {type(error).__name__}: {error}"
         if isinstance(error, TimeoutError):
-            message = f"{where}: no answer within {_OPERATION_TIMEOUT_S:g} s; look at the network and at the service"
+            limit_s = timeout_s or _OPERATION_TIMEOUT_S
+            message = f"{where}: no answer within {limit_s:g} s; look at the network and at the service"
         if status == 412:
             raise FileExistsError(message) from error
         # gcsfs makes an OSError of a 403 and keeps no status.
-        if status in (401, 403) or str(error).startswith("Forbidden") or type(error).__name__ == "GoogleAuthError":
-            raise StoreError(
-                f"{message}\nThe credentials in use may not do this; grant storage.objects.get, .list, .create and "
-                ".delete on the bucket, or sign in (gcloud auth application-default login).",
-                path=where,
-            ) from error
+        if (
+            status in (401, 403)
+            or isinstance(error, PermissionError)
+            or is_refusal(str(error))
+            or type(error).__name__ in _NO_CREDENTIALS
+        ):
+            raise refused(where, f"{type(error).__name__}: {error}", needs=needs) from error
         if status in _TRANSIENT_STATUS or isinstance(error, (ConnectionError, TimeoutError)):
             raise TransientStoreError(message, path=where) from error
         if type(error).__module__.split(".")[0] in ("aiohttp", "requests"):  # gcsfs makes a ProxyError of a 502

@@ -24,9 +24,12 @@ def root_url(root: str | os.PathLike[str]) -> str:
     return root.rstrip("/") if is_remote(root) else os.path.realpath(root.removeprefix("file://"))
 
 
-def open_store(root: str | os.PathLike[str], *, deadline_s: float = 60.0) -> Store:
-    """The store of a directory, a `file://` URL, or a bucket URL such as `gs://bucket/prefix`."""
+def open_store(root: str | os.PathLike[str], *, deadline_s: float = 60.0, timeout_s: float | None = None) -> Store:
+    """The store of a directory, a `file://` URL, or a bucket URL such as `gs://bucket/prefix`.
+
+    An operation is tried for `deadline_s`; a bucket has `timeout_s` for each try (None: `RemoteStore`'s own).
+    """
     root = os.fspath(root)
     if is_remote(root):
-        return RetryStore(RemoteStore(root), deadline_s=deadline_s)
+        return RetryStore(RemoteStore(root, timeout_s=timeout_s), deadline_s=deadline_s)
     return RetryStore(LocalStore(root.removeprefix("file://")), deadline_s=deadline_s)

@@ -1,5 +1,4 @@
-"""How the durable tier is written and read: profiles, what they cost, and how to find one."""
+"""How the durable tier is written and read, and what a save costs: profiles and forecasts."""
 
-from ckptkit.tuning.profile import DurableProfile
-
-__all__ = ["DurableProfile"]
+from ckptkit.tuning.forecast import SaveForecast as SaveForecast
+from ckptkit.tuning.profile import DurableProfile as DurableProfile

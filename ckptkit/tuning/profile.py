@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
-_UNITS = {"_bytes": "bytes", "_s": "seconds"}
+_UNITS = {"_bytes_per_s": "bytes per second", "_bytes": "bytes", "_s": "seconds"}
+_OPTIONAL = frozenset({"write_bytes_per_s"})
+_SLOWEST_BYTES_PER_S = 10e6  # of a tier that works: a tenth of what one connection to a bucket gives
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +25,11 @@ class DurableProfile:
         each; larger ones through its array driver, which opens each leaf (about a millisecond) and copies nothing.
       write_concurrency, read_concurrency: files or requests on their way at a time.
       read_ahead_bytes: how much of a restore is read before it is asked for; host memory that it may take.
-      operation_timeout_s: how long one request may go without a byte, and a whole data write without an end, before
-        it is given up as transient.
+      in_flight_bytes: how much of a save is being written at a time; between pieces of it (`piece_bytes`) the
+        writer keeps to its rate and lets a fast tier's commit pass first. Host memory that small cells may take.
+      write_bytes_per_s: the rate of this process's durable writes, on average over some seconds; None: no limit.
+      operation_timeout_s: how long an operation may take that moves no bytes to speak of, before it is given up as
+        transient; one that moves many has a second more for every 10 MB (`limit_s`).
     """
 
     data_file_bytes: int = 256 << 20
@@ -31,15 +37,30 @@ class DurableProfile:
     write_concurrency: int = 32
     read_concurrency: int = 32
     read_ahead_bytes: int = 128 << 20
-    operation_timeout_s: float = 600.0
+    in_flight_bytes: int = 2 << 30
+    write_bytes_per_s: float | None = None
+    operation_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if value is None and field.name in _OPTIONAL:
+                continue
             kinds = (int, float) if field.name.endswith("_s") else (int,)
             if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
                 unit = next((unit for end, unit in _UNITS.items() if field.name.endswith(end)), "a count")
                 raise ValueError(f"DurableProfile: {field.name} is {value!r}; give {unit} above 0")
+
+    @property
+    def piece_bytes(self) -> int:
+        """How much is written in one piece: a quarter of what may be in flight, or a data file; of a rate that is
+        limited, a second's worth."""
+        second = math.inf if self.write_bytes_per_s is None else self.write_bytes_per_s
+        return max(1, int(min(max(self.data_file_bytes, self.in_flight_bytes // 4), self.in_flight_bytes, second)))
+
+    def limit_s(self, nbytes: int) -> float:
+        """How long an operation that moves `nbytes` may take."""
+        return self.operation_timeout_s + nbytes / _SLOWEST_BYTES_PER_S
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DurableProfile:

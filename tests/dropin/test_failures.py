@@ -119,7 +119,8 @@ def test_a_transient_failure_is_tried_again(tmp_path: Path) -> None:
         manager.wait_until_finished()
         assert list(manager.all_steps()) == [0]
     delays = [event.fields["delay_s"] for event in events if event.kind == ckptkit.Kind.RETRIED]
-    assert delays == [0.01, 0.02]
+    assert len(delays) == 2
+    assert 0.005 <= delays[0] <= 0.01 <= delays[1] <= 0.02
     with ocp.CheckpointManager(tmp_path / "durable") as stock:
         np.testing.assert_array_equal(stock.restore(0)["w"], np.arange(3))
 

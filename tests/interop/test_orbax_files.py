@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.durable.orbax_files import tree_text
 from tests.states import make_state
 
 
@@ -111,3 +112,27 @@ def _by_leaf(path: Path) -> dict[str, Any]:
 
 def _names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
+
+
+@jax.tree_util.register_pytree_node_class
+class Odd:
+    """A node whose own data has no hash."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def tree_flatten(self) -> Any:
+        return (self.value,), {"of": "a dict"}
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> Odd:
+        return cls(*children)
+
+
+def test_a_structure_is_remembered_for_what_it_is() -> None:
+    """The metadata of one tree would be written for another, or a node without a hash end the save."""
+    numbers, text = {"a": 1, "b": np.ones(2)}, {"a": np.ones(2), "b": 1}
+    assert tree_text(numbers) == tree_text(dict(numbers)) != tree_text(text)
+    assert tree_text(numbers, {"of": 1}) != tree_text(numbers, {"of": 2})
+    odd = json.loads(tree_text({"odd": Odd(np.ones(2))}))
+    assert len(odd["tree_metadata"]) == 1

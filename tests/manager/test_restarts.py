@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 import ckptkit
 from ckptkit import Kind
+from ckptkit.manager.restoring import Restorer
 from ckptkit.testing.bucket import BucketServer
 from ckptkit.testing.damage import inflict
 
@@ -102,3 +104,20 @@ def test_what_a_dead_run_left_in_a_bucket_is_named(tmp_path: Path, monkeypatch: 
             (left,) = [event for event in events if event.kind == Kind.LEFT_BEHIND]
             assert left.fields["names"] == ["2"]
             assert restored(manager) == 1
+
+
+def test_a_restart_looks_into_many_steps_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with 1,000 steps in a bucket would wait for as many round trips, one after the other."""
+    with make_manager(tmp_path / "root", tmp_path, []) as manager:
+        for step in range(4):
+            save(manager, step)
+    together = threading.Barrier(4, timeout=60)  # breaks where fewer come
+    look = Restorer.identity
+
+    def identity(self: Restorer, step: int, ancestry: Any) -> Any:
+        together.wait()
+        return look(self, step, ancestry)
+
+    monkeypatch.setattr(Restorer, "identity", identity)
+    with make_manager(tmp_path / "root", tmp_path, []) as manager:
+        assert manager.all_steps() == [0, 1, 2, 3]

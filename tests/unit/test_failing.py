@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ckptkit.coordination import Coordinator, Decide, LocalCoordinator
-from ckptkit.errors import SaveFailedError
-from ckptkit.events import EventLog
+from ckptkit.errors import SaveFailedError, StoreError, TransientStoreError
+from ckptkit.events import Event, EventLog, Kind
 from ckptkit.manager.failing import DurableUpkeep
 from ckptkit.policy import FailurePolicy
 
@@ -71,3 +71,74 @@ def test_one_process_decides_by_its_own_clock() -> None:
         kept.raise_if_overdue(2)
     kept.attempt(3, lambda: None, lambda: False)
     kept.raise_if_overdue(4)
+
+
+def paused(monkeypatch: pytest.MonkeyPatch, pauses: int) -> tuple[DurableUpkeep, list[Event], list[float]]:
+    """A tier that is paused after two failures, and a clock that stands."""
+    now_s = [1000.0]
+    monkeypatch.setattr("ckptkit.clock.monotonic_s", lambda: now_s[0])
+    events: list[Event] = []
+    log = EventLog()
+    log.observe(events.append)
+    kept = DurableUpkeep(FailurePolicy(retries=5, pause_after=2, pause_s=10.0), LocalCoordinator(), log, 5.0)
+    for _ in range(pauses + 1):
+        now_s[0] += 1000
+        fail(kept)
+    return kept, events, now_s
+
+
+def test_a_pause_ends_with_one_try_and_grows_while_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket that is away would be asked at every save, or never again."""
+    kept, events, now_s = paused(monkeypatch, 1)
+    with pytest.raises(StoreError, match=r"paused for 10\.0 s more, after 2 failed saves in a row: .*full"):
+        kept.attempt(3, lambda: pytest.fail("it was tried"), lambda: False)
+    tries: list[int] = []
+
+    def away() -> None:
+        tries.append(1)
+        raise ConnectionResetError("reset")
+
+    now_s[0] += 10.5
+    with pytest.raises(ConnectionResetError):
+        kept.attempt(4, away, lambda: False)
+    assert len(tries) == 1, "the probe has no retries"
+    assert [event.fields["pause_s"] for event in events if "pause_s" in event.fields] == [10.0, 20.0]
+    now_s[0] += 10.5
+    with pytest.raises(StoreError, match=r"paused for 9\.5 s more"):
+        kept.attempt(5, lambda: None, lambda: False)
+    now_s[0] += 10
+    kept.attempt(6, lambda: None, lambda: False)
+    recovered = events[-1]
+    assert (recovered.kind, recovered.step, recovered.fields["failures"]) == (Kind.RECOVERED, 6, 3)
+    assert not kept.failing
+
+
+def test_a_pause_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a night of failures a tier would be left alone for days."""
+    _, events, _ = paused(monkeypatch, 9)
+    pauses = [event.fields["pause_s"] for event in events if "pause_s" in event.fields]
+    assert pauses == [10.0, 20.0, 40.0, 80.0, 160.0, 160.0, 160.0, 160.0, 160.0]
+
+
+def test_a_forced_save_and_one_that_has_begun_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last save of a run, or what Orbax is writing already, would be called failed untried."""
+    for words in ({"forced": True}, {"repeatable": False}):
+        kept, _, _ = paused(monkeypatch, 1)
+        kept.attempt(3, lambda: None, lambda: False, **words)
+        assert not kept.failing
+
+
+def test_a_bucket_that_cannot_be_looked_at_is_tried_again() -> None:
+    """Whether the step has landed is asked of the bucket that has just failed: that would end all retries."""
+    kept = DurableUpkeep(FailurePolicy(retries=2, retry_delay_s=0.001), LocalCoordinator(), EventLog(), 5.0)
+    tries = [TransientStoreError("away"), TransientStoreError("away"), None]
+
+    def write() -> None:
+        if (error := tries.pop(0)) is not None:
+            raise error
+
+    def landed() -> bool:
+        raise TransientStoreError("away")
+
+    kept.attempt(1, write, landed)
+    assert tries == []

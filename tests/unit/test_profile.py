@@ -16,6 +16,11 @@ from ckptkit.tuning import DurableProfile
 def test_a_value_that_is_none_is_refused(field: str, value: Any) -> None:
     """The mistake would be found in the background, at the first durable save."""
     unit = "seconds" if field.endswith("_s") else "bytes" if field.endswith("_bytes") else "a count"
+    if field == "write_bytes_per_s":
+        if value is None:
+            assert DurableProfile(write_bytes_per_s=None) == DurableProfile()
+            return
+        unit = "bytes per second"
     with pytest.raises(ValueError, match=rf"DurableProfile: {field} is .*; give {unit} above 0"):
         DurableProfile(**{field: value})
 

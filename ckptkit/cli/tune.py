@@ -1,0 +1,139 @@
+"""`ckptkit tune` and `ckptkit explain`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from ckptkit.cli.exits import Exit
+from ckptkit.cli.options import JSON, TIMEOUT, SizeType
+from ckptkit.cli.text import print_json, print_line, print_table, size_text
+from ckptkit.clock import time_text
+from ckptkit.tuner import Proposal, explain_checkpoint
+from ckptkit.tuner import tune as tune_url
+from ckptkit.tuner.proposing import PROBE_BYTES
+from ckptkit.tuning import DurableProfile, SaveForecast
+
+_KNOBS = ("data_file_bytes", "write_concurrency", "copied_bytes")
+_PROFILE = click.option(
+    "--profile", "profile_path", metavar="FILE", help="A profile that tune wrote [default: the defaults]."
+)
+
+
+@click.command()
+@click.argument("url", metavar="URL")
+@click.option("--like", metavar="CHECKPOINT", help="Leaves as in this checkpoint, of any format; samples its bytes.")
+@click.option("--output", metavar="FILE", help="Write the profile here, for DurableProfile.load.")
+@click.option(
+    "--probe",
+    "probe_bytes",
+    type=SizeType(),
+    default=PROBE_BYTES,
+    show_default=size_text(PROBE_BYTES),
+    metavar="SIZE",
+    help="Bytes of one trial.",
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Trials of each profile.")
+@JSON
+@TIMEOUT
+def tune(
+    url: str,
+    like: str | None,
+    output: str | None,
+    probe_bytes: int,
+    rounds: int,
+    as_json: bool,
+    timeout_s: float,
+) -> int:
+    """Measure the durable root URL and propose a profile for it.
+
+    Writes below URL/_ckptkit and deletes what it wrote.
+    """
+    found = tune_url(
+        url, like=like, probe_bytes=probe_bytes, rounds=rounds, timeout_s=timeout_s, progress=_say_on_terminal
+    )
+    if output is not None:
+        found.profile.save(output)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        _show(found, output)
+    return Exit.OK
+
+
+@click.command()
+@click.argument("url", metavar="URL")
+@click.option("--like", metavar="CHECKPOINT", required=True, help="A checkpoint of any format with the same leaves.")
+@_PROFILE
+@click.option("--processes", type=click.IntRange(min=1), default=1, show_default=True, help="Of how many is the job.")
+@JSON
+@TIMEOUT
+def explain(url: str, like: str, profile_path: str | None, processes: int, as_json: bool, timeout_s: float) -> int:
+    """Say what a durable save to URL would cost: files, requests, bytes, memory. Writes nothing."""
+    profile = _loaded(profile_path)
+    found = explain_checkpoint(url, like, durable=profile, processes=processes, timeout_s=timeout_s)
+    if as_json:
+        print_json({"url": url, "like": like, **found.to_json()})
+    else:
+        _show_forecast(url, found)
+    return Exit.OK
+
+
+def _say_on_terminal(what: str) -> None:
+    if sys.stderr.isatty():
+        click.echo(f"{what} ...", err=True)
+
+
+def _loaded(path: str | None) -> DurableProfile:
+    try:
+        return DurableProfile() if path is None else DurableProfile.load(path)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--profile") from error
+
+
+def _show(found: Proposal, output: str | None) -> None:
+    put, got = time_text(found.latency.put_s), time_text(found.latency.get_s)
+    print_line(f"{found.url}: a small object takes {put} to put, {got} to get")
+    print_line()
+    rows = [
+        [*_knobs(trial.profile), _rate(trial.write_bytes_per_s), _rate(trial.read_bytes_per_s)]
+        for trial in found.trials
+    ]
+    print_table(
+        [("data file", True), ("concurrency", True), ("copied below", True), ("written", True), ("read", True)], rows
+    )
+    if found.compressions:
+        print_line()
+        rows = [[each.dtype, each.codec, f"{each.ratio:.2f}", _rate(each.bytes_per_s)] for each in found.compressions]
+        print_table([("dtype", False), ("codec", False), ("stored", True), ("encoded", True)], rows)
+    print_line()
+    for reason in found.reasons:
+        print_line(reason)
+    if output is None:
+        print_line("give --output FILE to write the profile")
+    else:
+        print_line(f'written: CheckpointManager(..., durable=DurableProfile.load("{output}"))')
+
+
+def _show_forecast(url: str, found: SaveForecast) -> None:
+    rows = [
+        ["leaves", str(found.leaves)],
+        ["pieces", str(found.pieces)],
+        ["files", f"{found.files}, {found.data_files} of data"],
+        ["requests", str(found.requests) if found.requests else "none: no bucket"],
+        ["bytes", size_text(found.written_bytes)],
+        ["memory beside the snapshot", f"{size_text(found.peak_bytes)} at most, in one process"],
+    ]
+    print_line(f"a save to {url} would take")
+    print_table([("", False), ("", False)], rows)
+
+
+def _knobs(profile: DurableProfile) -> list[str]:
+    values: list[Any] = [getattr(profile, knob) for knob in _KNOBS]
+    return [size_text(values[0]), str(values[1]), size_text(values[2])]
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:.0f} MB/s"

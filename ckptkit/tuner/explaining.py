@@ -1,0 +1,98 @@
+"""What a durable save would cost, of a state or of what a checkpoint holds, before anything is written."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from ckptkit.formats import open_checkpoint
+from ckptkit.manifest import BoxRecord, LeafRecord
+from ckptkit.sharding import Box, boxes_by_process, cell_shape
+from ckptkit.store.roots import is_remote, root_url
+from ckptkit.tuning import DurableProfile
+from ckptkit.tuning.forecast import SaveForecast, forecast
+
+
+def explain(
+    directory: str | os.PathLike[str],
+    args: Any,
+    *,
+    durable: DurableProfile = DurableProfile(),  # noqa: B008  frozen
+    processes: int | None = None,
+) -> SaveForecast:
+    """What saving `args` to the durable root would cost: files, requests, bytes, peak memory. Writes and asks nothing.
+
+    `args` are those of `CheckpointManager.save` (`StandardSave`, `PyTreeSave`, `JsonSave`, `Composite`) or a tree;
+    leaves may be abstract (`jax.ShapeDtypeStruct`), with the shardings that they will have. `processes`: of how many
+    the job will be (default: this one's). Raises TypeError for an item that is neither arrays nor JSON: Orbax writes
+    it, as it likes.
+    """
+    items = dict(args.items()) if isinstance(args, ocp.args.Composite) else {"default": args}
+    trees, json_items = {}, 0
+    for name, item in items.items():
+        if isinstance(item, ocp.args.JsonSave):
+            json_items += 1
+        elif isinstance(item, ocp.args.CheckpointArgs) and not isinstance(
+            item, ocp.args.StandardSave | ocp.args.PyTreeSave
+        ):
+            raise TypeError(f"item {name!r} is {type(item).__name__}, which Orbax's own handler writes as it likes")
+        else:
+            tree = item.item if isinstance(item, ocp.args.StandardSave | ocp.args.PyTreeSave) else item
+            trees[name] = [_record(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return forecast(
+        trees,
+        durable,
+        remote=is_remote(root_url(directory)),
+        json_items=json_items,
+        processes=processes or jax.process_count(),
+    )
+
+
+def explain_checkpoint(
+    directory: str | os.PathLike[str],
+    like: str,
+    *,
+    durable: DurableProfile = DurableProfile(),  # noqa: B008  frozen
+    processes: int = 1,
+    timeout_s: float = 20.0,
+) -> SaveForecast:
+    """What saving again what the checkpoint `like` holds, of any format, would cost. Reads its metadata.
+
+    Its chunks are taken as the cells; without chunks, each leaf is one box. Raises what `open_checkpoint` raises.
+    """
+    items: dict[str, list[LeafRecord]] = {}
+    with open_checkpoint(like, timeout_s=timeout_s) as opened:
+        for tensor in opened.tensors:
+            cell = tensor.leaf.cell or cell_shape(tensor.shape, tensor.shape, tensor.dtype.itemsize)
+            items.setdefault(tensor.item, []).append(_whole(tensor.name, tensor.shape, tensor.dtype, tuple(cell)))
+    return forecast(items, durable, remote=is_remote(root_url(directory)), processes=processes)
+
+
+def _record(path: Any, leaf: Any) -> LeafRecord:
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    shape, dtype, sharding = tuple(array.shape), np.dtype(array.dtype), getattr(array, "sharding", None)
+    if sharding is None:
+        return _whole(name, shape, dtype, cell_shape(shape, shape, dtype.itemsize) if hasattr(leaf, "dtype") else shape)
+    boxes = list(boxes_by_process(sharding, shape))
+    cell = cell_shape(shape, boxes[0].shape, dtype.itemsize)
+    return _leaf(name, shape, dtype, cell, boxes)
+
+
+def _whole(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], cell: tuple[int, ...]) -> LeafRecord:
+    return _leaf(name, shape, dtype, cell, [Box.whole(shape)])
+
+
+def _leaf(
+    name: str, shape: tuple[int, ...], dtype: np.dtype[Any], cell: tuple[int, ...], boxes: list[Box]
+) -> LeafRecord:
+    records = tuple(BoxRecord(box=box, offset=-1, digests=()) for box in boxes)
+    return LeafRecord(path=(name,), keys="", kind="jax", shape=shape, dtype=dtype.name, cell=cell, boxes=records)

@@ -1,0 +1,123 @@
+"""How fast a storage takes and gives back bytes, with a given profile: through the very writer and reader of saves."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from statistics import median
+
+import numpy as np
+
+from ckptkit import clock, layout
+from ckptkit.durable.cell_reader import CellReader
+from ckptkit.durable.cells import CellWriter
+from ckptkit.durable.waiting import small_objects
+from ckptkit.manifest import BoxRecord, LeafRecord
+from ckptkit.sharding import Box
+from ckptkit.store.roots import is_remote
+from ckptkit.tuning import DurableProfile
+
+_LATENCY_TRIES = 5
+_ITEM = "probe"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """Medians of one small object, in seconds."""
+
+    put_s: float
+    get_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A profile that was tried: bytes per second, medians over the rounds."""
+
+    profile: DurableProfile
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+
+
+class Probe:
+    """Writes below `<url>/_ckptkit/tune-*`, and deletes what it wrote. Raises what stores and TensorStore raise."""
+
+    def __init__(self, url: str, leaves: Sequence[int]):
+        self._url = url
+        random = np.random.default_rng(0)  # no codec, file system or bucket gets more out of it than out of weights
+        self._blocks = [random.integers(0, 256, nbytes, np.uint8) for nbytes in leaves]
+
+    @property
+    def nbytes(self) -> int:
+        """Of one trial."""
+        return sum(block.nbytes for block in self._blocks)
+
+    def latency(self) -> Latency:
+        """Of a small object, put and got."""
+        with self._place() as place:
+            store = small_objects(place, DurableProfile())
+            puts, gets = [], []
+            for index in range(_LATENCY_TRIES):
+                began_s = clock.monotonic_s()
+                store.put(f"small-{index}", b"x")
+                put_s = clock.monotonic_s()
+                store.get(f"small-{index}")
+                puts.append(put_s - began_s)
+                gets.append(clock.monotonic_s() - put_s)
+        return Latency(put_s=median(puts), get_s=median(gets))
+
+    def trials(self, profiles: Sequence[DurableProfile], rounds: int) -> list[Trial]:
+        """Each profile, by turns, `rounds` times after one that does not count."""
+        taken: list[list[tuple[float, float]]] = [[] for _ in profiles]
+        for number in range(rounds + 1):
+            for profile, samples in zip(profiles, taken, strict=True):
+                sample = self._once(profile)
+                if number:
+                    samples.append(sample)
+        return [
+            Trial(
+                profile=profile,
+                write_bytes_per_s=self.nbytes / median(write_s for write_s, _ in samples),
+                read_bytes_per_s=self.nbytes / median(read_s for _, read_s in samples),
+            )
+            for profile, samples in zip(profiles, taken, strict=True)
+        ]
+
+    def _once(self, profile: DurableProfile) -> tuple[float, float]:
+        leaves = [_leaf(f"leaf{index}", block.size) for index, block in enumerate(self._blocks)]
+        with self._place() as place:
+            began_s = clock.monotonic_s()
+            writer = CellWriter(f"{place}/{_ITEM}", profile)
+            for leaf, block in zip(leaves, self._blocks, strict=True):
+                writer.add(leaf, [(leaf.boxes[0].box, block)], describe=True)
+            writer.commit()
+            written_s = clock.monotonic_s()
+            reader = CellReader(place, profile)
+            reader.expect([(_ITEM, leaf, leaf.boxes[0], leaf.boxes[0].box) for leaf in leaves])
+            for leaf in leaves:
+                assert reader.fetch(_ITEM, leaf, leaf.boxes[0].box) is not None
+            return written_s - began_s, clock.monotonic_s() - written_s
+
+    @contextmanager
+    def _place(self) -> Iterator[str]:
+        place = f"{self._url}/{layout.SIDECAR_DIR}/tune-{uuid.uuid4().hex[:8]}"
+        if not is_remote(place):
+            os.makedirs(f"{place}/{_ITEM}")
+        try:
+            yield place
+        finally:
+            if is_remote(place):
+                store = small_objects(place, DurableProfile())
+                store.delete_many(store.list_all(""))
+            else:
+                shutil.rmtree(place, ignore_errors=True)
+                with suppress(OSError):  # what else is kept there stays
+                    os.rmdir(os.path.dirname(place))
+
+
+def _leaf(name: str, size: int) -> LeafRecord:
+    box = BoxRecord(box=Box.whole((size,)), offset=-1, digests=())
+    return LeafRecord(path=(name,), keys="d", kind="jax", shape=(size,), dtype="uint8", cell=(size,), boxes=(box,))

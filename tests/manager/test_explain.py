@@ -1,0 +1,107 @@
+"""What a save is said to cost, against what it cost: files, requests, bytes, memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from bench.measure import PeakMemory, settle
+from ckptkit import DurableProfile
+from ckptkit.testing.bucket import BucketServer
+from tests.states import abstract, make_state
+
+PIECES = DurableProfile(data_file_bytes=1 << 20, in_flight_bytes=1 << 20)
+
+
+def few_large() -> dict[str, Any]:
+    return {f"leaf{index}": jnp.arange(1 << 18, dtype=jnp.float32).reshape(512, 512) + index for index in range(8)}
+
+
+def many_small() -> dict[str, Any]:
+    return {f"leaf{index:04}": jnp.full((64, 64), float(index)) for index in range(800)}
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
+    with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+def args_of(state: Any, *, json: bool) -> Any:
+    items = {"state": ocp.args.StandardSave(state)}  # pyright: ignore[reportCallIssue]
+    return ocp.args.Composite(**items, **({"cursor": ocp.args.JsonSave({"at": 3})} if json else {}))  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("json", [False, True])
+@pytest.mark.parametrize("make", [few_large, many_small, make_state])
+def test_a_save_to_a_disk_costs_what_was_said(tmp_path: Path, make: Any, json: bool) -> None:
+    """A quota, or the memory of a container, would be planned on a wrong number."""
+    state = jax.block_until_ready(make())
+    args = args_of(state, json=json)
+    said = ckptkit.explain(tmp_path, args)
+    assert said == ckptkit.explain(tmp_path, args_of(abstract(state), json=json)), "an abstract state is as good"
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=args)
+        manager.wait_until_finished()
+        settle()
+        with PeakMemory() as memory:
+            manager.save(2, args=args, force=True)
+            manager.wait_until_finished()
+    files = [path for path in (tmp_path / "2").rglob("*") if path.is_file()]
+    written_bytes = sum(path.stat().st_size for path in files)
+    assert len(files) == said.files
+    assert written_bytes == pytest.approx(said.written_bytes, rel=0.12, abs=4000)
+    assert sum("/d/" in str(path) for path in files) == said.data_files
+    # The snapshot is no part of it, and is there since the first save.
+    assert memory.extra_bytes <= said.peak_bytes
+    assert said.requests == 0
+
+
+@pytest.mark.parametrize("profile", [DurableProfile(), PIECES], ids=["one piece", "pieces"])
+@pytest.mark.parametrize("make", [few_large, many_small])
+def test_a_save_to_a_bucket_takes_the_requests_that_were_said(
+    server: BucketServer, make: Any, profile: DurableProfile
+) -> None:
+    """A bucket that throttles by requests would surprise whoever had asked before."""
+    state = make()
+    said = ckptkit.explain("gs://runs/run", args_of(state, json=True), durable=profile)
+    with ckptkit.CheckpointManager("gs://runs/run", durable=profile) as manager:
+        manager.save(1, args=args_of(state, json=True))
+        manager.wait_until_finished()
+        time.sleep(0.3)  # a request is logged a moment after its answer was sent
+        server.log.clear()
+        manager.save(2, args=args_of(state, json=True), force=True)
+        manager.wait_until_finished()
+        time.sleep(0.3)
+        found = len(server.log.entries())
+    if said.pieces == 1:
+        assert found == said.requests
+    else:
+        assert said.pieces > 1
+        assert found == pytest.approx(said.requests, rel=0.3)
+
+
+def test_what_only_orbax_writes_is_not_foretold(tmp_path: Path) -> None:
+    """A number would be given that nothing stands behind."""
+    args = ocp.args.Composite(key=ocp.args.JaxRandomKeySave(jax.random.key(0)))  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match="item 'key' is JaxRandomKeySaveArgs, which Orbax's own handler writes"):
+        ckptkit.explain(tmp_path, args)
+
+
+def test_several_processes_write_a_database_each(tmp_path: Path) -> None:
+    """A large job would be planned like a small one."""
+    one, four = (ckptkit.explain("gs://runs/run", few_large(), processes=count) for count in (1, 4))
+    assert four.written_bytes == one.written_bytes
+    assert (one.data_files, four.data_files) == (1, 4)
+    assert four.files > one.files
+    assert four.requests > one.requests

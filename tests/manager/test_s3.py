@@ -1,0 +1,125 @@
+"""`s3://` as a durable root: saves, restores, listings, prunes and proofs, against moto's server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from ckptkit.store import open_store
+from ckptkit.store.refused import refused
+from tests.states import abstract, assert_same, make_state
+
+pytest.importorskip("s3fs")
+servers = pytest.importorskip("moto.server")
+
+BUCKET = "runs"
+# Of botocore and of moto, which nothing here can mend.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[str]:
+    """One for all tests: clients of this process remember where it is."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = servers.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    url = "http://{}:{}".format(*server.get_host_and_port())
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "testing")
+        for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+            patch.setenv(name, "us-east-1")
+        patch.setenv("AWS_ENDPOINT_URL", url)
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        import boto3
+
+        boto3.client("s3").create_bucket(Bucket=BUCKET)
+        yield url
+    server.stop()
+
+
+@pytest.fixture
+def root(service: str, request: pytest.FixtureRequest) -> str:
+    del service
+    return f"s3://{BUCKET}/{abs(hash(request.node.name))}"
+
+
+def save(manager: ckptkit.CheckpointManager, step: int) -> None:
+    assert manager.save(step, args=ocp.args.StandardSave(make_state(step)), force=True)  # pyright: ignore[reportCallIssue]
+    manager.wait_until_finished()
+
+
+def restored(manager: ckptkit.CheckpointManager, step: int | None) -> Any:
+    return manager.restore(step, args=ocp.args.StandardRestore(abstract(make_state())))  # pyright: ignore[reportCallIssue]
+
+
+def test_steps_are_saved_restored_pruned_and_proven(root: str) -> None:
+    """A job on Amazon's machines would have no durable tier."""
+    with ckptkit.CheckpointManager(root, options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
+        for step in range(4):
+            save(manager, step)
+        assert manager.all_steps() == [2, 3]
+        assert_same(restored(manager, None), make_state(3))
+    assert {name.partition("/")[0] for name in open_store(root).list_all("")} - {"_ckptkit"} == {"2", "3"}
+    assert ckptkit.latest_step(root) == 3
+    proof = ckptkit.verify(root)
+    assert [step.state for step in proof.steps] == ["proven", "proven"], proof
+    assert [leaf.name for leaf in ckptkit.inspect(f"{root}/3").items[0].leaves]
+    with ckptkit.CheckpointManager(root) as manager:
+        assert_same(restored(manager, 2), make_state(2))
+
+
+def test_what_was_not_committed_is_no_step(root: str) -> None:
+    """Orbax knows no marks on s3://: it would restore half of a step, or refuse to save its number again."""
+    with ckptkit.CheckpointManager(root) as manager:
+        save(manager, 1)
+    store = open_store(root)
+    for name in store.list_all("1"):
+        if name != "1/commit_success.txt":
+            store.put(name.replace("1/", "2/", 1), store.get(name))
+    with ckptkit.CheckpointManager(root) as manager:
+        assert manager.all_steps() == [1] == [ckptkit.latest_step(root)]
+        assert_same(restored(manager, None), make_state(1))
+        save(manager, 2)
+        assert manager.latest_step() == 2
+        assert_same(restored(manager, 2), make_state(2))
+
+
+def test_damage_is_found(root: str) -> None:
+    """A proof that reads nothing proves everything."""
+    with ckptkit.CheckpointManager(root) as manager:
+        save(manager, 1)
+    store = open_store(root)
+    name = next(name for name in store.list_all("1") if "/d/" in name)
+    data = bytearray(store.get(name))
+    data[len(data) // 3] ^= 1
+    store.put(name, bytes(data))
+    assert [step.state for step in ckptkit.verify(root).steps] == ["corrupt"]
+
+
+def test_a_bucket_that_is_not_there_is_named(root: str) -> None:
+    """A typing error in the URL would be found at the first save."""
+    with pytest.raises(ckptkit.StoreError, match=r"s3://no-such-bucket/run cannot be written: .*create the bucket"):
+        ckptkit.CheckpointManager("s3://no-such-bucket/run")
+
+
+def test_a_claim_is_one_writers(root: str) -> None:
+    """Two runs would have the same epoch: the second put of a name has to be refused by the service."""
+    store = open_store(root)
+    store.put("claim", b"first", mode="create")
+    with pytest.raises(FileExistsError):
+        store.put("claim", b"second", mode="create")
+    assert store.get("claim") == b"first"
+
+
+def test_a_refusal_names_bucket_key_and_permission(root: str) -> None:
+    """A person would look for the bug in the trainer."""
+    said = str(refused(f"{root}/x", "ClientError: Access Denied", needs="create"))
+    assert "the bucket s3://runs refuses the access key test...ng" in said
+    assert "missing is s3:PutObject" in said
+    assert "grant s3:GetObject, s3:ListBucket, s3:PutObject and s3:DeleteObject on the bucket" in said
