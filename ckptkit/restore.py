@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import deque
@@ -46,6 +47,11 @@ class Target:
         if self.sharding is None:
             return (Box.whole(self.shape),)
         return boxes_held(self.sharding, self.shape, self.process)
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole leaf."""
+        return math.prod(self.shape)
 
 
 class BoxReader(Protocol):
