@@ -2,7 +2,7 @@
 
 Others have options of their own: `corruption|crashpoints` (what faults leave, and what a restart makes of it), `proof`
 (what digests cost), `kill` (a job that is killed again and again), `gather` (what the processes of a large job tell
-each other before a restore).
+each other before a restore), `broadcast` (replicas that read the durable tier for each other).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from bench.broadcast import main as broadcast
 from bench.cases import ALL_CASES, DEFAULT_CASE, CaseName
 from bench.corruption import main as corruption
 from bench.crashpoints import main as crashpoints
@@ -30,7 +31,14 @@ from bench.proof import main as proof
 from bench.report import show
 
 _ROOT = Path(__file__).parent.parent
-_CAMPAIGNS = {"corruption": corruption, "crashpoints": crashpoints, "gather": gather, "kill": kill, "proof": proof}
+_CAMPAIGNS = {
+    "broadcast": broadcast,
+    "corruption": corruption,
+    "crashpoints": crashpoints,
+    "gather": gather,
+    "kill": kill,
+    "proof": proof,
+}
 
 
 class CaseType(click.ParamType):

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 BroadcastMode = Literal["auto", "always", "never"]
 
 LEAST_BYTES = 32 << 20  # of one process: below, reading takes less than the meetings that sharing needs
-STARTUP_S = 0.5  # to compile the collective and to connect: 0.1 s over TCP on loopback, more between many hosts
+STARTUP_S = 0.2  # to compile the collective and to connect: measured over TCP on loopback, on a busy machine
 _LEAST_BUDGET_BYTES = 1 << 20
 _ROUNDS = 8  # at least so many where there is enough: the reads of one are behind the transfer of another
 _ALIGNED_BYTES = 512
@@ -54,7 +54,7 @@ class BroadcastOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
     """Bytes per second of one process, the slowest one's: from the storage while all read, and over the interconnect
-    (all that is received, its own part included). None: not measured."""
+    (all that is received, its own part and the vote before each round included). None: not measured."""
 
     storage: float | None = None
     interconnect: float | None = None
@@ -79,10 +79,10 @@ def choose(mode: BroadcastMode, left_bytes: int, replicas: int, rates: Rates) ->
     """
     if mode != "auto":
         return Choice(broadcast=mode == "always", why=f"mode {mode!r}")
-    if left_bytes < LEAST_BYTES:
-        return Choice(broadcast=False, why=f"{_mb(left_bytes)} for each process: less than {_mb(LEAST_BYTES)}")
-    if rates.storage is None:
-        return Choice(broadcast=True, why=f"{_mb(left_bytes)} for each process, {replicas} replicas")
+    if rates.storage is None:  # nothing is measured yet
+        if left_bytes < LEAST_BYTES:
+            return Choice(broadcast=False, why=f"{_mb(left_bytes)} for each process: less than {_mb(LEAST_BYTES)}")
+        return Choice(broadcast=True, why=f"{_mb(left_bytes)} for each process")
     alone_s = left_bytes / rates.storage
     shared_s = alone_s / replicas
     over = f"{STARTUP_S:g} s to connect"

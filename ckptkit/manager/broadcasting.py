@@ -43,6 +43,7 @@ class _State:
     shared: Shared
     choice: Choice
     rates: Rates = field(default_factory=Rates)
+    meeting_s: float = 0.0  # what a meeting takes where all come at once
 
 
 @final
@@ -109,17 +110,21 @@ class Broadcaster:
         """All rounds of one set of groups, or as many as are worth it and go well."""
         coordinator = self._coordinator
         group = next(group for group in groups if coordinator.process in group)
-        streams = share_out(leaves, group, lambda key, process: needs[key][process])
-        longest = max(sum(piece.nbytes for piece in pieces) for pieces in streams.values())
-        longest = self._agree("broadcast-longest", longest, max)
+        streams = _attempt(lambda: share_out(leaves, group, lambda key, process: needs[key][process]))
+        said = [streams, 0]
+        if not isinstance(streams, str):
+            said = [None, max(sum(piece.nbytes for piece in pieces) for pieces in streams.values())]
+        problem, longest = self._agree("broadcast-longest", said, _longest)
+        if isinstance(streams, str) or problem is not None:
+            state.choice = Choice(broadcast=False, why=problem)
+            return
         links = links_of(coordinator.count)
-        width = self._options.width(longest, len(group), max(1, len(links[0])))
+        width = self._options.width(longest, len(group), len(links[0]))
         payload = width - DIGEST_BYTES
-        rounds = -(-longest // payload)
         sending = Sending(
             group=group,
             streams={process: Stream(pieces, payload) for process, pieces in streams.items()},
-            rounds=rounds,
+            rounds=-(-longest // payload),
             process=coordinator.process,
         )
         rejected = self._reading.rejected(prepared.plan.save_id, proves)
@@ -173,7 +178,8 @@ class Broadcaster:
             with self._events.span("broadcast"):
                 self._receive(number, gather, sent, sending, state)
             if number:
-                rate = len(sending.group) * width / max(clock.monotonic_s() - began_s, 1e-9)
+                spent_s = state.meeting_s + clock.monotonic_s() - began_s
+                rate = len(sending.group) * width / max(spent_s, 1e-9)
                 state.rates, self._interconnect = replace(state.rates, interconnect=rate), rate
 
     def _receive(self, number: int, gather: AllGather, sent: jax.Array | None, sending: Sending, state: _State) -> None:
@@ -206,7 +212,9 @@ class Broadcaster:
             return [choice.broadcast, choice.why]
 
         said = [state.shared.assembly.missing_bytes(), storage, state.rates.interconnect]
+        began_s = clock.monotonic_s()
         broadcast, why = self._agree("broadcast-rates", said, slowest)
+        state.meeting_s = clock.monotonic_s() - began_s
         return Choice(broadcast=broadcast, why=why)
 
     def _connected(
@@ -231,6 +239,10 @@ class Broadcaster:
 
     def _agree(self, channel: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
         return self._coordinator.agree(channel, value, decide, timeout_s=self._timeout_s)
+
+
+def _longest(values: list[list[Any]]) -> list[Any]:
+    return [first_problem([problem for problem, _ in values]), max(size for _, size in values)]
 
 
 def _attempt(act: Callable[[], _T]) -> _T | str:

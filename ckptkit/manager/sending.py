@@ -22,6 +22,7 @@ from ckptkit.sharding import Box
 
 DIGEST_BYTES = 16  # at the head of each window: of what it holds
 _AHEAD = 2  # windows that are read while one is sent
+_MEASURED_BYTES = 16 << 20  # at least, where there are as many: a request's latency is little beside the time they take
 
 
 @final
@@ -78,8 +79,9 @@ class StreamReader:
         self._assembly = assembly
         self._reads: dict[tuple[Key, Box], BoxRead] = {}
         self._blocks: dict[tuple[Key, Box], np.ndarray] = {}  # read, and not sent to the end
-        self._first_s = 0.0
-        self._first_bytes = 0
+        self._measured = 0  # windows
+        self._measured_s = 0.0
+        self._measured_bytes = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-broadcast")
         self._windows: dict[int, Future[None]] = {}
         self._submit(0)
@@ -87,7 +89,7 @@ class StreamReader:
     @property
     def storage_rate(self) -> float | None:
         """Bytes per second from the durable tier while all read and nobody sent; None where none was read."""
-        return self._first_bytes / max(self._first_s, 1e-9) if self._first_bytes else None
+        return self._measured_bytes / max(self._measured_s, 1e-9) if self._measured_bytes else None
 
     def go_on(self) -> None:
         """Reads ahead, once it is known that it will be sent; until then what is read is measured alone."""
@@ -117,16 +119,38 @@ class StreamReader:
 
     def _read(self, number: int) -> None:
         if number == 0:
-            self._plan_all()
-        if number < 2:  # the first alone, then all the others
-            self._announce([number] if number == 0 else range(1, self._sending.rounds))
+            self._read_measured()
+            return
+        if number == 1:
+            self._announce(range(self._measured, self._sending.rounds))
+        if number >= self._measured:
+            self._execute(self._part([number]))
+
+    def _read_measured(self) -> None:
+        """The first windows, timed without what it takes to open the step: one piece is read before."""
+        self._plan_all()
+        size = 0
+        for number in range(self._sending.rounds):
+            self._measured = number + 1
+            size += sum(piece.nbytes for piece in self._sending.own.begins_in(number))
+            if size >= _MEASURED_BYTES:
+                break
+        plan = self._part(range(self._measured))
+        least = min(plan.reads, key=lambda read: read.nbytes, default=None)
+        if least is None:
+            return
+        self._execute(replace(plan, reads=(least,)))
+        rest = replace(plan, reads=tuple(read for read in plan.reads if read is not least))
+        self._announce_plan(rest)
         began_s = clock.monotonic_s()
-        read_bytes = execute(self._part(number), self._prepared.holdings.readers, self._rejected, self._proven)
-        if number == 0:
-            self._first_s = clock.monotonic_s() - began_s
-            self._first_bytes = read_bytes.get(DURABLE, 0)
+        self._measured_bytes = self._execute(rest).get(DURABLE, 0)
+        self._measured_s = clock.monotonic_s() - began_s
+
+    def _execute(self, plan: RestorePlan) -> Mapping[str, int]:
+        read_bytes = execute(plan, self._prepared.holdings.readers, self._rejected, self._proven)
         for tier, size in read_bytes.items():
             self.read_bytes[tier] = self.read_bytes.get(tier, 0) + size
+        return read_bytes
 
     def _proven(self, key: Key, blocks: Mapping[Box, np.ndarray]) -> None:
         for box, block in blocks.items():
@@ -140,14 +164,16 @@ class StreamReader:
         plan = plan_restore(self._prepared.plan.save_id, wanted, self._prepared.holdings.sources)
         self._reads = {(read.key, read.wanted): read for read in plan.reads}
 
-    def _part(self, number: int) -> RestorePlan:
-        """What has to be read for a window that was not read for the one before."""
-        begun = self._sending.own.begins_in(number)
+    def _part(self, numbers: Iterable[int]) -> RestorePlan:
+        """What has to be read for some windows that was not read for the one before."""
+        begun = [piece for number in numbers for piece in self._sending.own.begins_in(number)]
         return replace(self._prepared.plan, reads=tuple(self._reads[piece.key, piece.box] for piece in begun))
 
     def _announce(self, numbers: Iterable[int]) -> None:
-        expect = self._prepared.holdings.expect
-        for part in map(self._part, numbers if expect is not None else ()):
-            assert expect is not None
-            expect(part.first_reads(len(part.tiers) - 1))
-            self.announced |= {(read.key, read.wanted) for read in part.reads}
+        for number in numbers:
+            self._announce_plan(self._part([number]))
+
+    def _announce_plan(self, plan: RestorePlan) -> None:
+        if (expect := self._prepared.holdings.expect) is not None:
+            expect(plan.first_reads(len(plan.tiers) - 1))
+            self.announced |= {(read.key, read.wanted) for read in plan.reads}

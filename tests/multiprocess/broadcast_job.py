@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -92,6 +91,8 @@ class Job:
         import orbax.checkpoint as ocp
         import tensorstore as ts
 
+        from bench.replica_states import bits_here
+
         args = ocp.args.StandardRestore(abstract(state))  # pyright: ignore[reportCallIssue]
         with self.manager(root, mode, **options) as manager:
             before, before_bytes = len(self._events), file_bytes(ts)
@@ -133,8 +134,10 @@ class Job:
         """Two replicas of two processes: every dtype, by everybody for himself and shared."""
         import jax
 
+        from bench.replica_states import every_dtype
+
         jax.config.update("jax_enable_x64", True)
-        state = matrix(2)
+        state = {**plain(2), **every_dtype(2)}
         self.save("matrix", state)
         self.restore("alone", "matrix", state, "never")
         self.restore("shared", "matrix", state)
@@ -269,17 +272,6 @@ class Job:
         reader.read = self._read
 
 
-def put(value: Any, replicas: int, *spec: Any) -> Any:
-    """A global array over all devices, as so many replicas."""
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    shape = (replicas, jax.device_count() // replicas)
-    mesh = jax.make_mesh(shape, ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
-
-
 def large(seed: int) -> Any:
     """Random bits: NaN payloads and -0.0 among them."""
     import numpy as np
@@ -292,6 +284,8 @@ def plain(replicas: int, seed: int = 0) -> Any:
     import jax
     import numpy as np
 
+    from bench.replica_states import put
+
     key = put(np.arange(2, dtype=np.uint32) + seed, replicas)
     return {
         "large": put(large(seed), replicas, "fsdp"),
@@ -300,32 +294,6 @@ def plain(replicas: int, seed: int = 0) -> Any:
         "host": np.arange(5.0) + seed,
         "count": 7 + seed,
     }
-
-
-def matrix(replicas: int) -> Any:
-    """Random bits in every dtype, split and whole, scalars, and keys."""
-    import jax
-    import ml_dtypes
-    import numpy as np
-
-    rng = np.random.default_rng(3)
-    names = "bool int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 bfloat16"
-    names += " float8_e4m3fn float8_e5m2 complex64 complex128"
-    state: dict[str, Any] = plain(replicas)
-    for name in names.split():
-        dtype = np.dtype(getattr(ml_dtypes, name, name))
-        if name in ("bool", "int4"):
-            block = rng.integers(0, 2 if name == "bool" else 8, (16, 24)).astype(dtype)
-        else:
-            block = np.frombuffer(rng.bytes(16 * 24 * dtype.itemsize), dtype).reshape(16, 24)
-        state[f"{name}_split"] = put(block, replicas, "fsdp")
-        state[f"{name}_whole"] = put(block[::2, 1:].copy(), replicas)
-        state[f"{name}_scalar"] = put(block[3, 4].copy(), replicas)
-    data = np.arange(16, dtype=np.uint32).reshape(8, 2)
-    state["keys"] = jax.random.wrap_key_data(put(data, replicas, "fsdp"))
-    data = np.arange(4, dtype=np.uint32)
-    state["rbg"] = jax.random.wrap_key_data(put(data, replicas), impl="rbg")
-    return state
 
 
 def abstract(state: Any) -> Any:
@@ -338,23 +306,6 @@ def save_args(state: Any) -> Any:
     import orbax.checkpoint as ocp
 
     return ocp.args.StandardSave(state)  # pyright: ignore[reportCallIssue]
-
-
-def bits_here(tree: Any) -> dict[str, list[str]]:
-    """By leaf its dtype, and the digests of this process's shards."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    found = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        name = str(getattr(leaf, "dtype", type(leaf)))
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        blocks = [shard.data for shard in leaf.addressable_shards] if isinstance(leaf, jax.Array) else [leaf]
-        digests = [hashlib.sha256(np.asarray(block).tobytes()).hexdigest() for block in blocks]
-        found[jax.tree_util.keystr(path)] = [name, *digests]
-    return found
 
 
 def file_bytes(ts: Any) -> int:

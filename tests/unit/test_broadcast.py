@@ -142,8 +142,8 @@ def test_the_faster_side_is_chosen() -> None:
     slow = choose("auto", gigabyte, 2, Rates(storage=25e6))
     assert slow.broadcast
     assert slow.why == (
-        "1000.0 MB for each process at 25.0 MB/s of storage: alone 40.00 s, shared by 2 replicas with 0.5 s to connect "
-        "20.50 s"
+        "1000.0 MB for each process at 25.0 MB/s of storage: alone 40.00 s, shared by 2 replicas with 0.2 s to connect "
+        "20.20 s"
     )
     assert not choose("auto", gigabyte, 2, Rates(storage=gigabyte / STARTUP_S)).broadcast, "no time to win it back"
     assert choose("auto", gigabyte, 2, Rates(storage=100e6, interconnect=400e6)).broadcast
