@@ -20,8 +20,8 @@ from ckptkit.coordination import Coordinator
 from ckptkit.events import EventLog, Kind
 from ckptkit.interconnect import AllGather, links_of
 from ckptkit.manager.offering import NothingToShareError, Offer, first_problem, judge, needs_of, offer_of
+from ckptkit.manager.own_part import Reading, Shared
 from ckptkit.manager.preparing import Prepared
-from ckptkit.manager.reading import Reading, Shared
 from ckptkit.manager.sending import DIGEST_BYTES, Sending, StreamReader
 from ckptkit.manager.verdicts import act_together
 from ckptkit.plan import Key

@@ -29,9 +29,9 @@ from ckptkit.gathered import Held, from_runs, holders_of, to_runs, writers_of
 from ckptkit.manager.asked import RestoreItems
 from ckptkit.manager.broadcasting import Broadcaster
 from ckptkit.manager.local_tiers import Holdings, LocalSave, LocalTiers
+from ckptkit.manager.own_part import Proven, Reading, Shared
 from ckptkit.manager.preparing import Prepared, Preparer, only_by_orbax
 from ckptkit.manager.reach import Reach
-from ckptkit.manager.reading import Proven, Reading, Shared
 from ckptkit.manager.taken import DURABLE
 from ckptkit.manager.verdicts import act_together
 from ckptkit.manifest import SaveId

@@ -13,16 +13,15 @@ import xxhash
 from ckptkit import clock
 from ckptkit.assembly import Assembly
 from ckptkit.manager.preparing import Prepared
-from ckptkit.manager.reading import Rejected
 from ckptkit.manager.taken import DURABLE
 from ckptkit.plan import BoxRead, Key, RestorePlan, plan_restore
-from ckptkit.restore import execute
+from ckptkit.reading import Rejected, execute
 from ckptkit.rounds import Piece, Stream
 from ckptkit.sharding import Box
 
 DIGEST_BYTES = 16  # at the head of each window: of what it holds
 _AHEAD = 2  # windows that are read while one is sent
-_MEASURED_BYTES = 16 << 20  # at least, where there are as many: a request's latency is little beside the time they take
+_MEASURED_BYTES = 16 << 20  # or what may be read ahead: a request's latency is little beside the time that they take
 
 
 @final
@@ -133,7 +132,7 @@ class StreamReader:
         for number in range(self._sending.rounds):
             self._measured = number + 1
             size += sum(piece.nbytes for piece in self._sending.own.begins_in(number))
-            if size >= _MEASURED_BYTES:
+            if size >= _MEASURED_BYTES or number == _AHEAD:
                 break
         plan = self._part(range(self._measured))
         least = min(plan.reads, key=lambda read: read.nbytes, default=None)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 240.0
-LARGE = (1024, 512)  # of float32: 2 MB, several rounds of the smallest budget
+LARGE = (8, 1024, 256)  # leaves of float32: 8 MB, several rounds of the smallest budget
 SMALLEST = 1 << 20
 
 
@@ -217,7 +217,7 @@ class Job:
         """A bit of the newest step is flipped where it stands: the older one is what all get."""
         older, newer = plain(2), plain(2, seed=5)
         self.save("damaged", older, newer)
-        row = large(seed=5)[LARGE[0] // 2 - 3].tobytes()
+        row = large(seed=5)[3][500].tobytes()
 
         def flip() -> None:
             found = 0
@@ -255,13 +255,13 @@ class Job:
         self.restore("memory", "memory", state, **tiers())
 
     def _fail_read(self, reader: Any, error: Exception, process: int) -> None:
-        """The third read of one process fails, and no other."""
+        """A read of one process fails that comes after the first rounds, and no other."""
         self._read, calls = reader.read, [0]
         read = self._read
 
         def failing(self: Any, item: str, leaf: Any, *rest: Any) -> None:
             calls[0] += 1
-            if calls[0] == 3:
+            if calls[0] == 8:
                 raise error
             read(self, item, leaf, *rest)
 
@@ -280,7 +280,7 @@ def large(seed: int) -> Any:
 
 
 def plain(replicas: int, seed: int = 0) -> Any:
-    """Several rounds of one large leaf, small ones, a key, host leaves."""
+    """Several rounds of large leaves, small ones, a key, host leaves."""
     import jax
     import numpy as np
 
@@ -288,7 +288,7 @@ def plain(replicas: int, seed: int = 0) -> Any:
 
     key = put(np.arange(2, dtype=np.uint32) + seed, replicas)
     return {
-        "large": put(large(seed), replicas, "fsdp"),
+        "large": [put(block, replicas, "fsdp") for block in large(seed)],
         "small": [put(np.full(8, seed - 3, np.int8), replicas), put(np.array(-0.0, np.float32), replicas)],
         "key": jax.random.wrap_key_data(key),
         "host": np.arange(5.0) + seed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -19,10 +19,9 @@ from ckptkit.manager.small_items import give_back
 from ckptkit.manifest import SaveId
 from ckptkit.plan import Key, RestorePlan, plan_restore
 from ckptkit.proving import Proving
-from ckptkit.restore import execute, place
+from ckptkit.reading import Rejected, execute
+from ckptkit.restore import place
 from ckptkit.sharding import Box
-
-Rejected = Callable[[str, CheckpointError], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
