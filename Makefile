@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.ready
 
 .PHONY: setup setup-system setup-cluster demo test test-mpi test-slurm lint format clean
 .PHONY: kill-phases bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
-.PHONY: proof-cost
+.PHONY: proof-cost broadcast-campaign
 
 setup: $(STAMP)
 
@@ -50,6 +50,9 @@ corruption-campaign: setup
 # Needs `make setup-system`. Two processes at every phase: `make kill-phases`.
 crashpoints: setup
 	$(BIN)/python -m bench crashpoints --full
+
+broadcast-campaign: setup
+	$(BIN)/python -m bench broadcast
 
 proof-cost: setup
 	$(BIN)/python -m bench proof
