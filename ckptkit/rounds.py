@@ -102,19 +102,25 @@ def share_out(
     """What each process of a group reads for all of it, each piece once, in the order of the leaves.
 
     A piece is read by a process that has it nearer than the durable tier (it does not `needs` the leaf from there), if
-    there is one; among several by the one that has been given least so far. Ties go to the lowest index. Every
-    process of the group computes the same.
+    there is one. Those among whom there is a choice take equal parts, each a run of neighbours: a store joins their
+    reads. Every process of the group computes the same.
     """
-    streams: dict[int, list[Piece]] = {process: [] for process in group}
-    given = dict.fromkeys(group, 0)
+    by_readers: dict[tuple[int, ...], list[Piece]] = {}
     for leaf in leaves:
-        readers = [process for process in group if not needs(leaf.key, process)] or list(group)
-        for wanted in leaf.boxes:
-            for box in pieces_of(wanted, leaf.cell):
-                reader = min(readers, key=lambda process: (given[process], process))
-                nbytes = box.size * leaf.itemsize
-                given[reader] += nbytes
-                streams[reader].append(Piece(leaf.key, wanted, box, nbytes))
+        readers = tuple(process for process in group if not needs(leaf.key, process)) or tuple(group)
+        by_readers.setdefault(readers, []).extend(
+            Piece(leaf.key, wanted, box, box.size * leaf.itemsize)
+            for wanted in leaf.boxes
+            for box in pieces_of(wanted, leaf.cell)
+        )
+    streams: dict[int, list[Piece]] = {process: [] for process in group}
+    for readers, pieces in by_readers.items():
+        total = sum(piece.nbytes for piece in pieces)
+        start = 0
+        for piece in pieces:  # to whom the middle of it belongs
+            at = (2 * start + piece.nbytes) * len(readers) // (2 * total)
+            streams[readers[min(at, len(readers) - 1)]].append(piece)
+            start += piece.nbytes
     return streams
 
 

@@ -261,7 +261,7 @@ class Job:
 
         def failing(self: Any, item: str, leaf: Any, *rest: Any) -> None:
             calls[0] += 1
-            if calls[0] == 8:
+            if calls[0] == 7:
                 raise error
             read(self, item, leaf, *rest)
 

@@ -78,7 +78,11 @@ def test_each_piece_is_read_once_by_who_has_least_to_read(sizes: list[int], coun
         assert all(process in in_memory[piece.key] for piece in pieces if in_memory[piece.key])
     even = share_out(leaves, group, lambda key, process: True)
     loads = [sum(piece.nbytes for piece in pieces) for pieces in even.values()]
-    assert max(loads) - min(loads) <= 16, "no piece is larger than a cell of 16 bytes"
+    assert max(loads) - min(loads) <= 2 * 16, "no piece is larger than a cell of 16 bytes"
+    in_order = [piece for process in group for piece in even[process]]
+    assert [(piece.key, piece.box.start) for piece in in_order] == sorted(
+        ((piece.key, piece.box.start) for piece in in_order), key=lambda each: (int(each[0][1][0]), each[1])
+    ), "each reads neighbours"
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 40))
