@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.ready
 
 .PHONY: setup setup-system setup-cluster demo test test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
-.PHONY: proof-cost simulator-campaign policy-campaign faults bench-all figures stranger test-wheel test-floor test-newest
+.PHONY: proof-cost broadcast-campaign simulator-campaign policy-campaign faults bench-all figures stranger test-wheel test-floor test-newest
 
 setup: $(STAMP)
 
@@ -50,6 +50,9 @@ corruption-campaign: setup
 # Needs `make setup-system`. Two processes at every phase: `make kill-phases`.
 crashpoints: setup
 	$(BIN)/python -m bench crashpoints --full
+
+broadcast-campaign: setup
+	$(BIN)/python -m bench broadcast
 
 proof-cost: setup
 	$(BIN)/python -m bench proof

@@ -3,8 +3,8 @@
 Others have options of their own: `corruption|crashpoints` (what faults leave, and what a restart makes of it), `faults`
 (a training that is killed again and again, beside stock Orbax), `proof` (what digests cost), `kill` (the same for the
 protocol alone, judged by an oracle), `gather` (what the processes of a large job tell each other before a restore),
-`simulator` (predicted and measured goodput), `policy` (save intervals on recorded failures). `all` runs everything
-and renders `bench/REPORT.md`, `report` renders it again.
+`broadcast` (replicas that read the durable tier for each other), `simulator` (predicted and measured goodput),
+`policy` (save intervals on recorded failures), `convert` (conversions beside `cp`). `all` runs everything and renders `bench/REPORT.md`, `report` renders it again.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from bench.broadcast import main as broadcast
 from bench.cases import ALL_CASES, DEFAULT_CASE, CaseName
 from bench.corruption import main as corruption
 from bench.crashpoints import main as crashpoints
@@ -40,6 +41,7 @@ _ROOT = Path(__file__).parent.parent
 _CAMPAIGNS = {
     "all": everything,
     "report": render,
+    "broadcast": broadcast,
     "corruption": corruption,
     "crashpoints": crashpoints,
     "faults": faults,

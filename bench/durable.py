@@ -48,6 +48,11 @@ class FakeBucket:
         with urllib.request.urlopen(f"{self._url}/_ckptkit/log", timeout=60) as answer:
             return sum(total["count"] for total in json.load(answer)["totals"].values())
 
+    @property
+    def root(self) -> str:
+        """Where to write in it."""
+        return f"gs://{_BUCKET}"
+
     def close(self) -> None:
         """Ends the process."""
         assert self._process.stdin is not None

@@ -3,6 +3,7 @@
 from ckptkit import surgery as surgery
 from ckptkit import v1 as v1
 from ckptkit.abstract import abstract_state as abstract_state
+from ckptkit.broadcast import BroadcastOptions as BroadcastOptions
 from ckptkit.conversion import diff as diff
 from ckptkit.durable.listing import latest_step as latest_step
 from ckptkit.errors import CheckpointError as CheckpointError

@@ -30,7 +30,9 @@ class Kind(StrEnum):
     SPAN = "span"  # time that was spent: fields span (goodput's kind), duration_s; at_s is its END
     PLANNED = "restore_planned"  # fields sources: tier -> bytes
     REJECTED = "restore_rejected"  # fields reason
-    RESTORED = "restored"  # fields sources: tier -> bytes, duration_s, verify (and share, seed of a sample)
+    # fields sources: tier -> bytes, duration_s, verify (and share, seed of a sample); of several processes broadcast
+    # (whether replicas read for each other), broadcast_why
+    RESTORED = "restored"
     PHASE = "save_phase"  # a save crossed a phase boundary: fields phase
     # fields strategy, reason, bytes, stall_s (the step loop's), waited_s of it for earlier saves; policy "wait" if so
     STAGED = "staged"

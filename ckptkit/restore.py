@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,6 +40,11 @@ class Target:
         if self.sharding is None:
             return (Box.whole(self.shape),)
         return boxes_held(self.sharding, self.shape, self.process)
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole leaf."""
+        return math.prod(self.shape)
 
 
 def targets_of(item: str, abstract: Any, stored: Sequence[LeafRecord], *, step: int, where: str) -> list[Target]:

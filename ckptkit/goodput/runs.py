@@ -110,4 +110,6 @@ def intervals(
 def _part(span: Event, wasted_from: float) -> Part:
     if span.fields["span"] == "step":
         return Part.WASTED if span.step is not None and span.step >= wasted_from else Part.PRODUCTIVE
+    if span.fields["span"] == "broadcast":  # inside a restore
+        return Part.CHECKPOINT_RESTORE
     return next((part for part in Part if part.value == span.fields["span"]), Part.OTHER)

@@ -12,6 +12,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from ckptkit import clock
+from ckptkit.broadcast import BroadcastOptions
 from ckptkit.coordination import make_coordinator
 from ckptkit.durable.stock import Setup, checked_options
 from ckptkit.events import EventLog
@@ -72,6 +73,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
       replicas: what is compared of data replicas at each save, and what follows where they differ; None: nothing.
       peers: how the processes of a job of several read each other's fast tiers at a restore; None: they do not.
       durable: how the durable tier is written and read (`DurableProfile`, or `DurableProfile.load(file)`).
+      broadcast: whether, at a `restore`, data replicas read the durable tier for each other.
 
     Raises what Orbax's constructor raises for the arguments that they share, `TierUnusableError` for a tier that
     cannot be written, `StoreError` for a durable root that cannot be read, `CoordinationError` where a process does
@@ -102,6 +104,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         replicas: ReplicaPolicy | None = ReplicaPolicy(),  # noqa: B008  frozen
         peers: PeerOptions | None = PeerOptions(),  # noqa: B008  frozen
         durable: DurableProfile = DurableProfile(),  # noqa: B008  frozen
+        broadcast: BroadcastOptions = BroadcastOptions(),  # noqa: B008  frozen
     ):
         self._settings = Settings(
             options=checked_options(options or ocp.CheckpointManagerOptions()),
@@ -118,6 +121,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             verify=verify,
             peers=peers,
             durable=durable,
+            broadcast=broadcast,
         )
         self._options = self._settings.options
         self._logger = logger or ocp.logging.StandardLogger()

@@ -6,6 +6,7 @@ from contextlib import closing
 
 import orbax.checkpoint as ocp
 
+from ckptkit.broadcast import BroadcastOptions
 from ckptkit.coordination import Coordinator
 from ckptkit.durable import DurableSteps
 from ckptkit.durable.stock import StockManager
@@ -27,6 +28,7 @@ def restore_elsewhere(
     events: EventLog,
     timeout_s: float,
     verify: Verify,
+    broadcast: BroadcastOptions,
 ) -> Restored:
     """`Restorer.restore` from the durable root at `url` alone, with the step names of `options` and the handlers of
     `stock`. Called by all processes together."""
@@ -39,5 +41,6 @@ def restore_elsewhere(
     )
     with closing(DurableSteps(url, read_only, coordinator, timeout_s=timeout_s)) as durable:
         durable.stock.adopt_handlers(stock)
-        restorer = Restorer({}, durable, epoch_records(url, events), coordinator, events, timeout_s, verify)
+        epochs = epoch_records(url, events)
+        restorer = Restorer({}, durable, epochs, coordinator, events, timeout_s, verify, broadcast=broadcast)
         return restorer.restore(step, wanted)

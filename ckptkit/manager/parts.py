@@ -95,6 +95,7 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
         settings.verify,
         client=link.client if link is not None else None,
         rank=rank if link is not None else (0, 1),
+        broadcast=settings.broadcast,
     )
     try:
         held, epoch = take_stock(restorer, durable, book.ancestry, coordinator, timeout_s)

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ckptkit import clock, layout
+from ckptkit.broadcast import BroadcastOptions, Choice
 from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import Ancestry, EpochRecords
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.durable.stock import DEFAULT_ITEM
 from ckptkit.errors import (
-    CheckpointError,
     CorruptCheckpointError,
     ItemNotFoundError,
     NoRestorableStepError,
@@ -26,21 +26,19 @@ from ckptkit.errors import (
 )
 from ckptkit.events import EventLog, Kind
 from ckptkit.gathered import Held, from_runs, holders_of, to_runs, writers_of
-from ckptkit.manager import by_orbax
 from ckptkit.manager.asked import RestoreItems
+from ckptkit.manager.broadcasting import Broadcaster
 from ckptkit.manager.local_tiers import Holdings, LocalSave, LocalTiers
+from ckptkit.manager.own_part import Proven, Reading, Shared
 from ckptkit.manager.preparing import Prepared, Preparer, only_by_orbax
 from ckptkit.manager.reach import Reach
-from ckptkit.manager.small_items import give_back
 from ckptkit.manager.taken import DURABLE
 from ckptkit.manager.verdicts import act_together
 from ckptkit.manifest import SaveId
 from ckptkit.peers.client import PeerClient
-from ckptkit.plan import Candidate, Key, RestorePlan, rank_candidates
+from ckptkit.plan import Candidate, RestorePlan, rank_candidates
 from ckptkit.proving import Proving, Verify, begin
-from ckptkit.reading import execute
-from ckptkit.restore import Target, place
-from ckptkit.sharding import Box
+from ckptkit.restore import Target
 
 _T = TypeVar("_T")
 _log = logging.getLogger("ckptkit")
@@ -59,17 +57,6 @@ class Restored:
     proven: bool = True  # every cell, by its digest; False for a step of stock Orbax, which has none
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Proven:
-    """What one process has read and proven of a save, on its devices. `prepared` None: `stock` is what Orbax gave."""
-
-    prepared: Prepared | None = None
-    leaves: Mapping[Key, Any] = field(default_factory=dict)
-    read_bytes: Mapping[str, int] = field(default_factory=lambda: {"durable (orbax)": 0})
-    proves: Proving = field(default_factory=lambda: Proving(mode="never"))  # a step of stock Orbax has no digests
-    stock: Mapping[str, Any] = field(default_factory=dict)
-
-
 class Restorer:
     """Restores saves. Every method is called by all processes together, in the same order."""
 
@@ -85,6 +72,7 @@ class Restorer:
         *,
         client: PeerClient | None = None,
         rank: tuple[int, int] = (0, 1),
+        broadcast: BroadcastOptions = BroadcastOptions(),  # noqa: B008  frozen
     ):
         """`client` reads other processes' tiers; `rank` is this process's place on its host, of how many."""
         self._verify: Verify = verify
@@ -98,6 +86,8 @@ class Restorer:
         self._coordinator = coordinator
         self._events = events
         self._timeout_s = timeout_s
+        self._reading = Reading(durable, events)
+        self._broadcaster = Broadcaster(broadcast, self._reading, coordinator, events, timeout_s)
 
     @property
     def client(self) -> PeerClient | None:
@@ -112,8 +102,10 @@ class Restorer:
         """What this host's fast tiers hold; a local look, for any thread."""
         return self._local.saves()
 
-    def restore(self, step: int | None, wanted: RestoreItems) -> Restored:
+    def restore(self, step: int | None, wanted: RestoreItems, *, collectives: bool = True) -> Restored:
         """The newest save that every process can have and that proves whole (`step`: only that one).
+
+        Without `collectives` none is launched: each process reads all that it wants.
 
         Raises `StepNotFoundError` where there is no candidate, `NoRestorableStepError` where all were rejected;
         a tree mismatch, a missing permission and a tier that cannot be reached raise at once and never fall back.
@@ -130,9 +122,8 @@ class Restorer:
                 if candidate.save_id in tried:
                     continue
                 tried.add(candidate.save_id)
-                outcome = candidate.refusal or self._try(
-                    candidate, local.get(candidate.save_id), prepared.pop(candidate.save_id, None), wanted
-                )
+                held = local.get(candidate.save_id), prepared.pop(candidate.save_id, None)
+                outcome = candidate.refusal or self._try(candidate, *held, wanted, collectives)
                 if isinstance(outcome, Restored):
                     return outcome
                 rejected.append((candidate.where, candidate.save_id.step, outcome))
@@ -222,7 +213,12 @@ class Restorer:
             return f"{type(error).__name__}: {error}"
 
     def _try(
-        self, candidate: Candidate, local: LocalSave | None, prepared: Prepared | None, wanted: RestoreItems
+        self,
+        candidate: Candidate,
+        local: LocalSave | None,
+        prepared: Prepared | None,
+        wanted: RestoreItems,
+        collectives: bool,
     ) -> Restored | str:
         """The restored items, or why the processes together reject this candidate.
 
@@ -236,11 +232,16 @@ class Restorer:
         rejection, planned = self._together("plan", lambda: self._plan(candidate, reach, prepared, wanted))
         if rejection is not None:
             return rejection
-        rejection, proven = self._together("restore", lambda: self._read(candidate, local, reach, planned, wanted))
+        shared, choice = None, Choice(broadcast=False, why="restore_async launches no collective")
+        if collectives:
+            shared, choice = self._broadcaster.share(planned, wanted.proves)
+        rejection, proven = self._together(
+            "restore", lambda: self._read(candidate, local, reach, planned, wanted, shared)
+        )
         if rejection is not None:
             return rejection
         assert proven is not None
-        items = self._assemble(proven, save_id)
+        items = self._reading.assemble(proven, save_id)
         self._events.emit(
             Kind.RESTORED,
             step=save_id.step,
@@ -248,6 +249,7 @@ class Restorer:
             save_id=str(save_id),
             duration_s=round(clock.monotonic_s() - start_s, 6),
             **proven.proves.words(),
+            **self._said(choice),
         )
         return Restored(
             items=items,
@@ -316,10 +318,11 @@ class Restorer:
         reach: Reach,
         prepared: Prepared | None,
         wanted: RestoreItems,
-    ) -> _Proven:
+        shared: Shared | None,
+    ) -> Proven:
         """Reads, proves and places this process's part; launches no collective, and meets nobody."""
         try:
-            return self._read_reaching(candidate, reach, prepared, wanted)
+            return self._read_reaching(candidate, reach, prepared, wanted, shared)
         except CorruptCheckpointError:
             if not wanted.proves.is_sample:
                 raise
@@ -329,22 +332,27 @@ class Restorer:
         return self._read_reaching(candidate, reach, self._plan(candidate, reach, None, wanted), wanted)
 
     def _read_reaching(
-        self, candidate: Candidate, reach: Reach, prepared: Prepared | None, wanted: RestoreItems
-    ) -> _Proven:
+        self,
+        candidate: Candidate,
+        reach: Reach,
+        prepared: Prepared | None,
+        wanted: RestoreItems,
+        shared: Shared | None = None,
+    ) -> Proven:
         """Reaches further where what was planned does not prove whole, or does not answer."""
         while prepared is not None:
             try:
-                return self._read_prepared(prepared, wanted.proves)
+                return self._reading.read(prepared, wanted.proves, shared)
             except (CorruptCheckpointError, PeerUnreachableError, ValueError) as error:
                 sampled = wanted.proves.is_sample and isinstance(error, CorruptCheckpointError)
                 if sampled or isinstance(error, TreeMismatchError):
                     raise
-                reach.damaged = True
+                reach.damaged, shared = True, None
                 try:
                     prepared = self._plan(candidate, reach, None, wanted)
                 except CorruptCheckpointError:
                     raise error from None  # no source is left: what the last one had is the reason
-        return _Proven(stock=by_orbax.restore_stock(self._durable, candidate.save_id.step, wanted))
+        return self._reading.by_orbax(candidate.save_id.step, wanted)
 
     def _say_planned(self, plan: RestorePlan) -> None:
         _log.info("restore plan: %s", plan)
@@ -356,41 +364,12 @@ class Restorer:
             boxes=len(plan.reads),
         )
 
-    def _read_prepared(self, prepared: Prepared, proves: Proving) -> _Proven:
-        plan, by_key = prepared.plan, {target.key: target for target in prepared.targets}
-        leaves: dict[Key, Any] = {}
-
-        def proven(key: Key, blocks: Mapping[Box, np.ndarray]) -> None:
-            if key[0] in prepared.asked.trees:  # what Orbax gives back is only proven
-                leaves[key] = place(by_key[key], blocks)
-
-        if (expect := prepared.holdings.expect) is not None:
-            expect(plan.first_reads(len(plan.tiers) - 1))
-        read_bytes = execute(plan, prepared.holdings.readers, self._rejected(plan.save_id, proves), proven)
-        return _Proven(prepared=prepared, leaves=leaves, read_bytes=read_bytes, proves=proves)
-
-    def _assemble(self, proven: _Proven, save_id: SaveId) -> dict[str, Any]:
-        """The trees of what is proven; sets the iterators: nothing before this changes what the caller has."""
-        prepared = proven.prepared
-        if prepared is None:
-            return dict(proven.stock)
-        items: dict[str, Any] = {}
-        for item in prepared.asked.trees:
-            placed = [proven.leaves[target.key] for target in prepared.targets if target.key[0] == item]
-            items[item] = prepared.answers[item].finished(placed)
-        for name, stored in prepared.inline.items():
-            items[name] = give_back(stored, prepared.asked.inline[name])
-        if prepared.asked.orbax:
-            items |= by_orbax.restore_items(self._durable, save_id.step, prepared.asked.orbax)
-        return items
-
-    def _rejected(self, save_id: SaveId, proves: Proving) -> Any:
-        def emit(tier: str, error: CheckpointError) -> None:
-            self._events.emit(Kind.REJECTED, step=save_id.step, tier=tier, reason=str(error))
-            if proves.is_sample and isinstance(error, CorruptCheckpointError):
-                raise error
-
-        return emit
+    def _said(self, choice: Choice) -> dict[str, Any]:
+        """Of several processes, whether replicas read for each other, and why."""
+        if self._coordinator.count == 1:
+            return {}
+        _log.info("restore, broadcast: %s: %s", "yes" if choice.broadcast else "no", choice.why)
+        return {"broadcast": choice.broadcast, "broadcast_why": choice.why}
 
 
 def _slot_bytes(targets: Sequence[Target]) -> int:

@@ -39,7 +39,7 @@ class Resumer:
         """See `CheckpointManager.restore_async`."""
         self._parts.pipeline.wait()
         self._pending = RestoreHandle(
-            lambda: self._parts.restorer.restore(step, wanted),
+            lambda: self._parts.restorer.restore(step, wanted, collectives=False),
             lambda restored: self._take_over(restored, began),
             self._settled,
         )
@@ -58,6 +58,7 @@ class Resumer:
             events=self._settings.events,
             timeout_s=self._settings.timeout_s,
             verify=self._settings.verify,
+            broadcast=self._settings.broadcast,
         )
         return self._given(restored, began, url)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import orbax.checkpoint as ocp
 
 from ckptkit import layout
+from ckptkit.broadcast import BroadcastOptions
 from ckptkit.events import EventLog
 from ckptkit.policy import Backpressure, FailurePolicy, PeerOptions, ReplicaPolicy, Tier
 from ckptkit.proving import Verify, checked_verify
@@ -30,6 +31,7 @@ class Settings:
     verify: Verify
     durable: DurableProfile
     peers: PeerOptions | None = None  # None: no process reads another's tiers
+    broadcast: BroadcastOptions = field(default_factory=BroadcastOptions)
 
     def __post_init__(self) -> None:
         layout.checked_name(self.host_id, "host_id")

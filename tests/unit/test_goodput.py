@@ -51,6 +51,7 @@ def two_attempts() -> list[list[Event]]:
         at(Kind.STARTED, 24.0, attempt=1),
         span("initialization", 24.0, 26.0),
         span("checkpoint_restore", 26.0, 27.0),
+        span("broadcast", 26.25, 26.5),  # of the restore
         at(Kind.RESTORED, 27.0, step=3, sources={"ram": 60, "ssd": 40}, duration_s=1.0),
         *(span("step", 27.0 + 2 * k, 29.0 + 2 * k, step=3 + k) for k in range(4)),
         at(Kind.FINISHED, 35.5),

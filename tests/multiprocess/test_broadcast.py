@@ -1,0 +1,138 @@
+"""Data replicas that read the durable tier for each other: every bit, each byte once, and no process left waiting."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Any
+
+import pytest
+
+from tests.multiprocess.broadcast_job import LARGE, SMALLEST
+from tools.launch import ExitCode, Launcher, RestartPolicy
+
+PROCESSES = 4
+LARGE_BYTES = math.prod(LARGE) * 4
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each process of one job found, by act."""
+    root, output = tmp_path_factory.mktemp("broadcast"), list[str]()
+    command = [sys.executable, "-m", "tests.multiprocess.broadcast_job", "--process", "{process}"]
+    launcher = Launcher(
+        [*command, "--processes", str(PROCESSES), "--coordinator", "{coordinator}", str(root)],
+        processes=PROCESSES,
+        devices_per_process=2,
+        policy=RestartPolicy(restarts=0),
+        on_output=lambda process, line: output.append(f"{process}: {line}"),
+        say=output.append,
+    )
+    assert launcher.run() == ExitCode.OK, "\n".join(output[-80:])
+    return [json.loads((root / f"found-{process}.json").read_text()) for process in range(PROCESSES)]
+
+
+def act(found: Found, name: str, *, broadcast: bool) -> Found:
+    """An act that ended well, in the same way on all processes."""
+    acts = [process[name] for process in found]
+    for each in acts:
+        assert "error" not in each, each["error"]
+        assert each["bits"] == each["expected"], name
+        assert each["broadcast"] is broadcast, each["why"]
+        assert (each["step"], each["why"]) == (acts[0]["step"], acts[0]["why"])
+    return acts
+
+
+def durable_bytes(acts: Found) -> int:
+    return sum(each["sources"].get("durable", 0) for each in acts)
+
+
+def wanted_bytes(each: dict[str, Any]) -> int:
+    return sum(each["sources"].values())
+
+
+def test_every_dtype_comes_bit_by_bit(found: Found) -> None:
+    """-0.0, NaN payloads, booleans, small integers or keys would change, as they do where replicas are summed."""
+    alone = act(found, "alone", broadcast=False)
+    shared = act(found, "shared", broadcast=True)
+    assert [each["bits"] for each in shared] == [each["bits"] for each in alone]
+    assert len(shared[0]["bits"]) > 60
+
+
+def test_each_byte_is_read_once(found: Found) -> None:
+    """The bucket would be asked for the state once per replica."""
+    for name, replicas in (("shared", 2), ("plain", 2), ("four", 4), ("eight", 4)):
+        acts = act(found, name, broadcast=True)
+        total, stored = durable_bytes(acts), sum(each["read_bytes"] for each in acts)
+        assert LARGE_BYTES <= total <= 1.05 * LARGE_BYTES, name
+        assert LARGE_BYTES <= stored <= 1.1 * LARGE_BYTES, f"{name}: TensorStore has counted {stored}"
+        for each in acts:
+            assert each["rounds"] >= 3
+        assert max(each["sources"]["durable"] for each in acts) < 1.1 * LARGE_BYTES / 4, "the reading is shared out"
+        assert wanted_bytes(acts[0]) >= LARGE_BYTES * replicas // PROCESSES
+    plainly = [process["alone"] for process in found]
+    assert durable_bytes(plainly) >= 2 * LARGE_BYTES
+
+
+def test_it_gives_way_where_there_is_nothing_to_share(found: Found) -> None:
+    """A sharded job would wait for collectives that bring nothing."""
+    for each in act(found, "one", broadcast=False):
+        assert each["why"] == "process 0: no two processes want the same"
+    for each in act(found, "small", broadcast=False):
+        assert "for each process: less than" in each["why"]
+    for each in act(found, "later", broadcast=False):
+        assert each["why"] == "restore_async launches no collective"
+
+
+def test_damage_on_the_way_is_seen_and_read_again(found: Found) -> None:
+    """A wire that flips a bit would give one replica other weights than the rest."""
+    acts = act(found, "flipped", broadcast=True)
+    assert [bool(each["rejected"]) for each in acts] == [False, False, True, False]
+    assert acts[2]["rejected"][0][0] == "replica"
+    assert "has another digest here" in acts[2]["rejected"][0][1]
+
+
+def test_a_process_that_cannot_read_makes_all_read_for_themselves(found: Found) -> None:
+    """The others would hang in a collective to which it never comes."""
+    for each in act(found, "failing", broadcast=False):
+        assert "gave way to reading alone: process 1: CorruptCheckpointError: a cell that" in each["why"]
+        assert each["rounds"] >= 1
+        assert each["sources"]["replica"] > 0, "what had come by then is kept"
+        assert wanted_bytes(each) <= 1.01 * LARGE_BYTES / 2, "and not read again"
+
+
+def test_a_process_without_room_makes_all_read_for_themselves(found: Found) -> None:
+    """The same, where it is the collective that one of them cannot have."""
+    for each in act(found, "no_room", broadcast=False):
+        assert each["why"] == "no collective: process 3: MemoryError: RESOURCE_EXHAUSTED"
+        assert each["rounds"] == 0
+
+
+def test_damage_in_the_storage_sends_all_to_the_older_step(found: Found) -> None:
+    """Some would go on from one step, and some from another."""
+    for each in act(found, "damaged", broadcast=True):
+        assert each["step"] == 0
+        assert "cell" in each["rejected"][-1][1]
+        assert "has digest" in each["rejected"][-1][1]
+
+
+def test_what_is_fatal_for_one_is_raised_by_all(found: Found) -> None:
+    """A missing permission would look like a lost process to the others."""
+    for process in found:
+        assert process["denied"]["error"].startswith("StoreError:"), process["denied"]
+        assert "PERMISSION_DENIED" in process["denied"]["error"]
+
+
+def test_what_some_have_in_memory_is_read_there(found: Found) -> None:
+    """The bucket would be read although a replica's ramdisk holds everything."""
+    acts = act(found, "memory", broadcast=True)
+    assert durable_bytes(acts) == 0
+    assert all(each["sources"].get("ram", 0) > 0 for each in acts[:2])
+    assert all("ram" not in each["sources"] for each in acts[2:])
+
+
+def test_the_budget_is_kept() -> None:
+    """The acts have windows of the smallest budget: more than one round is what they are about."""
+    assert LARGE_BYTES > SMALLEST

@@ -1,0 +1,173 @@
+"""Who reads what for whom, in which windows, and whether it is worth it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit import BroadcastOptions
+from ckptkit.assembly import Assembly
+from ckptkit.broadcast import LEAST_BYTES, STARTUP_S, Rates, choose
+from ckptkit.restore import Target
+from ckptkit.rounds import Common, Groups, Piece, Stream, by_groups, groups_of, pieces_of, share_out
+from ckptkit.sharding import Box, missing_elements
+
+PAIRS: Groups = ((0, 2), (1, 3))
+ALL: Groups = ((0, 1, 2, 3),)
+
+
+def leaf(name: str, *shape: int, groups: Groups = PAIRS, cell: tuple[int, ...] = (4,), itemsize: int = 4) -> Common:
+    boxes = (Box.whole(shape),)
+    return Common(key=("s", (name,)), shape=shape, boxes=boxes, cell=cell, itemsize=itemsize, groups=groups)
+
+
+@given(st.data())
+def test_pieces_tile_a_box_and_each_lies_in_one_cell(data: st.DataObject) -> None:
+    """An element would be restored from nowhere, or a cell be read twice."""
+    ranks = data.draw(st.integers(0, 3))
+    bounds = [sorted(data.draw(st.tuples(st.integers(0, 9), st.integers(0, 9)))) for _ in range(ranks)]
+    cell = tuple(data.draw(st.integers(1, 5)) for _ in range(ranks))
+    box = Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
+    pieces = pieces_of(box, cell)
+    assert sum(piece.size for piece in pieces) == box.size
+    assert missing_elements(box, pieces) == 0
+    cells = [tuple(a // rows for a, rows in zip(piece.start, cell, strict=True)) for piece in pieces]
+    assert len(set(cells)) == len(cells)
+    for piece in pieces:
+        ends = zip(piece.start, piece.stop, cell, strict=True)
+        assert all(a // rows == (b - 1) // rows for a, b, rows in ends)
+
+
+def test_groups_are_of_one_size_and_take_in_everybody() -> None:
+    """A process that is in no group, or in two, would wait for a collective that nobody else begins."""
+    a, b, c = Box((0,), (1,)), Box((1,), (2,)), Box((2,), (3,))
+    assert groups_of({a: (0, 2), b: (1, 3)}, 4) == PAIRS
+    assert groups_of({a: (0, 2), b: (1, 3), c: (0, 2)}, 4) == PAIRS, "several boxes each"
+    assert groups_of({a: (0, 1, 2, 3)}, 4) == ALL
+    assert groups_of({a: (0,), b: (1,)}, 2) is None, "one replica"
+    assert groups_of({a: (0, 1), b: (2,)}, 3) is None, "unequal"
+    assert groups_of({a: (0, 1), b: (1, 2)}, 3) is None, "overlapping"
+    assert groups_of({a: (0, 1)}, 3) is None, "process 2 holds none of it"
+
+
+def test_small_leaves_of_coarser_groups_are_carried() -> None:
+    """A step counter would cost a compilation and a round of its own."""
+    large, counter = leaf("w", 1 << 20), leaf("count", groups=ALL, cell=())
+    assert by_groups([counter, large]) == {PAIRS: [large, counter]}
+    whole = leaf("embedding", 5 << 20, groups=ALL)
+    assert by_groups([large, whole]) == {ALL: [whole], PAIRS: [large]}, "20 MB are read once, not by each pair"
+    finer = leaf("w", 100, groups=PAIRS)
+    assert by_groups([whole, finer]) == {ALL: [whole]}, "400 bytes that cannot be carried: each reads them"
+    assert by_groups([finer]) == {PAIRS: [finer]}
+
+
+@given(st.lists(st.integers(0, 40), max_size=30), st.integers(2, 4), st.randoms(use_true_random=False))
+def test_each_piece_is_read_once_by_who_has_least_to_read(sizes: list[int], count: int, rng: random.Random) -> None:
+    """The storage would be asked twice for a byte, or one process for all of them while the others wait."""
+    group = tuple(range(count))
+    leaves = [leaf(f"{number}", size, groups=(group,)) for number, size in enumerate(sizes)]
+    in_memory = {each.key: {process for process in group if rng.random() < 0.3} for each in leaves}
+    streams = share_out(leaves, group, lambda key, process: process not in in_memory[key])
+    read = [(piece.key, piece.box) for pieces in streams.values() for piece in pieces]
+    assert sorted(read) == sorted((each.key, box) for each in leaves for box in pieces_of(each.boxes[0], each.cell))
+    for process, pieces in streams.items():
+        assert all(process in in_memory[piece.key] for piece in pieces if in_memory[piece.key])
+    even = share_out(leaves, group, lambda key, process: True)
+    loads = [sum(piece.nbytes for piece in pieces) for pieces in even.values()]
+    assert max(loads) - min(loads) <= 2 * 16, "no piece is larger than a cell of 16 bytes"
+    in_order = [piece for process in group for piece in even[process]]
+    assert [(piece.key, piece.box.start) for piece in in_order] == sorted(
+        ((piece.key, piece.box.start) for piece in in_order), key=lambda each: (int(each[0][1][0]), each[1])
+    ), "each reads neighbours"
+
+
+@given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 40))
+def test_windows_show_every_byte_once(sizes: list[int], width: int) -> None:
+    """A window that is cut wrongly would put bytes into other leaves."""
+    pieces = [Piece(("s", (str(n),)), Box((0,), (size,)), Box((0,), (size,)), size) for n, size in enumerate(sizes)]
+    stream, whole, begun = Stream(pieces, width), bytearray(sum(sizes)), list[Piece]()
+    offsets = (
+        dict(zip((piece.key for piece in pieces), np.cumsum([0, *sizes[:-1]]).tolist(), strict=True)) if sizes else {}
+    )
+    windows = -(-sum(sizes) // width)
+    for number in range(windows):
+        shown = stream.in_window(number)
+        begun += stream.begins_in(number)
+        assert sum(stop - start for _, start, stop, _ in shown) == stream.filled(number)
+        for piece, start, stop, at in shown:
+            assert offsets[piece.key] + start == number * width + at
+            for index in range(offsets[piece.key] + start, offsets[piece.key] + stop):
+                whole[index] += 1
+    assert begun == pieces
+    assert set(whole) <= {1}
+    assert not stream.in_window(windows)
+    assert stream.filled(windows) == 0
+
+
+def test_pieces_come_in_any_order_and_once() -> None:
+    """A piece that two have read would be counted for one that nobody has."""
+    host = Target(key=("s", ("w",)), kind="numpy", shape=(6,), dtype="int32", sharding=None, process=0)
+    none = Target(key=("s", ("none",)), kind="numpy", shape=(0, 3), dtype="int8", sharding=None, process=0)
+    number = Target(key=("s", ("n",)), kind="int", shape=(), dtype="int64", sharding=None, process=0)
+    targets = {target.key: target for target in (host, none, number)}
+    assembly = Assembly(targets, {host.key: (4,), none.key: (1, 3), number.key: ()})
+    assert assembly.leaves[none.key].shape == (0, 3)
+    assert assembly.missing_bytes() == 6 * 4 + 8
+    last, first = Box((4,), (6,)), Box((0,), (4,))
+    assembly.deliver(host.key, {last: np.array([4, 5], np.int32)})
+    assembly.deliver(host.key, {last: np.array([9, 9], np.int32)})
+    assert assembly.missing() == {host.key: [first], number.key: [Box((), ())]}
+    assembly.deliver(host.key, {first: np.arange(4, dtype=np.int32)})
+    assembly.deliver(number.key, {Box((), ()): np.array(7)})
+    assert assembly.leaves[host.key].tolist() == [0, 1, 2, 3, 4, 5]
+    assert assembly.leaves[number.key] == 7
+    assert not assembly.missing()
+
+
+@given(st.integers(0, 1 << 36), st.integers(2, 64), st.integers(1, 8))
+def test_the_budget_bounds_what_is_sent_at_a_time(longest: int, replicas: int, links: int) -> None:
+    """A transfer would push the state that is being restored out of memory."""
+    options = BroadcastOptions(device_bytes=8 << 20, host_bytes=16 << 20)
+    width = options.width(longest, replicas, links)
+    assert width % (512 * links) == 0
+    assert (replicas + 1) * width <= options.device_bytes
+    assert (replicas + 4) * width <= options.host_bytes
+
+
+def test_the_faster_side_is_chosen() -> None:
+    """A broadcast of a small state, or over a slow interconnect, would make the restart slower."""
+    gigabyte = 10**9
+    assert not choose("auto", LEAST_BYTES - 1, 8, Rates()).broadcast
+    assert choose("auto", LEAST_BYTES, 8, Rates()).broadcast, "worth measuring"
+    slow = choose("auto", gigabyte, 2, Rates(storage=25e6))
+    assert slow.broadcast
+    assert slow.why == (
+        "1000.0 MB for each process at 25.0 MB/s of storage: alone 40.00 s, shared by 2 replicas with 0.2 s to connect "
+        "20.20 s"
+    )
+    assert not choose("auto", gigabyte, 2, Rates(storage=gigabyte / STARTUP_S)).broadcast, "no time to win it back"
+    assert choose("auto", gigabyte, 2, Rates(storage=100e6, interconnect=400e6)).broadcast
+    assert not choose("auto", gigabyte, 2, Rates(storage=100e6, interconnect=150e6)).broadcast
+    assert choose("auto", gigabyte, 16, Rates(storage=100e6, interconnect=150e6)).broadcast
+    assert choose("always", 1, 2, Rates()) == choose("always", gigabyte, 2, Rates(storage=1e12))
+    assert not choose("never", gigabyte, 2, Rates(storage=1.0)).broadcast
+
+
+@given(st.floats(1e6, 1e11), st.floats(1e6, 1e12), st.integers(2, 1000))
+def test_more_replicas_never_speak_against_it(storage: float, interconnect: float, replicas: int) -> None:
+    """The model would turn round where it matters most."""
+    rates = Rates(storage=storage, interconnect=interconnect)
+    fewer, more = (choose("auto", 10**10, each, rates).broadcast for each in (replicas, replicas + 1))
+    assert more or not fewer
+
+
+def test_bad_options_are_refused() -> None:
+    """A typing error would choose silently."""
+    with pytest.raises(ValueError, match=r"mode='on'\): give one of auto, always, never"):
+        BroadcastOptions(mode="on")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="host_bytes=5\\): give at least 1048576 bytes"):
+        BroadcastOptions(host_bytes=5)
