@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, final
 
@@ -111,13 +111,24 @@ class CellStream:
     """Cells of one item written one after the other, for whoever cannot hold an item in memory.
 
     Holds up to `commit_bytes` of blocks, which must not change meanwhile, and then commits them: a commit of its own
-    for every cell is slow. Raises what `CellWriter` raises.
+    for every cell is slow. `on_commit` is called after each. Of several processes one `describes` the arrays. Raises
+    what `CellWriter` raises.
     """
 
-    def __init__(self, directory: str, commit_bytes: int, profile: DurableProfile = DurableProfile()):  # noqa: B008  frozen
+    def __init__(
+        self,
+        directory: str,
+        commit_bytes: int,
+        profile: DurableProfile = DurableProfile(),  # noqa: B008  frozen
+        *,
+        on_commit: Callable[[], None] = lambda: None,
+        describes: bool = True,
+    ):
         self._directory = directory
         self._commit_bytes = commit_bytes
         self._profile = profile
+        self._on_commit = on_commit
+        self._describes = describes
         self._writer = CellWriter(directory, profile)
         self._described: set[str] = set()
         self._pending_bytes = 0
@@ -132,13 +143,14 @@ class CellStream:
 
     def create(self, leaf: LeafRecord) -> None:
         """The array, where it is not there yet: one without elements has no cell that would make it."""
-        if leaf.name not in self._described:
+        if self._describes and leaf.name not in self._described:
             self._described.add(leaf.name)
             self._writer.add(leaf, [], describe=True)
 
     def finish(self) -> None:
         """Commits what is held."""
         self._writer.commit()
+        self._on_commit()
         self._writer = CellWriter(self._directory, self._profile)
         self._pending_bytes = 0
 

@@ -38,6 +38,11 @@ class RemoteStore:
         with _translated(f"{self._url}/{key}"):
             self._ask("pipe_file", path, data, mode="create" if mode == "create" else "overwrite")
 
+    def put_file(self, key: str, path: str) -> None:
+        """Uploads a local file of any size, in portions; the object is whole or absent. No limit of time applies."""
+        with _translated(f"{self._url}/{key}"):
+            self._fs.put_file(path, self._path(key))
+
     def get(self, key: str) -> bytes:
         """The whole object; raises `FileNotFoundError` where there is none."""
         path = self._path(key)
