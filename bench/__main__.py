@@ -1,8 +1,8 @@
 """`python -m bench stall|commit|restore|durable`: ckptkit, stock Orbax and the machine's limits, side by side.
 
 Others have options of their own: `corruption|crashpoints` (what faults leave, and what a restart makes of it), `proof`
-(what digests cost), `kill` (a job that is killed again and again), `gather` (what the processes of a large job tell
-each other before a restore).
+(what digests cost), `convert` (conversions within a memory budget), `kill` (a job that is killed again and again),
+`gather` (what the processes of a large job tell each other before a restore).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import click
 from rich.console import Console
 
 from bench.cases import ALL_CASES, DEFAULT_CASE, CaseName
+from bench.convert import main as convert
 from bench.corruption import main as corruption
 from bench.crashpoints import main as crashpoints
 from bench.environment import environment
@@ -30,7 +31,14 @@ from bench.proof import main as proof
 from bench.report import show
 
 _ROOT = Path(__file__).parent.parent
-_CAMPAIGNS = {"corruption": corruption, "crashpoints": crashpoints, "gather": gather, "kill": kill, "proof": proof}
+_CAMPAIGNS = {
+    "convert": convert,
+    "corruption": corruption,
+    "crashpoints": crashpoints,
+    "gather": gather,
+    "kill": kill,
+    "proof": proof,
+}
 
 
 class CaseType(click.ParamType):

@@ -8,6 +8,7 @@ import click
 import jax
 
 from ckptkit.cli.exits import Exit
+from ckptkit.cli.memory import keep_freed_memory
 from ckptkit.cli.options import JSON, MAP, MEMORY, TIMEOUT, SizeType
 from ckptkit.cli.progress import progress_bar
 from ckptkit.cli.text import print_json, print_line, print_table, shape_text, size_text
@@ -70,6 +71,7 @@ def convert(
 
     DST appears whole, by one rename, or not at all.
     """
+    keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")  # Orbax asks JAX for its process: no accelerator is to be taken for that
     rules = [] if map_path is None else read_rules(map_path)
     with open_checkpoint(source, timeout_s=timeout_s) as opened:

@@ -8,6 +8,7 @@ import click
 import jax
 
 from ckptkit.cli.exits import Exit
+from ckptkit.cli.memory import keep_freed_memory
 from ckptkit.cli.options import JSON, MEMORY, TIMEOUT, SizeType
 from ckptkit.cli.progress import progress_bar
 from ckptkit.cli.text import print_json, print_line, print_table, shape_text, size_text
@@ -100,6 +101,7 @@ def reshard(
     """
     if rules_path is not None and like is not None:
         raise click.UsageError("--rules and --like both say how leaves are split; give one")
+    keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")  # Orbax asks JAX for its process: no accelerator is to be taken for that
     _join(cluster, coordinator, processes, process)
     rules = [] if rules_path is None else read_spec_rules(rules_path)

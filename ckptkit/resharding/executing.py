@@ -168,7 +168,7 @@ def _write_part(
             blocks.setdefault(work.record.name, []).append(work.block)
         proven = [writer.written(record, blocks.get(record.name, ())) for record in records]
         files = side_files(
-            item.name,
+            _name(source, item, plan),
             proven,
             _identity(source, plan),
             this_writer(job.process, job.count),
@@ -257,6 +257,11 @@ def _mark(store: Store, key: str, where: str) -> None:
 
 def _words(where: str) -> str:
     return f"Checkpoint commit was successful to {where}"
+
+
+def _name(source: Source, item: SourceItem, plan: ReshardPlan) -> str:
+    """Under which name the sidecars know an item: that of its directory."""
+    return item.name if source.opened.facts.kind == "step" else plan.target.rpartition("/")[2]
 
 
 def _key(source: Source, item: SourceItem) -> str:

@@ -175,6 +175,14 @@ def test_text_in_a_tree_comes_along_unproven(ckpt: Run, tmp_path: Path) -> None:
     assert json.loads(ckpt("inspect", tmp_path / "new/1", "--json").out)["origin"]["writer"] == "orbax"
 
 
+def test_an_item_under_another_name(ckpt: Run, striped: Path, tmp_path: Path) -> None:
+    """The records of an item that is named anew would be looked for under its old name, and not be found."""
+    assert ckpt("reshard", striped / "default", tmp_path / "state", "--mesh", MESH).code == 0
+    assert ckpt("reshard", tmp_path / "state", tmp_path / "again", "--mesh", "x=4").code == 0
+    assert ckpt("verify", tmp_path / "again").code == 0
+    assert read(tmp_path / "again") == read(striped / "default")
+
+
 @pytest.mark.parametrize("starter", ["mpirun", pytest.param("flags", marks=pytest.mark.slow)])
 def test_two_processes_write_one_checkpoint(starter: str, striped: Path, tmp_path: Path) -> None:
     """On many hosts each would write all of it, or one the other's."""
