@@ -6,8 +6,9 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 from ckptkit.conversion.destination import Destination, begin, fingerprint, target_url
 from ckptkit.conversion.flat_files import FlatFile, FlatFormat, plan_file, write_frame, write_tensor
@@ -21,7 +22,7 @@ from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint
 Target = Literal["orbax", "safetensors", "hf", "npz", "torch"]
 
 SHARD_BYTES = 5 << 30  # Hugging Face's own default
-_PROGRESS_BYTES = 512 << 20  # written between two records of how far it is; what is lost by a crash at most
+_PROGRESS_BYTES = 128 << 20  # written between two records of how far it is; what is lost by a crash at most
 
 Progress = Callable[[int, int], None]  # bytes written, bytes in all
 
@@ -128,39 +129,89 @@ def convert(
 def _write_files(
     plan: ConvertPlan, target: Destination, journal: Journal, memory_bytes: int, progress: Progress | None
 ) -> None:
-    written, recorded = 0, 0
     finished = {name for entry in journal.entries() for name in entry}
-    fresh: list[str] = []
+    written = 0
+
+    def count(done: int) -> None:
+        nonlocal written
+        written += done
+        if progress is not None:
+            progress(written, plan.written_bytes)
+
     for file in plan.files:
-        size = sum(member.size for member in file.members if member.tensor is not None)
-        if target.remote and all(member.tensor in finished for member in file.members if member.tensor is not None):
-            written += size  # a file that was uploaded
+        named = [member for member in file.members if member.tensor is not None]
+        if target.remote and all(member.tensor in finished for member in named):
+            count(sum(member.size for member in named))  # a file that was uploaded
             continue
         with target.file(file.name if plan.to == "hf" else None) as made:
-            fd = made.fileno()
-            os.ftruncate(fd, max(file.size, os.fstat(fd).st_size))
-            for member in file.members:
-                if member.tensor is None:
-                    continue
-                if member.tensor not in finished or target.remote:
-                    write_tensor(fd, member, plan.tensors[member.tensor], memory_bytes)
-                    fresh.append(member.tensor)
-                written += member.size
-                if progress is not None:
-                    progress(written, plan.written_bytes)
-                if written - recorded >= _PROGRESS_BYTES and not target.remote:
-                    os.fdatasync(fd)
-                    journal.add(fresh)
-                    recorded, fresh = written, []
-            write_frame(fd, file)
-            os.fsync(fd)
-        journal.add(fresh)
-        fresh = []
+            notes = _Notes(journal, made.fileno(), synced=not target.remote)
+            known = set() if target.remote else finished
+            try:
+                _write_tensors(plan, file, made.fileno(), known, notes, memory_bytes, count)
+            finally:
+                notes.close()
+            write_frame(made.fileno(), file)
+            os.fsync(made.fileno())
+        journal.add([member.tensor for member in named])
     if plan.to == "hf":
         mapping = {member.tensor: file.name for file in plan.files for member in file.members if member.tensor}
         size = sum(tensor.nbytes for tensor in plan.tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": mapping}
         target.store().put(f"model{INDEX}", json.dumps(index, indent=1).encode())
+
+
+def _write_tensors(
+    plan: ConvertPlan,
+    file: FlatFile,
+    fd: int,
+    finished: set[str],
+    notes: _Notes,
+    memory_bytes: int,
+    count: Callable[[int], None],
+) -> None:
+    os.ftruncate(fd, max(file.size, os.fstat(fd).st_size))
+    for member in file.members:
+        if member.tensor is None:
+            continue
+        if member.tensor not in finished:
+            write_tensor(fd, member, plan.tensors[member.tensor], memory_bytes)
+            notes.add(member.tensor, member.size)
+        count(member.size)
+
+
+@final
+class _Notes:
+    """Syncs a file now and then, in the background, and then notes which tensors are in it.
+
+    Only while the disk is busy with one portion is the next one made: a sync at the end alone would wait for all.
+    """
+
+    def __init__(self, journal: Journal, fd: int, *, synced: bool):
+        self._journal = journal
+        self._fd = fd
+        self._synced = synced
+        self._syncing = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-sync")
+        self._under_way: list[Future[None]] = []
+        self._fresh: list[str] = []
+        self._fresh_bytes = 0
+
+    def add(self, name: str, size: int) -> None:
+        """A tensor is written."""
+        self._fresh.append(name)
+        self._fresh_bytes += size
+        if self._synced and self._fresh_bytes >= _PROGRESS_BYTES:
+            self._under_way.append(self._syncing.submit(self._safe, self._fresh))
+            self._fresh, self._fresh_bytes = [], 0
+
+    def close(self) -> None:
+        """Waits; raises what a sync has raised."""
+        self._syncing.shutdown()
+        for each in self._under_way:
+            each.result()
+
+    def _safe(self, names: list[str]) -> None:
+        os.fdatasync(self._fd)
+        self._journal.add(names)
 
 
 def _shards(tensors: Tensors, shard_bytes: int) -> list[dict[str, Any]]:

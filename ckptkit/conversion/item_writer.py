@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, final
 
 import numpy as np
 
 from ckptkit import layout
+from ckptkit.conversion.ahead import read_ahead
 from ckptkit.conversion.journal import Journal
 from ckptkit.durable import HostShards
 from ckptkit.durable.cells import CellStream
@@ -20,6 +20,8 @@ from ckptkit.durable.orbax_files import ARRAY_METADATAS, SHARDINGS, array_metada
 from ckptkit.formats.tensors import CELL_SHARE, Tensor
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
 from ckptkit.sharding import Box, boxes_of_cells, cells_of
+from ckptkit.store.local import sync_tree
+from ckptkit.store.roots import is_remote
 
 Cells = list[tuple[Box, np.ndarray, str]]
 
@@ -48,25 +50,36 @@ class ItemWriter:
         self, directory: str, item: str, journal: Journal, noted: Sequence[Any], memory_bytes: int, *, describes: bool
     ):
         self._item = item
+        self._directory = directory
         self._journal = journal
         self._fresh: dict[str, list[tuple[tuple[int, ...], str]]] = {}
-        self._stream = CellStream(directory, memory_bytes // CELL_SHARE, on_commit=self._note, describes=describes)
         self._digests: dict[str, dict[tuple[int, ...], str]] = {}
+        # A commit that waits for its own sync leaves the disk idle while the next cells are read.
+        self._syncing = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-sync")
+        self._notes: list[Future[None]] = []
+        self._stream = CellStream(
+            directory, memory_bytes // CELL_SHARE, on_commit=self._note, describes=describes, synced=False
+        )
         for entry in noted:
             if entry["item"] == item:
                 for name, cells in entry["cells"].items():
                     self._digests.setdefault(name, {}).update((tuple(start), digest) for start, digest in cells)
 
     def write(self, records: Iterable[LeafRecord], works: Iterable[Work], progress: Callable[[int], None]) -> None:
-        """Describes all `records` and writes `works`; `progress` is told the bytes of each."""
-        for record in records:
-            self._stream.create(record)
-        for work, cells in _read_ahead(self._left(works, progress)):
-            for cell, block, digest in cells:
-                self._fresh.setdefault(work.record.name, []).append((cell.start, digest))
-                self._stream.write(work.record, cell, block)
-            progress(_bytes(work))
-        self._stream.finish()
+        """Describes all `records`, writes `works`, and syncs; `progress` is told the bytes of each."""
+        try:
+            for record in records:
+                self._stream.create(record)
+            for work, cells in read_ahead(_read, self._left(works, progress)):
+                for cell, block, digest in cells:
+                    self._fresh.setdefault(work.record.name, []).append((cell.start, digest))
+                    self._stream.write(work.record, cell, block)
+                progress(_bytes(work))
+            self._stream.finish()
+        finally:
+            self._syncing.shutdown()
+        for note in self._notes:
+            note.result()
 
     def written(self, record: LeafRecord, blocks: Iterable[Box]) -> LeafRecord:
         """The record with the boxes that this process wrote, and their digests."""
@@ -89,11 +102,17 @@ class ItemWriter:
                 yield work
 
     def _note(self) -> None:
-        if self._fresh:
-            self._journal.add({"item": self._item, "cells": self._fresh})
+        """After a commit: what it holds is noted once it is synced, in the background."""
         for name, cells in self._fresh.items():
             self._digests.setdefault(name, {}).update(cells)
+        self._notes.append(self._syncing.submit(self._safe, self._fresh))
         self._fresh = {}
+
+    def _safe(self, cells: Mapping[str, Any]) -> None:
+        if not is_remote(self._directory):
+            sync_tree(self._directory)
+        if cells:
+            self._journal.add({"item": self._item, "cells": cells})
 
 
 def side_files(
@@ -127,19 +146,6 @@ def side_files(
 def this_writer(process: int, count: int) -> Writer:
     """Who writes, as the sidecars say it."""
     return Writer(process=process, count=count, host=socket.gethostname())
-
-
-def _read_ahead(works: Iterable[Work]) -> Iterator[tuple[Work, Cells]]:
-    """Blocks in order, one of them being read while its predecessor is written."""
-    with ThreadPoolExecutor(1, thread_name_prefix="ckptkit-read") as reader:
-        waiting: deque[tuple[Work, Any]] = deque()
-        for work in works:
-            waiting.append((work, reader.submit(_read, work)))
-            if len(waiting) > 1:
-                done, future = waiting.popleft()
-                yield done, future.result()
-        for done, future in waiting:
-            yield done, future.result()
 
 
 def _read(work: Work) -> Cells:

@@ -32,10 +32,11 @@ _COALESCED_BYTES = 1_000_000  # reads that are nearer than this become one reque
 _MERGED_BYTES = 16 << 20  # unless it is this large already: several requests at a time are faster than one
 
 
-def kvstore_context(profile: DurableProfile) -> ts.Context:
-    """The limits under which a step is read or written."""
+def kvstore_context(profile: DurableProfile, *, synced: bool = True) -> ts.Context:
+    """The limits under which a step is read or written; unless `synced`, files are left to the caller to sync."""
     return ts.Context(
         {
+            "file_io_sync": synced,
             "cache_pool": {"total_bytes_limit": _CACHE_BYTES},
             "file_io_concurrency": {"limit": max(profile.write_concurrency, profile.read_concurrency)},
             "gcs_request_concurrency": {"limit": max(profile.write_concurrency, profile.read_concurrency)},
@@ -65,10 +66,10 @@ def kvstore_spec(directory: str, profile: DurableProfile, *, writing: bool) -> d
 class CellWriter:
     """What one process writes of one item. Nothing is in the storage as a database until `commit` has returned."""
 
-    def __init__(self, directory: str, profile: DurableProfile):
+    def __init__(self, directory: str, profile: DurableProfile, *, synced: bool = True):
         self._profile = profile
         self._spec = kvstore_spec(directory, profile, writing=True)
-        self._context = kvstore_context(profile)
+        self._context = kvstore_context(profile, synced=synced)
         self._transaction = ts.Transaction(atomic=True)
         self._store = _opened(self._spec, self._context, profile).with_transaction(self._transaction)
         self._writes: list[Any] = []
@@ -111,8 +112,8 @@ class CellStream:
     """Cells of one item written one after the other, for whoever cannot hold an item in memory.
 
     Holds up to `commit_bytes` of blocks, which must not change meanwhile, and then commits them: a commit of its own
-    for every cell is slow. `on_commit` is called after each. Of several processes one `describes` the arrays. Raises
-    what `CellWriter` raises.
+    for every cell is slow. `on_commit` is called after each, which has to sync the files unless `synced`. Of several
+    processes one `describes` the arrays. Raises what `CellWriter` raises.
     """
 
     def __init__(
@@ -123,13 +124,15 @@ class CellStream:
         *,
         on_commit: Callable[[], None] = lambda: None,
         describes: bool = True,
+        synced: bool = True,
     ):
         self._directory = directory
         self._commit_bytes = commit_bytes
         self._profile = profile
         self._on_commit = on_commit
         self._describes = describes
-        self._writer = CellWriter(directory, profile)
+        self._synced = synced
+        self._writer = CellWriter(directory, profile, synced=synced)
         self._described: set[str] = set()
         self._pending_bytes = 0
 
@@ -151,7 +154,7 @@ class CellStream:
         """Commits what is held."""
         self._writer.commit()
         self._on_commit()
-        self._writer = CellWriter(self._directory, self._profile)
+        self._writer = CellWriter(self._directory, self._profile, synced=self._synced)
         self._pending_bytes = 0
 
 

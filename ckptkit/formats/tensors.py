@@ -21,7 +21,7 @@ MEMORY_BYTES = 1 << 30  # the default budget of everything that reads or writes 
 LEAVES_MAX = 500_000  # of one checkpoint: about 1 KiB of memory each
 DEPTH_MAX = 64  # of nested containers
 _BLOCK_SHARE = 8  # of the budget: what is read, what is made of it, and what libraries hold meanwhile
-_BLOCK_BYTES_MAX = 64 << 20  # larger blocks were no faster (a copy at memory speed is bounded by the disk)
+_BLOCK_BYTES_MAX = 32 << 20  # larger blocks were no faster, and three to six of them are in memory at a time
 CELL_SHARE = 4  # of the budget: a zarr chunk is read whole
 
 

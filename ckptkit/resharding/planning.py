@@ -127,7 +127,7 @@ def plan_leaves(
                 chosen = [((), "host memory")] * len(meshes)
             specs = tuple(spec for spec, _ in chosen)
             boxes = tuple(box_shape(record.shape, spec, mesh) for spec, mesh in zip(specs, meshes, strict=True))
-            cell = chunk_shape(record.shape, boxes, record.itemsize, min(chunk_bytes, limit))
+            cell = chunk_shape(record.shape, boxes, record.itemsize, min(chunk_bytes, memory_bytes // 8))
             budget = memory_bytes // CELL_SHARE // record.itemsize
             block = block_shape(record.shape, record.cell, cell, budget, limit // record.itemsize)
             if math.prod(block) * record.itemsize > memory_bytes // CELL_SHARE:
