@@ -176,6 +176,13 @@ def boxes_of_cells(box: Box, cell: Sequence[int]) -> list[Box]:
     return cells_of(box, [*box.shape[: first + 1], *cell[first + 1 :]])
 
 
+def in_rows(box_shape: Sequence[int], cell: Sequence[int]) -> bool:
+    """Whether the cells of a box follow one another in its C order, each in one piece."""
+    divided = [axis for axis, (rows, step) in enumerate(zip(box_shape, cell, strict=True)) if step < rows]
+    before = divided[-1] if divided else 0
+    return all(min(rows, step) == 1 for rows, step in zip(box_shape[:before], cell[:before], strict=True))
+
+
 def _even_rows(rows: int, wanted: int) -> int:
     """The largest divisor of `rows` up to `wanted`, or, where that is less than half of it, parts that are as equal as
     can be: the last one is padded, and what is padded is written and read."""

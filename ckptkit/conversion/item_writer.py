@@ -58,7 +58,12 @@ class ItemWriter:
         self._syncing = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-sync")
         self._notes: list[Future[None]] = []
         self._stream = CellStream(
-            directory, memory_bytes // CELL_SHARE, on_commit=self._note, describes=describes, synced=False
+            directory,
+            memory_bytes // CELL_SHARE,
+            on_commit=self._note,
+            describes=describes,
+            synced=False,
+            continues=bool(noted),
         )
         for entry in noted:
             if entry["item"] == item:

@@ -202,6 +202,8 @@ def _finish(source: Source, plan: ReshardPlan, target: Destination, count: int) 
         above = _key(source, item)
         directory = f"{target.url}/{above}".rstrip("/")
         if count > 1:
+            if target.remote:  # joined by a run that was interrupted before the marker
+                store.delete(f"{above}{OCDBT}")
             merge_processes(directory, count, DurableProfile())
         leaves = [leaf for leaf in plan.leaves if leaf.item == item.name]
         text = json.dumps(_described(item.described, leaves))
