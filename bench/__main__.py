@@ -4,7 +4,8 @@ Others have options of their own: `corruption|crashpoints` (what faults leave, a
 (a training that is killed again and again, beside stock Orbax), `proof` (what digests cost), `kill` (the same for the
 protocol alone, judged by an oracle), `gather` (what the processes of a large job tell each other before a restore),
 `broadcast` (replicas that read the durable tier for each other), `simulator` (predicted and measured goodput),
-`policy` (save intervals on recorded failures), `convert` (conversions beside `cp`). `all` runs everything and renders `bench/REPORT.md`, `report` renders it again.
+`policy` (save intervals on recorded failures), `convert` (conversions within a memory budget). `all` runs everything
+and renders `bench/REPORT.md`, `report` renders it again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rich.console import Console
 
 from bench.broadcast import main as broadcast
 from bench.cases import ALL_CASES, DEFAULT_CASE, CaseName
+from bench.convert import main as convert
 from bench.corruption import main as corruption
 from bench.crashpoints import main as crashpoints
 from bench.environment import environment
@@ -42,6 +44,7 @@ _CAMPAIGNS = {
     "all": everything,
     "report": render,
     "broadcast": broadcast,
+    "convert": convert,
     "corruption": corruption,
     "crashpoints": crashpoints,
     "faults": faults,

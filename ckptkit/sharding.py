@@ -164,6 +164,18 @@ def cells_of(box: Box, cell: Sequence[int]) -> list[Box]:
     ]
 
 
+def boxes_of_cells(box: Box, cell: Sequence[int]) -> list[Box]:
+    """`box` cut into boxes of which each cell is a whole number of leading rows, as few as can be, in C order.
+
+    One where the cells are leading rows of `box` already; a grid that is cut along several dimensions gives one for
+    each column. `box` begins and ends where cells do, or where the array ends.
+    """
+    if box.size == 0:
+        return []
+    first = next((axis for axis, rows in enumerate(cell) if rows > 1), len(cell) - 1)
+    return cells_of(box, [*box.shape[: first + 1], *cell[first + 1 :]])
+
+
 def in_rows(box_shape: Sequence[int], cell: Sequence[int]) -> bool:
     """Whether the cells of a box follow one another in its C order, each in one piece."""
     divided = [axis for axis, (rows, step) in enumerate(zip(box_shape, cell, strict=True)) if step < rows]
@@ -172,9 +184,10 @@ def in_rows(box_shape: Sequence[int], cell: Sequence[int]) -> bool:
 
 
 def _even_rows(rows: int, wanted: int) -> int:
-    """The largest divisor of `rows` up to `wanted`, or `wanted` itself where that is more than twice as many."""
+    """The largest divisor of `rows` up to `wanted`, or, where that is less than half of it, parts that are as equal as
+    can be: the last one is padded, and what is padded is written and read."""
     below = max(d for d in _divisors(rows) if d <= wanted)
-    return below if below * 2 >= wanted else wanted
+    return below if below * 2 >= wanted else -(-rows // -(-rows // wanted))
 
 
 def _divisors(rows: int) -> list[int]:

@@ -15,6 +15,7 @@ from ckptkit.cli.diff import diff
 from ckptkit.cli.exits import Exit, exit_of, quiet_libraries
 from ckptkit.cli.goodput import goodput
 from ckptkit.cli.options import JSON, MEMORY, TIMEOUT
+from ckptkit.cli.reshard import reshard
 from ckptkit.cli.show_inspection import matching, show_inspection
 from ckptkit.cli.show_outlook import show_outlook
 from ckptkit.cli.show_statistics import show_statistics, statistics, stats_json
@@ -190,7 +191,7 @@ def scrub(
     return _code([*found.problems, *left])
 
 
-for each in (convert, diff, explain, goodput, simulate, tune):
+for each in (convert, diff, explain, goodput, reshard, simulate, tune):
     commands.add_command(each)
 
 

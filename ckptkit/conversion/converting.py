@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, final
 
+from ckptkit.conversion.destination import Destination, begin, fingerprint, target_url
 from ckptkit.conversion.flat_files import FlatFile, FlatFormat, plan_file, write_frame, write_tensor
+from ckptkit.conversion.journal import Journal
 from ckptkit.conversion.mapping import MapRule, Tensors, cast, mapped, tensors_bytes
 from ckptkit.conversion.orbax_step import write_step
-from ckptkit.errors import CheckpointError, StoreFullError
+from ckptkit.errors import CheckpointError
 from ckptkit.formats.safetensors import INDEX, SUFFIX
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint
-from ckptkit.store.local import sync_directory
-from ckptkit.store.roots import is_remote
 
 Target = Literal["orbax", "safetensors", "hf", "npz", "torch"]
 
 SHARD_BYTES = 5 << 30  # Hugging Face's own default
-_PROGRESS_BYTES = 512 << 20  # written between two records of how far it is; what is lost by a crash at most
-_RECORD = "progress.json"
+_PROGRESS_BYTES = 128 << 20  # written between two records of how far it is; what is lost by a crash at most
 
 Progress = Callable[[int, int], None]  # bytes written, bytes in all
 
@@ -72,16 +68,9 @@ def plan_convert(
 ) -> ConvertPlan:
     """What `convert` would write; nothing is.
 
-    Raises `CheckpointError` for rules, names or chunks that cannot be, and for a target that is there already or
-    is not local.
+    Raises `CheckpointError` for rules, names or chunks that cannot be, and for a local target that is there already.
     """
-    if is_remote(target):
-        raise CheckpointError(f"{target} is no local path; convert to a disk first", path=target)
-    target = os.path.abspath(target.removeprefix("file://"))
-    if os.path.lexists(target):
-        raise CheckpointError(f"{target} is there already; name another target, or move it away", path=target)
-    if not os.path.isdir(os.path.dirname(target)):
-        raise CheckpointError(f"{os.path.dirname(target)} is no directory; make it first", path=target)
+    target = target_url(target)
     tensors = cast(mapped(source.by_name(), rules), casts)
     if not tensors:
         raise CheckpointError(f"{source.path} has no tensor that could be converted", path=source.path)
@@ -117,114 +106,112 @@ def convert(
     """Writes what the plan says. The target is not there until all of it is written and synced: then one rename.
 
     Bits are those of the source, except where a cast was asked for. An interrupted run leaves a directory
-    `.<target>.ckptkit-part` beside the target, which `resume` continues and another run deletes; one to Orbax is begun
-    anew. Cost: the source is read once, unless its chunks lie across the target's; at most `memory_bytes` of array data
-    are held.
+    `.<target>.ckptkit-part` beside the target, which `resume` continues and another run deletes. In a bucket Orbax's
+    items are written in place, and are one when the marker is there; files are made on a local disk, one at a time, and
+    uploaded. Cost: the source is read once, unless its chunks lie across the target's; at most `memory_bytes` of array
+    data are held.
 
     Raises `StoreFullError` before anything is written, `CheckpointError` where `resume` finds another plan's work, and
     what reading raises.
     """
-    target = Path(plan.target)
-    part = target.with_name(f".{target.name}.ckptkit-part")
-    done = _begun(part, _fingerprint(plan, source), resume)
-    free = shutil.disk_usage(target.parent).free
-    there = sum(file.stat().st_blocks * 512 for file in part.rglob("*") if file.is_file())
-    if plan.written_bytes > free + there:
-        raise StoreFullError(
-            f"{target.parent} has {free} bytes free, and {plan.written_bytes} are needed; nothing was written",
-            path=str(target),
-        )
+    target = Destination(plan.target)
+    target.require_room(plan.written_bytes, max((file.size for file in plan.files), default=0))
+    journal = Journal(target.journal_store())
+    begin(target, journal, fingerprint(plan.to_json(), source.path), resume=resume)
     if plan.to == "orbax":
-        shutil.rmtree(part / target.name, ignore_errors=True)
-        made = write_step(plan.tensors, part / target.name, memory_bytes=memory_bytes, progress=progress)
-    else:
-        made = _write_files(plan, part, done, memory_bytes, progress)
-    _commit(made, target, part)
+        write_step(plan.tensors, target, journal, memory_bytes=memory_bytes, progress=progress)
+        target.commit(f"Checkpoint commit was successful to {plan.target}")
+        return
+    _write_files(plan, target, journal, memory_bytes, progress)
+    target.commit()
 
 
-def _write_files(plan: ConvertPlan, part: Path, done: list[str], memory_bytes: int, progress: Progress | None) -> Path:
-    written, recorded, finished = 0, 0, set(done)
+def _write_files(
+    plan: ConvertPlan, target: Destination, journal: Journal, memory_bytes: int, progress: Progress | None
+) -> None:
+    finished = {name for entry in journal.entries() for name in entry}
+    written = 0
+
+    def count(done: int) -> None:
+        nonlocal written
+        written += done
+        if progress is not None:
+            progress(written, plan.written_bytes)
+
     for file in plan.files:
-        fd = os.open(part / file.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            os.ftruncate(fd, max(file.size, os.fstat(fd).st_size))
-            for member in file.members:
-                if member.tensor is None:
-                    continue
-                if member.tensor not in finished:
-                    write_tensor(fd, member, plan.tensors[member.tensor], memory_bytes)
-                    done.append(member.tensor)
-                written += member.size
-                if progress is not None:
-                    progress(written, plan.written_bytes)
-                if written - recorded >= _PROGRESS_BYTES:
-                    os.fdatasync(fd)
-                    _record(part, done)
-                    recorded = written
-            write_frame(fd, file)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        _record(part, done)
-    if plan.to != "hf":
-        return part / plan.files[0].name
-    mapping = {member.tensor: file.name for file in plan.files for member in file.members if member.tensor}
-    size = sum(tensor.nbytes for tensor in plan.tensors.values())
-    _write_synced(part / f"model{INDEX}", {"metadata": {"total_size": size}, "weight_map": mapping})
-    (part / _RECORD).unlink()
-    return part
+        named = [member for member in file.members if member.tensor is not None]
+        if target.remote and all(member.tensor in finished for member in named):
+            count(sum(member.size for member in named))  # a file that was uploaded
+            continue
+        with target.file(file.name if plan.to == "hf" else None) as made:
+            notes = _Notes(journal, made.fileno(), synced=not target.remote)
+            known = set() if target.remote else finished
+            try:
+                _write_tensors(plan, file, made.fileno(), known, notes, memory_bytes, count)
+            finally:
+                notes.close()
+            write_frame(made.fileno(), file)
+            os.fsync(made.fileno())
+        journal.add([member.tensor for member in named])
+    if plan.to == "hf":
+        mapping = {member.tensor: file.name for file in plan.files for member in file.members if member.tensor}
+        size = sum(tensor.nbytes for tensor in plan.tensors.values())
+        index = {"metadata": {"total_size": size}, "weight_map": mapping}
+        target.store().put(f"model{INDEX}", json.dumps(index, indent=1).encode())
 
 
-def _commit(made: Path, target: Path, part: Path) -> None:
-    sync_directory(made.parent)
-    if made.is_dir():
-        sync_directory(made)
-    if os.path.lexists(target):
-        raise CheckpointError(f"{target} was made meanwhile; what was written stands in {part}", path=str(target))
-    os.rename(made, target)
-    sync_directory(target.parent)
-    shutil.rmtree(part, ignore_errors=True)
+def _write_tensors(
+    plan: ConvertPlan,
+    file: FlatFile,
+    fd: int,
+    finished: set[str],
+    notes: _Notes,
+    memory_bytes: int,
+    count: Callable[[int], None],
+) -> None:
+    os.ftruncate(fd, max(file.size, os.fstat(fd).st_size))
+    for member in file.members:
+        if member.tensor is None:
+            continue
+        if member.tensor not in finished:
+            write_tensor(fd, member, plan.tensors[member.tensor], memory_bytes)
+            notes.add(member.tensor, member.size)
+        count(member.size)
 
 
-def _begun(part: Path, fingerprint: str, resume: bool) -> list[str]:
-    """The names of the tensors that an earlier run of the same plan has written."""
-    if resume and part.is_dir():
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            known = json.loads((part / _RECORD).read_text())
-            if known["plan"] != fingerprint:
-                raise CheckpointError(
-                    f"{part} is the work of another conversion; leave --resume out to begin anew", path=str(part)
-                )
-            return [str(name) for name in known["done"]]
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    _write_synced(part / _RECORD, {"plan": fingerprint, "done": []})
-    return []
+@final
+class _Notes:
+    """Syncs a file now and then, in the background, and then notes which tensors are in it.
 
+    Only while the disk is busy with one portion is the next one made: a sync at the end alone would wait for all.
+    """
 
-def _record(part: Path, done: list[str]) -> None:
-    known = json.loads((part / _RECORD).read_text())
-    _write_synced(part / _RECORD, {**known, "done": done})
+    def __init__(self, journal: Journal, fd: int, *, synced: bool):
+        self._journal = journal
+        self._fd = fd
+        self._synced = synced
+        self._syncing = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-sync")
+        self._under_way: list[Future[None]] = []
+        self._fresh: list[str] = []
+        self._fresh_bytes = 0
 
+    def add(self, name: str, size: int) -> None:
+        """A tensor is written."""
+        self._fresh.append(name)
+        self._fresh_bytes += size
+        if self._synced and self._fresh_bytes >= _PROGRESS_BYTES:
+            self._under_way.append(self._syncing.submit(self._safe, self._fresh))
+            self._fresh, self._fresh_bytes = [], 0
 
-def _write_synced(path: Path, value: Any) -> None:
-    temporary = path.with_name(f"{path.name}.new")
-    with open(temporary, "w") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    def close(self) -> None:
+        """Waits; raises what a sync has raised."""
+        self._syncing.shutdown()
+        for each in self._under_way:
+            each.result()
 
-
-def _fingerprint(plan: ConvertPlan, source: Checkpoint) -> str:
-    """Of the plan and of the files that it reads: where one changed, what was written before is of no use."""
-    described = plan.to_json()
-    stamps = []
-    if not is_remote(source.path):
-        root = Path(source.path)
-        files = sorted(root.rglob("*")) if root.is_dir() else [root]
-        stamps = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.is_file()]
-    return hashlib.sha256(json.dumps([described, stamps]).encode()).hexdigest()
+    def _safe(self, names: list[str]) -> None:
+        os.fdatasync(self._fd)
+        self._journal.add(names)
 
 
 def _shards(tensors: Tensors, shard_bytes: int) -> list[dict[str, Any]]:

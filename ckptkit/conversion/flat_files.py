@@ -16,6 +16,7 @@ from typing import Any, Literal, final
 
 import numpy as np
 
+from ckptkit.conversion.ahead import read_ahead
 from ckptkit.conversion.mapping import Tensors
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.dtypes import SAFETENSORS_WORDS, TORCH_WORDS, note_of, stored_as
@@ -31,6 +32,7 @@ FlatFormat = Literal["safetensors", "npz", "torch"]
 
 _ALIGN = 64  # of the bytes of a tensor in a zip, as torch does, so that they can be mapped
 _ROOT = "archive"
+_AT_ONCE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +70,12 @@ def write_tensor(fd: int, member: Member, tensor: Tensor, memory_bytes: int) -> 
     """Writes the bytes of one tensor at their place, in C order. Cost: the tensor is read once."""
     strides = c_strides(tensor.shape)
     itemsize = tensor.dtype.itemsize
-    for box in tensor.blocks(memory_bytes):
-        _write_box(fd, member.start, tensor.read(box), box, tensor.shape, strides, itemsize)
+    if tensor.nbytes <= _AT_ONCE_BYTES:  # a thread for each of many small tensors costs more than they do
+        found = ((box, tensor.read(box)) for box in tensor.blocks(memory_bytes))
+    else:
+        found = read_ahead(tensor.read, tensor.blocks(memory_bytes))
+    for box, block in found:
+        _write_box(fd, member.start, block, box, tensor.shape, strides, itemsize)
 
 
 def write_frame(fd: int, plan: FlatFile) -> None:

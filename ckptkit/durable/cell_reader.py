@@ -81,9 +81,10 @@ class CellReader:
                 if expected:
                     self._started_bytes -= _stored_bytes(leaf)
                 self._go_on()
-        if found.state != "value" or len(found.value) != _stored_bytes(leaf):
+        value = found.value if found.state == "value" else b""  # each access makes a copy of all of it
+        if len(value) != _stored_bytes(leaf):
             return None
-        elements = np.frombuffer(found.value, np.dtype(leaf.dtype)).reshape(leaf.cell)
+        elements = np.frombuffer(value, np.dtype(leaf.dtype)).reshape(leaf.cell)
         return elements[tuple(slice(rows) for rows in cell.shape)]  # the last cell along an axis may be padded
 
     def _found(self, read: _Read) -> Any:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, final
 
@@ -40,10 +41,14 @@ _RETRIES = {"max_retries": 8, "initial_delay": "200ms", "max_delay": "16s"}
 _MERGED_BYTES = 16 << 20  # unless it is this large already: several requests at a time are faster than one
 
 
-def kvstore_context(profile: DurableProfile) -> ts.Context:
-    """The limits under which a step is read or written; and the memory in which `_UNPUBLISHED` stands meanwhile."""
+def kvstore_context(profile: DurableProfile, *, synced: bool = True) -> ts.Context:
+    """The limits under which a step is read or written; and the memory in which `_UNPUBLISHED` stands meanwhile.
+
+    Unless `synced`, files are left to the caller to sync.
+    """
     return ts.Context(
         {
+            "file_io_sync": synced,
             "cache_pool": {"total_bytes_limit": _CACHE_BYTES},
             "file_io_concurrency": {"limit": max(profile.write_concurrency, profile.read_concurrency)},
             "gcs_request_concurrency": {"limit": max(profile.write_concurrency, profile.read_concurrency)},
@@ -182,14 +187,30 @@ class CellStream:
 
     Holds up to `commit_bytes` of blocks, which must not change meanwhile, and then commits them: a commit of its own
     for every cell is slow. In a bucket `finish` puts all of it in the place of what the database was before, in one
-    operation. Raises what `CellWriter` raises.
+    operation, unless the stream `continues` that. `on_commit` is called after each commit, which has to sync the files
+    unless `synced`; then a bucket's database is put after each. Of several processes one `describes` the arrays. Raises
+    what `CellWriter` raises.
     """
 
-    def __init__(self, directory: str, commit_bytes: int, profile: DurableProfile = DurableProfile()):  # noqa: B008  frozen
+    def __init__(
+        self,
+        directory: str,
+        commit_bytes: int,
+        profile: DurableProfile = DurableProfile(),  # noqa: B008  frozen
+        *,
+        on_commit: Callable[[], None] | None = None,
+        describes: bool = True,
+        synced: bool = True,
+        continues: bool = False,
+    ):
         self._directory = directory
         self._commit_bytes = commit_bytes
         self._profile = profile
-        self._context = kvstore_context(profile)
+        self._on_commit = on_commit
+        self._describes = describes
+        self._context = kvstore_context(profile, synced=synced)
+        if continues:
+            _adopt(directory, self._context, profile)
         self._writer = CellWriter(directory, profile, context=self._context)
         self._described: set[str] = set()
         self._pending_bytes = 0
@@ -204,7 +225,7 @@ class CellStream:
 
     def create(self, leaf: LeafRecord) -> None:
         """The array, where it is not there yet: one without elements has no cell that would make it."""
-        if leaf.name not in self._described:
+        if self._describes and leaf.name not in self._described:
             self._described.add(leaf.name)
             self._writer.add(leaf, [], describe=True)
 
@@ -215,6 +236,9 @@ class CellStream:
 
     def _commit(self) -> None:
         self._writer.write()
+        if self._on_commit is not None:
+            publish(self._directory, self._context, self._profile, mode="replace")
+            self._on_commit()
         self._writer = CellWriter(self._directory, self._profile, context=self._context)
         self._pending_bytes = 0
 
@@ -244,6 +268,14 @@ def publish(directory: str, context: ts.Context, profile: DurableProfile, *, mod
         put_new(store, _MANIFEST, manifest)
     else:
         store.put(_MANIFEST, manifest)
+
+
+def _adopt(directory: str, context: ts.Context, profile: DurableProfile) -> None:
+    """Goes on from the database that stands in a bucket, where there is one. On a disk TensorStore does."""
+    if is_remote(directory):
+        with suppress(FileNotFoundError):
+            manifest = small_objects(directory, profile).get(_MANIFEST)
+            ts.KvStore.open(_UNPUBLISHED, context=context).result().write(_MANIFEST, manifest).result()
 
 
 def process_directory(directory: str, process: int) -> str:

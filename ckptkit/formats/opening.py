@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 
+from ckptkit.collector import collection_paused
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.formats.msgpack import open_msgpack
 from ckptkit.formats.npz import open_npz
@@ -23,6 +24,7 @@ _MSGPACK_MAPS = (*range(0x80, 0x90), 0xDE, 0xDF)
 _PICKLES = b"\x80"
 
 
+@collection_paused()  # 100,000 leaves are a million objects that all stay
 def open_checkpoint(path: str, *, timeout_s: float = 20.0) -> Checkpoint:
     """The checkpoint at `path`, ready to be read box by box; close it, or use it as a context manager.
 
@@ -45,6 +47,7 @@ def open_checkpoint(path: str, *, timeout_s: float = 20.0) -> Checkpoint:
     return open_orbax(found, timeout_s=timeout_s)
 
 
+@collection_paused()
 def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
     """What stands at `path`, in every format of `open_checkpoint`, from its metadata alone.
 

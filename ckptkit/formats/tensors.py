@@ -21,8 +21,8 @@ MEMORY_BYTES = 1 << 30  # the default budget of everything that reads or writes 
 LEAVES_MAX = 500_000  # of one checkpoint: about 1 KiB of memory each
 DEPTH_MAX = 64  # of nested containers
 _BLOCK_SHARE = 8  # of the budget: what is read, what is made of it, and what libraries hold meanwhile
-_BLOCK_BYTES_MAX = 64 << 20  # larger blocks were no faster (a copy at memory speed is bounded by the disk)
-_CELL_SHARE = 4  # of the budget: a zarr chunk is read whole
+_BLOCK_BYTES_MAX = 32 << 20  # larger blocks were no faster, and three to six of them are in memory at a time
+CELL_SHARE = 4  # of the budget: a zarr chunk is read whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +98,7 @@ class Tensor:
         if self.leaf.cell is None:
             return cell_shape(self.shape, self.shape, itemsize, limit)
         cell = tuple(max(1, min(a, b)) for a, b in zip(self.leaf.cell, self.shape, strict=True))
-        if math.prod(cell) * itemsize > memory_bytes // _CELL_SHARE:
-            raise CheckpointError(
-                f"leaf {self.name} has chunks of {math.prod(cell) * itemsize} bytes, which are read whole, and a "
-                f"quarter of the memory budget is {memory_bytes // _CELL_SHARE}; give --memory at least "
-                f"{math.prod(cell) * itemsize * _CELL_SHARE} bytes"
-            )
+        check_chunk(self.name, math.prod(cell) * itemsize, memory_bytes)
         return _grown(cell, self.shape, itemsize, limit)
 
 
@@ -161,6 +156,15 @@ class Facts:
     values: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+
+
+def check_chunk(name: str, chunk_bytes: int, memory_bytes: int) -> None:
+    """Raises `CheckpointError` for a chunk above a quarter of the budget: what is made of it has to fit too."""
+    if chunk_bytes > memory_bytes // CELL_SHARE:
+        raise CheckpointError(
+            f"leaf {name} has chunks of {chunk_bytes} bytes, which are read whole, and a quarter of the memory budget "
+            f"is {memory_bytes // CELL_SHARE}; give --memory at least {chunk_bytes * CELL_SHARE} bytes"
+        )
 
 
 def block_bytes(memory_bytes: int) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 
+@lru_cache(maxsize=4096)  # many leaves, few shardings
 def sharding_words(text: str) -> str:
     """The short form of Orbax's JSON of a sharding; raises ValueError for what is no sharding."""
     record = json.loads(text)
@@ -24,9 +26,16 @@ def sharding_words(text: str) -> str:
 
 def dtype_name(text: Any) -> str:
     """NumPy's name of a stored dtype; raises ValueError or TypeError for what no array of numbers has."""
-    dtype = np.dtype(text) if isinstance(text, str) else None
-    registered = dtype is not None and dtype.isbuiltin == 2  # bfloat16 and its kin, which have kind V
-    if dtype is None or (dtype.kind not in "biufc" and not registered):
+    if not isinstance(text, str):
+        raise ValueError(f"dtype {text!r} is none that Orbax writes")
+    return _name_of(text)
+
+
+@lru_cache(maxsize=256)
+def _name_of(text: str) -> str:
+    dtype = np.dtype(text)
+    registered = dtype.isbuiltin == 2  # bfloat16 and its kin, which have kind V
+    if dtype.kind not in "biufc" and not registered:
         raise ValueError(f"dtype {text!r} is none that Orbax writes")
     return dtype.name
 

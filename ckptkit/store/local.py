@@ -162,6 +162,20 @@ def sync_directory(directory: str | os.PathLike[str]) -> None:
         os.close(fd)
 
 
+def sync_tree(path: str | os.PathLike[str]) -> None:
+    """Makes a file, or all that is below a directory, durable. Cost: a call for each file."""
+    found = [(os.fspath(path), [], [os.fspath(path)])] if os.path.isfile(path) else os.walk(path)
+    for directory, _, names in found:
+        for name in names:
+            fd = os.open(os.path.join(directory, name), os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        if os.path.isdir(directory):
+            sync_directory(directory)
+
+
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
     try:

@@ -41,6 +41,11 @@ class RemoteStore:
         with self._asking(key, "create"):
             self._ask("pipe_file", path, data, mode="create" if mode == "create" else "overwrite")
 
+    def put_file(self, key: str, path: str) -> None:
+        """Uploads a local file of any size, in portions; the object is whole or absent. No limit of time applies."""
+        with _translated(f"{self._url}/{key}"):
+            self._fs.put_file(path, self._path(key))
+
     def copy(self, source: str, target: str, *, mode: PutMode = "replace", replaces: int | None = None) -> None:
         """See `Store.copy`; on GCS the bucket checks that source and target are what they have to be."""
         paths = self._path(source), self._path(target)

@@ -221,7 +221,7 @@ def _check_structure(item: Place, manifests: Sequence[Manifest], timeout_s: floa
     """Orbax's own metadata must describe what the sidecars do: stock Orbax restores by it."""
     _, leaves, problems = read_arrays(item, timeout_s=timeout_s)
     findings += [Finding(path=item.url, problem=problem) for problem in problems]
-    described = {leaf.path: leaf for leaf in leaves}
+    described = {leaf.path: leaf for leaf in leaves if leaf.dtype is not None}  # empty nodes have no bytes
     recorded = {leaf.path: leaf_of_record(leaf, held=False) for leaf in manifests[0].arrays[item.name]}
     for path in sorted(described.keys() ^ recorded.keys()):
         who = "Orbax's metadata" if path in described else "the sidecars"

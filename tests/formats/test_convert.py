@@ -175,7 +175,8 @@ def test_interrupted_at_every_tensor_and_resumed(
     nested = tree(("float32",))
     source = writers.by_flax(tmp_path / "a.msgpack", nested)
     monkeypatch.setattr("ckptkit.conversion.converting._PROGRESS_BYTES", 1)
-    for stop in range(1, len(flat(nested)) + 1, 3):
+    stops = sum(to != "orbax" or leaf.size > 0 for leaf in flat(nested).values())  # empty arrays have no cell
+    for stop in range(1, stops + 1, 3):
         target, seen = tmp_path / f"b{stop}", []
 
         def interrupt(written: int, total: int, seen: list[int] = seen, stop: int = stop) -> None:

@@ -1,0 +1,137 @@
+"""Where a conversion puts what it makes: on a disk beside its place, and renamed at the end; in a bucket in place, and
+marked at the end. Until then nothing at the target is a checkpoint, and an interrupted work can be gone on with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+from ckptkit import layout
+from ckptkit.conversion.journal import Journal
+from ckptkit.errors import CheckpointError, StoreFullError
+from ckptkit.store import Store, open_store
+from ckptkit.store.local import LocalStore, sync_directory, sync_tree
+from ckptkit.store.remote import RemoteStore
+from ckptkit.store.roots import is_remote
+
+
+def target_url(target: str) -> str:
+    """The target's one name. Raises `CheckpointError` where something stands there, or nothing can."""
+    if is_remote(target):
+        return target.rstrip("/")  # whether it is free, a listing says when the work begins
+    target = os.path.abspath(target.removeprefix("file://"))
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} is there already; name another target, or move it away", path=target)
+    if not os.path.isdir(os.path.dirname(target)):
+        raise CheckpointError(f"{os.path.dirname(target)} is no directory; make it first", path=target)
+    return target
+
+
+@final
+class Destination:
+    """One target while it is made. `url` is where its files go meanwhile, `part` what an interrupted work leaves."""
+
+    def __init__(self, target: str):
+        self.target = target
+        self.remote = is_remote(target)
+        above, _, self._name = target.rpartition("/")
+        self._above = above or "/"
+        self.part = f"{above}/.{self._name}.ckptkit-part"
+        self.url = target if self.remote else f"{self.part}/{self._name}"
+
+    def journal_store(self) -> Store:
+        """Where it is noted what is done."""
+        return open_store(f"{self.part}/journal")
+
+    def store(self) -> Store:
+        """Of the target's files; on a disk they are synced by `commit`."""
+        return open_store(self.url) if self.remote else LocalStore(self.url, durable=False)
+
+    def clear(self) -> None:
+        """Removes what an interrupted work has left. Raises `CheckpointError` where a bucket's target is not free."""
+        if not self.remote:
+            shutil.rmtree(self.part, ignore_errors=True)
+            os.mkdir(self.part)
+            return
+        store, notes = self.store(), self.journal_store()
+        left, noted = store.list_all(""), notes.list_all("")
+        if open_store(self._above).stat(self._name) is not None or (left and not noted):
+            raise CheckpointError(f"{self.target} is there already; name another target", path=self.target)
+        store.delete_many(left)
+        notes.delete_many(noted)
+
+    @contextmanager
+    def file(self, name: str | None) -> Iterator[Any]:
+        """A file in the target, or the target itself (None), open to be written at any place.
+
+        For a bucket it is a file in the directory for temporary files, and uploaded at the end: whole or not at all.
+        """
+        if not self.remote:
+            path = Path(self.url) if name is None else Path(self.url) / name
+            path.parent.mkdir(exist_ok=True)
+            with open(path, "r+b" if path.exists() else "w+b") as made:
+                yield made
+            return
+        with tempfile.NamedTemporaryFile(prefix="ckptkit-") as made:
+            yield made
+            made.flush()
+            if name is None:
+                RemoteStore(self._above).put_file(self._name, made.name)
+            else:
+                RemoteStore(self.url).put_file(name, made.name)
+
+    def require_room(self, needed_bytes: int, temporary_bytes: int = 0) -> None:
+        """Raises `StoreFullError` where the disk cannot hold what will be written.
+
+        A bucket is not asked; there `temporary_bytes` are needed for the largest file.
+        """
+        where, needed = (tempfile.gettempdir(), temporary_bytes) if self.remote else (self._above, needed_bytes)
+        free = shutil.disk_usage(where).free
+        there = 0 if self.remote else sum(file.stat().st_blocks * 512 for file in Path(self.part).rglob("*"))
+        if needed > free + there:
+            raise StoreFullError(
+                f"{where} has {free} bytes free, and {needed} are needed; nothing was written", path=self.target
+            )
+
+    def commit(self, marker: str | None = None) -> None:
+        """Makes what was written the target. A directory of Orbax's is one, in a bucket, when `marker` is in it."""
+        if marker is not None:
+            self.store().put(layout.COMMIT_MARK, marker.encode(), mode="create" if self.remote else "replace")
+        if self.remote:
+            notes = self.journal_store()
+            notes.delete_many(notes.list_all(""))
+            return
+        sync_tree(self.url)
+        if os.path.lexists(self.target):
+            raise CheckpointError(
+                f"{self.target} was made meanwhile; what was written stands in {self.part}", path=self.target
+            )
+        os.rename(self.url, self.target)
+        sync_directory(self._above)
+        shutil.rmtree(self.part, ignore_errors=True)
+
+
+def begin(target: Destination, journal: Journal, known_by: str, *, resume: bool) -> bool:
+    """Whether an interrupted work of the same fingerprint is gone on with; else the target is cleared for this one."""
+    if resume and journal.holds(known_by):
+        return True
+    target.clear()
+    journal.begin(known_by)
+    return False
+
+
+def fingerprint(described: Mapping[str, Any], source: str) -> str:
+    """Of a plan and of the files that it reads: where one changed, what was written before is of no use."""
+    stamps = []
+    if not is_remote(source):
+        root = Path(source)
+        files = sorted(root.rglob("*")) if root.is_dir() else [root]
+        stamps = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.is_file()]
+    return hashlib.sha256(json.dumps([described, stamps]).encode()).hexdigest()

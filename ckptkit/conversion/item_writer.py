@@ -1,0 +1,177 @@
+"""Array items of an Orbax step, written block by block within a budget: read ahead, digested, committed in portions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, final
+
+import numpy as np
+
+from ckptkit import layout
+from ckptkit.conversion.ahead import read_ahead
+from ckptkit.conversion.journal import Journal
+from ckptkit.durable import HostShards
+from ckptkit.durable.cells import CellStream
+from ckptkit.durable.orbax_files import ARRAY_METADATAS, SHARDINGS, array_metadatas_text, shardings_text
+from ckptkit.formats.tensors import CELL_SHARE, Tensor
+from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
+from ckptkit.sharding import Box, boxes_of_cells, cells_of
+from ckptkit.store.local import sync_tree
+from ckptkit.store.roots import is_remote
+
+Cells = list[tuple[Box, np.ndarray, str]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A block of one leaf: a whole number of the cells of `record`, which has the cells of the target and no boxes.
+
+    `pieces` are the parts in which it is read.
+    """
+
+    tensor: Tensor
+    record: LeafRecord
+    block: Box
+    pieces: tuple[Box, ...]
+
+
+@final
+class ItemWriter:
+    """What one process writes of one item. What an earlier run noted in the journal is not written again.
+
+    Memory: half of the budget is what waits for its commit and what is read ahead, the rest what is being read.
+    """
+
+    def __init__(
+        self, directory: str, item: str, journal: Journal, noted: Sequence[Any], memory_bytes: int, *, describes: bool
+    ):
+        self._item = item
+        self._directory = directory
+        self._journal = journal
+        self._fresh: dict[str, list[tuple[tuple[int, ...], str]]] = {}
+        self._digests: dict[str, dict[tuple[int, ...], str]] = {}
+        # A commit that waits for its own sync leaves the disk idle while the next cells are read.
+        self._syncing = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-sync")
+        self._notes: list[Future[None]] = []
+        self._stream = CellStream(
+            directory,
+            memory_bytes // CELL_SHARE,
+            on_commit=self._note,
+            describes=describes,
+            synced=False,
+            continues=bool(noted),
+        )
+        for entry in noted:
+            if entry["item"] == item:
+                for name, cells in entry["cells"].items():
+                    self._digests.setdefault(name, {}).update((tuple(start), digest) for start, digest in cells)
+
+    def write(self, records: Iterable[LeafRecord], works: Iterable[Work], progress: Callable[[int], None]) -> None:
+        """Describes all `records`, writes `works`, and syncs; `progress` is told the bytes of each."""
+        try:
+            for record in records:
+                self._stream.create(record)
+            for work, cells in read_ahead(_read, self._left(works, progress)):
+                for cell, block, digest in cells:
+                    self._fresh.setdefault(work.record.name, []).append((cell.start, digest))
+                    self._stream.write(work.record, cell, block)
+                progress(_bytes(work))
+            self._stream.finish()
+        finally:
+            self._syncing.shutdown()
+        for note in self._notes:
+            note.result()
+
+    def written(self, record: LeafRecord, blocks: Iterable[Box]) -> LeafRecord:
+        """The record with the boxes that this process wrote, and their digests."""
+        known = self._digests.get(record.name, {})
+        whole = Box.whole(record.shape)
+        areas = [whole] if len(known) == len(cells_of(whole, record.cell)) else blocks
+        found = [
+            BoxRecord(box=box, offset=-1, digests=tuple(known[cell.start] for cell in cells_of(box, record.cell)))
+            for area in areas
+            for box in boxes_of_cells(area, record.cell)
+        ]
+        return dataclasses.replace(record, boxes=tuple(found))
+
+    def _left(self, works: Iterable[Work], progress: Callable[[int], None]) -> Iterator[Work]:
+        for work in works:
+            known = self._digests.get(work.record.name, {})
+            if known and all(cell.start in known for cell in cells_of(work.block, work.record.cell)):
+                progress(_bytes(work))
+            else:
+                yield work
+
+    def _note(self) -> None:
+        """After a commit: what it holds is noted once it is synced, in the background."""
+        for name, cells in self._fresh.items():
+            self._digests.setdefault(name, {}).update(cells)
+        self._notes.append(self._syncing.submit(self._safe, self._fresh))
+        self._fresh = {}
+
+    def _safe(self, cells: Mapping[str, Any]) -> None:
+        if not is_remote(self._directory):
+            sync_tree(self._directory)
+        if cells:
+            self._journal.add({"item": self._item, "cells": cells})
+
+
+def side_files(
+    item: str,
+    records: Sequence[LeafRecord],
+    save_id: SaveId,
+    writer: Writer,
+    structure: Mapping[str, Any] | None,
+    *,
+    provable: bool,
+) -> dict[str, str]:
+    """Orbax's small files of an item beside `_METADATA`, and our sidecar, as one process of `writer.count` has them."""
+    inline = {} if structure is None else {item: structure}
+    manifest = Manifest(save_id=save_id, writer=writer, slot="", arrays={item: tuple(records)}, inline=inline)
+    arrays = [
+        HostShards(record=record, blocks=[], sidecar=b"", on_written=_nothing)
+        for record in records
+        if record.kind == "jax"
+    ]
+    text = array_metadatas_text(arrays)
+    if not provable:
+        text = json.dumps({key: value for key, value in json.loads(text).items() if key != layout.SIDECAR_SIGN})
+    files = {f"{ARRAY_METADATAS}/process_{writer.process}": text}
+    if provable:
+        files[f"{layout.SIDECAR_DIR}/{layout.sidecar_name(writer.process)}"] = manifest.to_bytes().decode()
+    if writer.process == 0 and (shardings := shardings_text(arrays)) is not None:
+        files[SHARDINGS] = shardings
+    return files
+
+
+def this_writer(process: int, count: int) -> Writer:
+    """Who writes, as the sidecars say it."""
+    return Writer(process=process, count=count, host=socket.gethostname())
+
+
+def _read(work: Work) -> Cells:
+    """The cells of a block, each contiguous, with its digest."""
+    cells = cells_of(work.block, work.record.cell)
+    if len(cells) == 1 and len(work.pieces) == 1:
+        found = [(cells[0], work.tensor.read(work.block))]
+    else:
+        found = [(cell, np.empty(cell.shape, work.tensor.dtype)) for cell in cells]
+        for piece in work.pieces:
+            data = work.tensor.read(piece)
+            for cell, block in found:
+                common = cell.intersect(piece)
+                if common is not None:
+                    block[common.slices(cell.start)] = data[common.slices(piece.start)]
+    return [(cell, block, digest_of(block.reshape(-1).view(np.uint8))) for cell, block in found]
+
+
+def _bytes(work: Work) -> int:
+    return work.block.size * work.record.itemsize
+
+
+def _nothing() -> None:
+    """Nobody waits for it."""

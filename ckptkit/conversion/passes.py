@@ -1,0 +1,89 @@
+"""In which blocks an array is read to be stored in other chunks: as few bytes as possible twice, within a budget. Pure.
+
+A block is a whole number of target chunks. Source chunks are read whole, so those that lie across the border of two
+blocks are read for both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+from ckptkit.sharding import Box
+
+_SIZES_MAX = 4096  # of the search
+
+
+@lru_cache(maxsize=4096)
+def block_shape(
+    shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...], limit: int, handy: int
+) -> tuple[int, ...]:
+    """The block of at most `limit` elements (or one target chunk) for which the fewest are read.
+
+    Of those that read equally few, the largest up to `handy` elements: more at a time is no faster, and is memory.
+    """
+    choices = [_sizes(*each) for each in zip(shape, source, target, strict=True)]
+    while math.prod(map(len, choices)) > _SIZES_MAX:
+        longest = max(choices, key=len)
+        longest[:] = longest[::2] if longest[-1] in longest[::2] else [*longest[::2], longest[-1]]
+    blocks = [each for each in itertools.product(*choices) if math.prod(each) <= limit] or [target]
+
+    def cost(block: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+        size = math.prod(block)
+        return reads(shape, source, block), (limit - size if size <= handy else limit + size), block
+
+    return min(blocks, key=cost)
+
+
+def reads(shape: Sequence[int], source: Sequence[int], block: Sequence[int]) -> int:
+    """Elements of the source chunks that are read, block by block."""
+    return math.prod(_along(*each) for each in zip(shape, source, block, strict=True))
+
+
+def blocks_of(shape: Sequence[int], block: Sequence[int]) -> Iterator[Box]:
+    """The blocks of an array in C order; none of one without elements."""
+    starts = (range(0, size, rows) for size, rows in zip(shape, block, strict=True))
+    for start in itertools.product(*starts):
+        yield Box(start, tuple(min(a + b, n) for a, b, n in zip(start, block, shape, strict=True)))
+
+
+def pieces_of(block: Box, source: Sequence[int], limit: int) -> Iterator[Box]:
+    """`block` in pieces, each of which touches source chunks of at most `limit` elements together, or one chunk.
+
+    Pieces end where source chunks do, so no chunk is read for two of them.
+    """
+    grown = [max(1, rows) for rows in source]
+    touched = [-(-b // s) - a // s for a, b, s in zip(block.start, block.stop, grown, strict=True)]
+    counts = [1] * len(grown)
+    for axis in reversed(range(len(grown))):
+        counts[axis] = max(1, min(touched[axis], limit // max(1, math.prod(grown) * math.prod(counts))))
+        if counts[axis] < touched[axis]:
+            break
+    cuts = []
+    for a, b, rows, count in zip(block.start, block.stop, grown, counts, strict=True):
+        step = rows * count
+        inner = range((a // rows) * rows + step, b, step)
+        cuts.append(list(itertools.pairwise([a, *inner, b])))
+    for spans in itertools.product(*cuts):
+        yield Box(tuple(a for a, _ in spans), tuple(b for _, b in spans))
+
+
+@lru_cache(maxsize=4096)
+def _along(size: int, step: int, rows: int) -> int:
+    if rows >= size:
+        return -(-size // step) * step
+    return step * sum(-(-min(low + rows, size) // step) - low // step for low in range(0, size, rows))
+
+
+def _sizes(size: int, source: int, target: int) -> list[int]:
+    """What a block may measure along a dimension: multiples of the target's rows, up to the whole dimension."""
+    whole = max(1, -(-size // target)) * target
+    found = {whole}
+    for unit in (target, math.lcm(max(1, source), target), -(-max(1, source) // target) * target):
+        rows = unit
+        while rows < whole:
+            found.add(rows)
+            rows *= 2
+    return sorted(found)

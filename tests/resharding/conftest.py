@@ -1,0 +1,6 @@
+"""The checkpoints and the command of tests/cli, for resharding."""
+
+from tests.cli.conftest import ckpt as ckpt
+from tests.cli.conftest import mine as mine
+from tests.cli.conftest import ours as ours
+from tests.cli.conftest import stock as stock
