@@ -5,6 +5,7 @@
 <durable root>/<step>/<item>/_ckptkit/process-<i>.json                            our sidecars in Orbax's steps
 <durable root>/_ckptkit/epochs/<epoch>.json, <epoch>.copy.json                    one record per run that saved
 <durable root>/_ckptkit/leases/<id>.json, doomed.json                             what is read, what is to be deleted
+<durable root>/_ckptkit/leases/pin-<step>.json, doomed-<id>.json                  the same, by people and commands
 ```
 """
 
@@ -27,6 +28,8 @@ DOOMED_KEY = f"{SIDECAR_DIR}/doomed.json"
 _MANIFEST = re.compile(r"step-([0-9]{12})-e([0-9]{8})-n([0-9]{8})\.json")
 _SIDECAR = re.compile(r"process-([0-9]{1,6})\.json")
 _EPOCH = re.compile(r"([0-9]{8})(?:\.copy)?\.json")
+_PIN = re.compile(r"pin-([0-9]{18})\.json")
+_DOOMED = re.compile(r"doomed-[0-9a-f]{32}\.json")
 _SLOT = re.compile(r"slot-([0-9]{1,3})\.bin")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -98,3 +101,21 @@ def epoch_of_name(name: str) -> int | None:
     """The epoch of the file name of a record, or of its copy; None for any other name."""
     match = _EPOCH.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def pin_name(step: int) -> str:
+    """The file name of a pin, beside the leases: one per step."""
+    if not 0 <= step < 10**18:
+        raise ValueError(f"step {step}: a step has 18 digits at most")
+    return f"pin-{step:018d}.json"
+
+
+def step_of_pin(name: str) -> int | None:
+    """The step of a pin's file name; None for any other name."""
+    match = _PIN.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_announcement(name: str) -> bool:
+    """Whether a file beside the leases names steps that a command is about to delete."""
+    return _DOOMED.fullmatch(name) is not None

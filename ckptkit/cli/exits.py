@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 
@@ -64,6 +64,14 @@ def quiet_libraries() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def exit_with(problems: Sequence[str]) -> Exit:
+    """What could be read was printed; that something is damaged is said on stderr, and by the exit code."""
+    sys.stdout.flush()
+    for problem in problems:
+        click.echo(f"ckptkit: damaged: {printable(problem)}", err=True)
+    return Exit.CORRUPT if problems else Exit.OK
 
 
 def _said(message: str, code: Exit) -> Exit:
