@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import click
 
 from ckptkit.cli.convert import convert
+from ckptkit.cli.copy import copy
 from ckptkit.cli.diff import diff
 from ckptkit.cli.exits import Exit, exit_of, exit_with, quiet_libraries
 from ckptkit.cli.goodput import goodput
@@ -182,5 +183,5 @@ def scrub(
     return exit_with([*found.problems, *left])
 
 
-for each in (convert, diff, du, goodput, pin, prune, rollback, simulate, tiers, unpin):
+for each in (convert, copy, diff, du, goodput, pin, prune, rollback, simulate, tiers, unpin):
     commands.add_command(each)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import click
 import jax
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TransferSpeedColumn
-from rich.progress import Progress as Bar
 
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import JSON, MAP, MEMORY, TIMEOUT, SizeType
+from ckptkit.cli.progress import progress_bar
 from ckptkit.cli.text import print_json, print_line, print_table, shape_text, size_text
 from ckptkit.conversion import ConvertPlan, plan_convert, read_rules
 from ckptkit.conversion import convert as convert_tensors
@@ -82,7 +77,7 @@ def convert(
             opened, target, to, rules=rules, casts=casts, shard_bytes=shard_size, memory_bytes=memory_bytes
         )
         if not dry_run:
-            with _bar() as progress:
+            with progress_bar() as progress:
                 convert_tensors(opened, plan, memory_bytes=memory_bytes, resume=resume, progress=progress)
     if as_json:
         print_json({**plan.to_json(), "written": not dry_run})
@@ -104,16 +99,3 @@ def _show(plan: ConvertPlan, dry_run: bool) -> None:
     print_line(f"{plan.target}: {len(plan.tensors)} leaves, {size_text(plan.written_bytes)}{files} {verb} as {plan.to}")
     for note in plan.notes:
         print_line(f"  {note}")
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr, where that is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    with Bar(
-        BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), console=Console(stderr=True)
-    ) as bar:
-        task = bar.add_task("")
-        yield lambda written, total: bar.update(task, completed=written, total=total)

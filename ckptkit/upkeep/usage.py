@@ -237,7 +237,7 @@ def _unreferenced(step: Place, problems: list[str]) -> list[DeadWeight]:
             continue
         for key, size in item.sizes().items():
             if "d" in key.split("/")[:-1] and key not in used:
-                remedy = "of an earlier version of the database: `ckptkit copy` of the step leaves it behind"
+                remedy = "of an earlier version of the database, which nobody reads"
                 found.append(
                     DeadWeight(kind="unreferenced", path=f"{item.url}/{key}", stored_bytes=size, remedy=remedy)
                 )

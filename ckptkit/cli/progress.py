@@ -1,0 +1,24 @@
+"""A progress bar for commands that write."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TransferSpeedColumn
+from rich.progress import Progress as Bar
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[int, int], None] | None]:
+    """What takes the bytes that are written and those in all, and shows them on stderr, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with Bar(
+        BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), console=Console(stderr=True)
+    ) as bar:
+        task = bar.add_task("")
+        yield lambda written, total: bar.update(task, completed=written, total=total)
