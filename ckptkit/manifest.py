@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.sharding import Box, cells_of
+from ckptkit.sharding import Box, cells_of, in_rows
 
 FORMAT = 1
 MANIFEST_BYTES_MAX = 1 << 30  # a bound for what is parsed; 100,000 leaves of 8 boxes are about 150 MB
@@ -255,12 +255,20 @@ def copy_proven(
     The bytes whose digest is checked are the very bytes that are returned. Raises `CorruptCheckpointError` naming
     the leaf and the cell.
     """
-    whole = into.reshape(-1).view(np.uint8) if record.box == wanted and into.flags.c_contiguous else None
-    for (cell, start, stop), digest in zip(cell_ranges(record, leaf), record.digests, strict=True):
+    one_cell = len(record.digests) == 1 and record.box == wanted and into.flags.c_contiguous  # most boxes
+    in_place = one_cell or (record.box == wanted and into.flags.c_contiguous and in_rows(wanted.shape, leaf.cell))
+    whole = into.reshape(-1).view(np.uint8) if in_place else None
+    ranges = [(record.box, 0, into.nbytes)] if one_cell else cell_ranges(record, leaf)
+    for (cell, start, stop), digest in zip(ranges, record.digests, strict=True):
         common = cell if whole is not None else cell.intersect(wanted)
         if common is None:
             continue
-        data = whole[start:stop] if whole is not None else np.empty(stop - start, np.uint8)
+        if whole is not None:
+            data, direct = whole[start:stop], True
+        else:
+            part = into[common.slices(wanted.start)]
+            direct = common == cell and part.flags.c_contiguous
+            data = part.reshape(-1).view(np.uint8) if direct else np.empty(stop - start, np.uint8)
         source = fetch(cell, start, stop)
         if source.dtype != np.uint8 or source.ndim != 1:
             source = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
@@ -278,7 +286,7 @@ def copy_proven(
                 f"{where}: leaf {leaf.name}, cell {cell.start} to {cell.stop} has digest {found}, expected {digest}",
                 path=where,
             )
-        if whole is None:
+        if not direct:
             block = data.view(np.dtype(leaf.dtype)).reshape(cell.shape)
             into[common.slices(wanted.start)] = block[common.slices(cell.start)]
 

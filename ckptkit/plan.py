@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId
 from ckptkit.sharding import Box, missing_elements
@@ -49,6 +51,11 @@ class BoxRead:
     wanted: Box
     nbytes: int  # of the wanted box
     sources: tuple[tuple[int, tuple[tuple[LeafRecord, BoxRecord], ...]], ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of its elements."""
+        return np.dtype(self.sources[0][1][0][0].dtype)
 
 
 def in_reading_order(reads: Iterable[BoxRead]) -> list[BoxRead]:

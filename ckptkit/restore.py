@@ -1,14 +1,11 @@
-"""Executes a restore: compare trees, read and prove boxes, place them on devices. One verdict for all processes."""
+"""Both ends of a restore: the tree that is asked for against the stored one, and proven boxes onto devices."""
 
 from __future__ import annotations
 
-import os
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +13,12 @@ import numpy as np
 
 from ckptkit.durable.partial import anywhere, on_every_process
 from ckptkit.durable.shardings import sharding_of_text
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError, TreeMismatchError
-from ckptkit.manifest import BoxRecord, LeafKind, LeafRecord, Manifest, describe
-from ckptkit.pages import empty_block
-from ckptkit.plan import BoxRead, Key, RestorePlan, in_reading_order
+from ckptkit.errors import TreeMismatchError
+from ckptkit.manifest import LeafKind, LeafRecord, Manifest, describe
+from ckptkit.plan import Key
 from ckptkit.sharding import Box, boxes_held
-from ckptkit.snapshot import SMALL_BYTES, copy_threads, kind_of_number, leaf_path, share_work
+from ckptkit.snapshot import kind_of_number, leaf_path
 from ckptkit.structure import Empty, empty_value
-
-_HOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-_REMOTE_READS = 8  # at a time: each waits for a store's answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +39,6 @@ class Target:
         if self.sharding is None:
             return (Box.whole(self.shape),)
         return boxes_held(self.sharding, self.shape, self.process)
-
-
-class BoxReader(Protocol):
-    """Reads a part of one stored box, proven, into host memory of the caller's."""
-
-    def __call__(self, item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
-        """Raises `CorruptCheckpointError` where the bytes do not match their digest."""
-        ...
 
 
 def targets_of(item: str, abstract: Any, stored: Sequence[LeafRecord], *, step: int, where: str) -> list[Target]:
@@ -112,77 +97,6 @@ def abstract_of(stored: Sequence[LeafRecord], empties: Sequence[Empty] = ()) -> 
     return _with_sequences(root, {leaf.path: leaf.keys for leaf in stored} | letters)
 
 
-def execute(
-    plan: RestorePlan,
-    readers: Sequence[BoxReader],
-    rejected: Callable[[str, CheckpointError], None],
-    proven: Callable[[Key, dict[Box, np.ndarray]], None],
-) -> dict[str, int]:
-    """Reads and proves every box of the plan into fresh host memory; returns the bytes read by tier.
-
-    `proven(key, blocks)` is called for each leaf as soon as all of its boxes are there, on the thread that read the
-    last one, while others are still being read. A box whose source proves bad, or is a process that does not answer, is
-    taken from the next source of the same save (`rejected` is told); of its last one, the error is raised.
-    """
-
-    def read(box_read: BoxRead) -> tuple[BoxRead, np.ndarray, str]:
-        for index, records in box_read.sources:
-            try:
-                return box_read, _read_box(box_read, records, readers[index]), plan.tiers[index]
-            except (CorruptCheckpointError, PeerUnreachableError) as error:
-                rejected(plan.tiers[index], error)
-                if index == box_read.sources[-1][0]:
-                    raise
-        raise AssertionError("a planned box has a source")
-
-    missing: dict[Key, int] = {}
-    for box_read in plan.reads:
-        missing[box_read.key] = missing.get(box_read.key, 0) + 1
-    blocks: dict[Key, dict[Box, np.ndarray]] = {}
-    read_bytes: dict[str, int] = {}
-    counting = threading.Lock()
-
-    def deliver(box_read: BoxRead, block: np.ndarray, tier: str) -> None:
-        key = box_read.key
-        with counting:
-            blocks.setdefault(key, {})[box_read.wanted] = block
-            read_bytes[tier] = read_bytes.get(tier, 0) + block.nbytes
-            missing[key] -= 1
-            whole = blocks.pop(key) if not missing[key] else None
-        if whole is not None:
-            proven(key, whole)
-
-    waits = any(plan.remote[box_read.sources[0][0]] for box_read in plan.reads)
-    least_bytes = 0 if waits else SMALL_BYTES
-    large = [box_read for box_read in plan.reads if box_read.nbytes >= least_bytes]
-    small = [box_read for box_read in plan.reads if box_read.nbytes < least_bytes]
-    waiting = deque(in_reading_order(large))
-
-    def read_large() -> None:
-        while True:
-            try:
-                box_read = waiting.popleft()
-            except IndexError:
-                return
-            try:
-                deliver(*read(box_read))
-            except BaseException:
-                waiting.clear()  # nobody needs the others any more
-                raise
-
-    def read_small() -> None:
-        try:
-            for box_read in small:
-                deliver(*read(box_read))
-        except BaseException:
-            waiting.clear()
-            raise
-
-    threads = _REMOTE_READS if waits else copy_threads(sum(box_read.nbytes for box_read in large))
-    share_work(read_large, threads, meanwhile=read_small)
-    return read_bytes
-
-
 def place(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:
     """The leaf from its proven blocks. Never references tier memory: the blocks are this restore's own.
 
@@ -191,6 +105,10 @@ def place(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:
     if target.sharding is None:
         (block,) = blocks.values()
         return block if target.kind in ("numpy", "jax") else block.item()
+    if len(blocks) == 1 and target.sharding.num_devices == 1:
+        (block,) = blocks.values()
+        array = jax.make_array_from_callback(target.shape, target.sharding, lambda _: block)
+        return jax.random.wrap_key_data(array, impl=target.key_impl) if target.key_impl else array
     indices = target.sharding.addressable_devices_indices_map(target.shape)
     if len(indices) == len(blocks):
         only, *more = blocks.values()
@@ -224,19 +142,6 @@ def merged_leaves(manifests: Iterable[Manifest], item: str) -> list[LeafRecord]:
         for leaf in manifest.arrays.get(item, ()):
             leaves.setdefault(leaf.path, leaf)
     return list(leaves.values())
-
-
-def _read_box(box_read: BoxRead, records: Sequence[tuple[LeafRecord, BoxRecord]], reader: BoxReader) -> np.ndarray:
-    if not records:
-        raise CorruptCheckpointError(f"leaf {box_read.key} has no box of the shape {box_read.wanted.shape}")
-    if box_read.nbytes > _HOST_BYTES:
-        raise CorruptCheckpointError(
-            f"leaf {box_read.key} has a box of {box_read.nbytes} bytes, and this host has {_HOST_BYTES} bytes of memory"
-        )
-    block = empty_block(box_read.wanted.shape, np.dtype(records[0][0].dtype))
-    for leaf, record in records:
-        reader(box_read.key[0], leaf, record, box_read.wanted, block)
-    return block
 
 
 def _target(item: str, leaf: Any, record: LeafRecord, process: int) -> Target:

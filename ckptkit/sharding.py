@@ -164,6 +164,13 @@ def cells_of(box: Box, cell: Sequence[int]) -> list[Box]:
     ]
 
 
+def in_rows(box_shape: Sequence[int], cell: Sequence[int]) -> bool:
+    """Whether the cells of a box follow one another in its C order, each in one piece."""
+    divided = [axis for axis, (rows, step) in enumerate(zip(box_shape, cell, strict=True)) if step < rows]
+    before = divided[-1] if divided else 0
+    return all(min(rows, step) == 1 for rows, step in zip(box_shape[:before], cell[:before], strict=True))
+
+
 def _even_rows(rows: int, wanted: int) -> int:
     """The largest divisor of `rows` up to `wanted`, or `wanted` itself where that is more than twice as many."""
     below = max(d for d in _divisors(rows) if d <= wanted)

@@ -21,6 +21,7 @@ from ckptkit.manager.restoring import Restorer
 from ckptkit.manager.small_items import STRUCTURE
 from ckptkit.manager.taken import DURABLE
 from ckptkit.manifest import Manifest
+from ckptkit.restore import merged_leaves
 
 
 class KnownSteps:
@@ -117,7 +118,8 @@ def _metrics_in(manifests: Sequence[Manifest]) -> Any:
 
 
 def _tree_metadata(manifests: Sequence[Manifest], item: str) -> Any:
-    stored, whole = stored_tree(manifests, item)
+    stored = merged_leaves(manifests, item)
+    whole = stored_tree(manifests, item, stored)
     names = {leaf.path: leaf.name for leaf in stored}
 
     def of(keypath: Any, leaf: Any) -> Any:

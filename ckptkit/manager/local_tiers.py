@@ -17,7 +17,7 @@ from ckptkit.gathered import Held, box_set_hash, part_of
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId
 from ckptkit.plan import Source
 from ckptkit.proving import Proving
-from ckptkit.restore import BoxReader
+from ckptkit.reading import BoxReader
 from ckptkit.sharding import Box
 from ckptkit.slot_reader import ManifestCache, SlotReader, read_manifests, slot_directories, within
 

@@ -38,7 +38,8 @@ from ckptkit.manifest import SaveId
 from ckptkit.peers.client import PeerClient
 from ckptkit.plan import Candidate, Key, RestorePlan, rank_candidates
 from ckptkit.proving import Proving, Verify, begin
-from ckptkit.restore import Target, execute, place
+from ckptkit.reading import execute
+from ckptkit.restore import Target, place
 from ckptkit.sharding import Box
 
 _T = TypeVar("_T")

@@ -18,7 +18,7 @@ from ckptkit.manager.local_tiers import together
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, copy_proven, digest_of
 from ckptkit.plan import Candidate, RestorePlan, Source, plan_restore, rank_candidates
 from ckptkit.proving import Proving
-from ckptkit.restore import execute
+from ckptkit.reading import execute
 from ckptkit.sharding import Box, cells_of
 
 SAVES = st.builds(SaveId, st.integers(0, 3), st.integers(0, 5), st.integers(0, 2))

@@ -17,6 +17,7 @@ from ckptkit.sharding import (
     cell_shape,
     cells_of,
     choose_writers,
+    in_rows,
     missing_elements,
 )
 
@@ -209,3 +210,12 @@ def test_writers_are_balanced_to_within_the_largest_box(data: st.DataObject, pro
     for n, chosen in zip(sizes, writers, strict=True):
         load[chosen[Box((0,), (n,))]] += 4 * n
     assert max(load) - min(load) <= 4 * max(sizes)
+
+
+@given(st.lists(st.integers(1, 4), min_size=0, max_size=3), st.data())
+def test_cells_in_rows_are_pieces_of_the_box_in_order(shape: list[int], data: st.DataObject) -> None:
+    """If it failed, the cells of a box would be read to the wrong places, each of them proven."""
+    cell = [data.draw(st.integers(1, n + 1)) for n in shape]
+    order = np.arange(int(np.prod(shape))).reshape(shape)
+    pieces = [order[c.slices()].ravel() for c in cells_of(Box.whole(tuple(shape)), cell)]
+    assert in_rows(shape, cell) == (np.concatenate(pieces).tolist() == order.ravel().tolist())

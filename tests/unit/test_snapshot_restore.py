@@ -28,7 +28,8 @@ from ckptkit.durable.shardings import sharding_text
 from ckptkit.errors import CorruptCheckpointError, TreeMismatchError
 from ckptkit.manifest import LeafRecord, Manifest, SaveId, Writer, digest_of
 from ckptkit.plan import Source, plan_restore
-from ckptkit.restore import Target, abstract_of, execute, place, targets_of
+from ckptkit.reading import execute
+from ckptkit.restore import Target, abstract_of, place, targets_of
 from ckptkit.slot_reader import SlotReader, read_manifests
 
 _serial = itertools.count()

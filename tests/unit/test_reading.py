@@ -1,0 +1,179 @@
+"""Reading what a plan names: in shared blocks, in parts, from several sources, on several threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit import reading
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError
+from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, copy_proven, digest_of
+from ckptkit.pages import ALIGNMENT_BYTES
+from ckptkit.plan import Key, RestorePlan, Source, plan_restore
+from ckptkit.sharding import Box, cells_of
+
+SAVE = SaveId(1, 5, 1)
+DTYPES = ["uint8", "bfloat16", "float32", "complex64"]
+
+
+@st.composite
+def stored_leaves(draw: st.DrawFn) -> list[tuple[np.ndarray, tuple[int, ...]]]:
+    """Arrays with the shape of their cells; sizes on both sides of every threshold below."""
+    leaves = []
+    for _ in range(draw(st.integers(1, 8))):
+        shape = tuple(draw(st.lists(st.integers(0, 40), min_size=0, max_size=2)))
+        cell = tuple(draw(st.integers(1, max(1, n))) for n in shape)
+        dtype = np.dtype(draw(st.sampled_from(DTYPES)))
+        values = np.frombuffer(np.random.default_rng(len(leaves)).bytes(int(np.prod(shape)) * dtype.itemsize), dtype)
+        leaves.append((values.reshape(shape), cell))
+    return leaves
+
+
+def manifest_of(leaves: Sequence[tuple[np.ndarray, tuple[int, ...]]]) -> Manifest:
+    """Every leaf stored as one box; offsets are not used."""
+    records = []
+    for number, (values, cell) in enumerate(leaves):
+        box = Box.whole(values.shape)
+        digests = tuple(digest_of(values[c.slices()].tobytes()) for c in cells_of(box, cell))
+        records.append(
+            LeafRecord(
+                path=(str(number),),
+                keys="d",
+                kind="jax",
+                shape=values.shape,
+                dtype=str(values.dtype),
+                cell=cell,
+                boxes=(BoxRecord(box=box, offset=0, digests=digests),),
+            )
+        )
+    return Manifest(
+        save_id=SAVE,
+        writer=Writer(process=0, count=1, host="h"),
+        slot="slot-0.bin",
+        arrays={"state": tuple(records)},
+        inline={},
+    )
+
+
+def halves(shape: tuple[int, ...]) -> list[Box]:
+    """What two devices want that hold a half each, where there is one."""
+    if not shape or shape[0] < 2:
+        return [Box.whole(shape)]
+    middle = shape[0] // 2
+    rest = (0,) * (len(shape) - 1)
+    return [Box((0, *rest), (middle, *shape[1:])), Box((middle, *rest), shape)]
+
+
+def reader(leaves: Sequence[tuple[np.ndarray, tuple[int, ...]]], spoil: Callable[[str, Box], None]) -> Any:
+    """Reads from the arrays; `spoil` may raise."""
+
+    def read(item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
+        assert item == "state"
+        spoil(leaf.name, wanted)
+        copy_proven(leaf, record, wanted, into, lambda c, *_: leaves[int(leaf.name)][0][c.slices()], where="there")
+
+    return read
+
+
+def executed(plan: RestorePlan, readers: Sequence[Any], rejected: Any) -> tuple[dict[Key, Any], dict[str, int]]:
+    """Under thresholds so low that small arrays take every way."""
+    found: dict[Key, Any] = {}
+
+    def proven(key: Key, blocks: dict[Box, np.ndarray]) -> None:
+        assert key not in found, "a leaf is given once"
+        found[key] = {box: block.copy() for box, block in blocks.items()}
+        assert not any(block.ctypes.data % ALIGNMENT_BYTES for block in blocks.values() if block.size)
+
+    with (
+        mock.patch.object(reading, "_BLOCK_BYTES", 512),
+        mock.patch.object(reading, "SMALL_BYTES", 128),
+        mock.patch.object(reading, "copy_threads", return_value=3),
+    ):
+        return found, reading.execute(plan, readers, rejected, proven)
+
+
+def check(found: dict[Key, Any], leaves: Sequence[tuple[np.ndarray, tuple[int, ...]]]) -> None:
+    """Every wanted box is there, and has the bytes."""
+    assert set(found) == {("state", (str(number),)) for number in range(len(leaves))}
+    for key, blocks in found.items():
+        values = leaves[int(key[1][0])][0]
+        for box, block in blocks.items():
+            assert (block.shape, block.dtype) == (box.shape, values.dtype)
+            assert block.tobytes() == values[box.slices()].tobytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(stored_leaves(), st.booleans(), st.booleans(), st.data())
+def test_every_way_of_reading_gives_the_bytes(leaves: Any, split: bool, remote: bool, data: st.DataObject) -> None:
+    """If it failed, arrays of some size, or some mesh, would come back with another's bytes.
+
+    The first source loses some of its boxes: they come from the second, and are counted there.
+    """
+    manifest = manifest_of(leaves)
+    sources = [Source(tier="ram", manifests=(manifest,), remote=remote), Source(tier="ssd", manifests=(manifest,))]
+    wanted = {
+        ("state", leaf.path): halves(leaf.shape) if split else [leaf.boxes[0].box] for leaf in manifest.arrays["state"]
+    }
+    lost = data.draw(st.sets(st.integers(0, len(leaves) - 1)))
+    error = data.draw(st.sampled_from([CorruptCheckpointError, PeerUnreachableError]))
+
+    def spoil(name: str, wanted: Box) -> None:
+        if int(name) in lost:
+            raise error(f"leaf {name}, {wanted}")
+
+    told: list[CheckpointError] = []
+    plan = plan_restore(SAVE, wanted, sources)
+    readers = [reader(leaves, spoil), reader(leaves, lambda *_: None)]
+    found, read_bytes = executed(plan, readers, lambda _, error: told.append(error))
+    check(found, leaves)
+    of_tier = {"ram": 0, "ssd": 0}
+    for number, (values, _) in enumerate(leaves):
+        of_tier["ssd" if number in lost else "ram"] += values.nbytes
+    assert {tier: read_bytes.get(tier, 0) for tier in of_tier} == of_tier
+    assert bool(told) == bool(lost)
+
+
+def test_what_no_source_has_is_one_error_and_no_leaf() -> None:
+    """If it failed, a leaf that is bad everywhere would be given, or the readers of the others would go on for ever."""
+    leaves = [(np.arange(4096, dtype=np.float32).reshape(64, 64), (4, 64)) for _ in range(4)]
+    manifest = manifest_of(leaves)
+    plan = plan_restore(
+        SAVE,
+        {("state", leaf.path): [leaf.boxes[0].box] for leaf in manifest.arrays["state"]},
+        [Source(tier=tier, manifests=(manifest,)) for tier in ("ram", "ssd")],
+    )
+    bad = [(values.copy(), cell) for values, cell in leaves]
+    bad[2][0][63, 63] = -1
+    given_back: list[Key] = []
+    with (
+        mock.patch.object(reading, "_BLOCK_BYTES", 512),
+        pytest.raises(CorruptCheckpointError, match=r"there: leaf 2, cell \(60, 0\) to \(64, 64\) has digest"),
+    ):
+        reading.execute(
+            plan,
+            [reader(bad, lambda *_: None)] * 2,
+            lambda *_: None,
+            lambda key, _: given_back.append(key),
+        )
+    assert ("state", ("2",)) not in given_back
+
+
+def test_a_record_of_another_dtype_is_damage() -> None:
+    """If it failed, a manifest of another share could fill a block with elements of another kind."""
+    one, other = ((np.arange(8, dtype=dtype), (8,)) for dtype in (np.int32, np.float32))
+    sources = [Source(tier=tier, manifests=(manifest_of([leaf]),)) for tier, leaf in (("ram", one), ("ssd", other))]
+    plan = plan_restore(SAVE, {("state", ("0",)): [Box((0,), (8,))]}, sources)
+
+    def spoil(name: str, wanted: Box) -> None:
+        raise CorruptCheckpointError(f"{name} {wanted}")
+
+    with pytest.raises(CorruptCheckpointError, match="two dtypes"):
+        reading.execute(
+            plan, [reader([one], spoil), reader([other], lambda *_: None)], lambda *_: None, lambda *_: None
+        )
