@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import click
 
+from ckptkit.cli.assemble import extract, merge
 from ckptkit.cli.convert import convert
 from ckptkit.cli.copy import copy
 from ckptkit.cli.diff import diff
@@ -183,5 +184,5 @@ def scrub(
     return exit_with([*found.problems, *left])
 
 
-for each in (convert, copy, diff, du, goodput, pin, prune, rollback, simulate, tiers, unpin):
+for each in (convert, copy, diff, du, extract, goodput, merge, pin, prune, rollback, simulate, tiers, unpin):
     commands.add_command(each)

@@ -11,7 +11,7 @@ from enum import IntEnum
 import click
 
 from ckptkit.cli.text import printable
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, TreeMismatchError
 
 _TALKERS = ("gcsfs", "fsspec", "aiohttp", "asyncio", "absl")  # they log tracebacks of what we say in one sentence
 
@@ -24,6 +24,7 @@ class Exit(IntEnum):
     USAGE = 2
     NOT_FOUND = 10
     CORRUPT = 11
+    TREE_MISMATCH = 12
     DIFFERENT = 20
     INTERRUPTED = 130
 
@@ -41,6 +42,8 @@ def exit_of(error: BaseException) -> Exit:
         return _said(str(error), Exit.NOT_FOUND)
     if isinstance(error, CorruptCheckpointError):
         return _said(f"corrupt: {error}", Exit.CORRUPT)
+    if isinstance(error, TreeMismatchError):
+        return _said(str(error), Exit.TREE_MISMATCH)
     if isinstance(error, RecursionError):
         return _said("corrupt: a JSON item is nested too deeply to be read", Exit.CORRUPT)
     if isinstance(error, CheckpointError):
