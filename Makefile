@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.ready
 
 .PHONY: setup setup-system setup-cluster demo test test-mpi test-slurm lint format clean
 .PHONY: kill-phases bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
-.PHONY: proof-cost
+.PHONY: proof-cost docs-cli docs-session
 
 setup: $(STAMP)
 
@@ -64,6 +64,13 @@ test-mpi: setup
 
 test-slurm: setup
 	$(BIN)/python -m pytest tests/multiprocess -k "srun or slurm or batch_script"
+
+# What the pages show of the commands, from the commands themselves.
+docs-cli: setup
+	$(BIN)/python -m tools.cli_docs
+
+docs-session: setup
+	$(BIN)/python -m tools.session
 
 lint: setup
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ from ckptkit.cli.assemble import extract, merge
 from ckptkit.cli.convert import convert
 from ckptkit.cli.copy import copy
 from ckptkit.cli.diff import diff
+from ckptkit.cli.doctor import doctor
 from ckptkit.cli.exits import Exit, exit_of, exit_with, quiet_libraries
 from ckptkit.cli.goodput import goodput
 from ckptkit.cli.options import HOST_ID, JSON, MEMORY, TIERS, TIMEOUT, fast_tiers
@@ -184,5 +185,5 @@ def scrub(
     return exit_with([*found.problems, *left])
 
 
-for each in (convert, copy, diff, du, extract, goodput, merge, pin, prune, rollback, simulate, tiers, unpin):
+for each in (convert, copy, diff, doctor, du, extract, goodput, merge, pin, prune, rollback, simulate, tiers, unpin):
     commands.add_command(each)
