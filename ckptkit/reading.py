@@ -6,6 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -14,6 +15,7 @@ from typing import Protocol, final
 
 import numpy as np
 
+from ckptkit.collector import collection_paused
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError
 from ckptkit.manifest import BoxRecord, LeafRecord
 from ckptkit.pages import ALIGNMENT_BYTES, empty_block
@@ -26,6 +28,7 @@ _REMOTE_READS = 8  # at a time: each waits for a store's answer
 # Leaves up to it share one block of fresh memory, which goes when the last of them goes. First touch of 64 MB takes 26
 # ms of processor time in blocks of 16 KB, 8 in huge pages, and a block has to have several of these.
 _BLOCK_BYTES = 16 << 20
+_BRIEF_BYTES = 1 << 30  # takes seconds from any store
 _PARTS_MAX = 16  # of a large box, for as many threads
 
 
@@ -82,7 +85,9 @@ def execute(plan: RestorePlan, readers: Sequence[BoxReader], rejected: Rejected,
             waiting.clear()  # nobody needs the others any more
             raise
 
-    share_work(read_large, threads, meanwhile=read_small)
+    brief = not waits or sum(leaf.nbytes for leaf in leaves) <= _BRIEF_BYTES
+    with collection_paused() if brief else nullcontext():
+        share_work(read_large, threads, meanwhile=read_small)
     return reading.read_bytes
 
 

@@ -281,19 +281,17 @@ def _refuse_equal_names(item: str, sources: Sequence[LeafSource]) -> None:
         seen.add(source.record.name)
 
 
+_MAPPING = ("d", "key")  # DictKey and FlattenedIndexKey both have `key`
+_KEYS = {jax.tree_util.SequenceKey: ("s", "idx"), jax.tree_util.GetAttrKey: ("a", "name")}
+
+
 def leaf_path(keypath: Sequence[Any]) -> tuple[tuple[str, ...], str]:
     """A key path as names and as one letter per level (d: mapping, s: sequence, a: attribute)."""
     names, letters = [], []
     for key in keypath:
-        if isinstance(key, jax.tree_util.SequenceKey):
-            names.append(str(key.idx))
-            letters.append("s")
-        elif isinstance(key, jax.tree_util.GetAttrKey):
-            names.append(key.name)
-            letters.append("a")
-        else:  # DictKey and FlattenedIndexKey both have `key`
-            names.append(str(key.key))
-            letters.append("d")
+        letter, attribute = _KEYS.get(type(key), _MAPPING)
+        names.append(str(getattr(key, attribute)))
+        letters.append(letter)
     return tuple(names), "".join(letters)
 
 

@@ -252,8 +252,9 @@ class DurableSteps:
         self._pruner.wait()
         manager = self._writer or self.stock.orbax
         forget_listings(self.url)  # Orbax does not see in them what was written beside it, and would delete nothing
-        manager.reload()
-        self._stale.discard(id(manager))
+        if id(manager) in self._stale or step not in manager.all_steps():
+            manager.reload()  # puts the steps in order; Orbax keeps them as they were saved, and prunes by that
+            self._stale.discard(id(manager))
         if step in manager.all_steps():
             manager.delete(step)
         self._identities.pop(step, None)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+from ckptkit.collector import collection_paused
 from ckptkit.coordination import Coordinator
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.manager.asked import Asked, RestoreItems, TreeAnswer, asked_of, tree_answer
@@ -49,10 +50,11 @@ class Preparer:
 
     def prepare(self, save_id: SaveId, holdings: Holdings, asked: Asked) -> Prepared:
         """The same for what was sorted out already."""
-        answers = self._answers(save_id, holdings.manifests, asked)
-        targets = self._targets(save_id, answers)
-        inline = self._inline(holdings.manifests, asked)
-        plan = plan_restore(save_id, {target.key: target.boxes for target in targets}, holdings.sources)
+        with collection_paused():
+            answers = self._answers(save_id, holdings.manifests, asked)
+            targets = self._targets(save_id, answers)
+            inline = self._inline(holdings.manifests, asked)
+            plan = plan_restore(save_id, {target.key: target.boxes for target in targets}, holdings.sources)
         return Prepared(asked=asked, answers=answers, targets=targets, inline=inline, plan=plan, holdings=holdings)
 
     def alike(self, save_id: SaveId, manifests: Sequence[Manifest], wanted: RestoreItems) -> list[int]:

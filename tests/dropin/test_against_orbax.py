@@ -227,3 +227,19 @@ TestSideBySideWithTiers.settings = settings(deadline=None, max_examples=6, state
 def test_many_random_runs_side_by_side(machine: type[SideBySide]) -> None:
     """As the short runs: rarer orders of calls."""
     run_state_machine_as_test(machine, settings=settings(deadline=None, max_examples=100, stateful_step_count=30))
+
+
+def test_a_deletion_leaves_the_order_of_saves() -> None:
+    """If it failed, a step forced below the latest would be pruned first, where Orbax goes by the order of saves."""
+    run = SideBySide()
+    run.begin(at=run.names.index("keep two and every fourth"), composite=False)
+    try:
+        for step, at in ((8, 0), (11, 3), (10, -1)):
+            run.save(ahead=at if step > 8 else 8, force=True, loss=None)
+            assert step in run.stock.all_steps()
+        run.delete(at=0)
+        run.save(ahead=4, force=True, loss=None)
+        run.the_books_agree()
+        assert list(run.ours.all_steps()) == [10, 15]
+    finally:
+        run.teardown()
