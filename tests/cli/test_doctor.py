@@ -144,7 +144,7 @@ CASES: list[Case] = [
             *losses(4), *saves(range(400, 495, 50), "ram", stall_s=0.01), *saves(range(5, 350, 50), "ram", stall_s=0.01)
         ),
         logged(*losses(4), *saves(range(1, 480, 2), "ram", stall_s=0.01)),
-        "ram is saved to every 20 s; with a loss every 2.06 min and a stall of 10 ms, every 1.57 s would",
+        "ram is saved to every 50 s; with a loss every 2.06 min and a stall of 10 ms, every 1.57 s would",
     ),
     (
         rules.restores,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import re
 
 import pytest
 
 from ckptkit.cli.exits import Exit
 from tools.cli_docs import PAGE, named_commands, rewritten
+from tools.session import COMMANDS, SVG
 
 
 def test_the_page_has_the_help_of_today() -> None:
@@ -37,3 +39,15 @@ def test_a_command_without_a_block(page: str) -> None:
     """A new command would not be documented, and nobody would see it."""
     with pytest.raises(ValueError, match="commands without a block"):
         rewritten(page)
+
+
+def test_the_recorded_session() -> None:
+    """The README would show commands that are no more, or fetch fonts from a stranger: run `make docs-session`."""
+    svg = html.unescape(SVG.read_text()).replace("\xa0", " ")
+    known = dict(named_commands())
+    for command in COMMANDS:
+        assert command.split()[1] in known
+        assert command.removeprefix("ckptkit ") in svg
+    assert "params.block0.attention" in svg
+    assert not re.search(r"https?://(?!www\.w3\.org|www\.textualize\.io)", svg)
+    assert "docs/session.svg" in (SVG.parents[1] / "README.md").read_text()
