@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 
 PAGE_BYTES = 4096  # boxes begin at multiples of it in a slot
@@ -36,7 +37,7 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 def job_name(durable_url: str, name: str = "job") -> str:
     """The directory of a job under a tier root: a readable name and a hash of where its durable steps live."""
-    digest = hashlib.sha256(durable_url.rstrip("/").encode()).hexdigest()[:12]
+    digest = hashlib.sha256(os.fsencode(durable_url.rstrip("/"))).hexdigest()[:12]
     return f"{checked_name(name, 'job name')}-{digest}"
 
 

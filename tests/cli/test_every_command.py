@@ -32,7 +32,10 @@ CALL_S_MAX = 120
 
 # How each command is called with one path, and where it may write.
 CALLS: dict[str, list[list[str]]] = {
-    "convert": [["convert", "{path}", "{out}", "--to", "npz"], ["convert", "{good}", "{path}", "--to", "npz"]],
+    "convert": [
+        ["convert", "{path}", "{out}", "--to", "npz"],
+        ["convert", "{good}", "{path}", "--to", "npz", "--dry-run"],
+    ],
     "copy": [["copy", "{path}", "{out}"], ["copy", "{root}", "{path}", "--dry-run"]],
     "diff": [["diff", "{path}", "{good}"], ["diff", "{good}", "{good}", "--map", "{path}"]],
     "doctor": [

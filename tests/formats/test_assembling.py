@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import ckptkit.conversion as conversion
+from ckptkit.conversion import converting
 from ckptkit.errors import CheckpointError, MergeError
 from ckptkit.formats import open_checkpoint
 from tests.cli.conftest import Run
@@ -97,7 +98,7 @@ def test_the_mean_of_several(tmp_path: Path, name: str) -> None:
 
 
 def by_npz(path: Path, tree: dict[str, Any]) -> Path:
-    np.savez(path, **{name: np.asarray(leaf) for name, leaf in tree.items() if np.asarray(leaf).dtype.kind != "V"})
+    np.savez(path, **{name: np.asarray(leaf) for name, leaf in tree.items() if np.asarray(leaf).dtype.kind != "V"})  # pyright: ignore[reportArgumentType]
     if any(np.asarray(leaf).dtype.kind == "V" for leaf in tree.values()):  # NumPy keeps no name of these
         return by_safetensors(path.with_suffix(".safetensors"), tree)
     return path
@@ -186,15 +187,15 @@ def test_resume_and_changed_sources(ckpt: Run, tmp_path: Path, monkeypatch: pyte
     one = by_safetensors(tmp_path / "one.safetensors", {"a": np.arange(3.0)})
     two = by_safetensors(tmp_path / "two.safetensors", {"b": np.arange(3.0)})
     arguments = ("merge", one, two, tmp_path / "dst", "--to", "safetensors")
-    rename = conversion.converting.os.rename
+    rename = converting.os.rename
 
     def dies(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(conversion.converting.os, "rename", dies)
+    monkeypatch.setattr(converting.os, "rename", dies)
     assert ckpt(*arguments).code == 130
     assert not (tmp_path / "dst").exists()
-    monkeypatch.setattr(conversion.converting.os, "rename", rename)
+    monkeypatch.setattr(converting.os, "rename", rename)
     by_safetensors(tmp_path / "two.safetensors", {"b": np.arange(3.0) + 1})
     said = ckpt(*arguments, "--resume")
     assert said.code == 1
