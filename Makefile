@@ -4,9 +4,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup setup-system setup-cluster demo test test-mpi test-slurm lint format clean
+.PHONY: setup setup-system setup-cluster demo test test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
 .PHONY: proof-cost docs-cli docs-session
+.PHONY: proof-cost faults bench-all figures test-wheel test-floor test-newest
 
 setup: $(STAMP)
 
@@ -54,6 +55,19 @@ crashpoints: setup
 proof-cost: setup
 	$(BIN)/python -m bench proof
 
+# Beside stock Orbax, on a quiet machine: about an hour.
+faults: setup
+	$(BIN)/python -m bench all --only faults
+
+# Every benchmark within MINUTES, on a quiet machine; then the report.
+MINUTES ?= 120
+bench-all: setup
+	$(BIN)/python -m bench all --minutes $(MINUTES)
+
+# bench/REPORT.md, its pictures and the README's table from the newest stored results.
+figures: setup
+	$(BIN)/python -m bench report
+
 KILLS ?= 50
 kill-campaign: setup
 	$(BIN)/python -m bench kill --processes 4 --kills $(KILLS)
@@ -72,6 +86,28 @@ docs-cli: setup
 docs-session: setup
 	$(BIN)/python -m tools.session
 
+# The wheel from the registry into a fresh environment: what `pip install ckptkit` gives.
+test-wheel: setup
+	$(BIN)/python -m pytest tests/packaging -m "slow or not slow"
+
+# The lowest versions that pyproject.toml allows, then the newest; with PYTHON=python3.12 those may be newer still.
+VERSION_TESTS := tests/unit tests/store tests/manager tests/dropin tests/interop
+test-floor:
+	$(PYTHON) -m venv .venv-floor
+	$(PYTHON) tools/floor.py > .venv-floor/floor.txt
+	.venv-floor/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-floor/floor.txt -e '.[trainer,test-core]'
+	.venv-floor/bin/python -m pytest $(VERSION_TESTS)
+
+test-newest:
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[trainer,test]'
+	.venv-newest/bin/python -m pytest $(VERSION_TESTS)
+
+# The pages as a site in site/, with the API from the docstrings. Their code blocks run in `make test`.
+docs: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/python -m mkdocs build --strict --quiet
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -83,4 +119,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache runs
+	rm -rf $(VENV) .venv-floor .venv-newest site build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache runs

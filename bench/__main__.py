@@ -1,8 +1,9 @@
 """`python -m bench stall|commit|restore|durable`: ckptkit, stock Orbax and the machine's limits, side by side.
 
-Others have options of their own: `corruption|crashpoints` (what faults leave, and what a restart makes of it), `proof`
-(what digests cost), `kill` (a job that is killed again and again), `gather` (what the processes of a large job tell
-each other before a restore).
+Others have options of their own: `corruption|crashpoints` (what faults leave, and what a restart makes of it), `faults`
+(a training that is killed again and again, beside stock Orbax), `proof` (what digests cost), `kill` (the same for the
+protocol alone, judged by an oracle), `gather` (what the processes of a large job tell each other before a restore).
+`all` runs everything and renders `bench/REPORT.md`, `report` renders it again.
 """
 
 from __future__ import annotations
@@ -23,14 +24,26 @@ from bench.cases import ALL_CASES, DEFAULT_CASE, CaseName
 from bench.corruption import main as corruption
 from bench.crashpoints import main as crashpoints
 from bench.environment import environment
+from bench.everything import main as everything
+from bench.faults import main as faults
 from bench.figures import available
 from bench.gather import main as gather
 from bench.kill import main as kill
 from bench.proof import main as proof
+from bench.render import main as render
 from bench.report import show
 
 _ROOT = Path(__file__).parent.parent
-_CAMPAIGNS = {"corruption": corruption, "crashpoints": crashpoints, "gather": gather, "kill": kill, "proof": proof}
+_CAMPAIGNS = {
+    "all": everything,
+    "report": render,
+    "corruption": corruption,
+    "crashpoints": crashpoints,
+    "faults": faults,
+    "gather": gather,
+    "kill": kill,
+    "proof": proof,
+}
 
 
 class CaseType(click.ParamType):

@@ -12,7 +12,8 @@ import os
 import random
 import socket
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -102,10 +103,14 @@ def _coordinator(processes: int) -> JaxCoordinator:
 @click.command()
 @click.option("--processes", type=click.IntRange(min=20), default=10_000, show_default=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True)
-def main(processes: int, repeats: int) -> None:
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="The same, as JSON.")
+def main(processes: int, repeats: int, json_path: Path | None) -> None:
     """Simulates the gather at a restart and prints its size and time."""
     found = measure(processes, repeats=repeats)
     for name in Gathering.__dataclass_fields__:
         print(f"{name}: {getattr(found, name):.3f}" if name == "gather_s" else f"{name}: {getattr(found, name)}")
     print(f"load: {os.getloadavg()[0]:.1f}")
     jax.distributed.shutdown()
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps({"benchmark": "gather", "repeats": repeats, **asdict(found)}, indent=1) + "\n")

@@ -43,6 +43,7 @@ class Kind(StrEnum):
     RESUMED = "resumed"  # a run goes on at step: fields repeated (steps taken again; None: unknown), processes, mesh
     DEGRADED = "tier_degraded"  # fields reason
     LEFT_BEHIND = "left_behind"  # at start: fields names, of what a run that died did not commit, and path
+    CLEANED = "left_behind_cleaned"  # the same fields: it went, once this run's epoch had fenced its writers off
     # the launcher lost a process: fields attempt, lost (which), cause, wiped, detect_s since it killed it, if it did
     DISRUPTED = "disrupted"
     RELAUNCHED = "relaunched"  # the launcher starts the processes again: fields attempt

@@ -6,6 +6,9 @@
 <durable root>/_ckptkit/epochs/<epoch>.json, <epoch>.copy.json                    one record per run that saved
 <durable root>/_ckptkit/leases/<id>.json, doomed.json                             what is read, what is to be deleted
 <durable root>/_ckptkit/leases/pin-<step>.json, doomed-<id>.json                  the same, by people and commands
+<durable root>/<step>.orbax-checkpoint-tmp-e<epoch>-<attempt>                     a step that is written, on a disk
+<durable root>/_ckptkit/intents/e<epoch>-<attempt>-<step>                         the same, in a bucket
+<durable root>/_ckptkit/leaving/                                                  what is no step any more, on a disk
 ```
 """
 
@@ -25,12 +28,16 @@ LEASES_DIR = f"{SIDECAR_DIR}/leases"
 COMMIT_MARK = "commit_success.txt"  # an object in what Orbax has committed, on a bucket
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of what it has not committed yet, on a disk
 DOOMED_KEY = f"{SIDECAR_DIR}/doomed.json"
+INTENTS_DIR = f"{SIDECAR_DIR}/intents"
+LEAVING_DIR = f"{SIDECAR_DIR}/leaving"
 
 _MANIFEST = re.compile(r"step-([0-9]{12})-e([0-9]{8})-n([0-9]{8})\.json")
 _SIDECAR = re.compile(r"process-([0-9]{1,6})\.json")
 _EPOCH = re.compile(r"([0-9]{8})(?:\.copy)?\.json")
 _PIN = re.compile(r"pin-([0-9]{18})\.json")
 _DOOMED = re.compile(r"doomed-[0-9a-f]{32}\.json")
+_OWNED = re.compile(r".+" + re.escape(TEMPORARY) + r"-e([0-9]{8})-[0-9a-f]{32}")
+_INTENT = re.compile(r"e([0-9]{8})-[0-9a-f]{32}-(.+)")
 _SLOT = re.compile(r"slot-([0-9]{1,3})\.bin")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -120,3 +127,28 @@ def step_of_pin(name: str) -> int | None:
 def is_announcement(name: str) -> bool:
     """Whether a file beside the leases names steps that a command is about to delete."""
     return _DOOMED.fullmatch(name) is not None
+
+
+def temporary_name(step_name: str, epoch: int, attempt: str) -> str:
+    """The name of a step's directory while it is written on a disk: no other attempt has it, of this run or another.
+
+    Orbax takes whatever contains `TEMPORARY` for a step that is not committed.
+    """
+    return f"{step_name}{TEMPORARY}-e{epoch:08d}-{attempt}"
+
+
+def epoch_of_temporary(name: str) -> int | None:
+    """The epoch of a temporary name of ours; None for any other name, Orbax's own temporary ones too."""
+    match = _OWNED.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def intent_name(step_name: str, epoch: int, attempt: str) -> str:
+    """The name of the object that becomes a step's mark in a bucket, while the step is written."""
+    return f"e{epoch:08d}-{attempt}-{step_name}"
+
+
+def intent_of_name(name: str) -> tuple[int, str] | None:
+    """The epoch and the step's directory of an intent's name; None for any other name."""
+    match = _INTENT.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import click
 
@@ -23,6 +23,7 @@ from trainer.config import (
     DataConfig,
     InputError,
     LoopConfig,
+    ManagerName,
     MeshConfig,
     OptimizerConfig,
     RunConfig,
@@ -52,6 +53,7 @@ Dtype = Literal["float32", "bfloat16"]
 @click.option("--corpus-dir", help="Where corpora are built.  [default: RUN_DIR/corpus]")
 @click.option("--compile-cache", help="Compiled programs.  [default: RUN_DIR/compile-cache]")
 @click.option("--checkpoint", help="Durable tier: a directory or gs://bucket/path.  [default: none]")
+@click.option("--manager", type=click.Choice(get_args(ManagerName)), default="ckptkit", help="orbax: to compare.")
 @click.option("--save-every", type=click.IntRange(1), default=50, help="Steps between durable saves.")
 @click.option("--keep", type=click.IntRange(1), default=3, help="Durable steps to keep.")
 @click.option("--ram", help="Ramdisk tier, a directory on this host.  [default: none]")
@@ -134,6 +136,7 @@ def read_flags(flags: dict[str, Any]) -> RunConfig:
         ),
         checkpoint=CheckpointConfig(
             directory=flags["checkpoint"],
+            manager=flags["manager"],
             **{name: flags[name] for name in ("save_every", "keep", "ram", "ram_every", "ssd", "ssd_every", "host_id")},
         ),
         cluster=_cluster(flags),

@@ -13,6 +13,7 @@ import ckptkit
 from trainer.config import CheckpointConfig, InputError
 from trainer.data import Position, resume_position
 from trainer.step import State
+from trainer.stock import StockOrbax
 
 
 def make_manager(config: CheckpointConfig, events: ckptkit.EventLog) -> Any | None:
@@ -22,6 +23,14 @@ def make_manager(config: CheckpointConfig, events: ckptkit.EventLog) -> Any | No
     """
     if config.directory is None:
         return None
+    options = ocp.CheckpointManagerOptions(
+        save_interval_steps=config.save_every,
+        max_to_keep=config.keep,
+        cleanup_tmp_directories=True,
+        enable_async_checkpointing=config.manager != "orbax-sync",
+    )
+    if config.manager != "ckptkit":
+        return StockOrbax(config.directory, options, events)
     tiers = []
     if config.ram is not None:
         tiers.append(ckptkit.Tier.ram(config.ram, save=ckptkit.EverySteps(config.ram_every)))
@@ -29,9 +38,7 @@ def make_manager(config: CheckpointConfig, events: ckptkit.EventLog) -> Any | No
         tiers.append(ckptkit.Tier.ssd(config.ssd, save=ckptkit.EverySteps(config.ssd_every)))
     return ckptkit.CheckpointManager(
         config.directory,
-        options=ocp.CheckpointManagerOptions(
-            save_interval_steps=config.save_every, max_to_keep=config.keep, cleanup_tmp_directories=True
-        ),
+        options=options,
         tiers=tiers,
         host_id=config.host_id,
         events=events,

@@ -12,11 +12,12 @@ from jax.sharding import AbstractMesh, NamedSharding
 from rich.console import Console
 from rich.table import Table
 
+from ckptkit import Tier
 from trainer.config import MESH_AXES, InputError, MeshConfig, ModelConfig, OptimizerConfig
 from trainer.sharding import axes_of, check_rules, group_of, named_leaves, shard_state
 from trainer.step import abstract_train
 
-SLOTS = 2  # of a fast tier: the newest committed step and the one being written
+IN_FLIGHT = 1  # snapshots on their way at once, the default of `CheckpointManager`
 ACTIVATION_SOURCE = "Korthikanti et al. 2022, arXiv:2205.05198, table 2, no sequence parallelism"
 
 
@@ -248,8 +249,10 @@ def _checkpoint_table(plan: Plan, keep: int) -> Table:
     table = Table("checkpoint", "bytes", "what it is")
     table.add_row("one step", _gb(plan.checkpoint_bytes), "every leaf once: weights, moments, counters")
     table.add_row("per host", _gb(plan.host_bytes), "its distinct boxes: what one save stages")
-    table.add_row("ramdisk, per host", _gb(SLOTS * plan.host_bytes), f"{SLOTS} slots: committed and being written")
-    table.add_row("SSD, per host", _gb(SLOTS * plan.host_bytes), f"{SLOTS} slots")
+    ram, ssd = (tier.slots_for(plan.host_bytes, IN_FLIGHT) for tier in (Tier.ram("ram"), Tier.ssd("ssd")))
+    written = "committed, being written, read by slower tiers"
+    table.add_row("ramdisk, per host", _gb(ram * plan.host_bytes), f"{ram} slots: {written}")
+    table.add_row("SSD, per host", _gb(ssd * plan.host_bytes), f"{ssd} slots: committed and being written")
     table.add_row("durable, in all", _gb(keep * plan.checkpoint_bytes), f"{keep} steps kept, one replica writes")
     return table
 

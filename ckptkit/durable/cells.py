@@ -19,6 +19,7 @@ import tensorstore as ts
 from ckptkit.errors import TransientStoreError
 from ckptkit.manifest import LeafRecord
 from ckptkit.sharding import Box, cells_of
+from ckptkit.store import PutMode, open_store, put_new
 from ckptkit.store.roots import is_remote
 from ckptkit.tuning import DurableProfile
 
@@ -27,13 +28,15 @@ _CONFIG = {
     "max_decoded_node_bytes": 100_000_000,  # one node, as Orbax has it: a listing or a lookup is one read
     "manifest_kind": "single",
 }
+_MANIFEST = "manifest.ocdbt"  # names the root of an OCDBT database: what is not below it is not in the database
+_UNPUBLISHED = {"driver": "memory", "path": "unpublished/"}
 _CACHE_BYTES = 100_000_000
 _COALESCED_BYTES = 1_000_000  # reads that are nearer than this become one request,
 _MERGED_BYTES = 16 << 20  # unless it is this large already: several requests at a time are faster than one
 
 
 def kvstore_context(profile: DurableProfile) -> ts.Context:
-    """The limits under which a step is read or written."""
+    """The limits under which a step is read or written; and the memory in which `_UNPUBLISHED` stands meanwhile."""
     return ts.Context(
         {
             "cache_pool": {"total_bytes_limit": _CACHE_BYTES},
@@ -47,7 +50,10 @@ def kvstore_spec(directory: str, profile: DurableProfile, *, writing: bool) -> d
     """The OCDBT database of an item's directory, a path or a bucket URL."""
     if is_remote(directory):
         spec: dict[str, Any] = {"driver": "ocdbt", "base": f"{directory}/"}
-        if not writing:
+        if writing:
+            # The last object is put by us, so that we say what it may replace (see `publish`).
+            spec["manifest"] = _UNPUBLISHED
+        else:
             spec["experimental_read_coalescing_threshold_bytes"] = _COALESCED_BYTES
             spec["experimental_read_coalescing_merged_bytes"] = _MERGED_BYTES
             spec["experimental_read_coalescing_interval"] = "1ms"
@@ -65,10 +71,10 @@ def kvstore_spec(directory: str, profile: DurableProfile, *, writing: bool) -> d
 class CellWriter:
     """What one process writes of one item. Nothing is in the storage as a database until `commit` has returned."""
 
-    def __init__(self, directory: str, profile: DurableProfile):
-        self._profile = profile
+    def __init__(self, directory: str, profile: DurableProfile, context: ts.Context | None = None):
+        self._directory, self._profile = directory, profile
         self._spec = kvstore_spec(directory, profile, writing=True)
-        self._context = kvstore_context(profile)
+        self._context = context or kvstore_context(profile)
         self._transaction = ts.Transaction(atomic=True)
         self._store = _opened(self._spec, self._context, profile).with_transaction(self._transaction)
         self._writes: list[Any] = []
@@ -92,7 +98,13 @@ class CellWriter:
             self._writes.append(array[box.slices()].write(block, can_reference_source_data_indefinitely=True).copy)
 
     def commit(self) -> None:
-        """Writes everything; raises ValueError as TensorStore does, `TransientStoreError` after the time limit."""
+        """Writes everything; raises ValueError as TensorStore does, `TransientStoreError` after the time limit, and
+        `FileExistsError` where another writer's database has appeared in a bucket."""
+        self.write()
+        publish(self._directory, self._context, mode="create")
+
+    def write(self) -> None:
+        """Writes everything; in a bucket nothing of it is in the database until it is published."""
         awaited(self._writes, self._profile)
         awaited([self._transaction.commit_async()], self._profile)
 
@@ -111,14 +123,16 @@ class CellStream:
     """Cells of one item written one after the other, for whoever cannot hold an item in memory.
 
     Holds up to `commit_bytes` of blocks, which must not change meanwhile, and then commits them: a commit of its own
-    for every cell is slow. Raises what `CellWriter` raises.
+    for every cell is slow. In a bucket `finish` puts all of it in the place of what the database was before, in one
+    operation. Raises what `CellWriter` raises.
     """
 
     def __init__(self, directory: str, commit_bytes: int, profile: DurableProfile = DurableProfile()):  # noqa: B008  frozen
         self._directory = directory
         self._commit_bytes = commit_bytes
         self._profile = profile
-        self._writer = CellWriter(directory, profile)
+        self._context = kvstore_context(profile)
+        self._writer = CellWriter(directory, profile, self._context)
         self._described: set[str] = set()
         self._pending_bytes = 0
 
@@ -128,7 +142,7 @@ class CellStream:
         self._writer.add(leaf, [(cell, block)], describe=False)
         self._pending_bytes += block.nbytes
         if self._pending_bytes >= self._commit_bytes:
-            self.finish()
+            self._commit()
 
     def create(self, leaf: LeafRecord) -> None:
         """The array, where it is not there yet: one without elements has no cell that would make it."""
@@ -138,8 +152,12 @@ class CellStream:
 
     def finish(self) -> None:
         """Commits what is held."""
-        self._writer.commit()
-        self._writer = CellWriter(self._directory, self._profile)
+        self._commit()
+        publish(self._directory, self._context, mode="replace")
+
+    def _commit(self) -> None:
+        self._writer.write()
+        self._writer = CellWriter(self._directory, self._profile, self._context)
         self._pending_bytes = 0
 
 
@@ -154,6 +172,23 @@ def merge_processes(directory: str, count: int, profile: DurableProfile) -> None
     ]
     awaited([part.experimental_copy_range_to(whole) for part in parts], profile)
     awaited([transaction.commit_async()], profile)
+    publish(directory, context, mode="create")
+
+
+def publish(directory: str, context: ts.Context, *, mode: PutMode) -> None:
+    """Makes what was written under `context` the database of a directory in a bucket: one put, `create` or `replace`.
+
+    TensorStore would join a database that is there already: a writer that was given up long ago would change what a
+    later one has committed. On a disk a step that is written has a directory of its own, and TensorStore has done it.
+    """
+    if not is_remote(directory):
+        return
+    memory = ts.KvStore.open(_UNPUBLISHED, context=context).result()
+    store, manifest = open_store(directory), memory.read(_MANIFEST).result().value
+    if mode == "create":
+        put_new(store, _MANIFEST, manifest)
+    else:
+        store.put(_MANIFEST, manifest)
 
 
 def process_directory(directory: str, process: int) -> str:

@@ -6,12 +6,14 @@ A run that dies meanwhile, or a storage that refuses, leaves what is no step for
 from __future__ import annotations
 
 import os
-import shutil
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
-from ckptkit.layout import COMMIT_MARK, TEMPORARY
+from ckptkit.layout import COMMIT_MARK, LEAVING_DIR
 from ckptkit.store import open_store
-from ckptkit.store.local import sync_directory
+from ckptkit.store.local import make_directory, sync_directory
 from ckptkit.store.roots import is_remote
 
 
@@ -19,28 +21,28 @@ def remove_step(where: str, remove_directory: Callable[[str], None]) -> None:
     """Deletes the step at `where`: its mark, then the rest, in a bucket in batches, on a disk by `remove_directory`.
 
     A bucket is asked afresh what there is: what Orbax remembers of its listings may be out of date. What is gone
-    already is no error. Raises what `_take_mark` and `remove_directory` raise.
-    """
-    place = _take_mark(where)
-    if is_remote(place):
-        store = open_store(place)
-        store.delete_many(store.list_all(""))
-    elif os.path.lexists(place):
-        remove_directory(place)
-
-
-def _take_mark(where: str) -> str:
-    """Takes the mark of its commit from the step at `where`; returns where its bytes stand then.
-
-    On a disk the mark is the name, in a bucket an object. A step that is not there, or has no mark, is no error. Raises
-    `StoreError`, `OSError`. Cost: one rename and a sync, or one request.
+    already is no error. Raises `StoreError`, `OSError`, what `remove_directory` raises.
     """
     if is_remote(where):
-        open_store(where).delete(COMMIT_MARK)
-        return where
-    leaving = where + TEMPORARY  # as if it had never been finished: the next save replaces it
-    if os.path.lexists(where):
-        shutil.rmtree(leaving, ignore_errors=True)
-        os.rename(where, leaving)
-        sync_directory(os.path.dirname(where))
-    return leaving
+        store = open_store(where)
+        store.delete(COMMIT_MARK)
+        store.delete_many(store.list_all(""))
+        return
+    with suppress(FileNotFoundError):
+        remove_directory(move_away(where))
+
+
+def move_away(where: str) -> str:
+    """Takes its name from a directory right below a root on a disk, in one rename; returns where its bytes stand then.
+
+    Nobody reads or writes there, so whoever finds it may remove it. Raises `FileNotFoundError` where there is nothing,
+    `OSError`. Cost: a rename and a sync.
+    """
+    root, name = os.path.split(where)
+    os.lstat(where)
+    leaving = Path(root, LEAVING_DIR)
+    make_directory(leaving, synced=False)  # what is lost of it with the power is garbage
+    target = leaving / f"{name}-{uuid.uuid4().hex}"
+    os.rename(where, target)
+    sync_directory(root)
+    return str(target)

@@ -159,10 +159,10 @@ class PruneGuard:
         if not steps:
             return set()
         try:
-            self._announce(steps)
+            self.announce(steps)
             spared = self.leased(steps)
             if spared:
-                self._announce(steps - spared)
+                self.announce(steps - spared)
         except StoreError:  # nothing is deleted that may be in use: the next save prunes it
             return steps
         return spared
@@ -174,7 +174,8 @@ class PruneGuard:
                 self._store.delete(layout.DOOMED_KEY)
                 self._announced = False
 
-    def _announce(self, steps: set[int]) -> None:
+    def announce(self, steps: set[int]) -> None:
+        """Says that `steps` are about to be deleted, whoever reads them. Cost: a put. Raises `StoreError`."""
         self._announced = True
         self._store.put(layout.DOOMED_KEY, json.dumps({"steps": sorted(steps)}).encode())
 

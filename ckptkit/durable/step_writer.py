@@ -1,18 +1,17 @@
 """Writes one Orbax step with as few operations as it has parts: data, side files, then the marker that commits it.
 
 On a disk the step is written beside its place and renamed; in a bucket it is written in place, and is a step once
-`commit_success.txt` is there, which only one writer can create. What a crash leaves is no step for stock Orbax, and is
-removed by the next save of the number, or as Orbax removes its own leftovers.
+`commit_success.txt` is there, which only one writer can create (`attempts`). There, each object is created and never
+replaced: a writer that was given up long ago cannot change what a later one has written. What a crash leaves is no step
+for stock Orbax, and is removed by the next run that saves (`leftovers`), or as Orbax removes its own.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
@@ -23,14 +22,15 @@ import orbax.checkpoint as ocp
 from ckptkit import layout
 from ckptkit.coordination import Coordinator
 from ckptkit.durable import orbax_files
+from ckptkit.durable.attempts import BucketAttempt, DiskAttempt, begin
 from ckptkit.durable.cells import CellWriter, merge_processes, process_directory
 from ckptkit.durable.shards import HostShards, shards_of
 from ckptkit.durable.stock import METRICS_ITEM
-from ckptkit.errors import StepAlreadyExistsError, TransientStoreError
+from ckptkit.errors import TransientStoreError
 from ckptkit.manifest import LeafRecord, SaveId
 from ckptkit.sharding import Box
-from ckptkit.store import Store, open_store
-from ckptkit.store.local import LocalStore, sync_directory
+from ckptkit.store import Store, open_store, put_new
+from ckptkit.store.local import LocalStore
 from ckptkit.store.roots import is_remote
 from ckptkit.tuning import DurableProfile
 
@@ -56,33 +56,56 @@ class StepWriter:
         self._mode = 0o777 if mode is None else mode  # of directories; the process's umask applies
 
     def write(
-        self, name: str, save_id: SaveId, items: Mapping[str, Any], handlers: Mapping[str, str], custom_metadata: Any
+        self,
+        name: str,
+        save_id: SaveId,
+        items: Mapping[str, Any],
+        handlers: Mapping[str, str],
+        custom_metadata: Any,
+        check_epoch: Callable[[], None] = lambda: None,
     ) -> None:
         """Writes and commits the step in the directory `name`; returns once it is committed, on every process.
 
-        `handlers` are the names of Orbax's handlers by item. Cost in a bucket: a listing, five requests for each item
-        of arrays and one for another, the data, and two. Raises `StepAlreadyExistsError`, and
+        `handlers` are the names of Orbax's handlers by item; `check_epoch` is asked on process 0 right before the
+        commit, and raises where a later run has begun. Cost in a bucket: two listings, five requests for each item
+        of arrays and one for another, the data, and four. Raises `StepAlreadyExistsError`, and
         `TransientStoreError` where another process could not write its part: the step is not committed then.
         """
-        where = f"{self._url}/{name}"
-        place = where if is_remote(where) else where + layout.TEMPORARY
         init_ns = time.time_ns()
-        self._agree("step-begun", None, lambda _: self._clear(where, place, save_id))
+        begun: list[DiskAttempt | BucketAttempt] = []  # on process 0
+
+        def start(_: list[Any]) -> str:
+            begun.append(begin(self._url, name, save_id, self._mode))
+            return begun[0].place
+
+        def finish(place: str) -> None:
+            self._finish(place, items, handlers, init_ns, custom_metadata)
+            check_epoch()
+            begun[0].commit()
+
+        try:
+            self._write_at(self._agree("step-begun", None, start), items, finish)
+        except BaseException:
+            for attempt in begun:
+                attempt.give_up()
+            raise
+
+    def _write_at(self, place: str, items: Mapping[str, Any], finish: Callable[[str], None]) -> None:
         error = None
         try:
             self._write_part(place, items)
         except Exception as caught:  # noqa: BLE001  said to the others, who would wait for this part
             error = caught
 
-        def finish(failures: list[str | None]) -> None:
+        def finish_together(failures: list[str | None]) -> None:
             for process, failure in enumerate(failures):
                 if failure is not None:
                     # Raised everywhere: whoever wrote its own part well would take the step for committed, and prune.
-                    raise TransientStoreError(f"process {process} has not written its part of {where}: {failure}")
-            self._finish(place, where, items, handlers, init_ns, custom_metadata, save_id)
+                    raise TransientStoreError(f"process {process} has not written its part of {place}: {failure}")
+            finish(place)
 
         try:
-            self._agree("step-written", None if error is None else f"{type(error).__name__}: {error}", finish)
+            self._agree("step-written", None if error is None else f"{type(error).__name__}: {error}", finish_together)
         finally:
             if error is not None:
                 raise error  # what it was; whether it may be tried again is for all to say together
@@ -102,11 +125,11 @@ class StepWriter:
                     if self._coordinator.process == 0:
                         # Orbax names the file of its metrics after their item.
                         file = METRICS_ITEM if item == METRICS_ITEM else orbax_files.JSON_VALUE
-                        puts.append(pool.submit(store.put, f"{item}/{file}", json.dumps(args.item).encode()))
+                        puts.append(pool.submit(_put, store, f"{item}/{file}", json.dumps(args.item).encode()))
                         puts.append(pool.submit(self._mark, store, item, place))
                     continue
                 files = self._side_files(args)
-                puts += [pool.submit(store.put, f"{item}/{file}", text.encode()) for file, text in files.items()]
+                puts += [pool.submit(_put, store, f"{item}/{file}", text.encode()) for file, text in files.items()]
                 self._write_arrays(f"{place}/{item}", args.item)
             for put in puts:
                 put.result()
@@ -145,31 +168,15 @@ class StepWriter:
 
     # On process 0.
 
-    def _clear(self, where: str, place: str, save_id: SaveId) -> None:
-        """Removes what an earlier attempt has left; raises where the step is there."""
-        if is_remote(place):
-            store = open_store(place)
-            left = store.list_all("")
-            if any(name == layout.COMMIT_MARK for name in left):
-                raise StepAlreadyExistsError(f"step {save_id.step} is in {where} already")
-            store.delete_many(left)
-            return
-        if os.path.lexists(where):
-            raise StepAlreadyExistsError(f"step {save_id.step} is in {where} already")
-        shutil.rmtree(place, ignore_errors=True)
-        os.makedirs(place, mode=self._mode)
-
     def _finish(
         self,
         place: str,
-        where: str,
         items: Mapping[str, Any],
         handlers: Mapping[str, str],
         init_ns: int,
         custom_metadata: Any,
-        save_id: SaveId,
     ) -> None:
-        """Joins the parts and commits the step: the last thing that is written says that it is one."""
+        """Joins the parts, and says of each item and of the step that it is whole; it is not committed yet."""
         store = open_store(place)
         for item, args in items.items():
             if isinstance(args, ocp.args.JsonSave):
@@ -181,28 +188,19 @@ class StepWriter:
                         _sync(directory)
             self._mark(store, item, place)
         text = orbax_files.step_text(handlers, init_ns, time.time_ns(), custom_metadata)
-        store.put(orbax_files.STEP_METADATA, text.encode())
-        try:
-            self._commit(store, place, where, save_id)
-        except OSError as error:
-            if isinstance(error, FileExistsError) or error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                raise StepAlreadyExistsError(f"step {save_id.step} is in {where} already") from error
-            raise
-
-    def _commit(self, store: Store, place: str, where: str, save_id: SaveId) -> None:
-        text = orbax_files.marker_text(where, save_id).encode()
-        try:
-            store.put(layout.COMMIT_MARK, text, mode="create")
-        except FileExistsError:
-            if store.get(layout.COMMIT_MARK) != text:  # else the answer of the first put was lost
-                raise
-        if place != where:
-            os.rename(place, where)
-            sync_directory(os.path.dirname(where))
+        _put(store, orbax_files.STEP_METADATA, text.encode())
 
     def _mark(self, store: Store, item: str, place: str) -> None:
         """What Orbax leaves in each item that it has finished, for those who read one by itself."""
-        store.put(f"{item}/{layout.COMMIT_MARK}", f"Checkpoint commit was successful to {place}/{item}".encode())
+        _put(store, f"{item}/{layout.COMMIT_MARK}", f"Checkpoint commit was successful to {place}/{item}".encode())
+
+
+def _put(store: Store, key: str, data: bytes) -> None:
+    """On a disk nobody else knows the directory."""
+    if is_remote(store.url):
+        put_new(store, key, data)
+    else:
+        store.put(key, data)
 
 
 def _written_below(place: str) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -15,10 +15,12 @@ from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import Ancestry
 from ckptkit.durable.handlers import handler_name, handlers_of_writer
 from ckptkit.durable.leases import PruneGuard
+from ckptkit.durable.leftovers import clean_left
 from ckptkit.durable.pins import pinned_steps
 from ckptkit.durable.preservation import BranchPreservation, prunes, replaced_options
 from ckptkit.durable.pruning import Pruner, Said
 from ckptkit.durable.reader import DurableReader, identity_metadata
+from ckptkit.durable.root_options import finishes_in_its_own_way, make_root, read_by_one, without_collectives
 from ckptkit.durable.shards import has_host_shards
 from ckptkit.durable.step_writer import StepWriter, is_writable
 from ckptkit.durable.stock import (
@@ -28,9 +30,10 @@ from ckptkit.durable.stock import (
     Setup,
     StockManager,
     checked_options,
+    delete_directory,
     delete_mark_first,
 )
-from ckptkit.errors import CorruptCheckpointError, StepAlreadyExistsError
+from ckptkit.errors import CorruptCheckpointError, StepAlreadyExistsError, StoreError
 from ckptkit.manifest import Proves, SaveId, prove_all
 from ckptkit.store import open_store
 from ckptkit.store.remote import forget_listings
@@ -69,17 +72,21 @@ class DurableSteps:
         setup: Setup = Setup(),  # noqa: B008  frozen
         profile: DurableProfile = DurableProfile(),  # noqa: B008  frozen
         said: Said = lambda step, reason: None,
+        cleaned: Callable[[list[str]], None] = lambda names: None,
     ):
+        """`said` hears of a step that is committed, and what failed after that; `cleaned`, of leftovers that went."""
         self.profile = profile
         self.url = root_url(directory)
         self._coordinator = coordinator
         self._identities: dict[int, SaveId | None] = {}  # of steps that this process has read or written
         self._timeout_s = timeout_s
         checked_options(options)
-        self._multiprocessing = _without_collectives(options.multiprocessing_options, coordinator.count)
+        self._multiprocessing = without_collectives(options.multiprocessing_options, coordinator.count)
         if coordinator.process == 0 and options.create:
             make_root(self.url, options)
         coordinator.agree("durable-root", None, lambda _: None, timeout_s=timeout_s)
+        self._said, self._cleaned = said, cleaned
+        self._cleaned_epoch: int | None = None
         self._deletes_later = options.enable_background_delete
         self._store = open_store(self.url, deadline_s=_LEASE_DEADLINE_S)
         self._guard = PruneGuard(self._store)
@@ -91,7 +98,7 @@ class DurableSteps:
             create=False,
             async_options=dataclasses.replace(asynchronous),  # Orbax edits it
             multiprocessing_options=self._multiprocessing,
-            **_read_by_one(options),
+            **read_by_one(options),
         )
         self.stock = StockManager(self.url, self._options, setup)
         mode = options.file_options.path_permission_mode if options.file_options else None
@@ -134,27 +141,38 @@ class DurableSteps:
         default_item: bool,
         ancestry: Ancestry,
         custom_metadata: Mapping[str, Any] | None = None,
+        check_epoch: Callable[[], None] = lambda: None,
     ) -> None:
         """Writes and commits one step; returns once it is committed. Runs on a background thread.
 
         `items` are Orbax save arguments whose arrays are `HostShards` (see `host_tree`). The memory that they
         view must not change until this returns. A step of the same number is replaced only where `ancestry`
-        says that it belongs to an abandoned branch. Raises what Orbax raises; the books are then read afresh.
+        says that it belongs to an abandoned branch. The epoch of `save_id` has to be recorded in the root: what
+        earlier ones have left there uncommitted goes first. `check_epoch` is asked on process 0 right before the
+        commit, and raises where a later epoch has begun. Raises what Orbax raises; the books are then read afresh.
         """
         self._refuse_unfit()
         has_sidecar = any(map(has_host_shards, items.values()))
         custom = {**(custom_metadata or {}), **({} if has_sidecar else identity_metadata(save_id))}
         self._pruner.wait()
         self._settle()
+        self._clean_left(save_id)
         self._meet_abandoned(save_id.step, ancestry)
-        if is_writable(items) and not _finishes_in_its_own_way(self._options):
-            self._write(save_id, items, metrics, custom)
+        if is_writable(items) and not finishes_in_its_own_way(self._options):
+            self._write(save_id, items, metrics, custom, check_epoch)
         else:
             self._write_through_orbax(save_id, items, metrics, custom, default_item=default_item)
         if self._on_committed is not None:
             self._on_committed()
 
-    def _write(self, save_id: SaveId, items: Mapping[str, Any], metrics: Any, custom: Mapping[str, Any]) -> None:
+    def _write(
+        self,
+        save_id: SaveId,
+        items: Mapping[str, Any],
+        metrics: Any,
+        custom: Mapping[str, Any],
+        check_epoch: Callable[[], None],
+    ) -> None:
         """Writes a step ourselves, and lets Orbax's books and policies know of it."""
         step = save_id.step
         self._fresh(self.stock.orbax)
@@ -164,7 +182,7 @@ class DurableSteps:
             items = {**items, METRICS_ITEM: ocp.args.JsonSave(metrics)}  # pyright: ignore[reportCallIssue]
         handlers = {name: handler_name(item) for name, item in items.items()}
         try:
-            self._step_writer.write(self.stock.name(step), save_id, items, handlers, custom)
+            self._step_writer.write(self.stock.name(step), save_id, items, handlers, custom, check_epoch)
             self._identities[step] = save_id
             if self._writer is not None:
                 self._stale.add(id(self._writer))
@@ -172,6 +190,20 @@ class DurableSteps:
         except BaseException:
             self.stock.orbax.reload()  # the step may be there all the same: whoever asked looks, and says so
             raise
+
+    def _clean_left(self, save_id: SaveId) -> None:
+        """Once in each epoch, on process 0. What cannot be removed costs no save: it is said, and left to the next."""
+        if self._coordinator.process != 0 or self._cleaned_epoch == save_id.epoch:
+            return
+        self._cleaned_epoch = save_id.epoch
+        try:
+            store = open_store(self.url, deadline_s=_LEASE_DEADLINE_S)
+            names = clean_left(store, save_id.epoch, lambda place: delete_directory(place, self._options))
+        except (StoreError, OSError) as error:
+            self._said(save_id.step, f"what earlier runs have left is not removed yet: {type(error).__name__}: {error}")
+        else:
+            if names:
+                self._cleaned(names)
 
     def _refuse_unfit(self) -> None:
         """Orbax refuses it when the first step has to go; said before a step is written that cannot go."""
@@ -247,7 +279,11 @@ class DurableSteps:
                 self._stale.add(id(self._writer))
 
     def delete(self, step: int) -> None:
-        """Deletes a committed step, as the options say; nothing where it is not there. No save may be on its way."""
+        """Deletes a committed step, as the options say; nothing where it is not there. No save may be on its way.
+
+        Announced like a prune, so that no scrub takes what is half deleted for damaged; whoever reads the step has not
+        been asked. Raises `StoreError` where it cannot be announced: nothing is deleted then.
+        """
         self.stock.settle()
         self._pruner.wait()
         manager = self._writer or self.stock.orbax
@@ -256,7 +292,10 @@ class DurableSteps:
             manager.reload()  # puts the steps in order; Orbax keeps them as they were saved, and prunes by that
             self._stale.discard(id(manager))
         if step in manager.all_steps():
+            self._coordinator.agree("delete", None, lambda _: self._guard.announce({step}), timeout_s=self._timeout_s)
             manager.delete(step)
+            if not self._deletes_later:
+                self._settle()
         self._identities.pop(step, None)
         self._stale.add(id(self.stock.orbax if manager is self._writer else self._writer))
 
@@ -363,35 +402,3 @@ class DurableSteps:
         self.stock.close()
         if self._writer is not None:
             self._writer.close()
-
-
-def make_root(url: str, options: ocp.CheckpointManagerOptions) -> None:
-    """Makes the durable root, with the permissions that the options ask for. One that cannot be made is left to the
-    first read or write to say so."""
-    mode = options.file_options.path_permission_mode if options.file_options else None
-    with suppress(OSError):
-        ocp.path.step.epath.Path(url).mkdir(parents=True, exist_ok=True, mode=mode)
-
-
-def _without_collectives(options: Any, count: int) -> Any:
-    """With these two set, all of Orbax's barriers use the coordination service (FACTS 4)."""
-    if count == 1:
-        return options
-    return dataclasses.replace(
-        options,
-        active_processes=options.active_processes or set(range(count)),
-        barrier_sync_key_prefix=options.barrier_sync_key_prefix or "ckptkit",
-    )
-
-
-def _read_by_one(options: ocp.CheckpointManagerOptions) -> dict[str, Any]:
-    """Process 0 alone lists steps anyway, and tells the others without Orbax's broadcast between devices."""
-    names = options.step_name_format
-    if getattr(names, "single_host_load_and_broadcast", False):
-        names = dataclasses.replace(names, single_host_load_and_broadcast=False)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    return {"single_host_load_and_broadcast": False, "step_name_format": names}
-
-
-def _finishes_in_its_own_way(options: ocp.CheckpointManagerOptions) -> bool:
-    """Whether the options say how a step becomes a step: then Orbax writes it."""
-    return options.temporary_path_class is not None or options.atomicity_options is not None

@@ -38,6 +38,11 @@ class ReadOnlyStore:
         del data, mode
         raise StoreError(f"{self.url}/{key} is only looked at, and was not written")
 
+    def copy(self, source: str, target: str, *, mode: PutMode = "replace", replaces: int | None = None) -> None:
+        """Refused with `StoreError`."""
+        del source, mode, replaces
+        raise StoreError(f"{self.url}/{target} is only looked at, and was not written")
+
     def get(self, key: str) -> bytes:
         """See `Store.get`; raises `CorruptCheckpointError` for what is no plain object of a plausible size."""
         where = f"{self.url}/{key}"

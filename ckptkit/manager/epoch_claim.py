@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from ckptkit.coordination import Coordinator
-from ckptkit.errors import CheckpointError
+from ckptkit.errors import CheckpointError, TransientStoreError
 from ckptkit.manager.book import Book
 from ckptkit.manager.outcomes import Outcomes
 from ckptkit.manager.taken import DURABLE, Tiers
@@ -37,7 +37,7 @@ class EpochClaim:
         if self._coordinator.process != 0:
             return
         with self._lock:
-            if self._claimed == save_id.epoch:
+            if self._claimed is not None and self._claimed >= save_id.epoch:
                 return
             try:
                 self._tiers.epochs.write(self._book.ancestry)
@@ -52,15 +52,28 @@ class EpochClaim:
                 self._outcomes.degraded(save_id.step, DURABLE, error)
 
     def fence(self, save_id: SaveId) -> None:
-        """Refuses to commit durably once a later run has begun: its branch must not be overtaken by this one.
+        """Refuses to commit durably once a later run has begun: its branch must not be overtaken by this one. And
+        before this run has recorded its epoch: another one could take the same.
 
         Called by all processes; raises `CheckpointError` on all of them.
         """
 
-        def newest(_: list[Any]) -> int:
-            return self._tiers.epochs.read().epoch
+        def check(_: list[Any]) -> None:
+            self.claim(save_id)  # where the root could not be reached when the save was committed here
+            if self._claimed is None:
+                raise TransientStoreError(
+                    f"step {save_id.step} is not committed to {self._tiers.durable.url}: epoch {save_id.epoch} of this "
+                    "run could not be recorded there",
+                    step=save_id.step,
+                    tier=DURABLE,
+                )
+            self.check(save_id)
 
-        epoch = self._coordinator.agree("fence", None, newest, timeout_s=self._timeout_s)
+        self._coordinator.agree("fence", None, check, timeout_s=self._timeout_s)
+
+    def check(self, save_id: SaveId) -> None:
+        """On process 0: raises `CheckpointError` where a later run has begun. Cost: a listing and a small read."""
+        epoch = self._tiers.epochs.read().epoch
         if epoch > save_id.epoch:
             raise CheckpointError(
                 f"step {save_id.step} is not committed to {self._tiers.durable.url}: this run has epoch "

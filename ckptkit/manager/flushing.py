@@ -209,6 +209,7 @@ class Flusher:
                     default_item=save.items.default_item,
                     ancestry=self._book.ancestry,
                     custom_metadata=save.items.custom_metadata,
+                    check_epoch=lambda: self._claim.check(save.save_id),
                 ),
                 lambda: self._tiers.durable.holds(save.save_id),
             )

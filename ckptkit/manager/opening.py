@@ -16,7 +16,7 @@ from ckptkit.coordination import Coordinator, gather
 from ckptkit.durable import DurableSteps, EpochRecords
 from ckptkit.durable.epochs import Ancestry
 from ckptkit.durable.leftovers import left_behind
-from ckptkit.durable.steps import make_root
+from ckptkit.durable.root_options import make_root
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError, heard_from
 from ckptkit.events import EventLog, Kind
 from ckptkit.gathered import Held, distinct_shares, hole_in, is_whole
@@ -63,12 +63,18 @@ def first_look(
 
 
 def say_what_was_left(durable: DurableSteps, events: EventLog, coordinator: Coordinator) -> None:
-    """Process 0 names what a run that died did not commit. Nothing is removed: its writer may still live."""
+    """Process 0 names what a run that died did not commit. It is removed once this run saves, which fences its writer
+    off (`ckptkit.durable.leftovers`)."""
     if coordinator.process != 0:
         return
     names = left_behind(open_store(durable.url, deadline_s=STORE_DEADLINE_S), durable.steps())
     if names:
-        events.emit(Kind.LEFT_BEHIND, tier=DURABLE, path=durable.url, names=names[:_NAMES_MAX], count=len(names))
+        say_left(Kind.LEFT_BEHIND, durable.url, names, events)
+
+
+def say_left(kind: Kind, url: str, names: Sequence[str], events: EventLog) -> None:
+    """An event about leftovers in a durable root, with the first of their names."""
+    events.emit(kind, tier=DURABLE, path=url, names=list(names[:_NAMES_MAX]), count=len(names))
 
 
 def open_arenas(

@@ -19,7 +19,15 @@ from ckptkit.manager.deciding import Decider
 from ckptkit.manager.keeping import Keeper
 from ckptkit.manager.known import KnownSteps, durable_infos
 from ckptkit.manager.linking import gather_crew, open_peers
-from ckptkit.manager.opening import epoch_records, first_look, make_tiers, open_arenas, say_what_was_left, take_stock
+from ckptkit.manager.opening import (
+    epoch_records,
+    first_look,
+    make_tiers,
+    open_arenas,
+    say_left,
+    say_what_was_left,
+    take_stock,
+)
 from ckptkit.manager.restoring import Restorer
 from ckptkit.manager.saving import SavePipeline
 from ckptkit.manager.settings import Settings as Settings
@@ -61,6 +69,7 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
         setup=setup,
         profile=settings.durable,
         said=lambda step, reason: events.emit(Kind.DEGRADED, step=step, tier=DURABLE, reason=reason),
+        cleaned=lambda names: say_left(Kind.CLEANED, url, names, events),
     )
     say_what_was_left(durable, events, coordinator)
     host_dirs = {

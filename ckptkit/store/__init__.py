@@ -1,7 +1,9 @@
 """Put, get, stat, list and delete on one root: local directories, memory, and buckets."""
 
+from ckptkit.store.base import PutMode as PutMode
 from ckptkit.store.base import Stat as Stat
 from ckptkit.store.base import Store as Store
+from ckptkit.store.base import put_new as put_new
 from ckptkit.store.local import LocalStore as LocalStore
 from ckptkit.store.memory import MemoryStore as MemoryStore
 from ckptkit.store.remote import RemoteStore as RemoteStore

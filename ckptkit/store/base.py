@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 PutMode = Literal["create", "replace"]
@@ -14,6 +14,7 @@ class Stat:
     """What is known of a stored object without reading it."""
 
     size_bytes: int
+    generation: int | None = field(default=None, compare=False)  # in a bucket: which of those that had its name
 
 
 @runtime_checkable
@@ -31,6 +32,15 @@ class Store(Protocol):
 
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
         """Stores `data` whole. `create` raises `FileExistsError` where the key exists already."""
+        ...
+
+    def copy(self, source: str, target: str, *, mode: PutMode = "replace", replaces: int | None = None) -> None:
+        """Makes `target` hold what `source` holds, whole; in a bucket it is one request and moves no bytes.
+
+        Raises `FileNotFoundError` where there is no `source`, `FileExistsError` as `put` does, and where `replaces` is
+        given and `target` is not of that generation any more. In a bucket all of it is decided with the copy itself:
+        who has deleted `source` knows that it cannot be copied any more. Other stores have no generations.
+        """
         ...
 
     def get(self, key: str) -> bytes:
@@ -64,3 +74,15 @@ def checked_key(key: str) -> str:
     if key.startswith("/") or any(part in ("", ".", "..") for part in parts) or "\0" in key:
         raise ValueError(f"{key!r} is not a key: relative, with no empty part, '.' or '..'")
     return key
+
+
+def put_new(store: Store, key: str, data: bytes) -> None:
+    """Puts an object that nobody has put with other content; raises `FileExistsError` where somebody has.
+
+    The same content is success: a client below us may have repeated a put whose answer was lost.
+    """
+    try:
+        store.put(key, data, mode="create")
+    except FileExistsError:
+        if store.get(key) != data:
+            raise

@@ -30,6 +30,11 @@ class MemoryStore:
                 raise FileExistsError(f"{self._url}/{key} exists")
             self._objects[checked_key(key)] = bytes(data)
 
+    def copy(self, source: str, target: str, *, mode: PutMode = "replace", replaces: int | None = None) -> None:
+        """See `Store.copy`."""
+        del replaces
+        self.put(target, self.get(source), mode=mode)
+
     def get(self, key: str) -> bytes:
         """The whole object; raises `FileNotFoundError` where there is none."""
         try:

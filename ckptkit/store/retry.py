@@ -46,6 +46,21 @@ class RetryStore:
 
         self._retry(attempt)
 
+    def copy(self, source: str, target: str, *, mode: PutMode = "replace", replaces: int | None = None) -> None:
+        """See `Store.copy`."""
+        tries = 0
+
+        def attempt() -> None:
+            nonlocal tries
+            tries += 1
+            try:
+                self._inner.copy(source, target, mode=mode, replaces=replaces)
+            except FileExistsError:
+                if tries == 1 or self._inner.get(target) != self._inner.get(source):
+                    raise
+
+        self._retry(attempt)
+
     def get(self, key: str) -> bytes:
         """See `Store.get`."""
         return self._retry(lambda: self._inner.get(key))

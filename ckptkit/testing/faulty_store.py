@@ -104,6 +104,11 @@ class FaultyStore:
 
         self._do("put", key, do, torn=lambda: self._inner.put(key, data[: len(data) // 2]))
 
+    def copy(self, source: str, target: str, *, mode: PutMode = "replace", replaces: int | None = None) -> None:
+        """See `Store.copy`; to faults a `get` of the source and a `put` of the target."""
+        del replaces
+        self.put(target, self.get(source), mode=mode)
+
     def get(self, key: str) -> bytes:
         """See `Store.get`."""
         return self._do("get", key, lambda _: self._get(key))

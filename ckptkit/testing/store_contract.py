@@ -50,6 +50,23 @@ class StoreContract:
         store.put("key", b"")
         assert store.get("key") == b""
 
+    def test_a_copy_is_whole_and_its_source_has_to_be_there(self, store: Store) -> None:
+        """If it failed, a step could be committed whose writer was told that it is fenced off."""
+        store.put("dir/source", b"first")
+        store.copy("dir/source", "target", mode="create")
+        assert (store.get("target"), store.get("dir/source")) == (b"first", b"first")
+        store.put("dir/source", b"second")
+        with pytest.raises(FileExistsError, match="target"):
+            store.copy("dir/source", "target", mode="create")
+        assert store.get("target") == b"first"
+        store.copy("dir/source", "target")
+        assert store.get("target") == b"second"
+        store.delete("dir/source")
+        for mode in ("create", "replace"):
+            with pytest.raises(FileNotFoundError, match="source"):
+                store.copy("dir/source", "other", mode=mode)
+        assert store.stat("other") is None
+
     def test_an_absent_key_is_absent_everywhere(self, store: Store) -> None:
         """If it failed, `nothing saved yet` would look like a broken bucket."""
         store.put("dir/there", b"1")

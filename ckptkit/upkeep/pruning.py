@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from ckptkit import clock
 from ckptkit.durable import DurableReader, EpochRecords
-from ckptkit.durable.deletion import remove_step
+from ckptkit.durable.deletion import move_away, remove_step
 from ckptkit.durable.epochs import Ancestry
 from ckptkit.durable.leases import Doom, PruneGuard
 from ckptkit.durable.pins import pinned_steps
@@ -23,11 +22,9 @@ from ckptkit.errors import CheckpointError, StoreError
 from ckptkit.inspection.places import Place, nothing_at
 from ckptkit.inspection.records import FORMAT, State
 from ckptkit.inspection.steps import DurableStep, durable_steps
-from ckptkit.layout import TEMPORARY
 from ckptkit.manifest import SaveId
 from ckptkit.policy import EverySteps, KeepBytes, KeepNewest
 from ckptkit.store import open_store
-from ckptkit.store.local import sync_directory
 from ckptkit.store.roots import is_remote, root_url
 from ckptkit.verification.durable import prove_step
 from ckptkit.verification.pool import Limits
@@ -289,10 +286,7 @@ def _removed(each: PruneStep) -> bool:
         if is_remote(each.path):
             remove_step(each.path, shutil.rmtree)
             return True
-        # Under a name of its own: a job that saves this number has its unfinished step under the plain temporary one.
-        aside = f"{each.path}{TEMPORARY}-pruned-{uuid.uuid4().hex[:12]}"
-        os.rename(each.path, aside)
-        sync_directory(os.path.dirname(aside))
+        aside = move_away(each.path)
         if each.save_id is not None and DurableReader(aside, step=each.step).save_id() != each.save_id:
             os.rename(aside, each.path)
             return False

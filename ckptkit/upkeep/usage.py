@@ -30,6 +30,7 @@ DeadKind = Literal["leftover", "superseded", "quarantine", "stray", "unreference
 _METADATA = frozenset(
     {METADATA, OCDBT, SHARDINGS, STEP_METADATA, layout.COMMIT_MARK, ".zarray", ".zattrs", "zarr.json"}
 )
+_LEAVING = layout.LEAVING_DIR.rpartition("/")[2]
 _ROOT_FILES = frozenset({"metadata", "array_metadatas", "descriptor"})  # what Orbax's manager keeps beside steps
 
 
@@ -190,6 +191,9 @@ def _root_dead(place: Place, found: Sequence[DurableStep]) -> list[DeadWeight]:
             aside = below.below(QUARANTINE_DIR)
             if aside.names():
                 dead.append(_dead("quarantine", aside, "delete it when nobody wants to look into it"))
+            leaving = below.below(_LEAVING)
+            if leaving.names():
+                dead.append(_dead("leftover", leaving, "steps that are being deleted, or were: the job's next start"))
         elif name in known and known[name].state != "unfinished":
             continue
         elif step_of_name(name) is not None:
@@ -220,7 +224,8 @@ def _dead(kind: DeadKind, place: Place, remedy: str) -> DeadWeight:
 def _record_bytes(place: Place) -> int:
     sizes = place.below(layout.SIDECAR_DIR).sizes() if f"{layout.SIDECAR_DIR}/" in place.names() else {}
     root = [place.below(name).stored_bytes() for name in place.directories() if name in _ROOT_FILES]
-    return sum(size for key, size in sizes.items() if not key.startswith(f"{QUARANTINE_DIR}/")) + sum(root)
+    records = (size for key, size in sizes.items() if key.partition("/")[0] not in (QUARANTINE_DIR, _LEAVING))
+    return sum(records) + sum(root)
 
 
 def _unreferenced(step: Place, problems: list[str]) -> list[DeadWeight]:

@@ -2,75 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
-import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from ckptkit import layout
-from ckptkit.durable.cells import CellStream
-from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.arrays import OCDBT
-from ckptkit.inspection.directories import json_name
 from ckptkit.inspection.places import Place
-from ckptkit.inspection.shares import read_sidecars, sidecar_processes
-from ckptkit.manifest import LeafRecord, Manifest, cell_ranges
 from ckptkit.store.local import sync_directory
 from ckptkit.verification.durable import identity_of, prove_step
 from ckptkit.verification.pool import Limits
 from ckptkit.verification.quarantine import QUARANTINE_DIR, exchange, move_aside
+from ckptkit.verification.rebuild import CannotMendError, sidecars_for, small_files, write_arrays
 from ckptkit.verification.records import StepProof
 from ckptkit.verification.sources import Sources
 
-_COMMIT_BYTES = 256 << 20  # held in memory before they are written: a commit of its own for every cell is slow
 _TREE = ("d", OCDBT)  # what an OCDBT tree consists of, and the processes' own trees
-
-
-class CannotMendError(Exception):
-    """Why a step cannot be rebuilt from what this host holds."""
-
-
-def sidecars_for(place: Place, sources: Sources) -> dict[str, tuple[Manifest, ...]]:
-    """The sidecars of every array item: those that are there, and where they are damaged, made from slots.
-
-    A slot's manifest names the boxes of its process; which process wrote a box that several hold is known only where
-    one process saved. Raises `CannotMendError`.
-    """
-    if not sources.manifests:
-        raise CannotMendError("no other copy of it is on this host")
-    first = sources.manifests[0]
-    made: dict[str, tuple[Manifest, ...]] = {}
-    for name in first.arrays if first.slot else {item for each in sources.manifests for item in each.arrays}:
-        item = place.below(name)
-        expected = list(range(first.writer.count))
-        try:
-            found = read_sidecars(item, expected) if sidecar_processes(item) == expected else []
-        except CorruptCheckpointError:
-            found = []
-        if found and all(each.save_id == first.save_id and name in each.arrays for each in found):
-            made[name] = tuple(found)
-            continue
-        if first.writer.count > 1 or not first.slot:
-            raise CannotMendError(f"sidecars of item {name} are damaged, and only one process's save can be made again")
-        leaves = tuple(
-            dataclasses.replace(leaf, boxes=tuple(dataclasses.replace(box, offset=-1) for box in leaf.boxes))
-            for leaf in first.arrays[name]
-        )
-        made[name] = (dataclasses.replace(first, slot="", arrays={name: leaves}),)
-    return made
-
-
-def require_mendable(place: Place, sources: Sources) -> None:
-    """Raises `CannotMendError` unless every cell of the step can be had on this host. Writes nothing."""
-    for name, manifests in sidecars_for(place, sources).items():
-        for leaf, cell, digest in _cells(name, manifests):
-            _require(sources, name, leaf, cell, digest)
 
 
 def mend_step(
@@ -136,40 +85,16 @@ def _write_step(source: Path, copy: Path, place: Place, sources: Sources) -> Non
 
     shutil.copytree(source, copy, symlinks=True, ignore=left_out)
     for name, manifests in sidecars.items():
-        _write_arrays(copy / name, name, manifests, sources)
+        write_arrays(str(_made(copy / name)), name, manifests, sources)
         for manifest in manifests:
             path = _made(copy / name / layout.SIDECAR_DIR) / layout.sidecar_name(manifest.writer.process)
             path.write_bytes(manifest.to_bytes())
-    for name, stored in next(iter(sidecars.values()))[0].inline.items():
-        if stored["kind"] == "json":
-            file = json_name(place.below(name)) or "metadata"
-            (_made(copy / name) / file).write_text(json.dumps(stored["value"]))
+    for key, data in small_files(place, sidecars).items():
+        (_made((copy / key).parent) / (copy / key).name).write_bytes(data)
     for directory, _, files in os.walk(copy):
         for file in files:
             _sync_file(Path(directory) / file)
         sync_directory(directory)
-
-
-def _write_arrays(item: Path, name: str, manifests: tuple[Manifest, ...], sources: Sources) -> None:
-    writer = CellStream(str(_made(item)), _COMMIT_BYTES)
-    for leaf, cell, digest in _cells(name, manifests):
-        writer.write(leaf, cell, _require(sources, name, leaf, cell, digest))
-    writer.finish()
-
-
-def _cells(name: str, manifests: tuple[Manifest, ...]) -> Any:
-    for manifest in manifests:
-        for leaf in manifest.arrays[name]:
-            for record in leaf.boxes:
-                for (cell, _, _), digest in zip(cell_ranges(record, leaf), record.digests, strict=True):
-                    yield leaf, cell, digest
-
-
-def _require(sources: Sources, name: str, leaf: LeafRecord, cell: Any, digest: str) -> np.ndarray:
-    block = sources.rebuild(name, leaf, cell, digest)
-    if block is None:
-        raise CannotMendError(f"leaf {name}:{leaf.name}, cell {cell.start} to {cell.stop} is nowhere else on this host")
-    return block
 
 
 def _proof(copy: Path, step: int, limits: Limits, timeout_s: float) -> StepProof | None:

@@ -22,13 +22,15 @@ from ckptkit.newest import LostManifestError
 from ckptkit.slot_reader import slot_directories
 from ckptkit.store import open_store
 from ckptkit.store.roots import is_remote, root_url
-from ckptkit.verification.durable import identity_of, prove_step
+from ckptkit.verification.durable import identity_of, items_of, prove_step
+from ckptkit.verification.mend_object import mend_object_step, put_object_step_aside
 from ckptkit.verification.mend_slot import can_mend, mend_share, put_manifest_aside, put_share_aside
-from ckptkit.verification.mend_step import CannotMendError, mend_step, put_step_aside, require_mendable
+from ckptkit.verification.mend_step import mend_step, put_step_aside
 from ckptkit.verification.pool import MEMORY_BYTES_MAX, THREADS, Limits
+from ckptkit.verification.rebuild import CannotMendError, intact_sidecars, require_mendable
 from ckptkit.verification.records import FORMAT, Finding, Kind, Progress, StepProof
 from ckptkit.verification.slots import ShareProof, prove_share
-from ckptkit.verification.sources import Source, Sources, durable_sources, slot_source
+from ckptkit.verification.sources import Source, Sources, durable_sources, intact_sources, slot_source
 
 Act = Literal["repair", "quarantine", "leave"]
 
@@ -96,9 +98,10 @@ def scrub(
 
     What is mended is bit-exact: every cell is compared with the digest that was taken when it was saved. A slot is
     touched only while its manifest is the one that was read and no running process holds its directory; a durable
-    step is written beside the old one and takes its place in one rename. What cannot be mended and cannot be restored
-    goes to `_quarantine` (in the slot directory, or below `_ckptkit` in the root) and is never deleted. On a bucket
-    durable steps are sources, and are only reported. Without `repair` nothing is written.
+    step is written beside the old one and takes its place in one rename; in a bucket object by object, each only while
+    it is the one that was read, and each state in between proves as damaged, or whole. What cannot be mended and cannot
+    be restored goes to `_quarantine` (in the slot directory, or below `_ckptkit` in the root) and is never deleted.
+    Without `repair` nothing is written.
 
     Cost: a read of every byte, and for each damaged durable step a write of the whole. Raises `StepNotFoundError`
     where there is nothing, `StoreError` where something cannot be reached or written, `ValueError` for limits below 1.
@@ -151,7 +154,7 @@ class _Scrubber:
     def _ancestry(self) -> tuple[Ancestry, list[str]]:
         """The epoch record, mended from its copy first where that is asked for and can be."""
         ancestry, problems = read_ancestry(self._place)
-        if problems and self._repair and not is_remote(self._place.url):
+        if problems and self._repair:
             with suppress(CorruptCheckpointError):
                 EpochRecords(open_store(self._place.url)).mend()
                 return read_ancestry(self._place.again())
@@ -184,9 +187,17 @@ class _Scrubber:
         found: list[Source] = [source for share in shares if (source := slot_source(share)) is not None]
         for place, proof, _ in self._steps:
             if save_id is not None and proof.step == save_id.step:
-                durable = durable_sources(place.url, proof.step)
+                durable = durable_sources(place.url, proof.step) or self._intact(place, proof.step, found)
                 found += [source for source in durable if source.manifest.save_id == save_id]
         return Sources(found, self._limits.memory_bytes_max)
+
+    @staticmethod
+    def _intact(place: Place, step: int, slots: Sequence[Source]) -> list[Source]:
+        """What a step whose sidecars are damaged still says of itself; that is believed where a slot knows the save."""
+        if not slots:
+            return []
+        items = [(item, intact_sidecars(item, item.name, slots[0].manifest)) for item in items_of(place)]
+        return intact_sources(place, step, [each for _, found in items for each in found.values()])
 
     def _treat_manifest(self, path: Path) -> Treatment:
         epoch_step = layout.save_of_manifest(path.name) or (0, 0, 0)
@@ -231,15 +242,12 @@ class _Scrubber:
     def _treat_step(self, place: Place, proof: StepProof, before: object) -> Treatment:
         save_id = proof.save_id or self._save_of(proof.step)
         sources = self._sources(save_id)
-        act, done, reason, root = "repair", False, None, Path(self._place.url)
+        act, done, reason = "repair", False, None
         try:
-            if is_remote(place.url):
-                act, reason = "leave", "it stands on a bucket, where scrub only reports"
-            elif proof.step in self._doomed():  # half deleted, it looks damaged
+            if proof.step in self._doomed():  # half deleted, it looks damaged
                 act, reason = "leave", "its job has said that it is deleting it"
             elif self._repair:
-                limits, timeout_s = self._limits, self._timeout_s
-                reason = mend_step(place, before, proof.step, sources, limits, root=root, timeout_s=timeout_s)
+                reason = self._mend(place, before, proof.step, sources)
                 act, done = ("leave", False) if reason else ("repair", True)
             else:
                 require_mendable(place, sources)
@@ -247,8 +255,10 @@ class _Scrubber:
             act, reason = "quarantine", str(error)
             if _restorable(proof, place.url):
                 act, reason = "leave", f"ckptkit can restore it, stock Orbax may not; {error}"
+            elif self._others_may_hold(sources):
+                act, reason = "leave", f"{error}; other hosts of its job may hold it: run scrub there"
             elif self._repair:
-                left = put_step_aside(place, before, root)
+                left = self._put_aside(place, before)
                 act, done, reason = ("leave", False, left) if left else ("quarantine", True, reason)
         return Treatment(
             step=proof.step,
@@ -261,11 +271,28 @@ class _Scrubber:
             sources=dict(sources.used) if act == "repair" else {},
         )
 
+    def _mend(self, place: Place, before: object, step: int, sources: Sources) -> str | None:
+        root, limits, timeout_s = self._place.url, self._limits, self._timeout_s
+        if is_remote(root):
+            return mend_object_step(place, before, step, sources, limits, root=root, timeout_s=timeout_s)
+        return mend_step(place, before, step, sources, limits, root=Path(root), timeout_s=timeout_s)
+
+    def _put_aside(self, place: Place, before: object) -> str | None:
+        if is_remote(self._place.url):
+            return put_object_step_aside(place, before, self._place.url)
+        return put_step_aside(place, before, Path(self._place.url))
+
     def _doomed(self) -> set[int]:
         """The steps that a job is deleting now: it says so before it begins, and takes it back when they are gone."""
         with suppress(ValueError, KeyError, TypeError):
             return doomed_steps(self._place.store)
         return set()
+
+    @staticmethod
+    def _others_may_hold(sources: Sources) -> bool:
+        """Whether the save is of several processes, and the slots of some are not on this host."""
+        slots = {each.writer.process for each in sources.manifests if each.slot}
+        return any(len(slots) < each.writer.count for each in sources.manifests if each.writer.count > 1)
 
     def _save_of(self, step: int) -> SaveId | None:
         """The save of a step whose sidecars are damaged, where only one of that step is in the slots."""

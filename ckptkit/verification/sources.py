@@ -10,6 +10,7 @@ import numpy as np
 
 from ckptkit.durable import DurableReader
 from ckptkit.errors import CorruptCheckpointError
+from ckptkit.inspection.places import Place
 from ckptkit.inspection.shares import Share
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, digest_of
 from ckptkit.sharding import Box, missing_elements
@@ -54,6 +55,12 @@ def durable_sources(step_url: str, step: int) -> list[Source]:
         return []
 
 
+def intact_sources(place: Place, step: int, manifests: Iterable[Manifest]) -> list[Source]:
+    """The shares of a durable step of which only these sidecars are whole."""
+    reader = DurableReader(place.url, step=step)
+    return [Source(name=place.url, manifest=manifest, read=reader.read) for manifest in manifests]
+
+
 @final
 class Sources:
     """All places of one save. `used` names those that gave bytes. A cell above `bytes_max` is in none of them."""
@@ -68,10 +75,11 @@ class Sources:
         """What each place says of the save."""
         return [source.manifest for source in self._sources]
 
-    def rebuild(self, item: str, leaf: LeafRecord, cell: Box, digest: str) -> np.ndarray | None:
+    def rebuild(self, item: str, leaf: LeafRecord, cell: Box, digest: str | None) -> np.ndarray | None:
         """The elements of a cell whose digest is `digest`, from whatever places hold parts of it; None if none do.
 
-        Every part is proven where it is read, and the whole against `digest`: what is returned is bit-exact.
+        Every part is proven where it is read, and the whole against `digest`, where that is known: what is returned
+        is bit-exact.
         """
         parts = [part for source in self._sources for part, _, _ in _parts(source, item, leaf, cell)]
         # Before anything is allocated for it.
@@ -92,7 +100,9 @@ class Sources:
                 block[common.slices(cell.start)] = part
                 held.append(common)
                 given[source.name] = given.get(source.name, 0) + part.nbytes
-        if missing_elements(cell, held) or digest_of(block.reshape(-1).view(np.uint8)) != digest:
+        if missing_elements(cell, held):
+            return None
+        if digest is not None and digest_of(block.reshape(-1).view(np.uint8)) != digest:
             return None
         for name, given_bytes in given.items():
             self.used[name] = self.used.get(name, 0) + given_bytes

@@ -13,7 +13,7 @@ from etils import epath
 
 import ckptkit
 from ckptkit import layout
-from ckptkit.durable import pruning
+from ckptkit.durable import deletion, leases, pruning
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
 
 
@@ -72,7 +72,8 @@ def test_a_deletion_that_dies_leaves_no_step_behind(
         except Died:
             pass
         monkeypatch.undo()
-    assert removed == ["2.orbax-checkpoint-tmp"]
+    assert [name.partition("-")[0] for name in removed] == ["2"]
+    assert not (tmp_path / "2").exists(), "its name goes first"
     with make_manager(tmp_path) as manager:
         assert manager.all_steps() == [1]
         assert restored(manager) == 1
@@ -98,6 +99,50 @@ def test_a_bucket_loses_the_mark_first(tmp_path: Path, monkeypatch: pytest.Monke
         with make_manager("gs://runs/marked") as manager:
             assert manager.all_steps() == [1]
             assert restored(manager) == 1
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["by name", "an abandoned one"])
+def test_every_deletion_is_announced_until_it_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    """A scrub beside it would take a step that is half deleted for damaged, and put it aside or mend it."""
+    announced: list[str] = []
+    move_away = deletion.move_away
+
+    def moved(where: str) -> str:
+        announced.append((tmp_path / layout.DOOMED_KEY).read_text())
+        return move_away(where)
+
+    with make_manager(tmp_path) as manager:
+        save(manager, 1, 1)
+        save(manager, 2, 2)
+        monkeypatch.setattr(deletion, "move_away", moved)
+        if replaced:
+            manager.restore(1)
+            save(manager, 2, 22)
+            assert restored(manager) == 22
+        else:
+            manager.delete(2)
+            assert restored(manager) == 1
+        assert announced == ['{"steps": [2]}']
+        assert not (tmp_path / layout.DOOMED_KEY).exists()
+
+
+def test_a_deletion_that_cannot_be_announced_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody is warned of would be mended while it goes."""
+
+    def refused(*_: Any) -> None:
+        raise ckptkit.StoreError("no room for a word")
+
+    with make_manager(tmp_path) as manager:
+        save(manager, 1, 1)
+        monkeypatch.setattr(leases.PruneGuard, "announce", refused)
+        with pytest.raises(ckptkit.StoreError, match="no room for a word"):
+            manager.delete(1)
+        monkeypatch.undo()
+        assert restored(manager) == 1
+        manager.delete(1)
+        assert manager.all_steps() == []
 
 
 def make_listening(root: Path) -> tuple[ckptkit.CheckpointManager, list[str]]:

@@ -261,6 +261,9 @@ class FailsFirstPut:
             raise TransientStoreError("503 try again")
         self._inner.put(key, data, mode=mode)
 
+    def copy(self, source: str, target: str, *, mode: PutMode = "replace", replaces: int | None = None) -> None:
+        self._inner.copy(source, target, mode=mode, replaces=replaces)
+
     def get(self, key: str) -> bytes:
         return self._inner.get(key)
 

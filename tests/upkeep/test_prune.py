@@ -204,7 +204,7 @@ def test_the_save_that_takes_a_number_while_it_is_deleted(tmp_path: Path, monkey
     monkeypatch.setattr(os, "rename", replaced_before)
     assert acts(prune(plan))[1] == ("leave", ("it was saved anew meanwhile",))
     assert steps_in(root) == [1, 2]
-    assert not list(root.glob("*tmp*"))
+    assert not list((root / layout.LEAVING_DIR).iterdir())
 
 
 def test_a_deletion_that_dies_leaves_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_a_deletion_that_dies_leaves_no_step(tmp_path: Path, monkeypatch: pytest
     plan = plan_prune(str(root), [KeepNewest(1)])
 
     def interrupted(path: str) -> None:
-        assert str(path).startswith(str(root / f"1{layout.TEMPORARY}"))
+        assert str(path).startswith(str(root / layout.LEAVING_DIR / "1-"))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(shutil, "rmtree", interrupted)

@@ -1,0 +1,116 @@
+"""`python -m bench all`: every benchmark within a time budget, its JSON stored, the report rendered."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from bench.render import write
+from bench.rows import RESULTS
+from ckptkit.clock import Deadline
+
+_ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One benchmark. `minutes` is what it takes on two quiet cores: with less left it is not begun."""
+
+    name: str
+    words: tuple[str, ...] = ()
+    minutes: float
+
+
+# In order of what a reader misses most.
+ENTRIES = (
+    Entry(name="stall", minutes=8),
+    Entry(name="commit", minutes=5),
+    Entry(name="restore", minutes=5),
+    Entry(name="corruption", minutes=1),
+    Entry(name="kill", minutes=2),
+    Entry(name="durable", minutes=8),
+    Entry(name="proof", minutes=2),
+    Entry(name="gather", minutes=1),
+    Entry(name="crashpoints", minutes=1),
+    Entry(name="faults", minutes=60),
+)
+SMALL = {  # for a machine that has no time: shapes and files are the same, the figures mean little
+    "stall": ("--scale", "0.002", "--repeats", "2"),
+    "commit": ("--scale", "0.002", "--repeats", "2"),
+    "restore": ("--scale", "0.002", "--repeats", "2"),
+    "durable": ("--scale", "0.002", "--repeats", "2"),
+    "corruption": ("--faults", "10"),
+    "kill": ("--processes", "2", "--kills", "2"),
+    "proof": ("--pairs", "3", "--megabytes", "8"),
+    "gather": ("--processes", "100", "--repeats", "2"),
+    "crashpoints": (),
+    "faults": ("--state", "tiny", "--seconds", "20", "--mtbf", "10", "--repeats", "1", "--sweep-seconds", "0"),
+}
+_SMALL_MINUTES = 0.2
+_CLEANUP_S = 30.0
+
+
+def run_all(entries: Sequence[Entry], directory: Path, *, minutes: float, small: bool) -> dict[str, str]:
+    """Runs them in order, each in a process of its own; name to what became of it: `done`, or why not."""
+    deadline = Deadline(60.0 * minutes)
+    told: dict[str, str] = {}
+    for entry in entries:
+        needs_s = 60.0 * (_SMALL_MINUTES if small else entry.minutes)
+        if deadline.left_s < needs_s:
+            told[entry.name] = f"left out: {deadline.left_s / 60:.1f} minutes are left, it takes {needs_s / 60:g}"
+        else:
+            told[entry.name] = _run(entry, directory, deadline.left_s, SMALL[entry.name] if small else ())
+        click.echo(f"{entry.name}: {told[entry.name]}", err=True)
+    return told
+
+
+def _run(entry: Entry, directory: Path, limit_s: float, more: Sequence[str]) -> str:
+    path = directory / f"{entry.name}.json"
+    command = [sys.executable, "-m", "bench", entry.name, *entry.words, *more, "--json", str(path)]
+    before = path.stat().st_mtime_ns if path.exists() else None
+    with subprocess.Popen(command, cwd=_ROOT) as process:
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # not at once SIGKILL: what it has in memory goes with it
+            try:
+                process.wait(_CLEANUP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            return f"stopped after {limit_s / 60:.1f} minutes: the budget is spent"
+    if not path.exists() or path.stat().st_mtime_ns == before:
+        return f"failed with code {code}"
+    return "done" if code == 0 else f"done, and it says that a bar is not met (code {code})"
+
+
+@click.command(context_settings={"max_content_width": 120})
+@click.option(
+    "--minutes", type=click.FloatRange(0.1), default=120.0, show_default=True, help="The budget, all together."
+)
+@click.option(
+    "--only", type=click.Choice([entry.name for entry in ENTRIES]), multiple=True, help="Only it; repeatable."
+)
+@click.option("--machine", default=f"{len(os.sched_getaffinity(0))}core", show_default=True, help="For the directory.")
+@click.option("--small", is_flag=True, help="Tiny states: shows that all run, measures nothing.")
+@click.option("--into", type=click.Path(file_okay=False, path_type=Path), help="Instead of bench/results/DATE-MACHINE.")
+@click.option("--report/--no-report", default=True, show_default=True, help="Render REPORT.md and the README's table.")
+def main(minutes: float, only: tuple[str, ...], machine: str, small: bool, into: Path | None, report: bool) -> None:
+    """Runs every benchmark, stores what it measured, and renders the report. Wants a quiet machine."""
+    if small and into is None:
+        raise click.UsageError("--small measures nothing: give --into, so that it does not become the newest result")
+    directory = into or RESULTS / f"{time.strftime('%Y-%m-%d', time.gmtime())}-{machine}"
+    directory.mkdir(parents=True, exist_ok=True)
+    told = run_all(
+        [e for e in ENTRIES if not only or e.name in only], directory.resolve(), minutes=minutes, small=small
+    )
+    if report and into is None:
+        for path in write(pictures=True):
+            click.echo(path)
+    raise SystemExit(0 if all(what == "done" for what in told.values()) else 1)

@@ -1,0 +1,127 @@
+"""Who takes part in `python -m bench faults`, where each keeps its checkpoints, and how the newest is damaged."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.victims import durable_files
+from ckptkit.slot_reader import read_manifests
+
+CONTENDERS: Mapping[str, str] = {
+    "ckptkit": "ramdisk, SSD and durable tier",
+    "ckptkit-durable": "the durable tier alone",
+    "orbax": "stock Orbax, asynchronous",
+    "orbax-sync": "stock Orbax, synchronous",
+}
+DEFAULT = ("ckptkit", "orbax", "orbax-sync")
+OURS = "ckptkit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Every:
+    """Steps between saves. Stock Orbax and the durable tier alone have only the last."""
+
+    durable: int
+    ram: int | None = None
+    ssd: int | None = None
+
+    def __str__(self) -> str:
+        tiers = {"ram": self.ram, "ssd": self.ssd, "durable": self.durable}
+        return ", ".join(f"{tier} {steps}" for tier, steps in tiers.items() if steps is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """The directories of one run: `disk` for what outlives a host's memory, `ram` on the ramdisk."""
+
+    disk: Path
+    ram: Path
+
+    @property
+    def durable(self) -> Path:
+        """The durable tier, or Orbax's root."""
+        return self.disk / "durable"
+
+    @property
+    def events(self) -> Path:
+        """Event logs, for goodput."""
+        return self.disk / "events"
+
+    @property
+    def proof(self) -> Path:
+        """Losses of all steps, digests of the end."""
+        return self.disk / "proof"
+
+    def words(self, contender: str, every: Every) -> list[str]:
+        """The trainer's flags that make it this contender."""
+        words = ["--checkpoint", str(self.durable), "--save-every", str(every.durable)]
+        if contender == OURS:
+            words += ["--ram", str(self.ram), "--ram-every", str(every.ram)]
+            words += ["--ssd", str(self.disk / "ssd"), "--ssd-every", str(every.ssd)]
+        if contender in ("orbax", "orbax-sync"):
+            return [*words, "--manager", contender]
+        return [*words, "--host-id", host_id("{process}")]
+
+    def wipe(self, victim: int) -> None:
+        """A host loses what is in its memory."""
+        for directory in list(self.ram.rglob(host_id(victim))):
+            shutil.rmtree(directory)
+
+    def flip(self, seed: int) -> str | None:
+        """Turns a bit of array data in the newest committed step of the fastest tier that has it; says where.
+
+        None where no step is committed.
+        """
+        found = [*_slots(self.ram, 2), *_slots(self.disk / "ssd", 1), *_durable(self.durable)]
+        if not found:
+            return None
+        step, _, path, first, last = max(found)
+        chance = random.Random(f"flip {seed}")
+        at, bit = chance.randrange(first, last), chance.randrange(8)
+        with path.open("r+b") as file:  # in place: a slot stays the file that it is
+            was = os.pread(file.fileno(), 1, at)[0]
+            os.pwrite(file.fileno(), bytes([was ^ 1 << bit]), at)
+        return f"step {step}: {path.name}, bit {bit} of byte {at}"
+
+    def remove(self) -> None:
+        """Deletes everything."""
+        for directory in (self.disk, self.ram):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def host_id(process: object) -> str:
+    """Each process plays a host of its own."""
+    return f"host-{process}"
+
+
+_Found = tuple[int, int, Path, int, int]  # step, how fast the tier is, file, first and last byte of array data
+
+
+def _slots(root: Path, speed: int) -> list[_Found]:
+    """The largest box of every manifest in a fast tier."""
+    found = []
+    for directory in root.glob("*/host-*/*"):
+        manifests, _ = read_manifests([directory])
+        for _, manifest in manifests:
+            leaves = [leaf for leaves in manifest.arrays.values() for leaf in leaves if leaf.boxes]
+            leaf = max(leaves, key=lambda each: each.held_bytes)
+            first = leaf.boxes[0].offset
+            size = leaf.boxes[0].box.size * leaf.itemsize
+            found.append((manifest.save_id.step, speed, directory / manifest.slot, first, first + size))
+    return found
+
+
+def _durable(root: Path) -> list[_Found]:
+    """The middle of the largest data file of the newest step: there is array data, and nothing else."""
+    steps = [int(path.name) for path in root.glob("*") if path.name.isdecimal()]
+    files = durable_files(root, "data", max(steps)) if steps else []
+    if not files:
+        return []
+    path = max(files, key=lambda each: each.stat().st_size)
+    size = path.stat().st_size
+    return [(max(steps), 0, path, size // 4, max(size // 4 + 1, size * 3 // 4))]

@@ -1,0 +1,73 @@
+"""What befalls every contender alike: when processes die, what goes with them, and what a free checkpoint would make
+of it. Pure."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptkit.simulation import Failure, draw, read_trace, replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A process is killed. `flips`: before the restart, a bit turns in the newest checkpoint that is left."""
+
+    at_s: float  # since the launch
+    victim: int
+    wipes: bool  # the ramdisk of its host
+    flips: bool
+
+    def __str__(self) -> str:
+        also = (", ramdisk wiped" if self.wipes else "") + (", a bit flipped" if self.flips else "")
+        return f"{self.at_s:.1f} s: process {self.victim}{also}"
+
+
+def plan_faults(
+    *, seed: int, mtbf_s: float, horizon_s: float, processes: int, trace: Path | None = None, system: str | None = None
+) -> tuple[Fault, ...]:
+    """The faults of a seed in order: moments drawn from an exponential distribution, or played from a recorded trace
+    that is compressed to a mean of `mtbf_s`. Every second one wipes a ramdisk, every third flips a bit; where that
+    begins is the seed's.
+    """
+    shares: Mapping[Failure, float] = {"process": 1.0}
+    if trace is None:
+        moments = draw(runs=1, horizon_s=horizon_s, mtbf_s=mtbf_s, shares=shares, seed=seed)
+    else:
+        recorded = read_trace(trace, system=system)
+        scale = mtbf_s / recorded.mtbf_s
+        moments = replay(recorded, runs=1, horizon_s=horizon_s, shares=shares, scale=scale, seed=seed)
+    chance = random.Random(f"faults {seed}")
+    first_wipe, first_flip = chance.randrange(2), chance.randrange(3)
+    return tuple(
+        Fault(
+            at_s=float(at_s),
+            victim=chance.randrange(processes),
+            wipes=number % 2 == first_wipe,
+            flips=number % 3 == first_flip,
+        )
+        for number, at_s in enumerate(moments.at_s[0])
+        if math.isfinite(at_s)
+    )
+
+
+def ceiling_s(faults: Sequence[Fault], *, steps: int, start_s: float, step_s: float) -> float:
+    """How long `steps` steps take under these faults when saves and restores cost nothing and every finished step is
+    kept: only starting again (`start_s`, from a launch to its first step) and the step that a fault cuts are lost.
+    """
+    now_s, done = start_s, 0
+    for fault in faults:
+        whole = max(0, math.floor((fault.at_s - now_s) / step_s))
+        if done + whole >= steps:
+            break
+        done += whole
+        now_s = fault.at_s + start_s
+    return now_s + (steps - done) * step_s
+
+
+def gap_closed(ours: float, peer: float, ceiling: float) -> float | None:
+    """Which share of what `peer` leaves to the ceiling is ours: 1 reaches it, 0 is the peer's, below 0 is worse."""
+    return (ours - peer) / (ceiling - peer) if ceiling > peer else None

@@ -1,0 +1,117 @@
+"""`python -m bench report`: `bench/REPORT.md`, its pictures and the table in README.md, from the stored results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import click
+
+from bench.rows import RESULTS, Row, newest_results, rows_of
+
+ROOT = Path(__file__).parent.parent
+BEGIN, END = "<!-- figures: `make figures` writes what is between these lines -->", "<!-- end of figures -->"
+# What the README shows, and in which words; the rest is in the report.
+README_FIGURES = {
+    ("faults", "goodput"): "goodput of a training under faults",
+    ("faults", "lost_work_s"): "work that it had to do again",
+    ("faults", "wrong_runs"): "such runs that ended with wrong bits",
+    ("stall", "stall_ms_per_save"): "a save takes from a loop that keeps all cores busy",
+    ("stall", "stall_idle_ms_per_save"): "from one whose step runs elsewhere",
+    ("commit", "commit_gbps"): "from `save` to committed on the ramdisk",
+    ("commit", "cpu_s_per_gb"): "processor time of a save",
+    ("restore", "restore_gbps"): "back from the ramdisk, every byte proven",
+    ("durable", "bucket_save_requests"): "requests of a save to a bucket",
+    ("durable", "bucket_restore_requests"): "requests of its restore",
+    ("corruption", "restored_wrong"): "damaged files that came back as something else, without a word",
+    ("kill", "recovered"): "kills at any moment after which the job had the newest save that was left",
+}
+_UNITS = {"_ms": "ms", "_gbps": "GB/s", "_s": "s", "_bytes": "MB", "cpu_s_per_gb": "s/GB"}
+_BUSY = 3.0  # load at which a timing is only an indication
+
+
+def readme_table(rows: Sequence[Row]) -> str:
+    """The rows that the README shows."""
+    by_figure = {(row.benchmark, row.figure): row for row in reversed(rows)}  # of several states the first
+    return _table((label, by_figure[key]) for key, label in README_FIGURES.items() if key in by_figure)
+
+
+def with_table(readme: str, rows: Sequence[Row]) -> str:
+    """The README with the table of these rows. Raises ValueError where the two marks are not there, once each."""
+    before, found, rest = readme.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not found or not ended or BEGIN in after:
+        raise ValueError(f"README.md must have {BEGIN!r} and then {END!r}, once each")
+    return f"{before}{BEGIN}\n\n{readme_table(rows)}\n{END}{after}"
+
+
+def report(rows: Sequence[Row]) -> str:
+    """The whole report as Markdown."""
+    parts = [
+        "# What the benchmarks say\n",
+        "Written by `make figures` from `bench/results`; nothing here is typed by hand. Medians. The peer is the best "
+        "of stock Orbax's ways that were measured, the limit what the machine itself can do (of `faults`: a checkpoint "
+        "that costs nothing). n: samples of ours. How it was measured, and what did not come out: [LOG.md](LOG.md).\n",
+    ]
+    for benchmark, group in groupby(rows, key=lambda row: row.benchmark):
+        own = list(group)
+        loads = sorted({row.load for row in own if row.load is not None})
+        parts.append(f"## {benchmark}\n")
+        if loads:
+            busy = ": other work ran, times are an indication" if loads[-1] >= _BUSY else ""
+            parts.append(f"Load when it began: {', '.join(f'{load:.1f}' for load in loads)}{busy}.\n")
+        parts.append(_table((f"`{row.figure}`: {row.meaning}", row) for row in own))
+        if (RESULTS / f"{benchmark}.png").exists():
+            parts.append(f"![{benchmark}](results/{benchmark}.png)\n")
+    return "\n".join(parts)
+
+
+def _table(rows: Iterable[tuple[str, Row]]) -> str:
+    lines = ["| what | state | ckptkit | stock Orbax | limit | ratio | n |", "|---|---|---|---|---|---|---|"]
+    for label, row in rows:
+        peer = "-" if row.peer is None else f"{_number(row, row.peer)} ({row.peer_name})"
+        limit = "-" if row.limit is None else _number(row, row.limit)
+        ratio = "-" if row.ratio is None else f"{row.ratio:.2g}"
+        told = f"{label}, {unit}" if (unit := _unit(row.figure)) else label
+        cells = (told, row.case, _number(row, row.ours), peer, limit, ratio, str(row.samples))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _unit(figure: str) -> str:
+    name = figure.partition(".")[0]
+    if name.endswith("cpu_s_per_gb"):
+        return "s/GB"
+    if "_ms" in name:
+        return "ms"
+    return next((unit for ending, unit in _UNITS.items() if name.endswith(ending)), "")
+
+
+def _number(row: Row, value: float) -> str:
+    value = value / 1e6 if _unit(row.figure) == "MB" else value
+    if isinstance(value, int) or value == int(value):
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def write(*, pictures: bool) -> list[Path]:
+    """Writes report, README table and, with matplotlib, the pictures; returns the files that it wrote."""
+    rows = rows_of(newest_results())
+    written = []
+    if pictures:
+        from bench.plots import draw  # matplotlib: only here
+
+        written += draw(rows, RESULTS, ROOT / "docs" / "side-by-side.png")
+    readme, told = ROOT / "README.md", ROOT / "bench" / "REPORT.md"
+    readme.write_text(with_table(readme.read_text(), rows))
+    told.write_text(report(rows))
+    return [*written, readme, told]
+
+
+@click.command()
+@click.option("--pictures/--no-pictures", default=True, show_default=True, help="PNG plots (needs matplotlib).")
+def main(pictures: bool) -> None:
+    """Renders the newest stored results of every benchmark."""
+    for path in write(pictures=pictures):
+        click.echo(path.relative_to(ROOT))

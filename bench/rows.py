@@ -1,0 +1,236 @@
+"""What the stored results say, as rows of one table: our figure, the peer's, the limit, the ratio, how many samples.
+Pure, from JSON alone: whatever is printed somewhere comes from here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.fault_places import OURS as OURS_UNDER_FAULTS
+from bench.figures import FIGURES, median
+
+RESULTS = Path(__file__).parent / "results"
+PEERS = ("orbax_async", "orbax_tuned", "orbax_v1", "orbax_sync")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One figure. `peer` is stock Orbax's best where there are several; None: nobody else has it, or no limit."""
+
+    benchmark: str
+    case: str
+    figure: str
+    meaning: str
+    ours: float
+    peer: float | None = None
+    peer_name: str = ""
+    limit: float | None = None
+    samples: int = 1
+    load: float | None = None  # of the machine, when it began
+
+    @property
+    def ratio(self) -> float | None:
+        """Ours over the peer's; None where that says nothing: a difference of two times may be below zero."""
+        return self.ours / self.peer if self.peer is not None and self.peer > 0 and self.ours >= 0 else None
+
+
+def newest_results(root: Path = RESULTS) -> list[dict[str, Any]]:
+    """The stored results, oldest first: `root/<date>-<machine>/<name>.json`."""
+    return [json.loads(path.read_text()) for path in sorted(root.glob("*/*.json"), key=lambda each: _age(each))]
+
+
+def _age(path: Path) -> tuple[str, str, str]:
+    told = json.loads(path.read_text()).get("environment", {}).get("at", "")
+    return path.parent.name[:10], told, path.name
+
+
+def rows_of(results: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """The rows of all results; of a figure that was measured more than once, the last one."""
+    found: dict[tuple[str, str, str], Row] = {}
+    for result in results:
+        read = _READERS.get(result["benchmark"], _compared)
+        for row in read(result):
+            found[row.benchmark, row.case, row.figure] = row
+    order = ["stall", "commit", "restore", "durable", *_READERS]
+    return sorted(found.values(), key=lambda row: order.index(row.benchmark))
+
+
+def _load(result: Mapping[str, Any]) -> float | None:
+    load = result.get("environment", {}).get("load")
+    return load[0] if load else None
+
+
+def _compared(result: Mapping[str, Any]) -> Iterable[Row]:
+    """Of `stall`, `commit`, `restore`, `durable`."""
+    for case, state in result["states"].items():
+        for figure, by_name in state["samples"].items():
+            ours = by_name.get("ckptkit")
+            if figure not in FIGURES or not ours:
+                continue
+            peers = {name: median(by_name[name]) or 0.0 for name in PEERS if by_name.get(name)}
+            better = max if figure.endswith("_gbps") else min
+            best = better(peers, key=lambda name: peers[name]) if peers else ""
+            yield Row(
+                benchmark=result["benchmark"],
+                case=case,
+                figure=figure,
+                meaning=FIGURES[figure],
+                ours=median(ours) or 0.0,
+                peer=peers.get(best),
+                peer_name=best,
+                limit=median(by_name.get("limit")),
+                samples=len(ours),
+                load=_load(result),
+            )
+
+
+def _faults(result: Mapping[str, Any]) -> Iterable[Row]:
+    found, settings = result["summary"], result["settings"]
+    contenders = found["contenders"]
+    stock = [name for name in contenders if name.startswith("orbax")]
+    if OURS_UNDER_FAULTS not in contenders or not stock:
+        return
+    best = max(stock, key=lambda name: contenders[name]["goodput"]["median"])
+    case = f"{settings['state']}, {settings['mtbf_s']:g} s"
+    wanted = {
+        "goodput": "kept work over elapsed time",
+        "lost_work_s": "work that had to be done again",
+        "stall_ms": "how long a save held the loop",
+        "resume_s": "from a kill to the next step",
+    }
+    ours, peer = contenders[OURS_UNDER_FAULTS], contenders[best]
+    for figure, meaning in wanted.items():
+        if ours[figure] is not None:
+            yield Row(
+                benchmark="faults",
+                case=case,
+                figure=figure,
+                meaning=meaning,
+                ours=ours[figure]["median"],
+                peer=peer[figure]["median"] if peer[figure] else None,
+                peer_name=best,
+                limit=found["ceiling"]["median"] if figure == "goodput" else None,
+                samples=ours[figure]["n"],
+                load=_load(result),
+            )
+    for figure, meaning in (("wrong", "runs with wrong bits"), ("unfinished", "runs that never finished")):
+        yield Row(
+            benchmark="faults",
+            case=case,
+            figure=f"{figure}_runs",
+            meaning=meaning,
+            ours=ours[figure],
+            peer=peer[figure],
+            peer_name=best,
+            samples=ours["runs"],
+            load=_load(result),
+        )
+    closed = found.get("against", {}).get("gap_closed")
+    if closed:
+        meaning = "share of the way from the peer's goodput to the limit's"
+        yield Row(
+            benchmark="faults",
+            case=case,
+            figure="gap_closed",
+            meaning=meaning,
+            ours=closed["median"],
+            limit=1.0,
+            samples=closed["n"],
+            load=_load(result),
+        )
+
+
+def _corruption(result: Mapping[str, Any]) -> Iterable[Row]:
+    def total(who: str, what: str) -> int:
+        return sum(row.get(what, 0) for row in result[who].values())
+
+    yield Row(
+        benchmark="corruption",
+        case=f"seed {result['seed']}",
+        figure="restored_wrong",
+        meaning="damaged files that came back as something else, without a word",
+        ours=total("ckptkit", "wrong"),
+        peer=total("orbax", "wrong"),
+        peer_name="orbax_async",
+        samples=total("ckptkit", "faults"),
+    )
+    yield Row(
+        benchmark="corruption",
+        case=f"seed {result['seed']}",
+        figure="recovered_share",
+        meaning="restarts that went on with right bits",
+        ours=total("ckptkit", "recovered") / total("ckptkit", "faults"),
+        samples=total("ckptkit", "faults"),
+    )
+
+
+def _kill(result: Mapping[str, Any]) -> Iterable[Row]:
+    case = f"{result['processes']} processes"
+    lost, resume = result["lost_steps"], result["resume_s"]["total"]
+    told: list[tuple[str, str, float | None, float | None, int]] = [
+        ("recovered", "kills after which the job had the newest covered save", result["recovered"], result["kills"], 0),
+        ("lost_steps", "steps lost to a kill, median", lost and lost["p50"], None, lost["count"] if lost else 0),
+        ("resume_s", "from a kill to the next step, median", resume and resume["p50"], None, result["resumes"]),
+    ]
+    for figure, meaning, ours, limit, samples in told:
+        if ours is not None:
+            yield Row(
+                benchmark="kill",
+                case=case,
+                figure=figure,
+                meaning=meaning,
+                ours=ours,
+                limit=limit,
+                samples=samples or result["kills"],
+            )
+
+
+def _crashpoints(result: Mapping[str, Any]) -> Iterable[Row]:
+    yield Row(
+        benchmark="crashpoints",
+        case="every point" if result["full"] else "some points",
+        figure="violations",
+        meaning="committed steps lost or changed by a crash after a storage operation",
+        ours=len(result["violations"]),
+        samples=sum(row.get("points", 0) for row in result["rows"].values()),
+    )
+
+
+def _proof(result: Mapping[str, Any]) -> Iterable[Row]:
+    for setting, samples in result["settings"].items():
+        pairs = zip(samples["with"]["cpu_s_per_gb"], samples["without"]["cpu_s_per_gb"], strict=True)
+        more = [with_s - without_s for with_s, without_s in pairs]
+        yield Row(
+            benchmark="proof",
+            case=f"from {setting}",
+            figure="digest_cpu_s_per_gb",
+            meaning="processor time of digests in a durable commit",
+            ours=median(more) or 0.0,
+            samples=len(more),
+            load=_load(result),
+        )
+
+
+def _gather(result: Mapping[str, Any]) -> Iterable[Row]:
+    yield Row(
+        benchmark="gather",
+        case=f"{result['processes']} processes",
+        figure="gather_s",
+        meaning="process 0 hears what all hold, ranks it, answers",
+        ours=result["gather_s"],
+        samples=result["repeats"],
+    )
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[Row]]] = {
+    "faults": _faults,
+    "corruption": _corruption,
+    "crashpoints": _crashpoints,
+    "kill": _kill,
+    "proof": _proof,
+    "gather": _gather,
+}

@@ -1,0 +1,153 @@
+"""One attempt to write a step, on process 0: where it stands until it is committed, and the operation that commits it.
+
+On a disk that is a directory whose name no other attempt has, and one rename commits it. In a bucket a step is written
+in its place; what commits it is a copy of an object of this attempt, its intent, to the name of the step's mark. Who
+moves the directory away, or deletes the intent, has taken the commit from its writer for good, whether that one lives
+or not: so a later run fences off an earlier one (`leftovers`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import uuid
+from contextlib import suppress
+from typing import final
+
+from ckptkit import layout
+from ckptkit.durable import orbax_files
+from ckptkit.durable.deletion import move_away
+from ckptkit.errors import CheckpointError, StepAlreadyExistsError, StoreError
+from ckptkit.manifest import SaveId
+from ckptkit.store import Store, open_store
+from ckptkit.store.local import LocalStore, sync_directory
+from ckptkit.store.roots import is_remote
+
+
+def begin(url: str, name: str, save_id: SaveId, mode: int) -> DiskAttempt | BucketAttempt:
+    """Makes the place of an attempt; raises `StepAlreadyExistsError` where the step is there.
+
+    Cost in a bucket: a put, two listings, and the removal of what an earlier attempt at the step has left.
+    """
+    return BucketAttempt(url, name, save_id) if is_remote(url) else DiskAttempt(url, name, save_id, mode)
+
+
+@final
+class DiskAttempt:
+    """A directory beside the step's; `place` is where its files go."""
+
+    def __init__(self, url: str, name: str, save_id: SaveId, mode: int):
+        self._where, self._save_id = f"{url}/{name}", save_id
+        if os.path.lexists(self._where):
+            raise _exists(self._where, save_id)
+        self.place = f"{url}/{layout.temporary_name(name, save_id.epoch, uuid.uuid4().hex)}"
+        os.makedirs(self.place, mode=mode)
+        self._made = _identity(self.place)
+
+    def commit(self) -> None:
+        """The step is there from now on, whole, and survives power loss. Raises `StepAlreadyExistsError`,
+        `CheckpointError` where a later run has moved the directory away."""
+        mark = orbax_files.marker_text(self._where, self._save_id).encode()
+        LocalStore(self.place).put(layout.COMMIT_MARK, mark)
+        if _identity(self.place) != self._made:  # a put makes the directory that it needs, and that would be committed
+            raise _fenced(self._where, self._save_id)
+        try:
+            os.rename(self.place, self._where)
+        except FileNotFoundError as error:
+            raise _fenced(self._where, self._save_id) from error
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise _exists(self._where, self._save_id) from error
+            raise
+        sync_directory(os.path.dirname(self._where))
+
+    def give_up(self) -> None:
+        """Removes what was written, unless it is committed: a disk that is full has to have its room back."""
+        with suppress(OSError):
+            shutil.rmtree(move_away(self.place), ignore_errors=True)
+
+
+@final
+class BucketAttempt:
+    """The step's own prefix, empty; `place` is where its files go."""
+
+    def __init__(self, url: str, name: str, save_id: SaveId):
+        self.place, self._save_id = f"{url}/{name}", save_id
+        self._name = name
+        self._store = open_store(url)
+        self._mark = orbax_files.marker_text(self.place, save_id).encode()
+        self._intent = f"{layout.INTENTS_DIR}/{layout.intent_name(name, save_id.epoch, uuid.uuid4().hex)}"
+        # First said, then looked: of two runs that begin the same step at once, one at least sees the other.
+        self._store.put(self._intent, self._mark, mode="create")
+        try:
+            self._clear()
+        except BaseException:
+            self._drop_intent()
+            raise
+
+    def _clear(self) -> None:
+        mine = self._intent.rpartition("/")[2]
+        for epoch, name in intents(self._store):
+            if (found := layout.intent_of_name(name)) is None or found[1] != self._name or name == mine:
+                continue
+            if epoch > self._save_id.epoch:
+                raise _fenced(self.place, self._save_id)
+            self._store.delete(f"{layout.INTENTS_DIR}/{name}")
+        if not remove_uncommitted(self._store, self._name):
+            raise _exists(self.place, self._save_id)
+
+    def commit(self) -> None:
+        """The step is there from now on. Raises `StepAlreadyExistsError`, `CheckpointError` where a later run has
+        deleted the intent."""
+        mark = f"{self._name}/{layout.COMMIT_MARK}"
+        try:
+            self._store.copy(self._intent, mark, mode="create")
+        except FileExistsError as error:
+            if self._store.get(mark) != self._mark:  # else the answer of the first copy was lost
+                raise _exists(self.place, self._save_id) from error
+        except FileNotFoundError as error:
+            raise _fenced(self.place, self._save_id) from error
+        self._drop_intent()
+
+    def give_up(self) -> None:
+        """Leaves what was written, with the intent: it says to the next attempt, and to the next run, whose it is."""
+
+    def _drop_intent(self) -> None:
+        with suppress(StoreError):  # of a committed step it means nothing; the next run deletes it
+            self._store.delete(self._intent)
+
+
+def intents(store: Store) -> list[tuple[int, str]]:
+    """The epoch and name of each intent in a bucket. Cost: a listing."""
+    names = store.list(layout.INTENTS_DIR)
+    return [(found[0], name) for name in names if (found := layout.intent_of_name(name)) is not None]
+
+
+def remove_uncommitted(store: Store, name: str) -> bool:
+    """Deletes what is below a step's prefix in a bucket; False, and nothing is deleted, where it is committed."""
+    left = store.list_all(name)
+    if f"{name}/{layout.COMMIT_MARK}" in left:
+        return False
+    store.delete_many(left)
+    return True
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    with suppress(FileNotFoundError):
+        found = os.stat(path)
+        return found.st_dev, found.st_ino
+    return None
+
+
+def _exists(where: str, save_id: SaveId) -> StepAlreadyExistsError:
+    return StepAlreadyExistsError(f"step {save_id.step} is in {where} already")
+
+
+def _fenced(where: str, save_id: SaveId) -> CheckpointError:
+    return CheckpointError(
+        f"step {save_id.step} is not committed to {where}: a later run than epoch {save_id.epoch} has taken its place "
+        "away; stop this run",
+        step=save_id.step,
+        path=where,
+    )

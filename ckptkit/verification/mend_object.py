@@ -1,0 +1,138 @@
+"""Mends a durable step in a bucket: written afresh beside it, proven, and copied over it object by object.
+
+No request of a bucket changes two objects. So data comes first, under names that nobody has, then the manifests that
+name it, then the records: every state in between is the damaged step, or the mended one, or less damaged, and no reader
+takes it for anything else, because digests prove it. Each object is replaced only while it is the one that was looked
+at: a step that was saved anew under the same number is not touched.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Set
+from contextlib import suppress
+
+from ckptkit import layout
+from ckptkit.durable.deletion import remove_step
+from ckptkit.errors import StoreError
+from ckptkit.inspection.arrays import OCDBT
+from ckptkit.inspection.places import Place
+from ckptkit.store import PutMode, Store, open_store
+from ckptkit.verification.durable import identity_of, prove_step
+from ckptkit.verification.pool import Limits
+from ckptkit.verification.quarantine import QUARANTINE_DIR
+from ckptkit.verification.rebuild import CannotMendError, Sidecars, sidecars_for, small_files, write_arrays
+from ckptkit.verification.sources import Sources
+
+_REPLACED = "it was pruned or replaced meanwhile"
+
+
+def mend_object_step(
+    place: Place, before: object, step: int, sources: Sources, limits: Limits, *, root: str, timeout_s: float
+) -> str | None:
+    """Makes a damaged step in a bucket whole again; None, or why nothing, or not all, was done.
+
+    What is replaced is copied to the quarantine first. What stops this leaves a step that the next repair mends. Cost:
+    the arrays are written once more, and copied within the bucket. Raises `CannotMendError` where this host does not
+    hold what it takes, `StoreError`.
+    """
+    store, name = open_store(root), place.name
+    work = f"{layout.SIDECAR_DIR}/repair-{uuid.uuid4().hex}"
+    generations = _generations(store, name)
+    try:
+        sidecars = sidecars_for(place, sources)
+        rebuilt = _write(store, f"{work}/{name}", place, sidecars, sources)
+        copy = Place.open(f"{root}/{work}/{name}", timeout_s=timeout_s)
+        proof = next(iter(prove_step(copy, step, limits, [], timeout_s=timeout_s)), None)
+        if proof is None or proof.state != "proven":
+            raise CannotMendError(f"it cannot be made whole: {proof.findings[0] if proof else 'it is gone'}")
+        if identity_of(place.again()) != before:
+            return _REPLACED
+        put_copy_aside(store, name)
+        return _swap(store, name, f"{work}/{name}", generations, sidecars, rebuilt)
+    finally:
+        with suppress(StoreError):
+            store.delete_many(store.list_all(work))
+
+
+def put_object_step_aside(place: Place, before: object, root: str) -> str | None:
+    """Moves a step to the root's quarantine: copied whole, then deleted, its mark first; why not, where it changed."""
+    if identity_of(place.again()) != before:
+        return _REPLACED
+    put_copy_aside(open_store(root), place.name)
+    if identity_of(place.again()) != before:
+        return _REPLACED
+    remove_step(place.url, lambda _: None)
+    return None
+
+
+def put_copy_aside(store: Store, name: str) -> None:
+    """Copies every object of a step into the quarantine, beside what was put there before."""
+    quarantine = f"{layout.SIDECAR_DIR}/{QUARANTINE_DIR}"
+    taken = {each.rstrip("/") for each in store.list(quarantine)}
+    target = next(
+        each for number in range(len(taken) + 1) if (each := f"{name}.{number}" if number else name) not in taken
+    )
+    for key in store.list_all(name):
+        with suppress(FileNotFoundError):  # deleted meanwhile: whoever swaps will see it
+            store.copy(key, f"{quarantine}/{target}{key.removeprefix(name)}")
+
+
+def _write(store: Store, work: str, place: Place, sidecars: Sidecars, sources: Sources) -> set[str]:
+    """The step as it was saved, below the prefix `work`: the arrays from proven cells, the rest as it stands; gives
+    the keys of what was made anew, beside the arrays."""
+    for key in store.list_all(place.name):
+        if not _is_tree(key.removeprefix(f"{place.name}/"), sidecars):
+            store.copy(key, f"{work}/{key.removeprefix(f'{place.name}/')}")
+    files = small_files(place, sidecars)
+    for item, manifests in sidecars.items():
+        write_arrays(f"{store.url}/{work}/{item}", item, manifests, sources)
+        for manifest in manifests:
+            name = layout.sidecar_name(manifest.writer.process)
+            files[f"{item}/{layout.SIDECAR_DIR}/{name}"] = manifest.to_bytes()
+    for key, data in files.items():
+        store.put(f"{work}/{key}", data)
+    return set(files)
+
+
+def _swap(
+    store: Store,
+    name: str,
+    work: str,
+    generations: Mapping[str, int | None],
+    sidecars: Sidecars,
+    rebuilt: Set[str],
+) -> str | None:
+    """Copies what was made anew over what stands there, data first; then what the new trees do not name goes."""
+    written = [key.removeprefix(f"{work}/") for key in store.list_all(work)]
+    anew = [key for key in written if key in rebuilt or _is_tree(key, sidecars)]
+    for key in sorted(anew, key=lambda each: _order(each, sidecars)):
+        mode: PutMode = "replace" if key in generations else "create"
+        try:
+            store.copy(f"{work}/{key}", f"{name}/{key}", mode=mode, replaces=generations.get(key))
+        except FileExistsError:
+            if store.get(f"{name}/{key}") != store.get(f"{work}/{key}"):  # else the answer of the first copy was lost
+                return _REPLACED
+    obsolete = [key for key in generations if _is_tree(key, sidecars) and key not in written]
+    store.delete_many([f"{name}/{key}" for key in obsolete])
+    return None
+
+
+def _generations(store: Store, name: str) -> dict[str, int | None]:
+    """Which objects a step consists of now, by their keys in it."""
+    found = {key: store.stat(key) for key in store.list_all(name)}
+    return {key.removeprefix(f"{name}/"): stat.generation for key, stat in found.items() if stat is not None}
+
+
+def _order(key: str, sidecars: Sidecars) -> tuple[int, str]:
+    """Data, the trees that name it, then the records that prove it."""
+    if not _is_tree(key, sidecars):
+        return 2, key
+    return (1 if key.endswith(f"/{OCDBT}") else 0), key
+
+
+def _is_tree(key: str, sidecars: Sidecars) -> bool:
+    """Whether an object is part of an item's OCDBT tree, or of one that a process wrote of it."""
+    item, _, rest = key.partition("/")
+    part = rest.partition("/")[0]
+    return item in sidecars and (part in ("d", OCDBT) or part.startswith("ocdbt.process_"))

@@ -1,0 +1,224 @@
+"""The fault benchmark: its schedule, its ceiling, its damage and its verdict, and one short campaign end to end."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from bench.fault_places import Every, Places
+from bench.fault_report import Reference, judge, summary
+from bench.fault_run import Outcome
+from bench.fault_schedule import Fault, ceiling_s, gap_closed, plan_faults
+from bench.fault_tuning import first_guess, learned, sweep
+from ckptkit import EventLog, Kind
+from tools.launch import ExitCode
+
+ROOT = Path(__file__).parents[2]
+
+
+def faults(seed: int, *, mtbf_s: float = 60.0, horizon_s: float = 2000.0, **other: Any) -> tuple[Fault, ...]:
+    return plan_faults(seed=seed, mtbf_s=mtbf_s, horizon_s=horizon_s, processes=2, **other)
+
+
+def test_a_seed_repeats_its_schedule_with_every_kind_of_fault() -> None:
+    """Contenders would meet different faults, or never a lost ramdisk or a flipped bit."""
+    planned = faults(3)
+    assert planned == faults(3) != faults(4)
+    assert sum(fault.wipes for fault in planned[:10]) == 5
+    assert 3 <= sum(fault.flips for fault in planned[:10]) <= 4
+    assert {fault.victim for fault in planned} == {0, 1}
+    assert [fault.at_s for fault in planned] == sorted(fault.at_s for fault in planned)
+
+
+def test_a_trace_is_compressed_in_time(tmp_path: Path) -> None:
+    """A trace of years would have no fault within minutes."""
+    gaps_min = [60, 30, 240, 10, 20, 60]
+    rows, at_min = ["System,Prob Started,Down Time", "2,01/01/2000 00:00,5"], 0
+    for gap in gaps_min:
+        at_min += gap
+        rows.append(f"2,01/01/2000 {at_min // 60:02d}:{at_min % 60:02d},5")
+    path = tmp_path / "failures.csv.xz"
+    path.write_bytes(lzma.compress("\n".join(rows).encode()))
+    played = faults(1, mtbf_s=7.0, horizon_s=1000.0, trace=path)
+    gaps_s = np.diff([0.0, *(fault.at_s for fault in played)])
+    assert gaps_s[: len(gaps_min)].mean() == pytest.approx(7.0)
+    assert sorted(gaps_s[: len(gaps_min)]) == pytest.approx(sorted(7.0 * gap / 70 for gap in gaps_min))
+
+
+def fault(at_s: float, **other: Any) -> Fault:
+    return Fault(at_s=at_s, victim=0, wipes=other.get("wipes", False), flips=other.get("flips", False))
+
+
+def test_the_ceiling_loses_only_starts_and_cut_steps() -> None:
+    """A share of a gap to a wrong ceiling means nothing."""
+    times = {"start_s": 5.0, "step_s": 1.0}
+    assert ceiling_s((), steps=10, **times) == 15.0
+    assert ceiling_s((fault(8.5),), steps=10, **times) == 8.5 + 5 + 7, "three whole steps are kept"
+    assert ceiling_s((fault(8.5), fault(10.0)), steps=10, **times) == 10.0 + 5 + 7, "killed while it starts"
+    assert ceiling_s((fault(15.5),), steps=10, **times) == 15.0, "a fault after the end"
+    assert gap_closed(0.7, 0.5, 0.9) == pytest.approx(0.5)
+    assert gap_closed(0.4, 0.5, 0.9) == pytest.approx(-0.25)
+    assert gap_closed(0.7, 0.9, 0.9) is None
+
+
+def test_intervals_fit_into_each_other_and_the_best_tried_one_is_taken() -> None:
+    """A save of a slower tier between two of the faster would cost a copy of its own."""
+    guess = first_guess("ckptkit", 60.0, 0.9)
+    assert guess.ram is not None
+    assert guess.ssd is not None
+    assert guess.ssd % guess.ram == guess.durable % guess.ssd == 0
+    best, rows = sweep(64.0, 1.0, lambda every: {8: 0.3, 16: 0.5, 32: 0.4}[every.durable])
+    assert best == Every(durable=16)
+    assert [row["goodput"] for row in rows] == [0.3, 0.5, 0.4]
+
+
+def test_dear_saves_are_made_less_often() -> None:
+    """Ours would be run at an interval that has nothing to do with what its saves cost."""
+
+    def every(stall_s: float) -> int:
+        events = []
+        log = EventLog()
+        log.observe(events.append)
+        for step in range(1, 20):
+            log.emit(Kind.STAGED, step=step, strategy="x", reason="", bytes=1, stall_s=stall_s)
+            log.emit(Kind.COMMITTED, step=step, tier="durable", bytes=1, duration_s=0.1)
+        return learned("ckptkit-durable", events, 60.0, 0.1).durable
+
+    assert every(0.01) < every(0.5)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    """Steps 1 to 3 in all tiers: ram has all, disk 2, durable 2."""
+    made = Places(disk=tmp_path / "disk", ram=tmp_path / "ram")
+    tiers = [
+        ckptkit.Tier.ram(str(made.ram)),
+        ckptkit.Tier.ssd(str(made.disk / "ssd"), save=ckptkit.EverySteps(2)),
+    ]
+    options = ocp.CheckpointManagerOptions(save_interval_steps=2)
+    with ckptkit.CheckpointManager(made.durable, tiers=tiers, options=options, host_id="host-0") as manager:
+        for step in (1, 2, 3):
+            state = {"w": jnp.full((64, 64), step, jnp.float32), "n": jnp.int32(step)}
+            assert manager.save(step, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+            manager.wait_until_finished()
+    return made
+
+
+def test_a_flip_hits_array_data_of_the_newest_step_that_is_left(places: Places) -> None:
+    """A bit that turns where nobody reads would prove that nothing was noticed."""
+    found = places.flip(1)
+    assert found is not None
+    assert found.startswith("step 3: slot-")
+    assert ckptkit.verify(str(places.ram)).corrupt
+    assert not ckptkit.verify(str(places.disk / "ssd")).corrupt
+    places.wipe(0)
+    found = places.flip(2)
+    assert found is not None
+    assert found.startswith("step 2: slot-")
+    assert ckptkit.verify(str(places.disk / "ssd")).corrupt
+    for manifest in places.disk.glob("ssd/*/*/*/step-*.json"):
+        manifest.unlink()
+    assert not ckptkit.verify(str(places.durable)).corrupt
+    places.flip(3)
+    assert ckptkit.verify(str(places.durable)).corrupt
+    places.remove()
+    assert places.flip(4) is None
+
+
+def test_the_verdict_sees_wrong_bits_and_unfinished_runs(tmp_path: Path) -> None:
+    """A campaign could end well whatever came back."""
+    places = Places(disk=tmp_path / "disk", ram=tmp_path / "ram")
+    places.proof.mkdir(parents=True)
+    (places.proof / "state-0.json").write_text('{"w": {"0:4": "ab"}}')
+
+    def records(losses: dict[int, str]) -> None:
+        lines = [json.dumps({"step": step, "rows": [], "loss": loss}) + "\n" for step, loss in losses.items()]
+        (places.proof / "records-0.jsonl").write_text("".join(lines) + '{"torn')
+
+    launcher = EventLog(places.events / "launcher.jsonl", process=-1)
+    launcher.emit(Kind.STARTED, attempt=0)
+    log = EventLog(places.events / "attempt-0-process-0.jsonl")
+    log.emit(Kind.STARTED, attempt=0)
+    for step in range(4):
+        log.emit(Kind.SPAN, step=step, span="step", duration_s=0.0)
+    log.emit(Kind.FINISHED)
+    records({step: f"loss {step}" for step in range(4)})
+    reference = Reference.of(places)
+    assert (reference.steps, set(reference.losses)) == (4, {0, 1, 2, 3})
+
+    right = judge(places, Outcome(code=ExitCode.OK), reference, 4)
+    assert (right["finished"], right["wrong"], right["kept_steps"]) == (True, False, 4)
+    assert not judge(places, Outcome(code=ExitCode.INTERRUPTED), reference, 4)["finished"]
+    (places.proof / "state-0.json").write_text('{"w": {"0:4": "other"}}')
+    assert judge(places, Outcome(code=ExitCode.OK), reference, 4)["wrong"], "the end has other bits"
+    assert not judge(places, Outcome(code=ExitCode.OK), reference, 3)["wrong"], "a shorter run has another end"
+    records({0: "loss 0", 1: "other", 2: "loss 2"})
+    assert judge(places, Outcome(code=ExitCode.INTERRUPTED), reference, 4)["wrong_steps"] == 1
+
+    runs = [
+        {**right, "contender": name, "repeat": repeat, "goodput": goodput, "lost_work_s": lost}
+        for repeat in range(3)
+        for name, goodput, lost in (("ckptkit", 0.7, 1.0), ("orbax", 0.5, 4.0), ("orbax-sync", 0.3, 9.0))
+    ]
+    against = summary(runs, [0.9, 0.9, 0.8], 1.0)["against"]
+    assert against["peer"] == "orbax", "the better of the two"
+    assert against["gap_closed"]["median"] == pytest.approx(0.5)
+    assert against["gap_closed"]["n"] == 3
+    assert against["lost_work_ratio"] == 0.25
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A campaign in which every run is killed once, while it starts: no machine is too slow or too fast for that."""
+    place = tmp_path_factory.mktemp("faults")
+
+    def fits(seed: int) -> bool:
+        first, second = plan_faults(seed=seed, mtbf_s=60.0, horizon_s=2000.0, processes=1)[:2]
+        return first.at_s < 1.0 and second.at_s > 150.0
+
+    seed = next(seed for seed in range(1000) if fits(seed))
+    command = [sys.executable, "-m", "bench", "faults", "--state", "tiny", "--seconds", "5", "--sweep-seconds", "0"]
+    command += ["--repeats", "1", "--contender", "ckptkit", "--contender", "orbax", "--seed", str(seed)]
+    command += ["--json", str(place / "result.json"), "--ramdisk", str(place), "--disk", str(place)]
+    environ = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "ceiling of a checkpoint that costs nothing" in done.stdout
+    assert [path.name for path in place.iterdir()] == ["result.json"], "a campaign leaves nothing behind"
+    return json.loads((place / "result.json").read_text())
+
+
+def test_a_campaign_finishes_and_its_bits_are_right(result: dict[str, Any]) -> None:
+    """Contenders could be driven by the benchmark into ends of their own."""
+    assert [run["contender"] for run in result["runs"]] == ["ckptkit", "orbax"]
+    for run in result["runs"]:
+        assert run["finished"], run["last_lines"]
+        assert not run["wrong"], run["happened"]
+        assert run["disruptions"] == len(run["happened"]) == 1, run["happened"]
+        assert run["kept_steps"] == result["settings"]["steps"]
+        assert run["saves"] >= 1
+        assert run["written_bytes"]["durable"] > 0
+        assert 0 < run["goodput"] <= 1.5
+
+
+def test_a_campaign_says_what_it_ran(result: dict[str, Any]) -> None:
+    """Figures without schedule, intervals and machine cannot be compared."""
+    assert result["settings"]["every"].keys() == {"ckptkit", "orbax"}
+    assert len(result["schedules"]) == len(result["ceilings"]) == 1
+    assert result["environment"]["packages"]["orbax-checkpoint"]
+    against = result["summary"]["against"]
+    assert against["peer"] == "orbax"
+    assert against["unfinished"] == against["wrong"] == 0
+    for figure in ("goodput", "ml_goodput", "effective_training_time", "new_steps", "lost_work_s", "stall_ms"):
+        assert result["summary"]["contenders"]["orbax"][figure]["n"] == 1

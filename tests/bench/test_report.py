@@ -1,0 +1,112 @@
+"""The report: what is printed anywhere is what the stored results say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from bench.everything import ENTRIES, SMALL, run_all
+from bench.everything import main as everything
+from bench.render import BEGIN, END, README_FIGURES, report, with_table
+from bench.rows import Row, newest_results, rows_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_readme_and_report_agree_with_the_stored_results() -> None:
+    """A figure would stay that no measurement has any more: `make figures` writes both again."""
+    rows = rows_of(newest_results())
+    readme = (ROOT / "README.md").read_text()
+    assert with_table(readme, rows) == readme
+    assert (ROOT / "bench" / "REPORT.md").read_text() == report(rows)
+    assert len(readme.split(BEGIN)[1].split(END)[0].strip().splitlines()) >= 8
+
+
+def test_a_figure_that_was_typed_is_replaced() -> None:
+    """The test above would let a changed table pass."""
+    rows = [
+        Row(benchmark="stall", case="s", figure="stall_ms_per_save", meaning="m", ours=5.0, peer=20.0, peer_name="o")
+    ]
+    written = with_table(f"before\n{BEGIN}\n| typed |\n{END}\nafter", rows)
+    assert "typed" not in written
+    assert f"| {README_FIGURES['stall', 'stall_ms_per_save']}, ms | s | 5 | 20 (o) | - | 0.25 | 1 |" in written
+    assert written.startswith("before\n")
+    assert written.endswith("\nafter")
+    assert with_table(written, rows) == written
+    with pytest.raises(ValueError, match=r"README.md must have"):
+        with_table("no marks", rows)
+
+
+def compared(ours: list[float], peers: dict[str, list[float]], figure: str, at: str) -> dict[str, Any]:
+    states = {"125m@1": {"samples": {figure: {"ckptkit": ours, **peers}}}}
+    return {"benchmark": "commit", "environment": {"at": at, "load": [0.5, 0, 0]}, "states": states}
+
+
+def test_the_peer_is_its_best_way_and_the_newest_measurement_counts(tmp_path: Path) -> None:
+    """We would be held against the peer's slow way, or shown with yesterday's figure."""
+    peers = {"orbax_async": [1.0, 2.0, 3.0], "orbax_tuned": [4.0, 5.0, 6.0], "limit": [20.0]}
+    for day, ours in (("2026-01-02", [10.0, 12.0, 11.0]), ("2026-01-01", [1.0])):
+        (tmp_path / f"{day}-here").mkdir()
+        text = json.dumps(compared(ours, peers, "commit_gbps", f"{day}T00:00:00Z"))
+        (tmp_path / f"{day}-here" / "commit.json").write_text(text)
+    (row,) = rows_of(newest_results(tmp_path))
+    assert (row.ours, row.peer, row.peer_name, row.limit, row.samples) == (11.0, 5.0, "orbax_tuned", 20.0, 3)
+    assert row.ratio == pytest.approx(2.2)
+    slow = rows_of([compared([-3.0], peers, "stall_ms_per_save", "x")])[0]
+    assert (slow.peer_name, slow.ratio) == ("orbax_async", None), "of a cost the least is best; below zero is noise"
+
+
+def test_every_kind_of_result_has_rows() -> None:
+    """A benchmark that was run would not show."""
+    spread = {"median": 0.5, "min": 0.4, "max": 0.6, "n": 3}
+    own = {"goodput": spread, "lost_work_s": spread, "stall_ms": spread, "resume_s": spread}
+    own |= {"wrong": 0, "unfinished": 0, "runs": 3}
+    slow = {**own, "goodput": {**spread, "median": 0.3}}
+    results: list[dict[str, Any]] = [
+        {
+            "benchmark": "faults",
+            "settings": {"state": "tiny", "mtbf_s": 60.0},
+            "summary": {
+                "ceiling": {**spread, "median": 0.9},
+                "contenders": {
+                    "ckptkit": own,
+                    "orbax": slow,
+                    "orbax-sync": own,
+                },
+                "against": {"gap_closed": spread},
+            },
+        },
+        {"benchmark": "crashpoints", "full": True, "violations": [], "rows": {"ram save": {"points": 7}}},
+        {"benchmark": "gather", "processes": 100, "repeats": 2, "gather_s": 0.1},
+    ]
+    rows = {(row.benchmark, row.figure): row for row in rows_of(results)}
+    goodput = rows["faults", "goodput"]
+    assert (goodput.peer_name, goodput.limit, goodput.samples) == ("orbax-sync", 0.9, 3)
+    assert rows["faults", "gap_closed"].ours == 0.5
+    assert rows["crashpoints", "violations"].samples == 7
+    assert "| 7 |" in report(list(rows.values()))
+    assert {entry.name for entry in ENTRIES} == SMALL.keys()
+
+
+def test_what_does_not_fit_into_the_budget_is_left_out_and_said(tmp_path: Path) -> None:
+    """`bench all` would run for hours, or end in silence."""
+    told = run_all(ENTRIES, tmp_path, minutes=0.01, small=False)
+    assert told.keys() == {entry.name for entry in ENTRIES}
+    assert all(text.startswith("left out: 0.0 minutes are left, it takes ") for text in told.values())
+
+
+def test_all_stores_what_a_benchmark_measured(tmp_path: Path) -> None:
+    """A campaign of hours would leave nothing."""
+    command = [sys.executable, "-m", "bench", "all", "--only", "gather", "--small", "--minutes", "5"]
+    done = subprocess.run([*command, "--into", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "gather: done" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["gather.json"]
+    refused = CliRunner().invoke(everything, ["--small"])
+    assert "--small measures nothing" in refused.output

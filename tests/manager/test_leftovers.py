@@ -1,0 +1,277 @@
+"""What a writer that died, or only stopped, has left: removed by the next run that saves, and never committed by it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from ckptkit import layout
+from ckptkit.coordination import make_coordinator
+from ckptkit.durable import attempts
+from ckptkit.durable.attempts import BucketAttempt
+from ckptkit.durable.deletion import move_away
+from ckptkit.durable.leftovers import clean_left, left_behind
+from ckptkit.durable.step_writer import StepWriter
+from ckptkit.errors import CheckpointError
+from ckptkit.manifest import SaveId
+from ckptkit.store import MemoryStore, open_store
+from ckptkit.testing import FaultyStore, StoreCrash, StoreFault
+from ckptkit.testing.bucket import BucketServer
+from ckptkit.tuning import DurableProfile
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "disk":
+        yield str(tmp_path / "durable")
+        return
+    with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        yield "gs://runs/run"
+
+
+def make_manager(root: str, events: list[ckptkit.Event] | None = None) -> ckptkit.CheckpointManager:
+    log = ckptkit.EventLog()
+    log.observe((events if events is not None else []).append)
+    options = ocp.CheckpointManagerOptions(save_interval_steps=1)
+    return ckptkit.CheckpointManager(root, options=options, events=log, timeout_s=60)
+
+
+def save(manager: ckptkit.CheckpointManager, step: int, value: float) -> None:
+    assert manager.save(step, args=ocp.args.StandardSave({"w": jnp.full(3000, value)}))  # pyright: ignore[reportCallIssue]
+    manager.wait_until_finished()
+
+
+def restored(manager: ckptkit.CheckpointManager, step: int | None = None) -> tuple[int, float]:
+    found = manager.restore(step, args=ocp.args.StandardRestore({"w": jnp.zeros(3000)}))["w"]  # pyright: ignore[reportCallIssue]
+    assert (found == found[0]).all()
+    return int(manager.latest_step() or 0), float(found[0])
+
+
+class Stopped:
+    """A writer of `epoch` that stops at one point of a save of `step` for as long as the test likes."""
+
+    def __init__(self, root: str, epoch: int, step: int, point: str, monkeypatch: pytest.MonkeyPatch):
+        self._reached, self._goes_on = threading.Event(), threading.Event()
+        self.raised: BaseException | None = None
+        items = {"default": ocp.args.PyTreeSave({"w": np.full(3000, -1.0, np.float32)})}  # pyright: ignore[reportCallIssue]
+        writer = StepWriter(root, make_coordinator(), DurableProfile(), timeout_s=60)
+        original = getattr(StepWriter, point)
+
+        def stops(self_: Any, *args: Any) -> None:
+            if self_ is writer:
+                self._reached.set()
+                assert self._goes_on.wait(120)
+            original(self_, *args)
+
+        monkeypatch.setattr(StepWriter, point, stops)
+
+        def run() -> None:
+            try:
+                writer.write(str(step), SaveId(epoch, step, 0), items, {"default": "handler"}, {})
+            except BaseException as error:  # noqa: BLE001  looked at by the test
+                self.raised = error
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+        assert self._reached.wait(120)
+
+    def go_on(self) -> BaseException | None:
+        """What it ends with."""
+        self._goes_on.set()
+        self._thread.join(120)
+        assert not self._thread.is_alive()
+        return self.raised
+
+
+@pytest.mark.parametrize("point", ["_write_part", "_finish"], ids=["before its data", "before its mark"])
+@pytest.mark.parametrize("step", [5, 3], ids=["a number of its own", "the number of a later run's step"])
+def test_a_writer_that_stopped_cannot_commit_what_a_later_run_has_cleaned(
+    root: str, step: int, point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would commit half a step, or bytes of two runs under one name, or take a committed step with it."""
+    with make_manager(root) as manager:
+        save(manager, 1, 1.0)
+    stopped = Stopped(root, 1, step, point, monkeypatch)
+    events: list[ckptkit.Event] = []
+    with make_manager(root, events) as manager:
+        assert restored(manager) == (1, 1.0)
+        save(manager, 3, 3.0)
+        (cleaned,) = [event for event in events if event.kind == ckptkit.Kind.CLEANED]
+        assert [name.partition(layout.TEMPORARY)[0] for name in cleaned.fields["names"]] == [str(step)]
+        error = stopped.go_on()
+        assert isinstance(error, CheckpointError | OSError | ValueError), error
+        manager.reload()
+        assert list(manager.all_steps()) == [1, 3]
+        assert restored(manager) == (3, 3.0)
+        save(manager, 5, 5.0)
+    with make_manager(root) as manager:
+        assert restored(manager) == (5, 5.0)
+        assert restored(manager, 3)[1] == 3.0
+        save(manager, 6, 6.0)
+    if not root.startswith("gs:"):  # in a bucket its late objects may stand below 5, which no mark makes a step
+        assert left_behind(open_store(root), [1, 3, 5, 6]) == []
+
+
+def test_what_is_being_written_now_is_not_taken(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cleaning that takes a live save of the same or a later epoch would fail it for nothing."""
+    with make_manager(root) as manager:
+        save(manager, 1, 1.0)
+    stopped = Stopped(root, 2, 3, "_finish", monkeypatch)
+    assert clean_left(open_store(root), 2, lambda place: pytest.fail(place)) == []
+    assert clean_left(open_store(root), 1, lambda place: pytest.fail(place)) == []
+    assert stopped.go_on() is None
+    with make_manager(root) as manager:
+        assert restored(manager) == (3, -1.0)
+
+
+def test_an_older_run_does_not_begin_where_a_later_one_writes(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs would write one step in a bucket; on a disk each has a place of its own, and the first commits."""
+    stopped = Stopped(root, 2, 3, "_finish", monkeypatch)
+    items = {"default": ocp.args.PyTreeSave({"w": np.zeros(3000, np.float32)})}  # pyright: ignore[reportCallIssue]
+    older = StepWriter(root, make_coordinator(), DurableProfile(), timeout_s=60)
+    if root.startswith("gs:"):
+        with pytest.raises(CheckpointError, match="a later run than epoch 1"):
+            older.write("3", SaveId(1, 3, 0), items, {"default": "handler"}, {})
+        assert stopped.go_on() is None
+    else:
+        older.write("3", SaveId(1, 3, 0), items, {"default": "handler"}, {})
+        assert isinstance(stopped.go_on(), ckptkit.StepAlreadyExistsError)
+        assert left_behind(open_store(root), [3]) == []
+
+
+def test_a_run_that_is_superseded_in_mid_save_does_not_commit(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the older branch would appear beside the newer run's, and push one of its steps out."""
+    with make_manager(root) as older:
+        save(older, 1, 1.0)
+        finish = StepWriter._finish
+
+        def superseded(self: StepWriter, *args: Any) -> None:
+            with make_manager(root) as newer:
+                monkeypatch.setattr(StepWriter, "_finish", finish)
+                assert restored(newer) == (1, 1.0)
+                save(newer, 4, 4.0)
+            finish(self, *args)
+
+        monkeypatch.setattr(StepWriter, "_finish", superseded)
+        with pytest.raises(ckptkit.SaveFailedError, match="a later run"):
+            save(older, 2, 2.0)
+    with make_manager(root) as manager:
+        assert restored(manager) == (4, 4.0)
+        assert list(manager.all_steps()) == [1, 4]
+
+
+def make_left() -> MemoryStore:
+    """A bucket with a committed step, one that epoch 1 has begun, one that epoch 3 writes, and one of Orbax's."""
+    store = MemoryStore("gs://runs/run")
+    for key in ("4/d/x", f"4/{layout.COMMIT_MARK}", "5/d/x", "5/d/y", "5/_METADATA", "6/d/x", "7/d/x"):
+        store.put(key, b"1")
+    for step, epoch in (("4", 1), ("5", 1), ("6", 1), ("6", 3)):
+        store.put(f"{layout.INTENTS_DIR}/{layout.intent_name(step, epoch, f'{epoch:032x}')}", b"mark")
+    return store
+
+
+def without_intents(store: Any) -> list[str]:
+    return [key for key in store.list_all("") if not key.startswith(layout.INTENTS_DIR)]
+
+
+def test_a_cleaning_that_dies_anywhere_is_done_by_the_next() -> None:
+    """What it had begun to remove would be nobody's for ever, or could still be committed."""
+    whole = [f"4/{layout.COMMIT_MARK}", "4/d/x", "6/d/x", "7/d/x"]
+    count = FaultyStore(make_left())
+    assert clean_left(count, 2, lambda place: None) == ["5"]
+    for died_after in range(count.operations):
+        store = make_left()
+        dying = FaultyStore(store, [StoreFault(effect="crash", skip=died_after)])
+        with pytest.raises(StoreCrash):
+            clean_left(dying, 2, lambda place: None)
+        of_one = [name for name in store.list(layout.INTENTS_DIR) if name.startswith("e00000001") and "-5" in name]
+        assert of_one or died_after > 1, "nothing is taken before it can be found again"
+        if len(without_intents(store)) < len(without_intents(make_left())):
+            assert not of_one, "an object went while its writer could still commit"
+        clean_left(store, 4, lambda place: None)  # the next run
+        assert set(without_intents(store)) >= {*whole[:2], "7/d/x"}
+        assert not [key for key in without_intents(store) if key.startswith("5/")]
+        assert store.list(layout.INTENTS_DIR) == []
+
+
+def test_a_cleaning_of_a_disk_that_dies_is_done_by_the_next(tmp_path: Path) -> None:
+    """The same on a disk: a directory that was moved away would stay for ever."""
+    removed: list[str] = []
+
+    class Died(BaseException):
+        """Here."""
+
+    def dies(place: str) -> None:
+        raise Died(place)
+
+    mine, orbax = layout.temporary_name("5", 1, "a" * 32), "6.orbax-checkpoint-tmp"
+    for name in (mine, orbax, "4"):
+        (tmp_path / name).mkdir()
+    store = open_store(tmp_path)
+    with pytest.raises(Died):
+        clean_left(store, 2, dies)
+    assert [name.partition("-")[0] for name in left_behind(store, [4])] == ["6.orbax", "_ckptkit/leaving/5.orbax"]
+    assert clean_left(store, 2, removed.append) == []
+    assert [Path(place).name.startswith(mine) for place in removed] == [True]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", orbax, "_ckptkit"]
+
+
+def test_the_directory_of_an_attempt_that_was_taken_away_is_not_committed_when_it_comes_back(tmp_path: Path) -> None:
+    """A writer makes the directories that it needs: an empty step would be committed."""
+    attempt = attempts.begin(str(tmp_path), "5", SaveId(1, 5, 0), 0o777)
+    move_away(attempt.place)
+    with pytest.raises(CheckpointError, match="a later run than epoch 1 has taken its place away"):
+        attempt.commit()
+    assert not (tmp_path / "5").exists()
+
+
+class Overtaken:
+    """A store in whose operation `number` a later run begins the same step, right before it is done."""
+
+    def __init__(self, store: MemoryStore, number: int, monkeypatch: pytest.MonkeyPatch):
+        self.later: BucketAttempt | None = None
+        self._store, self._left, self._patch = store, number, monkeypatch
+
+    def __getattr__(self, name: str) -> Any:
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            self._left -= 1
+            if self._left == 0:
+                self._patch.setattr(attempts, "open_store", lambda url: self._store)
+                with suppress(ckptkit.StepAlreadyExistsError):
+                    self.later = BucketAttempt("gs://runs/run", "5", SaveId(2, 5, 0))
+            return getattr(self._store, name)(*args, **kwargs)
+
+        return operation
+
+
+@pytest.mark.parametrize("number", range(1, 7))
+def test_two_runs_that_begin_one_step_at_once_do_not_both_commit(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each order of their first operations: the older one fails, unless it had committed before the other looked."""
+    store = MemoryStore("gs://runs/run")
+    overtaken = Overtaken(store, number, monkeypatch)
+    monkeypatch.setattr(attempts, "open_store", lambda url: overtaken)
+    ended, error = list[str](), None
+    try:
+        older = BucketAttempt("gs://runs/run", "5", SaveId(1, 5, 0))
+        store.put("5/of-the-older", b"1")
+        older.commit()
+        ended.append("older")
+    except CheckpointError as caught:
+        error = str(caught)
+    if overtaken.later is not None:
+        overtaken.later.commit()
+        ended.append("later")
+    assert ended == (["later"] if number <= 5 else ["older"]), (ended, error)
+    assert error is None or "a later run than epoch 1" in error
+    assert store.stat(f"5/{layout.COMMIT_MARK}") is not None

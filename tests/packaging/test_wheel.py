@@ -1,0 +1,107 @@
+"""The wheel: what is in it, and that it works with the core dependencies alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tools.floor import floors
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("core_only.py")
+
+
+def call(*words: object, cwd: Path, **environ: str) -> str:
+    env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "XLA_FLAGS")}
+    command = [str(word) for word in words]
+    done = subprocess.run(command, cwd=cwd, env={**env, **environ}, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: a build leaves files beside its sources."""
+    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("ckptkit", "trainer", "tools", "bench", "tests"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    call(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", out, ".", cwd=copy)
+    (built,) = out.glob("ckptkit-*.whl")
+    return built
+
+
+def test_the_wheel_holds_the_library_alone(wheel: Path) -> None:
+    """`pip install` would put packages named tests, tools and trainer into people's environments; or drop the types."""
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"ckptkit"}
+    assert "ckptkit/py.typed" in names
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "ckptkit").rglob("*.py")}
+    assert modules == {name for name in names if name.endswith(".py")}
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without its dependencies: those are this environment's."""
+    target = tmp_path_factory.mktemp("installed")
+    call(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, wheel, cwd=target)
+    return target
+
+
+def test_the_library_needs_its_core_dependencies_alone(installed: Path, tmp_path: Path) -> None:
+    """An import of what only an extra brings would break everybody who did not ask for it."""
+    said = call(sys.executable, SCRIPT, tmp_path / "work", "--block", cwd=tmp_path, PYTHONPATH=str(installed))
+    assert f"CORE ONLY: {installed}" in said
+
+
+def test_the_block_refuses_what_is_not_required(installed: Path, tmp_path: Path) -> None:
+    """The test above would pass whatever the library imports."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); from core_only import block\n"
+        "block()\n"
+        "import gcsfs, xxhash\n"
+        "for name in ('pytest', 'flax', 'optax'):\n"
+        "    try: __import__(name)\n"
+        "    except ModuleNotFoundError: continue\n"
+        "    raise SystemExit(name)\n"
+    )
+    call(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(installed))
+
+
+def test_extras_and_version_are_those_that_the_documents_name() -> None:
+    """`pip install ckptkit[s3]` would warn and install nothing; a release would have no entry in the changelog."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"s3", "torch", "test", "bench", "docs"} <= set(project["optional-dependencies"])
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == project["version"]
+    assert any(line.startswith("gcsfs") for line in project["dependencies"])
+
+
+@pytest.mark.slow
+def test_a_fresh_environment_needs_nothing_else(wheel: Path, tmp_path: Path) -> None:
+    """The same from the registry, as a person installs it: `make test-wheel`."""
+    call(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    call(python, "-m", "pip", "install", "--quiet", wheel, cwd=tmp_path)
+    assert f"CORE ONLY: {tmp_path / 'venv'}" in call(python, SCRIPT, tmp_path / "work", cwd=tmp_path)
+    said = call(tmp_path / "venv" / "bin" / "ckptkit", "inspect", tmp_path / "work" / "run" / "2", cwd=tmp_path)
+    assert "w" in said
+
+
+def test_the_floor_is_what_the_requirements_say() -> None:
+    """`make test-floor` would test other versions than those that are promised."""
+    found = floors((ROOT / "pyproject.toml").read_text())
+    assert "jax==0.10" in found
+    assert "orbax-checkpoint==0.12.8" in found
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert len(found) == len(project["dependencies"]) + len(project["optional-dependencies"]["trainer"])

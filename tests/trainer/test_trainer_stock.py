@@ -1,0 +1,64 @@
+"""The same loop over stock Orbax: it resumes as ours does, and its events count the same."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from ckptkit import Event, EventLog, Kind
+from tests.trainer.test_trainer_loop import proof_of, run_config
+from trainer.config import ManagerName, RunConfig
+from trainer.loop import train
+
+
+@pytest.fixture
+def root(tmp_path: Path):
+    before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+def over(manager: ManagerName, config: RunConfig) -> RunConfig:
+    return replace(config, checkpoint=replace(config.checkpoint, manager=manager))
+
+
+def test_both_kinds_resume_with_the_bits_of_a_straight_run_and_a_flip_shows(root: Path) -> None:
+    """The peer would be held against a loop that is not the same; or wrong bits never show."""
+    text = str(root / "poem.txt")
+    Path(text).write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    train(run_config(root, text, "straight", steps=7), EventLog())
+    events: list[Event] = []
+    for manager in ("orbax", "orbax-sync"):
+        here = root / manager
+        for steps in (5, 7):
+            log = EventLog()
+            log.observe(events.append)
+            config = run_config(root, text, f"{manager}-resumed", steps=steps, checkpoint=True)
+            config = replace(config, checkpoint=replace(config.checkpoint, directory=str(here)))
+            train(over(manager, config), log)
+        assert proof_of(root, f"{manager}-resumed") == proof_of(root, "straight")
+    assert [event.step for event in events if event.kind == Kind.RESUMED] == [5, 5]
+    assert {event.step for event in events if event.kind == Kind.STAGED} == {1, 4, 5, 7}
+    committed = [event for event in events if event.kind == Kind.COMMITTED]
+    assert {event.step for event in committed} >= {5, 7}
+    assert all(event.tier == "durable" and event.fields["bytes"] > 10_000 for event in committed)
+
+    path = max((root / "orbax" / "7").rglob("d/*"), key=lambda each: each.stat().st_size)
+    at = path.stat().st_size // 2
+    with path.open("r+b") as file:
+        was = os.pread(file.fileno(), 1, at)[0]
+        os.pwrite(file.fileno(), bytes([was ^ 16]), at)
+    config = run_config(root, text, "flipped", steps=8, checkpoint=True)
+    config = over("orbax", replace(config, checkpoint=replace(config.checkpoint, directory=str(root / "orbax"))))
+    train(run_config(root, text, "eight", steps=8), EventLog())
+    try:
+        train(config, EventLog())
+    except Exception:  # noqa: BLE001  it noticed, in whatever words
+        return
+    assert proof_of(root, "flipped")[1] != proof_of(root, "eight")[1]
