@@ -31,7 +31,13 @@ def named_commands(group: click.Group = commands, above: tuple[str, ...] = ()) -
 
 def help_block(name: str, command: click.Command) -> str:
     """The block of one command, with its markers."""
-    context = click.Context(command, info_name=f"ckptkit {name}", max_content_width=_WIDTH, terminal_width=_WIDTH)
+    context = click.Context(
+        command,
+        info_name=f"ckptkit {name}",
+        max_content_width=_WIDTH,
+        terminal_width=_WIDTH,
+        help_option_names=["-h", "--help"],  # as the group says; click remembers the first that it made
+    )
     text = command.get_help(context).removeprefix("Usage: ")
     return f"<!-- help: {name} -->\n```text\n{text}\n```\n<!-- /help -->"
 
