@@ -6,7 +6,8 @@ STAMP  := $(VENV)/.ready
 
 .PHONY: setup setup-system setup-cluster demo test test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
-.PHONY: proof-cost broadcast-campaign simulator-campaign policy-campaign faults bench-all figures stranger test-wheel test-floor test-newest
+.PHONY: proof-cost docs-cli docs-session broadcast-campaign simulator-campaign policy-campaign faults bench-all
+.PHONY: figures stranger test-wheel test-floor test-newest
 
 setup: $(STAMP)
 
@@ -88,6 +89,13 @@ test-mpi: setup
 
 test-slurm: setup
 	$(BIN)/python -m pytest tests/multiprocess -k "srun or slurm or batch_script"
+
+# What the pages show of the commands, from the commands themselves.
+docs-cli: setup
+	$(BIN)/python -m tools.cli_docs
+
+docs-session: setup
+	$(BIN)/python -m tools.session
 
 # The wheel from the registry into a fresh environment: what `pip install ckptkit` gives.
 test-wheel: setup

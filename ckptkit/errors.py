@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError as StepAlreadyExistsError
 
+_SHOWN_MAX = 40  # differences in one message
+
 
 class CheckpointError(Exception):
     """Base of every error that ckptkit raises; carries `.step`, `.tier` and `.path` where they are known."""
@@ -70,6 +72,22 @@ class SurgeryError(TreeMismatchError):
             f"the rules do not say where every leaf comes from and goes to ({len(self.differences)} differences):\n"
             f"{lines}\nNothing was read. Add or change rules; what begins afresh is said with Init, what is left "
             "behind with Skip.",
+        )
+
+
+class MergeError(TreeMismatchError):
+    """Checkpoints do not go together; `.differences` holds everything that is in the way, sorted."""
+
+    def __init__(self, differences: Iterable[str], *, advice: str):
+        self.differences = tuple(sorted(differences))
+        shown = self.differences[:_SHOWN_MAX]
+        lines = "\n".join(f"  {line}" for line in shown)
+        more = len(self.differences) - len(shown)
+        CheckpointError.__init__(
+            self,
+            f"the checkpoints do not go together ({len(self.differences)} differences):\n{lines}\n"
+            + f"  and {more} more\n" * (more > 0)
+            + advice,
         )
 
 

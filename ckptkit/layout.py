@@ -5,6 +5,7 @@
 <durable root>/<step>/<item>/_ckptkit/process-<i>.json                            our sidecars in Orbax's steps
 <durable root>/_ckptkit/epochs/<epoch>.json, <epoch>.copy.json                    one record per run that saved
 <durable root>/_ckptkit/leases/<id>.json, doomed.json                             what is read, what is to be deleted
+<durable root>/_ckptkit/leases/pin-<step>.json, doomed-<id>.json                  the same, by people and commands
 <durable root>/<step>.orbax-checkpoint-tmp-e<epoch>-<attempt>                     a step that is written, on a disk
 <durable root>/_ckptkit/intents/e<epoch>-<attempt>-<step>                         the same, in a bucket
 <durable root>/_ckptkit/leaving/                                                  what is no step any more, on a disk
@@ -14,6 +15,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 
 PAGE_BYTES = 4096  # boxes begin at multiples of it in a slot
@@ -32,6 +34,8 @@ LEAVING_DIR = f"{SIDECAR_DIR}/leaving"
 _MANIFEST = re.compile(r"step-([0-9]{12})-e([0-9]{8})-n([0-9]{8})\.json")
 _SIDECAR = re.compile(r"process-([0-9]{1,6})\.json")
 _EPOCH = re.compile(r"([0-9]{8})(?:\.copy)?\.json")
+_PIN = re.compile(r"pin-([0-9]{18})\.json")
+_DOOMED = re.compile(r"doomed-[0-9a-f]{32}\.json")
 _OWNED = re.compile(r".+" + re.escape(TEMPORARY) + r"-e([0-9]{8})-[0-9a-f]{32}")
 _INTENT = re.compile(r"e([0-9]{8})-[0-9a-f]{32}-(.+)")
 _SLOT = re.compile(r"slot-([0-9]{1,3})\.bin")
@@ -40,7 +44,7 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 def job_name(durable_url: str, name: str = "job") -> str:
     """The directory of a job under a tier root: a readable name and a hash of where its durable steps live."""
-    digest = hashlib.sha256(durable_url.rstrip("/").encode()).hexdigest()[:12]
+    digest = hashlib.sha256(os.fsencode(durable_url.rstrip("/"))).hexdigest()[:12]
     return f"{checked_name(name, 'job name')}-{digest}"
 
 
@@ -105,6 +109,24 @@ def epoch_of_name(name: str) -> int | None:
     """The epoch of the file name of a record, or of its copy; None for any other name."""
     match = _EPOCH.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def pin_name(step: int) -> str:
+    """The file name of a pin, beside the leases: one per step."""
+    if not 0 <= step < 10**18:
+        raise ValueError(f"step {step}: a step has 18 digits at most")
+    return f"pin-{step:018d}.json"
+
+
+def step_of_pin(name: str) -> int | None:
+    """The step of a pin's file name; None for any other name."""
+    match = _PIN.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_announcement(name: str) -> bool:
+    """Whether a file beside the leases names steps that a command is about to delete."""
+    return _DOOMED.fullmatch(name) is not None
 
 
 def temporary_name(step_name: str, epoch: int, attempt: str) -> str:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Sequence
 
 import click
 
-from ckptkit import layout
+from ckptkit.cli.assemble import extract, merge
 from ckptkit.cli.convert import convert
+from ckptkit.cli.copy import copy
 from ckptkit.cli.diff import diff
-from ckptkit.cli.exits import Exit, exit_of, quiet_libraries
+from ckptkit.cli.doctor import doctor
+from ckptkit.cli.exits import Exit, exit_of, exit_with, quiet_libraries
 from ckptkit.cli.goodput import goodput
-from ckptkit.cli.options import JSON, MEMORY, TIMEOUT
+from ckptkit.cli.options import HOST_ID, JSON, MEMORY, TIERS, TIMEOUT, fast_tiers
 from ckptkit.cli.reshard import reshard
 from ckptkit.cli.show_inspection import matching, show_inspection
 from ckptkit.cli.show_outlook import show_outlook
@@ -22,11 +23,12 @@ from ckptkit.cli.show_statistics import show_statistics, statistics, stats_json
 from ckptkit.cli.show_steps import show_steps
 from ckptkit.cli.show_verification import progress_line, show_scrub, show_verification
 from ckptkit.cli.simulate import simulate
-from ckptkit.cli.text import print_json, printable
+from ckptkit.cli.text import print_json
+from ckptkit.cli.tiers import tiers
 from ckptkit.cli.tune import explain, tune
+from ckptkit.cli.upkeep import du, pin, prune, rollback, unpin
 from ckptkit.formats import inspect as inspect_path
 from ckptkit.inspection import list_steps, outlook
-from ckptkit.store.roots import is_remote
 from ckptkit.verification import scrub as scrub_root
 from ckptkit.verification import verify as verify_path
 
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def commands() -> None:
-    """Look at checkpoints, prove them, mend them. Needs no accelerator."""
+    """Look at checkpoints, prove them, mend them, keep them in order. Needs no accelerator."""
 
 
 @commands.command()
@@ -87,34 +89,30 @@ def inspect(
         show_inspection(found, depth)
         if known is not None:
             show_statistics(known)
-    return _code(found.problems)
+    return exit_with(found.problems)
 
 
 @commands.command()
 @click.argument("root")
-@click.option(
-    "--tier", "tiers", multiple=True, metavar="PATH", help="A fast tier's path on this host; may be repeated."
-)
-@click.option("--host-id", metavar="ID", help="Whose slots to look at [default: this machine's name].")
+@TIERS
+@HOST_ID
 @JSON
 @TIMEOUT
 def steps(root: str, tiers: tuple[str, ...], host_id: str | None, as_json: bool, timeout_s: float) -> int:
     """List the steps of ROOT over its durable directory and this host's fast tiers, with their state."""
-    host = _fast_tiers(tiers, host_id)
+    host = fast_tiers(tiers, host_id)
     listing = list_steps(root, tiers=tiers, host_id=host, timeout_s=timeout_s)
     if as_json:
         print_json(listing.to_json())
     else:
         show_steps(listing)
-    return _code(listing.problems)
+    return exit_with(listing.problems)
 
 
 @commands.command("plan-restore")
 @click.argument("root", metavar="PATH")
-@click.option(
-    "--tier", "tiers", multiple=True, metavar="PATH", help="A fast tier's path on this host; may be repeated."
-)
-@click.option("--host-id", metavar="ID", help="Whose slots to look at [default: this machine's name].")
+@TIERS
+@HOST_ID
 @click.option("--like", metavar="PATH", help="Want the leaves and boxes of this slot directory, manifest or step.")
 @click.option("--step", type=click.IntRange(min=0), metavar="N", help="Only this step.")
 @JSON
@@ -129,13 +127,13 @@ def plan_restore(
     timeout_s: float,
 ) -> int:
     """Say which save of PATH a restart on this host would take, and where each piece comes from. Reads no array."""
-    host = _fast_tiers(tiers, host_id)
+    host = fast_tiers(tiers, host_id)
     found = outlook(root, tiers=tiers, host_id=host, like=like, step=step, timeout_s=timeout_s)
     if as_json:
         print_json(found.to_json())
     else:
         show_outlook(found)
-    return _code(found.problems)
+    return exit_with(found.problems)
 
 
 @commands.command()
@@ -155,15 +153,13 @@ def verify(path: str, step: int | None, as_json: bool, timeout_s: float) -> int:
     else:
         show_verification(found)
     findings = [str(finding) for proof in found.steps for finding in proof.findings]
-    return _code([*found.problems, *findings])
+    return exit_with([*found.problems, *findings])
 
 
 @commands.command()
 @click.argument("root")
-@click.option(
-    "--tier", "tiers", multiple=True, metavar="PATH", help="A fast tier's path on this host; may be repeated."
-)
-@click.option("--host-id", metavar="ID", help="Whose slots to look at [default: this machine's name].")
+@TIERS
+@HOST_ID
 @click.option("--repair", is_flag=True, help="Mend what another copy has, put aside what none has.")
 @click.option("--dry-run", is_flag=True, help="Say what --repair would do, and change nothing (as without --repair).")
 @JSON
@@ -178,7 +174,7 @@ def scrub(
     timeout_s: float,
 ) -> int:
     """Prove every copy of every save of ROOT on this host, and mend damaged ones from another copy of the same save."""
-    host = _fast_tiers(tiers, host_id)
+    host = fast_tiers(tiers, host_id)
     with progress_line() as progress:
         found = scrub_root(
             root, tiers, repair=repair and not dry_run, host_id=host, timeout_s=timeout_s, progress=progress
@@ -188,27 +184,9 @@ def scrub(
     else:
         show_scrub(found)
     left = [str(finding) for finding in found.findings] if found.damaged else []
-    return _code([*found.problems, *left])
+    return exit_with([*found.problems, *left])
 
 
-for each in (convert, diff, explain, goodput, reshard, simulate, tune):
+_OTHERS = (convert, copy, diff, doctor, du, explain, extract, goodput, merge, pin, prune, reshard, rollback, simulate)
+for each in (*_OTHERS, tiers, tune, unpin):
     commands.add_command(each)
-
-
-def _fast_tiers(tiers: Sequence[str], host_id: str | None) -> str:
-    """The host whose slots are meant; a usage error for what can be no tier or no host."""
-    for tier in tiers:
-        if is_remote(tier):
-            raise click.BadParameter(f"{tier!r} is no local directory, as a fast tier is", param_hint="--tier")
-    try:
-        return layout.checked_name(host_id or socket.gethostname(), "host id")
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--host-id") from error
-
-
-def _code(problems: Sequence[str]) -> Exit:
-    """What could be read was printed; that something is damaged is said on stderr, and by the exit code."""
-    sys.stdout.flush()
-    for problem in problems:
-        click.echo(f"ckptkit: damaged: {printable(problem)}", err=True)
-    return Exit.CORRUPT if problems else Exit.OK

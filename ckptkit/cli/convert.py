@@ -84,11 +84,12 @@ def convert(
     if as_json:
         print_json({**plan.to_json(), "written": not dry_run})
     else:
-        _show(plan, dry_run)
+        show_plan(plan, dry_run)
     return Exit.OK
 
 
-def _show(plan: ConvertPlan, dry_run: bool) -> None:
+def show_plan(plan: ConvertPlan, dry_run: bool) -> None:
+    """Prints what was, or would be, written."""
     if dry_run:
         rows = [
             [name, tensor.dtype.name, shape_text(tensor.shape), size_text(tensor.nbytes)]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 
 import click
 
 from ckptkit.cli.text import printable
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, TreeMismatchError
 
 _TALKERS = ("gcsfs", "fsspec", "aiohttp", "asyncio", "absl")  # they log tracebacks of what we say in one sentence
 
@@ -24,6 +24,7 @@ class Exit(IntEnum):
     USAGE = 2
     NOT_FOUND = 10
     CORRUPT = 11
+    TREE_MISMATCH = 12
     DIFFERENT = 20
     INTERRUPTED = 130
 
@@ -41,6 +42,8 @@ def exit_of(error: BaseException) -> Exit:
         return _said(str(error), Exit.NOT_FOUND)
     if isinstance(error, CorruptCheckpointError):
         return _said(f"corrupt: {error}", Exit.CORRUPT)
+    if isinstance(error, TreeMismatchError):
+        return _said(str(error), Exit.TREE_MISMATCH)
     if isinstance(error, RecursionError):
         return _said("corrupt: a JSON item is nested too deeply to be read", Exit.CORRUPT)
     if isinstance(error, CheckpointError):
@@ -64,6 +67,14 @@ def quiet_libraries() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def exit_with(problems: Sequence[str]) -> Exit:
+    """What could be read was printed; that something is damaged is said on stderr, and by the exit code."""
+    sys.stdout.flush()
+    for problem in problems:
+        click.echo(f"ckptkit: damaged: {printable(problem)}", err=True)
+    return Exit.CORRUPT if problems else Exit.OK
 
 
 def _said(message: str, code: Exit) -> Exit:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import socket
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
+from ckptkit import layout
 from ckptkit.cli.text import size_text
 from ckptkit.formats import MEMORY_BYTES
+from ckptkit.store.roots import is_remote
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([KMGT]?)(i?B)?", re.IGNORECASE)
@@ -49,3 +53,19 @@ MEMORY = click.option(
     help="The most array data that is held at once; a chunk above a quarter of it is an error.",
 )
 MAP = click.option("--map", "map_path", metavar="FILE", help="Rules that rename, split, stack, transpose (TOML).")
+TIERS = click.option(
+    "--tier", "tiers", multiple=True, metavar="PATH", help="A fast tier's path on this host; may be repeated."
+)
+HOST_ID = click.option("--host-id", metavar="ID", help="Whose slots to look at [default: this machine's name].")
+DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the plan and change nothing.")
+
+
+def fast_tiers(tiers: Sequence[str], host_id: str | None) -> str:
+    """The host whose slots are meant; a usage error for what can be no tier or no host."""
+    for tier in tiers:
+        if is_remote(tier):
+            raise click.BadParameter(f"{tier!r} is no local directory, as a fast tier is", param_hint="--tier")
+    try:
+        return layout.checked_name(host_id or socket.gethostname(), "host id")
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--host-id") from error

@@ -131,6 +131,8 @@ def _job(flags: Mapping[str, Any]) -> _Job:
     if flags["trace"]:
         if flags["mtbf_host_h"] is not None or flags["shape"] != 1.0:
             raise ValueError("--trace brings its own failures: leave --mtbf-host-h and --shape out")
+        if not Path(flags["trace"]).is_file():
+            raise ValueError(f"{flags['trace']} is no regular file")
         trace = sim.read_trace(flags["trace"], system=flags["system"])
         scale = 1.0 if flags["trace_hosts"] is None else flags["trace_hosts"] / start.hosts
         mtbf_s, source = trace.mtbf_s * scale, f"Failures as in {trace.name}, gaps times {scale:g}."

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ckptkit.inspection.words import size_text as size_text
+
 _RICH_ROWS_MAX = 1000  # rich lays out 2,500 rows a second (measured): plain columns beyond, and in pipes
 
 Columns = Sequence[tuple[str, bool]]  # title, and whether it holds numbers, which stand to the right
@@ -19,16 +21,6 @@ Columns = Sequence[tuple[str, bool]]  # title, and whether it holds numbers, whi
 def printable(text: str) -> str:
     """`text` with what is no printable character escaped: names in a checkpoint may hold terminal commands."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-
-
-def size_text(size_bytes: int) -> str:
-    """Bytes in binary units: `1.5 GiB`."""
-    size, unit = float(size_bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
-        if size < 1024 or unit == "EiB":
-            break
-        size /= 1024
-    return f"{size_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def age_text(age_s: float) -> str:

@@ -1,5 +1,10 @@
 """From one checkpoint to another: rules, casts, formats, layouts; and what differs between two."""
 
+from ckptkit.conversion.assembling import averaged as averaged
+from ckptkit.conversion.assembling import combined as combined
+from ckptkit.conversion.assembling import extracted as extracted
+from ckptkit.conversion.assembling import lora_merged as lora_merged
+from ckptkit.conversion.assembling import state_of as state_of
 from ckptkit.conversion.converting import ConvertPlan as ConvertPlan
 from ckptkit.conversion.converting import convert as convert
 from ckptkit.conversion.converting import plan_convert as plan_convert

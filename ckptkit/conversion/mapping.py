@@ -18,6 +18,7 @@ import numpy as np
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.dtypes import plain_dtype
 from ckptkit.formats.tensors import Tensor
+from ckptkit.inspection.places import require_regular
 from ckptkit.inspection.records import Leaf
 from ckptkit.sharding import Box
 from ckptkit.surgery.rules import Rename, matches
@@ -59,11 +60,12 @@ class MapRule:
 def read_rules(path: str) -> list[MapRule]:
     """The rules of a TOML file. Raises `CheckpointError` saying what is wrong in it."""
     try:
+        require_regular(path)
         described = tomllib.loads(Path(path).read_text())
         if set(described) - {"rule"} or not isinstance(described.get("rule"), list):
             raise ValueError("a rule file has [[rule]] tables and nothing else")
         return [_rule(table) for table in described["rule"]]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path}: {error}", path=path) from error
 
 

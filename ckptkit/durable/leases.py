@@ -5,6 +5,10 @@ Small objects in the durable root. A reader keeps one per step that it uses, `{"
 `doomed.json` *before* it looks for leases, and a reader looks there *after* its lease is written: of two that meet, at
 least one sees the other, and then the step is kept, or the reader gives it up.
 
+A command that deletes beside the job, or without one, announces it in an object of its own among the leases, which it
+renews as a reader does (`Doom`). A pin (`pins`) is there too: a lease without an end. So the one listing that a writer
+makes shows all of it.
+
 No two clocks are compared. The writer holds a lease dead when its beat has not changed for `lease_s` of the writer's
 own time, and the reader holds it lost `lease_s` after it began its last successful renewal, which is earlier.
 """
@@ -16,9 +20,9 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, final
 
 from ckptkit import clock, layout
 from ckptkit.errors import StoreError
@@ -29,23 +33,18 @@ _LEASE_S = 60.0  # of a lease that cannot be read
 _RENEWALS = 3  # in the life of a lease: two may fail
 
 
-class Lease:
-    """A step that this process reads. Renewed by a thread until `release`; context manager.
+@final
+class _Beating:
+    """A small object whose beat a thread counts up until `release`."""
 
-    Raises `StoreError` where it cannot be written, ValueError for a `lease_s` outside (0, 3600].
-    """
-
-    def __init__(
-        self, store: Store, step: int, *, lease_s: float, monotonic_s: Callable[[], float] = clock.monotonic_s
-    ):
+    def __init__(self, store: Store, key: str, record: Mapping[str, Any], lease_s: float, now_s: Callable[[], float]):
         if not 0 < lease_s <= LEASE_S_MAX:
             raise ValueError(f"lease_s is {lease_s}; it must be above 0 and at most {LEASE_S_MAX:g}")
-        self.step = step
         self._store = store
+        self._key = key
+        self._record = {**record, "lease_s": lease_s, "holder": f"{socket.gethostname()}:{os.getpid()}"}
         self._lease_s = lease_s
-        self._monotonic_s = monotonic_s
-        # A name of its own for each: one that lapsed can never be taken for the one that follows it.
-        self._key = f"{layout.LEASES_DIR}/{uuid.uuid4().hex}.json"
+        self._now_s = now_s
         self._beat = 0
         self._released = threading.Event()
         self._renew()
@@ -54,31 +53,19 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Whether the step may be pruned by now: the lease could not be renewed in time."""
-        return self._monotonic_s() > self._until_s
-
-    def granted(self) -> bool:
-        """Whether the writer will keep the step: asked once, after the lease was written."""
-        return self.step not in doomed_steps(self._store) and not self.lost
+        """Whether others may take it for dead by now: it could not be renewed in time."""
+        return self._now_s() > self._until_s
 
     def release(self) -> None:
-        """Ends the lease; the writer may prune the step. A store that cannot be reached lets it lapse by itself."""
+        """Ends it. A store that cannot be reached lets it lapse by itself."""
         self._released.set()
         self._thread.join()
         with suppress(StoreError):
             self._store.delete(self._key)
 
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
     def _renew(self) -> None:
-        begun_s = self._monotonic_s()
-        holder = f"{socket.gethostname()}:{os.getpid()}"
-        record = {"step": self.step, "beat": self._beat, "lease_s": self._lease_s, "holder": holder}
-        self._store.put(self._key, json.dumps(record).encode())
+        begun_s = self._now_s()
+        self._store.put(self._key, json.dumps({**self._record, "beat": self._beat}).encode())
         self._beat += 1
         self._until_s = begun_s + self._lease_s
 
@@ -90,8 +77,72 @@ class Lease:
                 self._renew()
 
 
+@final
+class Lease:
+    """A step that this process reads. Renewed by a thread until `release`; context manager.
+
+    Raises `StoreError` where it cannot be written, ValueError for a `lease_s` outside (0, 3600].
+    """
+
+    def __init__(
+        self, store: Store, step: int, *, lease_s: float, monotonic_s: Callable[[], float] = clock.monotonic_s
+    ):
+        self.step = step
+        self._store = store
+        # A name of its own for each: one that lapsed can never be taken for the one that follows it.
+        key = f"{layout.LEASES_DIR}/{uuid.uuid4().hex}.json"
+        self._beating = _Beating(store, key, {"step": step}, lease_s, monotonic_s)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the step may be pruned by now: the lease could not be renewed in time."""
+        return self._beating.lost
+
+    def granted(self) -> bool:
+        """Whether the writer will keep the step: asked once, after the lease was written."""
+        return self.step not in doomed_steps(self._store) and not self.lost
+
+    def release(self) -> None:
+        """Ends the lease; the writer may prune the step. A store that cannot be reached lets it lapse by itself."""
+        self._beating.release()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+@final
+class Doom:
+    """Steps that a command is about to delete, announced until `release`; context manager.
+
+    The steps that somebody reads, or has pinned, are looked for after it is written: `PruneGuard.leased`. Raises
+    `StoreError` where it cannot be written.
+    """
+
+    def __init__(self, store: Store, steps: Iterable[int], *, monotonic_s: Callable[[], float] = clock.monotonic_s):
+        key = f"{layout.LEASES_DIR}/doomed-{uuid.uuid4().hex}.json"
+        self._beating = _Beating(store, key, {"steps": sorted(steps)}, _LEASE_S, monotonic_s)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a reader may not see it any more: nothing more may be deleted."""
+        return self._beating.lost
+
+    def release(self) -> None:
+        """Nothing more is deleted."""
+        self._beating.release()
+
+    def __enter__(self) -> Doom:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
 class PruneGuard:
-    """The writer's side, on process 0: which of the steps that are to go must stay for now."""
+    """The side of whoever deletes (of a job, process 0): which of the steps that are to go must stay for now."""
 
     def __init__(self, store: Store, *, monotonic_s: Callable[[], float] = clock.monotonic_s):
         self._store = store
@@ -109,7 +160,7 @@ class PruneGuard:
             return set()
         try:
             self.announce(steps)
-            spared = self._leased(steps)
+            spared = self.leased(steps)
             if spared:
                 self.announce(steps - spared)
         except StoreError:  # nothing is deleted that may be in use: the next save prunes it
@@ -128,13 +179,21 @@ class PruneGuard:
         self._announced = True
         self._store.put(layout.DOOMED_KEY, json.dumps({"steps": sorted(steps)}).encode())
 
-    def _leased(self, steps: set[int]) -> set[int]:
+    def leased(self, steps: Collection[int]) -> set[int]:
+        """Those of `steps` that a reader uses, or that are pinned. Cost: a listing, a small read per lease.
+
+        Raises `StoreError`. Leases whose holders have died count until this has watched them for their life.
+        """
         names, leased = self._store.list(layout.LEASES_DIR), set[int]()
         for gone in set(self._seen) - set(names):
             del self._seen[gone]
         for name in names:
+            pinned = layout.step_of_pin(name)
+            if pinned is not None:  # its name says all: what became of its content does not count
+                leased |= {pinned} & set(steps)
+                continue
             with suppress(FileNotFoundError):  # released meanwhile
-                leased |= self._held(name, steps)
+                leased |= self._held(name, set(steps))
         return leased
 
     def _held(self, name: str, steps: set[int]) -> set[int]:
@@ -145,15 +204,20 @@ class PruneGuard:
         if now_s - self._seen[name][1] > lease_s:
             self._store.delete(f"{layout.LEASES_DIR}/{name}")  # its holder has died, or knows that it is lost
             return set()
+        if layout.is_announcement(name):  # of another that deletes: nobody reads for it
+            return set()
         return steps if step is None else steps & {step}
 
 
 def doomed_steps(store: Store) -> set[int]:
-    """The steps that the writer is about to delete."""
-    try:
-        return set(json.loads(store.get(layout.DOOMED_KEY))["steps"])
-    except FileNotFoundError:
-        return set()
+    """The steps that the writer, or a command, is about to delete. Cost: a small read, a listing, one small read for
+    each command that deletes. Raises `StoreError`."""
+    names = [name for name in store.list(layout.LEASES_DIR) if layout.is_announcement(name)]
+    found = set[int]()
+    for key in (layout.DOOMED_KEY, *(f"{layout.LEASES_DIR}/{name}" for name in names)):
+        with suppress(FileNotFoundError):
+            found |= set(json.loads(store.get(key))["steps"])
+    return found
 
 
 def _read_lease(data: bytes) -> tuple[int | None, float]:

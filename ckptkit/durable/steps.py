@@ -17,6 +17,7 @@ from ckptkit.durable.handlers import handler_name, handlers_of_writer
 from ckptkit.durable.leases import PruneGuard
 from ckptkit.durable.leftovers import clean_left
 from ckptkit.durable.pacing import Pace
+from ckptkit.durable.pins import pinned_steps
 from ckptkit.durable.preservation import BranchPreservation, prunes, replaced_options
 from ckptkit.durable.pruning import Pruner, Said
 from ckptkit.durable.reader import DurableReader, identity_metadata
@@ -89,7 +90,8 @@ class DurableSteps:
         self._said, self._cleaned = said, cleaned
         self._cleaned_epoch: int | None = None
         self._deletes_later = options.enable_background_delete
-        self._guard = PruneGuard(open_store(self.url, deadline_s=_LEASE_DEADLINE_S))
+        self._store = open_store(self.url, deadline_s=_LEASE_DEADLINE_S)
+        self._guard = PruneGuard(self._store)
         self._preservation = BranchPreservation(options, self._spared)
         asynchronous = options.async_options or ocp.AsyncOptions(timeout_secs=math.ceil(timeout_s))
         orbax_options = dataclasses.replace(
@@ -358,12 +360,18 @@ class DurableSteps:
         """All processes hear from process 0 which steps are abandoned; one of the number to be saved goes first."""
         self._pruner.forget(step)
 
-        def abandoned(_: list[Any]) -> list[int]:
+        def abandoned(_: list[Any]) -> tuple[list[int], bool]:
             if not ancestry.rollbacks:  # no branch was ever left: nothing has to be looked at
-                return []
-            return [each for each in self.steps() if self._is_abandoned(each, ancestry, replaced=each == step)]
+                return [], False
+            found = [each for each in self.steps() if self._is_abandoned(each, ancestry, replaced=each == step)]
+            return found, step in found and step in pinned_steps(self._store)
 
-        steps = self._coordinator.agree("abandoned", None, abandoned, timeout_s=self._timeout_s)
+        steps, pinned = self._coordinator.agree("abandoned", None, abandoned, timeout_s=self._timeout_s)
+        if pinned:
+            raise StepAlreadyExistsError(
+                f"step {step} in {self.url} is of an abandoned branch, and pinned: it is not replaced. Save another "
+                f"step, or take the pin out with `ckptkit unpin {self.url} {step}`"
+            )
         # The one that takes its number is of this branch: without it here, its own save would prune it.
         self._preservation.abandoned = frozenset(steps) - {step}
         if step in steps:

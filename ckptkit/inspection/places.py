@@ -135,13 +135,20 @@ class Place:
             return None if data is None else json.loads(data)
 
     def stored_bytes(self) -> int:
-        """Bytes of everything below it. Cost: one listing per directory; links are not followed."""
+        """Bytes of everything below it. Cost: as of `sizes`."""
+        return sum(self.sizes().values())
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of every object below it, by the path from here. Cost: one listing per directory; links are not
+        followed."""
         if not is_remote(self.url):
-            return _local_bytes(self.url)
-        own = (self.store.stat(self._key(name)) for name in self.store.list(self._prefix) if not name.endswith("/"))
+            return _local_sizes(self.url)
+        own = {name: self.store.stat(self._key(name)) for name in self.names() if not name.endswith("/")}
         # The sizes come from the listing just made, which the client keeps: no request per object.
-        here = sum(found.size_bytes for found in list(own) if found is not None)
-        return here + sum(self.below(name).stored_bytes() for name in self.directories())
+        found = {name: stat.size_bytes for name, stat in own.items() if stat is not None}
+        for name in self.directories():
+            found.update({f"{name}/{key}": size for key, size in self.below(name).sizes().items()})
+        return found
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
@@ -183,14 +190,15 @@ def nothing_at(url: str, why: str) -> StepNotFoundError:
     return StepNotFoundError(f"{url}: {why}", path=url)
 
 
-def _local_bytes(path: str) -> int:
+def _local_sizes(path: str) -> dict[str, int]:
     def fail(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):  # pruned while it was counted
             raise StoreError(f"{error.filename}: {error.strerror}", path=path) from error
 
-    found = 0
+    found: dict[str, int] = {}
     for directory, _, names in os.walk(path, onerror=fail):
         for name in names:
+            whole = os.path.join(directory, name)
             with suppress(FileNotFoundError):
-                found += os.lstat(os.path.join(directory, name)).st_size
+                found[os.path.relpath(whole, path)] = os.lstat(whole).st_size
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, final
 
@@ -15,6 +15,7 @@ from ckptkit.store.refused import Needed, is_refusal, refused
 
 _OPERATION_TIMEOUT_S = 20.0  # of a small object; a server that accepts and never answers would hang a restart
 _NO_CREDENTIALS = ("GoogleAuthError", "DefaultCredentialsError", "RefreshError", "NoCredentialsError")
+_PART_BYTES = 8 << 20  # of an upload: services want 5 MiB at least
 _TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
 
 
@@ -43,7 +44,7 @@ class RemoteStore:
 
     def put_file(self, key: str, path: str) -> None:
         """Uploads a local file of any size, in portions; the object is whole or absent. No limit of time applies."""
-        with _translated(f"{self._url}/{key}"):
+        with _translated(f"{self._url}/{key}", "create"):
             self._fs.put_file(path, self._path(key))
 
     def copy(self, source: str, target: str, *, mode: PutMode = "replace", replaces: int | None = None) -> None:
@@ -79,6 +80,26 @@ class RemoteStore:
         path = self._path(key)
         with self._asking(key, "get"):
             return self._ask("cat_file", path, start=start, end=stop)
+
+    def put_parts(self, key: str, parts: Iterable[bytes]) -> None:
+        """Stores what the parts are together, holding a few MiB of them; the object is whole or absent.
+
+        Each request has the file system's own limit of time. What the parts raise leaves no object.
+        """
+        path = self._path(key)
+        with self._asking(key, "create"):
+            file = self._fs.open(path, "wb", block_size=_PART_BYTES)
+        try:
+            for part in parts:
+                with self._asking(key, "create"):
+                    file.write(part)
+            with self._asking(key, "create"):
+                file.close()
+        except BaseException:
+            file.closed = True  # else closing it, when it is forgotten, would finish the object
+            with suppress(Exception):
+                file.discard()
+            raise
 
     def stat(self, key: str) -> Stat | None:
         """Facts about an object; None where there is none."""

@@ -59,6 +59,11 @@ def prove_step(place: Place, step: int, limits: Limits, notes: list[str], *, tim
     if not is_committed(place):
         reason = "it was never committed: a save that is under way, or was cut off"
         return [StepProof(step=step, state="incomplete", kind="durable", path=place.url, reason=reason)]
+    return prove_written(place, step, limits, notes, timeout_s=timeout_s)
+
+
+def prove_written(place: Place, step: int, limits: Limits, notes: list[str], *, timeout_s: float) -> list[StepProof]:
+    """What `prove_step` gives of a step that is there, whether it is committed or is about to be."""
     before = identity_of(place)
     looked = _look(place, step, timeout_s)
     total_bytes = sum(check.size_bytes for check in looked.checks)

@@ -1,0 +1,153 @@
+"""`ckptkit extract` and `ckptkit merge`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import click
+import jax
+
+from ckptkit.cli.convert import CastType, show_plan
+from ckptkit.cli.exits import Exit
+from ckptkit.cli.options import DRY_RUN, JSON, MAP, MEMORY, TIMEOUT, SizeType
+from ckptkit.cli.progress import progress_bar
+from ckptkit.cli.text import print_json
+from ckptkit.conversion import (
+    MapRule,
+    averaged,
+    combined,
+    convert,
+    extracted,
+    lora_merged,
+    plan_convert,
+    read_rules,
+    state_of,
+)
+from ckptkit.conversion.converting import SHARD_BYTES
+from ckptkit.formats import open_checkpoint
+from ckptkit.formats.tensors import Checkpoint
+
+_WRITING = [
+    click.option(
+        "--to", type=click.Choice(["orbax", "safetensors", "hf", "npz", "torch"]), required=True, help="Format of DST."
+    ),
+    click.option(
+        "--dtype", "casts", type=CastType(), multiple=True, metavar="PATTERN=DTYPE", help="Cast floats; repeatable."
+    ),
+    click.option(
+        "--shard-size",
+        "shard_bytes",
+        type=SizeType(),
+        default=SHARD_BYTES,
+        show_default="5 GiB",
+        metavar="SIZE",
+        help="Of each file of hf.",
+    ),
+    DRY_RUN,
+    click.option("--resume", is_flag=True, help="Go on where an interrupted run of the same command stopped."),
+    JSON,
+    MEMORY,
+    TIMEOUT,
+]
+
+
+def _writing(command: Any) -> Any:
+    for option in reversed(_WRITING):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@click.option("--only", multiple=True, metavar="NAME", help="A leaf or sub-tree, or a pattern; repeatable.")
+@click.option("--without", multiple=True, metavar="NAME", help="What of that is left out; repeatable.")
+@MAP
+@_writing
+def extract(
+    source: str, target: str, only: tuple[str, ...], without: tuple[str, ...], map_path: str | None, **flags: Any
+) -> int:
+    """Write parts of SRC, of any format, as DST: `--only params` takes one sub-tree out.
+
+    The rules of --map are applied after. DST appears whole, by one rename, or not at all.
+    """
+    if not only and not without:
+        raise click.UsageError("say which parts: --only or --without")
+    rules = [] if map_path is None else read_rules(map_path)
+    return _write([source], target, lambda opened: extracted(opened[0], only, without), rules, **flags)
+
+
+@click.command()
+@click.argument("sources", metavar="SRC...", nargs=-1, required=True)
+@click.argument("target", metavar="DST")
+@click.option("--average", is_flag=True, help="The mean of several with the same leaves.")
+@click.option("--lora", is_flag=True, help="Add the second, a LoRA adapter (PEFT's or NNX's), to the first.")
+@click.option("--lora-alpha", type=float, metavar="X", help="Its alpha [default: of adapter_config.json beside it].")
+@MAP
+@_writing
+def merge(
+    sources: tuple[str, ...],
+    target: str,
+    average: bool,
+    lora: bool,
+    lora_alpha: float | None,
+    map_path: str | None,
+    **flags: Any,
+) -> int:
+    """Put the checkpoints SRC..., of any formats, together as DST: all their leaves, which must have different names.
+
+    With --average their mean, with --lora a base with its adapter folded in. The rules of --map are applied to each
+    (with --average and --lora, to the result). DST appears whole, by one rename, or not at all.
+    """
+    if average and lora:
+        raise click.UsageError("--average and --lora exclude each other")
+    if lora and len(sources) != 2:
+        raise click.UsageError("--lora takes two: the base, then the adapter")
+    if len(sources) < 2:
+        raise click.UsageError("name at least two checkpoints, and where they go")
+    if lora_alpha is not None and not lora:
+        raise click.UsageError("--lora-alpha belongs to --lora")
+    rules = [] if map_path is None else read_rules(map_path)
+
+    def make(opened: Sequence[Checkpoint]) -> Checkpoint:
+        if average:
+            return averaged(opened, memory_bytes=flags["memory_bytes"])
+        return lora_merged(*opened, alpha=lora_alpha) if lora else combined(opened, rules)
+
+    return _write(sources, target, make, rules if average or lora else [], **flags)
+
+
+def _write(
+    sources: Sequence[str],
+    target: str,
+    make: Callable[[Sequence[Checkpoint]], Checkpoint],
+    rules: Sequence[MapRule],
+    *,
+    to: Any,
+    casts: Sequence[tuple[str, str]],
+    shard_bytes: int,
+    dry_run: bool,
+    resume: bool,
+    as_json: bool,
+    memory_bytes: int,
+    timeout_s: float,
+) -> int:
+    jax.config.update("jax_platforms", "cpu")  # Orbax asks JAX for its process: no accelerator is to be taken for that
+    with ExitStack() as files:
+        opened = [files.enter_context(open_checkpoint(source, timeout_s=timeout_s)) for source in sources]
+        made = make(opened)
+        plan = plan_convert(
+            made, target, to, rules=rules, casts=casts, shard_bytes=shard_bytes, memory_bytes=memory_bytes
+        )
+        plan = replace(plan, notes=(*plan.notes, f"of the sources in state {state_of(opened)}"))
+        if not dry_run:
+            with progress_bar() as progress:
+                convert(made, plan, memory_bytes=memory_bytes, resume=resume, progress=progress)
+    if as_json:
+        print_json({**plan.to_json(), "written": not dry_run})
+    else:
+        show_plan(plan, dry_run)
+    return Exit.OK

@@ -1,0 +1,108 @@
+"""`ckptkit tiers`: the arenas of fast tiers on this host."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+
+from ckptkit import clock
+from ckptkit.cli.exits import Exit
+from ckptkit.cli.options import HOST_ID, JSON, fast_tiers
+from ckptkit.cli.text import age_text, print_json, print_line, print_table, size_text
+from ckptkit.inspection.records import FORMAT
+from ckptkit.upkeep import ArenaEntry, clean_arenas, list_arenas
+
+_COLUMNS = [(title, title in ("slots", "bytes")) for title in ("arena", "held", "slots", "bytes", "newest", "used")]
+_AGE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)(s|min|h|d)")
+_UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+class AgeType(click.ParamType):
+    """`7d` on the command line."""
+
+    name = "age"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Seconds, or click's message."""
+        match = _AGE.fullmatch(str(value))
+        if match is None:
+            self.fail(f"{value!r} is no length of time; write 90s, 30min, 12h or 7d", param, ctx)
+        return float(match[1]) * _UNITS_S[match[2]]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def tiers() -> None:
+    """Show or free the slots that jobs have left in fast tiers on this host."""
+
+
+@tiers.command("list")
+@click.argument("paths", metavar="TIER...", nargs=-1, required=True)
+@click.option("--root", metavar="ROOT", help="Only of the jobs that save to this durable root.")
+@JSON
+def list_command(paths: tuple[str, ...], root: str | None, as_json: bool) -> int:
+    """List the slot directories below each TIER: whose, what they hold, and whether a process holds them.
+
+    A TIER is the path that a job's Tier.ram or Tier.ssd has. Changes nothing.
+    """
+    fast_tiers(paths, None)
+    found = list_arenas(paths, root=root)
+    if as_json:
+        print_json({"format": FORMAT, "arenas": [each.to_json() for each in found]})
+        return Exit.OK
+    live = sum(each.live for each in found)
+    total = size_text(sum(each.stored_bytes + each.quarantine_bytes for each in found))
+    print_line(f"{len(found)} arenas, {live} held by a running process, {total}")
+    if found:
+        print_line()
+        print_table(_COLUMNS, [_row(each) for each in found])
+    return Exit.OK
+
+
+@tiers.command("clean")
+@click.argument("paths", metavar="TIER...", nargs=-1, required=True)
+@click.option("--job", metavar="NAME", help="Of the job with this directory name, as `tiers list` shows it.")
+@click.option("--root", metavar="ROOT", help="Of the jobs that save to this durable root.")
+@click.option("--idle", "idle_s", type=AgeType(), metavar="AGE", help="To which nothing was saved for so long (7d).")
+@HOST_ID
+@click.option("--dry-run", is_flag=True, help="Say what would be freed, and change nothing.")
+@JSON
+def clean_command(
+    paths: tuple[str, ...],
+    job: str | None,
+    root: str | None,
+    idle_s: float | None,
+    host_id: str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Free the slots of jobs that have ended, below each TIER. Never those of a job that runs on this host.
+
+    Give --job, --root or --idle; all that are given must hold. A job that is to be started again would not find its
+    newest steps.
+    """
+    host = fast_tiers(paths, host_id)
+    if job is None and root is None and idle_s is None:
+        raise click.UsageError("say which: --job, --root or --idle")
+    found = clean_arenas(paths, host_id=host, job=job, root=root, idle_s=idle_s, dry_run=dry_run)
+    if as_json:
+        print_json(found.to_json())
+        return Exit.OK
+    verb = "freed" if found.done else "would be freed"
+    print_line(
+        f"{len(found.removed)} arenas of host {host}, {size_text(found.freed_bytes)} {verb}; {len(found.kept)} kept"
+    )
+    rows = [[*_row(each), "freed" if found.done else "would go"] for each in found.removed]
+    rows += [[*_row(each), f"kept: {why}"] for each, why in found.kept]
+    if rows:
+        print_line()
+        print_table([*_COLUMNS, ("what", False)], rows)
+    return Exit.OK
+
+
+def _row(each: ArenaEntry) -> list[str]:
+    size = size_text(each.stored_bytes) + f" + {size_text(each.quarantine_bytes)} aside" * bool(each.quarantine_bytes)
+    newest = f"step {each.saves[-1][0]}" + f" of {len(each.saves)}" * (len(each.saves) > 1) if each.saves else ""
+    used = "" if each.used_at_s is None else f"{age_text(clock.wall_s() - each.used_at_s)} ago"
+    return [each.path, "running" if each.live else "no", str(each.slots), size, newest, used]

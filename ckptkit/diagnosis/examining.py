@@ -1,0 +1,64 @@
+"""`diagnose`: gathers the facts of a run, and asks every rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from ckptkit.diagnosis.records import Advice, Facts
+from ckptkit.diagnosis.rules import RULES
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.goodput import goodput_report, load_run
+from ckptkit.inspection import list_steps
+from ckptkit.inspection.records import FORMAT
+from ckptkit.upkeep import usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What the rules say of a run, the most urgent first. `events`: where its logs are; None: none were given."""
+
+    root: str
+    events: str | None
+    rules: int
+    advice: tuple[Advice, ...]
+    problems: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {
+            "format": FORMAT,
+            "root": self.root,
+            "events": self.events,
+            "rules": self.rules,
+            "advice": [each.to_json() for each in self.advice],
+            "problems": self.problems,
+        }
+
+
+def diagnose(
+    root: str, *, events: str | None = None, tiers: Sequence[str] = (), host_id: str, timeout_s: float = 20.0
+) -> Diagnosis:
+    """Looks at a durable root, this host's fast tiers and the event logs of its run (a directory, as `goodput` takes
+    it), and says what is slow, at risk or wasteful. Writes nothing, reads no array.
+
+    Without `events` the rules that need them say nothing. Cost: that of `list_steps`, `usage` and reading the logs.
+    Raises `StepNotFoundError` where there is no root, FileNotFoundError for no logs, `CorruptCheckpointError` for logs
+    that cannot be read, `StoreError`.
+    """
+    listing = list_steps(root, tiers=tiers, host_id=host_id, timeout_s=timeout_s)
+    used = usage(root, tiers=tiers, host_id=host_id, timeout_s=timeout_s)
+    facts = Facts(usage=used, steps=listing.steps)
+    if events is not None:
+        try:
+            logs = load_run(events)
+            told = sorted(chain.from_iterable(logs), key=lambda event: event.at_s)
+            facts = Facts(usage=used, steps=listing.steps, report=goodput_report(logs), events=told)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptCheckpointError(f"{events}: {error}", path=events) from error
+    advice = chain.from_iterable(rule(facts) for rule in RULES)
+    return Diagnosis(
+        root=listing.root, events=events, rules=len(RULES), advice=tuple(advice), problems=listing.problems
+    )

@@ -1,0 +1,51 @@
+"""What the rules of a diagnosis look at, and what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from ckptkit.events import Event, Kind
+from ckptkit.goodput import GoodputReport
+from ckptkit.inspection import StepEntry
+from ckptkit.upkeep import Usage
+
+AdviceKind = Literal["slow", "at risk", "wasteful"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """One sentence of what is the matter, and one of what to set or do. `rule` is the name of its function."""
+
+    rule: str
+    kind: AdviceKind
+    what: str
+    advice: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """A run as it is known: its account and events (none where no logs were given), its steps, its bytes.
+
+    `events` are of all processes, attempts and the launcher, in the order of time.
+    """
+
+    usage: Usage
+    steps: Sequence[StepEntry] = ()
+    report: GoodputReport | None = None
+    events: Sequence[Event] = field(default_factory=list)
+
+    def of(self, kind: Kind, tier: str | None = None) -> list[Event]:
+        """The events of a kind, and of a tier where one is given."""
+        return [event for event in self.events if event.kind == kind and tier in (None, event.tier)]
+
+    @cached_property
+    def tiers(self) -> set[str]:
+        """The tiers to which anything was committed."""
+        return {event.tier for event in self.of(Kind.COMMITTED) if event.tier is not None}

@@ -1,0 +1,319 @@
+"""The rules of a diagnosis: each a pure function of the facts, with its threshold and where that is from.
+
+A rule that has too little to go by says nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
+
+from ckptkit import clock, intervals
+from ckptkit.diagnosis.records import Advice, AdviceKind, Facts
+from ckptkit.events import Event, Kind
+from ckptkit.inspection.words import size_text
+
+Rule = Callable[[Facts], list[Advice]]
+
+DURABLE = "durable"
+STALL_SHARE_MAX = 0.035
+SKIPPED_SHARE_MAX = 0.1
+WAITED_S_MIN = 1.0
+WASTE_GAIN_MIN = 0.01
+LOSSES_MIN = 3
+DURABLE_AGE_TIMES = 3.0
+DEAD_SHARE_MAX = 0.1
+STEPS_MAX = 50
+
+
+def _said(rule: str, kind: AdviceKind, what: str, advice: str) -> list[Advice]:
+    return [Advice(rule=rule, kind=kind, what=what, advice=advice)]
+
+
+def stalls(facts: Facts) -> list[Advice]:
+    """Saves held the step loop for more than 3.5 % of the run.
+
+    CheckFreq tunes its frequency to that overhead (J. Mohan et al., FAST 2021, section 4.3).
+    """
+    if facts.report is None or not facts.report.saves.saves or facts.report.wall_s <= 0:
+        return []
+    by_save: dict[int | None, float] = defaultdict(float)
+    for event in facts.of(Kind.STAGED):  # of the processes that save together, the slowest counts
+        by_save[event.step] = max(by_save[event.step], float(event.fields.get("stall_s", 0.0)))
+    share = sum(by_save.values()) / facts.report.wall_s
+    if share <= STALL_SHARE_MAX:
+        return []
+    saves = facts.report.saves
+    what = (
+        f"{saves.saves} saves held the step loop for {share:.1%} of the run (p50 {saves.stall_ms_p50:.0f} ms, p99 "
+        f"{saves.stall_ms_p99:.0f} ms)"
+    )
+    advice = "save less often (`Tier.ram(save=EverySteps(n))`), or let `GoodputOptimal` choose; docs/TUNING.md"
+    return _said("stalls", "slow", what, advice)
+
+
+def waits(facts: Facts) -> list[Advice]:
+    """A tenth of the durable saves or more held the loop for a second or more until the one before was done.
+
+    From what `wait`, the default of `Backpressure.durable_busy`, does; a second is what a person notices.
+    """
+    staged = [event for event in facts.of(Kind.STAGED) if event.process == 0]
+    waited = [event for event in staged if float(event.fields.get("waited_s", 0.0)) >= WAITED_S_MIN]
+    durable = len({event.step for event in facts.of(Kind.COMMITTED, DURABLE)})
+    if not waited or len(waited) < SKIPPED_SHARE_MAX * max(1, durable):
+        return []
+    longest = max(float(event.fields["waited_s"]) for event in waited)
+    what = f"{len(waited)} saves waited for the durable tier to finish the one before, up to {clock.time_text(longest)}"
+    advice = "raise `save_interval_steps`, or leave such saves out with `Backpressure(durable_busy='skip')`"
+    return _said("waits", "slow", what, advice)
+
+
+def staging(facts: Facts) -> list[Advice]:
+    """Saves stop the device until it is copied (`block`), which every other strategy avoids (staging.py)."""
+    blocked = [event for event in facts.of(Kind.STAGED) if event.fields.get("strategy") == "block"]
+    if not blocked:
+        return []
+    reason = str(blocked[-1].fields.get("reason", "nobody says why"))
+    what = f"{len(blocked)} saves stopped the step loop for the whole copy: {reason}"
+    return _said("staging", "slow", what, "leave device memory for a copy, or split the step: `staging='gate'`")
+
+
+def commits(facts: Facts) -> list[Advice]:
+    """The durable tier takes longer to commit a step than passes between two that it is asked for."""
+    if facts.report is None:
+        return []
+    took_s = facts.report.saves.commit_s_p50.get(DURABLE)
+    times = sorted({event.step: event.at_s for event in facts.of(Kind.COMMITTED, DURABLE)}.values())
+    gaps = [after - before for before, after in pairwise(times)]
+    if took_s is None or len(gaps) < LOSSES_MIN or took_s < 0.9 * median(gaps):
+        return []
+    usual = clock.time_text(median(gaps))
+    what = f"a durable step takes {clock.time_text(took_s)} to commit, and one is begun every {usual}"
+    return _said("commits", "slow", what, "raise `save_interval_steps`, or look at the bandwidth (`DurableProfile`)")
+
+
+def interval(facts: Facts) -> list[Advice]:
+    """Another interval of saves would gain 1 % of the run or more, by Young's and Daly's first-order waste C/T + T/2M.
+
+    C: the median stall, T: the median time between commits to the tier that takes most saves, M: the run over its
+    losses (`intervals.daly_s`; J. T. Daly, FGCS 22(3), 2006). With fewer than 3 losses M is not known.
+    """
+    report = facts.report
+    if report is None or len(report.disruptions) < LOSSES_MIN or not report.saves.stall_ms_p50:
+        return []
+    counts = Counter(event.tier for event in facts.of(Kind.COMMITTED) if event.process == 0)
+    tier = counts.most_common(1)[0][0] if counts else None
+    times = sorted(event.at_s for event in facts.of(Kind.COMMITTED, tier) if event.process == 0)
+    gaps = [after - before for before, after in pairwise(times)]
+    if len(gaps) < LOSSES_MIN:
+        return []
+    cost_s, every_s = report.saves.stall_ms_p50 / 1e3, median(gaps)
+    mtbf_s = report.wall_s / len(report.disruptions)
+    best_s = max(1e-6, float(intervals.daly_s(cost_s, mtbf_s)))
+    gain = _waste(cost_s, every_s, mtbf_s) - _waste(cost_s, best_s, mtbf_s)
+    if gain < WASTE_GAIN_MIN:
+        return []
+    what = (
+        f"{tier} is saved to every {clock.time_text(every_s)}; with a loss every {clock.time_text(mtbf_s)} and a stall "
+        f"of {clock.time_text(cost_s)}, every {clock.time_text(best_s)} would give back {gain:.1%} of the run"
+    )
+    return _said("interval", "slow", what, "`GoodputOptimal` keeps the interval there (docs/GOODPUT.md)")
+
+
+def _waste(cost_s: float, every_s: float, mtbf_s: float) -> float:
+    """The share of a run that saves and lost work take together, at most all of it."""
+    return min(1.0, cost_s / every_s + every_s / (2 * mtbf_s))
+
+
+def restores(facts: Facts) -> list[Advice]:
+    """Most bytes of the restores after losses came from the durable tier, though there are faster ones.
+
+    More than half: then the fast tiers did not survive what is lost (decision 5: coverage decides).
+    """
+    if facts.report is None or not facts.report.restores or not facts.report.disruptions:
+        return []
+    read = Counter[str]()
+    for each in facts.report.restores:
+        read.update(each.source_bytes)
+    durable = sum(size for tier, size in read.items() if tier.startswith(DURABLE))
+    if not facts.tiers - {DURABLE} or durable * 2 <= sum(read.values()):
+        return []
+    slowest = max(each.restore_s for each in facts.report.restores)
+    what = f"restores read {size_text(durable)} of {size_text(sum(read.values()))} from the durable tier, in up to "
+    what += clock.time_text(slowest)
+    advice = "`Tier.peer()` keeps copies on other hosts, and `Tier.ssd(path)` survives a lost process"
+    return _said("restores", "slow", what, advice)
+
+
+def skipped(facts: Facts) -> list[Advice]:
+    """A tenth of the saves or more were left out because the one before was still on its way.
+
+    A tenth: the optimum of the interval is flat (Daly's waste changes by 0.5 % of itself there), beyond it is not.
+    """
+    left = {(e.step, e.tier) for e in facts.of(Kind.SKIPPED) if e.fields.get("policy") in ("skip", "veto")}
+    taken = {event.step for event in facts.of(Kind.STAGED)}
+    if not left or len(left) < SKIPPED_SHARE_MAX * (len(left) + len(taken)):
+        return []
+    reason = Counter(str(e.fields.get("reason", "")) for e in facts.of(Kind.SKIPPED)).most_common(1)[0][0]
+    what = f"{len(left)} saves were left out beside {len(taken)} that were taken; mostly: {reason}"
+    return _said("skipped", "at risk", what, "save less often, or let two be on their way: `in_flight_max=2`")
+
+
+def failing(facts: Facts) -> list[Advice]:
+    """The last that was heard of a tier is that it failed. No threshold: what it would have held is not there."""
+    found = []
+    for tier in sorted({e.tier for e in facts.events if e.tier is not None}):
+        kinds = (Kind.COMMITTED, Kind.FAILED, Kind.DEGRADED)
+        last = max((e for e in facts.events if e.tier == tier and e.kind in kinds), key=_at, default=None)
+        if last is not None and last.kind != Kind.COMMITTED:
+            count = len({(e.step, e.kind) for e in facts.events if e.tier == tier and e.kind == Kind.FAILED})
+            failed = f", {count} saves failed in all" * (count > 0)
+            what = f"tier {tier} failed last{failed}: {last.fields.get('reason', '')}"
+            advice = "mend what it names; `FailurePolicy(durable_max_age_s=...)` stops a run that goes on without it"
+            found += _said("failing", "at risk", what, advice)
+    return found
+
+
+def durable_age(facts: Facts) -> list[Advice]:
+    """The newest durable step is older, at the end of the log, than three times what usually lies between two.
+
+    Three: two saves may fail and be said (`FailurePolicy.retries`) before anybody has to be woken.
+    """
+    times = sorted({event.step: event.at_s for event in facts.of(Kind.COMMITTED, DURABLE)}.values())
+    gaps = [after - before for before, after in pairwise(times)]
+    if len(gaps) < LOSSES_MIN or any(event.kind == Kind.FINISHED for event in facts.events):
+        return []
+    age_s = max(map(_at, facts.events)) - times[-1]
+    if age_s <= DURABLE_AGE_TIMES * median(gaps):
+        return []
+    what = (
+        f"nothing was committed durably for {clock.time_text(age_s)} at the end of the log, and usually something is "
+        f"every {clock.time_text(median(gaps))}"
+    )
+    return _said("durable_age", "at risk", what, "look at the events of its saves: `save_failed`, `save_skipped`")
+
+
+def damaged(facts: Facts) -> list[Advice]:
+    """Steps whose records cannot be read, or whose shares are not whole: no restart takes them."""
+    steps = [entry for entry in facts.steps if entry.state == "damaged"]
+    if not steps:
+        return []
+    what = f"{len(steps)} damaged: {'; '.join(str(entry.problem) for entry in steps[:3])}"
+    return _said("damaged", "at risk", what, f"`ckptkit scrub {facts.usage.root} --repair` mends what a copy still has")
+
+
+def one_step(facts: Facts) -> list[Advice]:
+    """One durable step is all there is to fall back to: damage to it is the loss of the run.
+
+    Two, because a restore falls back to the next older one (decision 4).
+    """
+    whole = [each for each in facts.usage.steps if each.state == "committed"]
+    if len(whole) != 1 or len({e.step for e in facts.of(Kind.COMMITTED, DURABLE)}) == 1:
+        return []
+    what = f"step {whole[0].step} is the only durable step: where it is damaged there is nothing to fall back to"
+    return _said("one_step", "at risk", what, "`max_to_keep=2` or more, or `ckptkit copy` to another place")
+
+
+def unproven(facts: Facts) -> list[Advice]:
+    """Stock Orbax's steps have no digests: a changed bit is restored unseen (FACTS 5: 60 of 60)."""
+    steps = [entry.step for entry in facts.steps if entry.state == "committed" and entry.save_id is None]
+    if not steps:
+        return []
+    shown = ", ".join(map(str, steps[-5:]))
+    what = f"{len(steps)} durable steps have no digests ({shown}): a changed bit in them is restored unseen"
+    return _said("unproven", "at risk", what, "save with `ckptkit.CheckpointManager`; `ckptkit verify` checks the rest")
+
+
+def replicas(facts: Facts) -> list[Advice]:
+    """Data replicas held different bits: a device or host computes wrongly. No threshold: they are equal by design."""
+    events = facts.of(Kind.REPLICAS_DIFFER)
+    if not events:
+        return []
+    suspects = Counter(str(each) for event in events for each in event.fields.get("suspects", ()))
+    who = ", ".join(name for name, _ in suspects.most_common(3)) or "nobody in particular"
+    first = min(event.step or 0 for event in events)
+    what = f"data replicas differed in {len({e.step for e in events})} saves, from step {first} on; suspected: {who}"
+    return _said("replicas", "at risk", what, "restore a step before that, without what is suspected")
+
+
+def rejected(facts: Facts) -> list[Advice]:
+    """A restore passed a candidate over: what was read instead is older, or slower. No threshold."""
+    events = facts.of(Kind.REJECTED)
+    if not events:
+        return []
+    last = max(events, key=_at)
+    where = f"{last.tier or 'a tier'}, step {last.step}" if last.step is not None else f"{last.tier or 'a tier'}"
+    why = last.fields.get("reason")
+    what = f"{len(events)} times something was passed over by a restore or a look; last: {where}: {why}"
+    return _said("rejected", "at risk", what, f"`ckptkit verify {facts.usage.root}`, then `ckptkit scrub`")
+
+
+def dead_weight(facts: Facts) -> list[Advice]:
+    """More than a tenth of the durable bytes are read by no restart.
+
+    A tenth is what a person would not tidy up for; every kind has its own remedy in `du`.
+    """
+    usage = facts.usage
+    inside = [each for each in usage.dead if each.path.startswith(f"{usage.root}/")]
+    dead = sum(each.stored_bytes for each in inside)
+    if dead <= DEAD_SHARE_MAX * usage.stored_bytes:
+        return []
+    kinds = Counter[str]()
+    for each in inside:
+        kinds[each.kind] += each.stored_bytes
+    shown = ", ".join(f"{kind} {size_text(size)}" for kind, size in kinds.most_common())
+    what = f"{size_text(dead)} of {size_text(usage.stored_bytes)} are dead weight: {shown}"
+    return _said("dead_weight", "wasteful", what, f"`ckptkit du {usage.root}` says how each goes; `ckptkit prune`")
+
+
+def many_steps(facts: Facts) -> list[Advice]:
+    """More than 50 durable steps: nobody falls back so far, and every start lists them.
+
+    50: at 1,000 steps a look at a bucket takes a request for each (durable/listing.py); restores look at 8 first.
+    """
+    whole = [each for each in facts.usage.steps if each.state == "committed"]
+    if len(whole) <= STEPS_MAX:
+        return []
+    size = sum(each.stored_bytes for each in whole)
+    what = f"{len(whole)} durable steps are kept, {size_text(size)}"
+    advice = "`max_to_keep=n` with `keep_period=m` for the long run; `ckptkit prune --keep newest=n --keep every=m`"
+    return _said("many_steps", "wasteful", what, advice)
+
+
+def idle_arenas(facts: Facts) -> list[Advice]:
+    """Slots that no process holds take memory or disk here. No threshold: only the user knows if it is restarted."""
+    idle = [each for each in facts.usage.arenas if not each.live and each.stored_bytes]
+    if not idle or any(each.live for each in facts.usage.arenas):
+        return []
+    size = sum(each.stored_bytes for each in idle)
+    what = f"no process of the job runs here, and its slots hold {size_text(size)} in {len(idle)} directories"
+    paths = " ".join(sorted({each.tier for each in idle}))
+    advice = f"where it is not started again: `ckptkit tiers clean {paths} --root {facts.usage.root}`"
+    return _said("idle_arenas", "wasteful", what, advice)
+
+
+def _at(event: Event) -> float:
+    return event.at_s
+
+
+RULES: tuple[Rule, ...] = (
+    failing,
+    damaged,
+    replicas,
+    durable_age,
+    one_step,
+    rejected,
+    skipped,
+    unproven,
+    stalls,
+    waits,
+    staging,
+    commits,
+    interval,
+    restores,
+    dead_weight,
+    many_steps,
+    idle_arenas,
+)

@@ -1,0 +1,21 @@
+"""Keeping a root in order, beside a running job or without one: what is there, what may go, what must stay."""
+
+from ckptkit.upkeep.arenas import ArenaEntry as ArenaEntry
+from ckptkit.upkeep.arenas import Cleaning as Cleaning
+from ckptkit.upkeep.arenas import clean_arenas as clean_arenas
+from ckptkit.upkeep.arenas import list_arenas as list_arenas
+from ckptkit.upkeep.copying import CopyPlan as CopyPlan
+from ckptkit.upkeep.copying import copy as copy
+from ckptkit.upkeep.copying import plan_copy as plan_copy
+from ckptkit.upkeep.pinning import Pinning as Pinning
+from ckptkit.upkeep.pinning import pin as pin
+from ckptkit.upkeep.pinning import unpin as unpin
+from ckptkit.upkeep.pruning import Keep as Keep
+from ckptkit.upkeep.pruning import PrunePlan as PrunePlan
+from ckptkit.upkeep.pruning import plan_prune as plan_prune
+from ckptkit.upkeep.pruning import prune as prune
+from ckptkit.upkeep.rollback import RollbackPlan as RollbackPlan
+from ckptkit.upkeep.rollback import plan_rollback as plan_rollback
+from ckptkit.upkeep.rollback import rollback as rollback
+from ckptkit.upkeep.usage import Usage as Usage
+from ckptkit.upkeep.usage import usage as usage

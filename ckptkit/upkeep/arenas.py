@@ -1,0 +1,224 @@
+"""The arenas of fast tiers on a host: whose they are, whether a process holds them, and the removal of dead jobs'."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit import clock, layout
+from ckptkit.errors import StepNotFoundError, StoreError
+from ckptkit.inspection.places import local_kind
+from ckptkit.inspection.records import FORMAT
+from ckptkit.slot_files import remove_slots
+from ckptkit.slot_reader import slot_directories
+from ckptkit.store.roots import root_url
+from ckptkit.verification.quarantine import QUARANTINE_DIR, arena_lock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaEntry:
+    """One slot directory. `live`: a process holds its lock. `saves`: step, epoch and number of each manifest, newest
+    save last; `used_at_s`: when its newest manifest, or else a slot, was written (wall clock; None: never)."""
+
+    tier: str
+    job: str
+    host_id: str
+    path: str
+    live: bool
+    saves: tuple[tuple[int, int, int], ...]
+    slots: int
+    stored_bytes: int
+    quarantine_bytes: int
+    used_at_s: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        found = asdict(self)
+        found["bytes"] = found.pop("stored_bytes")
+        found["saves"] = [{"step": step, "epoch": epoch, "number": number} for step, epoch, number in self.saves]
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cleaning:
+    """What becomes of arenas: `removed` (or to be), `kept` with why. Bytes are those that removal frees."""
+
+    removed: tuple[ArenaEntry, ...]
+    kept: tuple[tuple[ArenaEntry, str], ...]
+    done: bool
+
+    @property
+    def freed_bytes(self) -> int:
+        """Of all that are removed."""
+        return sum(each.stored_bytes + each.quarantine_bytes for each in self.removed)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {
+            "format": FORMAT,
+            "done": self.done,
+            "freed_bytes": self.freed_bytes,
+            "removed": [each.to_json() for each in self.removed],
+            "kept": [{**each.to_json(), "reason": why} for each, why in self.kept],
+        }
+
+
+def list_arenas(
+    tiers: Sequence[str], *, root: str | None = None, job: str | None = None, host_id: str | None = None
+) -> list[ArenaEntry]:
+    """The slot directories below the paths of fast tiers, by path. Those that were emptied are left out.
+
+    `root` leaves those of the jobs that save to it, `job` those of one directory name, `host_id` those of one host.
+    Whether one is live is asked of its lock for a moment, shared: a job that starts in just that moment takes the next
+    directory, and finds what is in this one all the same. Writes nothing. Raises `StoreError` for what it may not read.
+    """
+    ending = None if root is None else layout.job_name(root_url(root)).removeprefix("job")
+    found = []
+    for tier in tiers:
+        for directory, name, host in _directories(tier):
+            of_root = ending is None or name.endswith(ending)
+            if of_root and job in (None, name) and host_id in (None, host):
+                entry = _entry(tier, name, host, directory)
+                found += [entry] if entry is not None else []
+    return sorted(found, key=lambda each: each.path)
+
+
+def clean_arenas(
+    tiers: Sequence[str],
+    *,
+    host_id: str,
+    job: str | None = None,
+    root: str | None = None,
+    idle_s: float | None = None,
+    dry_run: bool = False,
+) -> Cleaning:
+    """Frees the slots of jobs that have ended, and what stands in their quarantines; their empty directories stay.
+
+    One of `job` (a directory's name), `root` and `idle_s` (nothing was saved for so long) says which, and all that are
+    given must hold. Only arenas of `host_id` are touched, and none of a job with a live process on this host: the locks
+    of all its directories are held while they are emptied, manifests first. A job that is to be started again would
+    find nothing here, and restore from a slower tier.
+
+    Raises ValueError where nothing says which, `StepNotFoundError` where a tier is not there, `StoreError`.
+    """
+    if job is None and root is None and idle_s is None:
+        raise ValueError("say which arenas: a job, a root, or how long they have been idle")
+    for tier in tiers:
+        if local_kind(tier) is None:
+            raise StepNotFoundError(f"{tier}: there is no such directory; check the path", path=tier)
+    found = list_arenas(tiers, host_id=host_id)
+    chosen = {each.path for each in list_arenas(tiers, root=root, job=job, host_id=host_id)}
+    now_s = clock.wall_s()
+    removed: list[ArenaEntry] = []
+    kept: list[tuple[ArenaEntry, str]] = []
+    for of_job in _by_job(each for each in found if each.path in chosen):
+        newest_s = max((each.used_at_s for each in of_job if each.used_at_s is not None), default=0.0)
+        if any(each.live for each in of_job):
+            kept += [(each, "a process of the job is running") for each in of_job]
+        elif idle_s is not None and now_s - newest_s < idle_s:
+            kept += [(each, "it was used since") for each in of_job]
+        elif dry_run or _emptied(of_job):
+            removed += of_job
+        else:
+            kept += [(replace(each, live=True), "a process of the job is running") for each in of_job]
+    return Cleaning(removed=tuple(removed), kept=tuple(kept), done=not dry_run)
+
+
+def _by_job(entries: Iterable[ArenaEntry]) -> list[list[ArenaEntry]]:
+    jobs: dict[tuple[str, str], list[ArenaEntry]] = {}
+    for each in entries:
+        jobs.setdefault((each.tier, each.job), []).append(each)
+    return list(jobs.values())
+
+
+def _emptied(arenas: Sequence[ArenaEntry]) -> bool:
+    """Empties all of them; False, and nothing was touched, where a process holds one by now."""
+    with ExitStack() as locks:
+        if not all(locks.enter_context(arena_lock(Path(each.path))) for each in arenas):
+            return False
+        for each in arenas:
+            with _told(each.path):
+                remove_slots(Path(each.path))
+                shutil.rmtree(Path(each.path) / QUARANTINE_DIR, ignore_errors=True)
+    return True
+
+
+def _directories(tier: str) -> Iterator[tuple[Path, str, str]]:
+    """Every slot directory of a tier, with its job and host."""
+    with _told(tier):
+        for job in _subdirectories(Path(tier)):
+            for host in _subdirectories(job):
+                for directory in slot_directories(host):
+                    if os.path.lexists(directory / layout.LOCK_NAME):
+                        yield directory, job.name, host.name
+
+
+def _subdirectories(path: Path) -> list[Path]:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return sorted(Path(each.path) for each in os.scandir(path) if each.is_dir(follow_symlinks=False))
+    return []
+
+
+def _entry(tier: str, job: str, host: str, directory: Path) -> ArenaEntry | None:
+    """None for one that is empty and free: what `clean_arenas` and a job that ended well leave."""
+    with _told(str(directory)):
+        names = os.listdir(directory)
+        saves = [save for name in names if (save := layout.save_of_manifest(name)) is not None]
+        slots = [name for name in names if layout.slot_index(name) is not None]
+        sizes, times = _stats(directory, slots)
+        _, saved = _stats(directory, [name for name in names if layout.save_of_manifest(name) is not None])
+        aside = [path for path in (directory / QUARANTINE_DIR).rglob("*") if path.is_file()]
+        quarantine, _ = _stats(directory, [str(path.relative_to(directory)) for path in aside])
+        live = _is_live(directory)
+    if not live and not saves and not slots and not aside:
+        return None
+    return ArenaEntry(
+        tier=tier,
+        job=job,
+        host_id=host,
+        path=str(directory),
+        live=live,
+        saves=tuple(sorted(saves, key=lambda save: (save[1], save[0], save[2]))),
+        slots=len(slots),
+        stored_bytes=sum(sizes),
+        quarantine_bytes=sum(quarantine),
+        used_at_s=max(saved or times, default=None),
+    )
+
+
+def _stats(directory: Path, names: Sequence[str]) -> tuple[list[int], list[float]]:
+    """The bytes that files take, and when they were written; those that went meanwhile are left out."""
+    sizes, times = [], []
+    for name in names:
+        with suppress(FileNotFoundError):
+            status = os.lstat(directory / name)
+            sizes.append(status.st_blocks * 512)
+            times.append(status.st_mtime)
+    return sizes, times
+
+
+def _is_live(directory: Path) -> bool:
+    fd = os.open(directory / layout.LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+@contextmanager
+def _told(where: str) -> Iterator[None]:
+    """What a file system refuses is a `StoreError` that names the path."""
+    try:
+        yield
+    except OSError as error:
+        path = error.filename or where
+        raise StoreError(f"{path}: {error.strerror}; look at its permissions", path=str(path)) from error

@@ -1,0 +1,64 @@
+"""`pin` and `unpin`: a durable step that nobody prunes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ckptkit.durable.pins import pinned_steps, put_pin, take_pin
+from ckptkit.errors import StepNotFoundError
+from ckptkit.inspection.places import Place
+from ckptkit.inspection.records import FORMAT
+from ckptkit.inspection.steps import durable_steps, read_ancestry
+from ckptkit.store import open_store
+from ckptkit.store.roots import root_url
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinning:
+    """What became of a pin. `changed`: it was put, or taken out, or would be; `pinned`: every pinned step after it."""
+
+    root: str
+    step: int
+    changed: bool
+    pinned: tuple[int, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {"format": FORMAT, **asdict(self)}
+
+
+def pin(root: str, step: int, *, reason: str = "", dry_run: bool = False, timeout_s: float = 20.0) -> Pinning:
+    """Keeps a durable step of `root` from every pruning, a running job's too, until `unpin`.
+
+    Of an abandoned branch too: its number cannot be saved anew to the durable tier while the pin is there. Only a
+    deletion that names the step (`CheckpointManager.delete`) takes it. Fast tiers know no pins. Raises
+    `StepNotFoundError` where the root has no such committed step, `CheckpointError` where it is being deleted.
+    """
+    url = root_url(root)
+    place = Place.open(url, timeout_s=timeout_s)
+    found = [each for each in durable_steps(place, read_ancestry(place)[0]) if each.step == step]
+    if not any(each.state != "unfinished" for each in found):
+        raise StepNotFoundError(
+            f"{url} has no committed durable step {step}; `ckptkit steps {url}` lists those that it has",
+            step=step,
+            path=url,
+        )
+    store = open_store(url, deadline_s=timeout_s)
+    before = pinned_steps(store)
+    if not dry_run:
+        put_pin(store, step, reason)
+    return Pinning(root=url, step=step, changed=step not in before, pinned=tuple(sorted({*before, step})))
+
+
+def unpin(root: str, step: int, *, dry_run: bool = False, timeout_s: float = 20.0) -> Pinning:
+    """Takes the pin of a step out, also of one that is gone. Raises `StepNotFoundError` where there is none."""
+    url = root_url(root)
+    store = open_store(url, deadline_s=timeout_s)
+    before = pinned_steps(store)
+    if step not in before:
+        shown = ", ".join(map(str, sorted(before))) or "none"
+        raise StepNotFoundError(f"{url} has no pin of step {step}; pinned are: {shown}", step=step, path=url)
+    if not dry_run:
+        take_pin(store, step)
+    return Pinning(root=url, step=step, changed=True, pinned=tuple(sorted(before - {step})))

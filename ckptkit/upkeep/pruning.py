@@ -1,0 +1,300 @@
+"""`prune`: which durable steps stay by a keep policy, and the deletion of the others, beside a running job or without.
+
+Planned from one look and one proof; before anything goes, all of it is announced, looked at again and compared.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from ckptkit import clock
+from ckptkit.durable import DurableReader, EpochRecords
+from ckptkit.durable.deletion import move_away, remove_step
+from ckptkit.durable.epochs import Ancestry
+from ckptkit.durable.leases import Doom, PruneGuard
+from ckptkit.durable.pins import pinned_steps
+from ckptkit.errors import CheckpointError, StoreError
+from ckptkit.inspection.places import Place, nothing_at
+from ckptkit.inspection.records import FORMAT, State
+from ckptkit.inspection.steps import DurableStep, durable_steps
+from ckptkit.manifest import SaveId
+from ckptkit.policy import EverySteps, KeepBytes, KeepNewest
+from ckptkit.store import open_store
+from ckptkit.store.roots import is_remote, root_url
+from ckptkit.verification.durable import prove_step
+from ckptkit.verification.pool import Limits
+from ckptkit.verification.records import Progress
+
+Keep = KeepNewest | KeepBytes | EverySteps
+Act = Literal["keep", "delete", "leave"]
+
+_POLL_S = 0.5  # between two looks at leases that are waited for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneStep:
+    """What becomes of one durable step, and why. `leave`: it is nothing that a pruning may judge."""
+
+    step: int
+    path: str
+    state: State
+    save_id: SaveId | None
+    stored_bytes: int
+    act: Act
+    reasons: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {
+            "step": self.step,
+            "path": self.path,
+            "state": self.state,
+            "save_id": None if self.save_id is None else asdict(self.save_id),
+            "bytes": self.stored_bytes,
+            "act": self.act,
+            "reasons": self.reasons,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrunePlan:
+    """The steps of a root, ascending by number, with what is to become of each. `proven`: the newest step that was
+    found whole; `ancestry`: what the plan holds for."""
+
+    root: str
+    keep: tuple[Keep, ...]
+    steps: tuple[PruneStep, ...]
+    proven: int | None
+    ancestry: Ancestry
+    done: bool = False
+    problems: tuple[str, ...] = ()
+
+    @property
+    def doomed(self) -> tuple[PruneStep, ...]:
+        """Those that are, or were, to go."""
+        return tuple(each for each in self.steps if each.act == "delete")
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes of all that."""
+        return sum(each.stored_bytes for each in self.doomed)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {
+            "format": FORMAT,
+            "root": self.root,
+            "keep": [keep_text(rule) for rule in self.keep],
+            "done": self.done,
+            "freed_bytes": self.freed_bytes,
+            "proven_step": self.proven,
+            "steps": [each.to_json() for each in self.steps],
+            "problems": self.problems,
+        }
+
+
+def plan_prune(
+    root: str,
+    keep: Sequence[Keep],
+    *,
+    unread: bool = False,
+    timeout_s: float = 20.0,
+    progress: Callable[[Progress], None] | None = None,
+) -> PrunePlan:
+    """What `prune` would delete of the durable steps of `root`; nothing is.
+
+    A step stays where one of `keep` keeps it: `KeepNewest(count)`, `KeepBytes(bytes_max)` of the newest, or every step
+    of `EverySteps(steps)`. Whatever they say, these stay: the newest step that proves whole, what is pinned, and what
+    somebody reads. Steps of abandoned branches count for none of them and go. What was never committed, or is damaged,
+    is left: nobody knows whose it is.
+
+    Cost: a look at every step, and the bytes of the newest one, which is read and proven (of stock Orbax, as far as
+    that goes), then of older ones until one is whole. With `unread` its records are taken for a proof.
+
+    Raises `StepNotFoundError` where there is no root, `StoreError` for what cannot be reached, `CorruptCheckpointError`
+    where the epoch records cannot be read: which steps are abandoned is not known then. ValueError without a `keep`.
+    """
+    if not keep:
+        raise ValueError("say what is kept: KeepNewest, KeepBytes or EverySteps")
+    place = Place.open(root_url(root), timeout_s=timeout_s)
+    if not place.names() and not os.path.isdir(place.url):
+        raise nothing_at(place.url, "there is no such root; check the path")
+    ancestry = EpochRecords(place.store).read()
+    found = durable_steps(place, ancestry)
+    branch = sorted((each for each in found if each.state == "committed"), key=lambda each: each.identity)[::-1]
+    proven, corrupt = _newest_whole(branch, Limits(progress=progress), timeout_s, unread=unread)
+    whole = [each for each in branch if each.place.url not in corrupt]
+    sizes = {each.place.url: each.place.stored_bytes() for each in found}
+    kept: dict[str, list[str]] = {each.place.url: [] for each in found}
+    for rule in keep:
+        for each in kept_by(rule, [(each.place.url, each.step, sizes[each.place.url]) for each in whole]):
+            kept[each].append(keep_text(rule))
+    if proven is not None:
+        kept[proven.place.url].append("the newest whole step")
+    pinned = pinned_steps(place.store)
+    _add(kept, found, pinned, "pinned")
+    _add(kept, found, PruneGuard(place.store).leased([each.step for each in found]) - pinned, "in use")
+    top = max((each.step for each in branch), default=-1)
+    steps = [
+        _judged(each, sizes[each.place.url], kept[each.place.url], corrupt.get(each.place.url), top) for each in found
+    ]
+    return PrunePlan(
+        root=place.url,
+        keep=tuple(keep),
+        steps=tuple(sorted(steps, key=lambda each: each.step)),
+        proven=None if proven is None else proven.step,
+        ancestry=ancestry,
+        problems=tuple(corrupt.values()),
+    )
+
+
+def prune(plan: PrunePlan, *, wait_s: float = 0.0, timeout_s: float = 20.0) -> PrunePlan:
+    """Deletes what the plan says, oldest first; gives the plan as it was carried out.
+
+    Beside a running job: the steps are announced first, so that no reader begins with one; those that somebody reads
+    stay (a lease whose holder died is dropped once it was watched for its life, for at most `wait_s`), and so does what
+    was pinned, saved anew or pruned since. Where a rollback or a new run came meanwhile nothing is deleted. Whatever
+    stops this half way, what is left is a committed step or none.
+
+    It cannot see a job that has restored an older step by its number and has saved nothing since: let it save first.
+
+    Raises `CheckpointError` where the plan does not hold any more, `StoreError` where a step cannot be deleted.
+    """
+    if not plan.doomed:
+        return replace(plan, done=True)
+    store = open_store(plan.root, deadline_s=timeout_s)
+    numbers = [each.step for each in plan.doomed]
+    with Doom(store, numbers) as doom:
+        spared = _spared(PruneGuard(store), numbers, wait_s)
+        there = _still_there(plan, timeout_s)
+        acted: dict[str, PruneStep] = {}
+        for each in plan.doomed:
+            if each.step in spared:
+                acted[each.path] = replace(each, act="keep", reasons=("in use, or pinned",))
+            elif there.get(each.path) != each.save_id or each.path not in there:
+                acted[each.path] = replace(each, act="leave", reasons=("it was deleted or saved anew meanwhile",))
+            elif doom.lost:
+                raise StoreError(f"{plan.root} did not answer in time to renew the announcement; run it again")
+            elif not _removed(each):
+                acted[each.path] = replace(each, act="leave", reasons=("it was saved anew meanwhile",))
+    return replace(plan, done=True, steps=tuple(acted.get(each.path, each) for each in plan.steps))
+
+
+def kept_by(rule: Keep, newest_first: Sequence[tuple[str, int, int]]) -> list[str]:
+    """Which of some steps, each a name, a number and bytes, a rule keeps. Pure."""
+    if isinstance(rule, EverySteps):
+        return [name for name, step, _ in newest_first if rule.due(step)]
+    if isinstance(rule, KeepNewest):
+        return [name for name, _, _ in newest_first[: rule.count]]
+    total, kept = 0, list[str]()
+    for name, _, size in newest_first:  # the newest one always, as in a fast tier
+        total += size
+        if kept and total > rule.bytes_max:
+            break
+        kept.append(name)
+    return kept
+
+
+def keep_text(rule: Keep) -> str:
+    """A rule as the command line has it."""
+    if isinstance(rule, EverySteps):
+        return f"every={rule.steps}"
+    return f"newest={rule.count}" if isinstance(rule, KeepNewest) else f"bytes={rule.bytes_max}"
+
+
+def _newest_whole(
+    newest_first: Sequence[DurableStep], limits: Limits, timeout_s: float, *, unread: bool
+) -> tuple[DurableStep | None, dict[str, str]]:
+    """The newest step without damage, and what is wrong with those before it, by path."""
+    corrupt: dict[str, str] = {}
+    for each in newest_first:
+        if unread:
+            return each, corrupt
+        proofs = prove_step(each.place, each.step, limits, [], timeout_s=timeout_s)
+        if not proofs:  # replaced while it was read: a look of its own is due
+            raise CheckpointError(f"step {each.step} in {each.place.url} was replaced while it was read; run it again")
+        if not proofs[0].findings:
+            return each, corrupt
+        corrupt[each.place.url] = f"step {each.step}: {proofs[0].findings[0].problem}"
+    return None, corrupt
+
+
+def _add(kept: dict[str, list[str]], found: Sequence[DurableStep], steps: set[int], why: str) -> None:
+    for each in found:
+        if each.step in steps:
+            kept[each.place.url].append(why)
+
+
+def _judged(each: DurableStep, size: int, kept: Sequence[str], corrupt: str | None, top: int) -> PruneStep:
+    if each.state == "unfinished":
+        act, reasons = "leave", ("never committed: a save under way, or cut off",)
+    elif each.state == "damaged" or corrupt is not None:
+        act, reasons = "leave", ("damaged: `ckptkit scrub` says what can be done",)
+    elif kept:
+        act, reasons = "keep", tuple(kept)
+    elif each.state == "superseded" and each.step > top and is_remote(each.place.url):
+        # In a bucket nothing tells its objects from those of the save that takes its number while they are deleted.
+        act, reasons = "leave", ("superseded, and its number is still ahead of the run, which replaces it",)
+    elif each.state == "superseded":
+        act, reasons = "delete", ("superseded",)
+    else:
+        act, reasons = "delete", ("no rule keeps it",)
+    return PruneStep(
+        step=each.step,
+        path=each.place.url,
+        state=each.state,
+        save_id=each.save_id,
+        stored_bytes=size,
+        act=act,
+        reasons=reasons,
+    )
+
+
+def _spared(guard: PruneGuard, steps: Sequence[int], wait_s: float) -> set[int]:
+    deadline = clock.Deadline(wait_s)
+    while (spared := guard.leased(steps)) and not deadline.passed:
+        time.sleep(min(_POLL_S, deadline.left_s))
+    return spared
+
+
+def _still_there(plan: PrunePlan, timeout_s: float) -> dict[str, SaveId | None]:
+    """The saves of the steps as they are now, by path. Raises `CheckpointError` where the plan does not hold."""
+    place = Place.open(plan.root, timeout_s=timeout_s)
+    ancestry = EpochRecords(place.store).read()
+    found = {each.place.url: each for each in durable_steps(place, ancestry)}
+    stays = [each for each in plan.steps if each.step == plan.proven and each.act == "keep"]
+    whole = all(
+        each.path in found and found[each.path].state == "committed" and found[each.path].save_id == each.save_id
+        for each in stays
+    )
+    if ancestry != plan.ancestry or not whole:
+        raise CheckpointError(
+            f"{plan.root} changed since it was looked at: a run began, or went back; nothing was deleted, run it again",
+            path=plan.root,
+        )
+    return {url: each.save_id for url, each in found.items()}
+
+
+def _removed(each: PruneStep) -> bool:
+    """Deletes a step; False where another save has its number by now."""
+    try:
+        if is_remote(each.path):
+            remove_step(each.path, shutil.rmtree)
+            return True
+        aside = move_away(each.path)
+        if each.save_id is not None and DurableReader(aside, step=each.step).save_id() != each.save_id:
+            os.rename(aside, each.path)
+            return False
+        shutil.rmtree(aside)
+    except FileNotFoundError:
+        return False  # the job has pruned it itself
+    except OSError as error:
+        raise StoreError(
+            f"{error.filename or each.path}: {error.strerror}; it was not deleted", path=each.path
+        ) from error
+    return True

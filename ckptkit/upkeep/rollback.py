@@ -1,0 +1,159 @@
+"""`rollback`: the run goes back to a step. An epoch record says so; nothing is deleted by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ckptkit.durable import EpochRecords
+from ckptkit.durable.epochs import Ancestry
+from ckptkit.durable.pins import pinned_steps
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from ckptkit.inspection.places import Place
+from ckptkit.inspection.records import FORMAT, StepEntry
+from ckptkit.inspection.steps import DURABLE, list_steps
+from ckptkit.manifest import SaveId
+from ckptkit.store import open_store
+from ckptkit.upkeep.arenas import list_arenas
+from ckptkit.verification import verify
+from ckptkit.verification.records import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackPlan:
+    """The saves that a rollback abandons: newer than `step`, of the branch that goes on from there until now."""
+
+    root: str
+    step: int
+    save_id: SaveId | None
+    abandoned: tuple[StepEntry, ...]
+    before: Ancestry
+    after: Ancestry
+    done: bool = False
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {
+            "format": FORMAT,
+            "root": self.root,
+            "step": self.step,
+            "save_id": None if self.save_id is None else asdict(self.save_id),
+            "epoch": self.after.epoch,
+            "done": self.done,
+            "abandoned": [
+                {
+                    "step": each.step,
+                    "save_id": None if each.save_id is None else asdict(each.save_id),
+                    "tiers": [holding.tier for holding in each.holdings],
+                }
+                for each in self.abandoned
+            ],
+            "notes": self.notes,
+        }
+
+
+def plan_rollback(
+    root: str,
+    step: int,
+    *,
+    tiers: Sequence[str] = (),
+    host_id: str,
+    unread: bool = False,
+    timeout_s: float = 20.0,
+    progress: Callable[[Progress], None] | None = None,
+) -> RollbackPlan:
+    """What going back to `step` abandons, over the durable root and this host's fast `tiers`; nothing is written.
+
+    The step is read and proven first (`unread`: its records are taken for that), because once the record is written no
+    restart takes a newer one. A tier that is not given is not looked at, and the record counts for it all the same.
+
+    Raises `StepNotFoundError` for a step that no restart would take (none there, superseded, not whole),
+    `CorruptCheckpointError` where it is damaged or the epoch records are, `StoreError` for what cannot be reached.
+    """
+    listing = list_steps(root, tiers=tiers, host_id=host_id, timeout_s=timeout_s)
+    place = Place.open(listing.root, timeout_s=timeout_s)
+    before = EpochRecords(place.store).read()
+    entry = _chosen(listing.steps, step, listing.root)
+    if not unread:
+        _prove(entry, listing.root, timeout_s, progress)
+    identity = entry.save_id or before.of_stock(step)
+    live = [each for each in listing.steps if each.state in ("committed", "partial")]
+    newer = tuple(each for each in live if each.step > step and (each.save_id or before.of_stock(each.step)) > identity)
+    stock = [each.step for each in listing.steps if each.save_id is None and each.state in ("committed", "superseded")]
+    seen = [each.save_id.epoch for each in listing.steps if each.save_id is not None]
+    epoch = max([before.epoch, *seen]) + 1
+    return RollbackPlan(
+        root=listing.root,
+        step=step,
+        save_id=entry.save_id,
+        abandoned=newer,
+        before=before,
+        after=before.begin(epoch, step, stock),
+        notes=_notes(listing.root, entry, newer, pinned_steps(place.store), tiers, host_id),
+    )
+
+
+def rollback(plan: RollbackPlan, *, timeout_s: float = 20.0) -> RollbackPlan:
+    """Writes the epoch record: from now on every restart takes the step, and none of what was abandoned.
+
+    A run that is under way is fenced off: its next durable save is refused and says why; stop it, and start it again.
+    What is abandoned stays until it is pruned, or its numbers are saved anew. It cannot be taken back.
+
+    Cost: three small writes. Raises `CheckpointError` where a run has begun or gone back since the plan was made.
+    """
+    records = EpochRecords(open_store(plan.root, deadline_s=timeout_s))
+    changed = CheckpointError(f"{plan.root} changed since it was looked at: a run began, or went back; run it again")
+    if records.read() != plan.before:
+        raise changed
+    try:
+        records.write(plan.after)
+    except FileExistsError as error:
+        raise changed from error
+    return replace(plan, done=True)
+
+
+def _chosen(entries: Sequence[StepEntry], step: int, root: str) -> StepEntry:
+    of_number = [each for each in entries if each.step == step]
+    for each in of_number:
+        if each.state == "committed":
+            return each
+    states = ", ".join(each.state for each in of_number)
+    why = f"it is {states}" if of_number else "there is none"
+    if any(each.state == "superseded" for each in of_number):
+        why += f"; `ckptkit copy {root}/{step} NEW_ROOT` takes it to a root where it is not"
+    raise StepNotFoundError(f"{root}: no restart would take step {step}: {why}", step=step, path=root)
+
+
+def _prove(entry: StepEntry, root: str, timeout_s: float, progress: Callable[[Progress], None] | None) -> None:
+    durable = [each for each in entry.holdings if each.tier == DURABLE]
+    for holding in durable or entry.holdings:
+        found = verify(holding.path, entry.step, timeout_s=timeout_s, progress=progress)
+        for proof in found.steps:
+            if proof.findings and proof.save_id in (None, entry.save_id):
+                raise CorruptCheckpointError(
+                    f"{root} is not rolled back: step {entry.step} is damaged: {proof.findings[0].problem}",
+                    step=entry.step,
+                    path=holding.path,
+                )
+
+
+def _notes(
+    root: str,
+    entry: StepEntry,
+    newer: Sequence[StepEntry],
+    pinned: set[int],
+    tiers: Sequence[str],
+    host_id: str,
+) -> tuple[str, ...]:
+    notes = []
+    if not any(each.tier == DURABLE for each in entry.holdings):
+        notes.append("only fast tiers of this host hold it: where they are lost, a restart takes an older step")
+    blocked = sorted({each.step for each in newer} & pinned)
+    if blocked:
+        notes.append(f"pinned: {', '.join(map(str, blocked))}; these numbers cannot be saved anew until they are not")
+    live = [each.path for each in list_arenas(tiers, root=root, host_id=host_id) if each.live]
+    if live:
+        notes.append(f"a process runs here ({', '.join(live)}): stop it, its next durable save will be refused")
+    return tuple(notes)

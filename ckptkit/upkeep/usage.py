@@ -1,0 +1,280 @@
+"""`du`: where the bytes of a root are, by step, item and kind, and in this host's tiers; and which are dead weight."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+from urllib.parse import unquote
+
+import tensorstore as ts
+
+from ckptkit import layout
+from ckptkit.durable.leases import PruneGuard
+from ckptkit.durable.pins import pinned_steps
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.inspection.arrays import ARRAY_METADATAS, METADATA, OCDBT, SHARDINGS
+from ckptkit.inspection.directories import STEP_METADATA, item_kind, step_of_name
+from ckptkit.inspection.places import Place, nothing_at
+from ckptkit.inspection.records import FORMAT, State
+from ckptkit.inspection.steps import DurableStep, durable_steps, read_ancestry
+from ckptkit.store.roots import root_url
+from ckptkit.upkeep.arenas import ArenaEntry, list_arenas
+from ckptkit.verification.quarantine import QUARANTINE_DIR
+
+Kind = Literal["arrays", "digests", "small", "metadata"]
+DeadKind = Literal["leftover", "superseded", "quarantine", "stray", "unreferenced"]
+
+_METADATA = frozenset(
+    {METADATA, OCDBT, SHARDINGS, STEP_METADATA, layout.COMMIT_MARK, ".zarray", ".zattrs", "zarr.json"}
+)
+_LEAVING = layout.LEAVING_DIR.rpartition("/")[2]
+_ROOT_FILES = frozenset({"metadata", "array_metadatas", "descriptor"})  # what Orbax's manager keeps beside steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepUsage:
+    """What one durable step takes. `items`: bytes by item (the step's own files under ""); `kinds`: by `Kind`."""
+
+    step: int
+    path: str
+    state: State
+    pinned: bool
+    in_use: bool
+    stored_bytes: int
+    items: Mapping[str, int]
+    kinds: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadWeight:
+    """Bytes that no restart reads, and how they go."""
+
+    kind: DeadKind
+    path: str
+    stored_bytes: int
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """A root, and what the given tiers of this host hold of it. `record_bytes`: of records (epochs, leases, pins)."""
+
+    root: str
+    steps: tuple[StepUsage, ...]
+    arenas: tuple[ArenaEntry, ...]
+    dead: tuple[DeadWeight, ...]
+    record_bytes: int
+    problems: tuple[str, ...] = ()
+
+    @property
+    def stored_bytes(self) -> int:
+        """Everything below the durable root, dead weight too."""
+        inside = [each.stored_bytes for each in self.dead if each.kind in ("leftover", "stray")]
+        own = f"{self.root}/{layout.SIDECAR_DIR}/"
+        aside = [each.stored_bytes for each in self.dead if each.kind == "quarantine" and each.path.startswith(own)]
+        return sum(each.stored_bytes for each in self.steps) + sum(inside) + sum(aside) + self.record_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {
+            "format": FORMAT,
+            "root": self.root,
+            "bytes": self.stored_bytes,
+            "record_bytes": self.record_bytes,
+            "steps": [_renamed(asdict(each)) for each in self.steps],
+            "tiers": [each.to_json() for each in self.arenas],
+            "dead": [_renamed(asdict(each)) for each in self.dead],
+            "problems": self.problems,
+        }
+
+
+def usage(
+    root: str, *, tiers: Sequence[str] = (), host_id: str | None = None, deep: bool = False, timeout_s: float = 20.0
+) -> Usage:
+    """Where the bytes are. Reads no array, takes no lock, writes nothing.
+
+    `deep` looks for files of OCDBT databases that nothing refers to any more (one read per node of each database).
+    Cost: one listing per directory, a small read per step. Raises `StepNotFoundError` where there is no root,
+    `StoreError` for what cannot be reached.
+    """
+    place = Place.open(root_url(root), timeout_s=timeout_s)
+    if not place.names() and not os.path.isdir(place.url):
+        raise nothing_at(place.url, "there is no such root; check the path")
+    ancestry, problems = read_ancestry(place)
+    found = durable_steps(place, ancestry)
+    steps = [each for each in found if each.state != "unfinished"]
+    pinned = pinned_steps(place.store)
+    used = PruneGuard(place.store).leased([each.step for each in found]) - pinned
+    dead = _root_dead(place, found)
+    dead += [
+        DeadWeight(
+            kind="superseded", path=s.place.url, stored_bytes=s.place.stored_bytes(), remedy=_superseded(s, pinned)
+        )
+        for s in steps
+        if s.state == "superseded"
+    ]
+    arenas = list_arenas(tiers, root=place.url, host_id=host_id)
+    dead += [
+        DeadWeight(
+            kind="quarantine",
+            path=f"{each.path}/{QUARANTINE_DIR}",
+            stored_bytes=each.quarantine_bytes,
+            remedy="delete it when nobody wants to look into it",
+        )
+        for each in arenas
+        if each.quarantine_bytes
+    ]
+    for each in steps if deep else ():
+        dead += _unreferenced(each.place, problems)
+    problems += [each.problem for each in found if each.problem is not None]
+    return Usage(
+        root=place.url,
+        steps=tuple(_step_usage(each, pinned, used) for each in steps),
+        arenas=tuple(arenas),
+        dead=tuple(dead),
+        record_bytes=_record_bytes(place),
+        problems=tuple(problems),
+    )
+
+
+def _renamed(record: dict[str, Any]) -> dict[str, Any]:
+    return {"bytes" if name == "stored_bytes" else name: value for name, value in record.items()}
+
+
+def _step_usage(each: DurableStep, pinned: set[int], used: set[int]) -> StepUsage:
+    items, kinds = Counter[str](), Counter[str]()
+    whole = item_kind(each.place) is not None  # saved without a manager: the step is the item
+    for key, size in each.place.sizes().items():
+        head, slash, rest = key.partition("/")
+        item = "" if whole or not slash else head
+        items[item] += size
+        place, inner = (each.place, key) if whole else (each.place.below(head), rest or head)
+        kinds[_kind(place, inner, inside=whole or bool(slash))] += size
+    return StepUsage(
+        step=each.step,
+        path=each.place.url,
+        state=each.state,
+        pinned=each.step in pinned,
+        in_use=each.step in used,
+        stored_bytes=sum(items.values()),
+        items=dict(sorted(items.items())),
+        kinds=dict(sorted(kinds.items())),
+    )
+
+
+def _kind(item: Place, key: str, *, inside: bool) -> Kind:
+    """What a file is, by its path in an item."""
+    parts = key.split("/")
+    if layout.SIDECAR_DIR in parts:
+        return "digests"
+    if parts[-1] in _METADATA or parts[0] == ARRAY_METADATAS or (not inside and item_kind(item) is None):
+        return "metadata"
+    return "arrays" if item_kind(item) == "arrays" else "small"
+
+
+def _superseded(each: DurableStep, pinned: set[int]) -> str:
+    if each.step in pinned:
+        return "it is pinned: `ckptkit unpin`, then `ckptkit prune`"
+    return "the job's next pruning, or `ckptkit prune`"
+
+
+def _root_dead(place: Place, found: Sequence[DurableStep]) -> list[DeadWeight]:
+    """What stands in the root and is no step: leftovers, quarantine, and what nobody knows."""
+    known = {each.place.name: each for each in found}
+    dead: list[DeadWeight] = []
+    for name in place.directories():
+        below = place.below(name)
+        if name == layout.SIDECAR_DIR:
+            aside = below.below(QUARANTINE_DIR)
+            if aside.names():
+                dead.append(_dead("quarantine", aside, "delete it when nobody wants to look into it"))
+            leaving = below.below(_LEAVING)
+            if leaving.names():
+                dead.append(_dead("leftover", leaving, "steps that are being deleted, or were: the job's next start"))
+        elif name in known and known[name].state != "unfinished":
+            continue
+        elif step_of_name(name) is not None:
+            remedy = (
+                "a save under way, or cut off: the next save of its number replaces it, or delete it with no job on"
+            )
+            dead.append(_dead("leftover", below, remedy))
+        elif name not in _ROOT_FILES:
+            dead.append(_dead("stray", below, "no step and no record: look at it"))
+    files = [name for name in place.names() if not name.endswith("/") and name not in _METADATA]
+    sizes = {name: place.store.stat(name) for name in files}
+    return dead + [
+        DeadWeight(
+            kind="stray",
+            path=f"{place.url}/{name}",
+            stored_bytes=size.size_bytes,
+            remedy="no step and no record: look at it",
+        )
+        for name, size in sizes.items()
+        if size is not None
+    ]
+
+
+def _dead(kind: DeadKind, place: Place, remedy: str) -> DeadWeight:
+    return DeadWeight(kind=kind, path=place.url, stored_bytes=place.stored_bytes(), remedy=remedy)
+
+
+def _record_bytes(place: Place) -> int:
+    sizes = place.below(layout.SIDECAR_DIR).sizes() if f"{layout.SIDECAR_DIR}/" in place.names() else {}
+    root = [place.below(name).stored_bytes() for name in place.directories() if name in _ROOT_FILES]
+    records = (size for key, size in sizes.items() if key.partition("/")[0] not in (QUARANTINE_DIR, _LEAVING))
+    return sum(records) + sum(root)
+
+
+def _unreferenced(step: Place, problems: list[str]) -> list[DeadWeight]:
+    """The data files of a step's databases that the newest version of none refers to."""
+    whole = item_kind(step) is not None
+    found = []
+    for item in [step] if whole else [step.below(name) for name in step.directories()]:
+        if OCDBT not in item.names():
+            continue
+        try:
+            used = set(_referenced(item))
+        except CorruptCheckpointError as error:
+            problems.append(str(error))
+            continue
+        for key, size in item.sizes().items():
+            if "d" in key.split("/")[:-1] and key not in used:
+                remedy = "of an earlier version of the database, which nobody reads"
+                found.append(
+                    DeadWeight(kind="unreferenced", path=f"{item.url}/{key}", stored_bytes=size, remedy=remedy)
+                )
+    return found
+
+
+def _referenced(item: Place) -> Iterator[str]:
+    """The data files, by their path in the item, that the newest version of its OCDBT database is made of.
+
+    TensorStore's dump names each as `<type>:<directory>:<file>:<offset>:<length>`, percent-encoded.
+    """
+    base = ts.KvStore.open(item.url + "/" if "://" in item.url else f"file://{item.url}/").result()
+    newest = _dumped(base, None, item)["versions"][-1]["root"]
+    waiting = [newest["location"]] if "location" in newest else []
+    while waiting:
+        location = waiting.pop()
+        yield _file_of(location)
+        for entry in _dumped(base, location, item)["entries"]:
+            if "indirect_value" in entry:
+                yield _file_of(entry["indirect_value"])
+            elif "location" in entry:
+                waiting.append(entry["location"])
+
+
+def _dumped(base: Any, node: str | None, item: Place) -> Any:
+    try:
+        return ts.ocdbt.dump(base, node).result()
+    except ValueError as error:
+        what = f"{item.url}: its database cannot be read: {str(error)[:200]}"
+        raise CorruptCheckpointError(what, path=item.url) from error
+
+
+def _file_of(location: str) -> str:
+    _, directory, file = location.rsplit(":", 2)[0].split(":", 2)
+    return unquote(directory) + unquote(file)

@@ -1,0 +1,290 @@
+"""`ckptkit doctor`: each rule on made-up facts, on both sides of its threshold, and all of them on real runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from ckptkit.diagnosis import RULES, Facts, rules
+from ckptkit.events import Event, Kind
+from ckptkit.goodput import goodput_report
+from ckptkit.inspection import Holding, StepEntry
+from ckptkit.manifest import SaveId
+from ckptkit.upkeep import ArenaEntry, Usage
+from ckptkit.upkeep.usage import DeadWeight, StepUsage
+from tests.cli.conftest import HOST, Ours, Run
+
+
+def event(kind: Kind, at_s: float, step: int | None = None, tier: str | None = None, **fields: Any) -> Event:
+    return Event(kind=kind, at_s=at_s, process=fields.pop("process", 0), step=step, tier=tier, fields=fields)
+
+
+def spans(seconds: Iterable[int]) -> list[Event]:
+    return [event(Kind.SPAN, at + 1.0, at, span="step", duration_s=1.0) for at in seconds]
+
+
+def saves(at: Iterable[int], tier: str, *, stall_s: float = 0.0, took_s: float = 0.1, **fields: Any) -> list[Event]:
+    found = []
+    for second in at:
+        found.append(event(Kind.STAGED, second, second, stall_s=stall_s, bytes=1, strategy="slot_copy", **fields))
+        found.append(event(Kind.COMMITTED, second + took_s, second, tier, bytes=1, duration_s=took_s))
+    return found
+
+
+def logged(*events: Event, launcher: Sequence[Event] = ()) -> Facts:
+    """Facts of one attempt per `STARTED` event."""
+    logs: list[list[Event]] = [[]]
+    for each in events:
+        if each.kind == Kind.STARTED:
+            logs.append([])
+        logs[-1].append(each)
+    told = [log for log in [*logs, list(launcher)] if log]
+    flat = sorted((each for log in told for each in log), key=lambda each: each.at_s)
+    return Facts(usage=used(), report=goodput_report(told), events=flat)
+
+
+def used(steps: int = 3, dead: Sequence[DeadWeight] = (), arenas: Sequence[ArenaEntry] = ()) -> Usage:
+    made = tuple(
+        StepUsage(
+            step=step,
+            path=f"/r/{step}",
+            state="committed",
+            pinned=False,
+            in_use=False,
+            stored_bytes=100,
+            items={},
+            kinds={},
+        )
+        for step in range(steps)
+    )
+    return Usage(root="/r", steps=made, arenas=tuple(arenas), dead=tuple(dead), record_bytes=0)
+
+
+def entry(step: int, *, ours: bool = True, problem: str | None = None) -> StepEntry:
+    return StepEntry(
+        step=step,
+        state="damaged" if problem else "committed",
+        save_id=SaveId(1, step, 0) if ours else None,
+        items=("state",),
+        holdings=(Holding(tier="durable", path=f"/r/{step}", held_bytes=1),),
+        problem=problem,
+    )
+
+
+def arena(*, live: bool, size: int = 4096) -> ArenaEntry:
+    return ArenaEntry(
+        tier="/ram",
+        job="job-1",
+        host_id="h",
+        path="/ram/job-1/h/0",
+        live=live,
+        saves=(),
+        slots=1,
+        stored_bytes=size,
+        quarantine_bytes=0,
+        used_at_s=None,
+    )
+
+
+def dead(size: int, where: str = "/r/9") -> DeadWeight:
+    return DeadWeight(kind="superseded", path=where, stored_bytes=size, remedy="prune")
+
+
+def restored(at_s: float, **sources: int) -> Event:
+    return event(Kind.RESTORED, at_s, 1, sources=sources, duration_s=2.0)
+
+
+def losses(count: int, every_s: int = 100) -> list[Event]:
+    """So many attempts that were lost, and one that goes on."""
+    found = []
+    for number in range(count + 1):
+        begin = number * every_s
+        found += [event(Kind.STARTED, begin, attempt=number), *spans(range(begin, begin + every_s - 5))]
+    return found
+
+
+Case = tuple[Callable[[Facts], Any], Facts, Facts, str]
+RUN = spans(range(100))
+
+CASES: list[Case] = [
+    (
+        rules.stalls,
+        logged(*RUN, *saves(range(0, 100, 10), "ram", stall_s=0.5)),
+        logged(*RUN, *saves(range(0, 100, 10), "ram", stall_s=0.3)),
+        "10 saves held the step loop for 5.0% of the run (p50 500 ms, p99 500 ms)",
+    ),
+    (
+        rules.waits,
+        logged(*RUN, *saves(range(0, 100, 10), "durable", stall_s=2, waited_s=1.9, policy="wait")),
+        logged(*RUN, *saves(range(0, 100, 10), "durable", stall_s=1, waited_s=0.9, policy="wait")),
+        "10 saves waited for the durable tier to finish the one before, up to 1.9 s",
+    ),
+    (
+        rules.staging,
+        logged(*RUN, event(Kind.STAGED, 3, 3, stall_s=1.0, strategy="block", reason="device memory is full")),
+        logged(*RUN, *saves([3], "ram")),
+        "1 saves stopped the step loop for the whole copy: device memory is full",
+    ),
+    (
+        rules.commits,
+        logged(*RUN, *saves(range(0, 90, 10), "durable", took_s=9.5)),
+        logged(*RUN, *saves(range(0, 90, 10), "durable", took_s=5)),
+        "a durable step takes 9.5 s to commit, and one is begun every 10 s",
+    ),
+    (
+        rules.interval,
+        logged(
+            *losses(4), *saves(range(400, 495, 50), "ram", stall_s=0.01), *saves(range(5, 350, 50), "ram", stall_s=0.01)
+        ),
+        logged(*losses(4), *saves(range(1, 480, 2), "ram", stall_s=0.01)),
+        "ram is saved to every 50 s; with a loss every 2.06 min and a stall of 10 ms, every 1.57 s would",
+    ),
+    (
+        rules.restores,
+        logged(*losses(1), *saves(range(5, 90, 10), "ram"), restored(101, durable=600, ram=400)),
+        logged(*losses(1), *saves(range(5, 90, 10), "ram"), restored(101, durable=400, ram=600)),
+        "restores read 600 B of 1000 B from the durable tier, in up to 2 s",
+    ),
+    (
+        rules.skipped,
+        logged(*RUN, *saves(range(9), "ram"), event(Kind.SKIPPED, 9, 9, "ram", policy="skip", reason="still busy")),
+        logged(*RUN, *saves(range(10), "ram"), event(Kind.SKIPPED, 10, 10, "ram", policy="skip", reason="busy")),
+        "1 saves were left out beside 9 that were taken; mostly: still busy",
+    ),
+    (
+        rules.failing,
+        logged(*RUN, *saves([1], "durable"), event(Kind.FAILED, 9, 9, "durable", reason="403")),
+        logged(*RUN, event(Kind.FAILED, 1, 1, "durable", reason="403"), *saves([9], "durable")),
+        "tier durable failed last, 1 saves failed in all: 403",
+    ),
+    (
+        rules.durable_age,
+        logged(*RUN, *saves(range(0, 50, 10), "durable")),
+        logged(*RUN, *saves(range(0, 80, 10), "durable")),
+        "nothing was committed durably for 59.9 s at the end of the log, and usually something is every 10 s",
+    ),
+    (
+        rules.damaged,
+        Facts(usage=used(), steps=[entry(1), entry(2, problem="/r/2: torn")]),
+        Facts(usage=used(), steps=[entry(1)]),
+        "1 damaged: /r/2: torn",
+    ),
+    (rules.one_step, Facts(usage=used(1)), Facts(usage=used(2)), "step 0 is the only durable step"),
+    (
+        rules.unproven,
+        Facts(usage=used(), steps=[entry(1), entry(2, ours=False)]),
+        Facts(usage=used(), steps=[entry(1)]),
+        "1 durable steps have no digests (2)",
+    ),
+    (
+        rules.replicas,
+        logged(*RUN, event(Kind.REPLICAS_DIFFER, 5, 5, leaf="w", suspects=["host h3 device 2"])),
+        logged(*RUN),
+        "data replicas differed in 1 saves, from step 5 on; suspected: host h3 device 2",
+    ),
+    (
+        rules.rejected,
+        logged(*RUN, event(Kind.REJECTED, 5, 8, "durable", reason="a cell does not match")),
+        logged(*RUN),
+        "1 times something was passed over by a restore or a look; last: durable, step 8: a cell does not match",
+    ),
+    (
+        rules.dead_weight,
+        Facts(usage=used(2, dead=[dead(30)])),
+        Facts(usage=used(10, dead=[dead(30), dead(10_000, "/ram/x/_quarantine")])),
+        "30 B of 200 B are dead weight: superseded 30 B",
+    ),
+    (rules.many_steps, Facts(usage=used(51)), Facts(usage=used(50)), "51 durable steps are kept, 5.0 KiB"),
+    (
+        rules.idle_arenas,
+        Facts(usage=used(arenas=[arena(live=False)])),
+        Facts(usage=used(arenas=[arena(live=False), arena(live=True)])),
+        "no process of the job runs here, and its slots hold 4.0 KiB in 1 directories",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "ill", "well", "words"), CASES, ids=[case[0].__name__ for case in CASES])
+def test_a_rule(rule: Callable[[Facts], Any], ill: Facts, well: Facts, words: str) -> None:
+    """A rule would be silent where it should speak, or the reverse."""
+    (found,) = rule(ill)
+    assert words in found.what
+    assert (found.rule, bool(found.advice)) == (rule.__name__, True)
+    assert not found.what.endswith(".")
+    assert rule(well) == []
+
+
+def test_every_rule_has_a_case_and_a_source() -> None:
+    """A rule nobody tests, or whose threshold comes from nowhere."""
+    assert {case[0] for case in CASES} == set(RULES)
+    assert all(len((rule.__doc__ or "").split()) > 8 for rule in RULES)
+    nothing = Facts(usage=used())
+    assert [each for rule in RULES for each in rule(nothing)] == []
+
+
+def test_a_run_that_went_well(ckpt: Run, tmp_path: Path) -> None:
+    """A doctor who always finds something is not believed."""
+    root, logs = tmp_path / "run", tmp_path / "events"
+    events = ckptkit.EventLog(logs / "attempt-0-process-0.jsonl")
+    options = ocp.CheckpointManagerOptions(save_interval_steps=2, max_to_keep=3)
+    with ckptkit.CheckpointManager(root, options=options, events=events) as manager:
+        manager.prepare(args=ocp.args.StandardSave({"w": jnp.zeros(8)}))  # pyright: ignore[reportCallIssue]
+        events.emit(Kind.STARTED, attempt=0, pid=1)
+        for step in range(8):
+            with events.span("step", step):
+                pass
+            manager.save(step, args=ocp.args.StandardSave({"w": jnp.zeros(8)}))  # pyright: ignore[reportCallIssue]
+            manager.wait_until_finished()
+        events.emit(Kind.FINISHED)
+    said = json.loads(ckpt("doctor", root, "--events", logs, "--json").out)
+    # On a busy machine steps of no length are all stall.
+    assert [each["rule"] for each in said["advice"] if each["rule"] not in ("stalls", "commits", "waits")] == []
+    assert "no event logs were given" in ckpt("doctor", root).out
+
+
+def test_a_run_that_did_not(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
+    """What happened to a real run would not be found in what it left."""
+    logs = tmp_path / "events"
+    events = ckptkit.EventLog(logs / "attempt-0-process-0.jsonl")
+    (mine.root / "8/state/d").chmod(0o700)
+    for path in (mine.root / "4/state/_ckptkit").iterdir():
+        path.write_text("{")
+    tiers = [ckptkit.Tier.ram(str(mine.ram))]
+    with ckptkit.CheckpointManager(mine.root, tiers=tiers, host_id=HOST, events=events) as manager:
+        manager.restore(None)
+    said = ckpt("doctor", mine.root, "--events", logs, "--tier", mine.ram, "--host-id", HOST)
+    assert said.code == 11
+    for line in (
+        "At risk",
+        "1 damaged: ",
+        "Wasteful",
+        "are dead weight: superseded",
+        "-> `ckptkit du",
+        "no process of the job runs here",
+        "-> where it is not started again: `ckptkit tiers clean",
+    ):
+        assert line in said.out, said.out
+
+
+def test_logs_that_cannot_be_read(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+    """A damaged log would end in a traceback, a missing one pass for a quiet run."""
+    said = ckpt("doctor", ours.root, "--events", tmp_path)
+    assert (said.code, "no event logs in" in said.err) == (10, True)
+    log = tmp_path / "attempt-0-process-0.jsonl"
+    for text in (
+        "{}\n{}\n",
+        '{"kind":"staged","at_s":1,"process":0}\n\n',
+        "\0\0\n",
+        '{"kind":"span","at_s":1,"process":0}\n',
+        "[" * 9000,
+    ):
+        log.write_text(text + "\n")
+        assert ckpt("doctor", ours.root, "--events", tmp_path).code in (0, 11)
+    assert ckpt("doctor", tmp_path / "none").code == 10

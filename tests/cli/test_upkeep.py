@@ -1,0 +1,99 @@
+"""`du`, `prune`, `rollback`, `pin`, `copy` and `tiers` as commands: plans, shapes, exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import HOST, Ours, Run
+
+
+def snapshot(home: Path) -> dict[str, int]:
+    return {str(path.relative_to(home)): path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()}
+
+
+def test_dry_runs_write_nothing_and_are_the_plan(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+    """What is printed would not be what is done, or be done."""
+    before = snapshot(ours.home)
+    tiers = ("--tier", ours.ram, "--host-id", HOST)
+    for arguments in (
+        ("prune", ours.root, "--keep", "newest=1"),
+        ("rollback", ours.root, "--to", "4", *tiers),
+        ("pin", ours.root, "4"),
+        ("copy", ours.root, tmp_path / "into"),
+        ("tiers", "clean", ours.ram, "--idle", "0s", "--host-id", HOST),
+    ):
+        said = ckpt(*arguments, "--dry-run")
+        assert (said.code, said.err) == (0, "")
+        assert "would" in said.out or "to copy" in said.out
+        planned = json.loads(ckpt(*arguments, "--dry-run", "--json").out)
+        assert (planned["format"], planned["done"]) == (1, False)
+    assert snapshot(ours.home) == before
+    assert not (tmp_path / "into").exists()
+
+
+def test_a_morning_of_work(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
+    """The commands would not fit together."""
+    found = json.loads(ckpt("du", mine.root, "--tier", mine.ram, "--host-id", HOST, "--keep", "newest=1", "--json").out)
+    assert [(step["step"], step["state"]) for step in found["steps"]] == [(4, "committed"), (8, "superseded")]
+    assert [dead["kind"] for dead in found["dead"]] == ["superseded"]
+    assert found["prune"]["freed_bytes"] == found["dead"][0]["bytes"] == found["steps"][1]["bytes"]
+    assert found["tiers"][0]["saves"][-1] == {"step": 5, "epoch": 2, "number": 0}
+    assert "a pruning would free" in ckpt("du", mine.root, "--keep", "newest=1").out
+    assert "pinned are: 8" in ckpt("pin", mine.root, "8", "--reason", "paper").out
+    assert json.loads(ckpt("prune", mine.root, "--keep", "newest=1", "--json").out)["freed_bytes"] == 0
+    assert ckpt("unpin", mine.root, "8").code == 0
+    assert "8  superseded" in ckpt("prune", mine.root, "--keep", "newest=1", "--keep", "every=100").out
+    assert not (mine.root / "8").exists()
+    assert "1 step" in ckpt("copy", mine.root, tmp_path / "into").out
+    assert "there already" in ckpt("copy", mine.root, tmp_path / "into", "--resume").out
+    assert ckpt("verify", tmp_path / "into").code == 0
+    rolled = ckpt("rollback", mine.root, "--to", "4", "--tier", mine.ram, "--host-id", HOST)
+    assert "goes on from step 4; 1 newer step superseded" in rolled.out
+    assert ckpt("rollback", mine.root, "--to", "5", "--tier", mine.ram, "--host-id", HOST).code == 10
+    listed = json.loads(ckpt("tiers", "list", mine.ram, "--json").out)["arenas"]
+    assert [(each["host_id"], each["live"]) for each in listed] == [(HOST, False)]
+    assert "1 arenas" in ckpt("tiers", "list", mine.ram).out
+    freed = json.loads(ckpt("tiers", "clean", mine.ram, "--root", mine.root, "--host-id", HOST, "--json").out)
+    assert freed["freed_bytes"] >= listed[0]["bytes"] > 0
+    assert json.loads(ckpt("tiers", "list", mine.ram, "--json").out)["arenas"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("prune", "{root}"), 2, "Missing option '--keep'"),
+        (("prune", "{root}", "--keep", "oldest=1"), 2, "write newest=5, bytes=2TiB or every=1000"),
+        (("prune", "{root}", "--keep", "newest=0"), 2, "'newest=0' is no rule"),
+        (("prune", "{root}", "--keep", "bytes=lots"), 2, "'lots' is no size"),
+        (("prune", "{root}", "--keep", "newest=9999999999999999999999999", "--dry-run"), 0, ""),
+        (("prune", "{home}/none", "--keep", "newest=1"), 10, "there is no such root"),
+        (("du", "{home}/none"), 10, "there is no such root"),
+        (("rollback", "{root}", "--to", "77"), 10, "no restart would take step 77: there is none"),
+        (("rollback", "{root}", "--to", "8"), 10, "it is superseded"),
+        (("rollback", "{home}/none", "--to", "1"), 10, "there is no such root"),
+        (("pin", "{root}", "77"), 10, "no committed durable step 77"),
+        (("pin", "{root}", "99999999999999999999"), 10, "no committed durable step 99999999999999999999"),
+        (("unpin", "{root}", "4"), 10, "has no pin of step 4; pinned are: none"),
+        (("copy", "{home}/none", "{home}/into"), 10, "there is nothing to copy"),
+        (("copy", "{root}", "{root}"), 1, "is where the step is"),
+        (("copy", "{root}/4/state", "{home}/into"), 10, "is no step of a root"),
+        (("copy", "{root}", "{home}/some.txt"), 1, "some.txt"),
+        (("tiers", "clean", "{ram}"), 2, "say which: --job, --root or --idle"),
+        (("tiers", "clean", "{ram}", "--idle", "soon"), 2, "'soon' is no length of time"),
+        (("tiers", "clean", "{home}/none", "--idle", "1d"), 10, "there is no such directory"),
+        (("tiers", "list", "gs://bucket/x"), 2, "is no local directory"),
+        (("tiers",), 2, "Usage: ckptkit tiers"),
+    ],
+)
+def test_codes_and_messages(ckpt: Run, mine: Ours, arguments: tuple[str, ...], code: int, message: str) -> None:
+    """A slip would be carried out, or end in words that do not help."""
+    (mine.home / "some.txt").write_text("words")
+    names = {"home": mine.home, "root": mine.root, "ram": mine.ram}
+    before = snapshot(mine.home)
+    said = ckpt(*(argument.format(**names) for argument in arguments))
+    assert said.code == code, said.err
+    assert message in said.err
+    assert snapshot(mine.home) == before

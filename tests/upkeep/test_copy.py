@@ -1,0 +1,237 @@
+"""`copy`: a step arrives whole and proven, or not at all; between disks and buckets, beside a running job."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from ckptkit.durable import EpochRecords
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from ckptkit.store import open_store
+from ckptkit.testing.bucket import BucketServer
+from ckptkit.upkeep import copy, copying, plan_copy, plan_rollback, rollback
+from tests.upkeep.conftest import HOST, make_root, manager_of, restored, save
+from tests.upkeep.test_prune import flip, steps_in
+
+BUCKET = "gs://upkeep/run"
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
+    with BucketServer(dir=tmp_path / "bucket", buckets=["upkeep"]) as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+def stock_value(root: Path | str, step: int) -> int:
+    """What stock Orbax restores."""
+    with ocp.CheckpointManager(root) as manager:
+        assert manager.latest_step() == step
+        return int(manager.restore(step, args=ocp.args.StandardRestore())["w"][0])  # pyright: ignore[reportCallIssue]
+
+
+def test_a_root_to_a_bucket_and_back(tmp_path: Path, bucket: BucketServer) -> None:
+    """A backup could not be restored, by us or by stock Orbax, or would take an abandoned branch."""
+    root, back = tmp_path / "run", tmp_path / "back"
+    make_root(root, (1, 2, 3, 4))
+    rollback(plan_rollback(str(root), 3, host_id=HOST))
+    (root / "9.orbax-checkpoint-tmp").mkdir()
+    plan = plan_copy(str(root), BUCKET)
+    assert [(each.step, each.act) for each in plan.steps] == [(1, "copy"), (2, "copy"), (3, "copy")]
+    assert plan.notes == ("not copied: step 4, superseded", "not copied: step 9, unfinished")
+    assert open_store(BUCKET).list("") == [], "a plan writes nothing"
+    seen: list[tuple[int, int]] = []
+    assert copy(plan, progress=lambda moved, total: seen.append((moved, total))).done
+    assert seen[-1][1] == plan.copied_bytes
+    assert {verdict.state for verdict in ckptkit.verify(BUCKET).steps} == {"proven"}
+    assert stock_value(BUCKET, 3) == 3
+    assert restored(BUCKET) == (3, 3)
+    assert not any("_ckptkit_copy" in name for name in open_store(BUCKET).list_all(""))
+    again = plan_copy(str(root), BUCKET)
+    assert {each.act for each in again.steps} == {"skip"}
+
+    copy(plan_copy(BUCKET, str(back)))
+    assert {verdict.state for verdict in ckptkit.verify(str(back)).steps} == {"proven"}
+    assert stock_value(back, 3) == 3
+    for path in (root / "3").rglob("*"):
+        if path.is_file():
+            assert (back / path.relative_to(root)).read_bytes() == path.read_bytes(), path
+    assert restored(back) == (3, 3)
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.parametrize("ocdbt", [True, False])
+def test_stock_orbax(tmp_path: Path, bucket: BucketServer, ocdbt: bool) -> None:
+    """Its steps have no digests: what arrives would be taken on trust, or not be committed in a bucket."""
+    root = tmp_path / "stock"
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)
+    with ocp.CheckpointManager(root, item_handlers=handler) as manager:
+        manager.save(5, args=ocp.args.PyTreeSave({"w": jnp.full(64, 5)}))  # pyright: ignore[reportCallIssue]
+    (note,) = [each for each in copy(plan_copy(str(root / "5"), BUCKET)).steps if each.act == "copy"]
+    assert note.save_id is None
+    with ocp.CheckpointManager(BUCKET, item_handlers=ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)) as manager:
+        assert manager.latest_step() == 5
+        assert int(manager.restore(5, args=ocp.args.PyTreeRestore())["w"][0]) == 5  # pyright: ignore[reportCallIssue]
+    copy(plan_copy(f"{BUCKET}/5", str(tmp_path / "back")))
+    with ocp.CheckpointManager(tmp_path / "back", item_handlers=handler) as manager:
+        assert int(manager.restore(5, args=ocp.args.PyTreeRestore())["w"][0]) == 5  # pyright: ignore[reportCallIssue]
+
+
+def test_damage_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backup would be as bad as what it is a backup of, and be found so on the day it is needed."""
+    root, into = tmp_path / "run", tmp_path / "into"
+    make_root(root, (1, 2, 3))
+    flip(root, 2)
+    with pytest.raises(CorruptCheckpointError, match="run/2 is damaged, or was damaged on the way, and is not copied"):
+        copy(plan_copy(str(root), str(into)))
+    assert sorted(path.name for path in into.iterdir()) == ["1", "_ckptkit"]
+    shutil.rmtree(into)
+    real = copying.copy_object
+
+    def torn(source: str, target: str) -> tuple[int, str]:
+        told = real(source, target)
+        if target.endswith("_METADATA"):  # no digest of ours covers it
+            data = bytearray(Path(target).read_bytes())
+            Path(target).write_bytes(bytes(data).replace(b"StandardCheckpointHandler", b"StandardCheckpointHandles"))
+        return told
+
+    monkeypatch.setattr(copying, "copy_object", torn)
+    with pytest.raises(CorruptCheckpointError, match="_METADATA"):
+        copy(plan_copy(str(root / "1"), str(into)))
+    assert steps_in(into) == []
+
+
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+def test_interrupted_at_every_object(
+    tmp_path: Path, bucket: BucketServer, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Half a step would be taken for one, or an interrupted copy of a night begin anew."""
+    root, into = tmp_path / "run", str(tmp_path / "into") if place == "disk" else BUCKET
+    make_root(root, (1,))
+    real, copied, count = copying.copy_object, list[str](), 0
+    monkeypatch.setattr(copying, "_THREADS", 1)
+
+    def dies(source: str, target: str) -> tuple[int, str]:
+        if len(copied) >= limit:
+            raise KeyboardInterrupt
+        copied.append(source)
+        return real(source, target)
+
+    monkeypatch.setattr(copying, "copy_object", dies)
+    objects = len(plan_copy(str(root), into).steps[0].sizes) - 1  # the mark is written, not copied
+    for limit in range(0, objects, 3 if place == "disk" else 4):
+        copied.clear()
+        with pytest.raises(KeyboardInterrupt):
+            copy(plan_copy(str(root), into))
+        assert steps_in(into) == [] or place == "bucket"
+        assert ckptkit.latest_step(into) is None
+        before = list(copied)
+        limit = objects
+        copied.clear()
+        assert copy(plan_copy(str(root), into), resume=True).done
+        assert not set(copied) & set(before)
+        assert len(copied) + len(before) == objects
+        assert restored(into) == (1, 1)
+        count += 1
+        if place == "disk":
+            shutil.rmtree(into)
+        else:
+            store = open_store(into)
+            store.delete_many(store.list_all(""))
+    assert count > 1
+
+
+def test_another_source_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects of two saves would be mixed in one step."""
+    root, into = tmp_path / "run", tmp_path / "into"
+    make_root(root, (1,))
+    monkeypatch.setattr(copying._Copying, "_prove", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        copy(plan_copy(str(root), str(into)))
+    monkeypatch.undo()
+    shutil.rmtree(root)
+    make_root(root, (0, 1))
+    shutil.rmtree(into / "_ckptkit")
+    assert copy(plan_copy(str(root), str(into)), resume=True).done
+    assert {verdict.state for verdict in ckptkit.verify(str(into)).steps} == {"proven"}
+
+
+def test_what_is_at_the_target(tmp_path: Path, bucket: BucketServer) -> None:
+    """Another run's steps would be mixed with these, or replaced."""
+    root, into = tmp_path / "run", tmp_path / "into"
+    make_root(root, (1, 2))
+    make_root(into, (1,))
+    with pytest.raises(CheckpointError, match="1 is there already, and is not known to be the same"):
+        plan_copy(str(into / "1"), str(root))  # both are save 1@1.0
+    with manager_of(into) as manager:
+        save(manager, 5)
+    with pytest.raises(CheckpointError, match="has a history of its own"):
+        plan_copy(str(root), str(into))
+    with pytest.raises(CheckpointError, match="is where the step is"):
+        plan_copy(str(root / "1"), str(root))
+    with pytest.raises(StepNotFoundError, match="there is nothing to copy"):
+        plan_copy(str(tmp_path / "none"), str(into))
+    open_store(f"{BUCKET}/1").put("other", b"x")
+    with pytest.raises(CheckpointError, match="holds an unfinished step that is no copy"):
+        copy(plan_copy(str(root), BUCKET))
+
+
+def test_a_root_that_went_on(tmp_path: Path) -> None:
+    """A second backup of a run would be refused, or leave an abandoned step newest."""
+    root, into = tmp_path / "run", tmp_path / "into"
+    make_root(root, (1, 2, 3))
+    copy(plan_copy(str(root), str(into)))
+    with manager_of(root) as manager:
+        manager.restore(2)
+        save(manager, 3, 33)
+    with pytest.raises(CheckpointError, match="3 is there already"):
+        plan_copy(str(root), str(into))
+    shutil.rmtree(into / "3")
+    done = copy(plan_copy(str(root), str(into)))
+    assert [(each.step, each.act) for each in done.steps] == [(1, "skip"), (2, "skip"), (3, "copy")]
+    assert restored(into) == (3, 33)
+
+
+def test_an_abandoned_step_comes_back_in_a_new_root(tmp_path: Path) -> None:
+    """After a rollback nothing could bring the other branch back."""
+    root, into = tmp_path / "run", tmp_path / "into"
+    make_root(root, (1, 2, 3))
+    rollback(plan_rollback(str(root), 1, host_id=HOST))
+    copy(plan_copy(str(root / "3"), str(into)))
+    assert EpochRecords(open_store(into)).read().epoch == 0
+    assert restored(into) == (3, 3)
+
+
+def test_beside_a_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job would prune the step that is being copied."""
+    root, into = tmp_path / "run", tmp_path / "into"
+    real: Any = copying.copy_object
+    with manager_of(root, max_to_keep=1) as manager:
+        save(manager, 1)
+        plan = plan_copy(str(root), str(into))
+
+        def saves_meanwhile(source: str, target: str) -> tuple[int, str]:
+            if (manager.latest_step() or 0) < 3:
+                monkeypatch.setattr(copying, "copy_object", real)
+                save(manager, 2)
+                save(manager, 3)
+                assert steps_in(root) == [1, 3]
+            return real(source, target)
+
+        monkeypatch.setattr(copying, "_THREADS", 1)
+        monkeypatch.setattr(copying, "copy_object", saves_meanwhile)
+        copy(plan)
+        save(manager, 4)
+        manager.reload()
+        assert steps_in(root) == [4]
+        with pytest.raises(StepNotFoundError, match="there is no such file"):
+            copy(plan_copy(str(root), str(tmp_path / "gone")), progress=lambda *_: shutil.rmtree(root / "4"))
+    assert restored(into) == (1, 1)

@@ -1,0 +1,315 @@
+"""`plan_prune` and `prune`: what the rules keep, what nothing may take, and what a running job makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit import layout
+from ckptkit.durable.leases import Doom, Lease, doomed_steps
+from ckptkit.durable.pins import pinned_steps, put_pin
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from ckptkit.policy import EverySteps, KeepBytes, KeepNewest
+from ckptkit.store import MemoryStore, open_store
+from ckptkit.testing.bucket import BucketServer
+from ckptkit.upkeep import pin, plan_prune, prune, pruning, unpin
+from tests.upkeep.conftest import make_root, manager_of, restored, save
+
+
+def steps_in(root: Path | str) -> list[int]:
+    return sorted(int(name.rstrip("/")) for name in open_store(root).list("") if name.rstrip("/").isdecimal())
+
+
+def acts(plan: Any) -> dict[int, tuple[str, tuple[str, ...]]]:
+    return {each.step: (each.act, each.reasons) for each in plan.steps}
+
+
+def flip(root: Path, step: int) -> None:
+    """One bit of the data of a step changes."""
+    for path in (root / str(step) / "default/d").iterdir():
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), unique_by=lambda pair: pair[0]),
+    st.one_of(
+        st.builds(KeepNewest, st.integers(1, 5)),
+        st.builds(KeepBytes, st.integers(1, 30)),
+        st.builds(EverySteps, st.integers(1, 7)),
+    ),
+)
+def test_what_a_rule_keeps(pairs: list[tuple[int, int]], rule: Any) -> None:
+    """A rule would keep other steps than its name says."""
+    newest_first = [(str(step), step, size) for step, size in sorted(pairs, reverse=True)]
+    kept = pruning.kept_by(rule, newest_first)
+    if isinstance(rule, EverySteps):
+        assert kept == [name for name, step, _ in newest_first if step % rule.steps == 0]
+    elif isinstance(rule, KeepNewest):
+        assert kept == [name for name, _, _ in newest_first[: rule.count]]
+    else:
+        sizes = {name: size for name, _, size in newest_first}
+        assert kept == [name for name, _, _ in newest_first[: len(kept)]]
+        assert sum(sizes[name] for name in kept) <= rule.bytes_max or len(kept) == 1
+        assert len(kept) == len(pairs) or sum(sizes[n] for n, _, _ in newest_first[: len(kept) + 1]) > rule.bytes_max
+
+
+def test_rules_pins_and_what_is_left(tmp_path: Path) -> None:
+    """The wrong steps would be deleted, for good."""
+    root = tmp_path / "run"
+    make_root(root, range(1, 9))
+    pin(str(root), 3, reason="the paper's")
+    (root / "9.orbax-checkpoint-tmp").mkdir()
+    flip(root, 7)  # not the newest: nobody reads it for a pruning
+    (root / "6" / "default" / layout.SIDECAR_DIR / "process-0.json").write_text("{")
+    plan = plan_prune(str(root), [KeepNewest(1), EverySteps(4)])
+    assert acts(plan) == {
+        1: ("delete", ("no rule keeps it",)),
+        2: ("delete", ("no rule keeps it",)),
+        3: ("keep", ("pinned",)),
+        4: ("keep", ("every=4",)),
+        5: ("delete", ("no rule keeps it",)),
+        6: ("leave", ("damaged: `ckptkit scrub` says what can be done",)),
+        7: ("delete", ("no rule keeps it",)),
+        8: ("keep", ("newest=1", "every=4", "the newest whole step")),
+        9: ("leave", ("never committed: a save under way, or cut off",)),
+    }
+    assert steps_in(root) == list(range(1, 9)), "a plan deletes nothing"
+    done = prune(plan)
+    assert (done.done, [each.step for each in done.doomed]) == (True, [1, 2, 5, 7])
+    assert steps_in(root) == [3, 4, 6, 8]
+    assert doomed_steps(open_store(root)) == set()
+    assert restored(root) == (8, 8)
+    assert [each.step for each in ocp.CheckpointManager(root)._checkpoints] == [3, 4, 6, 8]
+
+
+def test_the_newest_whole_step_is_never_taken(tmp_path: Path) -> None:
+    """Only damaged steps would be left: the rules count names, not bytes."""
+    root = tmp_path / "run"
+    make_root(root, (1, 2, 3))
+    flip(root, 3)
+    plan = plan_prune(str(root), [KeepNewest(1)])
+    assert acts(plan) == {
+        1: ("delete", ("no rule keeps it",)),
+        2: ("keep", ("newest=1", "the newest whole step")),
+        3: ("leave", ("damaged: `ckptkit scrub` says what can be done",)),
+    }
+    assert plan.proven == 2
+    assert len(plan.problems) == 1
+    prune(plan)
+    assert restored(root)[0] == 2
+    assert plan_prune(str(root), [KeepNewest(1)], unread=True).proven == 3, "what its records say is taken for it"
+
+
+def test_superseded_steps_go(tmp_path: Path) -> None:
+    """An abandoned branch would push good steps out of what is kept."""
+    root = tmp_path / "run"
+    make_root(root, (1, 2, 3, 4))
+    with manager_of(root) as manager:
+        manager.restore(2)
+        save(manager, 3, 33)
+    plan = plan_prune(str(root), [KeepNewest(2)])
+    assert {step: act for step, (act, _) in acts(plan).items()} == {1: "delete", 2: "keep", 3: "keep", 4: "delete"}
+    prune(plan)
+    assert steps_in(root) == [2, 3]
+    assert restored(root) == (3, 33)
+
+
+def test_what_is_read_stays(tmp_path: Path) -> None:
+    """An evaluator would lose the step under its hands, or a reader that died would keep one for ever."""
+    root = tmp_path / "run"
+    make_root(root, (1, 2, 3))
+    store = open_store(root)
+    plan = plan_prune(str(root), [KeepNewest(1)])
+    with Lease(store, 1, lease_s=60.0) as lease:  # begins after the plan was made
+        assert lease.granted()
+        assert acts(prune(plan))[1] == ("keep", ("in use, or pinned",))
+    assert steps_in(root) == [1, 3]
+    store.put(f"{layout.LEASES_DIR}/{'0' * 32}.json", json.dumps({"step": 1, "beat": 4, "lease_s": 0.05}).encode())
+    assert acts(plan_prune(str(root), [KeepNewest(1)]))[1] == ("keep", ("in use",)), "one look cannot tell"
+    store.delete(f"{layout.LEASES_DIR}/{'0' * 32}.json")
+    plan = plan_prune(str(root), [KeepNewest(1)])
+    store.put(f"{layout.LEASES_DIR}/{'0' * 32}.json", json.dumps({"step": 1, "beat": 4, "lease_s": 0.05}).encode())
+    assert acts(prune(plan, wait_s=30.0))[1][0] == "delete"
+    assert steps_in(root) == [3]
+
+
+def test_an_announcement_of_another_command(tmp_path: Path) -> None:
+    """Two that delete at a time would overwrite each other's word, and a reader begin with a step that goes."""
+    store = MemoryStore()
+    with Doom(store, [1]) as one, Doom(store, [2, 3]):
+        assert doomed_steps(store) == {1, 2, 3}
+        with Lease(store, 2, lease_s=60.0) as lease:
+            assert not lease.granted()
+        assert not one.lost
+    assert doomed_steps(store) == set()
+    with (
+        Doom(store, [4]),
+        pytest.raises(CheckpointError, match="step 4 in memory: is being deleted; it cannot be pinned"),
+    ):
+        put_pin(store, 4)
+    assert pinned_steps(store) == set()
+
+
+@pytest.mark.parametrize("change", ["rollback", "gone", "run"])
+def test_a_root_that_changes_between_plan_and_deletion(tmp_path: Path, change: str) -> None:
+    """The plan of a minute ago would delete what a run needs now."""
+    root = tmp_path / "run"
+    make_root(root, (1, 2, 3))
+    plan = plan_prune(str(root), [KeepNewest(1)])
+    if change == "run":  # it may go back to any step yet
+        with manager_of(root) as manager:
+            save(manager, 4)
+        with pytest.raises(CheckpointError, match="changed since it was looked at"):
+            prune(plan)
+        assert steps_in(root) == [1, 2, 3, 4]
+        return
+    if change == "gone":
+        shutil.rmtree(root / "1")
+        assert acts(prune(plan))[1] == ("leave", ("it was deleted or saved anew meanwhile",))
+        assert steps_in(root) == [3]
+        return
+    with manager_of(root) as manager:
+        manager.restore(1)
+        save(manager, 2, 22)
+    with pytest.raises(CheckpointError, match="a run began, or went back; nothing was deleted"):
+        prune(plan)
+    assert restored(root) == (2, 22)
+
+
+def test_the_save_that_takes_a_number_while_it_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new save of a running job would be deleted for the old one of its number."""
+    root = tmp_path / "run"
+    make_root(root, (1, 2))
+    plan = plan_prune(str(root), [KeepNewest(1)])
+    rename = os.rename
+
+    def replaced_before(source: str, target: str) -> None:
+        if source == str(root / "1"):
+            monkeypatch.setattr(os, "rename", rename)
+            shutil.rmtree(source)
+            make_root(root.with_name("other"), (0, 1))
+            shutil.copytree(root.with_name("other") / "1", source)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", replaced_before)
+    assert acts(prune(plan))[1] == ("leave", ("it was saved anew meanwhile",))
+    assert steps_in(root) == [1, 2]
+    assert not list((root / layout.LEAVING_DIR).iterdir())
+
+
+def test_a_deletion_that_dies_leaves_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle would leave half a step that a restart takes."""
+    root = tmp_path / "run"
+    make_root(root, (1, 2, 3))
+    plan = plan_prune(str(root), [KeepNewest(1)])
+
+    def interrupted(path: str) -> None:
+        assert str(path).startswith(str(root / layout.LEAVING_DIR / "1-"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prune(plan)
+    assert steps_in(root) == [2, 3]
+    assert doomed_steps(open_store(root)) == set(), "what is left may be read again"
+    assert restored(root) == (3, 3)
+
+
+def test_beside_a_running_job(tmp_path: Path) -> None:
+    """A job would fail when steps of its books are gone, or delete what was pinned."""
+    root = tmp_path / "run"
+    with manager_of(root, max_to_keep=3) as manager:
+        for step in range(1, 4):
+            save(manager, step)
+        pin(str(root), 2)
+        prune(plan_prune(str(root), [KeepNewest(1)]))
+        assert steps_in(root) == [2, 3]
+        for step in range(4, 8):
+            save(manager, step)
+        assert steps_in(root) == [2, 5, 6, 7], "the job's own pruning leaves what is pinned"
+        unpin(str(root), 2)
+        save(manager, 8)
+        manager.reload()
+        assert steps_in(root) == [6, 7, 8]
+    assert restored(root) == (8, 8)
+
+
+def test_a_pinned_number_is_not_saved_anew(tmp_path: Path) -> None:
+    """A rollback would replace the step that was pinned to be kept."""
+    root = tmp_path / "run"
+    make_root(root, (1, 2, 3))
+    pin(str(root), 2)
+    with manager_of(root) as manager:
+        manager.restore(1)
+        manager.save(2, args=ocp.args.StandardSave({"w": 22}))  # pyright: ignore[reportCallIssue]
+        with pytest.raises(CheckpointError, match="pinned: it is not replaced"):
+            manager.wait_until_finished()
+        save(manager, 3, 33)
+    assert restored(root) == (3, 33)
+    assert steps_in(root) == [1, 2, 3]
+
+
+def test_pins(tmp_path: Path) -> None:
+    """A pin would be put on nothing, or one could not be taken out."""
+    root = tmp_path / "run"
+    make_root(root, (1, 2))
+    with pytest.raises(StepNotFoundError, match="no committed durable step 7"):
+        pin(str(root), 7)
+    assert pin(str(root), 1, dry_run=True).pinned == (1,)
+    assert pinned_steps(open_store(root)) == set()
+    assert pin(str(root), 1).changed
+    assert not pin(str(root), 1, reason="again").changed
+    (root / layout.LEASES_DIR / layout.pin_name(1)).write_bytes(b"\xff")
+    assert acts(plan_prune(str(root), [KeepNewest(1)]))[1] == ("keep", ("pinned",)), "its name alone holds"
+    with pytest.raises(StepNotFoundError, match="no pin of step 2; pinned are: 1"):
+        unpin(str(root), 2)
+    assert unpin(str(root), 1, dry_run=True).pinned == ()
+    assert unpin(str(root), 1).pinned == ()
+    assert acts(plan_prune(str(root), [KeepNewest(1)]))[1][0] == "delete"
+
+
+def test_records_that_cannot_be_read(tmp_path: Path) -> None:
+    """Which steps are abandoned is not known then: nothing may go."""
+    root = tmp_path / "run"
+    make_root(root, (1, 2))
+    for path in (root / layout.EPOCHS_DIR).iterdir():
+        path.write_text("{}")
+    with pytest.raises(CorruptCheckpointError, match="epoch record"):
+        plan_prune(str(root), [KeepNewest(1)])
+
+
+def test_on_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where most checkpoints are, nothing could be pruned or pinned."""
+    with BucketServer(dir=tmp_path / "bucket", buckets=["upkeep"]) as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        root = "gs://upkeep/run"
+        make_root(root, (1, 2, 3, 4))
+        pin(root, 2)
+        with manager_of(root) as manager:
+            manager.restore(3)
+            save(manager, 5)
+        with manager_of(root) as manager:
+            manager.restore(3)
+            save(manager, 4, 44)
+        plan = plan_prune(root, [KeepNewest(1)])
+        assert {step: act for step, (act, _) in acts(plan).items()} == {
+            1: "delete",
+            2: "keep",
+            3: "delete",
+            4: "keep",
+            5: "leave",  # abandoned, and its number is still to come
+        }
+        prune(plan)
+        assert steps_in(root) == [2, 4, 5]
+        assert restored(root) == (4, 44)

@@ -1,0 +1,106 @@
+"""`rollback`: every restart goes on from the step, a run that is under way is fenced off, and nothing is deleted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orbax.checkpoint as ocp
+import pytest
+
+from ckptkit.durable import EpochRecords
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from ckptkit.inspection import list_steps
+from ckptkit.store import open_store
+from ckptkit.upkeep import pin, plan_rollback, rollback
+from tests.upkeep.conftest import HOST, make_root, manager_of, restored, save
+from tests.upkeep.test_prune import flip, steps_in
+
+
+def test_a_restart_takes_the_step(tmp_path: Path) -> None:
+    """An abandoned branch would win at the next start, from any tier."""
+    root, ram = tmp_path / "run", tmp_path / "ram"
+    make_root(root, range(1, 6), ram=ram, max_to_keep=4)
+    plan = plan_rollback(str(root), 3, tiers=[str(ram)], host_id=HOST)
+    assert [each.step for each in plan.abandoned] == [4, 5]
+    assert (plan.after.epoch, plan.notes, plan.done) == (2, (), False)
+    assert restored(root, ram=ram) == (5, 5), "a plan changes nothing"
+    plan = plan_rollback(str(root), 3, tiers=[str(ram)], host_id=HOST)
+    assert rollback(plan).done
+    assert steps_in(root) == [2, 3, 4, 5]
+    assert restored(root, ram=ram) == (3, 3)
+    states = {each.step: each.state for each in list_steps(str(root), tiers=[str(ram)], host_id=HOST).steps}
+    assert (states[3], states[4], states[5]) == ("committed", "superseded", "superseded")
+    with manager_of(root, ram=ram) as manager:
+        manager.restore(None)
+        save(manager, 4, 44)
+    assert restored(root, ram=ram) == (4, 44)
+
+
+def test_a_run_under_way_is_fenced_off(tmp_path: Path) -> None:
+    """It would go on committing above the step that everybody was sent back to."""
+    root, ram = tmp_path / "run", tmp_path / "ram"
+    with manager_of(root, ram=ram) as manager:
+        for step in (1, 2, 3):
+            save(manager, step)
+        plan = plan_rollback(str(root), 1, tiers=[str(ram)], host_id=HOST)
+        assert any("a process runs here" in note for note in plan.notes)
+        rollback(plan)
+        manager.save(4, args=ocp.args.StandardSave({"w": 4}))  # pyright: ignore[reportCallIssue]
+        with pytest.raises(CheckpointError, match="a later run has begun epoch 2 there; stop this run"):
+            manager.wait_until_finished()
+    assert steps_in(root) == [1, 2, 3]
+    assert restored(root, ram=ram) == (1, 1), "what it saved to its ramdisk after that is abandoned too"
+
+
+def test_what_no_restart_would_take(tmp_path: Path) -> None:
+    """All newer steps would be abandoned for one that cannot be restored."""
+    root = tmp_path / "run"
+    make_root(root, (1, 2, 3, 4))
+    flip(root, 2)
+    with pytest.raises(CorruptCheckpointError, match="is not rolled back: step 2 is damaged"):
+        plan_rollback(str(root), 2, host_id=HOST)
+    with pytest.raises(StepNotFoundError, match="no restart would take step 7: there is none"):
+        plan_rollback(str(root), 7, host_id=HOST)
+    rollback(plan_rollback(str(root), 1, host_id=HOST))
+    with pytest.raises(StepNotFoundError, match=r"it is superseded; `ckptkit copy .*/4 NEW_ROOT` takes it"):
+        plan_rollback(str(root), 4, host_id=HOST)
+
+
+def test_only_one_wins(tmp_path: Path) -> None:
+    """A record that was planned before a run began would abandon what that run has saved."""
+    root = tmp_path / "run"
+    make_root(root, (1, 2, 3))
+    plan = plan_rollback(str(root), 2, host_id=HOST)
+    other = plan_rollback(str(root), 1, host_id=HOST)
+    rollback(plan)
+    with pytest.raises(CheckpointError, match="changed since it was looked at"):
+        rollback(other)
+    store = open_store(root)
+    assert EpochRecords(store).read() == plan.after
+    assert restored(root) == (2, 2)
+
+
+def test_notes(tmp_path: Path) -> None:
+    """Nobody would hear that the step may be lost with a ramdisk, or that a number is blocked."""
+    root, ram = tmp_path / "run", tmp_path / "ram"
+    make_root(root, range(5), ram=ram, save_interval_steps=2)
+    pin(str(root), 4)
+    plan = plan_rollback(str(root), 3, tiers=[str(ram)], host_id=HOST)
+    assert plan.notes == (
+        "only fast tiers of this host hold it: where they are lost, a restart takes an older step",
+        "pinned: 4; these numbers cannot be saved anew until they are not",
+    )
+    rollback(plan)
+    assert restored(root, ram=ram) == (3, 3)
+    assert restored(root) == (2, 2)
+
+
+def test_steps_of_stock_orbax(tmp_path: Path) -> None:
+    """They have no identity of their own, and those above the step would be taken again."""
+    root = tmp_path / "run"
+    with ocp.CheckpointManager(root) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, args=ocp.args.StandardSave({"w": step}))  # pyright: ignore[reportCallIssue]
+    rollback(plan_rollback(str(root), 2, host_id=HOST))
+    with manager_of(root) as manager:
+        assert manager.latest_step() == 2

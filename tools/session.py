@@ -1,0 +1,106 @@
+"""A recorded terminal session for the README: `python -m tools.session` (`make docs-session`) writes docs/session.svg.
+
+The commands run as they stand, on a terminal of their own, on a checkpoint that is saved first; only the directory's
+name is made a short one.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+SVG = Path(__file__).parents[1] / "docs" / "session.svg"
+COMMANDS = (
+    "ckptkit inspect run --sort bytes",
+    "ckptkit diff run/100 run/200 --rtol 1e-3",
+)
+_COLUMNS = 124
+_HOST = "host-a"
+
+
+def save_steps(root: Path) -> None:
+    """Two steps of a small model on four devices, as a job saves them."""
+    import jax
+    import jax.numpy as jnp
+    import orbax.checkpoint as ocp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import ckptkit
+
+    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def put(seed: int, shape: tuple[int, ...], dtype: object, *spec: str | None) -> jax.Array:
+        values = jax.random.normal(jax.random.key(seed), shape).astype(dtype)  # pyright: ignore[reportArgumentType]
+        return jax.device_put(values, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    params = {
+        "embed": put(1, (512, 128), jnp.bfloat16, "fsdp"),
+        "block0": {
+            "attention": put(2, (128, 384), jnp.float32, None, "fsdp"),
+            "mlp": put(3, (128, 512), jnp.float32, "fsdp"),
+        },
+        "norm": jnp.ones(128),
+    }
+    key = jax.device_put(jax.random.key(0), NamedSharding(mesh, PartitionSpec()))
+    options = ocp.CheckpointManagerOptions(save_interval_steps=100)
+    with ckptkit.CheckpointManager(root, options=options, host_id=_HOST) as manager:
+        for step in (100, 200):
+            state = {"params": params, "rng": key, "step": step}
+            data = ocp.args.JsonSave({"position": 64 * step})  # pyright: ignore[reportCallIssue]
+            args = ocp.args.Composite(state=ocp.args.StandardSave(state), data=data)  # pyright: ignore[reportCallIssue]
+            manager.save(step, args=args)
+            manager.wait_until_finished()
+            params["block0"]["mlp"] = params["block0"]["mlp"] * 1.01
+            params["norm"] = params["norm"] + 1e-5
+
+
+def shown(command: str, home: Path) -> str:
+    """What a terminal shows of a command that is run in `home`."""
+    main, terminal = pty.openpty()
+    words = [sys.executable, "-m", "ckptkit.cli", *shlex.split(command)[1:]]
+    environment = {**os.environ, "COLUMNS": str(_COLUMNS), "TERM": "xterm-256color"}
+    process = subprocess.Popen(words, cwd=home, env=environment, stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    chunks = []
+    try:
+        while chunk := os.read(main, 65536):
+            chunks.append(chunk)
+    except OSError:  # Linux's end of a terminal that nobody holds
+        pass
+    finally:
+        os.close(main)
+    code = process.wait()
+    if code not in (0, 20):
+        raise RuntimeError(f"{command} ended with {code}: {b''.join(chunks).decode()}")
+    return b"".join(chunks).decode().replace("\r\n", "\n").replace(str(home), "/data")
+
+
+def record(commands: tuple[str, ...] = COMMANDS) -> str:
+    """The session as an SVG."""
+    with open(os.devnull, "w") as nowhere, tempfile.TemporaryDirectory(prefix="ckptkit-session-") as made:
+        home = Path(made).resolve()
+        save_steps(home / "run")
+        console = Console(record=True, width=_COLUMNS, file=nowhere, force_terminal=True)
+        for command in commands:
+            console.print(Text("$ ", style="green") + Text(command, style="bold"))
+            console.print(Text.from_ansi(shown(command, home)))
+        # rich names fonts on a server of somebody else's: a page of ours asks nobody.
+        return re.sub(
+            r"@font-face \{.*?\}\s*", "", console.export_svg(title="ckptkit", unique_id="ckptkit"), flags=re.DOTALL
+        )
+
+
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    SVG.write_text(record())
+    sys.exit(0)
