@@ -30,7 +30,7 @@ demo: setup
 	$(BIN)/python -m tools.demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # Long campaigns; a short version of each is in `make test`.
 kill-phases: setup

@@ -226,6 +226,32 @@ def _gather(result: Mapping[str, Any]) -> Iterable[Row]:
     )
 
 
+def _broadcast(result: Mapping[str, Any]) -> Iterable[Row]:
+    for count, found in result["replicas"].items():
+        read = {
+            name: median(
+                [
+                    sample["bytes_read"] / found["state_bytes"]
+                    for rounds in found["samples"].values()
+                    for sample in rounds[name]
+                ]
+            )
+            for name in ("broadcast", "orbax")
+        }
+        yield Row(
+            benchmark="broadcast",
+            case=f"{count} replicas",
+            figure="read_ratio",
+            meaning="bytes read from storage over the state's, by all together",
+            ours=read["broadcast"] or 0.0,
+            peer=read["orbax"],
+            peer_name="orbax",
+            limit=1.0,
+            samples=sum(len(rounds["broadcast"]) for rounds in found["samples"].values()),
+            load=_load(result),
+        )
+
+
 def _simulator(result: Mapping[str, Any]) -> Iterable[Row]:
     predicted = [row for row in result["rows"] if not row["fitted"]]
     yield Row(
@@ -259,6 +285,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[Row]]] = {
     "kill": _kill,
     "proof": _proof,
     "gather": _gather,
+    "broadcast": _broadcast,
     "simulator": _simulator,
     "policy": _policy,
 }

@@ -22,6 +22,7 @@ SVG = Path(__file__).parents[1] / "docs" / "session.svg"
 COMMANDS = (
     "ckptkit inspect run --sort bytes",
     "ckptkit diff run/100 run/200 --rtol 1e-3",
+    "ckptkit reshard run/200 new/200 --mesh data=2,model=4",
 )
 _COLUMNS = 124
 _HOST = "host-a"
@@ -89,6 +90,7 @@ def record(commands: tuple[str, ...] = COMMANDS) -> str:
     with open(os.devnull, "w") as nowhere, tempfile.TemporaryDirectory(prefix="ckptkit-session-") as made:
         home = Path(made).resolve()
         save_steps(home / "run")
+        (home / "new").mkdir()
         console = Console(record=True, width=_COLUMNS, file=nowhere, force_terminal=True)
         for command in commands:
             console.print(Text("$ ", style="green") + Text(command, style="bold"))

@@ -11,6 +11,7 @@ from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import JSON, TIMEOUT, SizeType
 from ckptkit.cli.text import print_json, print_line, print_table, size_text
 from ckptkit.clock import time_text
+from ckptkit.inspection.records import FORMAT
 from ckptkit.tuner import Proposal, explain_checkpoint
 from ckptkit.tuner import tune as tune_url
 from ckptkit.tuner.proposing import PROBE_BYTES
@@ -57,7 +58,7 @@ def tune(
     if output is not None:
         found.profile.save(output)
     if as_json:
-        print_json(found.to_json())
+        print_json({"format": FORMAT, **found.to_json()})
     else:
         _show(found, output)
     return Exit.OK
@@ -75,7 +76,7 @@ def explain(url: str, like: str, profile_path: str | None, processes: int, as_js
     profile = _loaded(profile_path)
     found = explain_checkpoint(url, like, durable=profile, processes=processes, timeout_s=timeout_s)
     if as_json:
-        print_json({"url": url, "like": like, **found.to_json()})
+        print_json({"format": FORMAT, "url": url, "like": like, **found.to_json()})
     else:
         _show_forecast(url, found)
     return Exit.OK

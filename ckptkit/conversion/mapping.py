@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from ckptkit.inspection.places import require_regular
 from ckptkit.inspection.records import Leaf
 from ckptkit.sharding import Box
 from ckptkit.surgery.rules import Rename, matches
+
+_T = TypeVar("_T")
 
 Tensors = Mapping[str, Tensor]
 
@@ -59,12 +61,17 @@ class MapRule:
 
 def read_rules(path: str) -> list[MapRule]:
     """The rules of a TOML file. Raises `CheckpointError` saying what is wrong in it."""
+    return read_rule_tables(path, _rule)
+
+
+def read_rule_tables(path: str, rule: Callable[[dict[str, Any]], _T]) -> list[_T]:
+    """What `rule` makes of each `[[rule]]` of a TOML file; a `CheckpointError` of what it raises, with the path."""
     try:
         require_regular(path)
         described = tomllib.loads(Path(path).read_text())
         if set(described) - {"rule"} or not isinstance(described.get("rule"), list):
             raise ValueError("a rule file has [[rule]] tables and nothing else")
-        return [_rule(table) for table in described["rule"]]
+        return [rule(table) for table in described["rule"]]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path}: {error}", path=path) from error
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from ckptkit.conversion.mapping import read_rule_tables
 from ckptkit.errors import CheckpointError
 from ckptkit.resharding.meshes import Mesh, Spec, box_shape, default_spec
 from ckptkit.surgery.rules import matches
@@ -23,13 +22,7 @@ class SpecRule:
 
 def read_spec_rules(path: str) -> list[SpecRule]:
     """The rules of a TOML file: `[[rule]]` with `leaf` and `spec`. Raises `CheckpointError` for what is none."""
-    try:
-        described = tomllib.loads(Path(path).read_text())
-        if set(described) - {"rule"} or not isinstance(described.get("rule"), list):
-            raise ValueError("a rule file has [[rule]] tables and nothing else")
-        return [_rule(table) for table in described["rule"]]
-    except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{path}: {error}", path=path) from error
+    return read_rule_tables(path, _rule)
 
 
 def _rule(table: dict[str, Any]) -> SpecRule:

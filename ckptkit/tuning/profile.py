@@ -66,6 +66,8 @@ class DurableProfile:
     def load(cls, path: str | os.PathLike[str]) -> DurableProfile:
         """The profile of a file that `save` wrote; raises ValueError for what is none, naming the file."""
         try:
+            if Path(path).exists() and not Path(path).is_file():  # a pipe, say, which would never end
+                raise ValueError("no regular file")
             document = json.loads(Path(path).read_text("utf-8"))
             known = {field.name for field in dataclasses.fields(cls)}
             if not isinstance(document, dict) or set(document) - known:

@@ -23,12 +23,10 @@ ROOT = f"gs://{BUCKET}/run"
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
-    gcsfs.GCSFileSystem.clear_instance_cache()
     with BucketServer(dir=tmp_path / "bucket", buckets=[BUCKET]) as server:
         for name, value in server.env().items():
             monkeypatch.setenv(name, value)
         yield server
-    gcsfs.GCSFileSystem.clear_instance_cache()
 
 
 def test_a_bucket_is_a_root(ckpt: Run, server: BucketServer, tmp_path: Path) -> None:
@@ -79,7 +77,6 @@ def test_no_permission(ckpt: Run, server: BucketServer) -> None:
 
 def test_unreachable(ckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket that does not answer would be called absent, or end in a page of tracebacks."""
-    gcsfs.GCSFileSystem.clear_instance_cache()
     # gcsfs itself tries for half a minute, whatever our deadline is: without that, and so without its waits.
     monkeypatch.setattr(gcsfs.GCSFileSystem, "_request", inspect.unwrap(gcsfs.GCSFileSystem._request))
     with socket.socket() as closed:
@@ -91,4 +88,3 @@ def test_unreachable(ckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
             assert (said.code, said.out) == (1, "")
             assert "Cannot connect to host" in said.err
             assert len(said.err.splitlines()) == 1
-    gcsfs.GCSFileSystem.clear_instance_cache()

@@ -56,7 +56,8 @@ def test_both_tiers_change_their_intervals_and_say_why(tmp_path: Path) -> None:
     assert {event.tier for event in changes} == {"ram", "durable"}
     for change in changes:
         assert f"failures that need {change.tier} in" in change.fields["reason"]
-        assert abs(change.fields["seconds"] - change.fields["before"]) > 0.09 * change.fields["before"]
+        # Both are rounded to milliseconds.
+        assert abs(change.fields["seconds"] - change.fields["before"]) >= 0.1 * change.fields["before"] - 0.0011
     last = next(event for event in reversed(changes) if event.tier == "durable")
     assert last.fields["seconds"] == pytest.approx(best.interval_s("durable"), abs=1e-3)
     committed = [event.tier for event in said if event.kind == ckptkit.Kind.COMMITTED]

@@ -253,12 +253,10 @@ BUCKET = "reshard-bucket"
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
-    gcsfs.GCSFileSystem.clear_instance_cache()
     with BucketServer(dir=tmp_path / "bucket", buckets=[BUCKET]) as server:
         for name, value in server.env().items():
             monkeypatch.setenv(name, value)
         yield server
-    gcsfs.GCSFileSystem.clear_instance_cache()
 
 
 def test_into_a_bucket_marker_last(ckpt: Run, striped: Path, server: BucketServer, tmp_path: Path) -> None:
