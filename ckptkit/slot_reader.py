@@ -82,7 +82,10 @@ class ManifestCache:
 def read_manifests(
     directories: Iterable[Path], cache: ManifestCache | None = None
 ) -> tuple[list[tuple[Path, Manifest]], list[CorruptCheckpointError]]:
-    """Every readable manifest with its directory, newest first, and the errors of those that are not."""
+    """Every readable manifest with its directory, newest first, and the errors of those that are not.
+
+    The cause of an error is the `OSError`, where it was one.
+    """
     cache = cache or ManifestCache()
     found: list[tuple[Path, Manifest]] = []
     damaged: list[CorruptCheckpointError] = []
@@ -90,7 +93,7 @@ def read_manifests(
         try:
             names = sorted(os.listdir(directory))
         except OSError as error:
-            damaged.append(CorruptCheckpointError(f"slot directory {directory}: {error}", path=str(directory)))
+            damaged.append(_unreadable(f"slot directory {directory}", error, directory))
             continue
         mine: list[SaveId] = []
         for name in names:
@@ -102,12 +105,18 @@ def read_manifests(
             except FileNotFoundError:  # superseded between the listing and the read
                 continue
             except OSError as error:
-                damaged.append(CorruptCheckpointError(f"manifest {directory / name}: {error}", path=str(directory)))
+                damaged.append(_unreadable(f"manifest {directory / name}", error, directory))
             except CorruptCheckpointError as error:
                 damaged.append(error)
         if (lost := lost_newest(directory, mine)) is not None:
             damaged.append(lost)
     return sorted(found, key=lambda pair: pair[1].save_id, reverse=True), damaged
+
+
+def _unreadable(what: str, error: OSError, directory: Path) -> CorruptCheckpointError:
+    found = CorruptCheckpointError(f"{what}: {error}", path=str(directory))
+    found.__cause__ = error
+    return found
 
 
 def within(manifest: Manifest, size_bytes: int) -> Manifest:

@@ -72,14 +72,17 @@ class LocalTiers:
         self._host_dirs = host_dirs
         self._events = events
         self._manifests = ManifestCache()
+        self.refused: str | None = None  # what may not be read, at the last look: it is not absent
 
     def saves(self) -> dict[SaveId, LocalSave]:
         """Every save of which a readable manifest stands here. What is damaged is said in events."""
         found: dict[SaveId, dict[str, list[tuple[Path, Manifest]]]] = {}
+        self.refused = None
         for tier, host_dir in self._host_dirs.items():
             pairs, damaged = read_manifests(slot_directories(host_dir), self._manifests)
             for error in damaged:
                 self._events.emit(Kind.REJECTED, step=error.step, tier=tier, reason=str(error))
+                self._note_refusal(error.__cause__, str(error))
             for directory, manifest in pairs:
                 found.setdefault(manifest.save_id, {}).setdefault(tier, []).append((directory, manifest))
         self._manifests.keep_only(pair for tiers in found.values() for pairs in tiers.values() for pair in pairs)
@@ -98,6 +101,7 @@ class LocalTiers:
                     slot = SlotReader(directory, manifest, proves)
                 except (OSError, ValueError) as error:  # the slot is gone or empty: the next source is taken
                     self._events.emit(Kind.REJECTED, step=manifest.save_id.step, tier=tier, reason=str(error))
+                    self._note_refusal(error, f"slot {directory / manifest.slot}: {error}")
                     continue
                 inside = within(manifest, slot.size_bytes)
                 if inside != manifest:
@@ -110,6 +114,10 @@ class LocalTiers:
             sources.append(joined[0])
             readers.append(joined[1])
         return Holdings(sources=tuple(sources), readers=tuple(readers))
+
+    def _note_refusal(self, error: BaseException | None, text: str) -> None:
+        if isinstance(error, PermissionError):
+            self.refused = self.refused or text
 
 
 def together(

@@ -17,6 +17,7 @@ from ckptkit.durable.epochs import Ancestry, EpochRecords
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.durable.stock import DEFAULT_ITEM
 from ckptkit.errors import (
+    CheckpointError,
     CorruptCheckpointError,
     ItemNotFoundError,
     NoRestorableStepError,
@@ -150,15 +151,24 @@ class Restorer:
     ) -> list[Candidate]:
         report = self._report(local, prepared, wanted)
 
-        def rank(reports: list[list[list[Any]]]) -> list[dict[str, Any]]:
-            self._reports = [[Held.from_json(entry) for entry in entries] for entries in reports]
+        def rank(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            refused = [
+                f"process {process}: {each['refused']}" for process, each in enumerate(reports) if each["refused"]
+            ]
+            if refused:
+                raise CheckpointError(
+                    f"{refused[0]}. Nothing is restored while it may hold the newest step: give this user access, or "
+                    "remove it"
+                )
+            self._reports = [[Held.from_json(entry) for entry in each["held"]] for each in reports]
             fast = [{held.save_id: held.refusal for held in report} for report in self._reports]
             ancestry = self._epochs.read()
             durable = self._durable_saves(ancestry, step, looked_into)
             ranked = rank_candidates(fast, durable, ancestry.superseded, step, linked=self._client is not None)
             return [{**asdict(candidate), "save_id": list(asdict(candidate.save_id).values())} for candidate in ranked]
 
-        agreed = self._coordinator.agree("candidates", report, rank, timeout_s=self._timeout_s)
+        said = {"held": report, "refused": self._local.refused}
+        agreed = self._coordinator.agree("candidates", said, rank, timeout_s=self._timeout_s)
         return [Candidate(**{**entry, "save_id": SaveId(*entry["save_id"])}) for entry in agreed]
 
     def _durable_saves(self, ancestry: Ancestry, step: int | None, looked_into: int | None) -> list[SaveId]:

@@ -16,6 +16,7 @@ from tests.states import abstract, assert_same, make_state
 
 pytest.importorskip("s3fs")
 servers = pytest.importorskip("moto.server")
+boto3 = pytest.importorskip("boto3")
 
 BUCKET = "runs"
 # Of botocore and of moto, which nothing here can mend.
@@ -36,8 +37,6 @@ def service() -> Iterator[str]:
             patch.setenv(name, "us-east-1")
         patch.setenv("AWS_ENDPOINT_URL", url)
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        import boto3
-
         boto3.client("s3").create_bucket(Bucket=BUCKET)
         yield url
     server.stop()

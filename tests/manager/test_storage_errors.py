@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit import Kind
+from ckptkit import Kind, slot_reader
 from ckptkit.testing import bucket
 from ckptkit.testing.bucket import BucketServer, FaultPlan
 from tests.mounts import Mounts, fill
@@ -180,3 +180,41 @@ def test_a_bucket_that_is_away_for_a_while(tmp_path: Path, server: BucketServer)
     assert job.save(3) == []
     assert job.tiers_of(3) == set(TIERS)
     job.manager.close()
+
+
+@pytest.mark.parametrize("what", ["manifest", "slot"])
+def test_what_may_not_be_read_stops_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """If it failed, a job that is started as another user would go on from an older step, or from the slow tier."""
+    job = Job(tmp_path)
+    assert job.save(1) == []
+    job.manager.close()
+    open_file, read = os.open, slot_reader.read_manifest
+
+    def refused(path: Any) -> None:
+        if str(path).startswith(str(tmp_path / "ram")):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    def open_or_refuse(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if str(path).endswith(".bin") and not flags & (os.O_WRONLY | os.O_RDWR):
+            refused(path)
+        return open_file(path, flags, *rest, **named)
+
+    def read_or_refuse(path: Path) -> Any:
+        refused(path)
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        if what == "slot":
+            patch.setattr(os, "open", open_or_refuse)
+        else:
+            patch.setattr(slot_reader, "read_manifest", read_or_refuse)
+        again = Job(tmp_path)
+        with pytest.raises(
+            ckptkit.CheckpointError, match=r"^process 0: .*ram.*Permission denied.*give this user access"
+        ):
+            again.manager.restore(None, args=ocp.args.StandardRestore(state(0)))  # pyright: ignore[reportCallIssue]
+        again.manager.close()
+    again = Job(tmp_path)
+    found: Any = again.manager.restore(None, args=ocp.args.StandardRestore(state(0)))  # pyright: ignore[reportCallIssue]
+    np.testing.assert_array_equal(found["w"], state(1)["w"])
+    again.manager.close()

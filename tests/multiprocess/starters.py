@@ -41,6 +41,7 @@ SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
+FirstJobId={first_job}
 MpiDefault=none
 KillWait=30
 NodeName=localhost NodeAddr=127.0.0.1 CPUs=8 RealMemory=1000 State=UNKNOWN
@@ -111,7 +112,10 @@ def running_slurm(root: Path) -> Iterator[Path]:
     # Sockets are made there: a path of more than 108 bytes would end every batch script without a word.
     spool = tempfile.mkdtemp(prefix="slurm-", dir="/tmp")
     conf = root / "slurm.conf"
-    conf.write_text(_SLURM_CONF.format(root=root, spool=spool, port=free_port(), node_port=free_port()))
+    ports = {"port": free_port(), "node_port": free_port()}
+    # JAX makes its coordinator's port of the number of the job: those of two such Slurms at a time have to differ.
+    first_job = 1000 + 16 * (ports["port"] % 1000)
+    conf.write_text(_SLURM_CONF.format(root=root, spool=spool, first_job=first_job, **ports))
     env = {**os.environ, "SLURM_CONF": str(conf), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
     daemons = []
     try:

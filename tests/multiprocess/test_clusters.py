@@ -52,7 +52,9 @@ def test_a_job_that_slurm_preempts_saves_and_ends_with_75(tmp_path: Path, cache:
             if line.startswith("step      3/"):
                 # The first job of that Slurm. As before a time limit; a signal to srun itself ends the tasks at once.
                 conf = str(tmp_path / "slurm" / "slurm.conf")
-                subprocess.run(["scancel", "--signal=TERM", "1"], env=environment(1, SLURM_CONF=conf), check=True)
+                subprocess.run(
+                    ["scancel", "--signal=TERM", "--partition=all"], env=environment(1, SLURM_CONF=conf), check=True
+                )
         code = job.wait(60)
     said = "".join(seen[-40:])
     assert code == ExitCode.PREEMPTED, said
