@@ -50,7 +50,7 @@ def test_a_job_that_slurm_preempts_saves_and_ends_with_75(tmp_path: Path, cache:
         for line in job.stdout:
             seen.append(line)
             if line.startswith("step      3/"):
-                # The first job of that Slurm. As before a time limit; a signal to srun itself ends the tasks at once.
+                # As before a time limit; a signal to srun itself ends the tasks at once.
                 conf = str(tmp_path / "slurm" / "slurm.conf")
                 subprocess.run(
                     ["scancel", "--signal=TERM", "--partition=all"], env=environment(1, SLURM_CONF=conf), check=True
