@@ -30,6 +30,13 @@ MEMORY_BYTES = 16 << 30  # of addresses: libraries map a lot that they never tou
 FILE_BYTES = 64 << 20
 CALL_S_MAX = 120
 
+# The command, in a process that hears of Ctrl-C also where a shell that runs us beside itself has it ignored.
+_HEARD = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("ckptkit.cli", run_name="__main__", alter_sys=True)
+"""
+
 # How each command is called with one path, and where it may write.
 CALLS: dict[str, list[list[str]]] = {
     "convert": [
@@ -198,7 +205,7 @@ def test_ctrl_c(tmp_path: Path, command: str) -> None:
             (tmp_path / "run/1/default/d" / f"{number:04d}").write_bytes(bytes(1000))
         words = ["copy", str(tmp_path / "run"), str(target)]
         part = target / "1.orbax-checkpoint-tmp-copy"
-    process = subprocess.Popen([sys.executable, "-m", "ckptkit.cli", *words], stderr=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", _HEARD, *words], stderr=subprocess.PIPE)
     while not part.exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.001)

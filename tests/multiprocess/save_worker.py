@@ -13,6 +13,7 @@ import argparse
 import faulthandler
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -65,6 +66,11 @@ class Worker:
         from tests.multiprocess.collectives import programs_with_collectives, sent_bytes
 
         sent, programs = sent_bytes(self._coordinator), programs_with_collectives(self._dump)
+        for _ in range(100):  # the last words of the collective before may still be on their way
+            time.sleep(0.05)
+            before, sent = sent, sent_bytes(self._coordinator)
+            if sent == before:
+                break
         yield
         self.found["collectives"][name] = {
             "sent_bytes": sent_bytes(self._coordinator) - sent,
