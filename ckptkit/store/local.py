@@ -163,11 +163,15 @@ def sync_directory(directory: str | os.PathLike[str]) -> None:
 
 
 def sync_tree(path: str | os.PathLike[str]) -> None:
-    """Makes a file, or all that is below a directory, durable. Cost: a call for each file."""
+    """Makes a file, or all that is below a directory, durable; what is removed in the meantime (TensorStore's lock
+    files) is passed over. Cost: a call for each file."""
     found = [(os.fspath(path), [], [os.fspath(path)])] if os.path.isfile(path) else os.walk(path)
     for directory, _, names in found:
         for name in names:
-            fd = os.open(os.path.join(directory, name), os.O_RDONLY)
+            try:
+                fd = os.open(os.path.join(directory, name), os.O_RDONLY)
+            except FileNotFoundError:
+                continue
             try:
                 os.fsync(fd)
             finally:
