@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -23,6 +24,9 @@ from ckptkit.sharding import Box
 DIGEST_BYTES = 16  # at the head of each window: of what it holds
 _MEASURED_BYTES = 64 << 20  # asked for at once, or what may be read ahead: some requests of 16 MiB side by side
 _REQUEST_BYTES = 64 << 10  # smaller values may stand in the tree, and come with it
+_REQUESTS = 8  # of 16 MiB in `DurableProfile.read_ahead_bytes`
+_REQUEST_MIN_BYTES = 1 << 20
+_APART_S = 0.003  # TensorStore joins what comes within 1 ms
 _PART_S = 0.5  # what is read beside its own stream: whoever is ready to send waits no longer for it
 
 
@@ -174,8 +178,7 @@ class StreamReader:
         rest = replace(plan, reads=tuple(read for read in plan.reads if read not in opening and read not in short))
         self._timed(replace(plan, reads=tuple(opening)))
         some = self._timed(replace(plan, reads=tuple(short)))
-        self._announce_plan(rest)
-        more = self._timed(rest)
+        more = self._timed(rest, self._announce_apart)
         if some[0] or more[0]:
             self._rate = rate_of(some, more) if more[0] else rate_of((0, 0.0), some)
 
@@ -208,9 +211,12 @@ class StreamReader:
         for tier, size in read_bytes.items():
             self.read_bytes[tier] = self.read_bytes.get(tier, 0) + size
 
-    def _timed(self, plan: RestorePlan) -> tuple[int, float]:
+    def _timed(
+        self, plan: RestorePlan, announce: Callable[[RestorePlan], None] = lambda plan: None
+    ) -> tuple[int, float]:
         """Bytes of the durable tier, and the seconds that it took to read and prove them."""
         began_s = clock.monotonic_s()
+        announce(plan)
         return self._execute(plan).get(DURABLE, 0), clock.monotonic_s() - began_s
 
     def _execute(self, plan: RestorePlan) -> Mapping[str, int]:
@@ -235,6 +241,20 @@ class StreamReader:
         """What has to be read for some windows that was not read for the one before."""
         begun = [piece for number in numbers for piece in self._sending.own.begins_in(number)]
         return replace(self._prepared.plan, reads=tuple(self._reads[piece.key, piece.box] for piece in begun))
+
+    def _announce_apart(self, plan: RestorePlan) -> None:
+        """In as many requests as a process has on their way that reads alone: it has more to read, and a storage often
+        gives each request only so much. What is asked for at one time a store joins (`durable.cells`)."""
+        least_bytes = max(_REQUEST_MIN_BYTES, sum(read.nbytes for read in plan.reads) // _REQUESTS)
+        part: list[BoxRead] = []
+        size = 0
+        for place, read in enumerate(plan.reads):
+            part.append(read)
+            size += read.nbytes
+            if size >= least_bytes or place + 1 == len(plan.reads):
+                self._announce_plan(replace(plan, reads=tuple(part)))
+                part, size = [], 0
+                time.sleep(_APART_S)
 
     def _announce(self, numbers: Iterable[int]) -> None:
         for number in numbers:

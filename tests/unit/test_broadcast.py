@@ -233,6 +233,11 @@ def test_the_reader_measures_the_rate_of_the_storage(
 
     monkeypatch.setattr(sending.clock, "monotonic_s", lambda: now_s)
     monkeypatch.setattr(sending, "execute", taking)
+    asked: list[int] = []  # at one time
+    ask = sending.StreamReader._announce_plan
+    monkeypatch.setattr(
+        sending.StreamReader, "_announce_plan", lambda self, plan: asked.append(len(plan.reads)) or ask(self, plan)
+    )
     boxes = [Box((0,), (size,)) for size in (8, 8, 4, *[2 << 20] * 31)]  # the small ones stand in the tree
     pieces = [Piece(("s", (str(number),)), box, box, box.size) for number, box in enumerate(boxes)]
     reads = tuple(BoxRead(key=piece.key, wanted=piece.box, nbytes=piece.nbytes, sources=()) for piece in pieces)
@@ -247,6 +252,8 @@ def test_the_reader_measures_the_rate_of_the_storage(
         reader.fill(number, np.empty((8 << 20) + sending.DIGEST_BYTES, np.uint8))
     reader.close()
     assert reader.storage_rate == pytest.approx(rate, rel=0.01)
+    assert 8 <= len(asked) <= 10, "a store would make one request of it, which shows what one gives"
+    assert sum(asked) == len(pieces) - 2
     assert (reader.unread_bytes(), reader.read_bytes) == (0, {"durable": (62 << 20) + 20})
 
 
