@@ -6,6 +6,7 @@ their part of it is read, proven and on their devices. Whatever goes wrong befor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,10 +32,7 @@ from ckptkit.proving import Proving
 from ckptkit.rounds import Common, Groups, Stream, by_groups, share_out
 
 REPLICA = "replica"  # where bytes came from that another process has read
-_JUDGED_AT = (
-    0,
-    2,
-)  # the rounds before which rates are judged: the interconnect's by the second, for the first connects
+_JUDGED_AT = (0, 3)  # the rounds before which rates are judged; the first connects, so the interconnect's by two others
 _T = TypeVar("_T")
 
 
@@ -46,6 +44,7 @@ class _State:
     choice: Choice
     caller: Caller | None = None
     rates: Rates = field(default_factory=Rates)
+    round_s: float = math.inf  # of its rounds of this width, the shortest
     meeting_s: float = 0.0  # what a meeting takes where all come at once
 
 
@@ -117,6 +116,7 @@ class Broadcaster:
         proves: Proving,
     ) -> None:
         """All rounds of one set of groups, or as many as are worth it and go well."""
+        state.round_s = math.inf
         coordinator = self._coordinator
         group = next(group for group in groups if coordinator.process in group)
         streams = _attempt(lambda: share_out(leaves, group, lambda key, process: needs[key][process]))
@@ -191,8 +191,10 @@ class Broadcaster:
                 self._receive(number, gather, sent, sending, state)
             if number:
                 spent_s = state.meeting_s + clock.monotonic_s() - began_s
-                rate = len(sending.group) * width / max(spent_s, 1e-9)
-                state.rates, self._interconnect = replace(state.rates, interconnect=rate), rate
+                # The best of these rounds: one that is held up says nothing of the others.
+                state.round_s = min(state.round_s, max(spent_s, 1e-9))
+                self._interconnect = len(sending.group) * width / state.round_s
+                state.rates = replace(state.rates, interconnect=self._interconnect)
 
     def _receive(self, number: int, gather: AllGather, sent: jax.Array | None, sending: Sending, state: _State) -> None:
         """One round. What goes wrong here alone is said in the next vote, to which the others come too."""
