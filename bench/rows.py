@@ -250,6 +250,22 @@ def _broadcast(result: Mapping[str, Any]) -> Iterable[Row]:
             samples=sum(len(rounds["broadcast"]) for rounds in found["samples"].values()),
             load=_load(result),
         )
+    yield from _choices(result)
+
+
+def _choices(result: Mapping[str, Any]) -> Iterable[Row]:
+    for count, found in result["replicas"].items():
+        for rate, rounds in found["samples"].items():
+            yield Row(
+                benchmark="broadcast",
+                case=f"{count} replicas, {rate} MB/s",
+                figure="choice_ratio",
+                meaning="seconds of the side that the cost model chose, over those of the faster one",
+                ours=found["bars"][f"choice_at_{rate}"]["ratio"],
+                limit=1.1,
+                samples=len(rounds["auto"]),
+                load=_load(result),
+            )
 
 
 def _simulator(result: Mapping[str, Any]) -> Iterable[Row]:
