@@ -146,7 +146,8 @@ def _origin(place: Place, items: Sequence[Place], problems: list[str]) -> tuple[
     hosts: set[str] = set()
     for item in ours:
         try:
-            manifests = read_sidecars(item, sidecar_processes(item))
+            first, *others = sidecar_processes(item)  # each names all leaves
+            manifests = read_sidecars(item, [first], extent="leaves") + read_sidecars(item, others, extent="head")
         except CorruptCheckpointError as error:
             problems.append(str(error))
             continue

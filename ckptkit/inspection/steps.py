@@ -133,7 +133,7 @@ def _sidecar_facts(place: Place, step: int, items: Sequence[str], ancestry: Ance
         processes = sidecar_processes(item)
         if not processes:
             continue
-        manifest = read_sidecars(item, processes[:1])[0]
+        manifest = read_sidecars(item, processes[:1], extent="head")[0]
         identity, present, expected = manifest.save_id, tuple(processes), manifest.writer.count
         problem = problem or incomplete(item, [manifest], processes)
         if identity.step != step:

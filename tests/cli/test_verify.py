@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.cli import command
+from ckptkit.cli import verify as verify_module
 from ckptkit.slot_reader import read_manifest
 from tests.cli.conftest import HOST, Ours, Run
 from tests.cli.test_inspect import CHECK_BACKEND
@@ -73,7 +73,7 @@ def test_interrupt(ckpt: Run, ours: Ours, monkeypatch: pytest.MonkeyPatch) -> No
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "verify_path", interrupted)
+    monkeypatch.setattr(verify_module, "verify_path", interrupted)
     assert ckpt("verify", ours.root).code == 130
 
 
