@@ -51,7 +51,8 @@ def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
     """What stands at `path`, in every format of `open_checkpoint`, from its metadata alone.
 
     Where something of an Orbax directory is damaged and the rest can be read, the rest is returned and the damage is in
-    `problems`. Cost: small reads only; a step with our sidecars costs one per process, another one per leaf.
+    `problems`. Cost: small reads only: one per process of a step with our sidecars, one per node of
+    another OCDBT tree, one per leaf of anything else.
 
     Raises `StepNotFoundError` where nothing that can be inspected is there, `CorruptCheckpointError` where what is
     there cannot be read, `StoreError` where it cannot be reached.

@@ -16,6 +16,7 @@ import tensorstore as ts
 
 from ckptkit.durable.buckets import base_of
 from ckptkit.errors import CorruptCheckpointError, StoreError, TransientStoreError
+from ckptkit.inspection.ocdbt import inline_values
 from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.records import Leaf
 from ckptkit.inspection.words import dtype_name, sharding_words
@@ -46,7 +47,8 @@ _Facts = tuple[str, tuple[int, ...], tuple[int, ...]]  # dtype, shape, chunk
 
 
 def read_arrays(place: Place, *, timeout_s: float) -> tuple[str, tuple[Leaf, ...], list[str]]:
-    """The layout of an item, its leaves, and what of it is damaged. Cost: one small read per leaf.
+    """The layout of an item, its leaves, and what of it is damaged. Cost: one read per node of an
+    OCDBT tree, else one small read per leaf.
 
     Raises `CorruptCheckpointError` where a leaf has no readable zarr metadata: then nothing is known of it.
     """
@@ -60,7 +62,7 @@ def read_arrays(place: Place, *, timeout_s: float) -> tuple[str, tuple[Leaf, ...
         problems.append(f"{place.url} has no {METADATA}: the names and kinds of its leaves are guessed from its arrays")
         version, entries = _guessed(place, kvstore, timeout_s)
     names = [".".join(path) for path, _, in_zarr in entries if in_zarr]
-    documents = _documents(place, kvstore, [f"{name}/{_ZARR_NAMES[version]}" for name in names], timeout_s)
+    documents = _documents(place, kvstore, [f"{name}/{_ZARR_NAMES[version]}" for name in names], ocdbt, timeout_s)
     found = dict(zip(names, documents, strict=True))
     shardings = _tolerated(lambda: _shardings(place), problems)
     impls = _tolerated(lambda: _key_impls(place), problems)
@@ -92,20 +94,23 @@ def _guessed(place: Place, kvstore: Any, timeout_s: float) -> tuple[int, list[En
     raise CorruptCheckpointError(f"{place.url} has neither {METADATA} nor any zarr array", path=place.url)
 
 
-def _documents(place: Place, kvstore: Any, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+def _documents(place: Place, kvstore: Any, keys: Sequence[str], ocdbt: bool, timeout_s: float) -> list[bytes]:
     """zarr's own metadata of every leaf; raises `CorruptCheckpointError` naming those that have none."""
-    found: list[bytes | None] = []
-    url = place.url
-    for start in range(0, len(keys), _READS_AT_ONCE):
-        some = keys[start : start + _READS_AT_ONCE]
+    known = _in_tree(place, keys, timeout_s) if ocdbt else {}
+    rest = [key for key in keys if key not in known]
+    for start in range(0, len(rest), _READS_AT_ONCE):
+        some = rest[start : start + _READS_AT_ONCE]
         if kvstore is None:
-            found += [place.read(key) for key in some]
+            known.update((key, data) for key in some if (data := place.read(key)) is not None)
             continue
         batch = ts.Batch()  # neighbours of one file in one request
         reads = [kvstore.read(key, batch=batch) for key in some]
         batch.submit()
-        results = [finished(read, f"{url}/{key}", timeout_s) for read, key in zip(reads, some, strict=True)]
-        found += [result.value if result.state == "value" else None for result in results]
+        for key, read in zip(some, reads, strict=True):
+            result = finished(read, f"{place.url}/{key}", timeout_s)
+            if result.state == "value":
+                known[key] = result.value
+    found = [known.get(key) for key in keys]
     missing = [key.rpartition("/")[0] for key, data in zip(keys, found, strict=True) if data is None]
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
@@ -115,6 +120,12 @@ def _documents(place: Place, kvstore: Any, keys: Sequence[str], timeout_s: float
             path=place.url,
         )
     return [data for data in found if data is not None]
+
+
+def _in_tree(place: Place, keys: Sequence[str], timeout_s: float) -> dict[str, bytes]:
+    with readable(f"{place.url}/{OCDBT}"):
+        base = finished(ts.KvStore.open(base_of(place.url)), place.url, timeout_s)
+        return inline_values(base, keys, lambda future: finished(future, f"{place.url}/{OCDBT}", timeout_s))
 
 
 def _leaves(
