@@ -53,11 +53,13 @@ def _heading(found: Inspection, sums: Mapping[str, Any]) -> list[str]:
     hosts = f" on {', '.join(origin.hosts[:4])}{', ...' * (len(origin.hosts) > 4)}" if origin.hosts else ""
     save = "" if origin.save_id is None else f", save {origin.save_id}"
     age = "" if origin.committed_at_s is None else f", {age_text(clock.wall_s() - origin.committed_at_s)} ago"
-    if origin.writer == "unknown":
-        return lines
-    lines.append(f"  written by {origin.writer}{processes}{hosts}{save}{age}")
-    lines.append("  proven: every cell has a digest (not checked here)" if origin.proven else f"  {_unproven(found)}")
-    lines.append(f"  {sums['leaves']} leaves, {size_text(sums['bytes'])} ({sums['bytes']} bytes)")
+    if origin.writer != "unknown":
+        lines.append(f"  written by {origin.writer}{processes}{hosts}{save}{age}")
+        lines.append(
+            "  proven: every cell has a digest (not checked here)" if origin.proven else f"  {_unproven(found)}"
+        )
+    if sums["leaves"] or origin.writer != "unknown":
+        lines.append(f"  {sums['leaves']} leaves, {size_text(sums['bytes'])} ({sums['bytes']} bytes)")
     return lines
 
 
