@@ -15,6 +15,7 @@ import numpy as np
 import tensorstore as ts
 
 from ckptkit.durable.buckets import base_of
+from ckptkit.durable.waiting import words_of
 from ckptkit.errors import CorruptCheckpointError, StoreError, TransientStoreError
 from ckptkit.inspection.ocdbt import inline_values
 from ckptkit.inspection.places import Place, readable
@@ -267,7 +268,7 @@ def finished(future: Any, where: str, timeout_s: float) -> Any:
     except TimeoutError as error:
         raise TransientStoreError(f"{where}: no answer within {timeout_s:g} s; try again", path=where) from error
     except ValueError as error:
-        message = f"{where}: {str(error).strip()}"
+        message = f"{where}: {words_of(error)}"
         if any(status in message for status in _ACCESS):
             raise StoreError(message, path=where) from error
         raise CorruptCheckpointError(message, path=where) from error

@@ -171,9 +171,9 @@ class readable:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if not isinstance(error, _UNREADABLE) or isinstance(error, CheckpointError):
             return
-        reason = f"{type(error).__name__}: {error}"[:_REASON_CHARS]
+        said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise CorruptCheckpointError(
-            f"{self._where} cannot be read ({reason}); it is damaged, or neither Orbax nor ckptkit wrote it",
+            f"{self._where} cannot be read ({said[:_REASON_CHARS]}); it is damaged, or not what a writer of it writes",
             path=self._where,
         ) from error
 
@@ -198,6 +198,12 @@ def require_regular(path: str) -> None:
 def nothing_at(url: str, why: str) -> StepNotFoundError:
     """The error for a path with nothing to look at."""
     return StepNotFoundError(f"{url}: {why}", path=url)
+
+
+def no_directory(url: str, why: str) -> StepNotFoundError:
+    """The error for a path that has to be a directory; where it is a file, that is said instead of `why`."""
+    is_file = not is_remote(url) and local_kind(url) == stat.S_IFREG
+    return nothing_at(url, "it is a file, and a directory with steps is asked for" if is_file else why)
 
 
 def _local_sizes(path: str) -> dict[str, int]:

@@ -11,7 +11,7 @@ from ckptkit.durable import EpochRecords
 from ckptkit.durable.epochs import Ancestry
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from ckptkit.inspection.directories import STEP_METADATA, item_kind
-from ckptkit.inspection.places import Place, nothing_at
+from ckptkit.inspection.places import Place, no_directory
 from ckptkit.inspection.records import FORMAT
 from ckptkit.inspection.steps import DurableStep, durable_steps
 from ckptkit.manifest import SaveId, digest_of
@@ -100,7 +100,7 @@ def plan_copy(source: str, target: str, *, timeout_s: float = 20.0) -> CopyPlan:
     url, into = root_url(source), root_url(target)
     place = Place.open(url, timeout_s=timeout_s)
     if not place.names():
-        raise nothing_at(url, "there is nothing to copy; check the path")
+        raise no_directory(url, "there is nothing to copy; check the path")
     whole = not (item_kind(place) is not None or STEP_METADATA in place.names() or layout.COMMIT_MARK in place.names())
     root = url if whole else url.rpartition("/")[0]
     if into == root:
