@@ -130,14 +130,13 @@ class Intake:
         if by_orbax:
             self._begin_by_orbax(save_id, request)
         ours = due - {DURABLE} if by_orbax else due
-        taken = by_orbax
         if ours and captured.held is not None and captured.description is not None:
-            taken |= self._pipeline.submit(
+            self._pipeline.submit(
                 save_id, captured.held, captured.description, ours, request.metrics, request.start_s, turn
             )
         if by_orbax:
             self._pipeline.follow(save_id)
-        return taken
+        return True
 
     def _due(self, step: int, *, force: bool, reached: bool) -> frozenset[str]:
         last = self._book.latest_step()
