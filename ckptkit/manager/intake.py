@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from ckptkit.clock import Deadline
 from ckptkit.durable.preservation import prunes
 from ckptkit.durable.stock import DEFAULT_ITEM
-from ckptkit.errors import StepAlreadyExistsError
 from ckptkit.events import Kind
 from ckptkit.manager.items import SaveItems, abstract_trees, save_items
 from ckptkit.manager.opening import abstract_slot_bytes
