@@ -11,6 +11,7 @@ the uptime: save n at an age of `first * n ** (1 / growth)`, as often as the squ
 from __future__ import annotations
 
 import math
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -49,17 +50,19 @@ def levels_s(costs_s: Any, mtbfs_s: Any) -> Any:
     failures together (the min-max form of isotonic regression). Cost: levels^3 operations on arrays.
     """
     costs, rates = np.broadcast_arrays(np.asarray(costs_s, float), 1.0 / np.asarray(mtbfs_s, float))
-    levels = costs.shape[-1]
-
-    def shared(first: int, last: int) -> np.ndarray:
-        cost, rate = costs[..., first : last + 1].sum(axis=-1), rates[..., first : last + 1].sum(axis=-1)
-        return np.where(rate > 0, daly_s(cost, 1.0 / np.where(rate > 0, rate, 1.0)), np.inf)
+    levels = range(costs.shape[-1])
+    shared: dict[tuple[int, int], np.ndarray] = {}  # the interval that levels first to last would have together
+    for first in levels:
+        cost, rate = np.zeros(costs.shape[:-1]), np.zeros(costs.shape[:-1])
+        for last in levels[first:]:
+            cost, rate = cost + costs[..., last], rate + rates[..., last]
+            shared[first, last] = np.where(rate > 0, daly_s(cost, 1.0 / np.where(rate > 0, rate, 1.0)), np.inf)
 
     def optimum(level: int) -> np.ndarray:
-        least = [np.minimum.reduce([shared(j, k) for k in range(level, levels)]) for j in range(level + 1)]
-        return np.maximum.reduce(least)
+        least = (reduce(np.minimum, (shared[j, k] for k in levels[level:])) for j in levels[: level + 1])
+        return reduce(np.maximum, least)
 
-    return np.stack([optimum(level) for level in range(levels)], axis=-1)
+    return np.stack([optimum(level) for level in levels], axis=-1)
 
 
 def learned_s(

@@ -118,11 +118,11 @@ def _simulate(
     levels = np.array(cluster.levels())
     restore_s = np.array([tier.restore_s for tier in cluster.tiers])
     persist_s = np.array([tier.persist_s for tier in cluster.tiers])
-    survives = np.array([[kind in tier.survives for tier in cluster.tiers] for kind in FAILURES])
+    survives = np.array([[kind in tier.survives for kind in FAILURES] for tier in cluster.tiers])
     planner = _Planner(cluster, policies, runs)
-    work, newest = np.zeros(rows), np.zeros((rows, tiers))  # the work that is done; that each tier holds
+    work, newest = np.zeros(rows), np.zeros((tiers, rows))  # the work that is done; that each tier holds
     stall, lost, down = np.zeros(rows), np.zeros(rows), np.zeros(rows)
-    served = np.zeros((rows, tiers))
+    served, every = np.zeros((tiers, rows)), np.arange(rows)
     resumed, count = np.zeros(rows), np.zeros(rows)
     marked, marked_at = np.full(rows, np.nan), np.full(rows, np.nan)
     for number in range(failures.at_s.shape[1]):
@@ -131,34 +131,34 @@ def _simulate(
         fails_at, kind = np.tile(failures.at_s[:, number], copies), np.tile(failures.kind[:, number], copies)
         at = np.minimum(fails_at, horizon_s)
         up = np.maximum(at - resumed, 0.0)
-        uptime = planner.cycle().enter(work - newest[:, -1])
+        uptime = planner.cycle().enter(work - newest[-1])
         done = uptime.work(up)
-        committed = np.stack([uptime.saved(up - persist, tier) for tier, persist in enumerate(persist_s)], axis=1)
-        newest = np.maximum(newest, np.where(committed > 0, work[:, None] + committed, 0.0))
+        committed = np.stack([uptime.saved(up - persist, tier) for tier, persist in enumerate(persist_s)])
+        newest = np.maximum(newest, np.where(committed > 0, work + committed, 0.0))
         work = work + done
         stall += up - done
         failed = fails_at < horizon_s
-        holds = survives[kind]
+        holds = survives[:, kind]
         kept = np.where(holds, newest, -1.0)
-        source = kept.argmax(axis=1)  # the first of equals: the fastest
-        restored = np.maximum(kept.max(axis=1), 0.0)
+        source = kept.argmax(axis=0)  # the first of equals: the fastest
+        restored = np.maximum(kept.max(axis=0), 0.0)
         lost += np.where(failed, work - restored, 0.0)
         work = np.where(failed, restored, work)
-        newest = np.where(failed[:, None] & ~holds, 0.0, newest)
+        newest = np.where(failed & ~holds, 0.0, newest)
         begins = at + np.tile(failures.outage_s[:, number], copies) + cluster.restart_s + restore_s[source]
         # A failure before the job was up again: the down time that was planned ends, another begins.
         down += np.where(failed, np.minimum(begins, horizon_s) - at, 0.0)
         down -= np.where(failed | (at >= horizon_s), np.maximum(np.minimum(resumed, horizon_s) - at, 0.0), 0.0)
         resumed = np.where(failed, begins, np.where(at >= horizon_s, np.inf, resumed))
         planner.learn(failed & (up > 0), up, levels[kind])
-        served[np.arange(rows), source] += failed
+        served[source, every] += failed
         count += failed
         if mark is not None:
             here = failed & (count == mark)
             marked, marked_at = np.where(here, work, marked), np.where(here, at, marked_at)
         if progress is not None and number % _PROGRESS_EVERY == 0:
             progress(number, failures.at_s.shape[1])
-    told = (work, stall, lost, down, count, served, marked, marked_at)
+    told = (work, stall, lost, down, count, served.T, marked, marked_at)
     parts = [slice(first, first + runs) for first in range(0, rows, runs)]
     return [Outcome(horizon_s, *(each[part] for each in told)) for part in parts]
 
