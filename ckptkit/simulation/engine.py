@@ -171,15 +171,11 @@ class _Planner:
         rows = runs * len(policies)
         self._wanted = np.empty((rows, tiers))
         self._learning = [(i, policy) for i, policy in enumerate(policies) if policy.memory is not None]
-        self._seen = {
-            i: Seen(np.zeros(runs), np.zeros((runs, tiers)), np.zeros((runs, 2, len(GROWTHS))))
-            for i, _ in self._learning
-        }
+        self._seen = {i: _nothing_seen(runs, tiers) for i, _ in self._learning}
         self._growing = slice(rows - runs * len(self._learning), rows)
         self._growth = np.ones(self._growing.stop - self._growing.start)
-        unseen = Seen(np.zeros(runs), np.zeros((runs, tiers)), np.zeros((runs, 2, len(GROWTHS))))
         for i, policy in enumerate(policies):
-            self._wanted[self._rows(i)] = policy.schedule(cluster, unseen).intervals_s
+            self._wanted[self._rows(i)] = policy.schedule(cluster, _nothing_seen(runs, tiers)).intervals_s
         self._constant = None if self._learning else self._made()
 
     def cycle(self) -> Cycle:
@@ -206,6 +202,10 @@ class _Planner:
 
     def _rows(self, i: int) -> slice:
         return slice(i * self._runs, (i + 1) * self._runs)
+
+
+def _nothing_seen(runs: int, tiers: int) -> Seen:
+    return Seen(np.zeros(runs), np.zeros((runs, tiers)), np.zeros((runs, 2, len(GROWTHS))))
 
 
 def _learn(seen: Seen, failed: np.ndarray, up: np.ndarray, level: np.ndarray, fade: float) -> None:
