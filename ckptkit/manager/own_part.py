@@ -17,10 +17,11 @@ from ckptkit.manager.asked import RestoreItems
 from ckptkit.manager.preparing import Prepared
 from ckptkit.manager.small_items import give_back
 from ckptkit.manifest import SaveId
+from ckptkit.pages import empty_block
 from ckptkit.plan import Key, RestorePlan, plan_restore
 from ckptkit.proving import Proving
 from ckptkit.reading import Rejected, execute
-from ckptkit.restore import place
+from ckptkit.restore import block_of, place
 from ckptkit.sharding import Box
 
 
@@ -67,12 +68,16 @@ class Reading:
             elif key[0] in prepared.asked.trees:  # what Orbax gives back is only proven
                 leaves[key] = place(by_key[key], blocks)
 
+        def make_block(key: Key, box: Box, dtype: np.dtype) -> np.ndarray:
+            landing = key[0] in prepared.asked.trees and np.dtype(by_key[key].dtype) == dtype
+            return block_of(by_key[key], box) if landing else empty_block(box.shape, dtype)
+
         plan = prepared.plan if shared is None else _rest(prepared, shared)
         if (expect := prepared.holdings.expect) is not None:
             announced = shared.announced if shared is not None else ()
             wanted = plan.first_reads(len(plan.tiers) - 1)
             expect([each for each in wanted if ((each[0], each[1].path), each[3]) not in announced])
-        read_bytes = execute(plan, prepared.holdings.readers, self.rejected(plan.save_id, proves), proven)
+        read_bytes = execute(plan, prepared.holdings.readers, self.rejected(plan.save_id, proves), proven, make_block)
         if shared is not None:
             leaves |= shared.assembly.leaves
             read_bytes = {
