@@ -11,7 +11,7 @@ from ckptkit.store.base import PutMode, Stat, checked_key
 
 @final
 class MemoryStore:
-    """Objects in a dictionary, with generations as `gs://` has them; safe from several threads, gone with the process."""
+    """Objects in a dictionary, with generations like `gs://`; safe from several threads, gone with the process."""
 
     def __init__(self, url: str = "memory:"):
         self._url = url
