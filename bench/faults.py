@@ -50,6 +50,7 @@ class Campaign:
     system: str | None
     ramdisk: Path
     disk: Path
+    kept: Path | None
     say: Any
     sweeps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
@@ -150,6 +151,10 @@ class Campaign:
         with self._places() as places:
             limit_s = _OVERTIME * seconds + reference.start_s
             outcome = run(self.job, places, steps=steps, contender=name, every=every, faults=faults, limit_s=limit_s)
+            if self.kept is not None:
+                self.kept.mkdir(parents=True, exist_ok=True)
+                number = len(list(self.kept.iterdir()))
+                shutil.copytree(places.events, self.kept / f"{number:02}-{name}-every-{every.durable}")
             return judge(places, outcome, reference, steps)
 
     @contextmanager
@@ -196,6 +201,11 @@ def _line(found: dict[str, Any]) -> str:
 @click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Of the job, one device each.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of training and schedules.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Every run, as JSON.")
+@click.option(
+    "--keep",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Keep the events of each run below it, for `ckptkit goodput`.",
+)
 @click.option("--ramdisk", type=click.Path(path_type=Path), default=Path("/dev/shm"), show_default=True)
 @click.option("--disk", type=click.Path(path_type=Path), default=Path(tempfile.gettempdir()), show_default=True)
 def main(
@@ -211,6 +221,7 @@ def main(
     processes: int,
     seed: int,
     json_path: Path | None,
+    keep: Path | None,
     ramdisk: Path,
     disk: Path,
 ) -> None:
@@ -231,6 +242,7 @@ def main(
             system=system,
             ramdisk=ramdisk,
             disk=home,
+            kept=keep,
             say=lambda text: console.print(text, markup=False),
         )
         contenders = tuple(CONTENDERS) if full else tuple(name for name in CONTENDERS if name in (asked or DEFAULT))

@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import stat
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, final
@@ -17,6 +18,7 @@ from typing import Literal, final
 import numpy as np
 
 from ckptkit import clock
+from ckptkit.layout import PAGE_BYTES
 
 Method = Literal["direct", "mapping"]
 PIECE_BYTES = 16 << 20  # of one write; measured best on a local SSD, alone and with a second one at the same time
@@ -117,3 +119,49 @@ class DiskFile:
         view, done = source.data, 0
         while done < source.nbytes:
             done += os.pwrite(self._direct_fd, view[done:], start + done)
+
+
+@final
+class DirectReads:
+    """Reads of a disk's file past the page cache, into memory of the caller's: no copy, no pages that nobody needs
+    again, and a sector that cannot be read is an error, where a mapping would kill the process. Safe from several
+    threads.
+    """
+
+    def __init__(self, path: Path):
+        self._fd = -1
+        with suppress(OSError):  # a file system without direct I/O
+            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            weakref.finalize(self, os.close, self._fd)
+
+    def fill(self, target: np.ndarray, start: int) -> bool:
+        """Fills flat `target` with the file's bytes from `start` on; False where its address or the file system is not
+        made for it. Runs without the GIL.
+
+        Raises OSError where the disk does not give them, EOFError where the file, in whole pages, ends before.
+        """
+        head = -start % PAGE_BYTES
+        stop = head + (target.nbytes - head) // PAGE_BYTES * PAGE_BYTES
+        if self._fd < 0 or stop <= head or (target.ctypes.data + head) % PAGE_BYTES:
+            return False
+        try:
+            self._read(memoryview(target.data)[head:stop], start + head)
+            for first, last, page_start in (0, head, start - start % PAGE_BYTES), (stop, target.nbytes, start + stop):
+                if first < last:
+                    page = np.frombuffer(mmap.mmap(-1, PAGE_BYTES), np.uint8)
+                    self._read(memoryview(page.data), page_start)
+                    at = start + first - page_start
+                    target[first:last] = page[at : at + last - first]
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise
+            return False
+        return True
+
+    def _read(self, into: memoryview, start: int) -> None:
+        done = 0
+        while done < into.nbytes:
+            got = os.preadv(self._fd, [into[done : done + PIECE_BYTES]], start + done)
+            if got == 0:
+                raise EOFError(f"the file ends at byte {start + done}")
+            done += got

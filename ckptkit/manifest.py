@@ -230,7 +230,8 @@ def cell_ranges(record: BoxRecord, leaf: LeafRecord) -> list[tuple[Box, int, int
 
 
 Proves = Callable[[LeafRecord, Box], bool]  # whether a cell is to be compared with its digest
-FetchCell = Callable[[Box, int, int], np.ndarray]  # a cell and its byte range in its box -> its elements
+# A cell, its byte range in its box, and the flat bytes that it goes to -> its elements, or those bytes, filled.
+FetchCell = Callable[[Box, int, int, np.ndarray], np.ndarray]
 
 
 def prove_all(leaf: LeafRecord, cell: Box) -> bool:
@@ -269,7 +270,7 @@ def copy_proven(
             part = into[common.slices(wanted.start)]
             direct = common == cell and part.flags.c_contiguous
             data = part.reshape(-1).view(np.uint8) if direct else np.empty(stop - start, np.uint8)
-        source = fetch(cell, start, stop)
+        source = fetch(cell, start, stop, data)
         if source.dtype != np.uint8 or source.ndim != 1:
             source = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
         if source.nbytes != data.nbytes:
@@ -278,10 +279,12 @@ def copy_proven(
                 f"{data.nbytes}",
                 path=where,
             )
+        filled = source is data
         if not proves(leaf, cell):
-            data[:] = source
+            if not filled:
+                data[:] = source
         # Of the target: a slot may be overwritten while it is read.
-        elif (found := copy_digested(source, data, of_target=True)) != digest:
+        elif (found := digest_of(data) if filled else copy_digested(source, data, of_target=True)) != digest:
             raise CorruptCheckpointError(
                 f"{where}: leaf {leaf.name}, cell {cell.start} to {cell.stop} has digest {found}, expected {digest}",
                 path=where,

@@ -17,6 +17,7 @@ import numpy as np
 
 from ckptkit.collector import collection_paused
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError
+from ckptkit.layout import PAGE_BYTES
 from ckptkit.manifest import BoxRecord, LeafRecord
 from ckptkit.pages import ALIGNMENT_BYTES, empty_block
 from ckptkit.plan import BoxRead, Key, RestorePlan, in_reading_order
@@ -266,4 +267,6 @@ def _parts(box_read: BoxRead) -> list[Box]:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    """What a box takes of a block: the next one begins where a device, or direct I/O, can use it as it is."""
+    alignment = PAGE_BYTES if nbytes >= SMALL_BYTES else ALIGNMENT_BYTES
+    return -(-nbytes // alignment) * alignment

@@ -14,6 +14,7 @@ from typing import final
 import numpy as np
 
 from ckptkit import layout
+from ckptkit.disk_file import DirectReads
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.manifest import (
     MANIFEST_BYTES_MAX,
@@ -26,7 +27,10 @@ from ckptkit.manifest import (
     prove_all,
 )
 from ckptkit.newest import lost_newest
+from ckptkit.pages import is_cached
 from ckptkit.sharding import Box
+
+_DIRECT_BYTES = 1 << 20  # of a cell: smaller ones are read ahead by the kernel, together
 
 
 def manifest_name_of(save_id: SaveId) -> str:
@@ -137,7 +141,8 @@ class SlotReader:
     not match its digest was superseded, not corrupt.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, proves: Proves = prove_all):
+    def __init__(self, directory: Path, manifest: Manifest, proves: Proves = prove_all, *, on_disk: bool = False):
+        """`on_disk`: what is not in the page cache is read past it."""
         self._manifest = manifest
         self._proves = proves
         self._manifest_path = directory / manifest_name_of(manifest.save_id)
@@ -147,18 +152,28 @@ class SlotReader:
             self._memory = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ), np.uint8)
         finally:
             os.close(fd)
+        self._direct = DirectReads(self._path) if on_disk else None
 
     def read(self, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
         """Copies the part of `wanted` that `record.box` holds into `into`; raises `CorruptCheckpointError`."""
 
-        def fetch(cell: Box, start: int, stop: int) -> np.ndarray:
+        def fetch(cell: Box, start: int, stop: int, target: np.ndarray) -> np.ndarray:
             del cell
-            if record.offset + stop > self._memory.nbytes:
+            start, stop = record.offset + start, record.offset + stop
+            if stop > self._memory.nbytes:
                 raise CorruptCheckpointError(
-                    f"{self._path} has {self._memory.nbytes} bytes, leaf {leaf.name} ends at {record.offset + stop}",
+                    f"{self._path} has {self._memory.nbytes} bytes, leaf {leaf.name} ends at {stop}",
                     path=str(self._path),
                 )
-            return self._memory[record.offset + start : record.offset + stop]
+            mapped = self._memory[start:stop]
+            if self._direct is None or stop - start < _DIRECT_BYTES or is_cached(mapped):
+                return mapped
+            try:
+                return target if self._direct.fill(target, start) else mapped
+            except (OSError, EOFError) as error:
+                raise CorruptCheckpointError(
+                    f"{self._path}: leaf {leaf.name} cannot be read: {error}", path=str(self._path)
+                ) from error
 
         copy_proven(leaf, record, wanted, into, fetch, where=str(self._path), proves=self._proves)
 

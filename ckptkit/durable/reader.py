@@ -193,8 +193,8 @@ class DurableReader:
         Reads whole cells and checks each against its digest; raises `CorruptCheckpointError` naming leaf and box.
         """
 
-        def fetch(cell: Box, start: int, stop: int) -> np.ndarray:
-            del start, stop
+        def fetch(cell: Box, start: int, stop: int, target: np.ndarray) -> np.ndarray:
+            del start, stop, target
             stored = _proven_readable(lambda: self._cells.fetch(item, leaf, cell), self._url, leaf)
             return self.read_cell(item, leaf, cell) if stored is None else stored
 

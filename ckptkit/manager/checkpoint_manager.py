@@ -163,10 +163,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Takes a step for the tiers in which it is due; returns whether it was taken.
 
         Returns once the caller may donate the state. The step is committed to a tier only after its `committed`
-        event; one that came too early on some process is dropped on all, with a `save_skipped` event. Blocks for one
-        copy of this process's boxes; when the durable tier is due, also for the previous durable save; with
-        `enable_async_checkpointing=False`, until every tier has the step. A background failure is raised by
-        `check_for_errors`, `wait_until_finished` or `close`.
+        event; one that came too early on some process is dropped on all, with a `save_skipped` event (a single process
+        has nobody to ask, and returns False at once). Blocks for one copy of this process's boxes; when the durable
+        tier is due, also for the previous durable save; with `enable_async_checkpointing=False`, until every tier has
+        the step. A background failure is raised by `check_for_errors`, `wait_until_finished` or `close`.
 
         A step with an item that only Orbax's own handlers can hold is written to the durable tier alone, by Orbax,
         which blocks for what its handlers block for (said once in an event for each such item), and waits for the

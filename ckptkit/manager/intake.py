@@ -130,13 +130,14 @@ class Intake:
         if by_orbax:
             self._begin_by_orbax(save_id, request)
         ours = due - {DURABLE} if by_orbax else due
+        taken = by_orbax
         if ours and captured.held is not None and captured.description is not None:
-            self._pipeline.submit(
+            taken |= self._pipeline.submit(
                 save_id, captured.held, captured.description, ours, request.metrics, request.start_s, turn
             )
         if by_orbax:
             self._pipeline.follow(save_id)
-        return True
+        return taken
 
     def _due(self, step: int, *, force: bool, reached: bool) -> frozenset[str]:
         last = self._book.latest_step()

@@ -98,7 +98,7 @@ class LocalTiers:
         for tier, pairs in (save.held if save is not None else {}).items():
             for directory, manifest in pairs:
                 try:
-                    slot = SlotReader(directory, manifest, proves)
+                    slot = SlotReader(directory, manifest, proves, on_disk=tier == "ssd")
                 except (OSError, ValueError) as error:  # the slot is gone or empty: the next source is taken
                     self._events.emit(Kind.REJECTED, step=manifest.save_id.step, tier=tier, reason=str(error))
                     self._note_refusal(error, f"slot {directory / manifest.slot}: {error}")

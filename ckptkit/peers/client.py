@@ -80,15 +80,14 @@ class PeerClient:
         def read(item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
             del item
 
-            def fetch(cell: Box, start: int, stop: int) -> np.ndarray:
-                del cell
-                data = np.empty(stop - start, np.uint8)
-                for at in range(0, data.nbytes, RANGE_BYTES_MAX):
-                    piece = memoryview(data[at : at + RANGE_BYTES_MAX])  # pyright: ignore[reportArgumentType]
+            def fetch(cell: Box, start: int, stop: int, target: np.ndarray) -> np.ndarray:
+                del cell, stop
+                for at in range(0, target.nbytes, RANGE_BYTES_MAX):
+                    piece = memoryview(target[at : at + RANGE_BYTES_MAX])  # pyright: ignore[reportArgumentType]
                     first = record.offset + start + at
                     asked = {"Range": f"bytes={first}-{first + piece.nbytes - 1}", "If-Match": f'"{tag}"'}
                     self.ask(process, "GET", path, asked, into=piece)
-                return data
+                return target
 
             copy_proven(leaf, record, wanted, into, fetch, where=where, proves=proves)
 
