@@ -102,7 +102,12 @@ def execute(
 
     brief = not waits or sum(leaf.nbytes for leaf in leaves) <= _BRIEF_BYTES
     with collection_paused() if brief else nullcontext():
-        share_work(read_large, threads, meanwhile=read_small)
+        if not waits:
+            share_work(read_large, threads, meanwhile=read_small)
+        else:  # what is small was announced last
+            if large:
+                share_work(read_large, threads)
+            read_small()
     return reading.read_bytes
 
 

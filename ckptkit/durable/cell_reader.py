@@ -55,6 +55,7 @@ class CellReader:
         self._waiting: deque[tuple[str, LeafRecord, Box]] = deque()
         self._started: dict[_Key, _Read] = {}
         self._started_bytes = 0
+        self._overtaken: set[_Key] = set()  # asked for before they were begun, although they are in `_waiting`
 
     def expect(self, wanted: Iterable[Wanted]) -> None:
         """Begins to read what will be asked for, in the order in which it will be."""
@@ -76,6 +77,8 @@ class CellReader:
             read = self._started.pop(_key(item, leaf, cell), None)
             expected = read is not None
             if read is None:
+                if self._waiting:
+                    self._overtaken.add(_key(item, leaf, cell))
                 read = self._start(item, leaf, cell)
         try:
             found = self._found(read)
@@ -139,9 +142,13 @@ class CellReader:
         while self._waiting and self._started_bytes < self._profile.read_ahead_bytes:
             item, leaf, cell = self._waiting.popleft()
             key = _key(item, leaf, cell)
-            if key not in self._started:
+            if key in self._overtaken:
+                self._overtaken.discard(key)
+            elif key not in self._started:
                 self._started[key] = self._start(item, leaf, cell)
                 self._started_bytes += _stored_bytes(leaf)
+        if not self._waiting:
+            self._overtaken.clear()
 
     def _start(self, item: str, leaf: LeafRecord, cell: Box) -> _Read:
         key = cell_key(f"{leaf.name}/" if leaf.path else "", leaf, cell)

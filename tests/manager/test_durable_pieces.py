@@ -14,6 +14,7 @@ import tensorstore as ts
 
 import ckptkit
 from ckptkit import DurableProfile
+from ckptkit.durable.cell_reader import CellReader
 from ckptkit.durable.cells import CellWriter
 from ckptkit.durable.encoded import encoded_bytes
 from ckptkit.durable.pacing import Pace
@@ -134,3 +135,22 @@ def test_all_processes_encode_as_process_0_says(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in tmp_path.glob("1/*/d/*")) < leaf.nbytes / 3
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": f"file://{tmp_path}/1/default/", "path": "w/"}}
     assert np.array_equal(ts.open(spec, open=True).result().read().result(), leaf)
+
+
+def test_what_is_asked_for_before_its_turn_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes would be paid for twice, and what nobody takes would fill the room for reading ahead."""
+    step = step_of(tmp_path, {name: jnp.arange(2000.0) + index for index, name in enumerate("abc")}, DurableProfile())
+    (manifest,) = DurableReader(str(step), step=1).manifests()
+    cells = CellReader(str(step), DurableProfile(read_ahead_bytes=1))  # one at a time
+    begun: list[str] = []
+    start = CellReader._start
+    monkeypatch.setattr(CellReader, "_start", lambda self, *args: begun.append(args[1].name) or start(self, *args))
+    leaves = {leaf.name: leaf for leaf in manifest.arrays["default"]}
+    cells.expect([("default", leaf, leaf.boxes[0], leaf.boxes[0].box) for leaf in leaves.values()])
+    for name in ("c", "b", "a"):
+        found = cells.fetch("default", leaves[name], leaves[name].boxes[0].box)
+        assert found is not None
+        assert found[1] == 1 + "abc".index(name)
+    assert sorted(begun) == ["a", "b", "c"]
+    assert cells._started_bytes == 0
+    assert not cells._overtaken
