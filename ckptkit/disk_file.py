@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import stat
+import threading
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from ckptkit.layout import PAGE_BYTES
 
 Method = Literal["direct", "mapping"]
 PIECE_BYTES = 16 << 20  # of one write; measured best on a local SSD, alone and with a second one at the same time
+_BUFFER_BYTES = 2 << 20
 _PROBE_BYTES = 64 << 20
 _PROBES = 2  # of each method, by turns; the better one counts
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -129,34 +131,51 @@ class DirectReads:
     """
 
     def __init__(self, path: Path):
+        self._local = threading.local()
         self._fd = -1
         with suppress(OSError):  # a file system without direct I/O
             self._fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             weakref.finalize(self, os.close, self._fd)
 
     def fill(self, target: np.ndarray, start: int) -> bool:
-        """Fills flat `target` with the file's bytes from `start` on; False where its address or the file system is not
-        made for it. Runs without the GIL.
+        """Fills flat `target` with the file's bytes from `start` on; False where the file system cannot read so. Runs
+        without the GIL. What does not lie in memory as it does in the file, by pages, comes through a buffer.
 
         Raises OSError where the disk does not give them, EOFError where the file, in whole pages, ends before.
         """
-        head = -start % PAGE_BYTES
-        stop = head + (target.nbytes - head) // PAGE_BYTES * PAGE_BYTES
-        if self._fd < 0 or stop <= head or (target.ctypes.data + head) % PAGE_BYTES:
+        head, stop = -start % PAGE_BYTES, start + target.nbytes
+        whole_bytes = (target.nbytes - head) // PAGE_BYTES * PAGE_BYTES
+        first, last = start + head, start + head + whole_bytes
+        if whole_bytes <= 0 or (target.ctypes.data + head) % PAGE_BYTES:
+            first = last = stop
+        if self._fd < 0:
             return False
         try:
-            self._read(memoryview(target.data)[head:stop], start + head)
-            for first, last, page_start in (0, head, start - start % PAGE_BYTES), (stop, target.nbytes, start + stop):
-                if first < last:
-                    page = np.frombuffer(mmap.mmap(-1, PAGE_BYTES), np.uint8)
-                    self._read(memoryview(page.data), page_start)
-                    at = start + first - page_start
-                    target[first:last] = page[at : at + last - first]
+            self._fill_buffered(target, start, min(first, stop), start)
+            if first < last:
+                self._read(memoryview(target.data)[first - start : last - start], first)
+                self._fill_buffered(target, last, stop, start)
         except OSError as error:
             if error.errno not in _NO_DIRECT:
                 raise
             return False
         return True
+
+    def _fill_buffered(self, target: np.ndarray, first: int, last: int, start: int) -> None:
+        """The file's bytes `[first, last)` into `target`, which begins at `start`."""
+        if first >= last:
+            return
+        buffer = getattr(self._local, "buffer", None)
+        if buffer is None:
+            buffer = self._local.buffer = np.frombuffer(mmap.mmap(-1, _BUFFER_BYTES), np.uint8)
+        at = first
+        while at < last:
+            page = at - at % PAGE_BYTES
+            size_bytes = min(_BUFFER_BYTES, -(-(last - page) // PAGE_BYTES) * PAGE_BYTES)
+            self._read(memoryview(buffer.data)[:size_bytes], page)
+            until = min(last, page + size_bytes)
+            target[at - start : until - start] = buffer[at - page : until - page]
+            at = until
 
     def _read(self, into: memoryview, start: int) -> None:
         done = 0

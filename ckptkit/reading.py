@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import ge
@@ -17,7 +17,6 @@ import numpy as np
 
 from ckptkit.collector import collection_paused
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError
-from ckptkit.layout import PAGE_BYTES
 from ckptkit.manifest import BoxRecord, LeafRecord
 from ckptkit.pages import ALIGNMENT_BYTES, empty_block
 from ckptkit.plan import BoxRead, Key, RestorePlan, in_reading_order
@@ -30,6 +29,7 @@ _REMOTE_READS = 8  # at a time: each waits for a store's answer
 # ms of processor time in blocks of 16 KB, 8 in huge pages, and a block has to have several of these.
 _BLOCK_BYTES = 16 << 20
 _ANNOUNCED_BLOCK_BYTES = 1 << 20  # a block is whole when the last of its leaves has come: not long after the first
+_OWN_BYTES = 1 << 20  # a leaf of it has a block of its own
 _BRIEF_BYTES = 1 << 30  # takes seconds from any store
 _PARTS_MAX = 16  # of a large box, for as many threads
 
@@ -44,6 +44,12 @@ class BoxReader(Protocol):
 
 Rejected = Callable[[str, CheckpointError], None]
 Proven = Callable[[Key, dict[Box, np.ndarray]], None]
+MakeBlock = Callable[[Key, Box, np.dtype], np.ndarray]  # memory for a box of a leaf; from several threads
+
+
+def _fresh(key: Key, box: Box, dtype: np.dtype) -> np.ndarray:
+    del key
+    return empty_block(box.shape, dtype)
 
 
 def execute(
@@ -51,6 +57,7 @@ def execute(
     readers: Sequence[BoxReader],
     rejected: Rejected,
     proven: Proven,
+    make_block: MakeBlock = _fresh,
     *,
     announced: frozenset[int] = frozenset(),
 ) -> dict[str, int]:
@@ -62,12 +69,13 @@ def execute(
 
     `announced` are the sources that have been told what will be read and fetch it meanwhile, in reading order.
 
-    Cost: a copy at memory speed, and 10 microseconds per leaf. Leaves of less than 16 MiB share blocks of that size,
-    unless they come from afar; of those, small ones that were announced share blocks of 1 MiB.
+    Cost: a copy at memory speed, and 10 microseconds per leaf. `make_block` gives the memory of leaves from 1 MiB on;
+    smaller ones share blocks, unless they come from afar; of those, small ones that were announced share blocks of 1
+    MiB.
     """
     for box_read in plan.reads:
         _check(box_read)
-    reading = _Reading(plan, readers, rejected, proven)
+    reading = _Reading(plan, readers, rejected, proven, make_block)
     waits = any(plan.remote[box_read.sources[0][0]] for box_read in plan.reads)
     leaves = [_Leaf(key, tuple(reads)) for key, reads in groupby(plan.reads, key=lambda box_read: box_read.key)]
     # One thread reads what is small and has not to be waited for: several are slower, they wait for the interpreter.
@@ -144,18 +152,27 @@ class _Unit:
 
 @dataclass(slots=True)
 class _Shared:
-    """A leaf that several threads read: its blocks, and how many parts of them are missing."""
+    """A leaf that several threads read: its blocks, each made when it is needed, and how many parts are missing."""
 
     key: Key
-    blocks: dict[Box, np.ndarray]
     missing: int
+    blocks: dict[Box, np.ndarray] = field(default_factory=dict)
+    making: threading.Lock = field(default_factory=threading.Lock)
 
 
 @final
 class _Reading:
     """One execution of a plan."""
 
-    def __init__(self, plan: RestorePlan, readers: Sequence[BoxReader], rejected: Rejected, proven: Proven):
+    def __init__(
+        self,
+        plan: RestorePlan,
+        readers: Sequence[BoxReader],
+        rejected: Rejected,
+        proven: Proven,
+        make_block: MakeBlock,
+    ):
+        self._make_block = make_block
         self._tiers = plan.tiers
         self._readers = readers
         self._rejected = rejected
@@ -165,7 +182,7 @@ class _Reading:
 
     def each_box(self, leaves: Sequence[_Leaf]) -> list[_Unit]:
         """A unit for each box, in the order that was announced to those who read ahead."""
-        shared = {leaf.key: _shared(leaf, len(leaf.reads)) for leaf in leaves}
+        shared = {leaf.key: _Shared(leaf.key, len(leaf.reads)) for leaf in leaves}
         return [
             _Unit(read.nbytes, partial(self._read_part, read, read.wanted, shared[read.key]))
             for read in in_reading_order([read for leaf in leaves for read in leaf.reads])
@@ -190,13 +207,13 @@ class _Reading:
 
     def _parts_of(self, leaf: _Leaf) -> Iterable[_Unit]:
         parts = [(read, part) for read in leaf.reads for part in _parts(read)]
-        shared = _shared(leaf, len(parts))
+        shared = _Shared(leaf.key, len(parts))
         for read, part in parts:
             yield _Unit(part.size * read.dtype.itemsize, partial(self._read_part, read, part, shared))
 
     def _read_together(self, leaves: Sequence[_Leaf]) -> None:
-        reads = [box_read for leaf in leaves for box_read in leaf.reads]
-        memory = empty_block((sum([_aligned(box_read.nbytes) for box_read in reads]),), np.dtype(np.uint8))
+        small = [read for leaf in leaves for read in leaf.reads if read.nbytes < _OWN_BYTES]
+        memory = empty_block((sum([_aligned(read.nbytes) for read in small]),), np.dtype(np.uint8))
         at = 0
         read_bytes: dict[str, int] = {}
         found: list[tuple[Key, dict[Box, np.ndarray]]] = []
@@ -204,10 +221,14 @@ class _Reading:
             blocks = {}
             for box_read in leaf.reads:
                 wanted = box_read.wanted
-                blocks[wanted] = block = np.ndarray(wanted.shape, box_read.dtype, memory, at)
+                if box_read.nbytes < _OWN_BYTES:
+                    block = np.ndarray(wanted.shape, box_read.dtype, memory, at)
+                    at += _aligned(box_read.nbytes)
+                else:
+                    block = self._make_block(box_read.key, wanted, box_read.dtype)
+                blocks[wanted] = block
                 tier = self._read(box_read, wanted, block)
                 read_bytes[tier] = read_bytes.get(tier, 0) + box_read.nbytes
-                at += _aligned(box_read.nbytes)
             found.append((leaf.key, blocks))
         for key, blocks in found:
             self._proven(key, blocks)
@@ -215,7 +236,10 @@ class _Reading:
             self._count(read_bytes)
 
     def _read_part(self, box_read: BoxRead, part: Box, shared: _Shared) -> None:
-        block = shared.blocks[box_read.wanted]
+        with shared.making:
+            if (block := shared.blocks.get(box_read.wanted)) is None:
+                block = self._make_block(box_read.key, box_read.wanted, box_read.dtype)
+                shared.blocks[box_read.wanted] = block
         into = block if part == box_read.wanted else block[part.slices(box_read.wanted.start)]
         tier = self._read(box_read, part, into)
         with self._counting:
@@ -255,11 +279,6 @@ def _check(box_read: BoxRead) -> None:
         )
 
 
-def _shared(leaf: _Leaf, parts: int) -> _Shared:
-    blocks = {read.wanted: empty_block(read.wanted.shape, read.dtype) for read in leaf.reads}
-    return _Shared(leaf.key, blocks, parts)
-
-
 def _parts(box_read: BoxRead) -> list[Box]:
     """A large box in whole cells one after the other, where it is stored as one and its cells are rows of it."""
     wanted = box_read.wanted
@@ -272,6 +291,4 @@ def _parts(box_read: BoxRead) -> list[Box]:
 
 
 def _aligned(nbytes: int) -> int:
-    """What a box takes of a block: the next one begins where a device, or direct I/O, can use it as it is."""
-    alignment = PAGE_BYTES if nbytes >= SMALL_BYTES else ALIGNMENT_BYTES
-    return -(-nbytes // alignment) * alignment
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

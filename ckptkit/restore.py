@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from ckptkit.durable.partial import anywhere, on_every_process
 from ckptkit.durable.shardings import sharding_of_text
 from ckptkit.errors import TreeMismatchError
 from ckptkit.manifest import LeafKind, LeafRecord, Manifest, describe
+from ckptkit.pages import empty_block
 from ckptkit.plan import Key
 from ckptkit.sharding import Box, boxes_held
 from ckptkit.snapshot import kind_of_number, leaf_path
@@ -103,6 +105,36 @@ def abstract_of(stored: Sequence[LeafRecord], empties: Sequence[Empty] = ()) -> 
     return _with_sequences(root, {leaf.path: leaf.keys for leaf in stored} | letters)
 
 
+class _Landing(np.ndarray):
+    """Host memory that is a CPU device's array. Views of it do not own the array."""
+
+    array: jax.Array | None = None
+
+
+def block_of(target: Target, box: Box) -> np.ndarray:
+    """Uninitialised host memory for a box of `target`.
+
+    On a single CPU device it is memory of the device's own: an array that takes over other memory cannot be donated,
+    and the first step would copy it. Cost there: the first touch.
+    """
+    dtype, sharding = np.dtype(target.dtype), target.sharding
+    if sharding is not None and sharding.num_devices == 1 and box.shape == target.shape:
+        (device,) = sharding.device_set
+        if device.platform == "cpu" and _lies_as_in_numpy(dtype):
+            array = jax.device_put(np.zeros(box.shape, dtype), sharding, may_alias=False).block_until_ready()
+            if array.dtype == dtype:  # and not one that JAX cuts to 32 bits
+                memory = (ctypes.c_ubyte * array.nbytes).from_address(array.unsafe_buffer_pointer())
+                landing = np.frombuffer(memory, dtype).reshape(box.shape).view(_Landing)
+                landing.array = array
+                return landing
+    return empty_block(box.shape, dtype)
+
+
+def _lies_as_in_numpy(dtype: np.dtype) -> bool:
+    """Whether XLA keeps it as NumPy does: types of less than a byte are packed."""
+    return dtype.isbuiltin == 1 or dtype.name == "bfloat16" or dtype.name.startswith("float8_")
+
+
 def place(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:
     """The leaf from its proven blocks. Never references tier memory: the blocks are this restore's own.
 
@@ -113,7 +145,9 @@ def place(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:
         return block if target.kind in ("numpy", "jax") else block.item()
     if len(blocks) == 1 and target.sharding.num_devices == 1:
         (block,) = blocks.values()
-        array = jax.make_array_from_callback(target.shape, target.sharding, lambda _: block)
+        array = block.array if isinstance(block, _Landing) else None
+        if array is None:
+            array = jax.make_array_from_callback(target.shape, target.sharding, lambda _: block)
         return jax.random.wrap_key_data(array, impl=target.key_impl) if target.key_impl else array
     indices = target.sharding.addressable_devices_indices_map(target.shape)
     if len(indices) == len(blocks):

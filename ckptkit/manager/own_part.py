@@ -18,10 +18,11 @@ from ckptkit.manager.asked import RestoreItems
 from ckptkit.manager.preparing import Prepared
 from ckptkit.manager.small_items import give_back
 from ckptkit.manifest import SaveId
+from ckptkit.pages import empty_block
 from ckptkit.plan import Key, RestorePlan, plan_restore
 from ckptkit.proving import Proving
 from ckptkit.reading import Rejected, execute
-from ckptkit.restore import place
+from ckptkit.restore import block_of, place
 from ckptkit.sharding import Box
 
 
@@ -68,18 +69,21 @@ class Reading:
             elif key[0] in prepared.asked.trees:  # what Orbax gives back is only proven
                 leaves[key] = place(by_key[key], blocks)
 
+        def make_block(key: Key, box: Box, dtype: np.dtype) -> np.ndarray:
+            landing = key[0] in prepared.asked.trees and np.dtype(by_key[key].dtype) == dtype
+            return block_of(by_key[key], box) if landing else empty_block(box.shape, dtype)
+
         plan = prepared.plan if shared is None else _rest(prepared, shared)
         durable = len(plan.tiers) - 1
         if (expect := prepared.holdings.expect) is not None:
             announced = shared.announced if shared is not None else ()
             wanted = plan.first_reads(durable)
-            with (
-                collection_paused()
-            ):  # a future for each cell: the collector would look through all of them, for nothing
+            # A future for each cell: the collector would look through all of them, for nothing.
+            with collection_paused():
                 expect([each for each in wanted if ((each[0], each[1].path), each[3]) not in announced])
         rejected = self.rejected(plan.save_id, proves)
         told = frozenset({durable} if expect is not None else ())
-        read_bytes = execute(plan, prepared.holdings.readers, rejected, proven, announced=told)
+        read_bytes = execute(plan, prepared.holdings.readers, rejected, proven, make_block, announced=told)
         if shared is not None:
             leaves |= shared.assembly.leaves
             read_bytes = {

@@ -97,7 +97,7 @@ def test_damage_of_encoded_cells_is_found(tmp_path: Path) -> None:
     frame = whole.index(state["wide"].nbytes.to_bytes(4, "little")) - 4  # blosc says how long its content is
     for at in [frame + byte for byte in (0, 2, 3, 5, 9, 13, 17, 100)]:
         data.write_bytes(whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :])
-        (proof,) = ckptkit.verify(tmp_path / "run").steps
+        (proof,) = ckptkit.verify(str(tmp_path / "run")).steps
         if proof.state == "proven":  # what the frame says of its type size, or of the format's version, is not needed
             assert_same(restored(tmp_path / "run", state), state)
         else:

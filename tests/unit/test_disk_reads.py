@@ -40,21 +40,22 @@ def path(tmp_path: Path, data: np.ndarray) -> Path:
 
 
 @pytest.mark.parametrize("start", [0, 1, PAGE_BYTES, 3 * PAGE_BYTES - 7])
-def test_any_bytes_are_filled_wherever_they_begin(path: Path, data: np.ndarray, start: int) -> None:
+@pytest.mark.parametrize("size", [1, PAGE_BYTES + 5, (2 << 20) + 99])
+@pytest.mark.parametrize("shift", [0, 64])
+def test_any_bytes_are_filled_wherever_they_begin(
+    path: Path, data: np.ndarray, start: int, size: int, shift: int
+) -> None:
     block = empty_block((BYTES,), UINT8)
     block[:] = 7
-    first, last = start % PAGE_BYTES, start % PAGE_BYTES + (2 << 20) + 99
+    first, last = start % PAGE_BYTES + shift, start % PAGE_BYTES + shift + size
     assert DirectReads(path).fill(block[first:last], start)
     assert np.array_equal(block[first:last], data[start : start + last - first])
     assert (block[:first] == 7).all()
     assert (block[last:] == 7).all()
 
 
-def test_memory_that_a_disk_cannot_write_into_is_left_alone(path: Path) -> None:
-    block = empty_block((BYTES,), UINT8)
-    assert not DirectReads(path).fill(block[1:], 0)
-    assert not DirectReads(path).fill(block[: PAGE_BYTES - 1], 0)
-    assert not DirectReads(path.with_name("absent")).fill(block, 0)
+def test_a_file_that_cannot_be_read_so_is_left_to_others(path: Path) -> None:
+    assert not DirectReads(path.with_name("absent")).fill(empty_block((BYTES,), UINT8), 0)
 
 
 def slot(path: Path, data: np.ndarray) -> tuple[SlotReader, LeafRecord, BoxRecord]:

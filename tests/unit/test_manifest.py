@@ -315,7 +315,7 @@ def test_copy_proven_copies_the_wanted_part_and_nothing_else(
     pairs = [sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2))) for n in shape]
     wanted = Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
     into = np.full(wanted.shape, -1, np.int16)
-    copy_proven(leaf, record, wanted, into, lambda _, a, b: values.reshape(-1).view(np.uint8)[a:b], where="here")
+    copy_proven(leaf, record, wanted, into, lambda _, a, b, into: values.reshape(-1).view(np.uint8)[a:b], where="here")
     np.testing.assert_array_equal(into, values[wanted.slices()])
 
 
@@ -332,7 +332,7 @@ def test_copy_proven_names_the_cell_of_a_flipped_bit(data: st.DataObject, bit: i
     into = np.zeros(values.shape, np.int16)
     words = re.escape(f"here: leaf w, cell {bad.start} to {bad.stop} has digest ")
     with pytest.raises(CorruptCheckpointError, match=f"^{words}[0-9a-f]{{32}}, expected [0-9a-f]{{32}}$"):
-        copy_proven(leaf, record, Box.whole((6, 4)), into, lambda _, a, b: stored[a:b], where="here")
+        copy_proven(leaf, record, Box.whole((6, 4)), into, lambda _, a, b, into: stored[a:b], where="here")
 
 
 def proven_leaf(values: np.ndarray, limit: int) -> tuple[LeafRecord, BoxRecord]:

@@ -1,0 +1,54 @@
+"""Restored arrays are the device's own: the first step may donate them."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+
+LEAVES = ("w", "m", "b")
+LARGE = 1 << 19  # float32: 2 MiB, a leaf with a block of its own
+
+
+@pytest.mark.parametrize("medium", ["ram", "ssd", "durable"])
+def test_a_donating_step_does_not_copy_what_was_restored(tmp_path: Path, medium: str) -> None:
+    """It would take as long as the restore, and as much memory again."""
+    state: dict[str, Any] = {
+        "w": jnp.arange(LARGE, dtype=jnp.float32),
+        "m": jnp.arange(9 * LARGE, dtype=jnp.float32),  # read in parts
+        "b": jnp.ones(LARGE * 2, jnp.bfloat16),
+        "n": np.arange(LARGE),
+    }
+    tiers = {"ram": [ckptkit.Tier.ram(str(tmp_path / "fast"))], "ssd": [ckptkit.Tier.ssd(str(tmp_path / "fast"))]}
+    with ckptkit.CheckpointManager(tmp_path / "durable", tiers=tiers.get(medium, [])) as manager:
+        manager.save(1, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+        manager.wait_until_finished()
+        donated: set[str] = set()
+        for _ in range(5):  # XLA copies now and then where it finds a buffer in use
+            found = manager.restore(1, args=ocp.args.StandardRestore(state))  # pyright: ignore[reportCallIssue]
+            assert isinstance(found["n"], np.ndarray)
+            for name in LEAVES:
+                assert found[name].sharding == state[name].sharding
+                before = found[name].unsafe_buffer_pointer()
+                after = jax.jit(lambda x: x + 1, donate_argnums=0)(found[name])
+                if after.unsafe_buffer_pointer() == before:
+                    donated.add(name)
+                assert np.array_equal(after, state[name] + 1)
+        assert donated == set(LEAVES)
+
+
+def test_dtypes_that_lie_otherwise_on_the_device_come_back_bit_for_bit(tmp_path: Path) -> None:
+    """XLA packs four bits; a copy of host bytes into its memory would be wrong."""
+    state = {"q": jnp.arange(4 * LARGE, dtype=jnp.int32).astype(jnp.int4), "t": jnp.ones(4 * LARGE, jnp.bool_)}
+    with ckptkit.CheckpointManager(tmp_path / "durable", tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"))]) as manager:
+        manager.save(1, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+        manager.wait_until_finished()
+        found = manager.restore(1, args=ocp.args.StandardRestore(state))  # pyright: ignore[reportCallIssue]
+    for name, leaf in state.items():
+        assert found[name].dtype == leaf.dtype
+        assert np.array_equal(np.asarray(found[name]), np.asarray(leaf))
