@@ -16,10 +16,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import final
 
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
+
 from ckptkit import layout
 from ckptkit.durable import orbax_files
 from ckptkit.durable.deletion import move_away
-from ckptkit.errors import CheckpointError, StepAlreadyExistsError, StoreError
+from ckptkit.errors import CheckpointError, StoreError
 from ckptkit.manifest import SaveId
 from ckptkit.store import Stat, Store, open_store
 from ckptkit.store.local import LocalStore, sync_directory
