@@ -4,8 +4,8 @@ Others have options of their own: `corruption|crashpoints` (what faults leave, a
 (a training that is killed again and again, beside stock Orbax), `proof` (what digests cost), `kill` (the same for the
 protocol alone, judged by an oracle), `gather` (what the processes of a large job tell each other before a restore),
 `broadcast` (replicas that read the durable tier for each other), `simulator` (predicted and measured goodput),
-`policy` (save intervals on recorded failures), `convert` (conversions within a memory budget). `all` runs everything
-and renders `bench/REPORT.md`, `report` renders it again.
+`policy` (save intervals on recorded failures), `convert` (conversions within a memory budget), `inspect` (100,000
+leaves). `all` runs everything and renders `bench/REPORT.md`, `report` renders it again.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from bench.everything import main as everything
 from bench.faults import main as faults
 from bench.figures import available
 from bench.gather import main as gather
+from bench.inspect import main as inspect
 from bench.kill import main as kill
 from bench.policy import main as policy
 from bench.proof import main as proof
@@ -49,6 +50,7 @@ _CAMPAIGNS = {
     "crashpoints": crashpoints,
     "faults": faults,
     "gather": gather,
+    "inspect": inspect,
     "kill": kill,
     "policy": policy,
     "proof": proof,

@@ -10,6 +10,14 @@ from bench.figures import Samples, median
 
 OURS = "ckptkit"
 
+# Of `bench inspect`: the whole command on 100,000 leaves.
+INSPECT_OCDBT_S = 8.0  # a step without our sidecars
+INSPECT_OF_ORBAX = 4.0  # times as fast as Orbax's own metadata call
+INSPECT_S = 2.0  # safetensors, and steps with our sidecars
+# Of `bench convert`: formats without compression, within 512 MiB.
+CONVERT_OF_COPY = 0.5  # of the rate of `cp` and fsync beside it
+CONVERT_PEAK_BYTES = 900 << 20  # resident, with imports
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:

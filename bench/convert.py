@@ -17,13 +17,13 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from bench.bars import CONVERT_OF_COPY, CONVERT_PEAK_BYTES
 from bench.convert_worker import make_source, remove
 from bench.environment import environment
 from ckptkit.cli.options import SizeType
 from ckptkit.cli.text import size_text
 
 _ROOT = Path(__file__).parent.parent
-_RATE_BAR, _PEAK_BAR_BYTES = 0.5, 900 << 20
 
 # what, way, source, target, argument; targets that are sources later are kept
 _JOBS = (
@@ -117,9 +117,12 @@ def _show(result: dict[str, Any]) -> None:
     for what, samples in result["jobs"].items():
         ours = not what.startswith("obvious")
         row = [what, *(f"{median(sample[key] for sample in samples):.2f}" for key in ("copy_s", "work_s"))]
-        row += [f"{ratio(samples):.2f}", ("reached" if ratio(samples) >= _RATE_BAR else "NOT reached") if ours else ""]
+        row += [
+            f"{ratio(samples):.2f}",
+            ("reached" if ratio(samples) >= CONVERT_OF_COPY else "NOT reached") if ours else "",
+        ]
         row += [size_text(int(peak(samples))), size_text(int(samples[0]["imports"]))]
-        row += [("reached" if peak(samples) <= _PEAK_BAR_BYTES else "NOT reached") if ours else ""]
+        row += [("reached" if peak(samples) <= CONVERT_PEAK_BYTES else "NOT reached") if ours else ""]
         table.add_row(*row)
     console = Console()
     console.width = max(console.width, 130)

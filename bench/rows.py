@@ -282,15 +282,58 @@ def _simulator(result: Mapping[str, Any]) -> Iterable[Row]:
 
 
 def _policy(result: Mapping[str, Any]) -> Iterable[Row]:
+    meaning = "goodput over that of the best fixed interval in hindsight, least of the traces"
+    told = {"oracle": ("", meaning), "blurred": ("_blurred", f"{meaning}, with the moments of failures blurred")}
     for share in sorted({case["cost_share"] for case in result["cases"]}):
-        ratios = [case["oracle"]["ratio"] for case in result["cases"] if case["cost_share"] == share]
+        for against, (suffix, meaning) in told.items():
+            ratios = [case[against]["ratio"] for case in result["cases"] if case["cost_share"] == share]
+            yield Row(
+                benchmark="policy",
+                case=f"a save costs {share:.1%} of the MTBF",
+                figure=f"goodput_of_oracle{suffix}",
+                meaning=meaning,
+                ours=min(ratios),
+                samples=len(ratios),
+            )
+
+
+def _inspect(result: Mapping[str, Any]) -> Iterable[Row]:
+    for case, samples in result["cases"].items():
         yield Row(
-            benchmark="policy",
-            case=f"a save costs {share:.1%} of the MTBF",
-            figure="goodput_of_oracle",
-            meaning="goodput over that of the best fixed interval in hindsight, least of the traces",
-            ours=min(ratios),
-            samples=len(ratios),
+            benchmark="inspect",
+            case=f"{result['leaves']:,} leaves, {case}",
+            figure="inspect_s",
+            meaning="`ckptkit inspect` as a whole process; Orbax's metadata call without its imports",
+            ours=median([each["wall_s"] for each in samples["ckptkit"]]) or 0.0,
+            peer=median([each["call_s"] for each in samples.get("orbax", ())]),
+            peer_name="orbax_call" if "orbax" in samples else "",
+            samples=len(samples["ckptkit"]),
+            load=_load(result),
+        )
+
+
+def _convert(result: Mapping[str, Any]) -> Iterable[Row]:
+    case = f"{result['size_bytes'] / 2**30:g} GiB within {result['memory_bytes'] >> 20} MiB"
+    for what, samples in result["jobs"].items():
+        if what.startswith("obvious"):
+            continue
+        yield Row(
+            benchmark="convert",
+            case=f"{case}, {what}",
+            figure="of_copy_rate",
+            meaning="rate over that of `cp` and fsync of the same files, beside it",
+            ours=median([each["copy_s"] / each["work_s"] for each in samples]) or 0.0,
+            samples=len(samples),
+            load=_load(result),
+        )
+        yield Row(
+            benchmark="convert",
+            case=f"{case}, {what}",
+            figure="peak_bytes",
+            meaning="resident memory, with imports",
+            ours=max(each["peak"] for each in samples),
+            samples=len(samples),
+            load=_load(result),
         )
 
 
@@ -304,4 +347,6 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[Row]]] = {
     "broadcast": _broadcast,
     "simulator": _simulator,
     "policy": _policy,
+    "inspect": _inspect,
+    "convert": _convert,
 }

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError as StepAlreadyExistsError
-
 _SHOWN_MAX = 40  # differences in one message
 
 

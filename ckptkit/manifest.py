@@ -7,26 +7,23 @@ durable step (a sidecar that stock Orbax ignores); only where a box's bytes stan
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, cast, final, get_args
+from typing import Any, Literal, final
 
-import ml_dtypes  # registers bfloat16, fp8 and the small integers with np.dtype
 import numpy as np
 import xxhash
 
 from ckptkit.errors import CorruptCheckpointError
+from ckptkit.leaf_checks import LeafKind as LeafKind
+from ckptkit.leaf_checks import boxes_within, check_held, check_leaf
 from ckptkit.sharding import Box, cells_of, in_rows
 
 FORMAT = 1
 MANIFEST_BYTES_MAX = 1 << 30  # a bound for what is parsed; 100,000 leaves of 8 boxes are about 150 MB
+Extent = Literal["all", "leaves", "head"]  # of what is read of a manifest
 _NUMBER_MAX = 10**18  # Orbax's names of steps have 18 digits at most
-_LEAF_BYTES_MAX = 1 << 62  # beyond every machine: a damaged shape
-assert ml_dtypes.bfloat16 is not None
-
-LeafKind = Literal["jax", "numpy", "int", "float", "bool"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -126,8 +123,12 @@ class Manifest:
         return ManifestText(self.arrays).to_bytes(self.save_id, self.writer, self.slot, digests, self.inline)
 
     @classmethod
-    def from_bytes(cls, data: bytes, *, path: str) -> Manifest:
-        """The manifest of `data`; raises `CorruptCheckpointError` unless every field is what a writer writes."""
+    def from_bytes(cls, data: bytes, *, path: str, extent: Extent = "all") -> Manifest:
+        """The manifest of `data`; raises `CorruptCheckpointError` unless every field is what a writer writes.
+
+        Its digest always covers all of it. What `extent` leaves out is not checked and not there: of `leaves` the
+        boxes, of `head` the leaves. Cost: 9 microseconds per leaf, 7, 3.
+        """
         try:
             envelope = json.loads(data)
             body = envelope["manifest"]
@@ -143,7 +144,7 @@ class Manifest:
                 save_id=SaveId(**body["save_id"]),
                 writer=Writer(**body["writer"]),
                 slot=body["slot"],
-                arrays={item: tuple(map(_leaf_from_json, leaves)) for item, leaves in body["arrays"].items()},
+                arrays={item: _leaves_from_json(leaves, extent) for item, leaves in body["arrays"].items()},
                 inline=body["inline"],
             )
             _check_manifest(manifest)
@@ -307,25 +308,29 @@ def _leaf_to_json(leaf: LeafRecord) -> dict[str, Any]:
     }
 
 
-def _leaf_from_json(record: dict[str, Any]) -> LeafRecord:
-    if any(type(size) is not int or size < 0 for size in (*record["shape"], *record["cell"])):
-        raise ValueError(f"leaf {record['path']} has shape {record['shape']}, cells of {record['cell']}")
-    boxes = tuple(
-        BoxRecord(box=Box(tuple(start), tuple(stop)), offset=offset, digests=tuple(digests))
-        for start, stop, offset, digests in record["boxes"]
-    )
-    leaf = LeafRecord(
-        path=tuple(record["path"]),
-        keys=record["keys"],
-        kind=cast(LeafKind, record["kind"]),
-        shape=tuple(record["shape"]),
-        dtype=record["dtype"],
-        cell=tuple(record["cell"]),
-        extra=record["extra"],
-        boxes=boxes,
-    )
-    _check_leaf(leaf)
-    return leaf
+def _leaves_from_json(records: list[dict[str, Any]], extent: Extent) -> tuple[LeafRecord, ...]:
+    boxes = extent == "all"
+    return () if extent == "head" else tuple([_leaf_from_json(record, boxes) for record in records])
+
+
+def _leaf_from_json(record: dict[str, Any], with_boxes: bool) -> LeafRecord:
+    path, shape, cell = tuple(record["path"]), tuple(record["shape"]), tuple(record["cell"])
+    keys, kind, dtype, extra = record["keys"], record["kind"], record["dtype"], record["extra"]
+    try:
+        check_leaf(path, keys, kind, dtype, (shape, cell), extra)
+        boxes = _boxes_from_json(shape, cell, record["boxes"]) if with_boxes else ()
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"leaf {'.'.join(map(str, path))} {error}") from error
+    return LeafRecord(path=path, keys=keys, kind=kind, shape=shape, dtype=dtype, cell=cell, extra=extra, boxes=boxes)
+
+
+def _boxes_from_json(shape: tuple[int, ...], cell: tuple[int, ...], records: list[Any]) -> tuple[BoxRecord, ...]:
+    bounds = tuple([(tuple(start), tuple(stop)) for start, stop, _, _ in records])
+    made = []
+    for (box, cells), (_, _, offset, digests) in zip(boxes_within(shape, cell, bounds), records, strict=True):
+        check_held(cells, offset, digests)
+        made.append(BoxRecord(box=box, offset=offset, digests=tuple(digests)))
+    return tuple(made)
 
 
 def _check_manifest(manifest: Manifest) -> None:
@@ -361,42 +366,3 @@ def _check_places(manifest: Manifest) -> None:
     for (_, stop), (start, _) in pairwise(places):
         if start < stop:
             raise ValueError(f"two boxes lie at byte {start} of the slot")
-
-
-def _check_leaf(leaf: LeafRecord) -> None:
-    """Refuses records that no writer writes, before anything is allocated for them."""
-    words = (*leaf.path, leaf.keys, leaf.kind, leaf.dtype, *leaf.extra, *leaf.extra.values())
-    if (
-        not all(isinstance(word, str) for word in words)
-        or len(leaf.keys) != len(leaf.path)
-        or set(leaf.keys) - set("dsa")
-    ):
-        raise ValueError(f"leaf {leaf.path} is no leaf")
-    if leaf.kind not in get_args(LeafKind) or np.dtype(leaf.dtype).hasobject or leaf.itemsize == 0:
-        raise ValueError(f"leaf {leaf.name} is a {leaf.kind} of {leaf.dtype}")
-    if math.prod(leaf.shape) * leaf.itemsize > _LEAF_BYTES_MAX:
-        raise ValueError(f"leaf {leaf.name} has shape {leaf.shape}")
-    if not isinstance(json.loads(leaf.extra.get("sharding", "{}")), dict):
-        raise ValueError(f"leaf {leaf.name} has the sharding {leaf.extra['sharding'][:100]}")
-    if len({record.box for record in leaf.boxes}) != len(leaf.boxes):
-        raise ValueError(f"leaf {leaf.name} has a box twice")
-    if len(leaf.cell) != len(leaf.shape) or any(rows < 1 for rows in leaf.cell):
-        raise ValueError(f"leaf {leaf.name} has cells of {leaf.cell}")
-    whole = Box.whole(leaf.shape)
-    for record in leaf.boxes:
-        if any(type(at) is not int for at in (*record.box.start, *record.box.stop)):
-            raise ValueError(f"leaf {leaf.name} has a box {record.box}")
-        if any(not isinstance(digest, str) for digest in record.digests):
-            raise ValueError(f"leaf {leaf.name} has digests {record.digests[:3]}")
-        inside = record.box.intersect(whole) == record.box or record.box.size == 0
-        if len(record.box.start) != len(leaf.shape) or not inside:
-            raise ValueError(f"leaf {leaf.name} has a box {record.box} outside its shape {leaf.shape}")
-        cells = math.prod(-(-n // rows) for n, rows in zip(record.box.shape, leaf.cell, strict=True))
-        if len(record.digests) != cells:
-            raise ValueError(f"leaf {leaf.name} has {len(record.digests)} digests for {cells} cells")
-        if type(record.offset) is not int or not -1 <= record.offset < _LEAF_BYTES_MAX:
-            raise ValueError(f"leaf {leaf.name} has a box at offset {record.offset}")
-    shape = leaf.boxes[0].box.shape if leaf.boxes else ()
-    for record in leaf.boxes:  # devices split evenly; boxes that overlap each other could take for ever to subtract
-        if record.box.shape != shape or any(a % n for a, n in zip(record.box.start, shape, strict=False) if n):
-            raise ValueError(f"leaf {leaf.name} has boxes {leaf.boxes[0].box} and {record.box}, which do not tile it")

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import ge, sub
+from typing import TYPE_CHECKING
 
-import jax
+if TYPE_CHECKING:
+    import jax  # half a second that reading metadata does not pay
 
 CELL_BYTES = 64 << 20  # bounded, so that copies, digests and partial reads run in parallel (DESIGN, format)
 

@@ -22,7 +22,10 @@ _BLOCK = re.compile(r"<!-- help: (?P<name>[a-z -]+) -->\n.*?<!-- /help -->", re.
 
 def named_commands(group: click.Group = commands, above: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
     """Every command that does something, with the words that call it, in order."""
-    for name, command in sorted(group.commands.items()):
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
         if isinstance(command, click.Group):
             yield from named_commands(command, (*above, name))
         else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from ckptkit import clock
 from ckptkit.cli.text import age_text, print_line, print_table, shape_text, short_json, size_text
@@ -23,18 +25,16 @@ def matching(found: Inspection, pattern: str | None, sort: str | None) -> Inspec
 
 def show_inspection(found: Inspection, depth: int | None) -> None:
     """Prints it on stdout."""
-    for line in _heading(found):
+    sums = totals(found.items, depth=depth or 1)
+    for line in _heading(found, sums):
         print_line(line)
     leaves = [(item, leaf) for item in found.items for leaf in item.leaves]
     if leaves and depth is None:
         print_line()
         _print_leaves(leaves)
     if leaves:
-        for title, sums in (
-            (f"group (depth {depth or 1})", totals(found.items, depth=depth or 1)["by_group"]),
-            ("dtype", totals(found.items)["by_dtype"]),
-        ):
-            rows = [(key, str(entry["leaves"]), size_text(entry["bytes"])) for key, entry in sums.items()]
+        for title, part in ((f"group (depth {depth or 1})", sums["by_group"]), ("dtype", sums["by_dtype"])):
+            rows = [(key, str(entry["leaves"]), size_text(entry["bytes"])) for key, entry in part.items()]
             print_line()
             print_table([(title, False), ("leaves", True), ("bytes", True)], rows)
     for item in found.items:
@@ -43,7 +43,7 @@ def show_inspection(found: Inspection, depth: int | None) -> None:
             print_line(f"{item.name} ({item.kind}): {short_json(item.value)}")
 
 
-def _heading(found: Inspection) -> list[str]:
+def _heading(found: Inspection, sums: Mapping[str, Any]) -> list[str]:
     origin = found.origin
     what = {"step": "step", "item": "item of step", "slot": "fast-tier slot, step"}.get(found.kind, found.kind)
     step = "" if found.step is None else f" {found.step}"
@@ -53,12 +53,13 @@ def _heading(found: Inspection) -> list[str]:
     hosts = f" on {', '.join(origin.hosts[:4])}{', ...' * (len(origin.hosts) > 4)}" if origin.hosts else ""
     save = "" if origin.save_id is None else f", save {origin.save_id}"
     age = "" if origin.committed_at_s is None else f", {age_text(clock.wall_s() - origin.committed_at_s)} ago"
-    if origin.writer == "unknown":
-        return lines
-    lines.append(f"  written by {origin.writer}{processes}{hosts}{save}{age}")
-    lines.append("  proven: every cell has a digest (not checked here)" if origin.proven else f"  {_unproven(found)}")
-    sums = totals(found.items)
-    lines.append(f"  {sums['leaves']} leaves, {size_text(sums['bytes'])} ({sums['bytes']} bytes)")
+    if origin.writer != "unknown":
+        lines.append(f"  written by {origin.writer}{processes}{hosts}{save}{age}")
+        lines.append(
+            "  proven: every cell has a digest (not checked here)" if origin.proven else f"  {_unproven(found)}"
+        )
+    if sums["leaves"] or origin.writer != "unknown":
+        lines.append(f"  {sums['leaves']} leaves, {size_text(sums['bytes'])} ({sums['bytes']} bytes)")
     return lines
 
 

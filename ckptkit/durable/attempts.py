@@ -15,10 +15,12 @@ import uuid
 from contextlib import suppress
 from typing import final
 
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
+
 from ckptkit import layout
 from ckptkit.durable import orbax_files
 from ckptkit.durable.deletion import move_away
-from ckptkit.errors import CheckpointError, StepAlreadyExistsError, StoreError
+from ckptkit.errors import CheckpointError, StoreError
 from ckptkit.manifest import SaveId
 from ckptkit.store import Store, open_store
 from ckptkit.store.local import LocalStore, sync_directory

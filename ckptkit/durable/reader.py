@@ -17,7 +17,7 @@ from ckptkit import layout
 from ckptkit.durable.buckets import base_of
 from ckptkit.durable.cell_reader import CellReader, Wanted
 from ckptkit.durable.orbax_files import ARRAY_METADATAS, STEP_METADATA, marked_save
-from ckptkit.durable.waiting import UNREACHABLE, awaited, small_objects, translated
+from ckptkit.durable.waiting import UNREACHABLE, awaited, small_objects, translated, words_of
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, TransientStoreError
 from ckptkit.layout import COMMIT_MARK
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, Proves, SaveId, copy_proven, prove_all
@@ -271,4 +271,4 @@ def _proven_readable(operation: Callable[[], Any], url: str, leaf: LeafRecord) -
     try:
         return translated(operation, url)
     except ValueError as error:
-        raise CorruptCheckpointError(f"{where}: {error}", path=url) from error
+        raise CorruptCheckpointError(f"{where}: {words_of(error)}", path=url) from error

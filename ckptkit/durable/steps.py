@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import Ancestry
@@ -35,7 +36,7 @@ from ckptkit.durable.stock import (
     delete_directory,
     delete_mark_first,
 )
-from ckptkit.errors import CorruptCheckpointError, StepAlreadyExistsError, StoreError
+from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.manifest import Proves, SaveId, prove_all
 from ckptkit.store import open_store
 from ckptkit.store.remote import forget_listings

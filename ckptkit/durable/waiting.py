@@ -56,7 +56,7 @@ def translated(operation: Callable[[], _T], where: str, needs: Needed = "get") -
     try:
         return operation()
     except ValueError as error:
-        text = str(error)
+        text = words_of(error)
         if is_remote(where) and is_refusal(text):
             raise refused(where, text, needs=needs) from error
         if is_refusal(text):
@@ -64,6 +64,11 @@ def translated(operation: Callable[[], _T], where: str, needs: Needed = "get") -
         if any(status in text for status in UNREACHABLE):
             raise TransientStoreError(f"{where}: {text}", path=where) from error
         raise
+
+
+def words_of(error: BaseException) -> str:
+    """What TensorStore says of an error, without the whole spec that it adds."""
+    return str(error).partition(" [tensorstore_spec=")[0].strip()
 
 
 def _left_s(deadline: Deadline) -> float:

@@ -41,6 +41,7 @@ TORCH: Mapping[str, np.dtype[Any]] = {
 }
 # Words of newer versions than most readers know: written as notes instead, read where they stand.
 _NOT_WRITTEN = frozenset({"F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "C64"})
+_INTS = frozenset([int])  # a bool is an int to `isinstance`
 SAFETENSORS_WORDS = {dtype: word for word, dtype in SAFETENSORS.items() if word not in _NOT_WRITTEN}
 TORCH_WORDS = {dtype: word for word, dtype in TORCH.items()}
 
@@ -91,8 +92,9 @@ def plain_dtype(word: Any) -> np.dtype[Any]:
 
 def checked_shape(sizes: Any) -> tuple[int, ...]:
     """A shape out of a file; raises ValueError for what is none."""
-    if not isinstance(sizes, list | tuple) or any(type(size) is not int or not 0 <= size < 1 << 62 for size in sizes):
-        kinds = [type(size).__name__ for size in sizes[:8]] if isinstance(sizes, list | tuple) else type(sizes).__name__
+    listed = type(sizes) in (list, tuple)
+    if not listed or not _INTS.issuperset(map(type, sizes)) or (sizes and not 0 <= min(sizes) <= max(sizes) < 1 << 62):
+        kinds = [type(size).__name__ for size in sizes[:8]] if listed else type(sizes).__name__
         raise ValueError(f"no shape: {kinds}, negative, or too large")
     if len(sizes) > 32:
         raise ValueError(f"{len(sizes)} dimensions, and 32 are the most that are read")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import stat
 
+from ckptkit import layout
 from ckptkit.collector import collection_paused
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.formats.msgpack import open_msgpack
 from ckptkit.formats.npz import open_npz
-from ckptkit.formats.orbax import is_manifest, open_orbax
 from ckptkit.formats.ranges import open_ranges
 from ckptkit.formats.safetensors import SUFFIX, is_sharded, open_safetensors, open_sharded
 from ckptkit.formats.tensors import Checkpoint
@@ -43,8 +43,7 @@ def open_checkpoint(path: str, *, timeout_s: float = 20.0) -> Checkpoint:
     place = Place.open(url, timeout_s=timeout_s)
     if is_sharded(place.names()):
         return open_sharded(place)
-    found = inspect_orbax(path, timeout_s=timeout_s)
-    return open_orbax(found, timeout_s=timeout_s)
+    return _open_orbax(path, timeout_s)
 
 
 @collection_paused()
@@ -52,14 +51,15 @@ def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
     """What stands at `path`, in every format of `open_checkpoint`, from its metadata alone.
 
     Where something of an Orbax directory is damaged and the rest can be read, the rest is returned and the damage is in
-    `problems`. Cost: small reads only; a step with our sidecars costs one per process, another one per leaf.
+    `problems`. Cost: small reads only: one per process of a step with our sidecars, one per node of
+    another OCDBT tree, one per leaf of anything else.
 
     Raises `StepNotFoundError` where nothing that can be inspected is there, `CorruptCheckpointError` where what is
     there cannot be read, `StoreError` where it cannot be reached.
     """
     url = root_url(path)
     remote = is_remote(url)
-    if not _is_file(url) or is_manifest(url.rpartition("/")[2]):
+    if not _is_file(url) or _is_manifest(url):
         known = remote or local_kind(url) == stat.S_IFDIR
         if not known or not is_sharded(Place.open(url, timeout_s=timeout_s).names()):
             return inspect_orbax(path, timeout_s=timeout_s)
@@ -90,6 +90,18 @@ def inspection_of(opened: Checkpoint) -> Inspection:
     )
 
 
+def _open_orbax(path: str, timeout_s: float) -> Checkpoint:
+    from ckptkit.formats.orbax import open_orbax  # imports Orbax, which what reads metadata or files does not need
+
+    return open_orbax(inspect_orbax(path, timeout_s=timeout_s), timeout_s=timeout_s)
+
+
+def _is_manifest(url: str) -> bool:
+    """Whether a file's name is that of a record of ours."""
+    name = url.rpartition("/")[2]
+    return layout.save_of_manifest(name) is not None or layout.process_of_sidecar(name) is not None
+
+
 def _is_file(url: str) -> bool:
     """Whether a path names one file; what is no directory and no regular file is refused where it is opened."""
     if not is_remote(url):
@@ -99,8 +111,8 @@ def _is_file(url: str) -> bool:
 
 
 def _open_file(url: str, timeout_s: float) -> Checkpoint:
-    if is_manifest(url.rpartition("/")[2]):
-        return open_orbax(inspect_orbax(url, timeout_s=timeout_s), timeout_s=timeout_s)
+    if _is_manifest(url):
+        return _open_orbax(url, timeout_s)
     ranges = open_ranges(url)
     try:
         begin = ranges.read(0, min(16, ranges.size))

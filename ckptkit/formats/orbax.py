@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from ckptkit import layout
 from ckptkit.durable import DurableReader
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.tensors import Checkpoint, Facts, Tensor
@@ -159,8 +158,3 @@ def _open_slot(found: Inspection) -> Checkpoint:
         layout=f"{len(shares)} of {first.manifest.writer.count} processes' slots",
         facts=_facts(found),
     )
-
-
-def is_manifest(name: str) -> bool:
-    """Whether a file's name is that of a record of ours."""
-    return layout.save_of_manifest(name) is not None or layout.process_of_sidecar(name) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from functools import lru_cache
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -198,6 +199,7 @@ def fetch_strided(
     return into
 
 
+@lru_cache(maxsize=4096)
 def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides, in elements, of an array in C order."""
     strides, size = [], 1

@@ -18,6 +18,7 @@ from ckptkit.formats.ranges import METADATA_BYTES_MAX, Ranges, c_strides, fetch_
 from ckptkit.formats.tensors import Checkpoint, Facts, Span, Tensor
 from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.records import Leaf
+from ckptkit.inspection.words import name_of
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
@@ -139,7 +140,7 @@ def _tensor(ranges: Ranges, base: int, name: str, entry: Any, note: Any) -> Tens
     dtype, shape, key_impl = noted(dtype, shape, note, SAFETENSORS_WORDS)
     return Tensor(
         item="tensors",
-        leaf=Leaf(path=tuple(name.split(".")), kind="tensor", dtype=dtype.name, shape=shape, key_impl=key_impl),
+        leaf=Leaf(path=tuple(name.split(".")), kind="tensor", dtype=name_of(dtype), shape=shape, key_impl=key_impl),
         fetch=partial(fetch_strided, ranges, base + start, shape, c_strides(shape), dtype),
         spans=(Span(path=ranges.path, start=base + start, stop=base + stop),),
     )

@@ -1,14 +1,41 @@
 """What a checkpoint is and which steps there are: read from metadata alone, for people and for the command."""
 
-from ckptkit.inspection.look import inspect as inspect
-from ckptkit.inspection.planning import Outlook as Outlook
-from ckptkit.inspection.planning import outlook as outlook
-from ckptkit.inspection.records import Holding as Holding
-from ckptkit.inspection.records import Inspection as Inspection
-from ckptkit.inspection.records import Item as Item
-from ckptkit.inspection.records import Leaf as Leaf
-from ckptkit.inspection.records import Listing as Listing
-from ckptkit.inspection.records import Origin as Origin
-from ckptkit.inspection.records import StepEntry as StepEntry
-from ckptkit.inspection.records import totals as totals
-from ckptkit.inspection.steps import list_steps as list_steps
+from typing import TYPE_CHECKING
+
+from ckptkit.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from ckptkit.inspection.look import inspect as inspect
+    from ckptkit.inspection.planning import Outlook as Outlook
+    from ckptkit.inspection.planning import outlook as outlook
+    from ckptkit.inspection.records import Holding as Holding
+    from ckptkit.inspection.records import Inspection as Inspection
+    from ckptkit.inspection.records import Item as Item
+    from ckptkit.inspection.records import Leaf as Leaf
+    from ckptkit.inspection.records import Listing as Listing
+    from ckptkit.inspection.records import Origin as Origin
+    from ckptkit.inspection.records import StepEntry as StepEntry
+    from ckptkit.inspection.records import totals as totals
+    from ckptkit.inspection.steps import list_steps as list_steps
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "ckptkit.inspection.look": ("inspect",),
+        "ckptkit.inspection.planning": (
+            "Outlook",
+            "outlook",
+        ),
+        "ckptkit.inspection.records": (
+            "Holding",
+            "Inspection",
+            "Item",
+            "Leaf",
+            "Listing",
+            "Origin",
+            "StepEntry",
+            "totals",
+        ),
+        "ckptkit.inspection.steps": ("list_steps",),
+    },
+)

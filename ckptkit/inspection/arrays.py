@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorstore as ts
 
 from ckptkit.durable.buckets import base_of
+from ckptkit.durable.waiting import words_of
 from ckptkit.errors import CorruptCheckpointError, StoreError, TransientStoreError
+from ckptkit.inspection.ocdbt import inline_values
 from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.records import Leaf
 from ckptkit.inspection.words import dtype_name, sharding_words
+from ckptkit.leaf_checks import BYTES_MAX
 from ckptkit.store.roots import is_remote
 
 METADATA = "_METADATA"
@@ -37,13 +42,14 @@ _ACCESS = (
     "UNAUTHENTICATED",
     "UNAVAILABLE",
 )
-_LEAF_BYTES_MAX = 1 << 62  # beyond every machine: a damaged shape
 
 Entry = tuple[tuple[str, ...], str, bool]  # path, kind, whether zarr has it
+_Facts = tuple[str, tuple[int, ...], tuple[int, ...]]  # dtype, shape, chunk
 
 
 def read_arrays(place: Place, *, timeout_s: float) -> tuple[str, tuple[Leaf, ...], list[str]]:
-    """The layout of an item, its leaves, and what of it is damaged. Cost: one small read per leaf.
+    """The layout of an item, its leaves, and what of it is damaged. Cost: one read per node of an
+    OCDBT tree, else one small read per leaf.
 
     Raises `CorruptCheckpointError` where a leaf has no readable zarr metadata: then nothing is known of it.
     """
@@ -57,11 +63,11 @@ def read_arrays(place: Place, *, timeout_s: float) -> tuple[str, tuple[Leaf, ...
         problems.append(f"{place.url} has no {METADATA}: the names and kinds of its leaves are guessed from its arrays")
         version, entries = _guessed(place, kvstore, timeout_s)
     names = [".".join(path) for path, _, in_zarr in entries if in_zarr]
-    documents = _documents(place, kvstore, [f"{name}/{_ZARR_NAMES[version]}" for name in names], timeout_s)
+    documents = _documents(place, kvstore, [f"{name}/{_ZARR_NAMES[version]}" for name in names], ocdbt, timeout_s)
     found = dict(zip(names, documents, strict=True))
     shardings = _tolerated(lambda: _shardings(place), problems)
     impls = _tolerated(lambda: _key_impls(place), problems)
-    leaves = tuple(_leaf(place, entry, version, found, shardings, impls) for entry in entries)
+    leaves = _leaves(place.url, entries, version, found, shardings, impls)
     return f"{'ocdbt' if ocdbt else 'files'}, zarr{version}", leaves, problems
 
 
@@ -89,17 +95,23 @@ def _guessed(place: Place, kvstore: Any, timeout_s: float) -> tuple[int, list[En
     raise CorruptCheckpointError(f"{place.url} has neither {METADATA} nor any zarr array", path=place.url)
 
 
-def _documents(place: Place, kvstore: Any, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+def _documents(place: Place, kvstore: Any, keys: Sequence[str], ocdbt: bool, timeout_s: float) -> list[bytes]:
     """zarr's own metadata of every leaf; raises `CorruptCheckpointError` naming those that have none."""
-    found: list[bytes | None] = []
-    for start in range(0, len(keys), _READS_AT_ONCE):
-        some = keys[start : start + _READS_AT_ONCE]
+    known = _in_tree(place, keys, timeout_s) if ocdbt else {}
+    rest = [key for key in keys if key not in known]
+    for start in range(0, len(rest), _READS_AT_ONCE):
+        some = rest[start : start + _READS_AT_ONCE]
         if kvstore is None:
-            found += [place.read(key) for key in some]
+            known.update((key, data) for key in some if (data := place.read(key)) is not None)
             continue
-        reads = [kvstore.read(key) for key in some]
-        results = [finished(read, f"{place.url}/{key}", timeout_s) for read, key in zip(reads, some, strict=True)]
-        found += [result.value if result.state == "value" else None for result in results]
+        batch = ts.Batch()  # neighbours of one file in one request
+        reads = [kvstore.read(key, batch=batch) for key in some]
+        batch.submit()
+        for key, read in zip(some, reads, strict=True):
+            result = finished(read, f"{place.url}/{key}", timeout_s)
+            if result.state == "value":
+                known[key] = result.value
+    found = [known.get(key) for key in keys]
     missing = [key.rpartition("/")[0] for key, data in zip(keys, found, strict=True) if data is None]
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
@@ -111,20 +123,32 @@ def _documents(place: Place, kvstore: Any, keys: Sequence[str], timeout_s: float
     return [data for data in found if data is not None]
 
 
-def _leaf(
-    place: Place,
-    entry: Entry,
+def _in_tree(place: Place, keys: Sequence[str], timeout_s: float) -> dict[str, bytes]:
+    with readable(f"{place.url}/{OCDBT}"):
+        base = finished(ts.KvStore.open(base_of(place.url)), place.url, timeout_s)
+        return inline_values(base, keys, lambda future: finished(future, f"{place.url}/{OCDBT}", timeout_s))
+
+
+def _leaves(
+    url: str,
+    entries: Sequence[Entry],
     version: int,
     documents: Mapping[str, bytes],
     shardings: Mapping[str, str],
     impls: Mapping[str, str],
-) -> Leaf:
-    path, kind, in_zarr = entry
-    name = ".".join(path)
-    if not in_zarr:
-        return Leaf(path=path, kind=kind)
-    with readable(f"{place.url}/{name}/{_ZARR_NAMES[version]}"):
-        dtype, shape, cell = _zarr_facts(json.loads(documents[name]), version)
+) -> tuple[Leaf, ...]:
+    known: dict[bytes, _Facts] = {}  # many leaves, few different documents
+    made = []
+    for path, kind, in_zarr in entries:
+        if not in_zarr:
+            made.append(Leaf(path=path, kind=kind))
+            continue
+        name = ".".join(path)
+        document = documents[name]
+        if document not in known:
+            with readable(f"{url}/{name}/{_ZARR_NAMES[version]}"):
+                known[document] = _zarr_facts(json.loads(document), version)
+        dtype, shape, cell = known[document]
         leaf = Leaf(
             path=path,
             kind=kind,
@@ -134,12 +158,11 @@ def _leaf(
             sharding=shardings.get(name),
             key_impl=impls.get(name),
         )
-        if leaf.array_bytes > _LEAF_BYTES_MAX:
-            raise ValueError(f"shape {shape} cannot be")
-    return leaf
+        made.append(leaf)
+    return tuple(made)
 
 
-def _zarr_facts(document: Any, version: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+def _zarr_facts(document: Any, version: int) -> _Facts:
     if version == 2:
         dtype, cell = document["dtype"], document["chunks"]
     else:
@@ -151,7 +174,10 @@ def _zarr_facts(document: Any, version: int) -> tuple[str, tuple[int, ...], tupl
     cell = _sizes(cell, least=0 if 0 in shape else 1)
     if len(cell) != len(shape):
         raise ValueError(f"chunks {cell} of an array of shape {shape}")
-    return dtype_name(dtype), shape, cell
+    name = dtype_name(dtype)
+    if math.prod(shape) * np.dtype(name).itemsize > BYTES_MAX:
+        raise ValueError(f"shape {shape} cannot be")
+    return name, shape, cell
 
 
 def _sizes(values: Any, *, least: int) -> tuple[int, ...]:
@@ -242,7 +268,7 @@ def finished(future: Any, where: str, timeout_s: float) -> Any:
     except TimeoutError as error:
         raise TransientStoreError(f"{where}: no answer within {timeout_s:g} s; try again", path=where) from error
     except ValueError as error:
-        message = f"{where}: {str(error).strip()}"
+        message = f"{where}: {words_of(error)}"
         if any(status in message for status in _ACCESS):
             raise StoreError(message, path=where) from error
         raise CorruptCheckpointError(message, path=where) from error

@@ -46,7 +46,8 @@ def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
     newest committed step), or a fast tier's slot directory or manifest file.
 
     Where something is damaged and the rest can be read, the rest is returned and the damage is in `problems`.
-    Cost: small reads only; a step with our sidecars costs one per process, another one per leaf.
+    Cost: small reads only: one per process of a step with our sidecars, one per node of
+    another OCDBT tree, one per leaf of anything else.
 
     Raises `StepNotFoundError` where nothing that can be inspected is there, `CorruptCheckpointError` where what is
     there cannot be read, `StoreError` where it cannot be reached.
@@ -146,7 +147,8 @@ def _origin(place: Place, items: Sequence[Place], problems: list[str]) -> tuple[
     hosts: set[str] = set()
     for item in ours:
         try:
-            manifests = read_sidecars(item, sidecar_processes(item))
+            first, *others = sidecar_processes(item)  # each names all leaves
+            manifests = read_sidecars(item, [first], extent="leaves") + read_sidecars(item, others, extent="head")
         except CorruptCheckpointError as error:
             problems.append(str(error))
             continue

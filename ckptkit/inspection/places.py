@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
 from typing import Any, final
 
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StoreError
@@ -16,6 +17,7 @@ from ckptkit.store.base import PutMode
 from ckptkit.store.roots import is_remote
 
 _REASON_CHARS = 200  # of a library's own words in a message
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 
 
 @final
@@ -154,17 +156,25 @@ class Place:
         return f"{self._prefix}/{name}" if self._prefix else name
 
 
-@contextmanager
-def readable(where: str) -> Iterator[None]:
-    """Metadata that is not what a writer writes is corrupt, whatever it makes a parser raise."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error}"[:_REASON_CHARS]
+@final
+class readable:
+    """In this context, metadata that is not what a writer writes is corrupt, whatever it makes a parser raise."""
+
+    __slots__ = ("_where",)
+
+    def __init__(self, where: str):
+        self._where = where
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if not isinstance(error, _UNREADABLE) or isinstance(error, CheckpointError):
+            return
+        said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise CorruptCheckpointError(
-            f"{where} cannot be read ({reason}); it is damaged, or neither Orbax nor ckptkit wrote it", path=where
+            f"{self._where} cannot be read ({said[:_REASON_CHARS]}); it is damaged, or not what a writer of it writes",
+            path=self._where,
         ) from error
 
 
@@ -188,6 +198,12 @@ def require_regular(path: str) -> None:
 def nothing_at(url: str, why: str) -> StepNotFoundError:
     """The error for a path with nothing to look at."""
     return StepNotFoundError(f"{url}: {why}", path=url)
+
+
+def no_directory(url: str, why: str) -> StepNotFoundError:
+    """The error for a path that has to be a directory; where it is a file, that is said instead of `why`."""
+    is_file = not is_remote(url) and local_kind(url) == stat.S_IFREG
+    return nothing_at(url, "it is a file, and a directory with steps is asked for" if is_file else why)
 
 
 def _local_sizes(path: str) -> dict[str, int]:

@@ -13,7 +13,7 @@ from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, readable, require_regular
 from ckptkit.inspection.records import Item, Leaf
 from ckptkit.inspection.words import dtype_name, sharding_words
-from ckptkit.manifest import LeafRecord, Manifest
+from ckptkit.manifest import Extent, LeafRecord, Manifest
 from ckptkit.newest import lost_newest
 from ckptkit.slot_reader import read_manifest
 
@@ -62,8 +62,9 @@ def read_share(path: Path) -> Share:
         raise StoreError(f"{path}: {error.strerror}; look at its permissions", path=str(path)) from error
 
 
-def read_sidecars(item: Place, processes: Iterable[int]) -> list[Manifest]:
-    """The sidecars of these processes in a durable item; raises `CorruptCheckpointError` for a damaged one."""
+def read_sidecars(item: Place, processes: Iterable[int], *, extent: Extent = "all") -> list[Manifest]:
+    """The sidecars of these processes in a durable item, as far as `extent` of them; raises `CorruptCheckpointError`
+    for a damaged one."""
     directory = item.below(layout.SIDECAR_DIR)
 
     def read(process: int) -> Manifest:
@@ -73,7 +74,7 @@ def read_sidecars(item: Place, processes: Iterable[int]) -> list[Manifest]:
         if data is None:
             raise CorruptCheckpointError(f"{where} is gone", path=where)
         with readable(where):
-            return Manifest.from_bytes(data, path=where)
+            return Manifest.from_bytes(data, path=where, extent=extent)
 
     with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="ckptkit-inspect") as pool:
         return list(pool.map(read, processes))

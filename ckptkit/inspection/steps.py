@@ -20,7 +20,7 @@ from ckptkit.inspection.directories import (
     step_items,
     step_of_name,
 )
-from ckptkit.inspection.places import Place, nothing_at, readable
+from ckptkit.inspection.places import Place, no_directory, readable
 from ckptkit.inspection.records import Holding, Listing, State, StepEntry
 from ckptkit.inspection.shares import Share, incomplete, read_shares, read_sidecars, sidecar_processes
 from ckptkit.manifest import SaveId
@@ -71,7 +71,8 @@ def list_steps(root: str, *, tiers: Sequence[str] = (), host_id: str, timeout_s:
         shares += [(tier, share) for share in found]
         entries += [_damaged_entry(tier, error) for error in damaged]
     if not entries and not shares and not names and not os.path.isdir(url):
-        raise nothing_at(url, "there is no such root, and no fast tier that was given has a step of it; check the path")
+        why = "there is no such root, and no fast tier that was given has a step of it; check the path"
+        raise no_directory(url, why)
     entries = _merged(entries, shares, ancestry)
     problems += [entry.problem for entry in entries if entry.problem is not None]
     entries.sort(key=lambda entry: (entry.step, entry.save_id or ancestry.of_stock(entry.step)))
@@ -133,7 +134,7 @@ def _sidecar_facts(place: Place, step: int, items: Sequence[str], ancestry: Ance
         processes = sidecar_processes(item)
         if not processes:
             continue
-        manifest = read_sidecars(item, processes[:1])[0]
+        manifest = read_sidecars(item, processes[:1], extent="head")[0]
         identity, present, expected = manifest.save_id, tuple(processes), manifest.writer.count
         problem = problem or incomplete(item, [manifest], processes)
         if identity.step != step:

@@ -32,6 +32,12 @@ def dtype_name(text: Any) -> str:
 
 
 @lru_cache(maxsize=256)
+def name_of(dtype: np.dtype[Any]) -> str:
+    """`dtype.name`, which NumPy makes anew each time."""
+    return dtype.name
+
+
+@lru_cache(maxsize=256)
 def _name_of(text: str) -> str:
     dtype = np.dtype(text)
     registered = dtype.isbuiltin == 2  # bfloat16 and its kin, which have kind V

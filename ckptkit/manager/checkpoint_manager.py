@@ -16,15 +16,14 @@ from ckptkit.broadcast import BroadcastOptions
 from ckptkit.coordination import make_coordinator
 from ckptkit.durable.stock import Setup, checked_options
 from ckptkit.events import EventLog
-from ckptkit.manager.asked import Choose, RestoreItems
 from ckptkit.manager.book import StepRecord
 from ckptkit.manager.catalog import Catalog
 from ckptkit.manager.entries import Began, save_entry
+from ckptkit.manager.inner import Inner
 from ckptkit.manager.intake import Intake, Request
 from ckptkit.manager.last_save import LastSaver
 from ckptkit.manager.parts import Settings, make_parts
 from ckptkit.manager.pending import RestoreHandle
-from ckptkit.manager.restoring import Restored
 from ckptkit.manager.resuming import Resumer
 from ckptkit.manager.scrubbing import Scrubber
 from ckptkit.manager.step_number import saved_step_number, step_number
@@ -141,6 +140,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._last_saver = LastSaver(self._settings, self._parts, self._intake, coordinator)
         self._scrubber = Scrubber(self._settings, self._parts, coordinator)
         self._catalog = Catalog(self._parts, coordinator, timeout_s)
+        self.inner = Inner(self._parts, self._catalog, self._resumer)
         self._closed = False
 
     # What Orbax's managers offer.
@@ -163,10 +163,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Takes a step for the tiers in which it is due; returns whether it was taken.
 
         Returns once the caller may donate the state. The step is committed to a tier only after its `committed`
-        event; one that came too early on some process is dropped on all, with a `save_skipped` event (a single process
-        has nobody to ask, and returns False at once). Blocks for one copy of this process's boxes; when the durable
-        tier is due, also for the previous durable save; with `enable_async_checkpointing=False`, until every tier has
-        the step. A background failure is raised by `check_for_errors`, `wait_until_finished` or `close`.
+        event; one that came too early on some process is dropped on all, with a `save_skipped` event. Blocks for one
+        copy of this process's boxes; when the durable tier is due, also for the previous durable save; with
+        `enable_async_checkpointing=False`, until every tier has the step. A background failure is raised by
+        `check_for_errors`, `wait_until_finished` or `close`.
 
         A step with an item that only Orbax's own handlers can hold is written to the durable tier alone, by Orbax,
         which blocks for what its handlers block for (said once in an event for each such item), and waits for the
@@ -362,33 +362,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         saves that failed (the last 100), which `all_steps` does not list."""
         return sorted([*self._book.records(), *self._book.failed()], key=lambda record: record.save_id)
 
-    def step_times(self) -> dict[int, int]:
-        """When each step was committed, in nanoseconds of the wall clock, where that is known without reading."""
-        return self._catalog.times_ns()
-
-    def known_metrics(self, step: int) -> Any:
-        """The metrics of a step as far as they are known without reading; None for none."""
-        return self._known.cached_metrics(step)
-
-    def forget_in_fast_tiers(self, step: int) -> None:
-        """Leaves a step to the durable tier alone: what fast tiers hold of it is not what it is any more."""
-        self._catalog.forget_in_fast_tiers(step)
-
     @property
     def restored_save_id(self) -> SaveId | None:
         """Which save was restored last, until the next save; None where none was."""
         return self._parts.branch.base
-
-    def restore_chosen(self, step: int | None, choose: Choose) -> Restored:
-        """What `choose` picks of a step (None: of the newest that proves whole), proven as in `restore`.
-
-        Only what is picked is read. `choose` is given the stored leaves by item and returns nested dicts of those
-        that are wanted, on every process the same. The run does not go on from the step: this is a look, not a
-        rollback. Raises what `restore` and `choose` raise.
-        """
-        self._resumer.refuse_while_pending("restore_chosen")
-        self._pipeline.wait()
-        return self._parts.restorer.restore(step, RestoreItems(args=None, default_item=None, choose=choose))
 
     def save_last(self, step: int, args: Any, *, grace_s: float) -> LastSave:
         """Saves `step` where `reached_preemption(step)` was true, and waits for it, `grace_s` after the signal at most.

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from ckptkit.clock import Deadline
 from ckptkit.durable.preservation import prunes
 from ckptkit.durable.stock import DEFAULT_ITEM
-from ckptkit.errors import StepAlreadyExistsError
 from ckptkit.events import Kind
 from ckptkit.manager.items import SaveItems, abstract_trees, save_items
 from ckptkit.manager.opening import abstract_slot_bytes
@@ -130,14 +130,13 @@ class Intake:
         if by_orbax:
             self._begin_by_orbax(save_id, request)
         ours = due - {DURABLE} if by_orbax else due
-        taken = by_orbax
         if ours and captured.held is not None and captured.description is not None:
-            taken |= self._pipeline.submit(
+            self._pipeline.submit(
                 save_id, captured.held, captured.description, ours, request.metrics, request.start_s, turn
             )
         if by_orbax:
             self._pipeline.follow(save_id)
-        return taken
+        return True
 
     def _due(self, step: int, *, force: bool, reached: bool) -> frozenset[str]:
         last = self._book.latest_step()

@@ -149,21 +149,18 @@ class SavePipeline:
         metrics: Any,
         start_s: float,
         turn: Turn,
-    ) -> bool:
+    ) -> None:
         """Stages the state and hands the save over; returns once the caller may donate the state.
 
         Blocks for one copy of this process's boxes. A save that comes while `in_flight_max` snapshots are on their
-        way is not staged, and dropped by vote (False at once where there is nobody to vote with); one that waits for
-        its turn (`await_turn`) waits here for a free slot too, for what is left of its time, and is then dropped by
-        vote. `start_s` is when the step loop was stopped (monotonic).
+        way is not staged, and dropped by vote; one that waits for its turn (`await_turn`) waits here for a free slot
+        too, for what is left of its time, and is then dropped by vote. `start_s` is when the step loop was stopped
+        (monotonic).
         """
         self._outcomes.phase(save_id, "begun")
         self._size(description.slot_bytes, description.share_bytes)
         waiting_s = clock.monotonic_s()
         slot, refusal = self._admit(save_id, description.slot_bytes, due, turn)
-        if self._coordinator.count == 1 and refusal is not None and refusal.policy == "skip":
-            self._outcomes.skipped(save_id, self._tiers.staging_name, refusal, gone=True)
-            return False
         waited_s = turn.waited_s + clock.monotonic_s() - waiting_s
         disk, staged, twins = self._begin_staging(save_id, description, items, slot, due)
         staged_s = clock.monotonic_s()
@@ -199,7 +196,6 @@ class SavePipeline:
             self._unstaged += 1
             self._in_flight += slot is not None
         self._writer.submit(lambda: self._commit(save, refusal))
-        return True
 
     def _admit(
         self, save_id: SaveId, size_bytes: int, due: frozenset[str], turn: Turn

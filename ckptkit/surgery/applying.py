@@ -161,7 +161,7 @@ def _opened(source: Any, step: int | None) -> Iterator[tuple[Any, str]]:
 
 
 def _from_manager(manager: CheckpointManager, step: int | None, choose: Choose) -> _Read:
-    restored = manager.restore_chosen(step, choose)
+    restored = manager.inner.restore_chosen(step, choose)
     return restored.items, restored.save_id.step, restored.read_bytes, restored.proven
 
 

@@ -4,9 +4,9 @@ from ckptkit.upkeep.arenas import ArenaEntry as ArenaEntry
 from ckptkit.upkeep.arenas import Cleaning as Cleaning
 from ckptkit.upkeep.arenas import clean_arenas as clean_arenas
 from ckptkit.upkeep.arenas import list_arenas as list_arenas
-from ckptkit.upkeep.copying import CopyPlan as CopyPlan
+from ckptkit.upkeep.copy_planning import CopyPlan as CopyPlan
+from ckptkit.upkeep.copy_planning import plan_copy as plan_copy
 from ckptkit.upkeep.copying import copy as copy
-from ckptkit.upkeep.copying import plan_copy as plan_copy
 from ckptkit.upkeep.pinning import Pinning as Pinning
 from ckptkit.upkeep.pinning import pin as pin
 from ckptkit.upkeep.pinning import unpin as unpin

@@ -6,142 +6,33 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, final
+from dataclasses import asdict, replace
+from typing import Any, final
 
 from ckptkit import clock, layout
 from ckptkit.durable import EpochRecords
 from ckptkit.durable.epochs import Ancestry
 from ckptkit.durable.leases import Lease
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StoreError, StoreFullError
-from ckptkit.inspection.directories import STEP_METADATA, item_kind, step_items
-from ckptkit.inspection.places import Place, nothing_at
-from ckptkit.inspection.records import FORMAT
-from ckptkit.inspection.steps import DurableStep, durable_steps
-from ckptkit.manifest import SaveId, digest_of
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError, StoreFullError
+from ckptkit.inspection.directories import step_items
+from ckptkit.inspection.places import Place
 from ckptkit.store import open_store
 from ckptkit.store.local import sync_directory
-from ckptkit.store.roots import is_remote, root_url
+from ckptkit.store.roots import is_remote
+from ckptkit.upkeep.copy_planning import JOURNAL, CopyPlan, CopyStep
 from ckptkit.upkeep.objects import copy_object, digest_of_object
 from ckptkit.verification.durable import prove_written
 from ckptkit.verification.pool import Limits
 
-Act = Literal["copy", "skip", "leave"]
 Moved = Callable[[int, int], None]  # bytes copied, bytes in all
 
 _PART = f"{layout.TEMPORARY}-copy"  # in the name of a step that is on its way, on a disk
-_JOURNAL = "_ckptkit_copy.json"  # beside its objects: what has arrived
 _JOURNAL_S = 5.0  # between two writes of it
 _THREADS = 8
 _LEASE_S = 120.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyStep:
-    """One step, and what becomes of it. `skip`: the target has this save; `leave`: it cannot be copied, and why.
-
-    `stamp` is the digest of Orbax's metadata of the step, with its times in nanoseconds: two runs may give two saves
-    the same identity.
-    """
-
-    step: int
-    source: str
-    target: str
-    save_id: SaveId | None
-    sizes: Mapping[str, int]
-    stamp: str | None
-    act: Act
-    reason: str | None = None
-
-    @property
-    def stored_bytes(self) -> int:
-        """Of all its objects."""
-        return sum(self.sizes.values())
-
-    def to_json(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        return {
-            "step": self.step,
-            "source": self.source,
-            "target": self.target,
-            "save_id": None if self.save_id is None else asdict(self.save_id),
-            "bytes": self.stored_bytes,
-            "objects": len(self.sizes),
-            "act": self.act,
-            "reason": self.reason,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyPlan:
-    """The steps in the order in which they are copied. `ancestry`: the rollbacks that come along with a whole root."""
-
-    source: str
-    target: str
-    steps: tuple[CopyStep, ...]
-    ancestry: Ancestry | None
-    done: bool = False
-    notes: tuple[str, ...] = ()
-
-    @property
-    def copied_bytes(self) -> int:
-        """Of the steps that are, or were, to be copied."""
-        return sum(each.stored_bytes for each in self.steps if each.act == "copy")
-
-    def to_json(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        return {
-            "format": FORMAT,
-            "source": self.source,
-            "target": self.target,
-            "done": self.done,
-            "bytes": self.copied_bytes,
-            "steps": [each.to_json() for each in self.steps],
-            "notes": self.notes,
-        }
-
-
-def plan_copy(source: str, target: str, *, timeout_s: float = 20.0) -> CopyPlan:
-    """What `copy` would do; nothing is written.
-
-    `source` is a durable root (every committed step of its branch, and what its rollbacks abandoned) or one step in a
-    root, also one that was abandoned; `target` is a root, where steps keep their names. A target that has the same save
-    already is skipped. Cost: a listing per directory of both, and small reads.
-
-    Raises `StepNotFoundError` where nothing is there, `CheckpointError` where the target has another save of a step's
-    number, or a history of its own, `CorruptCheckpointError` for a single step that is damaged.
-    """
-    url, into = root_url(source), root_url(target)
-    place = Place.open(url, timeout_s=timeout_s)
-    if not place.names():
-        raise nothing_at(url, "there is nothing to copy; check the path")
-    whole = not (item_kind(place) is not None or STEP_METADATA in place.names() or layout.COMMIT_MARK in place.names())
-    root = url if whole else url.rpartition("/")[0]
-    if into == root:
-        raise CheckpointError(f"{target} is where the step is; name another root", path=into)
-    ancestry = EpochRecords(Place.open(root, timeout_s=timeout_s).store).read()
-    found = durable_steps(Place.open(root, timeout_s=timeout_s), ancestry)
-    chosen = [s for s in found if s.state == "committed"] if whole else [s for s in found if s.place.url == url]
-    there = Place.open(into, timeout_s=timeout_s)
-    records = EpochRecords(there.store).read()
-    notes = [f"not copied: step {s.step}, {s.state}" for s in found if s not in chosen] if whole else []
-    if not whole:
-        _check_single(chosen, url)
-    elif records.epoch and records != ancestry and not _follows(ancestry, records):
-        raise CheckpointError(f"{into} has a history of its own (epoch {records.epoch}); name an empty root", path=into)
-    if not chosen:
-        raise StepNotFoundError(f"{url} has no committed step that could be copied", path=url)
-    known = {each.place.name: each for each in durable_steps(there, records)}
-    return CopyPlan(
-        source=url,
-        target=into,
-        steps=tuple(_planned(each, known.get(each.place.name), into) for each in chosen),
-        ancestry=ancestry if whole and ancestry.epoch else None,
-        notes=tuple(notes),
-    )
 
 
 def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progress: Moved | None = None) -> CopyPlan:
@@ -175,50 +66,6 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
             before += each.stored_bytes
         done.append(each)
     return replace(plan, done=True, steps=tuple(done), notes=tuple(notes))
-
-
-def _check_single(chosen: Sequence[DurableStep], url: str) -> None:
-    if not chosen:
-        raise StepNotFoundError(f"{url} is no step of a root: its name is no step's; copy it as files", path=url)
-    (step,) = chosen
-    if step.state == "damaged":
-        raise CorruptCheckpointError(f"{url} is damaged and is not copied: {step.problem}", path=url)
-    if step.state == "unfinished":
-        raise StepNotFoundError(f"{url} was never committed; there is no step to copy", path=url)
-
-
-def _follows(ancestry: Ancestry, older: Ancestry) -> bool:
-    """Whether `older` may be an earlier state of the same history: what it abandoned is still abandoned."""
-    return older.epoch < ancestry.epoch and all(
-        any(epoch >= e and base <= b for epoch, base in ancestry.rollbacks) for e, b in older.rollbacks
-    )
-
-
-def _planned(each: DurableStep, there: DurableStep | None, into: str) -> CopyStep:
-    made = CopyStep(
-        step=each.step,
-        source=each.place.url,
-        target=f"{into}/{each.place.name}",
-        save_id=each.save_id,
-        sizes={key: size for key, size in each.place.sizes().items() if key != _JOURNAL},
-        stamp=_stamp(each.place),
-        act="copy",
-    )
-    if there is None or there.state == "unfinished":
-        return made
-    same = made.stamp is not None and _stamp(there.place) == made.stamp
-    if not same or there.save_id != each.save_id or there.state == "damaged":
-        raise CheckpointError(
-            f"{made.target} is there already, and is not known to be the same save; move it away, or name another root",
-            step=each.step,
-            path=made.target,
-        )
-    return replace(made, act="skip", reason="the target has this save")
-
-
-def _stamp(place: Place) -> str | None:
-    data = place.read(STEP_METADATA)
-    return None if data is None else digest_of(data)
 
 
 def _check_room(plan: CopyPlan) -> None:
@@ -358,10 +205,10 @@ class _Copying:
             for item in step_items(place):  # a disk's items of stock Orbax have none
                 if f"{item}/{layout.COMMIT_MARK}" not in self._arrived:
                     store.put(f"{item}/{layout.COMMIT_MARK}", text)
-            store.delete(_JOURNAL)
+            store.delete(JOURNAL)
             store.put(layout.COMMIT_MARK, text, mode="create")
             return
-        store.delete(_JOURNAL)
+        store.delete(JOURNAL)
         if marked:
             store.put(layout.COMMIT_MARK, text)
         _sync_below(self._place)
@@ -384,14 +231,14 @@ class _Copying:
 
     def _journal(self) -> dict[str, Any] | None:
         with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            found = json.loads(self._store.get(_JOURNAL))
+            found = json.loads(self._store.get(JOURNAL))
             return {"source": found["source"], "objects": dict(found["objects"])}
         return None
 
     def _write_journal(self) -> None:
         self._written_s = clock.monotonic_s()
         record = {"source": self._described(), "objects": self._arrived}
-        self._store.put(_JOURNAL, json.dumps(record).encode())
+        self._store.put(JOURNAL, json.dumps(record).encode())
 
 
 def _sync_below(path: str) -> None:

@@ -19,7 +19,7 @@ from ckptkit.durable.epochs import Ancestry
 from ckptkit.durable.leases import Doom, PruneGuard
 from ckptkit.durable.pins import pinned_steps
 from ckptkit.errors import CheckpointError, StoreError
-from ckptkit.inspection.places import Place, nothing_at
+from ckptkit.inspection.places import Place, no_directory
 from ckptkit.inspection.records import FORMAT, State
 from ckptkit.inspection.steps import DurableStep, durable_steps
 from ckptkit.manifest import SaveId
@@ -123,7 +123,7 @@ def plan_prune(
         raise ValueError("say what is kept: KeepNewest, KeepBytes or EverySteps")
     place = Place.open(root_url(root), timeout_s=timeout_s)
     if not place.names() and not os.path.isdir(place.url):
-        raise nothing_at(place.url, "there is no such root; check the path")
+        raise no_directory(place.url, "there is no such root; check the path")
     ancestry = EpochRecords(place.store).read()
     found = durable_steps(place, ancestry)
     branch = sorted((each for each in found if each.state == "committed"), key=lambda each: each.identity)[::-1]

@@ -17,7 +17,7 @@ from ckptkit.durable.pins import pinned_steps
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.arrays import ARRAY_METADATAS, METADATA, OCDBT, SHARDINGS
 from ckptkit.inspection.directories import STEP_METADATA, item_kind, step_of_name
-from ckptkit.inspection.places import Place, nothing_at
+from ckptkit.inspection.places import Place, no_directory
 from ckptkit.inspection.records import FORMAT, State
 from ckptkit.inspection.steps import DurableStep, durable_steps, read_ancestry
 from ckptkit.store.roots import root_url
@@ -102,7 +102,7 @@ def usage(
     """
     place = Place.open(root_url(root), timeout_s=timeout_s)
     if not place.names() and not os.path.isdir(place.url):
-        raise nothing_at(place.url, "there is no such root; check the path")
+        raise no_directory(place.url, "there is no such root; check the path")
     ancestry, problems = read_ancestry(place)
     found = durable_steps(place, ancestry)
     steps = [each for each in found if each.state != "unfinished"]

@@ -95,13 +95,13 @@ class Checkpointer:
     @property
     def checkpoints(self) -> Sequence[CheckpointMetadata[None]]:
         """Every step that a tier holds or that is on its way, ascending; reads nothing of them."""
-        times = self._manager.step_times()
+        times = self._manager.inner.step_times()
         return [
             CheckpointMetadata[None](
                 step,
                 path=self._path(step),
                 metadata=None,
-                metrics=self._manager.known_metrics(step),
+                metrics=self._manager.inner.known_metrics(step),
                 commit_timestamp_nsecs=times.get(step),
             )
             for step in sorted(self._manager.all_steps())
@@ -250,7 +250,7 @@ class Checkpointer:
         with self._context:
             path = self._path(number)
             deleted = orbax_v1.delete(path, checkpointable_name=checkpointable_name, missing_ok=missing_ok)
-        self._manager.forget_in_fast_tiers(number)
+        self._manager.inner.forget_in_fast_tiers(number)
         return deleted
 
     def delete_async(
@@ -338,7 +338,7 @@ class Checkpointer:
             init_timestamp_nsecs=found.init_timestamp_nsecs,
             commit_timestamp_nsecs=found.commit_timestamp_nsecs,
             custom_metadata=found.custom_metadata or None,
-            metrics=self._manager.known_metrics(step),
+            metrics=self._manager.inner.known_metrics(step),
         )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptkit.errors import StepNotFoundError
 from ckptkit.inspection.directories import STEP_METADATA, item_kind, step_of_name
-from ckptkit.inspection.places import Place, local_kind, nothing_at
+from ckptkit.inspection.places import Place, local_kind, no_directory, nothing_at
 from ckptkit.inspection.shares import read_sidecars, sidecar_processes
 from ckptkit.inspection.steps import durable_steps, read_ancestry
 from ckptkit.layout import COMMIT_MARK
@@ -46,7 +46,7 @@ def verify(
     if not is_remote(url):
         kind = local_kind(url)
         if kind is None or kind != stat.S_IFDIR:
-            raise nothing_at(url, "there is no such directory; check the path")
+            raise no_directory(url, "there is no such directory; check the path")
         directories = slot_directories_below(Path(url))
         if directories:
             return _of_slots(url, directories, step, limits)

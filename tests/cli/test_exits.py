@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.cli import command
+from ckptkit.cli import inspect as inspect_module
 from ckptkit.manifest import digest_of
 from tests.cli.conftest import HOST, Ours, Run
 
@@ -83,7 +83,7 @@ def test_interrupt(ckpt: Run, ours: Ours, monkeypatch: pytest.MonkeyPatch) -> No
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "inspect_path", interrupted)
+    monkeypatch.setattr(inspect_module, "inspect_path", interrupted)
     said = ckpt("inspect", ours.root)
     assert (said.code, said.err) == (130, "\nckptkit: interrupted\n")  # on a line of its own, after the ^C
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.cli import command
+from ckptkit.cli import verify as verify_module
 from ckptkit.slot_reader import read_manifest
 from tests.cli.conftest import HOST, Ours, Run
 from tests.cli.test_inspect import CHECK_BACKEND
@@ -55,7 +55,7 @@ def test_stock_orbax(ckpt: Run, stock: Path) -> None:
         (("verify", "{home}", "--step", "-1"), 2, "-1 is not in the range"),
         (("verify", "{home}/none"), 10, "there is no such directory"),
         (("verify", "{root}", "--step", "5"), 10, "there is no step 5"),
-        (("verify", "{root}/4/_CHECKPOINT_METADATA"), 10, "there is no such directory"),
+        (("verify", "{root}/4/_CHECKPOINT_METADATA"), 10, "it is a file, and a directory with steps is asked for"),
         (("verify", "{home}/loop"), 1, "look at its permissions and links"),
     ],
 )
@@ -73,7 +73,7 @@ def test_interrupt(ckpt: Run, ours: Ours, monkeypatch: pytest.MonkeyPatch) -> No
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "verify_path", interrupted)
+    monkeypatch.setattr(verify_module, "verify_path", interrupted)
     assert ckpt("verify", ours.root).code == 130
 
 

@@ -79,15 +79,14 @@ def test_a_save_that_comes_too_early_is_skipped_and_the_event_says_so(tmp_path: 
         job.save(1)
         assert gate.reached.wait(10)
         started = time.monotonic()
-        assert not job.save(2), "a script would take the step for saved"
-        assert job.manager.latest_step() == 1, "and leave out its last save because of it"
+        assert job.save(2), "whether a step is taken is never a local matter of timing"
         assert time.monotonic() - started < 5, "the step loop waited"
         gate.open()
         job.manager.wait_until_finished()
         job.save(3)
         job.manager.wait_until_finished()
         assert job.steps("ram")[-2:] == [1, 3]
-    too_early = "too early: 1 snapshots are on their way, in_flight_max=1"
+    too_early = "process 0: too early: 1 snapshots are on their way, in_flight_max=1"
     assert job.said(Kind.SKIPPED, "policy", "reason") == [(2, "ram", "skip", too_early)]
 
 
@@ -114,7 +113,7 @@ def test_any_number_of_early_saves_never_stops_the_step_loop(tmp_path: Path) -> 
         job.save(0)
         job.manager.wait_until_finished()
         for step in range(1, 200):
-            assert job.save(step) == (step == 1)
+            assert job.save(step)
         gate.open()
         job.manager.wait_until_finished()
     assert len(job.said(Kind.SKIPPED)) == 198

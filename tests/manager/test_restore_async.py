@@ -69,7 +69,7 @@ def test_nothing_else_is_saved_or_restored_before_the_result_is_taken(held: Held
         lambda: held.manager.save(9, args=save_args(make_state(9), 9)),
         lambda: held.manager.restore(None),
         lambda: held.manager.restore_async(None),
-        lambda: held.manager.restore_chosen(None, lambda leaves: {}),
+        lambda: held.manager.inner.restore_chosen(None, lambda leaves: {}),
         lambda: held.manager.all_steps(read=True),
         lambda: held.manager.delete(1),
     ]

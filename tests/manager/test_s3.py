@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.cli import main
 from ckptkit.store import open_store
 from ckptkit.store.refused import refused
 from tests.states import abstract, assert_same, make_state
@@ -122,3 +125,27 @@ def test_a_refusal_names_bucket_key_and_permission(root: str) -> None:
     assert "the bucket s3://runs refuses the access key test...ng" in said
     assert "missing is s3:PutObject" in said
     assert "grant s3:GetObject, s3:ListBucket, s3:PutObject and s3:DeleteObject on the bucket" in said
+
+
+def test_commands_read_and_write_it(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What stands on Amazon could be looked at and moved only after it was downloaded by other means."""
+    with ckptkit.CheckpointManager(f"{root}/run") as manager:
+        save(manager, 3)
+    expected = arrays_of(f"{root}/run/3")
+    assert main(["inspect", f"{root}/run"]) == 0
+    assert f"{root}/run/3: step 3" in capsys.readouterr().out
+    for to, name in (("safetensors", "a.safetensors"), ("npz", "a.npz"), ("hf", "hf"), ("orbax", "7")):
+        assert main(["convert", f"{root}/run/3", f"{root}/{name}", "--to", to]) == 0, capsys.readouterr()
+        assert main(["inspect", f"{root}/{name}"]) == 0, capsys.readouterr()
+        assert_same(arrays_of(f"{root}/{name}"), expected)
+    assert main(["convert", f"{root}/a.safetensors", str(tmp_path / "b.npz"), "--to", "npz"]) == 0
+    assert_same(arrays_of(str(tmp_path / "b.npz")), expected)
+    for source, target in ((f"{root}/run", str(tmp_path / "here")), (str(tmp_path / "here"), f"{root}/there")):
+        assert main(["copy", source, target]) == 0, capsys.readouterr()
+        assert main(["verify", target]) == 0, capsys.readouterr()
+        assert_same(arrays_of(f"{target}/3"), expected)
+
+
+def arrays_of(path: str) -> dict[str, np.ndarray]:
+    with ckptkit.open_checkpoint(path) as opened:
+        return {name: tensor.read() for name, tensor in opened.by_name().items()}

@@ -1,0 +1,61 @@
+"""`ckptkit inspect`."""
+
+from __future__ import annotations
+
+import click
+
+from ckptkit.cli.exits import exit_with
+from ckptkit.cli.options import JSON, MEMORY, TIMEOUT
+from ckptkit.cli.show_inspection import matching, show_inspection
+from ckptkit.cli.text import print_json
+from ckptkit.collector import collection_paused
+from ckptkit.formats import inspect as inspect_path
+from ckptkit.inspection import Inspection
+
+
+@click.command()
+@click.argument("path")
+@JSON
+@click.option("--depth", type=click.IntRange(min=1), help="Group leaves by the first N parts of their names.")
+@click.option("--match", "pattern", metavar="GLOB", help="Only leaves whose name, or item:name, matches.")
+@click.option("--sort", type=click.Choice(["name", "bytes"]), help="Order of the leaves [default: as they were saved].")
+@click.option(
+    "--stats", is_flag=True, help="Read every byte: min, max, mean, std, norm, NaN and Inf counts of each leaf."
+)
+@MEMORY
+@TIMEOUT
+def inspect(
+    path: str,
+    as_json: bool,
+    depth: int | None,
+    pattern: str | None,
+    sort: str | None,
+    stats: bool,
+    memory_bytes: int,
+    timeout_s: float,
+) -> int:
+    """Say what PATH is: a step directory (ckptkit's or Orbax's), an item in one, a root with steps, a slot, or a
+    checkpoint in another format (safetensors, npz, torch's zip, Flax's msgpack).
+
+    Without --stats only metadata is read. PATH is local, file://, gs:// or s3://.
+    """
+    with collection_paused():  # a collection looks at every leaf, and frees none
+        found = matching(inspect_path(path, timeout_s=timeout_s), pattern, sort)
+        if not stats and as_json:
+            print_json(found.to_json(depth=depth or 1))
+        elif not stats:
+            show_inspection(found, depth)
+    if stats:
+        _with_statistics(found, depth, as_json, memory_bytes, timeout_s)
+    return exit_with(found.problems)
+
+
+def _with_statistics(found: Inspection, depth: int | None, as_json: bool, memory_bytes: int, timeout_s: float) -> None:
+    from ckptkit.cli.show_statistics import show_statistics, statistics, stats_json  # imports JAX and Orbax
+
+    known = statistics(found, memory_bytes, timeout_s)
+    if as_json:
+        print_json({**found.to_json(depth=depth or 1), "stats": stats_json(known)})
+        return
+    show_inspection(found, depth)
+    show_statistics(known)

@@ -1,0 +1,63 @@
+"""`ckptkit verify` and `ckptkit scrub`."""
+
+from __future__ import annotations
+
+import click
+
+from ckptkit.cli.exits import exit_with
+from ckptkit.cli.options import HOST_ID, JSON, TIERS, TIMEOUT, fast_tiers
+from ckptkit.cli.show_verification import progress_line, show_scrub, show_verification
+from ckptkit.cli.text import print_json
+from ckptkit.verification import scrub as scrub_root
+from ckptkit.verification import verify as verify_path
+
+
+@click.command()
+@click.argument("path")
+@click.option("--step", type=click.IntRange(min=0), metavar="N", help="Only this step.")
+@JSON
+@TIMEOUT
+def verify(path: str, step: int | None, as_json: bool, timeout_s: float) -> int:
+    """Read every byte of the saves at PATH and compare it with the digests taken when it was saved.
+
+    PATH is a root, a step directory or an item in one (local, file:// or gs://), or a fast tier, or a directory in it.
+    """
+    with progress_line() as progress:
+        found = verify_path(path, step, timeout_s=timeout_s, progress=progress)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        show_verification(found)
+    findings = [str(finding) for proof in found.steps for finding in proof.findings]
+    return exit_with([*found.problems, *findings])
+
+
+@click.command()
+@click.argument("root")
+@TIERS
+@HOST_ID
+@click.option("--repair", is_flag=True, help="Mend what another copy has, put aside what none has.")
+@click.option("--dry-run", is_flag=True, help="Say what --repair would do, and change nothing (as without --repair).")
+@JSON
+@TIMEOUT
+def scrub(
+    root: str,
+    tiers: tuple[str, ...],
+    host_id: str | None,
+    repair: bool,
+    dry_run: bool,
+    as_json: bool,
+    timeout_s: float,
+) -> int:
+    """Prove every copy of every save of ROOT on this host, and mend damaged ones from another copy of the same save."""
+    host = fast_tiers(tiers, host_id)
+    with progress_line() as progress:
+        found = scrub_root(
+            root, tiers, repair=repair and not dry_run, host_id=host, timeout_s=timeout_s, progress=progress
+        )
+    if as_json:
+        print_json(found.to_json())
+    else:
+        show_scrub(found)
+    left = [str(finding) for finding in found.findings] if found.damaged else []
+    return exit_with([*found.problems, *left])
