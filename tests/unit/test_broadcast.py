@@ -191,7 +191,7 @@ def test_more_replicas_never_speak_against_it(storage: float, interconnect: floa
 
 
 @given(
-    st.integers(1, 10**8),
+    st.integers(1 << 16, 10**8),
     st.floats(1.5, 1000),
     st.floats(1e6, 1e11),
     st.floats(0, 10),
