@@ -80,6 +80,7 @@ class CaseType(click.ParamType):
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Every sample, as JSON.")
 @click.option("--ramdisk", default="/dev/shm", show_default=True, help="A memory-backed mount, for everybody.")
 @click.option("--disk", default=tempfile.gettempdir(), show_default=True, help="A directory on a disk, for `commit`.")
+@click.option("--place", type=click.Choice(["disk", "bucket"]), help="`durable` there alone, instead of both.")
 @click.option("--scale", type=float, default=1.0, hidden=True, help="Shrinks states and loops: for tests.")
 def main(
     benchmark: str,
@@ -90,6 +91,7 @@ def main(
     json_path: Path | None,
     ramdisk: str,
     disk: str,
+    place: str | None,
     scale: float,
 ) -> None:
     """Measures ckptkit, stock Orbax and the machine's limits on the same state, taking turns, in the same run."""
@@ -109,6 +111,7 @@ def main(
     }
     for case in chosen:
         options = ["--repeats", str(repeats), "--scale", str(scale), "--contenders", ",".join(asked or available())]
+        options += ["--place", place] if place else []
         result["states"][str(case)] = measure_apart(benchmark, case, options, ramdisk, disk)
     result["environment"]["load_after"] = list(os.getloadavg())
     show(result, Console())

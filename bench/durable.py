@@ -64,12 +64,14 @@ def measure(run: Run) -> Measured:
     """`disk_*` and `bucket_*`: GB/s, processor time, files, bytes, requests, and memory beside the snapshot."""
     recorder = Recorder()
     state = run.case.make()
-    recorder.add("disk_peak_extra_bytes", "state", run.case.state_bytes)
-    recorder.add("bucket_peak_extra_bytes", "state", run.case.state_bytes)
-    recorder.add("bucket_save_requests", "one", 1)
-    _measure_place(run, state, recorder, "disk", str(run.disk / "durable"), None)
-    with _bucket(run) as bucket:
-        _measure_place(run, state, recorder, "bucket", f"gs://{_BUCKET}/run", bucket)
+    for place in run.places:
+        recorder.add(f"{place}_peak_extra_bytes", "state", run.case.state_bytes)
+    if "disk" in run.places:
+        _measure_place(run, state, recorder, "disk", str(run.disk / "durable"), None)
+    if "bucket" in run.places:
+        recorder.add("bucket_save_requests", "one", 1)
+        with _bucket(run) as bucket:
+            _measure_place(run, state, recorder, "bucket", f"gs://{_BUCKET}/run", bucket)
     return Measured(samples=recorder.samples)
 
 

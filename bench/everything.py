@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -39,6 +39,11 @@ ENTRIES = (
     Entry(name="proof", minutes=2),
     Entry(name="gather", minutes=1),
     Entry(name="crashpoints", minutes=1),
+    Entry(name="policy", minutes=2),
+    Entry(name="inspect", minutes=5),
+    Entry(name="convert", words=("--size", "512MB"), minutes=10),
+    Entry(name="broadcast", minutes=8),
+    Entry(name="simulator", words=("--runs", "10"), minutes=12),
     Entry(name="faults", minutes=60),
 )
 SMALL = {  # for a machine that has no time: shapes and files are the same, the figures mean little
@@ -51,6 +56,11 @@ SMALL = {  # for a machine that has no time: shapes and files are the same, the 
     "proof": ("--pairs", "3", "--megabytes", "8"),
     "gather": ("--processes", "100", "--repeats", "2"),
     "crashpoints": (),
+    "policy": ("--runs", "2", "--failures", "20"),
+    "inspect": ("--leaves", "20", "--repeats", "1", "--orbax-repeats", "1"),
+    "convert": ("--size", "20MB", "--repeats", "1", "--job", "reshard"),
+    "broadcast": ("--replicas", "2", "--megabytes", "2", "--rate", "400", "--repeats", "1"),
+    "simulator": ("--runs", "4", "--run-s", "30"),
     "faults": ("--state", "tiny", "--seconds", "20", "--mtbf", "10", "--repeats", "1", "--sweep-seconds", "0"),
 }
 _SMALL_MINUTES = 0.2
@@ -100,16 +110,31 @@ def _run(entry: Entry, directory: Path, limit_s: float, more: Sequence[str]) -> 
 @click.option("--machine", default=f"{len(os.sched_getaffinity(0))}core", show_default=True, help="For the directory.")
 @click.option("--small", is_flag=True, help="Tiny states: shows that all run, measures nothing.")
 @click.option("--into", type=click.Path(file_okay=False, path_type=Path), help="Instead of bench/results/DATE-MACHINE.")
+@click.option(
+    "--traces",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Recorded failures for `policy`; without them it judges made-up ones.",
+)
 @click.option("--report/--no-report", default=True, show_default=True, help="Render REPORT.md and the README's table.")
-def main(minutes: float, only: tuple[str, ...], machine: str, small: bool, into: Path | None, report: bool) -> None:
+def main(
+    minutes: float,
+    only: tuple[str, ...],
+    machine: str,
+    small: bool,
+    into: Path | None,
+    traces: Path | None,
+    report: bool,
+) -> None:
     """Runs every benchmark, stores what it measured, and renders the report. Wants a quiet machine."""
     if small and into is None:
         raise click.UsageError("--small measures nothing: give --into, so that it does not become the newest result")
     directory = into or RESULTS / f"{time.strftime('%Y-%m-%d', time.gmtime())}-{machine}"
     directory.mkdir(parents=True, exist_ok=True)
-    told = run_all(
-        [e for e in ENTRIES if not only or e.name in only], directory.resolve(), minutes=minutes, small=small
-    )
+    entries = [entry for entry in ENTRIES if not only or entry.name in only]
+    if traces is not None:
+        recorded = ("--traces", str(traces.resolve()))
+        entries = [replace(e, words=(*e.words, *recorded)) if e.name == "policy" else e for e in entries]
+    told = run_all(entries, directory.resolve(), minutes=minutes, small=small)
     if report and into is None:
         for path in write(pictures=True):
             click.echo(path)

@@ -13,6 +13,8 @@ from bench.limits import MemoryLimit
 from bench.measure import now_s
 from bench.states import Case, Tree
 
+PLACES = ("disk", "bucket")  # of a durable tier
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
@@ -24,6 +26,7 @@ class Run:
     ramdisk: Path  # an empty directory of this run's own
     disk: Path
     scale: float = 1.0
+    places: tuple[str, ...] = PLACES
 
     def rounds(self, what: str, *, warm_up: bool = True) -> Iterator[int]:
         """0 for the warm-up, then 1 to `repeats`; says on stderr how it goes."""

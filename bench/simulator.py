@@ -147,6 +147,8 @@ def record(plan: RunPlan, events: Path, cache: Path) -> None:
 def main(runs: int, run_s: float, logs: Path | None, json_path: Path | None, plot_path: Path | None) -> None:
     """Runs the trainer with failures, and compares its goodput with what the simulator says of such runs."""
     console = Console()
+    if not console.is_terminal:
+        console.width = 120
     root = logs or Path(tempfile.mkdtemp(prefix="ckptkit-simulator-logs-"))
     try:
         plans = [plan_run(number, run_s) for number in range(runs)]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from ckptkit.goodput import Part, goodput_report
 from ckptkit.goodput.runs import Attempt, attempts_of, start_s
 
 TIERS = ("ram", "durable")
+DISTURBED = 1.25  # times the median of all runs, of a step or of the start: bench/LOG.md
 _SURVIVES = {"ram": frozenset({"process"}), "durable": frozenset(sim.FAILURES)}
 
 Logs = Sequence[Sequence[Event]]
@@ -152,19 +153,32 @@ def compare(costs: Costs, recorded: Sequence[tuple[RunPlan, Logs]], *, fitted: i
                 "difference_points": 100.0 * (expected["goodput"] - measured),
                 "lost_steps_measured": sum(loss.lost_steps for loss in report.disruptions),
                 "lost_steps_predicted": expected["lost_steps"],
+                **_pace_s(plan, logs),
             }
         )
     known, new = rows[:fitted], rows[fitted:]
+    usual_s = {name: median(row[name] for row in rows) for name in ("cycle_s", "startup_s")}
     guess = fmean(row["measured"] for row in known)
     return {
         "costs": asdict(costs),
         "rows": rows,
+        "disturbed": [row["run"] for row in rows if any(row[name] > DISTURBED * usual_s[name] for name in usual_s)],
         "difference_points_mean": fmean(abs(row["difference_points"]) for row in new),
         "difference_points_max": max(abs(row["difference_points"]) for row in new),
         "bias_points": fmean(row["difference_points"] for row in new),
         # What anybody could say without a simulator: the mean goodput of the fitted runs.
         "guess_points_mean": fmean(100.0 * abs(guess - row["measured"]) for row in new),
     }
+
+
+def _pace_s(plan: RunPlan, logs: Logs) -> dict[str, float]:
+    """From step to step in this run, saves left out, and from the launch to the first step."""
+    seen: dict[str, list[float]] = defaultdict(list)
+    attempts, launcher = attempts_of(logs)
+    for attempt in attempts:
+        _see(attempt, plan, seen)
+    begun = [start_s(attempt.steps[0][1]) for attempt in attempts if attempt.number == 0 and attempt.steps]
+    return {"cycle_s": _mean(seen["cycle"]), "startup_s": _mean(begun) - min(event.at_s for event in launcher)}
 
 
 def _source(attempts: Sequence[Attempt], number: int) -> str | None:

@@ -10,6 +10,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from bench.simulator_fit import DISTURBED
+
 BAR_POINTS = 2.0
 
 
@@ -25,7 +27,17 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         f"fitted: start {costs['startup_s']:.1f} s, a step every {1e3 * costs['cycle_s']:.0f} ms, {by_tier}",
         markup=False,
     )
-    table = Table("run", "failures", "measured", "predicted", "points apart", "steps lost, measured", "predicted")
+    table = Table(
+        "run",
+        "failures",
+        "measured",
+        "predicted",
+        "points apart",
+        "steps lost, measured",
+        "predicted",
+        "ms a step",
+        "start",
+    )
     for row in result["rows"]:
         table.add_row(
             f"{row['run']}{' (fitted)' if row['fitted'] else ''}",
@@ -35,8 +47,17 @@ def show(result: Mapping[str, Any], console: Console) -> None:
             f"{row['difference_points']:+.2f}",
             str(row["lost_steps_measured"]),
             f"{row['lost_steps_predicted']:.0f}",
+            f"{1e3 * row['cycle_s']:.0f}",
+            f"{row['startup_s']:.1f} s",
         )
     console.print(table)
+    if result["disturbed"]:
+        runs = ", ".join(map(str, result["disturbed"]))
+        console.print(
+            f"run {runs}: steps or the start took {DISTURBED:g} times the median of all runs or more: something else "
+            "had the processors, and no cost fitted elsewhere can know it",
+            markup=False,
+        )
     apart, guess = result["difference_points_mean"], result["guess_points_mean"]
     console.print(
         f"not fitted: {apart:.2f} points apart on average (bar {BAR_POINTS:g}), at most "

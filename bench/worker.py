@@ -15,7 +15,7 @@ from bench import commit, durable, restore, stall
 from bench.bars import ratios
 from bench.cases import CaseName
 from bench.figures import available
-from bench.runs import Run
+from bench.runs import PLACES, Run
 from bench.states import make_case
 
 _MEASURES = {
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, required=True)
     parser.add_argument("--ramdisk", type=Path, required=True)
     parser.add_argument("--disk", type=Path, required=True)
+    parser.add_argument("--place")
     asked = parser.parse_args()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlive the one who asked
     contenders = tuple(asked.contenders.split(","))
@@ -48,6 +49,7 @@ def main() -> None:
         ramdisk=asked.ramdisk,
         disk=asked.disk,
         scale=asked.scale,
+        places=(asked.place,) if asked.place else PLACES,
     )
     measured = _MEASURES[asked.benchmark](run)
     found = {

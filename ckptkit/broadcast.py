@@ -50,6 +50,13 @@ class BroadcastOptions:
         wanted = max(min(_LEAST_BUDGET_BYTES, longest_bytes + _ALIGNED_BYTES), -(-longest_bytes // _ROUNDS))
         return max(unit, min(budget // unit, -(-wanted // unit)) * unit)
 
+    def ahead(self, width: int, replicas: int) -> int:
+        """How many windows of `width` a process may have read and not sent: what is left of `host_bytes`, at least 2.
+
+        Beside them stand, in host memory, what was received of `replicas` and two windows that are packed.
+        """
+        return max(2, self.host_bytes // width - replicas - 2)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
@@ -61,6 +68,15 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """What is still to be had, in bytes, of the process that has most of it."""
+
+    wanted: int  # of what replicas share, by one process
+    unread: int  # of its own part, that it reads for all of its group
+    sent: int  # over the interconnect, to each process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """Whether to share, and why, for events and logs."""
 
@@ -68,33 +84,48 @@ class Choice:
     why: str
 
 
-def choose(mode: BroadcastMode, left_bytes: int, replicas: int, rates: Rates) -> Choice:
-    """Whether sharing the `left_bytes` that each process still wants is faster than that each reads them.
+def rate_of(some: tuple[int, float], more: tuple[int, float]) -> float:
+    """Bytes per second of a storage that gave `more` (bytes, seconds) after `some`, each asked for at once.
 
-    Alone: left / storage. Shared: every replica reads an equal part and receives everything,
-    left / (replicas x storage) + left / interconnect; the sum, for nothing says that the two do not share cores or
-    links. That `storage` was measured while all processes read is what makes this hold for a storage that they share
-    as for one that each has for itself: as many read in both. An interconnect that was never measured counts as free
-    and takes `STARTUP_S`.
+    What waits for the first byte is in both, and so not in their difference: (more - some) / (seconds - seconds).
+    At most half of the longer read is taken for waiting, so that a short read that was held up by something else does
+    not make a storage appear fast: what is returned is at most twice what was seen. As it was seen where `some` is not
+    the smaller read.
+    """
+    (some_bytes, some_s), (more_bytes, more_s) = some, more
+    seen = more_bytes / max(more_s, 1e-9)
+    if some_bytes >= more_bytes:
+        return seen
+    return min((more_bytes - some_bytes) / max(more_s - some_s, 1e-9), 2 * seen)
+
+
+def choose(mode: BroadcastMode, left: Left, replicas: int, rates: Rates) -> Choice:
+    """Whether sharing what is `left` is faster than that each process reads all that it wants.
+
+    Alone: wanted / storage. Shared: every replica reads what is left of its part and receives everything,
+    unread / storage + sent / interconnect; the sum, for nothing says that the two do not share cores or links. That
+    `storage` was measured while all processes read is what makes this hold for a storage that they share as for one
+    that each has for itself: as many read in both. An interconnect that was never measured counts as free and takes
+    `STARTUP_S`; this is spent to find out, so the most that there is to win must be more than that.
     """
     if mode != "auto":
         return Choice(broadcast=mode == "always", why=f"mode {mode!r}")
     if rates.storage is None:  # nothing is measured yet
-        if left_bytes < LEAST_BYTES:
-            return Choice(broadcast=False, why=f"{_mb(left_bytes)} for each process: less than {_mb(LEAST_BYTES)}")
-        return Choice(broadcast=True, why=f"{_mb(left_bytes)} for each process")
-    alone_s = left_bytes / rates.storage
-    shared_s = alone_s / replicas
-    over = f"{STARTUP_S:g} s to connect"
+        if left.wanted < LEAST_BYTES:
+            return Choice(broadcast=False, why=f"{_mb(left.wanted)} for each process: less than {_mb(LEAST_BYTES)}")
+        return Choice(broadcast=True, why=f"{_mb(left.wanted)} for each process")
+    alone_s = left.wanted / rates.storage
+    shared_s = left.unread / rates.storage
     if rates.interconnect is None:
         shared_s += STARTUP_S
+        least_s, over = STARTUP_S, f"{STARTUP_S:g} s to connect"
     else:
-        shared_s += left_bytes / rates.interconnect
-        over = f"{_mb(rates.interconnect)}/s of interconnect"
+        shared_s += left.sent / rates.interconnect
+        least_s, over = 0.0, f"{_mb(rates.interconnect)}/s of interconnect"
     return Choice(
-        broadcast=shared_s < alone_s,
+        broadcast=shared_s + least_s < alone_s,
         why=(
-            f"{_mb(left_bytes)} for each process at {_mb(rates.storage)}/s of storage: alone {alone_s:.2f} s, shared "
+            f"{_mb(left.wanted)} for each process at {_mb(rates.storage)}/s of storage: alone {alone_s:.2f} s, shared "
             f"by {replicas} replicas with {over} {shared_s:.2f} s"
         ),
     )

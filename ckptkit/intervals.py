@@ -2,13 +2,26 @@
 
 All times are in seconds. `cost_s` is what a save takes from the step loop (stall and contention), `mtbf_s` the mean
 time between the failures that lose what this interval puts at risk; an interval is time of work, the save not included.
+
+Where failures come in clusters the hazard is highest just after one, and an interval does well to grow with the age of
+the uptime: save n at an age of `first * n ** (1 / growth)`, as often as the square root of a Weibull hazard of shape
+2 * growth - 1 asks for (Y. Ling, J. Mi, X. Lin, IEEE TC 50(7), 2001). A growth of 1 is the same interval always.
 """
 
 from __future__ import annotations
 
+import math
+from functools import reduce
 from typing import Any
 
 import numpy as np
+
+GROWTHS = (0.6, 0.7, 0.8, 0.9, 1.0)
+# Uptimes without clusters that are believed before any was seen, and the most that one may weigh: bench/LOG.md.
+_LIVES, _SHARE_MAX = 20.0, 20.0
+_GROWTHS = np.array(GROWTHS)
+_POWERS = np.stack([_GROWTHS, 1.0 - _GROWTHS])
+_EXPONENTIAL = np.array([[math.gamma(1.0 + power) for power in row] for row in _POWERS])
 
 
 def young_s(cost_s: Any, mtbf_s: Any) -> Any:
@@ -37,17 +50,19 @@ def levels_s(costs_s: Any, mtbfs_s: Any) -> Any:
     failures together (the min-max form of isotonic regression). Cost: levels^3 operations on arrays.
     """
     costs, rates = np.broadcast_arrays(np.asarray(costs_s, float), 1.0 / np.asarray(mtbfs_s, float))
-    levels = costs.shape[-1]
-
-    def shared(first: int, last: int) -> np.ndarray:
-        cost, rate = costs[..., first : last + 1].sum(axis=-1), rates[..., first : last + 1].sum(axis=-1)
-        return np.where(rate > 0, daly_s(cost, 1.0 / np.where(rate > 0, rate, 1.0)), np.inf)
+    levels = range(costs.shape[-1])
+    shared: dict[tuple[int, int], np.ndarray] = {}  # the interval that levels first to last would have together
+    for first in levels:
+        cost, rate = np.zeros(costs.shape[:-1]), np.zeros(costs.shape[:-1])
+        for last in levels[first:]:
+            cost, rate = cost + costs[..., last], rate + rates[..., last]
+            shared[first, last] = np.where(rate > 0, daly_s(cost, 1.0 / np.where(rate > 0, rate, 1.0)), np.inf)
 
     def optimum(level: int) -> np.ndarray:
-        least = [np.minimum.reduce([shared(j, k) for k in range(level, levels)]) for j in range(level + 1)]
-        return np.maximum.reduce(least)
+        least = (reduce(np.minimum, (shared[j, k] for k in levels[level:])) for j in levels[: level + 1])
+        return reduce(np.maximum, least)
 
-    return np.stack([optimum(level) for level in range(levels)], axis=-1)
+    return np.stack([optimum(level) for level in levels], axis=-1)
 
 
 def learned_s(
@@ -62,6 +77,49 @@ def learned_s(
     exposed_s = np.asarray(prior_failures * prior_mtbf_s + np.asarray(up_s, float))
     with np.errstate(divide="ignore"):
         return levels_s(costs_s, exposed_s[..., None] / counts)
+
+
+def moments(up_s: Any, mean_s: Any) -> Any:
+    """What an uptime says of clusters, to be added up over uptimes: its powers, as a share of the mean that was seen
+    by then (its own included). Shape (..., 2, growths), of (...).
+    """
+    share = np.minimum(np.asarray(up_s, float) / np.asarray(mean_s, float), _SHARE_MAX)
+    return share[..., None, None] ** _POWERS
+
+
+def growth(summed: Any) -> tuple[Any, Any]:
+    """The growth that would have cost least on the uptimes whose `moments` are `summed`, and its factor of `first_s`.
+
+    Saves at ages `(n / A) ** (1 / q)` cost `C A E[t^q]` in an uptime t, and lose `E[t^(1 - q)] / (2 q A)` of it to
+    first order; with the best A that is the square root of `2 C E[t^q] E[t^(1 - q)] / q`. No distribution is assumed;
+    20 exponential uptimes, of which 1 is best, are believed from the start.
+    """
+    sums = np.asarray(summed, float) + _LIVES * _EXPONENTIAL
+    risen, rest = sums[..., 0, :], sums[..., 1, :]
+    best = np.argmin(risen * rest / _GROWTHS, axis=-1)
+
+    def of(values: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(values, best[..., None], axis=-1)[..., 0] / rest[..., -1]
+
+    chosen = _GROWTHS[best]
+    mean = risen[..., -1] / rest[..., -1]
+    return chosen, (of(rest) * mean ** (2.0 * chosen - 1.0) / (chosen * of(risen))) ** (-0.5 / chosen)
+
+
+def first_s(period_s: Any, mtbf_s: Any, grown: tuple[Any, Any]) -> Any:
+    """When the first save after a restart ends, where `period_s` from save to save would be best without clusters.
+
+    `mtbf_s` is that of all failures together, `grown` what `growth` found. With a growth of 1 it is `period_s`.
+    """
+    chosen, factor = grown
+    mtbf = np.asarray(mtbf_s, float)
+    return mtbf * (np.asarray(period_s, float) / mtbf) ** (1.0 / chosen) * factor
+
+
+def next_s(first: Any, age_s: Any, chosen: Any) -> Any:
+    """From a save at `age_s` of the uptime to the next one, where the first is due at `first`."""
+    age = np.asarray(age_s, float)
+    return (age**chosen + np.asarray(first, float) ** chosen) ** (1.0 / chosen) - age
 
 
 def overhead(interval_s: Any, cost_s: Any, mtbf_s: Any) -> Any:

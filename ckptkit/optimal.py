@@ -23,6 +23,7 @@ from ckptkit.goodput import load_run
 
 _KEPT = 20  # saves that a cost is the mean of, and failures back that what was seen weighs 1/e (bench/LOG.md)
 _STEPS_KEPT = 200
+_PRIOR_FAILURES = 2.0
 _COST_MIN_S = 1e-3  # nothing is free: without it the interval would go to 0
 
 
@@ -54,7 +55,9 @@ class GoodputOptimal:
     needed. To that comes a prior of two failures, `prior_mtbf_s` apart, half of them for each tier but the slowest,
     which has a tenth. Each tier has Daly's interval for the failures that it survives and no faster one does (Young
     1974, Daly 2006, Benoit et al. 2017: `ckptkit.intervals`), never below what its last saves took to be committed.
-    The simulator's `learned` policy is this formula (`ckptkit simulate`). Process 0's answer counts.
+    Where the attempts' lives say that failures come in clusters, intervals are shorter just after a restart and grow
+    with the time since (Ling et al. 2001). The simulator's `learned` policy is this formula (`ckptkit simulate`).
+    Process 0's answer counts.
 
     Cost: some list operations per event, and one evaluation of the formula per commit (0.1 ms).
 
@@ -88,6 +91,8 @@ class GoodputOptimal:
         self._slowed_s = 0.0  # by which steps were longer than usual since the last save was staged
         self._failures = np.zeros(len(self._tiers))
         self._up_s = 0.0
+        self._moments = np.zeros((2, len(intervals.GROWTHS)))
+        self._saved_at_s = dict.fromkeys(self._tiers, 0.0)  # the age of this attempt at the tier's last save
         self._started_s = monotonic_s()
         if history is not None:
             self._look_back(Path(history))
@@ -130,6 +135,7 @@ class GoodputOptimal:
             self._up_s = self._up_s * fade + up_s
             self._failures *= fade
             self._failures[self._level(attempts[after] if after is not None else [])] += 1.0
+            self._moments += intervals.moments(up_s, self._up_s / self._failures.sum()) if up_s > 0 else 0.0
 
     def _level(self, log: Sequence[Event]) -> int:
         """The slowest tier that a restart took bytes from; the slowest of all where it began afresh."""
@@ -157,6 +163,7 @@ class GoodputOptimal:
             elif event.kind == Kind.COMMITTED and event.tier in self._stalls:
                 self._commits[event.tier].append(event.fields["duration_s"])
                 self._stalls[event.tier].append(self._stall_of.get(event.step, 0.0) + self._slowed_s)
+                self._saved_at_s[event.tier] = max(0.0, self._age_s() - event.fields["duration_s"])
                 changes = self._reconsider()
         for tier, before_s, wanted_s, reason in changes:  # not under the lock: an observer may ask for the interval
             self._events.emit(Kind.INTERVAL, tier=tier, seconds=wanted_s, before=before_s, reason=reason)
@@ -171,19 +178,29 @@ class GoodputOptimal:
         return changes
 
     def _formula(self) -> list[float]:
+        costs_s, up_s = np.array(self._costs_s()), self._up_s + self._age_s()
         wanted = intervals.learned_s(
-            np.array(self._costs_s()),
+            costs_s,
             self._failures,
-            self._up_s + monotonic_s() - self._started_s,
-            prior_failures=2.0,
+            up_s,
+            prior_failures=_PRIOR_FAILURES,
             prior_mtbf_s=self._prior_mtbf_s,
             prior_shares=_prior_shares(len(self._tiers)),
         )
+        grown = intervals.growth(self._moments)
+        mtbf_s = (_PRIOR_FAILURES * self._prior_mtbf_s + up_s) / (_PRIOR_FAILURES + self._failures.sum())
+        first_s = np.maximum(intervals.first_s(wanted + costs_s, mtbf_s, grown) - costs_s, _COST_MIN_S)
+        ages_s = [self._saved_at_s[tier] for tier in self._tiers]
+        wanted = intervals.next_s(first_s, ages_s, grown[0])
         found = []
         for tier, each_s in zip(self._tiers, wanted.tolist(), strict=True):
             least_s = max([self._bounds.min_s, *self._commits[tier]])
             found.append(min(max(each_s, least_s), max(self._bounds.max_s, least_s)))
         return found
+
+    def _age_s(self) -> float:
+        """For how long this attempt has been up."""
+        return monotonic_s() - self._started_s
 
     def _costs_s(self) -> list[float]:
         """What a save into each tier costs on top of the faster ones: a save of all tiers is staged once."""
@@ -197,10 +214,11 @@ class GoodputOptimal:
     def _reason(self, tier: str) -> str:
         place = self._tiers.index(tier)
         commit = f", committed in {time_text(fmean(self._commits[tier]))}" if self._commits[tier] else ""
-        up_s = self._up_s + monotonic_s() - self._started_s
+        up_s, (chosen, _) = self._up_s + self._age_s(), intervals.growth(self._moments)
+        clusters = f"; failures come in clusters: growth {chosen:g}" if chosen < 1 else ""
         return (
             f"a save costs {time_text(self._costs_s()[place])}{commit}; {self._failures[place]:.1f} failures that need "
-            f"{tier} in {time_text(up_s)} of uptime, and a prior of 2 in {time_text(2 * self._prior_mtbf_s)}"
+            f"{tier} in {time_text(up_s)} of uptime, and a prior of 2 in {time_text(2 * self._prior_mtbf_s)}{clusters}"
         )
 
 

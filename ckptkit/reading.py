@@ -28,6 +28,7 @@ _REMOTE_READS = 8  # at a time: each waits for a store's answer
 # Leaves up to it share one block of fresh memory, which goes when the last of them goes. First touch of 64 MB takes 26
 # ms of processor time in blocks of 16 KB, 8 in huge pages, and a block has to have several of these.
 _BLOCK_BYTES = 16 << 20
+_ANNOUNCED_BLOCK_BYTES = 1 << 20  # a block is whole when the last of its leaves has come: not long after the first
 _OWN_BYTES = 1 << 20  # a leaf of it has a block of its own
 _BRIEF_BYTES = 1 << 30  # takes seconds from any store
 _PARTS_MAX = 16  # of a large box, for as many threads
@@ -57,6 +58,8 @@ def execute(
     rejected: Rejected,
     proven: Proven,
     make_block: MakeBlock = _fresh,
+    *,
+    announced: frozenset[int] = frozenset(),
 ) -> dict[str, int]:
     """Reads and proves every box of the plan into fresh host memory; returns the bytes read by tier.
 
@@ -64,18 +67,24 @@ def execute(
     last one, while others are still being read. What proves bad, or does not come because a process does not answer,
     is taken from the next source of the same save (`rejected` is told); of its last one, the error is raised.
 
+    `announced` are the sources that have been told what will be read and fetch it meanwhile, in reading order.
+
     Cost: a copy at memory speed, and 10 microseconds per leaf. `make_block` gives the memory of leaves from 1 MiB on;
-    smaller ones share blocks, unless they come from afar.
+    smaller ones share blocks, unless they come from afar; of those, small ones that were announced share blocks of 1
+    MiB.
     """
     for box_read in plan.reads:
         _check(box_read)
     reading = _Reading(plan, readers, rejected, proven, make_block)
     waits = any(plan.remote[box_read.sources[0][0]] for box_read in plan.reads)
     leaves = [_Leaf(key, tuple(reads)) for key, reads in groupby(plan.reads, key=lambda box_read: box_read.key)]
-    small = [] if waits else [leaf for leaf in leaves if leaf.box_bytes < SMALL_BYTES]
-    large = leaves if waits else [leaf for leaf in leaves if leaf.box_bytes >= SMALL_BYTES]
+    # One thread reads what is small and has not to be waited for: several are slower, they wait for the interpreter.
+    at_hand = announced | {source for source, remote in enumerate(plan.remote) if not remote}
+    small = [leaf for leaf in leaves if leaf.box_bytes < SMALL_BYTES and leaf.first_sources <= at_hand]
+    chosen = {leaf.key for leaf in small}
+    large = [leaf for leaf in leaves if leaf.key not in chosen]
     threads = _REMOTE_READS if waits else copy_threads(sum(leaf.nbytes for leaf in large))
-    units = reading.each_box(leaves) if waits else reading.shared_out(large)
+    units = reading.each_box(large) if waits else reading.shared_out(large)
     # The largest first: what is left for the end is short, so no thread waits long for another.
     waiting = deque(sorted(units, key=lambda unit: -unit.nbytes))
 
@@ -88,7 +97,8 @@ def execute(
             run(unit)
 
     def read_small() -> None:
-        for unit in reading.shared_out(small):
+        ordered = sorted(small, key=lambda leaf: -leaf.box_bytes) if waits else small
+        for unit in reading.shared_out(ordered, _ANNOUNCED_BLOCK_BYTES if waits else _BLOCK_BYTES):
             run(unit)
 
     def run(unit: _Unit) -> None:
@@ -100,7 +110,12 @@ def execute(
 
     brief = not waits or sum(leaf.nbytes for leaf in leaves) <= _BRIEF_BYTES
     with collection_paused() if brief else nullcontext():
-        share_work(read_large, threads, meanwhile=read_small)
+        if not waits:
+            share_work(read_large, threads, meanwhile=read_small)
+        else:  # what is small was announced last
+            if large:
+                share_work(read_large, threads)
+            read_small()
     return reading.read_bytes
 
 
@@ -120,6 +135,11 @@ class _Leaf:
     def box_bytes(self) -> int:
         """Of its largest box."""
         return max([box_read.nbytes for box_read in self.reads])
+
+    @property
+    def first_sources(self) -> set[int]:
+        """Where its boxes come from if all of them prove whole."""
+        return {box_read.sources[0][0] for box_read in self.reads}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,16 +188,16 @@ class _Reading:
             for read in in_reading_order([read for leaf in leaves for read in leaf.reads])
         ]
 
-    def shared_out(self, leaves: Iterable[_Leaf]) -> Iterable[_Unit]:
-        """The leaves in units: several small ones together, or parts of a large one."""
+    def shared_out(self, leaves: Iterable[_Leaf], block_bytes: int = _BLOCK_BYTES) -> Iterable[_Unit]:
+        """The leaves in units: several small ones together, up to `block_bytes`, or parts of a large one."""
         together: list[_Leaf] = []
         together_bytes = 0
         for leaf in leaves:
             nbytes = leaf.nbytes
-            if nbytes > _BLOCK_BYTES:
+            if nbytes > block_bytes:
                 yield from self._parts_of(leaf)
                 continue
-            if together_bytes + nbytes > _BLOCK_BYTES:
+            if together_bytes + nbytes > block_bytes:
                 yield _Unit(together_bytes, partial(self._read_together, together))
                 together, together_bytes = [], 0
             together.append(leaf)

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import click
 
 from ckptkit import CheckpointError, StoreError, TierUnusableError, TransientStoreError, TreeMismatchError
+from ckptkit.broadcast import BroadcastMode
 from ckptkit.events import EventLog, Kind
 from tools.corpus import CorpusError
 from tools.launch import ExitCode
@@ -32,6 +33,7 @@ from trainer.config import (
 from trainer.loop import train
 from trainer.plan import make_plan, print_plan
 
+CHECKPOINT_FLAGS = ("save_every", "keep", "ram", "ram_every", "peer_copies", "ssd", "ssd_every", "host_id", "broadcast")
 CLUSTER_FLAGS = ("coordinator", "processes", "process", "heartbeat_s", "start_timeout_s", "grace_s")
 DTYPES = click.Choice(["float32", "bfloat16"])
 Dtype = Literal["float32", "bfloat16"]
@@ -58,9 +60,11 @@ Dtype = Literal["float32", "bfloat16"]
 @click.option("--keep", type=click.IntRange(1), default=3, help="Durable steps to keep.")
 @click.option("--ram", help="Ramdisk tier, a directory on this host.  [default: none]")
 @click.option("--ram-every", type=click.IntRange(1), default=5, help="Steps between ramdisk saves.")
+@click.option("--peer-copies", type=click.IntRange(0), default=0, help="Other hosts that keep each ramdisk save too.")
 @click.option("--ssd", help="SSD tier, a directory on this host.  [default: none]")
 @click.option("--ssd-every", type=click.IntRange(1), default=20, help="Steps between SSD saves.")
 @click.option("--host-id", help="Name of this host in the tiers.  [default: the machine's]")
+@click.option("--broadcast", type=click.Choice(get_args(BroadcastMode)), default="auto", help="Read once for replicas.")
 @click.option("--coordinator", help="HOST:PORT of process 0, for --processes above 1.")
 @click.option("--processes", type=click.IntRange(1), default=1, help="Processes of the job.")
 @click.option("--process", type=click.IntRange(0), default=0, help="Which of them this is.")
@@ -137,7 +141,7 @@ def read_flags(flags: dict[str, Any]) -> RunConfig:
         checkpoint=CheckpointConfig(
             directory=flags["checkpoint"],
             manager=flags["manager"],
-            **{name: flags[name] for name in ("save_every", "keep", "ram", "ram_every", "ssd", "ssd_every", "host_id")},
+            **{name: flags[name] for name in CHECKPOINT_FLAGS},
         ),
         cluster=_cluster(flags),
         loop=LoopConfig(

@@ -34,6 +34,8 @@ def make_manager(config: CheckpointConfig, events: ckptkit.EventLog) -> Any | No
     tiers = []
     if config.ram is not None:
         tiers.append(ckptkit.Tier.ram(config.ram, save=ckptkit.EverySteps(config.ram_every)))
+    if config.peer_copies:
+        tiers.append(ckptkit.Tier.peer(copies=config.peer_copies, save=ckptkit.EverySteps(config.ram_every)))
     if config.ssd is not None:
         tiers.append(ckptkit.Tier.ssd(config.ssd, save=ckptkit.EverySteps(config.ssd_every)))
     return ckptkit.CheckpointManager(
@@ -42,6 +44,7 @@ def make_manager(config: CheckpointConfig, events: ckptkit.EventLog) -> Any | No
         tiers=tiers,
         host_id=config.host_id,
         events=events,
+        broadcast=ckptkit.BroadcastOptions(mode=config.broadcast),
     )
 
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from ckptkit.broadcast import BroadcastMode
+
 MESH_AXES = ("data", "fsdp", "model")
 ManagerName = Literal["ckptkit", "orbax", "orbax-sync"]
 
@@ -131,8 +133,12 @@ class CheckpointConfig:
     ssd: str | None = None
     ssd_every: int = 20
     host_id: str | None = None
+    peer_copies: int = 0  # of each host's ramdisk saves, on so many other hosts
+    broadcast: BroadcastMode = "auto"  # whether data replicas read the durable tier for each other
 
     def __post_init__(self) -> None:
+        if self.peer_copies and self.ram is None:
+            raise InputError("--peer-copies are of what --ram holds: also give --ram")
         if self.directory is None and (self.ram or self.ssd):
             raise InputError("--ram and --ssd hold copies of what goes to the durable tier: also give --checkpoint")
         if self.manager != "ckptkit" and (self.ram or self.ssd):

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from ckptkit.clock import time_text
 from ckptkit.goodput import GoodputReport, Timeline
 
 _HELP = {
@@ -102,11 +103,11 @@ def write_picture(path: Path, report: GoodputReport) -> None:
     axes = figure.add_subplot()
     colours = ["#009E73" if name == "productive" else "#0072B2" for name, _ in rows]
     bars = axes.barh([name for name, _ in rows], [seconds for _, seconds in rows], color=colours)
-    axes.bar_label(bars, labels=[f" {seconds:.1f} s ({seconds / report.wall_s:.1%})" for _, seconds in rows])
+    axes.bar_label(bars, labels=[f" {time_text(seconds)} ({seconds / report.wall_s:.2%})" for _, seconds in rows])
     axes.set_xlim(0, max((seconds for _, seconds in rows), default=1.0) * 1.25)
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
-    axes.set_title(f"goodput {report.goodput.ml_goodput:.1%} of {report.wall_s:.1f} s")
+    axes.set_title(f"goodput {report.goodput.ml_goodput:.1%} (Google's ML goodput) of {time_text(report.wall_s)}")
     figure.savefig(path, dpi=120)
 
 

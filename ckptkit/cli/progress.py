@@ -1,4 +1,4 @@
-"""A progress bar for commands that write."""
+"""A progress bar for commands that take long."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, ProgressColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bar
 
 
@@ -19,14 +19,25 @@ def progress_bar() -> Iterator[Callable[[int, int], None] | None]:
     For work that is interrupted inside, it says how to go on.
     """
     try:
-        if not sys.stderr.isatty():
-            yield None
-            return
-        with Bar(
-            BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), console=Console(stderr=True)
-        ) as bar:
-            task = bar.add_task("", total=None)
-            yield lambda written, total: bar.update(task, completed=written, total=total)
+        with _bar(DownloadColumn(binary_units=True), TransferSpeedColumn()) as update:
+            yield update
     except KeyboardInterrupt:
         click.echo("ckptkit: what was done is kept; the same command with --resume goes on from there", err=True)
         raise
+
+
+@contextmanager
+def counting_bar() -> Iterator[Callable[[int, int], None] | None]:
+    """What takes how much is done and how much there is in all, of anything; as `progress_bar`, gone at the end."""
+    with _bar(TimeRemainingColumn(), transient=True) as update:
+        yield update
+
+
+@contextmanager
+def _bar(*columns: ProgressColumn, transient: bool = False) -> Iterator[Callable[[int, int], None] | None]:
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with Bar(BarColumn(), *columns, console=Console(stderr=True), transient=transient) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -12,6 +12,7 @@ import click
 
 from ckptkit import simulation as sim
 from ckptkit.cli.exits import Exit
+from ckptkit.cli.progress import counting_bar
 from ckptkit.cli.text import print_json, print_line, print_table, size_text
 from ckptkit.clock import time_text
 
@@ -99,7 +100,15 @@ def simulate(**flags: Any) -> int:
     try:
         job = _job(flags)
         begin = sim.levels(job.cluster, job.mtbf_s)
-        results = sim.compare(job.cluster, job.failures, _policies(flags, job), horizon_s=job.horizon_s, begin=begin)
+        with counting_bar() as progress:
+            results = sim.compare(
+                job.cluster,
+                job.failures,
+                _policies(flags, job),
+                horizon_s=job.horizon_s,
+                begin=begin,
+                progress=progress,
+            )
         projected = [_projected(flags, hosts) for hosts in _project_hosts(flags)]
     except ValueError as error:
         raise click.UsageError(str(error)) from error

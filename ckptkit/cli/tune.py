@@ -17,7 +17,7 @@ from ckptkit.tuner import tune as tune_url
 from ckptkit.tuner.proposing import PROBE_BYTES
 from ckptkit.tuning import DurableProfile, SaveForecast
 
-_KNOBS = ("data_file_bytes", "write_concurrency", "copied_bytes")
+_KNOBS = ("data_file_bytes", "write_concurrency", "copied_bytes", "read_ahead_bytes", "compression")
 _PROFILE = click.option(
     "--profile", "profile_path", metavar="FILE", help="A profile that tune wrote [default: the defaults]."
 )
@@ -102,9 +102,9 @@ def _show(found: Proposal, output: str | None) -> None:
         [*_knobs(trial.profile), _rate(trial.write_bytes_per_s), _rate(trial.read_bytes_per_s)]
         for trial in found.trials
     ]
-    print_table(
-        [("data file", True), ("concurrency", True), ("copied below", True), ("written", True), ("read", True)], rows
-    )
+    numbers = ["data file", "concurrency", "copied below", "read ahead"]
+    rates = [("written", True), ("read", True)]
+    print_table([*((name, True) for name in numbers), ("compression", False), *rates], rows)
     if found.compressions:
         print_line()
         rows = [[each.dtype, each.codec, f"{each.ratio:.2f}", _rate(each.bytes_per_s)] for each in found.compressions]
@@ -133,7 +133,7 @@ def _show_forecast(url: str, found: SaveForecast) -> None:
 
 def _knobs(profile: DurableProfile) -> list[str]:
     values: list[Any] = [getattr(profile, knob) for knob in _KNOBS]
-    return [size_text(values[0]), str(values[1]), size_text(values[2])]
+    return [size_text(values[0]), str(values[1]), *map(size_text, values[2:4]), values[4] or "none"]
 
 
 def _rate(bytes_per_s: float) -> str:

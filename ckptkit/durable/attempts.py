@@ -12,6 +12,7 @@ import errno
 import os
 import shutil
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import final
 
@@ -22,7 +23,7 @@ from ckptkit.durable import orbax_files
 from ckptkit.durable.deletion import move_away
 from ckptkit.errors import CheckpointError, StoreError
 from ckptkit.manifest import SaveId
-from ckptkit.store import Store, open_store
+from ckptkit.store import Stat, Store, open_store
 from ckptkit.store.local import LocalStore, sync_directory
 from ckptkit.store.roots import is_remote
 
@@ -90,13 +91,14 @@ class BucketAttempt:
 
     def _clear(self) -> None:
         mine = self._intent.rpartition("/")[2]
+        left = self._store.stat_all(self._name)
         for epoch, name in intents(self._store):
             if (found := layout.intent_of_name(name)) is None or found[1] != self._name or name == mine:
                 continue
             if epoch > self._save_id.epoch:
                 raise _fenced(self.place, self._save_id)
             self._store.delete(f"{layout.INTENTS_DIR}/{name}")
-        if not remove_uncommitted(self._store, self._name):
+        if not remove_uncommitted(self._store, self._name, left):
             raise _exists(self.place, self._save_id)
 
     def commit(self) -> None:
@@ -126,12 +128,17 @@ def intents(store: Store) -> list[tuple[int, str]]:
     return [(found[0], name) for name in names if (found := layout.intent_of_name(name)) is not None]
 
 
-def remove_uncommitted(store: Store, name: str) -> bool:
-    """Deletes what is below a step's prefix in a bucket; False, and nothing is deleted, where it is committed."""
-    left = store.list_all(name)
-    if f"{name}/{layout.COMMIT_MARK}" in left:
+def remove_uncommitted(store: Store, name: str, left: Mapping[str, Stat]) -> bool:
+    """Deletes `left`, what was found below a step's prefix in a bucket; False, and nothing is deleted, where the step
+    is committed.
+
+    `left` has to be older than the caller's look at the intents, in which it saw nobody with a right to the step: who
+    had put one of these objects had put its intent before, and has committed since where that is gone.
+    """
+    mark = f"{name}/{layout.COMMIT_MARK}"
+    if mark in left or (left and store.stat(mark) is not None):
         return False
-    store.delete_many(left)
+    store.delete_unchanged(left)
     return True
 
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable.cells import cell_key, kvstore_context, kvstore_spec
+from ckptkit.durable.cells import cell_key, kvstore_context, kvstore_spec, zarr_text
+from ckptkit.durable.encoded import decoded, encoded_bytes
 from ckptkit.durable.waiting import awaited
 from ckptkit.errors import TransientStoreError
 from ckptkit.manifest import BoxRecord, LeafRecord
 from ckptkit.sharding import Box, cells_of
-from ckptkit.tuning import DurableProfile
+from ckptkit.tuning import COMPRESSORS, Codec, DurableProfile
 
 Wanted = tuple[str, LeafRecord, BoxRecord, Box]  # item, leaf, a stored box, and the part of the leaf that is wanted
 _Key = tuple[str, tuple[str, ...], tuple[int, ...]]
@@ -52,6 +55,7 @@ class CellReader:
         self._waiting: deque[tuple[str, LeafRecord, Box]] = deque()
         self._started: dict[_Key, _Read] = {}
         self._started_bytes = 0
+        self._overtaken: set[_Key] = set()  # asked for before they were begun, although they are in `_waiting`
 
     def expect(self, wanted: Iterable[Wanted]) -> None:
         """Begins to read what will be asked for, in the order in which it will be."""
@@ -64,7 +68,7 @@ class CellReader:
             self._go_on()
 
     def fetch(self, item: str, leaf: LeafRecord, cell: Box) -> np.ndarray | None:
-        """The elements of a cell; None where it is not stored plainly, and TensorStore's driver has to read it.
+        """The elements of a cell; None where it is stored in a way that only TensorStore's driver can read.
 
         A read that does not end in time is begun again, once, by a client that shares nothing with the first. Raises
         ValueError as TensorStore does, `TransientStoreError` where nothing comes in time.
@@ -73,6 +77,8 @@ class CellReader:
             read = self._started.pop(_key(item, leaf, cell), None)
             expected = read is not None
             if read is None:
+                if self._waiting:
+                    self._overtaken.add(_key(item, leaf, cell))
                 read = self._start(item, leaf, cell)
         try:
             found = self._found(read)
@@ -82,10 +88,32 @@ class CellReader:
                     self._started_bytes -= _stored_bytes(leaf)
                 self._go_on()
         value = found.value if found.state == "value" else b""  # each access makes a copy of all of it
-        if len(value) != _stored_bytes(leaf):
+        elements = self._elements(item, leaf, value)
+        if elements is None:
             return None
-        elements = np.frombuffer(value, np.dtype(leaf.dtype)).reshape(leaf.cell)
         return elements[tuple(slice(rows) for rows in cell.shape)]  # the last cell along an axis may be padded
+
+    def _elements(self, item: str, leaf: LeafRecord, value: bytes) -> np.ndarray | None:
+        whole_bytes = _stored_bytes(leaf)
+        if encoded_bytes(value) == whole_bytes:
+            # Or a plain cell that begins like an encoded one: what it is, its leaf's metadata says.
+            codec = self._codec(item, leaf)
+            if codec is not None:
+                return decoded(value, leaf, codec)
+        return np.frombuffer(value, np.dtype(leaf.dtype)).reshape(leaf.cell) if len(value) == whole_bytes else None
+
+    def _codec(self, item: str, leaf: LeafRecord) -> Codec | None:
+        """That of a leaf that is described as we describe it; None for a plain one, and for other descriptions."""
+        with self._lock:
+            key = f"{leaf.name}/.zarray" if leaf.path else ".zarray"
+            future = self._store(item).read(key, staleness_bound=self._opened_s)
+        found = awaited([future], self._profile, f"{self._url}/{item}")[0]
+        with suppress(ValueError, RecursionError):
+            described = json.loads(found.value if found.state == "value" else b"")
+            for codec in COMPRESSORS:
+                if described == json.loads(zarr_text(leaf.dtype, leaf.shape, leaf.cell, codec)):
+                    return codec
+        return None
 
     def _found(self, read: _Read) -> Any:
         moving_bytes = max(self._started_bytes, _stored_bytes(read.leaf))
@@ -114,9 +142,13 @@ class CellReader:
         while self._waiting and self._started_bytes < self._profile.read_ahead_bytes:
             item, leaf, cell = self._waiting.popleft()
             key = _key(item, leaf, cell)
-            if key not in self._started:
+            if key in self._overtaken:
+                self._overtaken.discard(key)
+            elif key not in self._started:
                 self._started[key] = self._start(item, leaf, cell)
                 self._started_bytes += _stored_bytes(leaf)
+        if not self._waiting:
+            self._overtaken.clear()
 
     def _start(self, item: str, leaf: LeafRecord, cell: Box) -> _Read:
         key = cell_key(f"{leaf.name}/" if leaf.path else "", leaf, cell)

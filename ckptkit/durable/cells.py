@@ -1,8 +1,9 @@
 """Zarr cells into OCDBT: from host memory through TensorStore's key-value store, in few transactions.
 
-A leaf is `<name>/.zarray` and one value per cell, as the zarr 2 specification says, without compression. Small cells
-are put there directly: TensorStore's array driver takes about a millisecond to open a leaf, and a key-value pair some
-microseconds. Large ones go through the array driver, which refers to the caller's memory and copies nothing.
+A leaf is `<name>/.zarray` and one value per cell, as the zarr 2 specification says. Small cells are put there directly:
+TensorStore's array driver takes about a millisecond to open a leaf, and a key-value pair some microseconds. Large ones
+go through the array driver, which refers to the caller's memory and copies nothing, or encodes it where the profile
+says so.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ckptkit.manifest import LeafRecord
 from ckptkit.sharding import Box, cells_of
 from ckptkit.store import PutMode, put_new
 from ckptkit.store.roots import is_remote
-from ckptkit.tuning import DurableProfile
+from ckptkit.tuning import COMPRESSORS, Codec, DurableProfile
 
 _CONFIG = {
     "max_inline_value_bytes": 1024,  # zarr metadata and tiny cells stand in the tree itself
@@ -107,17 +108,18 @@ class CellWriter:
         `describe` adds the leaf's metadata too: one process does, for each leaf. Blocks while more is in flight than
         may be; raises what `commit` raises.
         """
-        prefix = f"{leaf.name}/" if leaf.path else ""
+        prefix, cell_bytes = f"{leaf.name}/" if leaf.path else "", _cell_bytes(leaf)
+        codec = self._profile.codec_of(cell_bytes)
         if describe:
-            self._write(f"{prefix}.zarray", _zarr_text(leaf.dtype, leaf.shape, leaf.cell))
+            self._write(f"{prefix}.zarray", zarr_text(leaf.dtype, leaf.shape, leaf.cell, codec))
         array = None
         for box, block in blocks:
-            if min(block.nbytes, _cell_bytes(leaf)) < self._profile.copied_bytes:
+            if codec is None and min(block.nbytes, cell_bytes) < self._profile.copied_bytes:
                 for cell in cells_of(box, leaf.cell):
                     self._write(cell_key(prefix, leaf, cell), _cell_value(leaf, block[cell.slices(box.start)]))
                 continue
             if array is None:
-                array = self._array(leaf, prefix)
+                array = self._array(leaf, prefix, codec)
             parts = [box] if block.nbytes <= self._profile.piece_bytes else cells_of(box, leaf.cell)
             for part in parts:
                 into = array.with_transaction(self._piece.transaction)[part.slices()]
@@ -164,8 +166,9 @@ class CellWriter:
     def _await(self, futures: Sequence[Any], nbytes: int) -> None:
         awaited(futures, self._profile, self._directory, nbytes=nbytes, needs="create")
 
-    def _array(self, leaf: LeafRecord, prefix: str) -> Any:
-        spec = {"driver": "zarr", "kvstore": {**self._spec, "path": prefix}, "metadata": zarr_metadata(leaf)}
+    def _array(self, leaf: LeafRecord, prefix: str, codec: Codec | None) -> Any:
+        metadata = json.loads(zarr_text(leaf.dtype, leaf.shape, leaf.cell, codec))
+        spec = {"driver": "zarr", "kvstore": {**self._spec, "path": prefix}, "metadata": metadata}
         spec["store_data_equal_to_fill_value"] = True
         opened = ts.open(spec, open=True, assume_metadata=True, context=self._context)
         return awaited([opened], self._profile, self._directory)[0]
@@ -283,14 +286,12 @@ def process_directory(directory: str, process: int) -> str:
     return f"{directory}/ocdbt.process_{process}"
 
 
-def zarr_metadata(leaf: LeafRecord) -> dict[str, Any]:
-    """`.zarray` of a leaf."""
-    return json.loads(_zarr_text(leaf.dtype, leaf.shape, leaf.cell))
-
-
 @lru_cache(maxsize=1024)  # a model has few shapes
-def _zarr_text(dtype: str, shape: tuple[int, ...], cell: tuple[int, ...]) -> bytes:
-    return json.dumps({**_zarr_template(dtype), "shape": list(shape), "chunks": list(cell)}).encode()
+def zarr_text(dtype: str, shape: tuple[int, ...], cell: tuple[int, ...], codec: Codec | None = None) -> bytes:
+    """`.zarray` of a leaf."""
+    compressor = None if codec is None else COMPRESSORS[codec]
+    own = {"shape": list(shape), "chunks": list(cell), "compressor": compressor}
+    return json.dumps({**_zarr_template(dtype), **own}).encode()
 
 
 def cell_key(prefix: str, leaf: LeafRecord, cell: Box) -> str:

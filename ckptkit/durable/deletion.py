@@ -22,12 +22,15 @@ def remove_step(where: str, remove_directory: Callable[[str], None]) -> None:
     """Deletes the step at `where`: its mark, then the rest, in a bucket in batches, on a disk by `remove_directory`.
 
     A bucket is asked afresh what there is: what Orbax remembers of its listings may be out of date. What is gone
-    already is no error. Raises `StoreError`, `OSError`, what `remove_directory` raises.
+    already is no error, and what is put after that look stays (see `Store.delete_unchanged`). Raises `StoreError`,
+    `OSError`, what `remove_directory` raises.
     """
     if is_remote(where):
         store = open_store(where)
-        store.delete(COMMIT_MARK)
-        store.delete_many(store.list_all(""))
+        found = store.stat_all("")
+        if (mark := found.pop(COMMIT_MARK, None)) is not None:
+            store.delete_unchanged({COMMIT_MARK: mark})
+        store.delete_unchanged(found)
         return
     with suppress(FileNotFoundError):
         remove_directory(move_away(where))

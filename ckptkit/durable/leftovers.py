@@ -42,7 +42,7 @@ def clean_left(store: Store, epoch: int, remove_directory: Callable[[str], None]
 
     For process 0 of the run that has recorded `epoch`, while it writes and deletes nothing itself. The commit is taken
     away first, so a writer that still lives fails, and a crash in between leaves less of the same. Cost: two listings,
-    in a bucket one and five requests for each that is found. Raises `StoreError`, `OSError`.
+    in a bucket one and six requests for each that is found. Raises `StoreError`, `OSError`.
     """
     return _clean_bucket(store, epoch) if is_remote(store.url) else _clean_disk(store, epoch, remove_directory)
 
@@ -76,7 +76,13 @@ def _clean_bucket(store: Store, epoch: int) -> list[str]:
         own = f"{layout.INTENTS_DIR}/{layout.intent_name(step_name, epoch, uuid.uuid4().hex)}"
         store.put(own, b"", mode="create")
         store.delete_many([f"{layout.INTENTS_DIR}/{name}" for _, name in left])
-        if remove_uncommitted(store, step_name):
+        objects = store.stat_all(step_name)
+        if not _is_later(store, step_name, epoch) and remove_uncommitted(store, step_name, objects):
             cleaned.append(step_name)
         store.delete(own)
     return cleaned
+
+
+def _is_later(store: Store, step_name: str, epoch: int) -> bool:
+    """Whether a run of a later epoch has begun to write the step meanwhile."""
+    return any(of > epoch and (layout.intent_of_name(name) or ("", ""))[1] == step_name for of, name in intents(store))

@@ -8,6 +8,7 @@ for stock Orbax, and is removed by the next run that saves (`leftovers`), or as 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
@@ -84,9 +85,9 @@ class StepWriter:
         init_ns = time.time_ns()
         begun: list[DiskAttempt | BucketAttempt] = []  # on process 0
 
-        def start(_: list[Any]) -> str:
+        def start(_: list[Any]) -> tuple[str, Any, int]:
             begun.append(begin(self._url, name, save_id, self._mode))
-            return begun[0].place
+            return begun[0].place, self._profile.compression, self._profile.copied_bytes
 
         def finish(place: str) -> None:
             self._finish(place, items, handlers, init_ns, custom_metadata)
@@ -94,16 +95,21 @@ class StepWriter:
             begun[0].commit()
 
         try:
-            self._write_at(self._agree("step-begun", None, start), items, finish)
+            # Process 0 describes the leaves: what the others write has to be encoded as it says.
+            place, compression, copied_bytes = self._agree("step-begun", None, start)
+            profile = dataclasses.replace(self._profile, compression=compression, copied_bytes=copied_bytes)
+            self._write_at(place, items, profile, finish)
         except BaseException:
             for attempt in begun:
                 attempt.give_up()
             raise
 
-    def _write_at(self, place: str, items: Mapping[str, Any], finish: Callable[[str], None]) -> None:
+    def _write_at(
+        self, place: str, items: Mapping[str, Any], profile: DurableProfile, finish: Callable[[str], None]
+    ) -> None:
         error = None
         try:
-            self._write_part(place, items)
+            self._write_part(place, items, profile)
         except Exception as caught:  # noqa: BLE001  said to the others, who would wait for this part
             error = caught
 
@@ -128,7 +134,7 @@ class StepWriter:
 
     # On every process.
 
-    def _write_part(self, place: str, items: Mapping[str, Any]) -> None:
+    def _write_part(self, place: str, items: Mapping[str, Any], profile: DurableProfile) -> None:
         # On a disk all is synced at the end, side by side: one by one takes a turn of the disk for each file.
         store = self._small(place) if is_remote(place) else LocalStore(place, durable=False)
         with ThreadPoolExecutor(_PUTS, thread_name_prefix="ckptkit-step") as pool:
@@ -143,19 +149,19 @@ class StepWriter:
                     continue
                 files = self._side_files(args)
                 puts += [pool.submit(_put, store, f"{item}/{file}", text.encode()) for file, text in files.items()]
-                self._write_arrays(f"{place}/{item}", args.item)
+                self._write_arrays(f"{place}/{item}", args.item, profile)
             for put in puts:
                 put.result()
             if not is_remote(place):
                 list(pool.map(_sync, _written_below(place)))
 
-    def _write_arrays(self, directory: str, tree: Any) -> None:
+    def _write_arrays(self, directory: str, tree: Any, profile: DurableProfile) -> None:
         process, count = self._coordinator.process, self._coordinator.count
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
         part = directory if count == 1 else process_directory(directory, process)
         if not is_remote(part):
             os.makedirs(part, mode=self._mode, exist_ok=True)
-        cells = CellWriter(part, self._profile, self._pace)
+        cells = CellWriter(part, profile, self._pace)
         for keypath, leaf in leaves:
             if isinstance(leaf, HostShards):
                 cells.add(leaf.record, leaf.blocks, describe=process == 0)

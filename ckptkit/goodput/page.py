@@ -13,7 +13,7 @@ from ckptkit.goodput.report import GoodputReport
 from ckptkit.goodput.timeline import SaveMark, Stretch, Timeline
 
 _WIDTH = 1120.0  # of the drawings, in their own units; the page scales them
-_LEFT = 96.0  # for the names of lanes
+_LEFT, _RIGHT = 96.0, 24.0  # for the names of lanes, and half of the last label
 _LANE, _GAP = 22.0, 8.0
 _STRETCHES_MAX = 4000  # more are not told apart on a screen, and a browser takes seconds for them
 _MARKS_MAX = 2000
@@ -199,7 +199,7 @@ def _histogram(stalls_ms: Sequence[float]) -> str:
     for stall in stalls_ms:
         place = math.log(max(stall, low) / low) / math.log(high / low)
         counts[min(_BINS - 1, int(place * _BINS))] += 1
-    each, room = (_WIDTH - 60) / _BINS, 140.0
+    each, room = (_WIDTH - 50 - _RIGHT) / _BINS, 140.0
     drawn = [f'<svg viewBox="0 0 {_WIDTH:g} 200" role="img" aria-label="histogram of stalls">']
     for number, count in enumerate(counts):
         x, tall = 50 + number * each, room * count / max(counts)
@@ -225,7 +225,7 @@ def _legend() -> str:
 def _axis(wall_s: float, y: float) -> Iterable[str]:
     tick = _nice(wall_s / 10)
     for number in range(int(wall_s / tick) + 1):
-        x = _LEFT + (_WIDTH - _LEFT - 8) * (number * tick / wall_s if wall_s else 0.0)
+        x = _LEFT + (_WIDTH - _LEFT - _RIGHT) * (number * tick / wall_s if wall_s else 0.0)
         yield f'<text x="{x:.1f}" y="{y + 14:.1f}" text-anchor="middle">{time_text(number * tick)}</text>'
 
 
@@ -286,7 +286,7 @@ def _lane_name(name: str, top: float) -> str:
 
 
 def _x(at_s: float, run: Timeline) -> float:
-    return _LEFT + (_WIDTH - _LEFT - 8) * (at_s / run.wall_s if run.wall_s else 0.0)
+    return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (at_s / run.wall_s if run.wall_s else 0.0)
 
 
 def _name(part: Part) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, final
@@ -76,6 +76,14 @@ class ReadOnlyStore:
     def delete_many(self, keys: Sequence[str]) -> None:
         """Refused with `StoreError`."""
         raise StoreError(f"{self.url} is only looked at, and {len(keys)} objects were not deleted")
+
+    def stat_all(self, prefix: str) -> dict[str, Stat]:
+        """See `Store.stat_all`."""
+        return self._inner.stat_all(prefix)
+
+    def delete_unchanged(self, found: Mapping[str, Stat]) -> None:
+        """Refused with `StoreError`."""
+        self.delete_many(list(found))
 
 
 @final

@@ -6,8 +6,10 @@ their part of it is read, proven and on their devices. Whatever goes wrong befor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar, final
 
 import jax
@@ -15,10 +17,11 @@ import numpy as np
 
 from ckptkit import clock
 from ckptkit.assembly import Assembly
-from ckptkit.broadcast import BroadcastOptions, Choice, Rates, choose
+from ckptkit.broadcast import BroadcastOptions, Choice, Left, Rates, choose
 from ckptkit.coordination import Coordinator
 from ckptkit.events import EventLog, Kind
 from ckptkit.interconnect import AllGather, links_of
+from ckptkit.manager.caller import Caller, all_come
 from ckptkit.manager.offering import NothingToShareError, Offer, first_problem, judge, needs_of, offer_of
 from ckptkit.manager.own_part import Reading, Shared
 from ckptkit.manager.preparing import Prepared
@@ -29,10 +32,7 @@ from ckptkit.proving import Proving
 from ckptkit.rounds import Common, Groups, Stream, by_groups, share_out
 
 REPLICA = "replica"  # where bytes came from that another process has read
-_JUDGED_AT = (
-    0,
-    2,
-)  # the rounds before which rates are judged: the interconnect's by the second, for the first connects
+_JUDGED_AT = (0, 3)  # the rounds before which rates are judged; the first connects, so the interconnect's by two others
 _T = TypeVar("_T")
 
 
@@ -42,13 +42,18 @@ class _State:
 
     shared: Shared
     choice: Choice
+    caller: Caller | None = None
     rates: Rates = field(default_factory=Rates)
+    round_s: float = math.inf  # of its rounds of this width, the shortest
     meeting_s: float = 0.0  # what a meeting takes where all come at once
 
 
 @final
 class Broadcaster:
-    """Shares what replicas want alike; called by all processes together, on the thread that launches collectives."""
+    """Shares what replicas want alike; called by all processes together.
+
+    On the thread that launches collectives; or on another one, with a `Caller` that lends that thread.
+    """
 
     def __init__(
         self, options: BroadcastOptions, reading: Reading, coordinator: Coordinator, events: EventLog, timeout_s: float
@@ -60,7 +65,9 @@ class Broadcaster:
         self._timeout_s = timeout_s
         self._interconnect: float | None = None  # as the last restore measured it
 
-    def share(self, prepared: Prepared | None, proves: Proving) -> tuple[Shared | None, Choice]:
+    def share(
+        self, prepared: Prepared | None, proves: Proving, caller: Caller | None = None
+    ) -> tuple[Shared | None, Choice]:
         """What the replicas have read for each other of a planned save, and why so, or why not.
 
         None, or less than everything: the caller reads the rest for itself. Raises what is fatal anywhere, on every
@@ -78,6 +85,7 @@ class Broadcaster:
         assert isinstance(offer, Offer)
         assert prepared is not None
         state, needs = self._begin(prepared, offer, verdict["needs"])
+        state.caller = caller
         state.choice = Choice(broadcast=True, why=verdict["why"])
         for groups, leaves in by_groups([leaf for leaf in offer.leaves if leaf.key in state.shared.assembly]).items():
             self._share_group(groups, leaves, needs, state, prepared, proves)
@@ -108,6 +116,7 @@ class Broadcaster:
         proves: Proving,
     ) -> None:
         """All rounds of one set of groups, or as many as are worth it and go well."""
+        state.round_s = math.inf
         coordinator = self._coordinator
         group = next(group for group in groups if coordinator.process in group)
         streams = _attempt(lambda: share_out(leaves, group, lambda key, process: needs[key][process]))
@@ -128,10 +137,13 @@ class Broadcaster:
             process=coordinator.process,
         )
         rejected = self._reading.rejected(prepared.plan.save_id, proves)
-        reader = StreamReader(sending, prepared, rejected, state.shared.assembly)
+        ahead = self._options.ahead(width, len(group))
+        reader = StreamReader(sending, prepared, rejected, state.shared.assembly, ahead)
         try:
             self._run(groups, width, links, sending, reader, state)
         finally:
+            if state.caller is not None:
+                state.caller.release()
             reader.close()
             read_bytes = dict(state.shared.read_bytes)
             for tier, size in reader.read_bytes.items():
@@ -158,64 +170,91 @@ class Broadcaster:
             reader.fill(number, window)
             return gather.put(window) if gather is not None else None
 
-        for number in range(sending.rounds):
+        number = -1
+        while (number := number + 1) < sending.rounds:  # fewer, once all have read on
             rejection, sent = act_together(
                 self._coordinator, "broadcast-read", lambda at=number: ready(at), timeout_s=self._timeout_s
             )
             if rejection is not None:
                 state.choice = Choice(broadcast=False, why=f"gave way to reading alone: {rejection}")
                 return
-            if number in _JUDGED_AT:
-                state.choice = self._judged(reader, state, len(sending.group))
-                if not state.choice.broadcast:
-                    return
+            if number in _JUDGED_AT and not self._goes_on(number, sending, reader, state, width):
+                return
             if gather is None:
+                if not self._all_here(sending, reader, state, width):
+                    return
                 gather, sent = self._connected(groups, width, links, windows[0], state)
                 if gather is None:
                     return
-                reader.go_on()
             began_s = clock.monotonic_s()
             with self._events.span("broadcast"):
                 self._receive(number, gather, sent, sending, state)
             if number:
                 spent_s = state.meeting_s + clock.monotonic_s() - began_s
-                rate = len(sending.group) * width / max(spent_s, 1e-9)
-                state.rates, self._interconnect = replace(state.rates, interconnect=rate), rate
+                # The best of these rounds: one that is held up says nothing of the others.
+                state.round_s = min(state.round_s, max(spent_s, 1e-9))
+                self._interconnect = len(sending.group) * width / state.round_s
+                state.rates = replace(state.rates, interconnect=self._interconnect)
 
     def _receive(self, number: int, gather: AllGather, sent: jax.Array | None, sending: Sending, state: _State) -> None:
         """One round. What goes wrong here alone is said in the next vote, to which the others come too."""
         shared = state.shared
         assert sent is not None
         try:
-            came_bytes = sending.unpack(number, gather(sent), shared.assembly, self._damaged)
+            came_bytes = sending.unpack(
+                number, _launch(state.caller, partial(gather, sent)), shared.assembly, self._damaged
+            )
         except Exception as error:  # noqa: BLE001  raised in the next vote
             state.shared = replace(shared, failure=error)
             return
         counted = {**shared.read_bytes, REPLICA: shared.read_bytes.get(REPLICA, 0) + came_bytes}
         state.shared = replace(shared, read_bytes=counted)
 
-    def _judged(self, reader: StreamReader, state: _State, replicas: int) -> Choice:
-        """What process 0 makes of the slowest process's rates."""
+    def _all_here(self, sending: Sending, reader: StreamReader, state: _State, width: int) -> bool:
+        """Whether all are there who launch collectives. Until they are, with `auto`, every process goes on to read
+        what it wants: a caller that comes late finds it read, as if nothing were shared."""
+        if state.caller is None:
+            return True
+        missing = partial(sending.missing, state.shared.assembly)
+        if self._options.mode == "auto":
+            reader.read_on()
+        else:
+            state.caller.is_all_that_is_missing = True
+        problem = all_come(state.caller, lambda: bool(missing()), self._coordinator, timeout_s=self._timeout_s)
+        reader.stop()
+        state.caller.is_all_that_is_missing = False
+        if problem is not None:
+            state.choice = Choice(broadcast=False, why=problem)
+            return False
+        sending.rounds = self._agree("broadcast-rounds", sending.leave_out_all_but(missing()), max)
+        return self._goes_on(0, sending, reader, state, width)
+
+    def _goes_on(self, number: int, sending: Sending, reader: StreamReader, state: _State, width: int) -> bool:
+        """What process 0 makes of the slowest process's rates, and of who has most to do, before round `number`."""
         if self._options.mode != "auto":
-            return state.choice
-        storage = reader.storage_rate
+            return True
+        replicas = len(sending.group)
+        to_send_bytes = (sending.rounds - number) * replicas * width
+        rate = reader.storage_rate
 
         def slowest(values: list[Any]) -> list[Any]:
-            storage_rates = [value[1] for value in values if value[1] is not None]
-            interconnect = [value[2] for value in values if value[2] is not None]
+            storage = [value[2] for value in values if value[2] is not None]
+            interconnect = [value[3] for value in values if value[3] is not None]
             rates = Rates(
-                storage=min(storage_rates, default=None),
+                storage=min(storage, default=None),
                 interconnect=min(interconnect) if len(interconnect) == len(values) else None,
             )
-            left_bytes = max(value[0] for value in values)
-            choice = choose("auto", left_bytes, replicas, rates)
+            wanted_bytes, unread_bytes = (max(value[index] for value in values) for index in range(2))
+            left = Left(wanted=wanted_bytes, unread=unread_bytes, sent=to_send_bytes)
+            choice = choose("auto", left, replicas, rates)
             return [choice.broadcast, choice.why]
 
-        said = [state.shared.assembly.missing_bytes(), storage, state.rates.interconnect]
+        said = [state.shared.assembly.missing_bytes(), reader.unread_bytes(), rate, state.rates.interconnect]
         began_s = clock.monotonic_s()
         broadcast, why = self._agree("broadcast-rates", said, slowest)
         state.meeting_s = clock.monotonic_s() - began_s
-        return Choice(broadcast=broadcast, why=why)
+        state.choice = Choice(broadcast=broadcast, why=why)
+        return broadcast
 
     def _connected(
         self, groups: Groups, width: int, links: Sequence[Sequence[Any]], window: np.ndarray, state: _State
@@ -226,7 +265,7 @@ class Broadcaster:
             gather = AllGather(groups, width, links, self._coordinator.process)
             return gather, gather.put(window).block_until_ready()
 
-        made = _attempt(connect)
+        made = _attempt(lambda: _launch(state.caller, connect))
         problem = self._agree("broadcast-connected", made if isinstance(made, str) else None, first_problem)
         if problem is None and not isinstance(made, str):
             return made
@@ -239,6 +278,10 @@ class Broadcaster:
 
     def _agree(self, channel: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
         return self._coordinator.agree(channel, value, decide, timeout_s=self._timeout_s)
+
+
+def _launch(caller: Caller | None, act: Callable[[], _T]) -> _T:
+    return act() if caller is None else caller.run(act)
 
 
 def _longest(values: list[list[Any]]) -> list[Any]:

@@ -244,7 +244,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         Returns a handle at once (after the saves that are under way); its `result` gives or raises what `restore`
         does. All processes call both together. Until `result` has returned or raised, `save`, `restore`, `reload`,
         `delete` and another `restore_async` raise `CheckpointError`; iterators in `args` belong to the restore. No
-        device collective is launched (what stock Orbax has to read is read by stock Orbax, which does as it does).
+        device collective is launched in the background: where replicas share what they read (`broadcast`), the
+        thread of `result` sends it, once all processes are there (what stock Orbax has to read is read by stock Orbax,
+        which does as it does).
         """
         began = Began()
         self._resumer.refuse_while_pending("restore_async")

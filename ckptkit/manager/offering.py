@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ckptkit.broadcast import BroadcastOptions, Rates, choose
+from ckptkit.broadcast import BroadcastOptions, Left, Rates, choose
 from ckptkit.interconnect import links_of
 from ckptkit.manager.preparing import Prepared
 from ckptkit.manager.taken import DURABLE
@@ -104,7 +104,7 @@ def judge(values: Sequence[str | list[Any]], options: BroadcastOptions) -> dict[
     most = max(wanted_bytes for _, wanted_bytes, _ in offers)
     if not most:
         return {"go": False, "why": "fast tiers hold what the replicas have in common"}
-    choice = choose(options.mode, most, 2, Rates())
+    choice = choose(options.mode, Left(wanted=most, unread=most, sent=most), 2, Rates())
     return {"go": choice.broadcast, "why": choice.why, "needs": [needs for _, _, needs in offers]}
 
 

@@ -9,6 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from ckptkit.assembly import Assembly
+from ckptkit.collector import collection_paused
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.events import EventLog, Kind
@@ -73,11 +74,16 @@ class Reading:
             return block_of(by_key[key], box) if landing else empty_block(box.shape, dtype)
 
         plan = prepared.plan if shared is None else _rest(prepared, shared)
+        durable = len(plan.tiers) - 1
         if (expect := prepared.holdings.expect) is not None:
             announced = shared.announced if shared is not None else ()
-            wanted = plan.first_reads(len(plan.tiers) - 1)
-            expect([each for each in wanted if ((each[0], each[1].path), each[3]) not in announced])
-        read_bytes = execute(plan, prepared.holdings.readers, self.rejected(plan.save_id, proves), proven, make_block)
+            wanted = plan.first_reads(durable)
+            # A future for each cell: the collector would look through all of them, for nothing.
+            with collection_paused():
+                expect([each for each in wanted if ((each[0], each[1].path), each[3]) not in announced])
+        rejected = self.rejected(plan.save_id, proves)
+        told = frozenset({durable} if expect is not None else ())
+        read_bytes = execute(plan, prepared.holdings.readers, rejected, proven, make_block, announced=told)
         if shared is not None:
             leaves |= shared.assembly.leaves
             read_bytes = {

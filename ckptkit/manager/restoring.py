@@ -29,6 +29,7 @@ from ckptkit.events import EventLog, Kind
 from ckptkit.gathered import Held, from_runs, holders_of, to_runs, writers_of
 from ckptkit.manager.asked import RestoreItems
 from ckptkit.manager.broadcasting import Broadcaster
+from ckptkit.manager.caller import Caller
 from ckptkit.manager.local_tiers import Holdings, LocalSave, LocalTiers
 from ckptkit.manager.own_part import Proven, Reading, Shared
 from ckptkit.manager.preparing import Prepared, Preparer, only_by_orbax
@@ -103,10 +104,10 @@ class Restorer:
         """What this host's fast tiers hold; a local look, for any thread."""
         return self._local.saves()
 
-    def restore(self, step: int | None, wanted: RestoreItems, *, collectives: bool = True) -> Restored:
+    def restore(self, step: int | None, wanted: RestoreItems, *, caller: Caller | None = None) -> Restored:
         """The newest save that every process can have and that proves whole (`step`: only that one).
 
-        Without `collectives` none is launched: each process reads all that it wants.
+        `caller` launches collectives, where this is not the thread that may.
 
         Raises `StepNotFoundError` where there is no candidate, `NoRestorableStepError` where all were rejected;
         a tree mismatch, a missing permission and a tier that cannot be reached raise at once and never fall back.
@@ -124,7 +125,7 @@ class Restorer:
                     continue
                 tried.add(candidate.save_id)
                 held = local.get(candidate.save_id), prepared.pop(candidate.save_id, None)
-                outcome = candidate.refusal or self._try(candidate, *held, wanted, collectives)
+                outcome = candidate.refusal or self._try(candidate, *held, wanted, caller)
                 if isinstance(outcome, Restored):
                     return outcome
                 rejected.append((candidate.where, candidate.save_id.step, outcome))
@@ -228,7 +229,7 @@ class Restorer:
         local: LocalSave | None,
         prepared: Prepared | None,
         wanted: RestoreItems,
-        collectives: bool,
+        caller: Caller | None,
     ) -> Restored | str:
         """The restored items, or why the processes together reject this candidate.
 
@@ -242,9 +243,7 @@ class Restorer:
         rejection, planned = self._together("plan", lambda: self._plan(candidate, reach, prepared, wanted))
         if rejection is not None:
             return rejection
-        shared, choice = None, Choice(broadcast=False, why="restore_async launches no collective")
-        if collectives:
-            shared, choice = self._broadcaster.share(planned, wanted.proves)
+        shared, choice = self._broadcaster.share(planned, wanted.proves, caller)
         rejection, proven = self._together(
             "restore", lambda: self._read(candidate, local, reach, planned, wanted, shared)
         )

@@ -39,7 +39,7 @@ class Resumer:
         """See `CheckpointManager.restore_async`."""
         self._parts.pipeline.wait()
         self._pending = RestoreHandle(
-            lambda: self._parts.restorer.restore(step, wanted, collectives=False),
+            lambda caller: self._parts.restorer.restore(step, wanted, caller=caller),
             lambda restored: self._take_over(restored, began),
             self._settled,
         )

@@ -2,7 +2,8 @@
 
 from ckptkit.simulation.cluster import FAILURES, TIER_NAMES, Cluster, Failure, TierModel, TierName, default_tier
 from ckptkit.simulation.compare import Result, compare, find_oracle, mean_ci
-from ckptkit.simulation.engine import Outcome, Policy, Seen, simulate
+from ckptkit.simulation.cycle import Schedule
+from ckptkit.simulation.engine import Outcome, Policy, Seen, simulate, simulate_all
 from ckptkit.simulation.failures import Failures, Trace, draw, read_trace, replay
 from ckptkit.simulation.policies import Fixed, Learned, continuous, daly, levels, young
 from ckptkit.simulation.presets import PRESETS, Preset
@@ -20,6 +21,7 @@ __all__ = [
     "Policy",
     "Preset",
     "Result",
+    "Schedule",
     "Seen",
     "TierModel",
     "TierName",
@@ -35,5 +37,6 @@ __all__ = [
     "read_trace",
     "replay",
     "simulate",
+    "simulate_all",
     "young",
 ]

@@ -1,22 +1,25 @@
 """Runs of a job, side by side in arrays: from failure to failure, with what is saved and lost in between.
 
-Between two failures nothing is random: with intervals fixed, the saves, the commits and the work done by any moment
-follow from divisions. So one pass over the failures, vectorised over runs, is the whole simulation. A restart goes on
-where it is in the cycle of saves: work that a fast tier gave back since the last slow save counts towards the next
-one. Stalls of a save come at its end. A failure during a restart starts the restart again.
+Between two failures nothing is random: with a schedule fixed, the saves, the commits and the work done by any moment
+follow from divisions. So one pass over the failures, vectorised over runs and policies, is the whole simulation. A
+restart goes on where it is in the cycle of saves: work that a fast tier gave back since the last slow save counts
+towards the next one. Stalls of a save come at its end. A failure during a restart starts the restart again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
+from ckptkit.intervals import GROWTHS, moments
 from ckptkit.simulation.cluster import FAILURES, Cluster
+from ckptkit.simulation.cycle import Cycle, Schedule
 from ckptkit.simulation.failures import Failures
 
-_NEVER_S = 1e12  # an interval that no run lives to see, and that arithmetic still bears
+_PROGRESS_EVERY = 64  # failures: some milliseconds
 
 
 @dataclass(slots=True)
@@ -25,6 +28,7 @@ class Seen:
 
     up_s: np.ndarray  # time in which steps were taken, the older the less it weighs
     failures: np.ndarray  # (runs, tiers): what the tier survived and no faster one did, weighed alike
+    moments: np.ndarray  # (runs, 2, growths): of every uptime that a failure ended, see `ckptkit.intervals.moments`
 
 
 class Policy(Protocol):
@@ -36,12 +40,12 @@ class Policy(Protocol):
         ...
 
     @property
-    def memory(self) -> float:
-        """How many failures back what was seen still weighs 1/e; infinity: all weigh alike."""
+    def memory(self) -> float | None:
+        """How many failures back what was seen still weighs 1/e; None: nothing is learned, one schedule is for all."""
         ...
 
-    def intervals_s(self, cluster: Cluster, seen: Seen) -> np.ndarray:
-        """The intervals of work after a restart, shape (runs, tiers), fastest first, in seconds."""
+    def schedule(self, cluster: Cluster, seen: Seen) -> Schedule:
+        """What holds from a restart until the next failure."""
         ...
 
 
@@ -75,53 +79,133 @@ class Outcome:
 def simulate(
     cluster: Cluster, failures: Failures, policy: Policy, *, horizon_s: float, mark: int | None = None
 ) -> Outcome:
-    """Every run of `failures` under `policy`, until `horizon_s`.
+    """`simulate_all` for one policy."""
+    return simulate_all(cluster, failures, [policy], horizon_s=horizon_s, mark=mark)[0]
+
+
+def simulate_all(
+    cluster: Cluster,
+    failures: Failures,
+    policies: Sequence[Policy],
+    *,
+    horizon_s: float,
+    mark: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Outcome]:
+    """Every run of `failures` under each of the policies, until `horizon_s`.
 
     `mark` notes what was kept when the `mark`-th failure came, so that what a policy learned first can be left
-    out. Cost: some dozens of operations on arrays of runs x tiers for each failure of the run that has most.
+    out. `progress` hears how many of the failures of a run are done, and of how many. Cost: some dozens of operations
+    on arrays of policies x runs x tiers for each failure of the run that has most; together they cost less than one
+    by one, as long as there are not many runs.
     """
-    runs, tiers = len(failures.at_s), len(cluster.tiers)
+    # Those that learn last: rows of one kind are neighbours, whatever the order asked for.
+    order = sorted(range(len(policies)), key=lambda i: policies[i].memory is not None)
+    found = _simulate(cluster, failures, [policies[i] for i in order], horizon_s, mark, progress)
+    return [found[order.index(i)] for i in range(len(policies))]
+
+
+def _simulate(
+    cluster: Cluster,
+    failures: Failures,
+    policies: Sequence[Policy],
+    horizon_s: float,
+    mark: int | None,
+    progress: Callable[[int, int], None] | None,
+) -> list[Outcome]:
+    runs, tiers, copies = len(failures.at_s), len(cluster.tiers), len(policies)
+    rows = runs * copies
     levels = np.array(cluster.levels())
     restore_s = np.array([tier.restore_s for tier in cluster.tiers])
     persist_s = np.array([tier.persist_s for tier in cluster.tiers])
-    survives = np.array([[kind in tier.survives for tier in cluster.tiers] for kind in FAILURES])
-    seen = Seen(np.zeros(runs), np.zeros((runs, tiers)))
-    work, newest = np.zeros(runs), np.zeros((runs, tiers))  # the work that is done; that each tier holds
-    stall, lost, down = np.zeros(runs), np.zeros(runs), np.zeros(runs)
-    served = np.zeros((runs, tiers))
-    resumed, count = np.zeros(runs), np.zeros(runs)
-    marked, marked_at = np.full(runs, np.nan), np.full(runs, np.nan)
+    survives = np.array([[kind in tier.survives for kind in FAILURES] for tier in cluster.tiers])
+    planner = _Planner(cluster, policies, runs)
+    work, newest = np.zeros(rows), np.zeros((tiers, rows))  # the work that is done; that each tier holds
+    stall, lost, down = np.zeros(rows), np.zeros(rows), np.zeros(rows)
+    served, every = np.zeros((tiers, rows)), np.arange(rows)
+    resumed, count = np.zeros(rows), np.zeros(rows)
+    marked, marked_at = np.full(rows, np.nan), np.full(rows, np.nan)
     for number in range(failures.at_s.shape[1]):
-        at = np.minimum(failures.at_s[:, number], horizon_s)
         if number and bool((failures.at_s[:, number - 1] >= horizon_s).all()):
             break
+        fails_at, kind = np.tile(failures.at_s[:, number], copies), np.tile(failures.kind[:, number], copies)
+        at = np.minimum(fails_at, horizon_s)
         up = np.maximum(at - resumed, 0.0)
-        cycle = _Cycle(cluster, policy.intervals_s(cluster, seen), since_s=work - newest[:, -1])
-        done, stalled, committed = _uptime(cycle, up, persist_s)
-        newest = np.maximum(newest, np.where(committed > 0, work[:, None] + committed, 0.0))
+        uptime = planner.cycle().enter(work - newest[-1])
+        done = uptime.work(up)
+        committed = np.stack([uptime.saved(up - persist, tier) for tier, persist in enumerate(persist_s)])
+        newest = np.maximum(newest, np.where(committed > 0, work + committed, 0.0))
         work = work + done
-        stall += stalled
-        failed = failures.at_s[:, number] < horizon_s
-        kind = failures.kind[:, number]
-        holds = survives[kind]
+        stall += up - done
+        failed = fails_at < horizon_s
+        holds = survives[:, kind]
         kept = np.where(holds, newest, -1.0)
-        source = kept.argmax(axis=1)  # the first of equals: the fastest
-        restored = np.maximum(kept.max(axis=1), 0.0)
+        source = kept.argmax(axis=0)  # the first of equals: the fastest
+        restored = np.maximum(kept.max(axis=0), 0.0)
         lost += np.where(failed, work - restored, 0.0)
         work = np.where(failed, restored, work)
-        newest = np.where(failed[:, None] & ~holds, 0.0, newest)
-        begins = at + failures.outage_s[:, number] + cluster.restart_s + restore_s[source]
+        newest = np.where(failed & ~holds, 0.0, newest)
+        begins = at + np.tile(failures.outage_s[:, number], copies) + cluster.restart_s + restore_s[source]
         # A failure before the job was up again: the down time that was planned ends, another begins.
         down += np.where(failed, np.minimum(begins, horizon_s) - at, 0.0)
         down -= np.where(failed | (at >= horizon_s), np.maximum(np.minimum(resumed, horizon_s) - at, 0.0), 0.0)
         resumed = np.where(failed, begins, np.where(at >= horizon_s, np.inf, resumed))
-        _learn(seen, failed & (up > 0), up, levels[kind], float(np.exp(-1.0 / policy.memory)))
-        served[np.arange(runs), source] += failed
+        planner.learn(failed & (up > 0), up, levels[kind])
+        served[source, every] += failed
         count += failed
         if mark is not None:
             here = failed & (count == mark)
             marked, marked_at = np.where(here, work, marked), np.where(here, at, marked_at)
-    return Outcome(horizon_s, work, stall, lost, down, count, served, marked, marked_at)
+        if progress is not None and number % _PROGRESS_EVERY == 0:
+            progress(number, failures.at_s.shape[1])
+    told = (work, stall, lost, down, count, served.T, marked, marked_at)
+    parts = [slice(first, first + runs) for first in range(0, rows, runs)]
+    return [Outcome(horizon_s, *(each[part] for each in told)) for part in parts]
+
+
+class _Planner:
+    """The schedules of all policies, as one cycle over their rows; and what the learning ones have seen."""
+
+    def __init__(self, cluster: Cluster, policies: Sequence[Policy], runs: int):
+        self._cluster, self._runs, tiers = cluster, runs, len(cluster.tiers)
+        rows = runs * len(policies)
+        self._wanted = np.empty((rows, tiers))
+        self._learning = [(i, policy) for i, policy in enumerate(policies) if policy.memory is not None]
+        self._seen = {i: _nothing_seen(runs, tiers) for i, _ in self._learning}
+        self._growing = slice(rows - runs * len(self._learning), rows)
+        self._growth = np.ones(self._growing.stop - self._growing.start)
+        for i, policy in enumerate(policies):
+            self._wanted[self._rows(i)] = policy.schedule(cluster, _nothing_seen(runs, tiers)).intervals_s
+        self._constant = None if self._learning else self._made()
+
+    def cycle(self) -> Cycle:
+        """What holds now."""
+        if self._constant is not None:
+            return self._constant
+        for i, policy in self._learning:
+            schedule = policy.schedule(self._cluster, self._seen[i])
+            self._wanted[self._rows(i)] = schedule.intervals_s
+            rows = self._rows(i)
+            grows = 1.0 if schedule.growth is None else schedule.growth
+            self._growth[rows.start - self._growing.start : rows.stop - self._growing.start] = grows
+        return self._made()
+
+    def learn(self, failed: np.ndarray, up: np.ndarray, level: np.ndarray) -> None:
+        """Takes in the uptimes that a failure ended."""
+        for i, policy in self._learning:
+            rows, memory = self._rows(i), policy.memory
+            fade = 1.0 if memory is None else float(np.exp(-1.0 / memory))
+            _learn(self._seen[i], failed[rows], up[rows], level[rows], fade)
+
+    def _made(self) -> Cycle:
+        return Cycle(self._cluster, self._wanted, self._growth, self._growing)
+
+    def _rows(self, i: int) -> slice:
+        return slice(i * self._runs, (i + 1) * self._runs)
+
+
+def _nothing_seen(runs: int, tiers: int) -> Seen:
+    return Seen(np.zeros(runs), np.zeros((runs, tiers)), np.zeros((runs, 2, len(GROWTHS))))
 
 
 def _learn(seen: Seen, failed: np.ndarray, up: np.ndarray, level: np.ndarray, fade: float) -> None:
@@ -129,61 +213,5 @@ def _learn(seen: Seen, failed: np.ndarray, up: np.ndarray, level: np.ndarray, fa
     seen.up_s = seen.up_s * weight + up
     seen.failures *= weight[:, None]
     seen.failures[np.arange(len(level)), level] += failed
-
-
-def _uptime(cycle: _Cycle, up: np.ndarray, persist_s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Work done, time stalled, and work that each tier has committed (0: none), after `up` seconds of uptime."""
-    done = cycle.work(up)
-    committed = [cycle.saved(up - persist, tier) for tier, persist in enumerate(persist_s)]
-    return done, up - done, np.stack(committed, axis=1)
-
-
-class _Cycle:
-    """The endless repetition of saves with nested intervals: every slower one a multiple of the one before.
-
-    It is entered at a save of the fastest tier, `since_s` of work after the last one of the slowest.
-    """
-
-    def __init__(self, cluster: Cluster, wanted: np.ndarray, since_s: np.ndarray):
-        works, lengths, most = [], [], []
-        for tier, model in enumerate(cluster.tiers):
-            # A save cannot be committed before the one before it, nor begin between two steps' ends.
-            least = np.clip(wanted[:, tier], max(model.persist_s, cluster.step_s), _NEVER_S)
-            if tier:
-                times = np.maximum(np.rint(least / works[-1]), 1.0)
-                works.append(works[-1] * times)
-                lengths.append(lengths[-1] * times + model.stall_s)
-                most.append(times)
-            else:
-                works.append(np.maximum(np.rint(least / cluster.step_s), 1.0) * cluster.step_s)
-                lengths.append(works[0] + model.stall_s)
-                most.append(np.full(len(wanted), np.inf))
-        self._works, self._lengths, self._most = works, lengths, most
-        # Whole intervals of the fastest tier; a slow save that was not committed in time is not made again.
-        entered = np.rint(since_s / works[0]) % np.rint(works[-1] / works[0])
-        self._entered_work, self._entered = entered * works[0], np.zeros_like(since_s)
-        for length, work in zip(lengths[::-1], works[::-1], strict=True):
-            whole = np.floor(entered * works[0] / work + 1e-9)
-            self._entered = self._entered + whole * length
-            entered = entered - np.rint(whole * work / works[0])
-
-    def work(self, elapsed: np.ndarray) -> np.ndarray:
-        """Work done `elapsed` after the entry."""
-        done, left = self._down_to(self._entered + elapsed, 0)
-        return done + np.minimum(left, self._works[0]) - self._entered_work
-
-    def saved(self, elapsed: np.ndarray, tier: int) -> np.ndarray:
-        """Work since the entry in the newest save of `tier` that was taken by `elapsed`; 0 or less: none."""
-        return self._down_to(np.maximum(self._entered + elapsed, 0.0), tier)[0] - self._entered_work
-
-    def _down_to(self, elapsed: np.ndarray, tier: int) -> tuple[np.ndarray, np.ndarray]:
-        """Work in whole cycles of `tier` and all slower ones, and the time that is left after them."""
-        done, left = np.zeros_like(elapsed), elapsed
-        room = np.full_like(elapsed, np.inf)
-        for level in reversed(range(tier, len(self._works))):
-            whole = np.minimum(np.floor(left / self._lengths[level]), room)
-            done = done + whole * self._works[level]
-            # After the last save of a cycle there is only the slower tier's own stall.
-            left = np.where(whole < room, left - whole * self._lengths[level], 0.0)
-            room = self._most[level]
-        return done, left
+    mean_s = seen.up_s / np.maximum(seen.failures.sum(axis=1), 1e-9)
+    seen.moments += np.where(failed[:, None, None], moments(up, np.maximum(mean_s, 1e-9)), 0.0)

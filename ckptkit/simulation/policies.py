@@ -8,6 +8,7 @@ import numpy as np
 
 from ckptkit import intervals
 from ckptkit.simulation.cluster import Cluster
+from ckptkit.simulation.cycle import Schedule
 from ckptkit.simulation.engine import Seen
 
 
@@ -17,14 +18,14 @@ class Fixed:
 
     fixed_s: tuple[float, ...]
     name: str = "fixed"
-    memory: float = np.inf
+    memory: None = None
 
-    def intervals_s(self, cluster: Cluster, seen: Seen) -> np.ndarray:
-        """See `Policy.intervals_s`."""
+    def schedule(self, cluster: Cluster, seen: Seen) -> Schedule:
+        """See `Policy.schedule`."""
         wanted = np.asarray(self.fixed_s, float)
         if wanted.shape != (len(cluster.tiers),) or not (wanted > 0).all():
             raise ValueError(f"intervals {self.fixed_s}: give {len(cluster.tiers)} of more than 0 s, one per tier")
-        return np.broadcast_to(wanted, (len(seen.up_s), len(wanted)))
+        return Schedule(np.broadcast_to(wanted, (len(seen.up_s), len(wanted))))
 
 
 def continuous(cluster: Cluster) -> Fixed:
@@ -59,6 +60,7 @@ class Learned:
     the tiers by `prior_shares` (None: the cluster's own). `memory`: what was seen that many failures ago
     weighs 1/e. Failures in real logs come in good and bad weeks: 20 is the best of 10, 20, 50 and infinity on those
     of Los Alamos and of spot fleets, and costs 0.03 to 0.1 points where nothing ever changes (bench/LOG.md).
+    `ageing`: intervals grow with the uptime as far as the uptimes that were seen have clusters (`intervals.growth`).
     """
 
     prior_mtbf_s: float
@@ -66,19 +68,32 @@ class Learned:
     prior_shares: tuple[float, ...] | None = None
     interval_max_s: float = 6 * 3600.0
     memory: float = 20.0
+    ageing: bool = True
     name: str = "learned"
 
-    def intervals_s(self, cluster: Cluster, seen: Seen) -> np.ndarray:
-        """See `Policy.intervals_s`."""
+    def schedule(self, cluster: Cluster, seen: Seen) -> Schedule:
+        """See `Policy.schedule`."""
+        costs_s = _costs_s(cluster)
         wanted = intervals.learned_s(
-            _costs_s(cluster),
+            costs_s,
             seen.failures,
             seen.up_s,
             prior_failures=self.prior_failures,
             prior_mtbf_s=self.prior_mtbf_s,
             prior_shares=self.prior_shares or cluster.level_shares(),
         )
-        return np.minimum(wanted, self.interval_max_s)
+        wanted = np.minimum(wanted, self.interval_max_s)
+        if not self.ageing:
+            return Schedule(wanted)
+        grown = intervals.growth(seen.moments)
+        mtbf_s = (self.prior_failures * self.prior_mtbf_s + seen.up_s) / (
+            self.prior_failures + seen.failures.sum(axis=1)
+        )
+        # Tiers that share an interval save together. The slower ones keep their place among the saves of the fastest.
+        together_s = np.where(wanted <= wanted[:, :1], costs_s, 0.0).sum(axis=1)
+        period_s = wanted[:, 0] + together_s
+        first_s = np.maximum(intervals.first_s(period_s, mtbf_s, grown) - together_s, cluster.step_s)
+        return Schedule(wanted * (first_s / wanted[:, 0])[:, None], grown[0])
 
 
 def _costs_s(cluster: Cluster) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
@@ -65,6 +65,15 @@ class Store(Protocol):
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """Removes objects in any order; those that are absent are no error. Cost in a bucket: a request per 100."""
+        ...
+
+    def stat_all(self, prefix: str) -> dict[str, Stat]:
+        """What `list_all` lists, each with what is known of it. Cost in a bucket: the same requests."""
+        ...
+
+    def delete_unchanged(self, found: Mapping[str, Stat]) -> None:
+        """Removes those of these objects that are still the ones that `stat_all` found, where the store has
+        generations (`gs://`): what was put since under the same name stays. Elsewhere it is `delete_many`."""
         ...
 
 

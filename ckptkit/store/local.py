@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
@@ -123,6 +123,14 @@ class LocalStore:
         """See `Store.delete_many`; directories stay."""
         for key in keys:
             self.delete(key)
+
+    def stat_all(self, prefix: str) -> dict[str, Stat]:
+        """See `Store.stat_all`; what goes meanwhile is left out."""
+        return {key: found for key in self.list_all(prefix) if (found := self.stat(key)) is not None}
+
+    def delete_unchanged(self, found: Mapping[str, Stat]) -> None:
+        """See `Store.delete_unchanged`: a file system has no generations."""
+        self.delete_many(list(found))
 
     def _path(self, key: str, *, writes: bool = False) -> Path:
         """Raises `StoreError` for a key that leads out of the root by a link; what is not there can only be written."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, final
 
@@ -15,8 +16,9 @@ from ckptkit.store.refused import Needed, is_refusal, refused
 
 _OPERATION_TIMEOUT_S = 20.0  # of a small object; a server that accepts and never answers would hang a restart
 _NO_CREDENTIALS = ("GoogleAuthError", "DefaultCredentialsError", "RefreshError", "NoCredentialsError")
+_PLAIN_KEY = re.compile(r"[\w./=+,~ -]+")  # of any other gcsfs would take a part for a generation
 _PART_BYTES = 8 << 20  # of an upload: services want 5 MiB at least
-_TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
+_TRANSIENT_STATUS = {408, 409, 429, 500, 502, 503, 504}
 
 
 @final
@@ -48,16 +50,29 @@ class RemoteStore:
             self._fs.put_file(path, self._path(key))
 
     def copy(self, source: str, target: str, *, mode: PutMode = "replace", replaces: int | None = None) -> None:
-        """See `Store.copy`; on GCS the bucket checks that source and target are what they have to be."""
+        """See `Store.copy`; on GCS the bucket checks that source and target are what they have to be.
+
+        On S3 it checks the same, but for `replaces`: with Amazon's conditional copies, which other services may not
+        have. There, and elsewhere, `create` looks first and copies then.
+        """
         paths = self._path(source), self._path(target)
         with _translated(f"{self._url}/{target}, from {source}", "create", self._timeout_s):
-            if not {"gs", "gcs"}.isdisjoint(self._fs.protocol):
+            if self._is_on("gs", "gcs"):
                 generation = 0 if mode == "create" else replaces
                 self._rewrite(*paths, **({} if generation is None else {"ifGenerationMatch": generation}))
                 return
-            if mode == "create" and self._ask("exists", paths[1]):
-                raise FileExistsError(paths[1])
-            self._ask("cp_file", *paths)
+            conditions = {}
+            if mode == "create":
+                if isinstance(self._fs, AsyncFileSystem):  # what it remembers of listings may be out of date
+                    self._fs.invalidate_cache()
+                if self._ask("exists", paths[1]):
+                    raise FileExistsError(paths[1])
+                if self._is_on("s3", "s3a"):
+                    conditions = {"IfNoneMatch": "*"}
+            self._ask("cp_file", *paths, **conditions)
+
+    def _is_on(self, *protocols: str) -> bool:
+        return self._url.partition("://")[0] in protocols
 
     def _rewrite(self, source: str, target: str, **conditions: int) -> None:
         names = [part for path in (source, target) for part in path.split("/", 1)]
@@ -106,9 +121,7 @@ class RemoteStore:
         path = self._path(key)
         with suppress(FileNotFoundError), self._asking(key, "get"):
             info: dict[str, Any] = self._ask("info", path)
-            generation = info.get("generation")
-            found = Stat(int(info["size"]), None if generation is None else int(generation))
-            return found if info["type"] == "file" else None
+            return _stat(info) if info["type"] == "file" else None
         return None
 
     def list(self, prefix: str) -> list[str]:
@@ -150,6 +163,32 @@ class RemoteStore:
             for key in keys:
                 self.delete(key)
 
+    def stat_all(self, prefix: str) -> dict[str, Stat]:
+        """See `Store.stat_all`."""
+        path = self._path(prefix) if prefix else self._root
+        with suppress(FileNotFoundError), self._asking(prefix, "list"):
+            self._fs.invalidate_cache()
+            found: dict[str, dict[str, Any]] = self._ask("find", path, detail=True)
+            below = {name: info for name, info in sorted(found.items()) if name.startswith(f"{path}/")}
+            return {name[len(self._root) + 1 :]: _stat(info) for name, info in below.items()}
+        return {}
+
+    def delete_unchanged(self, found: Mapping[str, Stat]) -> None:
+        """See `Store.delete_unchanged`. A generation that is named is gone for good, in a bucket with versions too."""
+        if not self._is_on("gs", "gcs") or any(stat.generation is None for stat in found.values()):
+            self.delete_many(list(found))
+            return
+        plain = [key for key in found if _PLAIN_KEY.fullmatch(key)]
+        for key in sorted(found.keys() - set(plain)):
+            names = self._path(key).split("/", 1)
+            with suppress(FileNotFoundError), self._asking(key, "delete"):
+                self._ask("call", "DELETE", "b/{}/o/{}", *names, generation=found[key].generation)
+        if plain:
+            by_generation, _ = _open_filesystem(self._url, version_aware=True)
+            paths = [f"{self._path(key)}#{found[key].generation}" for key in plain]
+            with suppress(FileNotFoundError), self._asking("", "delete"):
+                by_generation.rm(paths, timeout=self._timeout_s)
+
     def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """One operation. An asynchronous file system's own tries end at the limit, however many they would be."""
         if isinstance(self._fs, AsyncFileSystem):
@@ -164,9 +203,14 @@ class RemoteStore:
         return f"{self._root}/{checked_key(key)}"
 
 
-def _open_filesystem(url: str) -> tuple[Any, str]:
+def _open_filesystem(url: str, **options: Any) -> tuple[Any, str]:
     with _translated(url):
-        return fsspec.core.url_to_fs(url)
+        return fsspec.core.url_to_fs(url, **options)
+
+
+def _stat(info: Mapping[str, Any]) -> Stat:
+    generation = info.get("generation")
+    return Stat(int(info["size"]), None if generation is None else int(generation))
 
 
 @contextmanager
@@ -182,9 +226,7 @@ def _translated(where: str, needs: Needed = "list", timeout_s: float | None = No
     except FileExistsError as error:
         raise FileExistsError(f"{where} exists: {error}") from error
     except Exception as error:
-        status = getattr(error, "code", None) or getattr(error, "status", None)
-        with suppress(TypeError, ValueError):
-            status = int(status)  # pyright: ignore[reportArgumentType]
+        status = _status(error)
         message = f"{where}: {type(error).__name__}: {error}"
         if isinstance(error, TimeoutError):
             limit_s = timeout_s or _OPERATION_TIMEOUT_S
@@ -204,6 +246,17 @@ def _translated(where: str, needs: Needed = "list", timeout_s: float | None = No
         if type(error).__module__.split(".")[0] in ("aiohttp", "requests"):  # gcsfs makes a ProxyError of a 502
             raise TransientStoreError(message, path=where) from error
         raise StoreError(message, path=where) from error
+
+
+def _status(error: Exception) -> int | None:
+    """The HTTP status behind an error. s3fs makes an OSError of most of them, caused by the one that knows it."""
+    told = getattr(error, "code", None) or getattr(error, "status", None)
+    answer = getattr(error.__cause__, "response", None)
+    if told is None and isinstance(answer, dict):
+        told = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    with suppress(TypeError, ValueError):
+        return int(told)  # pyright: ignore[reportArgumentType]
+    return None
 
 
 def forget_listings(url: str) -> None:

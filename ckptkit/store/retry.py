@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, final
 
 from ckptkit.clock import Deadline
@@ -84,6 +84,14 @@ class RetryStore:
     def delete_many(self, keys: Sequence[str]) -> None:
         """See `Store.delete_many`."""
         self._retry(lambda: self._inner.delete_many(keys))
+
+    def stat_all(self, prefix: str) -> dict[str, Stat]:
+        """See `Store.stat_all`."""
+        return self._retry(lambda: self._inner.stat_all(prefix))
+
+    def delete_unchanged(self, found: Mapping[str, Stat]) -> None:
+        """See `Store.delete_unchanged`."""
+        self._retry(lambda: self._inner.delete_unchanged(found))
 
     def _retry(self, operation: Callable[[], T]) -> T:
         deadline, delay_s = Deadline(self._deadline_s), self._first_delay_s

@@ -8,7 +8,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, final, get_args
 
@@ -141,6 +141,16 @@ class FaultyStore:
         for key in keys:
             self.delete(key)
 
+    def stat_all(self, prefix: str) -> dict[str, Stat]:
+        """See `Store.stat_all`; to faults a `list`."""
+        found = self._do("list", prefix, lambda _: {key: self._stat(key) for key in self._list_all(prefix)})
+        return {key: stat for key, stat in found.items() if stat is not None}
+
+    def delete_unchanged(self, found: Mapping[str, Stat]) -> None:
+        """See `Store.delete_unchanged`; to faults a `delete` of each object."""
+        for key, stat in found.items():
+            self._do("delete", key, lambda _, key=key, stat=stat: self._delete_unchanged(key, stat))
+
     def settle(self) -> None:
         """What was held back reaches the wrapped store, in any order."""
         with self._lock:
@@ -222,6 +232,13 @@ class FaultyStore:
             return self._inner.stat(key)
         data = self._waiting[key]
         return None if data is None else Stat(len(data))
+
+    def _delete_unchanged(self, key: str, stat: Stat) -> None:
+        """What is held back has no generation yet: it was found as such, or put since."""
+        if key not in self._waiting:
+            self._inner.delete_unchanged({key: stat})  # not held back: what it is to delete is decided now
+        elif stat.generation is None:
+            self._waiting[key] = None
 
     def _list_all(self, prefix: str) -> list[str]:
         start = f"{prefix}/" if prefix else ""

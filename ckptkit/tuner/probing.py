@@ -45,10 +45,9 @@ class Trial:
 class Probe:
     """Writes below `<url>/_ckptkit/tune-*`, and deletes what it wrote. Raises what stores and TensorStore raise."""
 
-    def __init__(self, url: str, leaves: Sequence[int]):
+    def __init__(self, url: str, leaves: Sequence[np.ndarray]):
         self._url = url
-        random = np.random.default_rng(0)  # no codec, file system or bucket gets more out of it than out of weights
-        self._blocks = [random.integers(0, 256, nbytes, np.uint8) for nbytes in leaves]
+        self._blocks = leaves
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +86,7 @@ class Probe:
         ]
 
     def _once(self, profile: DurableProfile) -> tuple[float, float]:
-        leaves = [_leaf(f"leaf{index}", block.size) for index, block in enumerate(self._blocks)]
+        leaves = [_leaf(f"leaf{index}", block) for index, block in enumerate(self._blocks)]
         with self._place() as place:
             began_s = clock.monotonic_s()
             writer = CellWriter(f"{place}/{_ITEM}", profile)
@@ -118,6 +117,7 @@ class Probe:
                     os.rmdir(os.path.dirname(place))
 
 
-def _leaf(name: str, size: int) -> LeafRecord:
-    box = BoxRecord(box=Box.whole((size,)), offset=-1, digests=())
-    return LeafRecord(path=(name,), keys="d", kind="jax", shape=(size,), dtype="uint8", cell=(size,), boxes=(box,))
+def _leaf(name: str, block: np.ndarray) -> LeafRecord:
+    shape, dtype = block.shape, block.dtype.name
+    box = BoxRecord(box=Box.whole(shape), offset=-1, digests=())
+    return LeafRecord(path=(name,), keys="d", kind="jax", shape=shape, dtype=dtype, cell=shape, boxes=(box,))

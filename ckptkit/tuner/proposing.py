@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
+
+import numpy as np
 
 from ckptkit.formats import open_checkpoint
 from ckptkit.store.roots import is_remote, root_url
 from ckptkit.tuner.probing import Latency, Probe, Trial
-from ckptkit.tuner.sampling import Compression, compressibility
-from ckptkit.tuning import DurableProfile
+from ckptkit.tuner.sampling import Compression, Samples, compressibility, leaves_of, take_samples
+from ckptkit.tuning import Codec, DurableProfile
 
 PROBE_BYTES = 256 << 20
 _LARGE_BYTES = 64 << 20  # a leaf of a probe without a state: the largest cell
 _LEAVES_MAX = 2000  # of a probe like a state with more
 _WORTH = 1.1  # what is faster by less is noise, or not worth more requests: the default stays
-_WORTH_STORED = 0.98  # less is not worth a word
+_WORTH_STORED = 0.98  # less is not worth a trial
+_UNMEASURED = "in_flight_bytes, write_bytes_per_s and operation_timeout_s stay: they bound memory, rate and patience"
 Progress = Callable[[str], None]
 
 
@@ -29,7 +33,7 @@ class Proposal:
     probe_bytes: int
     latency: Latency
     trials: tuple[Trial, ...]  # the first is the default
-    compressions: tuple[Compression, ...]
+    compressions: tuple[Compression, ...]  # by dtype; empty without a checkpoint to sample
     reasons: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -46,28 +50,34 @@ def tune(
     timeout_s: float = 20.0,
     progress: Progress = lambda said: None,
 ) -> Proposal:
-    """Proposes a profile for the durable root `url`, for states like the checkpoint `like` (default: few large leaves).
+    """Proposes a profile for the durable root `url`, for states like the checkpoint `like` (default: few large leaves
+    of bytes that do not compress).
 
-    Writes and reads `probe_bytes` about `6 * (rounds + 1)` times below `<url>/_ckptkit`, and deletes them; of `like` it
-    reads the metadata and a piece of its largest leaves. Host memory: twice `probe_bytes`. One knob is varied at a
-    time. Raises `StoreError` where the root cannot be written, what `open_checkpoint` raises, ValueError for a
-    `probe_bytes` or `rounds` below 1.
+    Writes and reads `probe_bytes` about `10 * (rounds + 1)` times below `<url>/_ckptkit`, and deletes them; of `like`
+    it reads the metadata and a piece of its largest leaves, and makes the leaves of the probe of them. Host memory:
+    three times `probe_bytes`. One knob is varied at a time; compression is tried where it saves bytes of the sample,
+    with the codec that should pay on the fastest storage and with the one that saves most. Raises `StoreError` where
+    the root cannot be written, what `open_checkpoint` raises, ValueError for a `probe_bytes` or `rounds` below 1.
     """
     if probe_bytes < 1 or rounds < 1:
         raise ValueError(f"probe_bytes={probe_bytes}, rounds={rounds}: give 1 or more")
-    root = root_url(url)
-    compressions: list[Compression] = []
-    leaves = _large_leaves(probe_bytes)
+    root, default = root_url(url), DurableProfile()
+    samples: Samples = {}
+    sizes = _large_leaves(probe_bytes)
     if like is not None:
         with open_checkpoint(like, timeout_s=timeout_s) as opened:
             progress("compressing a sample of the largest leaves")
-            compressions = compressibility(opened.tensors)
-            leaves = _leaves_like([tensor.nbytes for tensor in opened.tensors], probe_bytes)
+            samples = take_samples(opened.tensors)
+            sizes = _leaves_like([(tensor.dtype.name, tensor.nbytes) for tensor in opened.tensors], probe_bytes)
+    compressions = compressibility(samples)
+    leaves = leaves_of(samples, sizes)
     probe = Probe(root, leaves)
     progress("measuring the latency")
     latency = probe.latency()
-    default = DurableProfile()
-    profiles = list(dict.fromkeys([default, *_variants(default, probe.nbytes, remote=is_remote(root))]))
+    profiles = [default, *_variants(default, probe.nbytes, remote=is_remote(root))]
+    encodings = _worth_trying(compressions, leaves, default)
+    profiles += [dataclasses.replace(default, compression=each.codec) for each in encodings]
+    profiles = list(dict.fromkeys(profiles))
     progress(f"writing and reading {probe.nbytes} bytes with {len(profiles)} profiles, {rounds + 1} times each")
     trials = probe.trials(profiles, rounds)
     profile, reasons = propose(trials)
@@ -78,70 +88,129 @@ def tune(
         latency=latency,
         trials=tuple(trials),
         compressions=tuple(compressions),
-        reasons=(*reasons, *_said_of(compressions, trials[0])),
+        reasons=(*reasons, *_said_of(encodings, trials, profile, sampled=like is not None), _UNMEASURED),
     )
 
 
 def propose(trials: Sequence[Trial]) -> tuple[DurableProfile, list[str]]:
     """The profile that follows from the trials, of which the first is the default: for each knob the value with the
-    best write rate that reads no slower, where it is worth it."""
+    best rate that is no slower the other way round, where it is worth it."""
     base = trials[0]
     chosen: dict[str, Any] = {}
     reasons = []
-    for knob in ("data_file_bytes", "write_concurrency", "copied_bytes"):
+    for knob in ("data_file_bytes", "write_concurrency", "copied_bytes", "read_ahead_bytes", "compression"):
+        reads = knob == "read_ahead_bytes"  # nothing of it is in a save
         varied = [trial for trial in trials[1:] if getattr(trial.profile, knob) != getattr(base.profile, knob)]
-        fit = [trial for trial in varied if trial.read_bytes_per_s * _WORTH >= base.read_bytes_per_s]
-        best = max(fit, key=lambda trial: trial.write_bytes_per_s, default=None)
-        if best is not None and best.write_bytes_per_s > base.write_bytes_per_s * _WORTH:
+        fit = [trial for trial in varied if _rates(trial, reads)[1] * _WORTH >= _rates(base, reads)[1]]
+        best = max(fit, key=lambda trial: _rates(trial, reads)[0], default=None)
+        if best is not None and _rates(best, reads)[0] > _rates(base, reads)[0] * _WORTH:
             chosen[knob] = getattr(best.profile, knob)
-            times = best.write_bytes_per_s / base.write_bytes_per_s
-            reasons.append(f"{knob} {chosen[knob]}: writes {times:.2f} times as fast as {getattr(base.profile, knob)}")
-        else:
+            if knob == "compression":
+                continue  # `_said_of` has more to say
+            times, verb = _rates(best, reads)[0] / _rates(base, reads)[0], "reads" if reads else "writes"
+            reasons.append(f"{knob} {chosen[knob]}: {verb} {times:.2f} times as fast as {getattr(base.profile, knob)}")
+        elif knob != "compression":
             reasons.append(f"{knob} stays at {getattr(base.profile, knob)}: nothing was faster by a tenth")
     if "write_concurrency" in chosen:
         chosen["read_concurrency"] = chosen["write_concurrency"]
     return dataclasses.replace(base.profile, **chosen), reasons
 
 
+def _rates(trial: Trial, reads: bool) -> tuple[float, float]:
+    """That of the direction which a knob is for, and the other."""
+    rates = trial.write_bytes_per_s, trial.read_bytes_per_s
+    return (rates[1], rates[0]) if reads else rates
+
+
 def _variants(default: DurableProfile, nbytes: int, *, remote: bool) -> list[DurableProfile]:
-    """One knob at a time; a data file as large as the probe would be the same as the default's."""
+    """One knob at a time; what is as large as the probe would be the same as the default's."""
     sizes = [size for size in (16 << 20, 64 << 20) if size < nbytes]
     made = [dataclasses.replace(default, data_file_bytes=size) for size in sizes]
     counts = (64,) if remote else (4,)
     made += [dataclasses.replace(default, write_concurrency=n, read_concurrency=n) for n in counts]
-    return made + [dataclasses.replace(default, copied_bytes=size) for size in (32 << 10, 2 << 20)]
+    made += [dataclasses.replace(default, copied_bytes=size) for size in (32 << 10, 2 << 20)]
+    aheads = [size for size in (32 << 20, 512 << 20) if min(size, default.read_ahead_bytes) < nbytes]
+    return made + [dataclasses.replace(default, read_ahead_bytes=size) for size in aheads]
 
 
-def _large_leaves(probe_bytes: int) -> list[int]:
+def _large_leaves(probe_bytes: int) -> list[tuple[str, int]]:
     count = -(-probe_bytes // _LARGE_BYTES)
-    return [min(_LARGE_BYTES, probe_bytes - index * _LARGE_BYTES) for index in range(count)]
+    return [("", min(_LARGE_BYTES, probe_bytes - index * _LARGE_BYTES)) for index in range(count)]
 
 
-def _leaves_like(sizes: Sequence[int], probe_bytes: int) -> list[int]:
-    """The sizes of the state's leaves, or every n-th of them, until the probe is full."""
-    stride = max(1, -(-len(sizes) // _LEAVES_MAX))
-    leaves, left = [], probe_bytes
-    for nbytes in sorted(sizes)[::stride]:
+def _leaves_like(tensors: Sequence[tuple[str, int]], probe_bytes: int) -> list[tuple[str, int]]:
+    """Dtypes and sizes of the state's leaves, or of every n-th of them, until the probe is full: the smallest ones
+    first, up to half of it, then the largest, so that neither kind is missing."""
+    tensors = sorted(tensors, key=lambda tensor: tensor[1])
+    stride = max(1, -(-len(tensors) // _LEAVES_MAX))
+    taken, left = [], probe_bytes
+    waiting = deque(tensors[::stride])
+    while waiting and left > 0:
+        dtype, nbytes = waiting.popleft() if 2 * left > probe_bytes else waiting.pop()
         while nbytes > 0 and left > 0:
-            leaves.append(min(nbytes, left, _LARGE_BYTES))
-            nbytes, left = nbytes - leaves[-1], left - leaves[-1]
-    return leaves or _large_leaves(probe_bytes)
+            taken.append((dtype, min(nbytes, left, _LARGE_BYTES)))
+            nbytes, left = nbytes - taken[-1][1], left - taken[-1][1]
+    return taken or _large_leaves(probe_bytes)
 
 
-def _said_of(compressions: Sequence[Compression], base: Trial) -> list[str]:
-    """Cells are stored plain: what compression would have been worth, for whoever pays by the byte."""
-    said = []
-    for dtype in dict.fromkeys(each.dtype for each in compressions):
-        mine = [each for each in compressions if each.dtype == dtype]
-        least = min(each.ratio for each in mine)
-        if least > _WORTH_STORED:
-            said.append(f"{dtype}: does not compress (best {least:.2f})")
-            continue
-        best = max(mine, key=lambda each: each.pays_below_bytes_per_s())
-        below = best.pays_below_bytes_per_s()
-        faster = "faster" if base.write_bytes_per_s < below else "slower"
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Encoding:
+    """A codec over all leaves of the probe whose cells it would encode."""
+
+    codec: Codec
+    ratio: float
+    bytes_per_s: float
+
+    @property
+    def pays_below_bytes_per_s(self) -> float:
+        """The rate of a storage below which a save is faster encoded, by one core beside nothing else.
+
+        Encoding takes n / speed and sending r n / rate, against n / rate.
+        """
+        return self.bytes_per_s * (1 - self.ratio)
+
+
+def _worth_trying(
+    compressions: Sequence[Compression], leaves: Sequence[np.ndarray], default: DurableProfile
+) -> list[_Encoding]:
+    """Of those that save bytes of what they would encode: the codec that pays up to the highest rate of a storage, and
+    the one that saves most; mostly they are two."""
+    weights: dict[str, int] = {}
+    for leaf in leaves:
+        if leaf.nbytes >= default.copied_bytes:  # the others are never encoded
+            weights[leaf.dtype.name] = weights.get(leaf.dtype.name, 0) + leaf.nbytes
+    found = []
+    for codec in get_args(Codec):
+        mine = {each.dtype: each for each in compressions if each.codec == codec and each.dtype in weights}
+        before = sum(weights[dtype] for dtype in mine)
+        if before:
+            ratio = sum(weights[dtype] * each.ratio for dtype, each in mine.items()) / before
+            taken_s = sum(weights[dtype] / each.bytes_per_s for dtype, each in mine.items())
+            found.append(_Encoding(codec=codec, ratio=ratio, bytes_per_s=before / taken_s))
+    fit = [each for each in found if each.ratio < _WORTH_STORED]
+    if not fit:
+        return []
+    chosen = max(fit, key=lambda each: each.pays_below_bytes_per_s), min(fit, key=lambda each: each.ratio)
+    return list(dict.fromkeys(chosen))
+
+
+def _said_of(
+    encodings: Sequence[_Encoding], trials: Sequence[Trial], profile: DurableProfile, *, sampled: bool
+) -> list[str]:
+    if not encodings:
+        why = (
+            "none of the codecs saves a fiftieth of what it would encode" if sampled else "give --like to sample leaves"
+        )
+        return [f"compression stays off: {why}"]
+    base, said = trials[0], []
+    for each in encodings:
+        tried = next(trial for trial in trials if trial.profile.compression == each.codec)
+        write = tried.write_bytes_per_s / base.write_bytes_per_s
+        read = tried.read_bytes_per_s / base.read_bytes_per_s
         said.append(
-            f"{dtype}: {best.codec} would store {best.ratio:.2f} of the bytes (at best {least:.2f}) and make saves "
-            f"{faster} here: it pays below {below / 1e6:.0f} MB/s; cells are stored plain"
+            f"compression {each.codec} is {'taken' if profile.compression == each.codec else 'left'}: it stores "
+            f"{each.ratio:.2f} of what it encodes, at {each.bytes_per_s / 1e6:.0f} MB/s of a core, so it should pay "
+            f"below {each.pays_below_bytes_per_s / 1e6:.0f} MB/s of a storage; this one took "
+            f"{base.write_bytes_per_s / 1e6:.0f} plain, and with it wrote {write:.2f} and read {read:.2f} times as fast"
         )
     return said

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import tensorstore as ts
 
 from ckptkit import clock
 from ckptkit.formats.tensors import Tensor
+from ckptkit.tuning import COMPRESSORS, Codec
 
 SAMPLE_BYTES = 4 << 20  # of one leaf
 _LEAVES_MAX = 16  # the largest: they are what a save writes
 _TRIES = 3  # of which the fastest counts: encoding has no luck, only interruptions
-_CODECS: dict[str, dict[str, Any] | None] = {
-    "none": None,
-    "zstd": {"id": "blosc", "cname": "zstd", "clevel": 1, "shuffle": 0},
-    "zstd, bytes shuffled": {"id": "blosc", "cname": "zstd", "clevel": 1, "shuffle": 1},
-    "lz4, bytes shuffled": {"id": "blosc", "cname": "lz4", "clevel": 1, "shuffle": 1},
-}
+Samples = Mapping[str, Sequence[np.ndarray]]  # by dtype, of one dimension each
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,16 +29,9 @@ class Compression:
     bytes_per_s: float
     sampled_bytes: int
 
-    def pays_below_bytes_per_s(self) -> float:
-        """The rate of a storage below which a save is faster with this codec, encoding beside nothing else; 0: never.
 
-        Encoding takes n / speed and sending r n / rate, against n / rate.
-        """
-        return self.bytes_per_s * (1 - self.ratio) if self.ratio < 1 else 0.0
-
-
-def compressibility(tensors: Iterable[Tensor]) -> list[Compression]:
-    """Each codec over a piece of the largest leaves of each dtype. Reads `SAMPLE_BYTES` of each of 16 leaves at most.
+def take_samples(tensors: Iterable[Tensor]) -> Samples:
+    """A piece of each of the largest leaves, by dtype. Reads `SAMPLE_BYTES` of each of 16 leaves at most.
 
     Raises what reading raises.
     """
@@ -52,9 +40,32 @@ def compressibility(tensors: Iterable[Tensor]) -> list[Compression]:
     for tensor in largest:
         if tensor.nbytes:
             by_dtype.setdefault(tensor.dtype.name, []).append(_sample(tensor))
-    return [
-        _compressed(dtype, codec, samples) for (dtype, samples), codec in itertools.product(by_dtype.items(), _CODECS)
-    ]
+    return by_dtype
+
+
+def compressibility(samples: Samples) -> list[Compression]:
+    """Each codec over the samples of each dtype, in one core."""
+    codecs = [None, *COMPRESSORS]
+    return [_compressed(dtype, codec, pieces) for (dtype, pieces), codec in itertools.product(samples.items(), codecs)]
+
+
+def leaves_of(samples: Samples, sizes: Sequence[tuple[str, int]]) -> list[np.ndarray]:
+    """Leaves of about these dtypes and bytes, cut out of the samples one after the other; of a dtype without samples
+    random bytes, which no codec makes smaller. A leaf larger than all samples of its dtype repeats them, further apart
+    than a codec looks unless they are tiny."""
+    random = np.random.default_rng(0)
+    pools = {dtype: np.concatenate(list(pieces)) for dtype, pieces in samples.items()}
+    begins = dict.fromkeys(pools, 0)
+    leaves = []
+    for dtype, nbytes in sizes:
+        if dtype not in pools:
+            leaves.append(random.integers(0, 256, nbytes, np.uint8))
+            continue
+        pool, count = pools[dtype], max(1, nbytes // pools[dtype].itemsize)
+        begin = begins[dtype] if begins[dtype] + count <= pool.size else 0
+        begins[dtype] = begin + count
+        leaves.append(pool[begin : begin + count] if count <= pool.size else np.resize(pool, count))
+    return leaves
 
 
 def _sample(tensor: Tensor) -> np.ndarray:
@@ -63,7 +74,7 @@ def _sample(tensor: Tensor) -> np.ndarray:
     return tensor.read(boxes[len(boxes) // 2]).reshape(-1)[: max(1, SAMPLE_BYTES // tensor.dtype.itemsize)]
 
 
-def _compressed(dtype: str, codec: str, samples: list[np.ndarray]) -> Compression:
+def _compressed(dtype: str, codec: Codec | None, samples: Sequence[np.ndarray]) -> Compression:
     before = after = 0
     taken_s = 0.0
     for sample in samples:
@@ -71,7 +82,7 @@ def _compressed(dtype: str, codec: str, samples: list[np.ndarray]) -> Compressio
         spec = {
             "driver": "zarr",
             "kvstore": {"driver": "memory"},
-            "metadata": {"compressor": _CODECS[codec], "chunks": [sample.size]},
+            "metadata": {"compressor": None if codec is None else COMPRESSORS[codec], "chunks": [sample.size]},
             "store_data_equal_to_fill_value": True,
             "create": True,
         }
@@ -85,5 +96,9 @@ def _compressed(dtype: str, codec: str, samples: list[np.ndarray]) -> Compressio
         stored = ts.KvStore.open({"driver": "memory"}, context=context).result().read("0").result().value
         before, after = before + sample.nbytes, after + len(stored)
     return Compression(
-        dtype=dtype, codec=codec, ratio=after / before, bytes_per_s=before / max(taken_s, 1e-9), sampled_bytes=before
+        dtype=dtype,
+        codec=codec or "none",
+        ratio=after / before,
+        bytes_per_s=before / max(taken_s, 1e-9),
+        sampled_bytes=before,
     )

@@ -29,7 +29,8 @@ class SaveForecast:
     """What one durable save takes. Of several processes: together, except `peak_bytes`, which is of the largest one.
 
     `files` are files or objects that stay, `requests` what a bucket is asked (0 on a disk), `written_bytes` includes
-    padding and small files, `peak_bytes` is host memory beside the snapshot. Exact for a save of one piece but for
+    padding and small files, `peak_bytes` is host memory beside the snapshot. With compression both are what they are
+    at most: nobody has looked at the bytes. Exact for a save of one piece but for
     the bytes of small files (about 10 %); a piece more may cost a node more or less.
     """
 
@@ -83,14 +84,16 @@ class _Item:
 
     @classmethod
     def of(cls, leaves: Sequence[LeafRecord], profile: DurableProfile, processes: int) -> _Item:
-        stored_bytes, copied_bytes, padded_bytes, cells = 0, 0, 0, 0
+        stored_bytes, copied_bytes, encoded_bytes, padded_bytes, cells = 0, 0, 0, 0, 0
         for leaf in leaves:
             cell_bytes = math.prod(leaf.cell) * leaf.itemsize
             for record in leaf.boxes:
                 count, box_bytes = len(cells_of(record.box, leaf.cell)), record.box.size * leaf.itemsize
                 cells += count
                 stored_bytes += count * cell_bytes
-                if min(box_bytes, cell_bytes) < profile.copied_bytes:
+                if profile.codec_of(cell_bytes) is not None:
+                    encoded_bytes += count * cell_bytes
+                elif min(box_bytes, cell_bytes) < profile.copied_bytes:
                     copied_bytes += count * cell_bytes
                 elif count * cell_bytes > box_bytes:
                     padded_bytes += cell_bytes
@@ -99,6 +102,7 @@ class _Item:
         pieces = max(1, math.ceil(share_bytes / profile.piece_bytes))
         a_piece = share_bytes / pieces
         held = min(copied_bytes / processes, profile.in_flight_bytes) * _COPY_FACTOR
+        held += min(encoded_bytes / processes, profile.in_flight_bytes) * _COPY_FACTOR
         return cls(
             leaves=len(leaves),
             pieces=pieces * processes,

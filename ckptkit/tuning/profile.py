@@ -6,9 +6,17 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, get_args
 
+Codec = Literal["zstd", "zstd_shuffle", "lz4_shuffle"]
+# As zarr 2 spells them. Shuffled, the bytes of equal weight stand side by side: the exponents of weights are alike.
+COMPRESSORS: Final[Mapping[Codec, Mapping[str, Any]]] = {
+    "zstd": {"id": "blosc", "cname": "zstd", "clevel": 1, "shuffle": 0, "blocksize": 0},
+    "zstd_shuffle": {"id": "blosc", "cname": "zstd", "clevel": 1, "shuffle": 1, "blocksize": 0},
+    "lz4_shuffle": {"id": "blosc", "cname": "lz4", "clevel": 1, "shuffle": 1, "blocksize": 0},
+}
 _UNITS = {"_bytes_per_s": "bytes per second", "_bytes": "bytes", "_s": "seconds"}
 _OPTIONAL = frozenset({"write_bytes_per_s"})
 _SLOWEST_BYTES_PER_S = 10e6  # of a tier that works: a tenth of what one connection to a bucket gives
@@ -23,17 +31,23 @@ class DurableProfile:
         written, and later read, side by side; each costs a request.
       copied_bytes: cells below this are handed to TensorStore as keys and values, copied once, at some microseconds
         each; larger ones through its array driver, which opens each leaf (about a millisecond) and copies nothing.
+      compression: how the cells of leaves whose cells are `copied_bytes` or larger are encoded (`COMPRESSORS`); None:
+        not at all. Takes a core 2 to 20 s for each GB of floats, so it is for storage that is slower than that, or
+        paid by the byte. Process 0's counts. Steps that Orbax has to write, and repaired ones, are not encoded.
       write_concurrency, read_concurrency: files or requests on their way at a time.
       read_ahead_bytes: how much of a restore is read before it is asked for; host memory that it may take.
       in_flight_bytes: how much of a save is being written at a time; between pieces of it (`piece_bytes`) the
-        writer keeps to its rate and lets a fast tier's commit pass first. Host memory that small cells may take.
-      write_bytes_per_s: the rate of this process's durable writes, on average over some seconds; None: no limit.
+        writer keeps to its rate and lets a fast tier's commit pass first. Host memory that small cells, and encoded
+        ones, may take.
+      write_bytes_per_s: the rate of this process's durable writes, on average over some seconds, before encoding; None:
+        no limit.
       operation_timeout_s: how long an operation may take that moves no bytes to speak of, before it is given up as
         transient; one that moves many has a second more for every 10 MB (`limit_s`).
     """
 
     data_file_bytes: int = 256 << 20
     copied_bytes: int = 256 << 10
+    compression: Codec | None = None
     write_concurrency: int = 32
     read_concurrency: int = 32
     read_ahead_bytes: int = 128 << 20
@@ -44,6 +58,10 @@ class DurableProfile:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if field.name == "compression":
+                if value is not None and value not in get_args(Codec):
+                    raise ValueError(f"DurableProfile: compression is {value!r}; give None or one of {get_args(Codec)}")
+                continue
             if value is None and field.name in _OPTIONAL:
                 continue
             kinds = (int, float) if field.name.endswith("_s") else (int,)
@@ -57,6 +75,10 @@ class DurableProfile:
         limited, a second's worth."""
         second = math.inf if self.write_bytes_per_s is None else self.write_bytes_per_s
         return max(1, int(min(max(self.data_file_bytes, self.in_flight_bytes // 4), self.in_flight_bytes, second)))
+
+    def codec_of(self, cell_bytes: int) -> Codec | None:
+        """How the cells of a leaf are encoded whose cells have `cell_bytes`."""
+        return None if cell_bytes < self.copied_bytes else self.compression
 
     def limit_s(self, nbytes: int) -> float:
         """How long an operation that moves `nbytes` may take."""

@@ -120,8 +120,7 @@ def _swap(
 
 def _generations(store: Store, name: str) -> dict[str, int | None]:
     """Which objects a step consists of now, by their keys in it."""
-    found = {key: store.stat(key) for key in store.list_all(name)}
-    return {key.removeprefix(f"{name}/"): stat.generation for key, stat in found.items() if stat is not None}
+    return {key.removeprefix(f"{name}/"): stat.generation for key, stat in store.stat_all(name).items()}
 
 
 def _order(key: str, sidecars: Sidecars) -> tuple[int, str]:

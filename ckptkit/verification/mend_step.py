@@ -6,6 +6,8 @@ import errno
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ckptkit import layout
@@ -14,11 +16,13 @@ from ckptkit.inspection.places import Place
 from ckptkit.store.local import sync_directory
 from ckptkit.verification.durable import identity_of, prove_step
 from ckptkit.verification.pool import Limits
-from ckptkit.verification.quarantine import QUARANTINE_DIR, exchange, move_aside
+from ckptkit.verification.quarantine import QUARANTINE_DIR, arena_lock, exchange, move_aside
 from ckptkit.verification.rebuild import CannotMendError, sidecars_for, small_files, write_arrays
 from ckptkit.verification.records import StepProof
 from ckptkit.verification.sources import Sources
 
+_PREFIX = "repair-"
+_SWAPPING = "swapping"  # in a repair's directory from before the names change places
 _TREE = ("d", OCDBT)  # what an OCDBT tree consists of, and the processes' own trees
 
 
@@ -31,7 +35,13 @@ def mend_step(
     replaced since it had the identity `before` is left as it is. Cost: the whole step is written once more. Raises
     `CannotMendError` where this host does not hold what it takes.
     """
-    work = Path(tempfile.mkdtemp(prefix="repair-", dir=_made(root / layout.SIDECAR_DIR)))
+    with _workplace(root) as work:
+        return _mend(place, before, step, sources, limits, root, work, timeout_s)
+
+
+def _mend(
+    place: Place, before: object, step: int, sources: Sources, limits: Limits, root: Path, work: Path, timeout_s: float
+) -> str | None:
     try:
         copy = work / place.name
         _write_step(Path(place.url), copy, place, sources)
@@ -40,6 +50,8 @@ def mend_step(
             raise CannotMendError(f"it cannot be made whole: {proof.findings[0] if proof else 'it is gone'}")
         if identity_of(place.again()) != before:
             return "it was pruned or replaced meanwhile"
+        (work / _SWAPPING).touch()
+        sync_directory(work)
         try:
             exchange(copy, Path(place.url))
         except OSError as error:
@@ -56,8 +68,39 @@ def mend_step(
         if os.path.isdir(place.url):
             raise
         return "it was pruned meanwhile"
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+
+
+def clean_repairs(root: Path) -> None:
+    """Removes what repairs that died have left below a root: the copies that they were making. What had changed places
+    with a step, or may have, goes to quarantine.
+
+    A repair that lives holds a lock, and is left alone. Raises OSError.
+    """
+    for work in sorted((root / layout.SIDECAR_DIR).glob(f"{_PREFIX}*")):
+        if work.is_symlink():
+            continue
+        with suppress(FileNotFoundError), arena_lock(work) as is_dead:  # another one may clean, too
+            if not is_dead:
+                continue
+            for copy in sorted(work.iterdir()) if (work / _SWAPPING).exists() else ():
+                if copy.is_dir():
+                    move_aside(copy, root / layout.SIDECAR_DIR / QUARANTINE_DIR, copy.name)
+            shutil.rmtree(work)
+
+
+@contextmanager
+def _workplace(root: Path) -> Iterator[Path]:
+    """A directory for a repair, locked while it lives: whoever finds it unlocked removes it."""
+    with ExitStack() as held:
+        work = None
+        while work is None:
+            made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_made(root / layout.SIDECAR_DIR)))
+            with suppress(FileNotFoundError):  # removed before it was locked
+                work = made if held.enter_context(arena_lock(made)) and made.exists() else None
+        try:
+            yield work
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def put_step_aside(place: Place, before: object, root: Path) -> str | None:

@@ -25,7 +25,7 @@ from ckptkit.store.roots import is_remote, root_url
 from ckptkit.verification.durable import identity_of, items_of, prove_step
 from ckptkit.verification.mend_object import mend_object_step, put_object_step_aside
 from ckptkit.verification.mend_slot import can_mend, mend_share, put_manifest_aside, put_share_aside
-from ckptkit.verification.mend_step import mend_step, put_step_aside
+from ckptkit.verification.mend_step import clean_repairs, mend_step, put_step_aside
 from ckptkit.verification.pool import MEMORY_BYTES_MAX, THREADS, Limits
 from ckptkit.verification.rebuild import CannotMendError, intact_sidecars, require_mendable
 from ckptkit.verification.records import FORMAT, Finding, Kind, Progress, StepProof
@@ -101,6 +101,7 @@ def scrub(
     step is written beside the old one and takes its place in one rename; in a bucket object by object, each only while
     it is the one that was read, and each state in between proves as damaged, or whole. What cannot be mended and cannot
     be restored goes to `_quarantine` (in the slot directory, or below `_ckptkit` in the root) and is never deleted.
+    What an earlier repair has left that died is removed from a root on a disk (from a bucket it is not).
     Without `repair` nothing is written.
 
     Cost: a read of every byte, and for each damaged durable step a write of the whole. Raises `StepNotFoundError`
@@ -137,6 +138,8 @@ class _Scrubber:
         findings += [finding for _, proof, _ in bad_steps for finding in proof.findings]
         findings += [finding for _, finding in self._manifests]
         try:
+            if self._repair and not is_remote(self._place.url):
+                clean_repairs(Path(self._place.url))
             treatments = [self._treat_manifest(path) for path, _ in self._manifests]
             treatments += [self._treat_share(proof) for proof in bad_shares]
             treatments += [self._treat_step(*each) for each in bad_steps]

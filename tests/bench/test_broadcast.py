@@ -53,3 +53,4 @@ def test_the_bars() -> None:
     assert (good["bytes_met"], good["exact_met"], good["choice_at_25"]["met"]) == (True, True, True)
     assert (bad["bytes_met"], bad["choice_at_25"]["met"]) == (False, False)
     assert bad["choice_at_25"]["ratio"] == 2.0
+    assert good["choice_at_25"]["auto_ratio"] == 1.5

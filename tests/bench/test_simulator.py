@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from bench import simulator
 from bench.simulator import plan_run
 from bench.simulator_fit import Costs, Planned, RunPlan, compare, fit, predict
-from bench.simulator_report import plot
+from bench.simulator_report import plot, show
 from ckptkit.events import Event, Kind
 
 TRUE = Costs(
@@ -90,8 +91,20 @@ def test_the_prediction_of_other_runs_is_close_and_a_wrong_one_is_seen(tmp_path:
     )
     slower = replace(costs, resume_s={tier: 3.0 * seconds for tier, seconds in costs.resume_s.items()})
     assert compare(slower, recorded, fitted=3)["difference_points_mean"] > 3.0
+    assert result["disturbed"] == []
     plot(tmp_path / "plot.png", result)
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_whose_steps_were_slowed_by_something_else_is_named() -> None:
+    """If it failed, a neighbour's load would be blamed on the simulator, or left out without a rule."""
+    slow = replace(TRUE, cycle_s=1.4 * TRUE.cycle_s, step_s=1.4 * TRUE.step_s)
+    recorded = [(plan, played(plan, slow if number == 5 else TRUE)) for number, plan in enumerate(PLANS)]
+    result = compare(TRUE, recorded, fitted=3)
+    assert result["disturbed"] == [5]
+    console = Console(record=True, width=120)
+    show(result, console)
+    assert "run 5: steps or the start took 1.25 times the median of all runs or more" in console.export_text()
 
 
 def test_a_run_without_failures_loses_only_its_start_and_its_saves() -> None:

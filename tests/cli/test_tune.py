@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,8 @@ import pytest
 
 import ckptkit
 from ckptkit.cli import main
-from ckptkit.testing.bucket import BucketServer
+from ckptkit.store import open_store
+from ckptkit.testing.bucket import BucketServer, FaultPlan
 from ckptkit.tuner.probing import Trial
 from ckptkit.tuner.proposing import propose
 from ckptkit.tuning import DurableProfile
@@ -43,7 +46,7 @@ def test_a_disk_is_tuned_and_left_as_it_was(tmp_path: Path, like: Path, capsys: 
     command = ["tune", str(root), "--like", str(like), "--probe", "2MB", "--rounds", "1", "--output", str(out)]
     assert main(command) == 0
     said = capsys.readouterr().out
-    for word in ("data file", "concurrency", "copied below", "MB/s", "zstd, bytes shuffled", "bfloat16", "int32"):
+    for word in ("data file", "concurrency", "copied below", "MB/s", "zstd_shuffle", "bfloat16", "int32"):
         assert word in said
     assert list(root.iterdir()) == []
     profile = DurableProfile.load(out)
@@ -72,18 +75,68 @@ def test_a_bucket_is_tuned(
 def test_zeros_compress_and_noise_does_not(like: Path) -> None:
     """The table would be made up."""
     from ckptkit.formats import open_checkpoint
-    from ckptkit.tuner.sampling import compressibility
+    from ckptkit.tuner.sampling import compressibility, take_samples
 
     with open_checkpoint(str(like)) as opened:
-        found = {(each.dtype, each.codec): each.ratio for each in compressibility(opened.tensors)}
+        found = {(each.dtype, each.codec): each.ratio for each in compressibility(take_samples(opened.tensors))}
     assert found["int32", "zstd"] < 0.05
     assert found["float32", "none"] == 1.0
     # The exponents of weights are alike: side by side they compress, between mantissas they do not.
-    assert found["bfloat16", "zstd, bytes shuffled"] < 0.9
-    assert found["float32", "zstd, bytes shuffled"] < found["float32", "none"]
+    assert found["bfloat16", "zstd_shuffle"] < 0.9
+    assert found["float32", "zstd_shuffle"] < found["float32", "none"]
 
 
-def trial(write: float, read: float = 100.0, **knobs: int) -> Trial:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps with leaves large enough to be encoded: 1 of small whole numbers, 2 of noise, 3 of weights."""
+    key, root = jax.random.key(1), tmp_path_factory.mktemp("saved")
+    compressible = {f"w{index}": jax.random.randint(key, (512, 512), index, 50 + index) for index in range(2)}
+    noise = {f"w{index}": jax.random.bits(jax.random.key(index), (512, 512), jnp.uint32) for index in range(2)}
+    with ckptkit.CheckpointManager(root) as manager:
+        weights = {f"w{index}": jax.random.normal(jax.random.key(index), (512, 512)) for index in range(2)}
+        for step, state in ((1, compressible), (2, noise), (3, weights)):
+            manager.save(step, args=ocp.args.StandardSave(state), force=True)  # pyright: ignore[reportCallIssue]
+            manager.wait_until_finished()
+    return root
+
+
+@pytest.mark.parametrize(("step", "encoded"), [(1, True), (2, False)], ids=["whole numbers", "noise"])
+def test_a_slow_bucket_gets_compression_where_the_bytes_are_worth_it(
+    tmp_path: Path, saved: Path, step: int, encoded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save would take three times as long as it could, or a core encode what stays as large as it was."""
+    with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        server.faults = FaultPlan(upload_bytes_per_s=4e6, download_bytes_per_s=40e6)
+        found = ckptkit.tune("gs://runs/run", like=str(saved / str(step)), probe_bytes=1 << 20, rounds=1)
+        server.faults = FaultPlan()
+        reason = "; ".join(each for each in found.reasons if each.startswith("compression "))
+        assert (found.profile.compression is not None) == encoded, reason
+        if not encoded:
+            assert reason == "compression stays off: none of the codecs saves a fiftieth of what it would encode"
+            return
+        assert f"compression {found.profile.compression} is taken: it stores 0." in reason
+        assert (found.profile.copied_bytes, len(found.compressions)) == (256 << 10, 4)
+        with ckptkit.CheckpointManager("gs://runs/run", durable=found.profile) as manager:
+            state = {"w": jnp.arange(1 << 18).reshape(512, 512) % 50}
+            manager.save(1, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+            manager.wait_until_finished()
+            stored = open_store("gs://runs/run").stat_all("1")
+            assert sum(each.size_bytes for each in stored.values()) < state["w"].nbytes / 2
+
+
+def test_a_fast_disk_gets_none(saved: Path) -> None:
+    """A core would be busy for nothing: a ramdisk takes several times what one encodes of weights."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
+        found = ckptkit.tune(root, like=str(saved / "3"), probe_bytes=8 << 20, rounds=3)
+    reason = "; ".join(each for each in found.reasons if each.startswith("compression "))
+    assert found.profile.compression is None, reason
+    assert "is left: it stores 0." in reason
+    assert {trial.profile.compression for trial in found.trials} > {None}, "it was tried"
+
+
+def trial(write: float, read: float = 100.0, **knobs: Any) -> Trial:
     return Trial(profile=dataclasses.replace(DurableProfile(), **knobs), write_bytes_per_s=write, read_bytes_per_s=read)
 
 
@@ -102,6 +155,11 @@ def test_only_what_is_worth_it_is_proposed() -> None:
     ]
     profile, reasons = propose(faster)
     assert (profile.data_file_bytes, profile.write_concurrency, profile.read_concurrency) == (1 << 26, 64, 64)
+    assert propose([base, trial(150.0, compression="zstd")])[0] == DurableProfile(compression="zstd")
+    assert propose([base, trial(150.0, read=50.0, compression="zstd")])[0] == DurableProfile()
+    ahead = dataclasses.replace(DurableProfile(), read_ahead_bytes=1 << 29)
+    assert propose([base, trial(100.0, read=150.0, read_ahead_bytes=1 << 29)])[0] == ahead
+    assert propose([base, trial(150.0, read=100.0, read_ahead_bytes=1 << 29)])[0] == DurableProfile()
     assert reasons[0] == f"data_file_bytes {1 << 26}: writes 1.80 times as fast as {256 << 20}"
 
 

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 
 import ckptkit
 from ckptkit import DurableProfile
+from ckptkit.durable.cell_reader import CellReader
 from ckptkit.durable.cells import CellWriter
+from ckptkit.durable.encoded import encoded_bytes
 from ckptkit.durable.pacing import Pace
+from ckptkit.durable.reader import DurableReader
+from ckptkit.durable.step_writer import StepWriter
+from ckptkit.manifest import SaveId
+from ckptkit.tuning import COMPRESSORS, Codec
 from tests.states import abstract, assert_same, make_state
 
 PROFILES = [
     DurableProfile(data_file_bytes=1 << 14, in_flight_bytes=1 << 15, copied_bytes=1 << 12),  # each cell a piece or more
     DurableProfile(data_file_bytes=1 << 10, in_flight_bytes=1, copied_bytes=1 << 20),  # one at a time, all copied
     DurableProfile(write_bytes_per_s=4e6),
+    DurableProfile(compression="zstd_shuffle", copied_bytes=1 << 10, data_file_bytes=1 << 14, in_flight_bytes=1 << 15),
 ]
 
 
-@pytest.mark.parametrize("profile", PROFILES, ids=["pieces", "one at a time", "rate"])
+@pytest.mark.parametrize("profile", PROFILES, ids=["pieces", "one at a time", "rate", "encoded"])
 def test_pieces_make_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: DurableProfile) -> None:
     """A step that only fits in several commits of its database would be half of one."""
     taken: list[int] = []
@@ -43,3 +54,103 @@ def test_pieces_make_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert max(in_flight) <= max(profile.in_flight_bytes, largest + profile.piece_bytes)
     with ocp.CheckpointManager(tmp_path / "root") as stock:
         assert_same(stock.restore(1, args=ocp.args.StandardRestore(abstract(state))), state)  # pyright: ignore[reportCallIssue]
+
+
+def step_of(root: Path, state: Any, profile: DurableProfile) -> Path:
+    with ckptkit.CheckpointManager(root, durable=profile) as manager:
+        manager.save(1, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+        manager.wait_until_finished()
+    return root / "1"
+
+
+def restored(root: Path, state: Any) -> Any:
+    """With the defaults: a profile says how a step is written, not how it can be read."""
+    with ckptkit.CheckpointManager(root) as manager:
+        return manager.restore(1, args=ocp.args.StandardRestore(abstract(state)))  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("codec", COMPRESSORS)
+def test_encoded_cells_are_smaller_and_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Codec) -> None:
+    """Compression would cost bits, or a millisecond and a request for each leaf of a restore."""
+    state = {
+        "wide": jnp.arange(300 * 64).reshape(300, 64) % 7,
+        "half": (jnp.arange(5000) % 11).astype(jnp.bfloat16),
+        "small": jnp.arange(9),
+    }
+    plain = step_of(tmp_path / "plain", state, DurableProfile())
+    encoded = step_of(tmp_path / "encoded", state, DurableProfile(compression=codec, copied_bytes=1 << 10))
+    sizes = [sum(path.stat().st_size for path in step.glob("*/d/*")) for step in (plain, encoded)]
+    assert sizes[1] < sizes[0] / 3
+    monkeypatch.delattr(DurableReader, "read_cell")
+    assert_same(restored(tmp_path / "encoded", state), state)
+    monkeypatch.undo()
+    with ocp.CheckpointManager(tmp_path / "encoded") as stock:
+        assert_same(stock.restore(1, args=ocp.args.StandardRestore(abstract(state))), state)  # pyright: ignore[reportCallIssue]
+
+
+def test_damage_of_encoded_cells_is_found(tmp_path: Path) -> None:
+    """A flipped bit in a frame would become another number, or crash whoever decodes it."""
+    state = {"wide": jax.random.randint(jax.random.key(0), (300, 64), 0, 7)}
+    step = step_of(tmp_path / "run", state, DurableProfile(compression="lz4_shuffle", copied_bytes=1 << 10))
+    (data,) = step.glob("*/d/*")
+    whole = data.read_bytes()
+    frame = whole.index(state["wide"].nbytes.to_bytes(4, "little")) - 4  # blosc says how long its content is
+    for at in [frame + byte for byte in (0, 2, 3, 5, 9, 13, 17, 100)]:
+        data.write_bytes(whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :])
+        (proof,) = ckptkit.verify(str(tmp_path / "run")).steps
+        if proof.state == "proven":  # what the frame says of its type size, or of the format's version, is not needed
+            assert_same(restored(tmp_path / "run", state), state)
+        else:
+            assert proof.state == "corrupt", at
+            with pytest.raises(ckptkit.NoRestorableStepError):
+                restored(tmp_path / "run", state)
+
+
+def test_a_plain_cell_that_begins_like_an_encoded_one_is_read_as_it_is(tmp_path: Path) -> None:
+    """It would be decoded to something else, and a good step be refused."""
+    leaf = np.arange(1024, dtype=np.uint32)
+    leaf[1] = leaf[3] = leaf.nbytes
+    state = {"w": jnp.asarray(leaf)}
+    step_of(tmp_path, state, DurableProfile())
+    assert encoded_bytes(leaf.tobytes()) == leaf.nbytes
+    assert_same(restored(tmp_path, state), state)
+
+
+def test_all_processes_encode_as_process_0_says(tmp_path: Path) -> None:
+    """Profiles that differ between processes: cells would not be what the leaf's metadata says of them."""
+
+    class ProcessZeroEncodes:
+        def __init__(self) -> None:
+            self.process, self.count = 0, 1
+
+        def agree(self, channel: str, value: Any, decide: Any, *, timeout_s: float) -> Any:
+            del timeout_s
+            said = decide([value])
+            return [said[0], "zstd", 1 << 10] if channel == "step-begun" else said
+
+    writer = StepWriter(str(tmp_path), ProcessZeroEncodes(), DurableProfile(), timeout_s=60)  # pyright: ignore[reportArgumentType]
+    leaf = np.arange(4096) % 5
+    items = {"default": ocp.args.PyTreeSave({"w": leaf})}  # pyright: ignore[reportCallIssue]
+    writer.write("1", SaveId(1, 1, 0), items, {"default": "handler"}, {})
+    assert sum(path.stat().st_size for path in tmp_path.glob("1/*/d/*")) < leaf.nbytes / 3
+    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": f"file://{tmp_path}/1/default/", "path": "w/"}}
+    assert np.array_equal(ts.open(spec, open=True).result().read().result(), leaf)
+
+
+def test_what_is_asked_for_before_its_turn_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes would be paid for twice, and what nobody takes would fill the room for reading ahead."""
+    step = step_of(tmp_path, {name: jnp.arange(2000.0) + index for index, name in enumerate("abc")}, DurableProfile())
+    (manifest,) = DurableReader(str(step), step=1).manifests()
+    cells = CellReader(str(step), DurableProfile(read_ahead_bytes=1))  # one at a time
+    begun: list[str] = []
+    start = CellReader._start
+    monkeypatch.setattr(CellReader, "_start", lambda self, *args: begun.append(args[1].name) or start(self, *args))
+    leaves = {leaf.name: leaf for leaf in manifest.arrays["default"]}
+    cells.expect([("default", leaf, leaf.boxes[0], leaf.boxes[0].box) for leaf in leaves.values()])
+    for name in ("c", "b", "a"):
+        found = cells.fetch("default", leaves[name], leaves[name].boxes[0].box)
+        assert found is not None
+        assert found[1] == 1 + "abc".index(name)
+    assert sorted(begun) == ["a", "b", "c"]
+    assert cells._started_bytes == 0
+    assert not cells._overtaken

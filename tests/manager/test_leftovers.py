@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -237,11 +237,18 @@ def test_the_directory_of_an_attempt_that_was_taken_away_is_not_committed_when_i
 
 
 class Overtaken:
-    """A store in whose operation `number` a later run begins the same step, right before it is done."""
+    """A store in whose operation `number` a later run begins the same step, right before it is done; and goes on."""
 
-    def __init__(self, store: MemoryStore, number: int, monkeypatch: pytest.MonkeyPatch):
+    def __init__(
+        self,
+        store: MemoryStore,
+        number: int,
+        monkeypatch: pytest.MonkeyPatch,
+        goes_on: Callable[[BucketAttempt], None] = lambda later: None,
+    ):
         self.later: BucketAttempt | None = None
-        self._store, self._left, self._patch = store, number, monkeypatch
+        self.url = store.url
+        self._store, self._left, self._patch, self._goes_on = store, number, monkeypatch, goes_on
 
     def __getattr__(self, name: str) -> Any:
         def operation(*args: Any, **kwargs: Any) -> Any:
@@ -250,6 +257,7 @@ class Overtaken:
                 self._patch.setattr(attempts, "open_store", lambda url: self._store)
                 with suppress(ckptkit.StepAlreadyExistsError):
                     self.later = BucketAttempt("gs://runs/run", "5", SaveId(2, 5, 0))
+                    self._goes_on(self.later)
             return getattr(self._store, name)(*args, **kwargs)
 
         return operation
@@ -274,4 +282,38 @@ def test_two_runs_that_begin_one_step_at_once_do_not_both_commit(number: int, mo
         ended.append("later")
     assert ended == (["later"] if number <= 5 else ["older"]), (ended, error)
     assert error is None or "a later run than epoch 1" in error
+    assert store.stat(f"5/{layout.COMMIT_MARK}") is not None
+
+
+@pytest.mark.parametrize("commits", [True, False], ids=["and commits", "and has not committed"])
+@pytest.mark.parametrize("number", range(1, 8))
+@pytest.mark.parametrize("cleans", [True, False], ids=["while cleaning", "while saving"])
+def test_a_run_that_stops_before_it_deletes_takes_nothing_of_a_later_one(
+    cleans: bool, number: int, commits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped between two requests, it goes on when a later run has saved the step: its deletions are of what it saw
+    before, so the later run's step would be committed with holes."""
+    store = MemoryStore("gs://runs/run")
+    store.put("5/d/x", b"left")
+    store.put(f"{layout.INTENTS_DIR}/{layout.intent_name('5', 0, 'a' * 32)}", b"left")
+
+    def goes_on(later: BucketAttempt) -> None:
+        for key in ("5/d/x", "5/d/y"):
+            store.put(key, b"later", mode="create")
+        if commits:
+            later.commit()
+
+    overtaken = Overtaken(store, number, monkeypatch, goes_on)
+    monkeypatch.setattr(attempts, "open_store", lambda url: overtaken)
+    with suppress(CheckpointError, ckptkit.StepAlreadyExistsError):
+        if cleans:
+            clean_left(overtaken, 1, lambda place: None)  # pyright: ignore[reportArgumentType]
+        else:
+            BucketAttempt("gs://runs/run", "5", SaveId(1, 5, 0))
+    if overtaken.later is None:
+        assert number > 5, "it is done before that"
+        return
+    if not commits:
+        overtaken.later.commit()
+    assert store.get("5/d/x") == store.get("5/d/y") == b"later"
     assert store.stat(f"5/{layout.COMMIT_MARK}") is not None

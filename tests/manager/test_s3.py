@@ -13,12 +13,14 @@ import pytest
 
 import ckptkit
 from ckptkit.cli import main
-from ckptkit.store import open_store
+from ckptkit.store import RemoteStore, open_store
 from ckptkit.store.refused import refused
 from tests.states import abstract, assert_same, make_state
 
 pytest.importorskip("s3fs")
 servers = pytest.importorskip("moto.server")
+s3_responses = pytest.importorskip("moto.s3.responses")
+s3_exceptions = pytest.importorskip("moto.s3.exceptions")
 boto3 = pytest.importorskip("boto3")
 
 BUCKET = "runs"
@@ -117,6 +119,47 @@ def test_a_claim_is_one_writers(root: str) -> None:
     with pytest.raises(FileExistsError):
         store.put("claim", b"second", mode="create")
     assert store.get("claim") == b"first"
+
+
+@pytest.fixture
+def conditional_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """moto takes `If-None-Match` with a put alone; Amazon with a copy too."""
+    copy_object = s3_responses.S3Response.copy_object
+
+    def copies(self: Any) -> Any:
+        there = self.backend.head_object(self.bucket_name, self.parse_key_name())
+        if self.headers.get("If-None-Match") == "*" and there is not None:
+            raise s3_exceptions.PreconditionFailed("If-None-Match")
+        return copy_object(self)
+
+    monkeypatch.setattr(s3_responses.S3Response, "copy_object", copies)
+
+
+@pytest.mark.usefixtures("conditional_copies")
+def test_of_two_commits_at_once_one_is_refused(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs would commit one step: the second looked before the first had copied."""
+    store = open_store(root)
+    store.put("intents/a", b"first")
+    store.put("intents/b", b"second")
+    asked = RemoteStore._ask
+
+    def too_late(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        answer = asked(self, method, *args, **kwargs)
+        if method == "exists":
+            monkeypatch.setattr(RemoteStore, "_ask", asked)
+            store.copy("intents/a", "mark", mode="create")
+        return answer
+
+    monkeypatch.setattr(RemoteStore, "_ask", too_late)
+    with pytest.raises(FileExistsError, match="mark"):
+        store.copy("intents/b", "mark", mode="create")
+    assert store.get("mark") == b"first"
+    with pytest.raises(FileExistsError, match="mark"):
+        store.copy("intents/b", "mark", mode="create")
+    store.delete("intents/b")
+    with pytest.raises(FileNotFoundError):
+        store.copy("intents/b", "other", mode="create")
+    assert store.list_all("") == ["intents/a", "mark"]
 
 
 def test_a_refusal_names_bucket_key_and_permission(root: str) -> None:

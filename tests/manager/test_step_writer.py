@@ -65,10 +65,10 @@ def test_a_part_that_fails_fails_the_step_on_every_process(
     items = {"state": ocp.args.PyTreeSave({"w": np.arange(8.0)})}  # pyright: ignore[reportCallIssue]
     write_part = StepWriter._write_part
 
-    def part(self: StepWriter, place: str, items: Any) -> None:
+    def part(self: StepWriter, *args: Any) -> None:
         if self._coordinator.process == broken:
             raise PermissionError("no room at the inn")
-        write_part(self, place, items)
+        write_part(self, *args)
 
     monkeypatch.setattr(StepWriter, "_write_part", part)
 

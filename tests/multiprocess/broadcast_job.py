@@ -11,6 +11,7 @@ import argparse
 import faulthandler
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ def main() -> None:
         job.nothing_in_common,
         job.too_small,
         job.in_the_background,
+        job.the_result_is_wanted_late,
+        job.the_result_is_never_wanted,
         job.damage_on_the_way,
         job.a_read_that_fails_once,
         job.no_collective_here,
@@ -85,9 +88,17 @@ class Job:
                 manager.wait_until_finished()
 
     def restore(
-        self, act: str, root: str, state: Any, mode: Any = "always", *, later: bool = False, **options: Any
+        self,
+        act: str,
+        root: str,
+        state: Any,
+        mode: Any = "always",
+        *,
+        later: Callable[[Any], Any] | None = None,
+        **options: Any,
     ) -> dict[str, Any]:
-        """Restores the newest step into `state`'s shape; what came out, and how."""
+        """Restores the newest step into `state`'s shape; what came out, and how. `later` is given a handle of a restore
+        in the background, and gives its result."""
         import orbax.checkpoint as ocp
         import tensorstore as ts
 
@@ -98,9 +109,10 @@ class Job:
             before, before_bytes = len(self._events), file_bytes(ts)
             found: dict[str, Any] = {}
             try:
-                restored = (
-                    manager.restore_async(None, args=args).result() if later else manager.restore(None, args=args)
-                )
+                if later is None:
+                    restored = manager.restore(None, args=args)
+                else:
+                    restored = later(manager.restore_async(None, args=args))
                 found = {"step": manager.restored_save_id.step, "bits": bits_here(restored)}
             except Exception as error:  # noqa: BLE001  what a test looks at
                 found = {"error": f"{type(error).__name__}: {error}"}
@@ -169,8 +181,41 @@ class Job:
         self.restore("small", "plain", plain(2), "auto")
 
     def in_the_background(self) -> None:
-        """A thread in the background launches no collective."""
-        self.restore("later", "plain", plain(2), later=True)
+        """The step has collectives of its own meanwhile, and one process asks for the result after the others."""
+        from jax.experimental import multihost_utils
+
+        def while_the_step_runs(handle: Any) -> Any:
+            for number in range(5):
+                multihost_utils.sync_global_devices(f"step {number}")
+            if self._process == 1:
+                time.sleep(3)
+            return handle.result()
+
+        self.restore("later", "plain", plain(2), later=while_the_step_runs)
+
+    def the_result_is_wanted_late(self) -> None:
+        """`auto` on a state that is worth it, while nobody asks for the result: all is read, and `done` says so."""
+        from ckptkit import broadcast
+
+        def once_done(handle: Any) -> Any:
+            while not handle.done():
+                time.sleep(0.05)
+            return handle.result()
+
+        least_bytes, startup_s = broadcast.LEAST_BYTES, broadcast.STARTUP_S
+        broadcast.LEAST_BYTES = broadcast.STARTUP_S = 0
+        self.restore("late", "plain", plain(2), "auto", later=once_done)
+        broadcast.LEAST_BYTES, broadcast.STARTUP_S = least_bytes, startup_s
+
+    def the_result_is_never_wanted(self) -> None:
+        """One process closes its manager instead."""
+
+        def leave(handle: Any) -> Any:
+            if self._process == 2:
+                raise RuntimeError("it leaves")
+            return handle.result()
+
+        self.restore("gone", "plain", plain(2), later=leave)
 
     def damage_on_the_way(self) -> None:
         """What one process receives in one round has a flipped bit."""

@@ -43,14 +43,14 @@ class Run:
     proofs: list[Path] = field(default_factory=list)
     output: list[str] = field(default_factory=list)
 
-    def launch(self, shape: Shape, *, preempt_at: int | None = None) -> ExitCode:
+    def launch(self, shape: Shape, *flags: str, preempt_at: int | None = None) -> ExitCode:
         """Trains to the end, or until it is preempted once step `preempt_at` is done."""
         proof = self.directory / "proof" / str(len(self.proofs))
         self.proofs.append(proof)
         log = self.directory / "events" / "launcher.jsonl"
         events = EventLog(log, process=-1)
         launcher = Launcher(
-            self._command(shape, proof),
+            [*self._command(shape, proof), *flags],
             processes=shape.processes,
             devices_per_process=shape.devices,
             policy=RestartPolicy(restarts=0, preempt_grace_s=120.0),

@@ -82,8 +82,28 @@ def test_it_gives_way_where_there_is_nothing_to_share(found: Found) -> None:
         assert each["why"] == "process 0: no two processes want the same"
     for each in act(found, "small", broadcast=False):
         assert "for each process: less than" in each["why"]
-    for each in act(found, "later", broadcast=False):
-        assert each["why"] == "restore_async launches no collective"
+
+
+def test_a_restore_in_the_background_shares_once_all_ask_for_it(found: Found) -> None:
+    """Its collectives would cross those of the step, or a process that comes late would be waited for in one."""
+    acts = act(found, "later", broadcast=True)
+    assert LARGE_BYTES <= durable_bytes(acts) <= 1.05 * LARGE_BYTES
+    assert all(each["rounds"] >= 3 for each in acts)
+
+
+def test_what_is_asked_for_late_is_read_meanwhile(found: Found) -> None:
+    """A long compilation would be followed by a transfer that reading in its shadow makes needless."""
+    for each in act(found, "late", broadcast=False):
+        assert each["why"] == "all was read before everybody asked for the result"
+        assert (each["rounds"], each["sources"].get("replica", 0)) == (0, 0)
+
+
+def test_who_never_asks_is_not_waited_for(found: Found) -> None:
+    """A process that closes its manager would hang, and the others with it."""
+    assert found[2]["gone"]["error"] == "RuntimeError: it leaves"
+    for each in (found[process]["gone"] for process in (0, 1, 3)):
+        assert (each["bits"], each["broadcast"]) == (each["expected"], False)
+        assert each["why"] == "process 2 gave the restore up"
 
 
 def test_damage_on_the_way_is_seen_and_read_again(found: Found) -> None:

@@ -54,10 +54,10 @@ def check_chain(
     return reference, run
 
 
-def check_preemptions(run: Run, count: int) -> list[int]:
+def check_preemptions(run: Run, count: int, tiers: tuple[str, ...] = ("ram", "durable")) -> list[int]:
     """Every process saved the same step in every tier, and the next launch went on from it without loss."""
     saved, resumed = run.events(Kind.PREEMPTED), run.events(Kind.RESUMED)
-    assert {tuple(event.fields["tiers"]) for event in saved} == {("ram", "durable")}, saved
+    assert {tuple(event.fields["tiers"]) for event in saved} == {tiers}, saved
     steps = list(dict.fromkeys(event.step for event in saved if event.step is not None))
     assert len(steps) == count, "one agreed step for each preemption"
     assert list(dict.fromkeys(event.step for event in resumed)) == steps
@@ -73,6 +73,37 @@ def test_a_preempted_job_of_two_processes_goes_on_as_one(tmp_path: Path, cache: 
     assert len(told) == 2, run.said
     assert "is saved in ram, durable" in told[0]
     assert [event.fields["processes"] for event in run.events(Kind.RESUMED)] == [1]
+
+
+def test_a_lost_host_is_read_from_its_buddy_and_a_lost_job_from_the_bucket_once(tmp_path: Path, cache: Path) -> None:
+    """A fully sharded trainer that loses one host would read the bucket, and one that loses all of them read it as
+    often as it has replicas."""
+    sharded, replicated = (Shape(processes=2, devices=2, mesh=mesh) for mesh in ("fsdp=4", "data=2,fsdp=2"))
+    reference = Run(directory=tmp_path / "reference", batch=8, steps=STEPS, cache=cache, keeps=False)
+    assert reference.launch(one(sharded.mesh, 4)) == ExitCode.OK, reference.said
+    run, copies = Run(directory=tmp_path / "run", batch=8, steps=STEPS, cache=cache), ("--peer-copies", "1")
+    assert run.launch(sharded, *copies, preempt_at=1) == ExitCode.PREEMPTED, run.said
+    lost = list((run.directory / "ram").glob("*/host-1*"))
+    assert lost
+    for directory in lost:
+        shutil.rmtree(directory)
+    assert run.launch(sharded, *copies, preempt_at=1) == ExitCode.PREEMPTED, run.said
+    shutil.rmtree(run.directory / "ram")
+    assert run.launch(replicated, *copies, "--broadcast", "always") == ExitCode.OK, run.said
+    resumed = check_preemptions(run, 2, ("ram", "peer", "durable"))
+    *from_buddy, first, second = run.events(Kind.RESTORED)
+    sources = {event.process: {tier for tier, size in event.fields["sources"].items() if size} for event in from_buddy}
+    assert sources == {0: {"ram"}, 1: {"peer"}}
+    read_bytes = sum(event.fields["sources"]["durable"] for event in (first, second))
+    for event in (first, second):
+        assert event.fields["broadcast"] is True, event.fields
+        assert set(event.fields["sources"]) == {"durable", "replica"}
+        assert sum(event.fields["sources"].values()) <= 1.01 * read_bytes, "each wants all of the state"
+    expected, found = reference.taken(), run.taken()
+    assert list(found) == list(expected) == list(range(STEPS))
+    for step in expected:
+        assert found[step][0] == expected[step][0], f"step {step} read other records"
+        assert step >= resumed[-1] or found[step] == expected[step], f"step {step}: the same loss to the bit"
 
 
 @pytest.mark.slow

@@ -114,6 +114,7 @@ def test_help_names_every_flag():
         (["--data", "/no/such/text"], "Error: --data /no/such/text: there is no such file or directory"),
         (["--checkpoint", "/proc/none"], "Error: --checkpoint /proc/none:"),
         (["--ram", "/tmp"], "also give --checkpoint"),
+        (["--checkpoint", "/tmp/x", "--peer-copies", "1"], "--peer-copies are of what --ram holds: also give --ram"),
         (["--checkpoint", "/tmp/x", "--ram", "/tmp", "--manager", "orbax"], "--manager orbax has no tiers"),
         (["--processes", "2"], "needs --coordinator HOST:PORT"),
         (["--accumulate", "3"], "does not split into --accumulate 3 microbatches"),

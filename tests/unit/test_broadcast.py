@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,10 @@ from hypothesis import strategies as st
 
 from ckptkit import BroadcastOptions
 from ckptkit.assembly import Assembly
-from ckptkit.broadcast import LEAST_BYTES, STARTUP_S, Rates, choose
+from ckptkit.broadcast import LEAST_BYTES, STARTUP_S, Left, Rates, choose, rate_of
+from ckptkit.manager import sending
+from ckptkit.manifest import SaveId
+from ckptkit.plan import BoxRead, RestorePlan
 from ckptkit.restore import Target
 from ckptkit.rounds import Common, Groups, Piece, Stream, by_groups, groups_of, pieces_of, share_out
 from ckptkit.sharding import Box, missing_elements
@@ -138,31 +143,118 @@ def test_the_budget_bounds_what_is_sent_at_a_time(longest: int, replicas: int, l
     assert (replicas + 4) * width <= options.host_bytes
 
 
+def whole(wanted: int, replicas: int = 2, unread: int | None = None) -> Left:
+    """Nothing is sent yet; of its own part a process has read nothing, or all but `unread`."""
+    return Left(wanted=wanted, unread=wanted // replicas if unread is None else unread, sent=wanted)
+
+
 def test_the_faster_side_is_chosen() -> None:
     """A broadcast of a small state, or over a slow interconnect, would make the restart slower."""
     gigabyte = 10**9
-    assert not choose("auto", LEAST_BYTES - 1, 8, Rates()).broadcast
-    assert choose("auto", LEAST_BYTES, 8, Rates()).broadcast, "worth measuring"
-    slow = choose("auto", gigabyte, 2, Rates(storage=25e6))
+    assert not choose("auto", whole(LEAST_BYTES - 1), 8, Rates()).broadcast
+    assert choose("auto", whole(LEAST_BYTES), 8, Rates()).broadcast, "worth measuring"
+    slow = choose("auto", whole(gigabyte), 2, Rates(storage=25e6))
     assert slow.broadcast
     assert slow.why == (
         "1000.0 MB for each process at 25.0 MB/s of storage: alone 40.00 s, shared by 2 replicas with 0.2 s to connect "
         "20.20 s"
     )
-    assert not choose("auto", gigabyte, 2, Rates(storage=gigabyte / STARTUP_S)).broadcast, "no time to win it back"
-    assert choose("auto", gigabyte, 2, Rates(storage=100e6, interconnect=400e6)).broadcast
-    assert not choose("auto", gigabyte, 2, Rates(storage=100e6, interconnect=150e6)).broadcast
-    assert choose("auto", gigabyte, 16, Rates(storage=100e6, interconnect=150e6)).broadcast
-    assert choose("always", 1, 2, Rates()) == choose("always", gigabyte, 2, Rates(storage=1e12))
-    assert not choose("never", gigabyte, 2, Rates(storage=1.0)).broadcast
+    assert choose("auto", whole(gigabyte), 2, Rates(storage=100e6, interconnect=400e6)).broadcast
+    assert not choose("auto", whole(gigabyte), 2, Rates(storage=100e6, interconnect=150e6)).broadcast
+    assert choose("auto", whole(gigabyte, 16), 16, Rates(storage=100e6, interconnect=150e6)).broadcast
+    assert choose("always", whole(1), 2, Rates()) == choose("always", whole(gigabyte), 2, Rates(storage=1e12))
+    assert not choose("never", whole(gigabyte), 2, Rates(storage=1.0)).broadcast
+
+
+def test_what_was_read_meanwhile_counts() -> None:
+    """A process that has read its part would be told that the others' half takes as long as before."""
+    rates = Rates(storage=100e6, interconnect=300e6)
+    assert choose("auto", Left(wanted=500, unread=0, sent=1000), 2, rates).broadcast, "5 against 3.3"
+    assert not choose("auto", Left(wanted=500, unread=200, sent=1000), 2, rates).broadcast, "5 against 5.3"
+    assert choose("auto", Left(wanted=500, unread=200, sent=500), 2, rates).broadcast, "5 against 3.7"
+
+
+def test_finding_out_costs_less_than_there_is_to_win() -> None:
+    """A fast storage would be left for a collective that takes longer to begin than all of the reading."""
+    nearly = Left(wanted=10**9, unread=0, sent=10**9)
+    assert choose("auto", nearly, 2, Rates(storage=0.9 * 10**9 / (2 * STARTUP_S))).broadcast
+    assert not choose("auto", nearly, 2, Rates(storage=1.1 * 10**9 / (2 * STARTUP_S))).broadcast
+    assert choose("auto", nearly, 2, Rates(storage=3e9, interconnect=4e9)).broadcast, "nothing to find out"
 
 
 @given(st.floats(1e6, 1e11), st.floats(1e6, 1e12), st.integers(2, 1000))
 def test_more_replicas_never_speak_against_it(storage: float, interconnect: float, replicas: int) -> None:
     """The model would turn round where it matters most."""
     rates = Rates(storage=storage, interconnect=interconnect)
-    fewer, more = (choose("auto", 10**10, each, rates).broadcast for each in (replicas, replicas + 1))
+    fewer, more = (choose("auto", whole(10**10, each), each, rates).broadcast for each in (replicas, replicas + 1))
     assert more or not fewer
+
+
+@given(
+    st.integers(1, 10**8),
+    st.floats(1.5, 1000),
+    st.floats(1e6, 1e11),
+    st.floats(0, 10),
+)
+def test_latency_is_not_taken_for_rate(some: int, times: float, rate: float, latency_s: float) -> None:
+    """A bucket that answers after 50 ms would be called slow, and shared where reading alone is faster."""
+    more = int(some * times) + 1
+    found = rate_of((some, latency_s + some / rate), (more, latency_s + more / rate))
+    seen = more / (latency_s + more / rate)
+    if seen >= rate / 2:  # most of the time went into bytes
+        assert found == pytest.approx(rate, rel=1e-3)
+    else:
+        assert found == pytest.approx(2 * seen)
+
+
+def test_a_short_read_that_was_held_up_makes_no_storage_fast() -> None:
+    """A hiccup of the first read would be subtracted from the long one, down to nothing."""
+    assert rate_of((1, 5.0), (100, 4.0)) == 50.0
+    assert rate_of((1, 0.0), (100, 0.0)) > 1e10, "no time at all, as a clock may say"
+    assert rate_of((100, 1.0), (100, 2.0)) == 50.0, "two equal reads: no latency is known"
+    assert rate_of((0, 0.0), (100, 2.0)) == 50.0
+
+
+@pytest.mark.parametrize(("latency_s", "rate"), [(0.0, 20e6), (0.05, 200e6), (0.03, 1e9)])
+def test_the_reader_measures_the_rate_of_the_storage(
+    monkeypatch: pytest.MonkeyPatch, latency_s: float, rate: float
+) -> None:
+    """What is judged would be the opening of the step, or one request's latency: 35 MB/s were, where 150 was true."""
+    now_s, opened = 0.0, False
+
+    def taking(plan: RestorePlan, readers: Any, rejected: Any, proven: Any) -> dict[str, int]:
+        nonlocal now_s, opened
+        nbytes = sum(read.nbytes for read in plan.reads)
+        now_s += (latency_s if nbytes > 1024 else 0.0) + nbytes / rate + (0.0 if opened else 3.0)
+        opened = True
+        for read in plan.reads:
+            proven(read.key, {read.wanted: np.zeros(read.nbytes, np.uint8)})
+        return {"durable": nbytes}
+
+    monkeypatch.setattr(sending.clock, "monotonic_s", lambda: now_s)
+    monkeypatch.setattr(sending, "execute", taking)
+    asked: list[int] = []  # at one time
+    ask = sending.StreamReader._announce_plan
+    monkeypatch.setattr(
+        sending.StreamReader, "_announce_plan", lambda self, plan: asked.append(len(plan.reads)) or ask(self, plan)
+    )
+    boxes = [Box((0,), (size,)) for size in (8, 8, 4, *[2 << 20] * 31)]  # the small ones stand in the tree
+    pieces = [Piece(("s", (str(number),)), box, box, box.size) for number, box in enumerate(boxes)]
+    reads = tuple(BoxRead(key=piece.key, wanted=piece.box, nbytes=piece.nbytes, sources=()) for piece in pieces)
+    plan = RestorePlan(save_id=SaveId(1, 2, 3), tiers=("durable",), remote=(True,), reads=reads)
+    monkeypatch.setattr(sending, "plan_restore", lambda *_: plan)
+    prepared: Any = SimpleNamespace(plan=plan, holdings=SimpleNamespace(readers=(), sources=(), expect=None))
+    assembly: Any = SimpleNamespace(deliver=lambda *_: None)
+    stream = Stream(pieces, 8 << 20)
+    shared = sending.Sending(group=(0, 1), streams={0: stream, 1: stream}, rounds=8, process=0)
+    reader = sending.StreamReader(shared, prepared, lambda *_: None, assembly, ahead=8)
+    for number in range(8):
+        reader.fill(number, np.empty((8 << 20) + sending.DIGEST_BYTES, np.uint8))
+    reader.close()
+    assert reader.storage_rate == pytest.approx(rate, rel=0.01)
+    assert 8 <= len(asked) <= 10, "a store would make one request of it, which shows what one gives"
+    assert sum(asked) == len(pieces) - 2
+    assert (reader.unread_bytes(), reader.read_bytes) == (0, {"durable": (62 << 20) + 20})
 
 
 def test_bad_options_are_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -281,6 +281,12 @@ class FailsFirstPut:
 
     def delete_many(self, keys: Sequence[str]) -> None:
         self._inner.delete_many(keys)
+
+    def stat_all(self, prefix: str) -> dict[str, Stat]:
+        return self._inner.stat_all(prefix)
+
+    def delete_unchanged(self, found: Mapping[str, Stat]) -> None:
+        self._inner.delete_unchanged(found)
 
 
 def test_two_runs_cannot_both_claim_an_epoch_through_a_retry() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.intervals import daly_s, levels_s, overhead, young_s
+from ckptkit.intervals import GROWTHS, daly_s, first_s, growth, levels_s, moments, next_s, overhead, young_s
 
 COSTS = st.floats(1e-2, 1e3)
 MTBFS = st.floats(1e3, 1e7)
@@ -56,3 +57,44 @@ def test_a_level_that_nothing_needs_never_saves_and_disturbs_no_other():
     found = levels_s(np.array([0.1, 5.0]), np.array([1e4, np.inf]))
     assert found[0] == pytest.approx(float(daly_s(0.1, 1e4)))
     assert np.isinf(found[1])
+
+
+def grown(uptimes: np.ndarray) -> tuple[float, float]:
+    """What `growth` makes of these uptimes, each as a share of their mean."""
+    chosen, factor = growth(moments(uptimes, uptimes.mean()).sum(axis=0))
+    return float(chosen), float(factor)
+
+
+@pytest.mark.parametrize(("shape", "expected"), [(1.0, (1.0,)), (0.7, (0.8, 0.9)), (0.5, (0.7, 0.8)), (3.0, (1.0,))])
+def test_intervals_grow_as_far_as_failures_come_in_clusters(shape: float, expected: tuple[float, ...]):
+    """Growing where there are no clusters would cost goodput; a Weibull shape k asks for (k + 1) / 2 at most."""
+    uptimes = np.random.default_rng(2).weibull(shape, 4000)
+    chosen, _ = grown(uptimes)
+    assert chosen in expected
+    assert grown(uptimes[:3])[0] >= 0.9, "three uptimes say little"
+
+
+def test_without_clusters_the_interval_is_the_one_it_was():
+    """All that is known of Daly's interval must go on to hold where there is nothing to gain."""
+    nothing = growth(np.zeros((2, len(GROWTHS))))
+    assert float(nothing[0]) == 1.0
+    assert float(first_s(1000.0, 20_000.0, nothing)) == pytest.approx(1000.0)
+    assert float(next_s(1000.0, 5000.0, 1.0)) == pytest.approx(1000.0)
+
+
+@pytest.mark.parametrize("shape", [0.5, 0.7])
+def test_a_growing_interval_costs_less_than_the_best_fixed_one_where_failures_cluster(shape: float):
+    """The reason for growing at all: counted save by save, on failures that the choice has not seen."""
+    rng, cost = np.random.default_rng(3), 0.03
+    seen, uptimes = (rng.weibull(shape, 40_000) / math.gamma(1.0 + 1.0 / shape) for _ in range(2))
+    chosen, factor = grown(seen)
+
+    def kept(first: float, power: float) -> float:
+        saves = np.floor((uptimes / first) ** power)
+        return float(np.maximum(first * saves ** (1.0 / power) - saves * cost, 0.0).mean())
+
+    best_fixed = max(kept(each, 1.0) for each in np.geomspace(0.1, 0.6, 40))
+    first = float(first_s(daly_s(cost, 1.0) + cost, 1.0, (chosen, factor)))
+    assert kept(first, chosen) > best_fixed * (1.001 if shape == 0.7 else 1.005)
+    ages = first * np.arange(1, 6) ** (1.0 / chosen)
+    assert next_s(first, ages[:-1], chosen) == pytest.approx(np.diff(ages))

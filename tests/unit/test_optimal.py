@@ -117,6 +117,27 @@ def test_failures_before_the_restart_set_the_rate_of_the_tier_that_they_needed(
     assert best._up_s == pytest.approx(600.0 * weights.sum(), rel=1e-6)
 
 
+def test_after_clustered_failures_intervals_begin_short_and_grow(tmp_path: Path, now: SimpleNamespace) -> None:
+    """Failures follow failures: with the same interval always, the minutes after a restart would be lost again."""
+    lives_s = (np.random.default_rng(1).weibull(0.5, 60) * 3600.0 + 1.0).tolist()
+    history(tmp_path, lives_s=lives_s, served=[None, *["durable"] * 59])
+    events, heard = EventLog(), []
+    events.observe(lambda event: heard.append(event) if event.kind == Kind.INTERVAL else None)
+    best = GoodputOptimal(events, tiers=("durable",), history=tmp_path)
+    save(events, 1, "durable", stall_s=60.0, commit_s=60.0)
+    young = best.interval_s("durable")
+    steady = daly_s(60.0, (best._up_s + 2 * 6 * 3600.0) / (best._failures.sum() + 2))
+    assert young < 0.9 * steady
+    now.s += 6 * 3600.0
+    save(events, 2, "durable", stall_s=60.0, commit_s=60.0)
+    assert best.interval_s("durable") > 1.3 * young
+    assert "; failures come in clusters: growth 0." in heard[-1].fields["reason"]
+    now.s += 3600.0
+    assert best.interval_s("durable") == pytest.approx(heard[-1].fields["seconds"], abs=1e-3), (
+        "an interval changes with a save, and says so"
+    )
+
+
 def test_an_empty_history_is_none(tmp_path: Path, now: SimpleNamespace) -> None:
     """The first attempt of a run finds no logs: it must begin all the same."""
     del now

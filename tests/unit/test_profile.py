@@ -15,6 +15,11 @@ from ckptkit.tuning import DurableProfile
 @pytest.mark.parametrize("value", [0, -1, "64", None, True])
 def test_a_value_that_is_none_is_refused(field: str, value: Any) -> None:
     """The mistake would be found in the background, at the first durable save."""
+    if field == "compression":
+        if value is not None:
+            with pytest.raises(ValueError, match=r"compression is .*; give None or one of \('zstd', 'zstd_shuffle'"):
+                DurableProfile(compression=value)
+        return
     unit = "seconds" if field.endswith("_s") else "bytes" if field.endswith("_bytes") else "a count"
     if field == "write_bytes_per_s":
         if value is None:
@@ -27,7 +32,7 @@ def test_a_value_that_is_none_is_refused(field: str, value: Any) -> None:
 
 def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     """A tuned profile would be another one in the job."""
-    profile = DurableProfile(data_file_bytes=1 << 20, copied_bytes=7, operation_timeout_s=0.5)
+    profile = DurableProfile(data_file_bytes=1 << 20, copied_bytes=7, operation_timeout_s=0.5, compression="zstd")
     profile.save(tmp_path / "profile.json")
     assert DurableProfile.load(tmp_path / "profile.json") == profile
 

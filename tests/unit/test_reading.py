@@ -81,7 +81,9 @@ def reader(leaves: Sequence[tuple[np.ndarray, tuple[int, ...]]], spoil: Callable
     return read
 
 
-def executed(plan: RestorePlan, readers: Sequence[Any], rejected: Any) -> tuple[dict[Key, Any], dict[str, int]]:
+def executed(
+    plan: RestorePlan, readers: Sequence[Any], rejected: Any, announced: frozenset[int]
+) -> tuple[dict[Key, Any], dict[str, int]]:
     """Under thresholds so low that small arrays take every way."""
     found: dict[Key, Any] = {}
 
@@ -95,7 +97,7 @@ def executed(plan: RestorePlan, readers: Sequence[Any], rejected: Any) -> tuple[
         mock.patch.object(reading, "SMALL_BYTES", 128),
         mock.patch.object(reading, "copy_threads", return_value=3),
     ):
-        return found, reading.execute(plan, readers, rejected, proven)
+        return found, reading.execute(plan, readers, rejected, proven, announced=announced)
 
 
 def check(found: dict[Key, Any], leaves: Sequence[tuple[np.ndarray, tuple[int, ...]]]) -> None:
@@ -130,7 +132,8 @@ def test_every_way_of_reading_gives_the_bytes(leaves: Any, split: bool, remote: 
     told: list[CheckpointError] = []
     plan = plan_restore(SAVE, wanted, sources)
     readers = [reader(leaves, spoil), reader(leaves, lambda *_: None)]
-    found, read_bytes = executed(plan, readers, lambda _, error: told.append(error))
+    announced = frozenset({0} if data.draw(st.booleans()) else ())
+    found, read_bytes = executed(plan, readers, lambda _, error: told.append(error), announced)
     check(found, leaves)
     of_tier = {"ram": 0, "ssd": 0}
     for number, (values, _) in enumerate(leaves):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,97 @@ def test_every_second_is_counted_once(seed: int, mtbf_s: float, wanted: float):
         assert total == pytest.approx(np.full(4, DAY_S), rel=1e-9)
         assert (found.work_s >= 0).all()
         assert (found.lost_s >= -1e-6).all()
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """Always the same first interval and growth, so that a count save by save knows them."""
+
+    intervals_s: tuple[float, ...]
+    growth: float
+    name: str = "growing"
+    memory: float = np.inf
+
+    def schedule(self, cluster: sim.Cluster, seen: sim.Seen) -> sim.Schedule:
+        del cluster
+        runs = len(seen.up_s)
+        return sim.Schedule(
+            np.broadcast_to(self.intervals_s, (runs, len(self.intervals_s))), np.full(runs, self.growth)
+        )
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 10_000), mtbf_s=st.floats(200.0, 20_000.0), steps=st.integers(20, 400), growth=st.floats(0.6, 1)
+)
+def test_growing_intervals_agree_with_counting_save_by_save(seed: int, mtbf_s: float, steps: int, growth: float):
+    """One tier; save n ends at n ** (1 / growth) times the first one's end: a drift would favour our own policy."""
+    durable = tier("durable", 4.0, 3.0, 40.0)
+    cluster, horizon_s = sim.Cluster(hosts=1, tiers=(durable,), restart_s=37.0, step_s=0.5), 30_000.0
+    failures = sim.draw(runs=2, horizon_s=horizon_s, mtbf_s=mtbf_s, shares=cluster.shares, seed=seed)
+    found = sim.simulate(cluster, failures, Growing((steps * 0.5,), growth), horizon_s=horizon_s)
+    first_s = steps * 0.5 + durable.stall_s
+    for run in range(2):
+        resumed, kept, stalled_s = 0.0, 0.0, 0.0
+        for at_s in failures.at_s[run]:
+            end = min(at_s, horizon_s)
+            last_save = int(((max(end - resumed, 0.0) / first_s) ** growth) * (1 + 1e-12))
+            ends = [first_s * n ** (1 / growth) for n in range(1, last_save + 1)]
+            stalled_s += durable.stall_s * len(ends)
+            following = first_s * (len(ends) + 1) ** (1 / growth)
+            stalled_s += max(0.0, max(end - resumed, 0.0) - (following - durable.stall_s))
+            if at_s >= horizon_s:
+                last = min(max(end - resumed, 0.0), following - durable.stall_s)
+                kept += last - durable.stall_s * len(ends)
+                break
+            whole = [each for each in ends if resumed + each + durable.persist_s <= end]
+            kept += whole[-1] - durable.stall_s * len(whole) if whole else 0.0
+            resumed = end + cluster.restart_s + durable.restore_s
+        assert found.work_s[run] == pytest.approx(kept, abs=1e-3)
+        assert found.stall_s[run] == pytest.approx(stalled_s, abs=1e-3)
+
+
+@settings(deadline=None, max_examples=15)
+@given(seed=st.integers(0, 1000), growth=st.floats(0.6, 1.0), wanted=st.floats(2.0, 2000.0))
+def test_growing_intervals_over_three_tiers_lose_nothing_that_was_saved(seed: int, growth: float, wanted: float):
+    """Every second once, and no tier may hold work that was not done."""
+    cluster = three_tiers()
+    failures = sim.draw(runs=4, horizon_s=DAY_S, mtbf_s=3000.0, shares=cluster.shares, shape=0.6, seed=seed)
+    found = sim.simulate(cluster, failures, Growing((wanted, 2 * wanted, 9 * wanted), growth), horizon_s=DAY_S)
+    total = found.work_s + found.stall_s + found.lost_s + found.down_s
+    assert total == pytest.approx(np.full(4, DAY_S), rel=1e-9)
+    assert min(found.work_s.min(), found.stall_s.min(), found.lost_s.min()) >= -1e-6
+
+
+def test_policies_together_are_what_each_is_alone():
+    """They share failures, not fates: a neighbour's rows must not leak into what a policy learns or does."""
+    cluster = three_tiers()
+    failures = sim.draw(runs=5, horizon_s=5 * DAY_S, mtbf_s=9000.0, shares=cluster.shares, shape=0.5, seed=4)
+    policies = [sim.Learned(prior_mtbf_s=9000.0), sim.levels(cluster, 9000.0), sim.Learned(prior_mtbf_s=500.0)]
+    together = sim.simulate_all(cluster, failures, policies, horizon_s=5 * DAY_S, mark=10)
+    for policy, found in zip(policies, together, strict=True):
+        alone = sim.simulate(cluster, failures, policy, horizon_s=5 * DAY_S, mark=10)
+        assert found.work_s.tolist() == alone.work_s.tolist()
+        assert found.goodput_after_mark().tolist() == alone.goodput_after_mark().tolist()
+
+
+def test_no_fixed_policy_beats_the_oracle():
+    """An oracle that was searched on a part of the failures must not stand behind what it is compared with."""
+    cluster = three_tiers()
+    failures = sim.draw(runs=150, horizon_s=4 * DAY_S, mtbf_s=1200.0, shares=cluster.shares, seed=8)
+    policies = [sim.levels(cluster, 1200.0), sim.daly(cluster, 1200.0), sim.continuous(cluster)]
+    heard: list[tuple[int, int]] = []
+    results = sim.compare(
+        cluster,
+        failures,
+        policies,
+        horizon_s=4 * DAY_S,
+        begin=policies[0],
+        progress=lambda done, total: heard.append((done, total)),
+    )
+    assert [each.policy for each in results] == ["oracle", "levels", "daly", "continuous"]
+    assert all(each.behind_oracle >= 0 for each in results)
+    assert heard[0] == (0, failures.at_s.shape[1])
 
 
 def test_exponential_failures_cost_what_the_exact_formula_says():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import orbax.checkpoint as ocp
@@ -11,7 +12,7 @@ import pytest
 
 import ckptkit
 from ckptkit.slot_reader import read_manifest
-from ckptkit.verification import Scrub
+from ckptkit.verification import Scrub, mend_step
 from ckptkit.verification.quarantine import QUARANTINE_DIR, arena_lock
 from tests.states import abstract, assert_same, make_state, restore_args
 from tests.verification.conftest import HOST, Job
@@ -117,6 +118,36 @@ def test_a_durable_step_from_a_slot(job: Job, how: str) -> None:
     restored(job)
     assert (job.root / "_ckptkit" / QUARANTINE_DIR / "1").is_dir(), "what was damaged is kept"
     assert not list((job.root / "_ckptkit").glob("repair-*"))
+
+
+@pytest.mark.parametrize("dies_in", ["_proof", "exchange", "move_aside"])
+def test_what_a_repair_that_died_has_left_goes_with_the_next(
+    job: Job, monkeypatch: pytest.MonkeyPatch, dies_in: str
+) -> None:
+    """Copies of whole steps would fill the root; or the damaged step would be deleted, which has changed places."""
+    below, data = job.root / "_ckptkit", job.root / "1/state/d"
+    for path in data.iterdir():
+        flip(path, 300)
+    damaged = {path.name: path.read_bytes() for path in data.iterdir()}
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mend_step, dies_in, die)
+        patched.setattr(mend_step.shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(KeyboardInterrupt):
+            scrubbed(job)
+    assert len(list(below.glob("repair-*"))) == 1
+    living = Path(tempfile.mkdtemp(prefix="repair-", dir=below))
+    with arena_lock(living):
+        scrubbed(job)
+    assert list(below.glob("repair-*")) == [living]
+    assert ckptkit.verify(str(job.root)).steps[1].state == "proven"
+    kept = [
+        {path.name: path.read_bytes() for path in step.glob("state/d/*")} for step in (below / QUARANTINE_DIR).iterdir()
+    ]
+    assert damaged in kept
 
 
 def test_what_no_other_copy_has(job: Job) -> None:

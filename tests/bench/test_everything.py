@@ -1,0 +1,54 @@
+"""`python -m bench all`: what it runs, and what it says of what it did not run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from bench import __main__ as commands
+from bench import everything
+
+
+def test_every_benchmark_with_rows_is_run_by_all() -> None:
+    """A benchmark that `all` forgets goes stale, and the report goes on to show its last figures."""
+    from bench.rows import _READERS
+
+    assert {entry.name for entry in everything.ENTRIES} == {"stall", "commit", "restore", "durable", *_READERS}
+    assert set(everything.SMALL) == {entry.name for entry in everything.ENTRIES}
+
+
+@pytest.mark.parametrize("entry", everything.ENTRIES, ids=lambda entry: entry.name)
+def test_the_words_of_every_entry_are_understood(entry: everything.Entry) -> None:
+    """A renamed option would show after an hour, as one benchmark less."""
+    command = commands._CAMPAIGNS.get(entry.name, commands.main)
+    words = [*([entry.name] if command is commands.main else []), *entry.words, *everything.SMALL[entry.name]]
+    command.make_context("bench", [*words, "--json", "never.json"])
+
+
+def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A campaign begun with too little time ends with nothing; one that failed must not look done."""
+    ran: list[tuple[str, tuple[str, ...]]] = []
+
+    def run(entry: everything.Entry, directory: Path, limit_s: float, more: Any) -> str:
+        del directory, limit_s, more
+        ran.append((entry.name, entry.words))
+        return "failed with code 1" if entry.name == "policy" else "done"
+
+    monkeypatch.setattr(everything, "_run", run)
+    words = ["--minutes", "5", "--only", "policy", "--only", "simulator", "--only", "gather", "--into", str(tmp_path)]
+    done = CliRunner().invoke(everything.main, [*words, "--traces", str(tmp_path)])
+    assert done.exit_code == 1
+    assert ran == [("gather", ()), ("policy", ("--traces", str(tmp_path)))]
+    assert "policy: failed with code 1" in done.output
+    assert "simulator: left out: 5.0 minutes are left, it takes 12" in done.output
+
+
+def test_the_policy_is_judged_end_to_end(tmp_path: Path) -> None:
+    """The glue: a process of its own, its JSON where the report finds it."""
+    done = CliRunner().invoke(everything.main, ["--small", "--only", "policy", "--into", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "policy.json").read_text())["benchmark"] == "policy"

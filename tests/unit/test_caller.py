@@ -1,0 +1,155 @@
+"""A background thread that borrows its caller's: who waits for whom, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from ckptkit.coordination import Decide
+from ckptkit.errors import CheckpointError
+from ckptkit.manager import caller as caller_module
+from ckptkit.manager.caller import Caller, all_come
+
+LIMIT_S = 60.0
+
+
+class Threads:
+    """Coordinators of a job whose processes are threads."""
+
+    def __init__(self, count: int):
+        self.count, self.values = count, [None] * count
+        self.meeting = threading.Barrier(count, timeout=LIMIT_S)
+        self.verdict = ""
+
+    def coordinator(self, process: int) -> Any:
+        return Member(self, process)
+
+
+class Member:
+    def __init__(self, job: Threads, process: int):
+        self.job, self.process, self.count = job, process, job.count
+
+    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float) -> Any:
+        self.job.values[self.process] = value
+        self.job.meeting.wait()
+        if self.process == 0:
+            self.job.verdict = json.dumps(decide(json.loads(json.dumps(self.job.values))))
+        self.job.meeting.wait()
+        return json.loads(self.job.verdict)
+
+
+class Job:
+    """Two processes that wait for their callers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, timeout_s: float = LIMIT_S, left: bool = True):
+        monkeypatch.setattr(caller_module, "_LOOK_S", 0.05)
+        self.callers = [Caller(), Caller()]
+        self.left = left
+        job = Threads(2)
+        self._threads = ThreadPoolExecutor(4)
+        self.over = False
+        self.waiting = [
+            self._threads.submit(all_come, caller, lambda: self.left, job.coordinator(process), timeout_s=timeout_s)
+            for process, caller in enumerate(self.callers)
+        ]
+
+    def serve(self, process: int, timeout_s: float | None = None) -> Future[None]:
+        return self._threads.submit(self.callers[process].serve, lambda: self.over, timeout_s)
+
+    def said(self) -> list[str | None]:
+        return [future.result(LIMIT_S) for future in self.waiting]
+
+    def end(self, *served: Future[None]) -> None:
+        self.over = True
+        for caller in self.callers:
+            caller.wake()
+        for future in served:
+            future.result(LIMIT_S)
+        self._threads.shutdown()
+
+
+def test_nothing_is_launched_before_all_callers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process would be in a collective while another one's caller is still compiling, or in its own."""
+    job = Job(monkeypatch)
+    first = job.serve(0)
+    time.sleep(0.5)  # several looks
+    assert not any(future.done() for future in job.waiting)
+    second = job.serve(1)
+    assert job.said() == [None, None]
+    on = [job.callers[process].run(lambda: threading.current_thread().name) for process in (0, 1)]
+    assert len(set(on)) == 2
+    assert threading.current_thread().name not in on
+    job.end(first, second)
+
+
+def test_a_caller_stays_once_all_have_come_and_may_leave_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose time runs out in the middle would leave the others in a collective to which it never comes."""
+    job = Job(monkeypatch)
+    job.serve(0, timeout_s=0.2).result(LIMIT_S)
+    assert not any(future.done() for future in job.waiting)
+    kept = job.serve(0, timeout_s=1.0), job.serve(1, timeout_s=1.0)
+    assert job.said() == [None, None]
+    time.sleep(1.5)
+    assert not any(future.done() for future in kept)
+    assert job.callers[0].run(lambda: 7) == 7
+    job.callers[0].release()
+    kept[0].result(LIMIT_S)
+    job.end(kept[1])
+
+
+def test_who_gives_up_or_is_late_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that closes, or waits for something that the others do after the restore, would hold them for ever."""
+    job = Job(monkeypatch)
+    served = job.serve(0)
+    job.callers[1].leave()
+    assert job.said() == ["process 1 gave the restore up"] * 2
+    job.end(served)
+    job = Job(monkeypatch, timeout_s=0.5)
+    served = job.serve(0)
+    assert job.said() == ["process 1 did not ask for the result within 0.5 s"] * 2
+    job.end(served)
+
+
+def test_nobody_is_waited_for_once_all_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that looks at `done` until it is true would never come."""
+    job = Job(monkeypatch)
+    time.sleep(0.3)
+    assert not any(future.done() for future in job.waiting)
+    job.left = False
+    assert job.said() == ["all was read before everybody asked for the result"] * 2
+    job.end()
+
+
+def test_what_the_act_raises_is_raised_where_it_was_asked_for() -> None:
+    """A collective that fails would end the caller's wait, and leave the restore behind it waiting."""
+    caller, over = Caller(), threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        served = threads.submit(caller.serve, over.is_set, None)
+        assert caller.come(LIMIT_S) == "here"
+        with pytest.raises(ZeroDivisionError):
+            caller.run(lambda: 1 // 0)
+        assert caller.run(lambda: "more") == "more"
+        over.set()
+        caller.wake()
+        served.result(LIMIT_S)
+
+
+def test_an_interrupted_caller_is_gone() -> None:
+    """Ctrl-C in the middle of a transfer would leave the background thread waiting, and the process with it."""
+    caller = Caller()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with ThreadPoolExecutor(1) as threads:
+        served = threads.submit(caller.serve, lambda: False, None)
+        assert caller.come(LIMIT_S) == "here"
+        with pytest.raises(CheckpointError, match="was interrupted"):
+            caller.run(interrupt)
+        assert isinstance(served.exception(LIMIT_S), KeyboardInterrupt)
+        assert caller.come(LIMIT_S) == "gone"

@@ -1,0 +1,75 @@
+"""The fence before a durable commit: the run has recorded its epoch, and no later run has begun."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ckptkit.coordination import LocalCoordinator
+from ckptkit.durable.epochs import Ancestry, EpochRecords
+from ckptkit.errors import CheckpointError, TransientStoreError
+from ckptkit.manager.epoch_claim import EpochClaim
+from ckptkit.manifest import SaveId
+from ckptkit.store import MemoryStore
+
+SAVE = SaveId(2, 40, 7)
+
+
+class Away:
+    """Epoch records of a root that cannot be written while `away`."""
+
+    def __init__(self, store: MemoryStore):
+        self.records = EpochRecords(store)
+        self.away = True
+
+    def write(self, ancestry: Ancestry) -> None:
+        if self.away:
+            raise TransientStoreError("503")
+        self.records.write(ancestry)
+
+    def read(self) -> Ancestry:
+        return self.records.read()
+
+
+def claim_of(epochs: Any, degraded: list[Any]) -> EpochClaim:
+    tiers: Any = SimpleNamespace(epochs=epochs, durable=SimpleNamespace(url="gs://b/run"))
+    outcomes: Any = SimpleNamespace(degraded=lambda step, tier, error: degraded.append((step, tier, str(error))))
+    book: Any = SimpleNamespace(ancestry=Ancestry(epoch=SAVE.epoch))
+    return EpochClaim(tiers, LocalCoordinator(), book, outcomes, timeout_s=5.0)
+
+
+def test_nothing_is_committed_durably_before_the_epoch_is_recorded() -> None:
+    """A run whose record did not land would commit, and the next one take the same epoch: two branches, one name."""
+    epochs, degraded = Away(MemoryStore()), list[Any]()
+    claim = claim_of(epochs, degraded)
+    claim.claim(SAVE)  # its first commit to a fast tier: training goes on
+    assert degraded == [(40, "durable", "503")]
+    with pytest.raises(TransientStoreError, match=r"step 40 .* gs://b/run: epoch 2 of this run could not be recorded"):
+        claim.fence(SAVE)
+    assert epochs.read().epoch == 0
+    epochs.away = False
+    claim.fence(SAVE)
+    assert epochs.read().epoch == SAVE.epoch
+
+
+def test_a_fence_that_was_passed_once_sees_a_later_run() -> None:
+    """What was recorded before would be taken for good, and the older run overtake the newer one's branch."""
+    epochs = Away(MemoryStore())
+    epochs.away = False
+    claim = claim_of(epochs, [])
+    claim.fence(SAVE)
+    epochs.records.write(Ancestry(epoch=3))
+    with pytest.raises(CheckpointError, match=r"this run has epoch 2, and a later run has begun epoch 3"):
+        claim.fence(SAVE)
+
+
+def test_an_epoch_that_another_run_recorded_is_not_committed_under() -> None:
+    """Two runs that began at once would both commit under one epoch."""
+    store = MemoryStore()
+    EpochRecords(store).write(Ancestry(epoch=SAVE.epoch))
+    epochs = Away(store)
+    epochs.away = False
+    with pytest.raises(CheckpointError, match="another run has begun epoch 2 in gs://b/run; stop one of the two"):
+        claim_of(epochs, []).fence(SAVE)
