@@ -20,10 +20,12 @@ import numpy as np
 
 from ckptkit import clock
 from ckptkit.layout import PAGE_BYTES
+from ckptkit.pages import is_cached
 
 Method = Literal["direct", "mapping"]
 PIECE_BYTES = 16 << 20  # of one write; measured best on a local SSD, alone and with a second one at the same time
 _BUFFER_BYTES = 2 << 20
+_DIRECT_BYTES = 1 << 20  # smaller ones are read ahead by the kernel, together
 _PROBE_BYTES = 64 << 20
 _PROBES = 2  # of each method, by turns; the better one counts
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -124,42 +126,60 @@ class DiskFile:
 
 
 @final
-class DirectReads:
-    """Reads of a disk's file past the page cache, into memory of the caller's: no copy, no pages that nobody needs
-    again, and a sector that cannot be read is an error, where a mapping would kill the process. Safe from several
-    threads.
+class FileReads:
+    """Reads of a disk's file into memory of the caller's: large ones that are not in the page cache go past it, which
+    takes no copy and no pages that nobody needs again. A sector that cannot be read, or a file that was cut short, is
+    an error, where a mapping would kill the process. Safe from several threads. Raises `OSError` for what is no file,
+    ValueError for an empty one.
     """
 
     def __init__(self, path: Path):
         self._local = threading.local()
-        self._fd = -1
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # no link, no pipe
+        self._fd = os.open(path, flags)
+        weakref.finalize(self, os.close, self._fd)
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", str(path))
+        self.size_bytes = status.st_size
+        # Never touched: only to ask what is cached. A read that must not wait would begin to read ahead.
+        self._mapped = np.frombuffer(mmap.mmap(self._fd, self.size_bytes, prot=mmap.PROT_READ), np.uint8)
+        self._direct_fd = -1
         with suppress(OSError):  # a file system without direct I/O
-            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            weakref.finalize(self, os.close, self._fd)
+            self._direct_fd = os.open(path, flags | os.O_DIRECT)
+            weakref.finalize(self, os.close, self._direct_fd)
 
-    def fill(self, target: np.ndarray, start: int) -> bool:
-        """Fills flat `target` with the file's bytes from `start` on; False where the file system cannot read so. Runs
-        without the GIL. What does not lie in memory as it does in the file, by pages, comes through a buffer.
+    def fill(self, target: np.ndarray, start: int) -> None:
+        """Fills flat `target` with the file's bytes from `start` on. Runs without the GIL.
 
-        Raises OSError where the disk does not give them, EOFError where the file, in whole pages, ends before.
+        Raises OSError where the disk does not give them, EOFError where the file ends before.
         """
+        if (
+            self._direct_fd >= 0
+            and _DIRECT_BYTES <= target.nbytes <= self.size_bytes - start
+            and not is_cached(self._mapped[start:])
+        ):
+            try:
+                self._fill_direct(target, start)
+                return
+            except OSError as error:
+                if error.errno not in _NO_DIRECT:
+                    raise
+            except EOFError:  # in the last page, which direct I/O reads whole
+                pass
+        _read(self._fd, memoryview(target.data), start)
+
+    def _fill_direct(self, target: np.ndarray, start: int) -> None:
+        """What does not lie in memory as it does in the file, by pages, comes through a buffer."""
         head, stop = -start % PAGE_BYTES, start + target.nbytes
         whole_bytes = (target.nbytes - head) // PAGE_BYTES * PAGE_BYTES
         first, last = start + head, start + head + whole_bytes
-        if whole_bytes <= 0 or (target.ctypes.data + head) % PAGE_BYTES:
+        if (target.ctypes.data + head) % PAGE_BYTES:
             first = last = stop
-        if self._fd < 0:
-            return False
-        try:
-            self._fill_buffered(target, start, min(first, stop), start)
-            if first < last:
-                self._read(memoryview(target.data)[first - start : last - start], first)
-                self._fill_buffered(target, last, stop, start)
-        except OSError as error:
-            if error.errno not in _NO_DIRECT:
-                raise
-            return False
-        return True
+        self._fill_buffered(target, start, first, start)
+        if first < last:
+            _read(self._direct_fd, memoryview(target.data)[first - start : last - start], first)
+            self._fill_buffered(target, last, stop, start)
 
     def _fill_buffered(self, target: np.ndarray, first: int, last: int, start: int) -> None:
         """The file's bytes `[first, last)` into `target`, which begins at `start`."""
@@ -172,15 +192,21 @@ class DirectReads:
         while at < last:
             page = at - at % PAGE_BYTES
             size_bytes = min(_BUFFER_BYTES, -(-(last - page) // PAGE_BYTES) * PAGE_BYTES)
-            self._read(memoryview(buffer.data)[:size_bytes], page)
-            until = min(last, page + size_bytes)
+            least_bytes = min(last, page + size_bytes) - page
+            got = _read(self._direct_fd, memoryview(buffer.data)[:size_bytes], page, least=least_bytes)
+            until = min(last, page + got)
             target[at - start : until - start] = buffer[at - page : until - page]
             at = until
 
-    def _read(self, into: memoryview, start: int) -> None:
-        done = 0
-        while done < into.nbytes:
-            got = os.preadv(self._fd, [into[done : done + PIECE_BYTES]], start + done)
-            if got == 0:
-                raise EOFError(f"the file ends at byte {start + done}")
-            done += got
+
+def _read(fd: int, into: memoryview, start: int, *, least: int | None = None) -> int:
+    """Fills `into`, or `least` bytes of it where the file ends there; returns how many."""
+    done, least = 0, into.nbytes if least is None else least
+    while done < into.nbytes:
+        got = os.preadv(fd, [into[done : done + PIECE_BYTES]], start + done)
+        done += got
+        if got == 0 or (done >= least and got % PAGE_BYTES):
+            break
+    if done < least:
+        raise EOFError(f"the file ends at byte {start + done}")
+    return done

@@ -52,7 +52,7 @@ def populate(memory: np.ndarray) -> bool:
 
 
 def is_cached(mapped: np.ndarray) -> bool:
-    """Whether the first page of a mapped file's part is in memory, so that reading it asks no disk. Cost: a call.
+    """Whether the first page of a mapped file's part is in memory, so that reading it asks no disk. Touches nothing.
 
     Where the kernel does not tell (another user's file), all looks cached.
     """

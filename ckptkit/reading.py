@@ -225,7 +225,7 @@ class _Reading:
                     block = np.ndarray(wanted.shape, box_read.dtype, memory, at)
                     at += _aligned(box_read.nbytes)
                 else:
-                    block = self._make_block(box_read.key, wanted, box_read.dtype)
+                    block = self._block(box_read)
                 blocks[wanted] = block
                 tier = self._read(box_read, wanted, block)
                 read_bytes[tier] = read_bytes.get(tier, 0) + box_read.nbytes
@@ -235,10 +235,14 @@ class _Reading:
         with self._counting:
             self._count(read_bytes)
 
+    def _block(self, box_read: BoxRead) -> np.ndarray:
+        make_block = _fresh if box_read.nbytes < _OWN_BYTES else self._make_block
+        return make_block(box_read.key, box_read.wanted, box_read.dtype)
+
     def _read_part(self, box_read: BoxRead, part: Box, shared: _Shared) -> None:
         with shared.making:
             if (block := shared.blocks.get(box_read.wanted)) is None:
-                block = self._make_block(box_read.key, box_read.wanted, box_read.dtype)
+                block = self._block(box_read)
                 shared.blocks[box_read.wanted] = block
         into = block if part == box_read.wanted else block[part.slices(box_read.wanted.start)]
         tier = self._read(box_read, part, into)

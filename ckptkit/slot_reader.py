@@ -14,7 +14,7 @@ from typing import final
 import numpy as np
 
 from ckptkit import layout
-from ckptkit.disk_file import DirectReads
+from ckptkit.disk_file import FileReads
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.manifest import (
     MANIFEST_BYTES_MAX,
@@ -27,10 +27,7 @@ from ckptkit.manifest import (
     prove_all,
 )
 from ckptkit.newest import lost_newest
-from ckptkit.pages import is_cached
 from ckptkit.sharding import Box
-
-_DIRECT_BYTES = 1 << 20  # of a cell: smaller ones are read ahead by the kernel, together
 
 
 def manifest_name_of(save_id: SaveId) -> str:
@@ -133,6 +130,14 @@ def within(manifest: Manifest, size_bytes: int) -> Manifest:
     return replace(manifest, arrays={item: tuple(map(cut, leaves)) for item, leaves in manifest.arrays.items()})
 
 
+def _mapped(path: Path) -> np.ndarray:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # no link, no pipe
+    try:
+        return np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ), np.uint8)
+    finally:
+        os.close(fd)
+
+
 @final
 class SlotReader:
     """Reads boxes of one committed manifest, in this process or another; never an alias of the slot's memory.
@@ -142,17 +147,13 @@ class SlotReader:
     """
 
     def __init__(self, directory: Path, manifest: Manifest, proves: Proves = prove_all, *, on_disk: bool = False):
-        """`on_disk`: what is not in the page cache is read past it."""
-        self._manifest = manifest
+        """`on_disk`: read as a file, past the page cache; otherwise it is mapped."""
         self._proves = proves
         self._manifest_path = directory / manifest_name_of(manifest.save_id)
         self._path = directory / manifest.slot
-        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # no link, no pipe
-        try:
-            self._memory = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ), np.uint8)
-        finally:
-            os.close(fd)
-        self._direct = DirectReads(self._path) if on_disk else None
+        self._reads = FileReads(self._path) if on_disk else None
+        self._memory = np.empty(0, np.uint8) if on_disk else _mapped(self._path)
+        self.size_bytes = self._reads.size_bytes if self._reads is not None else self._memory.nbytes  # of the file
 
     def read(self, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
         """Copies the part of `wanted` that `record.box` holds into `into`; raises `CorruptCheckpointError`."""
@@ -160,27 +161,22 @@ class SlotReader:
         def fetch(cell: Box, start: int, stop: int, target: np.ndarray) -> np.ndarray:
             del cell
             start, stop = record.offset + start, record.offset + stop
-            if stop > self._memory.nbytes:
+            if stop > self.size_bytes:
                 raise CorruptCheckpointError(
-                    f"{self._path} has {self._memory.nbytes} bytes, leaf {leaf.name} ends at {stop}",
+                    f"{self._path} has {self.size_bytes} bytes, leaf {leaf.name} ends at {stop}",
                     path=str(self._path),
                 )
-            mapped = self._memory[start:stop]
-            if self._direct is None or stop - start < _DIRECT_BYTES or is_cached(mapped):
-                return mapped
+            if self._reads is None:
+                return self._memory[start:stop]
             try:
-                return target if self._direct.fill(target, start) else mapped
+                self._reads.fill(target, start)
             except (OSError, EOFError) as error:
                 raise CorruptCheckpointError(
                     f"{self._path}: leaf {leaf.name} cannot be read: {error}", path=str(self._path)
                 ) from error
+            return target
 
         copy_proven(leaf, record, wanted, into, fetch, where=str(self._path), proves=self._proves)
-
-    @property
-    def size_bytes(self) -> int:
-        """Of the slot's file."""
-        return self._memory.nbytes
 
     def gone(self) -> bool:
         """Whether the manifest is no longer there: the slot may hold a newer save by now."""

@@ -23,6 +23,11 @@ def encoded_bytes(value: bytes) -> int | None:
     return before if after == len(value) else None
 
 
+def may_be_encoded(head: bytes, length: int, before: int) -> bool:
+    """Whether a value of `length` bytes that begins with `head` may be a frame of which `before` bytes come out."""
+    return len(head) >= _HEADER.size and _HEADER.unpack_from(head) == (before, length)
+
+
 def decoded(value: bytes, leaf: LeafRecord, codec: Codec) -> np.ndarray:
     """The elements of a whole cell of `leaf`. Raises ValueError as TensorStore does, for damaged bytes.
 

@@ -17,6 +17,7 @@ from ckptkit import layout
 from ckptkit.durable.buckets import base_of
 from ckptkit.durable.cell_reader import CellReader, Wanted
 from ckptkit.durable.orbax_files import ARRAY_METADATAS, STEP_METADATA, marked_save
+from ckptkit.durable.placed_cells import PlacedCells
 from ckptkit.durable.waiting import UNREACHABLE, awaited, small_objects, translated, words_of
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, TransientStoreError
 from ckptkit.layout import COMMIT_MARK
@@ -24,6 +25,7 @@ from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, Proves, SaveId, co
 from ckptkit.sharding import Box
 from ckptkit.store import Store
 from ckptkit.store.refused import is_refusal
+from ckptkit.store.roots import is_remote
 from ckptkit.tuning import DurableProfile
 
 READ_THREADS = 8
@@ -102,6 +104,7 @@ class DurableReader:
         self._profile = profile
         self._store: Store = small_objects(self._url, profile)
         self._cells = CellReader(self._url, profile)
+        self._placed = PlacedCells(self._url, profile)
         self._lock = threading.Lock()
         self._arrays: dict[tuple[str, str], ts.TensorStore] = {}
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})
@@ -183,9 +186,14 @@ class DurableReader:
         """The items of the step: its directories."""
         return [name.rstrip("/") for name in self._store.list("") if name.endswith("/")]
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether reads wait for an answer: many at a time."""
+        return is_remote(self._url)
+
     def expect(self, wanted: Iterable[Wanted]) -> None:
         """Begins to read what `read` will be asked for, within `DurableProfile.read_ahead_bytes`."""
-        self._cells.expect(wanted)
+        self._cells.expect(each for each in wanted if not self._placed.has(each[0]))
 
     def read(self, item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
         """Copies `wanted` (a part of `record.box`) into `into`, whose shape is `wanted.shape`.
@@ -194,7 +202,9 @@ class DurableReader:
         """
 
         def fetch(cell: Box, start: int, stop: int, target: np.ndarray) -> np.ndarray:
-            del start, stop, target
+            del start, stop
+            if self._placed.fill(item, leaf, cell, target):
+                return target
             stored = _proven_readable(lambda: self._cells.fetch(item, leaf, cell), self._url, leaf)
             return self.read_cell(item, leaf, cell) if stored is None else stored
 

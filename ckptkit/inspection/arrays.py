@@ -15,9 +15,9 @@ import numpy as np
 import tensorstore as ts
 
 from ckptkit.durable.buckets import base_of
+from ckptkit.durable.ocdbt_tree import inline_values
 from ckptkit.durable.waiting import words_of
 from ckptkit.errors import CorruptCheckpointError, StoreError, TransientStoreError
-from ckptkit.inspection.ocdbt import inline_values
 from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.records import Leaf
 from ckptkit.inspection.words import dtype_name, sharding_words

@@ -142,7 +142,7 @@ class Reach:
         self.stock = not durable and not fast.manifests
         if not self.stock:
             yield Holdings(
-                sources=(*fast.sources, Source(tier=DURABLE, manifests=durable, remote=True)),
+                sources=(*fast.sources, Source(tier=DURABLE, manifests=durable, remote=reader.is_remote)),
                 readers=(*fast.readers, reader.read),
                 expect=reader.expect,
             )

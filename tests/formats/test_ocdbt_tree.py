@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import tensorstore as ts
 
+from ckptkit.durable.ocdbt_tree import inline_values
 from ckptkit.inspection import ocdbt
-from ckptkit.inspection.ocdbt import inline_values
 
 
 def make_tree(path: Path, node_bytes: int, inline_bytes: int = 20) -> tuple[Any, dict[str, bytes]]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit.disk_file import DirectReads
+from ckptkit.disk_file import FileReads
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.layout import PAGE_BYTES
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
@@ -25,18 +25,24 @@ def data() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, BYTES, np.uint8)
 
 
-@pytest.fixture
-def path(tmp_path: Path, data: np.ndarray) -> Path:
-    """The data as a slot of whole pages, out of the page cache."""
+@pytest.fixture(params=[0, 1000], ids=["whole pages", "a part of one at the end"])
+def path(request: pytest.FixtureRequest, tmp_path: Path, data: np.ndarray) -> Path:
+    """The data in a file, out of the page cache."""
     path = tmp_path / "slot-0.bin"
-    path.write_bytes(data.tobytes() + bytes(-data.nbytes % PAGE_BYTES))
+    path.write_bytes(data.tobytes() + bytes(-data.nbytes % PAGE_BYTES + request.param))
+    forget(path)
+    reads = FileReads(path)
+    if reads._direct_fd < 0 or is_cached(reads._mapped):
+        pytest.skip("the file system of temporary files has no direct I/O")
+    return path
+
+
+def forget(path: Path) -> None:
+    """Out of the page cache."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
-    if not DirectReads(path).fill(empty_block((BYTES,), UINT8), 0):
-        pytest.skip("the file system of temporary files has no direct I/O")
-    return path
 
 
 @pytest.mark.parametrize("start", [0, 1, PAGE_BYTES, 3 * PAGE_BYTES - 7])
@@ -48,14 +54,32 @@ def test_any_bytes_are_filled_wherever_they_begin(
     block = empty_block((BYTES,), UINT8)
     block[:] = 7
     first, last = start % PAGE_BYTES + shift, start % PAGE_BYTES + shift + size
-    assert DirectReads(path).fill(block[first:last], start)
+    FileReads(path).fill(block[first:last], start)
     assert np.array_equal(block[first:last], data[start : start + last - first])
     assert (block[:first] == 7).all()
     assert (block[last:] == 7).all()
 
 
-def test_a_file_that_cannot_be_read_so_is_left_to_others(path: Path) -> None:
-    assert not DirectReads(path.with_name("absent")).fill(empty_block((BYTES,), UINT8), 0)
+@pytest.mark.parametrize("size", [1, PAGE_BYTES, 2 << 20])
+@pytest.mark.parametrize("shift", [0, 64])
+def test_the_end_of_a_file_is_read_to_its_last_byte_and_not_beyond(path: Path, size: int, shift: int) -> None:
+    whole = np.frombuffer(path.read_bytes(), np.uint8)
+    forget(path)
+    block = empty_block((4 << 20,), UINT8)[shift:]
+    start = whole.nbytes - size
+    FileReads(path).fill(block[:size], start)
+    assert np.array_equal(block[:size], whole[start:])
+    with pytest.raises(EOFError):
+        FileReads(path).fill(block[: size + 1], start)
+
+
+@pytest.mark.parametrize("name", ["absent", "pipe", "link", "."])
+def test_what_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "file").write_bytes(b"1")
+    with pytest.raises(OSError, match=str(tmp_path)):
+        FileReads(tmp_path / name)
 
 
 def slot(path: Path, data: np.ndarray) -> tuple[SlotReader, LeafRecord, BoxRecord]:
@@ -87,7 +111,7 @@ def test_a_slot_comes_from_the_disk_and_leaves_no_pages_behind(path: Path, data:
     into = empty_block((BYTES,), UINT8)
     reader.read(leaf, record, record.box, into)
     assert np.array_equal(into, data)
-    assert not is_cached(np.memmap(path, np.uint8, mode="r")[1 << 20 :])
+    assert not is_cached(FileReads(path)._mapped[1 << 20 :])
 
 
 def test_damage_on_the_disk_is_seen(path: Path, data: np.ndarray) -> None:
@@ -109,7 +133,7 @@ def test_a_disk_that_fails_is_a_damaged_slot_and_not_a_dead_process(
         os.truncate(path, PAGE_BYTES)
     else:
 
-        def preadv(*_: Any) -> int:
+        def preadv(fd: int, buffers: Any, start: int, flags: int = 0) -> int:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         monkeypatch.setattr(os, "preadv", preadv)
@@ -117,13 +141,18 @@ def test_a_disk_that_fails_is_a_damaged_slot_and_not_a_dead_process(
         reader.read(leaf, record, record.box, empty_block((BYTES,), UINT8))
 
 
-def test_what_direct_reads_refuse_comes_through_the_mapping(
+def test_where_direct_reads_are_refused_others_are_made(
     path: Path, data: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def preadv(*_: Any) -> int:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
     reader, leaf, record = slot(path, data)
+    assert reader._reads is not None
+    direct, real = reader._reads._direct_fd, os.preadv
+
+    def preadv(fd: int, buffers: Any, start: int, flags: int = 0) -> int:
+        if fd == direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, buffers, start, flags)
+
     monkeypatch.setattr(os, "preadv", preadv)
     into = empty_block((BYTES,), UINT8)
     reader.read(leaf, record, record.box, into)
