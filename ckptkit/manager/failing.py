@@ -16,6 +16,7 @@ from ckptkit.manager.taken import DURABLE
 from ckptkit.policy import FailurePolicy
 
 _PAUSES_MAX = 4  # doublings of a pause
+_jitter = random.Random()  # its own: a job that seeds `random` gets the same numbers with us in the background
 
 
 class DurableUpkeep:
@@ -155,7 +156,7 @@ class DurableUpkeep:
                 "process": process,
                 "name": name,
                 "reason": reason,
-                "jitter": random.uniform(0.5, 1.0),
+                "jitter": _jitter.uniform(0.5, 1.0),
             }
 
         return self._coordinator.agree("durable-outcome", mine, judge, timeout_s=self._timeout_s)

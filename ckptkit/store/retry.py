@@ -12,6 +12,7 @@ from ckptkit.errors import TransientStoreError
 from ckptkit.store.base import PutMode, Stat, Store
 
 T = TypeVar("T")
+_jitter = random.Random()  # its own: a job that seeds `random` gets the same numbers with us in the background
 
 
 @final
@@ -101,5 +102,5 @@ class RetryStore:
             except TransientStoreError:
                 if deadline.passed:
                     raise
-            time.sleep(min(random.uniform(0, delay_s), deadline.left_s))
+            time.sleep(min(_jitter.uniform(0, delay_s), deadline.left_s))
             delay_s = min(delay_s * 2, 5.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -450,6 +451,15 @@ def test_a_store_that_stays_down_is_given_up_at_the_deadline(monkeypatch: pytest
     assert 59.0 <= fake.now_s - 100.0 <= 61.0
     assert max(fake.slept) <= 5.0
     assert len(fake.slept) >= 10
+
+
+def test_tries_leave_the_numbers_of_a_job_that_seeds_random_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket that throttles in the background would change the data order, or the dropout, of a seeded run."""
+    FakeTime(monkeypatch)
+    before = random.getstate()
+    with pytest.raises(TransientStoreError):
+        RetryStore(cast(Any, Failing(TransientStoreError("503"))), deadline_s=60.0).get("key")
+    assert random.getstate() == before
 
 
 @pytest.mark.parametrize(
