@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,11 +75,13 @@ class Places:
     def flip(self, seed: int) -> str | None:
         """Turns a bit of array data in the newest committed step of the fastest tier that has it; says where.
 
-        None where no step is committed.
+        None where there is not another copy of some step besides: nobody could go on from there.
         """
-        found = [*_slots(self.ram, 2), *_slots(self.disk / "ssd", 1), *_durable(self.durable)]
-        if not found:
+        slots = [*_slots(self.ram, 2), *_slots(self.disk / "ssd", 1)]
+        steps = _durable_steps(self.durable)
+        if len(slots) + len(steps) < 2:
             return None
+        found = [*slots, *_durable(self.durable, steps)]
         step, _, path, first, last = max(found)
         chance = random.Random(f"flip {seed}")
         at, bit = chance.randrange(first, last), chance.randrange(8)
@@ -116,9 +118,12 @@ def _slots(root: Path, speed: int) -> list[_Found]:
     return found
 
 
-def _durable(root: Path) -> list[_Found]:
+def _durable_steps(root: Path) -> list[int]:
+    return [int(path.name) for path in root.glob("*") if path.name.isdecimal()]
+
+
+def _durable(root: Path, steps: Sequence[int]) -> list[_Found]:
     """The middle of the largest data file of the newest step: there is array data, and nothing else."""
-    steps = [int(path.name) for path in root.glob("*") if path.name.isdecimal()]
     files = durable_files(root, "data", max(steps)) if steps else []
     if not files:
         return []

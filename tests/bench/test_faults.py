@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,11 @@ def test_a_flip_hits_array_data_of_the_newest_step_that_is_left(places: Places) 
     assert not ckptkit.verify(str(places.durable)).corrupt
     places.flip(3)
     assert ckptkit.verify(str(places.durable)).corrupt
+    *older, _ = sorted(path for path in places.durable.glob("*") if path.name.isdecimal())
+    for step in older:
+        shutil.rmtree(step)
+    assert older
+    assert places.flip(5) is None  # the only copy: nobody could go on without it
     places.remove()
     assert places.flip(4) is None
 
