@@ -63,6 +63,7 @@ class Job:
         self._root, self._process = root, process
         self._events: list[Any] = []
         self._met = 0
+        self._read_bytes = ReadBytes()
 
     def manager(self, root: str, mode: Any = "always", **options: Any) -> Any:
         import orbax.checkpoint as ocp
@@ -100,13 +101,12 @@ class Job:
         """Restores the newest step into `state`'s shape; what came out, and how. `later` is given a handle of a restore
         in the background, and gives its result."""
         import orbax.checkpoint as ocp
-        import tensorstore as ts
 
         from bench.replica_states import bits_here
 
         args = ocp.args.StandardRestore(abstract(state))  # pyright: ignore[reportCallIssue]
         with self.manager(root, mode, **options) as manager:
-            before, before_bytes = len(self._events), file_bytes(ts)
+            before, before_bytes = len(self._events), self._read_bytes()
             found: dict[str, Any] = {}
             try:
                 if later is None:
@@ -119,7 +119,7 @@ class Job:
             events = self._events[before:]
         said = [e.fields for e in events if e.kind == "restored"]
         found |= {
-            "read_bytes": file_bytes(ts) - before_bytes,
+            "read_bytes": self._read_bytes() - before_bytes,
             "expected": bits_here(state),
             "rejected": [[e.tier, e.fields["reason"]] for e in events if e.kind == "restore_rejected"],
             "rounds": sum(e.kind == "span" and e.fields["span"] == "broadcast" for e in events),
@@ -353,10 +353,26 @@ def save_args(state: Any) -> Any:
     return ocp.args.StandardSave(state)  # pyright: ignore[reportCallIssue]
 
 
-def file_bytes(ts: Any) -> int:
-    """What TensorStore has read from files in this process so far."""
-    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    return sum(int(value["value"]) for metric in metrics for value in metric["values"])
+class ReadBytes:
+    """What this process has read from files so far: TensorStore, and ckptkit past it."""
+
+    def __init__(self) -> None:
+        from ckptkit.disk_file import FileReads
+
+        self._filled: list[int] = []
+        real = FileReads.fill
+
+        def fill(reads: Any, target: Any, start: int) -> None:
+            real(reads, target, start)
+            self._filled.append(target.nbytes)
+
+        FileReads.fill = fill  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __call__(self) -> int:
+        import tensorstore as ts
+
+        metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+        return sum(self._filled) + sum(int(value["value"]) for metric in metrics for value in metric["values"])
 
 
 if __name__ == "__main__":

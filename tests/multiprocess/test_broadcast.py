@@ -67,7 +67,7 @@ def test_each_byte_is_read_once(found: Found) -> None:
         acts = act(found, name, broadcast=True)
         total, stored = durable_bytes(acts), sum(each["read_bytes"] for each in acts)
         assert LARGE_BYTES <= total <= 1.05 * LARGE_BYTES, name
-        assert LARGE_BYTES <= stored <= 1.1 * LARGE_BYTES, f"{name}: TensorStore has counted {stored}"
+        assert LARGE_BYTES <= stored <= 1.1 * LARGE_BYTES, f"{name}: {stored} bytes read from files"
         for each in acts:
             assert each["rounds"] >= 3
         assert max(each["sources"]["durable"] for each in acts) < 1.1 * LARGE_BYTES / 4, "the reading is shared out"
