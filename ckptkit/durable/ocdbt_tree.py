@@ -14,6 +14,7 @@ import tensorstore as ts
 
 Finished = Callable[[Any], Any]  # what a future gives, or an error
 
+_FILE_BYTES_MAX = 1 << 63  # a tree may say 64 bits; the system takes 63
 _NODES_AT_ONCE = 4  # each may take some 100 MB
 
 
@@ -62,9 +63,11 @@ def _placed(location: str) -> Placed | None:
     if len(parts) != 5 or parts[0] != "value" or not (parts[3].isdecimal() and parts[4].isdecimal()):
         return None
     path = unquote(parts[1]) + unquote(parts[2])
-    if not path or path.startswith("/") or ".." in path.split("/"):
+    placed = Placed(path, int(parts[3]), int(parts[4]))
+    within_a_file = placed.start + placed.length < _FILE_BYTES_MAX
+    if not path or path.startswith("/") or ".." in path.split("/") or not within_a_file:
         return None
-    return Placed(path, int(parts[3]), int(parts[4]))
+    return placed
 
 
 def _leaves(base: Any, finished: Finished) -> Iterator[tuple[bytes, Any]]:

@@ -100,6 +100,8 @@ def test_a_tree_that_names_files_elsewhere_is_not_followed(monkeypatch: pytest.M
         {"key": b"e/0", "indirect_value": "value:%2E%2E%2F:d/x:0:5"},
         {"key": b"f/0", "indirect_value": "value::d/abc:-1:5"},
         {"key": b"g/0", "indirect_value": "value::d/abc:1"},
+        {"key": b"i/0", "indirect_value": f"value::d/abc:{(1 << 64) - 1}:5"},
+        {"key": b"j/0", "indirect_value": f"value::d/abc:{(1 << 63) - 5}:5"},
         {"key": b"h/0", "inline_value": b"xyz"},
     ]
     root = {"versions": [{"root": {"location": "btreenode::d/abc:0:9"}, "root_height": 0}]}
