@@ -184,7 +184,7 @@ def read_traces(directory: Path, systems: Sequence[str]) -> tuple[list[sim.Trace
             try:
                 trace = sim.read_trace(path, system=system)
             except ValueError as error:
-                left_out.append(str(error))
+                left_out.append(str(error).replace(str(path), path.name))  # a result does not say where traces lay
                 continue
             if len(trace.gaps_s) < GAPS_MIN:
                 left_out.append(f"{trace.name}: {len(trace.gaps_s)} gaps, {GAPS_MIN} are needed")

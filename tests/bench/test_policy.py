@@ -40,7 +40,7 @@ def test_where_failures_cluster_the_policy_beats_the_best_fixed_interval() -> No
 def test_the_command_reads_what_is_there_and_says_what_it_left_out(tmp_path: Path) -> None:
     """If it failed, a trace that is too short would be judged by noise, or passed over without a word."""
     counts = ([1] * 7 + [0, 0]) * 40
-    for name, data in (("long.json", counts), ("short.json", counts[:60])):
+    for name, data in (("long.json", counts), ("none.json", [1] * 60), ("short.json", counts[:60])):
         (tmp_path / name).write_text(json.dumps({"metadata": {"gap_seconds": 1800}, "data": data}))
     words = [
         "--traces",
@@ -57,5 +57,7 @@ def test_the_command_reads_what_is_there_and_says_what_it_left_out(tmp_path: Pat
     found = json.loads((tmp_path / "out" / "found.json").read_text())
     assert {case["trace"] for case in found["cases"]} == {"long.json"}
     assert {case["trace"] for case in found["made_up"]} == set(policy.MADE_UP)
-    assert found["left_out"] == ["short.json: 5 gaps, 30 are needed"]
+    none, short = found["left_out"]
+    assert none.startswith("trace none.json has 0 gaps")
+    assert short == "short.json: 5 gaps, 30 are needed"
     assert CliRunner().invoke(policy.main, ["--traces", str(tmp_path / "out")]).exit_code == 2
