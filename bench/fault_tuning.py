@@ -18,7 +18,7 @@ SWEPT_SHARES = (1 / 8, 1 / 4, 1 / 2)  # of the mean time between faults
 def first_guess(contender: str, mtbf_s: float, step_s: float) -> Every:
     """The intervals of calibration runs, and of runs that have none."""
     if contender == OURS:
-        return of_seconds(mtbf_s / 20, mtbf_s / 8, mtbf_s / 2, step_s)
+        return of_seconds(mtbf_s / 20, mtbf_s / 10, mtbf_s / 4, step_s)  # a minute shows several saves of each
     return Every(durable=_steps(mtbf_s / 4, step_s))
 
 

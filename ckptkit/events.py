@@ -34,7 +34,8 @@ class Kind(StrEnum):
     # (whether replicas read for each other), broadcast_why
     RESTORED = "restored"
     PHASE = "save_phase"  # a save crossed a phase boundary: fields phase
-    # fields strategy, reason, bytes, stall_s (the step loop's), waited_s of it for earlier saves; policy "wait" if so
+    # fields strategy, reason, bytes, tiers (it is due in), stall_s (the step loop's), waited_s of it for earlier saves;
+    # policy "wait" if so
     STAGED = "staged"
     COMMITTED = "committed"  # step is whole in tier on ALL processes: fields bytes, duration_s since staged
     SKIPPED = "save_skipped"  # dropped everywhere: fields reason, policy: skip (too early), wait (in vain), veto

@@ -6,12 +6,11 @@ import datetime
 import math
 import os
 import threading
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,9 @@ from ckptkit import intervals
 from ckptkit.clock import monotonic_s, time_text
 from ckptkit.events import Event, EventLog, Kind
 from ckptkit.goodput import load_run
+from ckptkit.save_costs import SaveCosts
 
-_KEPT = 20  # saves that a cost is the mean of, and failures back that what was seen weighs 1/e (bench/LOG.md)
-_STEPS_KEPT = 200
+_KEPT = 20  # failures back that what was seen weighs 1/e (bench/LOG.md)
 _PRIOR_FAILURES = 2.0
 _COST_MIN_S = 1e-3  # nothing is free: without it the interval would go to 0
 
@@ -49,8 +48,8 @@ class GoodputOptimal:
         options = CheckpointManagerOptions(save_decision_policy=best.every("durable"))
         manager = CheckpointManager(root, options=options, tiers=[ram], events=events)
 
-    A save costs its stall and what steps take longer until it is committed (where the loop records `step` spans), the
-    mean of the last 20 of each tier. Failures and uptime come from the logs of earlier attempts in `history`: an
+    A save costs its stall and what steps take longer until it is committed, on average over the last 20 of each tier
+    (where the loop records `step` spans: `SaveCosts`). Failures and uptime come from the logs of earlier attempts in `history`: an
     attempt with a successor failed, and the slowest tier that its successor restored from is the one that the failure
     needed. To that comes a prior of two failures, `prior_mtbf_s` apart, half of them for each tier but the slowest,
     which has a tenth. Each tier has Daly's interval for the failures that it survives and no faster one does (Young
@@ -59,7 +58,7 @@ class GoodputOptimal:
     with the time since (Ling et al. 2001). The simulator's `learned` policy is this formula (`ckptkit simulate`).
     Process 0's answer counts.
 
-    Cost: some list operations per event, and one evaluation of the formula per commit (0.1 ms).
+    Cost: some list operations per event, and one or two evaluations of the formula per commit (0.1 ms).
 
     Raises ValueError for no tiers, one named twice, or a prior that is no time. No logs in
     `history` are no error: the first attempt finds none.
@@ -83,12 +82,7 @@ class GoodputOptimal:
         self._bounds = bounds or IntervalBounds()
         self._prior_mtbf_s = prior_mtbf_s
         self._lock = threading.Lock()
-        self._stalls: dict[str, deque[float]] = {name: deque(maxlen=_KEPT) for name in self._tiers}
-        self._commits: dict[str, deque[float]] = {name: deque(maxlen=_KEPT) for name in self._tiers}
-        self._stall_of: dict[int | None, float] = {}
-        self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)
-        self._usual_step_s = math.inf
-        self._slowed_s = 0.0  # by which steps were longer than usual since the last save was staged
+        self._costs = SaveCosts(self._tiers)
         self._failures = np.zeros(len(self._tiers))
         self._up_s = 0.0
         self._moments = np.zeros((2, len(intervals.GROWTHS)))
@@ -151,19 +145,9 @@ class GoodputOptimal:
     def _hear(self, event: Event) -> None:
         changes: list[tuple[str, float, float, str]] = []
         with self._lock:
-            if event.kind == Kind.SPAN and event.fields["span"] == "step":
-                self._steps.append(event.fields["duration_s"])
-                if self._stall_of:
-                    self._slowed_s += max(0.0, event.fields["duration_s"] - self._usual_step_s)
-            elif event.kind == Kind.STAGED:
-                # Once per save: a median of 200 costs as much as the rest of what a step's event does.
-                self._usual_step_s = median(self._steps or [math.inf])
-                self._stall_of = {event.step: event.fields["stall_s"]}
-                self._slowed_s = 0.0
-            elif event.kind == Kind.COMMITTED and event.tier in self._stalls:
-                self._commits[event.tier].append(event.fields["duration_s"])
-                self._stalls[event.tier].append(self._stall_of.get(event.step, 0.0) + self._slowed_s)
+            if event.kind == Kind.COMMITTED and event.tier in self._saved_at_s:
                 self._saved_at_s[event.tier] = max(0.0, self._age_s() - event.fields["duration_s"])
+            if self._costs.hear(event):
                 changes = self._reconsider()
         for tier, before_s, wanted_s, reason in changes:  # not under the lock: an observer may ask for the interval
             self._events.emit(Kind.INTERVAL, tier=tier, seconds=wanted_s, before=before_s, reason=reason)
@@ -194,7 +178,7 @@ class GoodputOptimal:
         wanted = intervals.next_s(first_s, ages_s, grown[0])
         found = []
         for tier, each_s in zip(self._tiers, wanted.tolist(), strict=True):
-            least_s = max([self._bounds.min_s, *self._commits[tier]])
+            least_s = max([self._bounds.min_s, *self._costs.commits_s(tier)])
             found.append(min(max(each_s, least_s), max(self._bounds.max_s, least_s)))
         return found
 
@@ -203,17 +187,12 @@ class GoodputOptimal:
         return monotonic_s() - self._started_s
 
     def _costs_s(self) -> list[float]:
-        """What a save into each tier costs on top of the faster ones: a save of all tiers is staged once."""
-        costs_s, faster_s = [], 0.0
-        for tier in self._tiers:
-            seen = fmean(self._stalls[tier]) if self._stalls[tier] else 0.0
-            costs_s.append(max(seen - faster_s, _COST_MIN_S))
-            faster_s = max(faster_s, seen)
-        return costs_s
+        return [max(cost_s, _COST_MIN_S) for cost_s in self._costs.costs_s()]
 
     def _reason(self, tier: str) -> str:
         place = self._tiers.index(tier)
-        commit = f", committed in {time_text(fmean(self._commits[tier]))}" if self._commits[tier] else ""
+        commits_s = self._costs.commits_s(tier)
+        commit = f", committed in {time_text(fmean(commits_s))}" if commits_s else ""
         up_s, (chosen, _) = self._up_s + self._age_s(), intervals.growth(self._moments)
         clusters = f"; failures come in clusters: growth {chosen:g}" if chosen < 1 else ""
         return (

@@ -172,6 +172,7 @@ class SavePipeline:
                 strategy=staged.strategy,
                 reason=staged.reason,
                 bytes=description.held_bytes,
+                tiers=sorted(due),
                 stall_s=round(staged_s - start_s, 6),
                 waited_s=round(waited_s, 6),
                 **({"policy": "wait"} if turn.was_busy else {}),

@@ -93,7 +93,7 @@ def test_dear_saves_are_made_less_often() -> None:
         log = EventLog()
         log.observe(events.append)
         for step in range(1, 20):
-            log.emit(Kind.STAGED, step=step, strategy="x", reason="", bytes=1, stall_s=stall_s)
+            log.emit(Kind.STAGED, step=step, strategy="x", reason="", bytes=1, tiers=["durable"], stall_s=stall_s)
             log.emit(Kind.COMMITTED, step=step, tier="durable", bytes=1, duration_s=0.1)
         return learned("ckptkit-durable", events, 60.0, 0.1).durable
 
