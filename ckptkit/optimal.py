@@ -49,10 +49,10 @@ class GoodputOptimal:
         manager = CheckpointManager(root, options=options, tiers=[ram], events=events)
 
     A save costs its stall and what steps take longer until it is committed, on average over the last 20 of each tier
-    (where the loop records `step` spans: `SaveCosts`). Failures and uptime come from the logs of earlier attempts in `history`: an
-    attempt with a successor failed, and the slowest tier that its successor restored from is the one that the failure
-    needed. To that comes a prior of two failures, `prior_mtbf_s` apart, half of them for each tier but the slowest,
-    which has a tenth. Each tier has Daly's interval for the failures that it survives and no faster one does (Young
+    (where the loop records `step` spans: `SaveCosts`). Failures and uptime come from the logs of earlier attempts in
+    `history`: an attempt with a successor failed, and the slowest tier that its successor restored from is the one that
+    the failure needed. To that comes a prior of two failures, `prior_mtbf_s` apart, half of them for each tier but the
+    slowest, which has a tenth. Each tier has Daly's interval for the failures that it survives and no faster one does (Young
     1974, Daly 2006, Benoit et al. 2017: `ckptkit.intervals`), never below what its last saves took to be committed.
     Where the attempts' lives say that failures come in clusters, intervals are shorter just after a restart and grow
     with the time since (Ling et al. 2001). The simulator's `learned` policy is this formula (`ckptkit simulate`).
