@@ -52,11 +52,11 @@ class GoodputOptimal:
     (where the loop records `step` spans: `SaveCosts`). Failures and uptime come from the logs of earlier attempts in
     `history`: an attempt with a successor failed, and the slowest tier that its successor restored from is the one that
     the failure needed. To that comes a prior of two failures, `prior_mtbf_s` apart, half of them for each tier but the
-    slowest, which has a tenth. Each tier has Daly's interval for the failures that it survives and no faster one does (Young
-    1974, Daly 2006, Benoit et al. 2017: `ckptkit.intervals`), never below what its last saves took to be committed.
-    Where the attempts' lives say that failures come in clusters, intervals are shorter just after a restart and grow
-    with the time since (Ling et al. 2001). The simulator's `learned` policy is this formula (`ckptkit simulate`).
-    Process 0's answer counts.
+    slowest, which has a tenth. Each tier has Daly's interval for the failures that it survives and no faster one does
+    (Young 1974, Daly 2006, Benoit et al. 2017: `ckptkit.intervals`), never below what its last saves took to be
+    committed. Where the attempts' lives say that failures come in clusters, intervals are shorter just after a restart
+    and grow with the time since (Ling et al. 2001). The simulator's `learned` policy is this formula (`ckptkit
+    simulate`). Process 0's answer counts.
 
     Cost: some list operations per event, and one or two evaluations of the formula per commit (0.1 ms).
 
