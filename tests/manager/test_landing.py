@@ -11,7 +11,7 @@ import pytest
 
 import ckptkit
 from ckptkit.manager import own_part
-from ckptkit.restore import block_of
+from ckptkit.restore import landings_of
 
 LARGE = 1 << 19  # float32: 2 MiB, a leaf with a block of its own
 
@@ -29,12 +29,12 @@ def test_a_donating_step_does_not_copy_what_was_restored(
     }
     landed: set[int] = set()
 
-    def recorded(target: Any, box: Any) -> np.ndarray:
-        block = block_of(target, box)
-        landed.add(block.ctypes.data)
-        return block
+    def recorded(targets: Any) -> Any:
+        blocks = landings_of(targets)
+        landed.update(block.ctypes.data for block in blocks.values())
+        return blocks
 
-    monkeypatch.setattr(own_part, "block_of", recorded)
+    monkeypatch.setattr(own_part, "landings_of", recorded)
     tiers = {"ram": [ckptkit.Tier.ram(str(tmp_path / "fast"))], "ssd": [ckptkit.Tier.ssd(str(tmp_path / "fast"))]}
     with ckptkit.CheckpointManager(tmp_path / "durable", tiers=tiers.get(medium, [])) as manager:
         manager.save(1, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
