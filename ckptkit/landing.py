@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.dtypes import canonicalize_dtype
 
 from ckptkit.pages import advise_huge
 
@@ -17,17 +18,18 @@ _FROM_BYTES = 1 << 20
 
 
 class Landing(np.ndarray):
-    """Host memory that is a CPU device's array. Views of it do not own the array."""
+    """Host memory that is a CPU device's array. What views it keeps the array, but not from being donated."""
 
     array: jax.Array | None = None
 
 
 def lands(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> bool:
     """Whether an array gets memory of its device's own: large ones that are whole on a single CPU device."""
-    if sharding is None or sharding.num_devices != 1 or math.prod(shape) * dtype.itemsize < _FROM_BYTES:
+    if sharding is None or math.prod(shape) * dtype.itemsize < _FROM_BYTES or sharding.num_devices != 1:
         return False
     (device,) = sharding.device_set
-    return device.platform == "cpu" and _lies_as_in_numpy(dtype) and jax.dtypes.canonicalize_dtype(dtype) == dtype
+    usual = sharding.memory_kind in (None, device.default_memory().kind)
+    return usual and device.platform == "cpu" and _lies_as_in_numpy(dtype) and dtype == canonicalize_dtype(dtype)
 
 
 def landings(wanted: Iterable[tuple[tuple[int, ...], np.dtype]], sharding: jax.sharding.Sharding) -> list[Landing]:
@@ -42,7 +44,8 @@ def landings(wanted: Iterable[tuple[tuple[int, ...], np.dtype]], sharding: jax.s
     for array in jax.block_until_ready(make()):
         start = array.unsafe_buffer_pointer()
         advise_huge(start, array.nbytes)
-        memory = (ctypes.c_ubyte * array.nbytes).from_address(start)
+        memory: Any = (ctypes.c_ubyte * array.nbytes).from_address(start)
+        memory.owner = array
         landing = np.frombuffer(memory, array.dtype).reshape(array.shape).view(Landing)
         landing.array = array
         found.append(landing)
