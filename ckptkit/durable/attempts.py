@@ -40,20 +40,28 @@ class DiskAttempt:
     def __init__(self, url: str, name: str, save_id: SaveId, mode: int):
         self._where, self._save_id, self._mode = f"{url}/{name}", save_id, mode
         self.place = f"{url}/{layout.temporary_name(name, save_id.epoch, uuid.uuid4().hex)}"
+        self._directory: int | None = None
 
     def begin(self) -> None:
         """Makes the place; raises `StepAlreadyExistsError` where the step is there."""
         if os.path.lexists(self._where):
             raise _exists(self._where, self._save_id)
         os.makedirs(self.place, mode=self._mode)
-        self._made = _identity(self.place)
+        # Kept open: a disk gives the number of a directory that is gone to the next one that is made.
+        self._directory = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def commit(self) -> None:
         """The step is there from now on, whole, and survives power loss. Raises `StepAlreadyExistsError`,
         `CheckpointError` where a later run has moved the directory away."""
+        try:
+            self._commit()
+        finally:
+            self._close()
+
+    def _commit(self) -> None:
         mark = orbax_files.marker_text(self._where, self._save_id).encode()
         LocalStore(self.place).put(layout.COMMIT_MARK, mark)
-        if _identity(self.place) != self._made:  # a put makes the directory that it needs, and that would be committed
+        if not self._is_in_place():  # a put makes the directory that it needs, and that would be committed
             raise _fenced(self._where, self._save_id)
         try:
             os.rename(self.place, self._where)
@@ -68,8 +76,22 @@ class DiskAttempt:
     def tidy(self) -> None:
         """Nothing is left of it."""
 
+    def _is_in_place(self) -> bool:
+        if self._directory is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._directory), os.stat(self.place))
+        except OSError:  # gone; on a network's disk the open one may be stale
+            return False
+
+    def _close(self) -> None:
+        if self._directory is not None:
+            os.close(self._directory)
+            self._directory = None
+
     def give_up(self) -> None:
         """Removes what was written, unless it is committed: a disk that is full has to have its room back."""
+        self._close()
         with suppress(OSError, StoreError):
             shutil.rmtree(move_away(self.place), ignore_errors=True)
 
@@ -159,13 +181,6 @@ def remove_uncommitted(store: Store, name: str, left: Mapping[str, Stat]) -> boo
         return False
     store.delete_unchanged(left)
     return True
-
-
-def _identity(path: str) -> tuple[int, int] | None:
-    with suppress(FileNotFoundError):
-        found = os.stat(path)
-        return found.st_dev, found.st_ino
-    return None
 
 
 def _exists(where: str, save_id: SaveId) -> StepAlreadyExistsError:
