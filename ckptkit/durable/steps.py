@@ -49,17 +49,6 @@ _LEASE_DEADLINE_S = 20.0  # for small objects: a save that waits longer prunes n
 _one_save = threading.RLock()
 
 
-class FrozenIterator:
-    """A data iterator's state as it was when the step was saved, in the form that Grain's Orbax handler writes."""
-
-    def __init__(self, state: bytes):
-        self._state = state
-
-    def get_state(self) -> bytes:
-        """The state, encoded."""
-        return self._state
-
-
 class DurableSteps:
     """Step directories under one root. Methods that save or restore are called by all processes together.
 
