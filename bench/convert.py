@@ -34,6 +34,7 @@ _JOBS = (
     ("Orbax to torch", "convert", "orbax", "a.pt", "torch"),
     ("reshard to x=8", "reshard", "orbax", "striped", "x=8"),
     ("reshard (8,) to (2,4)", "reshard", "striped", "meshed", "data=2,model=4"),
+    ("reshard rows to rows and columns", "reshard-both", "striped", "both", "data=2,model=4"),
     ("obvious: Orbax to safetensors", "obvious-convert", "orbax", "b.safetensors", "safetensors"),
     ("obvious: reshard (8,) to (2,4)", "obvious-reshard", "striped", "again", "data=2,model=4"),
 )
