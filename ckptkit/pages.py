@@ -16,6 +16,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 _HUGE_FROM_BYTES = 4 << 20
 _PAGE_FROM_BYTES = 1 << 20
 _POPULATED_BYTES = 32 << 20  # at a time: the kernel locks the process's memory map meanwhile
+_ADVISE_HUGE = 14  # MADV_HUGEPAGE
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: fault pages in, touch nothing they hold
 _madvise: Any = ctypes.CDLL(None, use_errno=True).madvise  # of ctypes, for it releases the GIL; mmap.madvise does not
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -36,6 +37,13 @@ def empty_block(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     memory = np.empty(size_bytes + alignment, np.uint8)
     start = -memory.__array_interface__["data"][0] % alignment
     return memory[start : start + size_bytes].view(dtype).reshape(shape)
+
+
+def advise_huge(start: int, size_bytes: int) -> None:
+    """Asks for huge pages for what of this memory they can hold; nothing where the kernel gives none."""
+    first = -(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    if (last := (start + size_bytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES) > first:
+        _madvise(first, last - first, _ADVISE_HUGE)
 
 
 def populate(memory: np.ndarray) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,14 @@ import numpy as np
 from ckptkit.durable.partial import anywhere, on_every_process
 from ckptkit.durable.shardings import sharding_of_text
 from ckptkit.errors import TreeMismatchError
+from ckptkit.landing import Landing, landings, lands
 from ckptkit.manifest import LeafKind, LeafRecord, Manifest, describe
-from ckptkit.pages import empty_block
 from ckptkit.plan import Key
 from ckptkit.sharding import Box, boxes_held
 from ckptkit.snapshot import kind_of_number, leaf_path
 from ckptkit.structure import Empty, empty_value
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,34 +107,21 @@ def abstract_of(stored: Sequence[LeafRecord], empties: Sequence[Empty] = ()) -> 
     return _with_sequences(root, {leaf.path: leaf.keys for leaf in stored} | letters)
 
 
-class _Landing(np.ndarray):
-    """Host memory that is a CPU device's array. Views of it do not own the array."""
-
-    array: jax.Array | None = None
-
-
-def block_of(target: Target, box: Box) -> np.ndarray:
-    """Uninitialised host memory for a box of `target`.
-
-    On a single CPU device it is memory of the device's own: an array that takes over other memory cannot be donated,
-    and the first step would copy it. Cost there: the first touch.
-    """
-    dtype, sharding = np.dtype(target.dtype), target.sharding
-    if sharding is not None and sharding.num_devices == 1 and box.shape == target.shape:
-        (device,) = sharding.device_set
-        if device.platform == "cpu" and _lies_as_in_numpy(dtype):
-            array = jax.device_put(np.zeros(box.shape, dtype), sharding, may_alias=False).block_until_ready()
-            if array.dtype == dtype:  # and not one that JAX cuts to 32 bits
-                memory = (ctypes.c_ubyte * array.nbytes).from_address(array.unsafe_buffer_pointer())
-                landing = np.frombuffer(memory, dtype).reshape(box.shape).view(_Landing)
-                landing.array = array
-                return landing
-    return empty_block(box.shape, dtype)
-
-
-def _lies_as_in_numpy(dtype: np.dtype) -> bool:
-    """Whether XLA keeps it as NumPy does: types of less than a byte are packed."""
-    return dtype.isbuiltin == 1 or dtype.name == "bfloat16" or dtype.name.startswith("float8_")
+def landings_of(targets: Iterable[Target]) -> dict[Key, Landing]:
+    """Memory of the device's own for the leaves of `targets` that can have it (`lands`); none where JAX cannot."""
+    by_device: dict[Any, list[Target]] = {}
+    for target in targets:
+        if target.sharding is not None and lands(target.shape, np.dtype(target.dtype), target.sharding):
+            by_device.setdefault(target.sharding, []).append(target)
+    found: dict[Key, Landing] = {}
+    for sharding, several in by_device.items():
+        try:
+            blocks = landings([(target.shape, np.dtype(target.dtype)) for target in several], sharding)
+        except Exception as error:  # noqa: BLE001 - experimental: without it a restore is slower, and no less right
+            _log.debug("restored arrays take over the memory that is read into: %s", error)
+            return found
+        found |= zip((target.key for target in several), blocks, strict=True)
+    return found
 
 
 def place(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:
@@ -145,7 +134,7 @@ def place(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:
         return block if target.kind in ("numpy", "jax") else block.item()
     if len(blocks) == 1 and target.sharding.num_devices == 1:
         (block,) = blocks.values()
-        array = block.array if isinstance(block, _Landing) else None
+        array = block.array if isinstance(block, Landing) else None
         if array is None:
             array = jax.make_array_from_callback(target.shape, target.sharding, lambda _: block)
         return jax.random.wrap_key_data(array, impl=target.key_impl) if target.key_impl else array

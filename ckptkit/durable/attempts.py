@@ -46,14 +46,21 @@ class DiskAttempt:
             raise _exists(self._where, save_id)
         self.place = f"{url}/{layout.temporary_name(name, save_id.epoch, uuid.uuid4().hex)}"
         os.makedirs(self.place, mode=mode)
-        self._made = _identity(self.place)
+        # Kept open: a disk gives the number of a directory that is gone to the next one that is made.
+        self._directory: int | None = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def commit(self) -> None:
         """The step is there from now on, whole, and survives power loss. Raises `StepAlreadyExistsError`,
         `CheckpointError` where a later run has moved the directory away."""
+        try:
+            self._commit()
+        finally:
+            self._close()
+
+    def _commit(self) -> None:
         mark = orbax_files.marker_text(self._where, self._save_id).encode()
         LocalStore(self.place).put(layout.COMMIT_MARK, mark)
-        if _identity(self.place) != self._made:  # a put makes the directory that it needs, and that would be committed
+        if not self._is_in_place():  # a put makes the directory that it needs, and that would be committed
             raise _fenced(self._where, self._save_id)
         try:
             os.rename(self.place, self._where)
@@ -65,8 +72,22 @@ class DiskAttempt:
             raise
         sync_directory(os.path.dirname(self._where))
 
+    def _is_in_place(self) -> bool:
+        if self._directory is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._directory), os.stat(self.place))
+        except OSError:  # gone; on a network's disk the open one may be stale
+            return False
+
+    def _close(self) -> None:
+        if self._directory is not None:
+            os.close(self._directory)
+            self._directory = None
+
     def give_up(self) -> None:
         """Removes what was written, unless it is committed: a disk that is full has to have its room back."""
+        self._close()
         with suppress(OSError, StoreError):
             shutil.rmtree(move_away(self.place), ignore_errors=True)
 
@@ -140,13 +161,6 @@ def remove_uncommitted(store: Store, name: str, left: Mapping[str, Stat]) -> boo
         return False
     store.delete_unchanged(left)
     return True
-
-
-def _identity(path: str) -> tuple[int, int] | None:
-    with suppress(FileNotFoundError):
-        found = os.stat(path)
-        return found.st_dev, found.st_ino
-    return None
 
 
 def _exists(where: str, save_id: SaveId) -> StepAlreadyExistsError:

@@ -22,7 +22,7 @@ from ckptkit.pages import empty_block
 from ckptkit.plan import Key, RestorePlan, plan_restore
 from ckptkit.proving import Proving
 from ckptkit.reading import Rejected, execute
-from ckptkit.restore import block_of, place
+from ckptkit.restore import landings_of, place
 from ckptkit.sharding import Box
 
 
@@ -70,10 +70,14 @@ class Reading:
                 leaves[key] = place(by_key[key], blocks)
 
         def make_block(key: Key, box: Box, dtype: np.dtype) -> np.ndarray:
-            landing = key[0] in prepared.asked.trees and np.dtype(by_key[key].dtype) == dtype
-            return block_of(by_key[key], box) if landing else empty_block(box.shape, dtype)
+            landing = landed.get(key)
+            if landing is None or landing.shape != box.shape or landing.dtype != dtype:
+                return empty_block(box.shape, dtype)
+            return landed.pop(key)  # once: who reads it again after a bad source has memory of its own
 
         plan = prepared.plan if shared is None else _rest(prepared, shared)
+        whole = {read.key for read in plan.reads if read.key[0] in prepared.asked.trees}
+        landed = landings_of(by_key[key] for key in whole if assembly is None or key not in assembly)
         durable = len(plan.tiers) - 1
         if (expect := prepared.holdings.expect) is not None:
             announced = shared.announced if shared is not None else ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,7 +19,7 @@ import ckptkit
 from ckptkit import layout
 from ckptkit.coordination import make_coordinator
 from ckptkit.durable import attempts
-from ckptkit.durable.attempts import BucketAttempt
+from ckptkit.durable.attempts import BucketAttempt, begin
 from ckptkit.durable.deletion import move_away
 from ckptkit.durable.leftovers import clean_left, left_behind
 from ckptkit.durable.step_writer import StepWriter
@@ -92,6 +94,26 @@ class Stopped:
         self._thread.join(120)
         assert not self._thread.is_alive()
         return self.raised
+
+
+def test_a_directory_that_was_made_again_is_not_committed(tmp_path: Path) -> None:
+    """A disk gives its number to the next directory: half a step of a run that was fenced off would be committed."""
+    for step in range(20):
+        attempt = begin(str(tmp_path), str(step), SaveId(1, step, 0), 0o777)
+        shutil.rmtree(attempt.place)
+        os.makedirs(attempt.place)
+        with pytest.raises(CheckpointError, match="a later run than epoch 1"):
+            attempt.commit()
+        attempt.give_up()
+        assert not os.path.exists(tmp_path / str(step))
+    assert not [name for name in os.listdir("/proc/self/fd") if str(tmp_path) in _target_of(name)], "nothing stays open"
+
+
+def _target_of(descriptor: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except FileNotFoundError:
+        return ""
 
 
 @pytest.mark.parametrize("point", ["_write_part", "_finish"], ids=["before its data", "before its mark"])
