@@ -34,6 +34,8 @@ def exit_of(error: BaseException) -> Exit:
     code = _exit_of(error)
     noted = error.__cause__ if isinstance(error, click.Abort) else error  # click's own word for Ctrl-C
     for note in getattr(noted, "__notes__", ()):
+        if "\n" in note:  # JAX's, of its tracebacks
+            continue
         click.echo(f"ckptkit: {printable(note)}", err=True)
     return code
 
