@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.contenders import CkptKit, Contender
+from bench.contenders import Contender
+from bench.contenders_ours import CkptKit
 from bench.figures import Measured, Recorder
 from bench.limits import DiskLimit
 from bench.measure import PeakMemory, cpu_s, now_s, settle

@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 
 import ckptkit
 from ckptkit import arena, disk_file
-from ckptkit.durable.attempts import begin
+from ckptkit.durable.attempts import make_attempt
 from ckptkit.manifest import SaveId
 from ckptkit.slot_reader import read_manifests
 from ckptkit.store import open_store
@@ -118,7 +118,8 @@ class Job:
 
     def _leave_behind(self) -> None:
         """What a save leaves that was cut off: the next run removes it when it first saves."""
-        attempt = begin(self._root, "3", SaveId(1, 3, 0), 0o777)
+        attempt = make_attempt(self._root, "3", SaveId(1, 3, 0), 0o777)
+        attempt.begin()
         for name in ("state/d/half", "state/_METADATA"):
             open_store(attempt.place).put(name, b"half")
 

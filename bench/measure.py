@@ -6,8 +6,10 @@ import ctypes
 import gc
 import os
 import resource
+import shutil
 import threading
 from contextlib import suppress
+from pathlib import Path
 from typing import final
 
 from ckptkit import clock
@@ -47,6 +49,12 @@ def allocated_bytes(directory: str | os.PathLike[str]) -> int:
             with suppress(FileNotFoundError):  # deleted while we look
                 total += os.lstat(os.path.join(root, name)).st_blocks * 512
     return total
+
+
+def remove_root(root: Path | str) -> None:
+    """Deletes a directory that was measured; a bucket goes with the process that serves it."""
+    if "://" not in str(root):
+        shutil.rmtree(root, ignore_errors=True)
 
 
 @final

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bench.contenders import CkptKit, Contender, StagedBy
+from bench.contenders import Contender
+from bench.contenders_ours import CkptKit, StagedBy
 from bench.figures import Measured, Recorder
 from bench.limits import MemoryLimit
 from bench.loops import ComputeLoop, IdleLoop, Loop, Segment

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptkit.cli.text import print_line, print_table, size_text
-from ckptkit.upkeep import ArenaEntry, PrunePlan, RollbackPlan, Usage
+from ckptkit.upkeep import PrunePlan, RollbackPlan, Usage
 
 _KINDS = ("arrays", "small", "metadata", "digests")
 
@@ -93,8 +93,3 @@ def show_rollback(plan: RollbackPlan) -> None:
             for each in plan.abandoned
         ]
         print_table([("step", True), ("save", False), ("tiers", False)], rows)
-
-
-def _arena_row(each: ArenaEntry) -> list[str]:
-    held = "running" if each.live else "no"
-    return [each.tier, each.path, held, str(len(each.saves)), str(each.slots), size_text(each.stored_bytes)]

@@ -23,16 +23,13 @@ from ckptkit.durable import orbax_files
 from ckptkit.durable.deletion import move_away
 from ckptkit.errors import CheckpointError, StoreError
 from ckptkit.manifest import SaveId
-from ckptkit.store import Stat, Store, open_store
+from ckptkit.store import Stat, Store, open_store, side_by_side
 from ckptkit.store.local import LocalStore, sync_directory
 from ckptkit.store.roots import is_remote
 
 
-def begin(url: str, name: str, save_id: SaveId, mode: int) -> DiskAttempt | BucketAttempt:
-    """Makes the place of an attempt; raises `StepAlreadyExistsError` where the step is there.
-
-    Cost in a bucket: a put, two listings, and the removal of what an earlier attempt at the step has left.
-    """
+def make_attempt(url: str, name: str, save_id: SaveId, mode: int) -> DiskAttempt | BucketAttempt:
+    """An attempt that is not begun yet: it has touched nothing."""
     return BucketAttempt(url, name, save_id) if is_remote(url) else DiskAttempt(url, name, save_id, mode)
 
 
@@ -41,13 +38,17 @@ class DiskAttempt:
     """A directory beside the step's; `place` is where its files go."""
 
     def __init__(self, url: str, name: str, save_id: SaveId, mode: int):
-        self._where, self._save_id = f"{url}/{name}", save_id
-        if os.path.lexists(self._where):
-            raise _exists(self._where, save_id)
+        self._where, self._save_id, self._mode = f"{url}/{name}", save_id, mode
         self.place = f"{url}/{layout.temporary_name(name, save_id.epoch, uuid.uuid4().hex)}"
-        os.makedirs(self.place, mode=mode)
+        self._directory: int | None = None
+
+    def begin(self) -> None:
+        """Makes the place; raises `StepAlreadyExistsError` where the step is there."""
+        if os.path.lexists(self._where):
+            raise _exists(self._where, self._save_id)
+        os.makedirs(self.place, mode=self._mode)
         # Kept open: a disk gives the number of a directory that is gone to the next one that is made.
-        self._directory: int | None = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._directory = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def commit(self) -> None:
         """The step is there from now on, whole, and survives power loss. Raises `StepAlreadyExistsError`,
@@ -71,6 +72,9 @@ class DiskAttempt:
                 raise _exists(self._where, self._save_id) from error
             raise
         sync_directory(os.path.dirname(self._where))
+
+    def tidy(self) -> None:
+        """Nothing is left of it."""
 
     def _is_in_place(self) -> bool:
         if self._directory is None:
@@ -102,25 +106,38 @@ class BucketAttempt:
         self._store = open_store(url)
         self._mark = orbax_files.marker_text(self.place, save_id).encode()
         self._intent = f"{layout.INTENTS_DIR}/{layout.intent_name(name, save_id.epoch, uuid.uuid4().hex)}"
-        # First said, then looked: of two runs that begin the same step at once, one at least sees the other.
-        self._store.put(self._intent, self._mark, mode="create")
+
+    def begin(self) -> None:
+        """Says that the step is being written, and removes what an earlier attempt at it has left. Nothing may be put
+        into `place` before this has returned.
+
+        Raises `StepAlreadyExistsError` where the step is there, `CheckpointError` where a later run writes it. Cost:
+        two round trips: a put and then a listing, beside one of the step; more where something was left.
+        """
         try:
-            self._clear()
+            left, _ = side_by_side([lambda: self._store.stat_all(self._name), self._announce])
+            if left:  # deletions want a look at the intents that came after what is to be deleted was found
+                self._meet_others()
+            if not remove_uncommitted(self._store, self._name, left):
+                raise _exists(self.place, self._save_id)
         except BaseException:
             self._drop_intent()
             raise
 
-    def _clear(self) -> None:
+    def _announce(self) -> None:
+        # First said, then looked: of two runs that begin the same step at once, one at least sees the other.
+        self._store.put(self._intent, self._mark, mode="create")
+        self._meet_others()
+
+    def _meet_others(self) -> None:
+        """Takes the commit from earlier runs' attempts at the step; raises where a later run's is there."""
         mine = self._intent.rpartition("/")[2]
-        left = self._store.stat_all(self._name)
         for epoch, name in intents(self._store):
             if (found := layout.intent_of_name(name)) is None or found[1] != self._name or name == mine:
                 continue
             if epoch > self._save_id.epoch:
                 raise _fenced(self.place, self._save_id)
             self._store.delete(f"{layout.INTENTS_DIR}/{name}")
-        if not remove_uncommitted(self._store, self._name, left):
-            raise _exists(self.place, self._save_id)
 
     def commit(self) -> None:
         """The step is there from now on. Raises `StepAlreadyExistsError`, `CheckpointError` where a later run has
@@ -133,13 +150,16 @@ class BucketAttempt:
                 raise _exists(self.place, self._save_id) from error
         except FileNotFoundError as error:
             raise _fenced(self.place, self._save_id) from error
+
+    def tidy(self) -> None:
+        """Removes the intent of a step that is committed: it means nothing any more. Nobody has to wait for it."""
         self._drop_intent()
 
     def give_up(self) -> None:
         """Leaves what was written, with the intent: it says to the next attempt, and to the next run, whose it is."""
 
     def _drop_intent(self) -> None:
-        with suppress(StoreError):  # of a committed step it means nothing; the next run deletes it
+        with suppress(StoreError):  # the next run deletes it
             self._store.delete(self._intent)
 
 

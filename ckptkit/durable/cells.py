@@ -91,8 +91,15 @@ class CellWriter:
     """
 
     def __init__(
-        self, directory: str, profile: DurableProfile, pace: Pace | None = None, context: ts.Context | None = None
+        self,
+        directory: str,
+        profile: DurableProfile,
+        pace: Pace | None = None,
+        context: ts.Context | None = None,
+        ready: Callable[[], object] = lambda: None,
     ):
+        """`ready` returns once something may be put into the directory, and raises where that will not be."""
+        self._ready = ready
         self._directory, self._profile = directory, profile
         self._pace = pace or Pace(profile.write_bytes_per_s)
         self._spec = kvstore_spec(directory, profile, writing=True)
@@ -108,7 +115,7 @@ class CellWriter:
         `describe` adds the leaf's metadata too: one process does, for each leaf. Blocks while more is in flight than
         may be; raises what `commit` raises.
         """
-        prefix, cell_bytes = f"{leaf.name}/" if leaf.path else "", _cell_bytes(leaf)
+        prefix, cell_bytes = f"{leaf.name}/" if leaf.path else "", stored_bytes(leaf)
         codec = self._profile.codec_of(cell_bytes)
         if describe:
             self._write(f"{prefix}.zarray", zarr_text(leaf.dtype, leaf.shape, leaf.cell, codec))
@@ -155,6 +162,7 @@ class CellWriter:
             self._finish_oldest()
         self._pace.take(piece.nbytes)
         self._await([*piece.writes], piece.nbytes)
+        self._ready()
         piece.writes = [piece.transaction.commit_async()]
         self._sent.append(piece)
         self._sent_bytes += piece.nbytes
@@ -311,7 +319,8 @@ def _zarr_template(dtype: str) -> dict[str, Any]:
     return json.loads(text)
 
 
-def _cell_bytes(leaf: LeafRecord) -> int:
+def stored_bytes(leaf: LeafRecord) -> int:
+    """Bytes of a whole cell of a leaf."""
     return math.prod(leaf.cell) * leaf.itemsize
 
 

@@ -13,6 +13,7 @@ from ckptkit.manifest import LeafRecord
 from ckptkit.tuning import Codec
 
 _HEADER = struct.Struct("<4x I 4x I")  # blosc 1: four small fields, bytes before, block size, bytes after
+HEAD_BYTES = _HEADER.size
 
 
 def encoded_bytes(value: bytes) -> int | None:

@@ -120,6 +120,10 @@ class EpochRecords:
                 self._said(f"{problem}; its copy was read")
         return ancestry
 
+    def newest_epoch(self) -> int:
+        """The newest epoch that a run has begun, 0 for none: the names of the records say it. Cost: one listing."""
+        return self._newest()[0]
+
     def check(self) -> tuple[Ancestry, list[CorruptCheckpointError]]:
         """What `read` gives or raises, with what is wrong with the record or its copy. Cost: one small get more."""
         return self._look(stop_at_first=False)

@@ -29,7 +29,10 @@ def latest_step(root: str) -> int | None:
     return next((step for step, name in sorted(named, reverse=True) if _is_committed(store, name)), None)
 
 
-def committed_steps(root: str, name_format: Any, known: Iterable[int] = ()) -> list[int]:
+Looked = dict[int, list[str] | None]  # committed steps, each with the names right below it, where they were looked at
+
+
+def committed_steps(root: str, name_format: Any, known: Iterable[int] = ()) -> Looked:
     """The committed steps whose names are those of `name_format`, ascending; those of `known` are not looked into.
 
     Cost in a bucket: a request per 1,000 names, and one for each step that is not known.
@@ -40,11 +43,13 @@ def committed_steps(root: str, name_format: Any, known: Iterable[int] = ()) -> l
         match = _NUMBER.fullmatch(name)
         if match and name_format.build_name(int(match[1])) == name:
             named[int(match[1])] = name
+    if not is_remote(store.url):
+        return dict.fromkeys(sorted(named))
     unknown = sorted(set(named) - trusted)
     with ThreadPoolExecutor(_LOOKS, thread_name_prefix="ckptkit-list") as pool:
-        looked = pool.map(lambda step: _is_committed(store, named[step]), unknown)
-        found = {step for step, committed in zip(unknown, looked, strict=True) if committed}
-    return sorted(found | (trusted & set(named)))
+        looked = dict(zip(unknown, pool.map(lambda step: store.list(named[step]), unknown), strict=True))
+    committed = {step: below for step, below in looked.items() if COMMIT_MARK in below}
+    return {step: committed.get(step) for step in sorted({*committed, *(trusted & set(named))})}
 
 
 def _directories(store: Store) -> list[str]:

@@ -42,12 +42,12 @@ class Placed(NamedTuple):
     length: int
 
 
-def places(base: Any, finished: Finished) -> dict[str, Placed | bytes]:
+def places(base: Any, finished: Finished, *, keys_max: int | None = None) -> dict[str, Placed | bytes]:
     """Where the value of every key stands: in a file, or (bytes) in the tree itself. What cannot be read as either is
-    left out. Cost and errors: as `inline_values`.
+    left out; nothing of a tree that says that it has more than `keys_max`. Cost and errors: as `inline_values`.
     """
     found: dict[str, Placed | bytes] = {}
-    for prefix, entries in _leaves(base, finished):
+    for prefix, entries in _leaves(base, finished, keys_max):
         for entry in entries:
             key = (prefix + entry["key"]).decode(errors="replace")
             if "inline_value" in entry:
@@ -70,11 +70,13 @@ def _placed(location: str) -> Placed | None:
     return placed
 
 
-def _leaves(base: Any, finished: Finished) -> Iterator[tuple[bytes, Any]]:
+def _leaves(base: Any, finished: Finished, keys_max: int | None = None) -> Iterator[tuple[bytes, Any]]:
     """The prefix and the entries of each node that has values, level by level."""
     manifest = finished(ts.ocdbt.dump(base))
     versions = manifest.get("versions")
     if not versions or "location" not in versions[-1]["root"]:
+        return
+    if keys_max is not None and versions[-1]["root"]["statistics"]["num_keys"] > keys_max:
         return
     level = [(versions[-1]["root"]["location"], b"")]
     height, seen = versions[-1]["root_height"], set[str]()

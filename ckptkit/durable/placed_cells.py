@@ -13,7 +13,7 @@ import tensorstore as ts
 
 from ckptkit.disk_file import FileReads
 from ckptkit.durable.cells import cell_key
-from ckptkit.durable.encoded import may_be_encoded
+from ckptkit.durable.encoded import HEAD_BYTES, may_be_encoded
 from ckptkit.durable.ocdbt_tree import Placed, places
 from ckptkit.durable.waiting import awaited
 from ckptkit.errors import CheckpointError
@@ -22,7 +22,6 @@ from ckptkit.sharding import Box
 from ckptkit.store.roots import is_remote
 from ckptkit.tuning import DurableProfile
 
-_HEAD_BYTES = 16
 _Item = dict[str, Placed | bytes]
 
 
@@ -52,7 +51,7 @@ class PlacedCells:
             return False
         place = self._places(item).get(cell_key(f"{leaf.name}/" if leaf.path else "", leaf, cell))
         if isinstance(place, bytes):
-            if len(place) != size_bytes or may_be_encoded(place[:_HEAD_BYTES], size_bytes, size_bytes):
+            if len(place) != size_bytes or may_be_encoded(place[:HEAD_BYTES], size_bytes, size_bytes):
                 return False
             target[:] = np.frombuffer(place, np.uint8)
             return True
@@ -61,7 +60,7 @@ class PlacedCells:
         with suppress(OSError, EOFError, ValueError):
             if (file := self._file(item, place.path)) is not None:
                 file.fill(target, place.start)
-                return not may_be_encoded(target[:_HEAD_BYTES].tobytes(), size_bytes, size_bytes)
+                return not may_be_encoded(target[:HEAD_BYTES].tobytes(), size_bytes, size_bytes)
         return False
 
     def _places(self, item: str) -> _Item:

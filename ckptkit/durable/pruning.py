@@ -46,8 +46,8 @@ class Pruner:
         self._running: Future[None] | None = None
         self._left: dict[int, str] = {}  # steps that the books have forgotten, and the storage may still have
 
-    def prune(self, steps: Iterable[int]) -> None:
-        """Begins to delete `steps`, which nobody reads; waits for the deletions before."""
+    def prune(self, steps: Iterable[int], first: Callable[[], None] = lambda: None) -> None:
+        """Begins to delete `steps`, which nobody reads, after `first`; waits for the deletions before."""
         self.wait()
         if not self._leads:
             return
@@ -55,11 +55,10 @@ class Pruner:
         if self._moved and doomed:
             self._stock.delete_as_asked(doomed)  # a rename; what is refused is said of the step that was committed
             self._guard.settle()
-            return
+            doomed = []
         again = sorted(self._left)
         self._left.update((step, self._stock.name(step)) for step in doomed)
-        if self._left:
-            self._running = self._thread.submit(self._delete, again)
+        self._running = self._thread.submit(self._delete, again, first)
 
     def forget(self, step: int) -> None:
         """A step of this number is about to be saved again: it is not to be deleted for what it once was."""
@@ -76,7 +75,10 @@ class Pruner:
         self.wait()
         self._thread.shutdown()
 
-    def _delete(self, again: list[int]) -> None:
+    def _delete(self, again: list[int], first: Callable[[], None]) -> None:
+        first()
+        if not self._left:
+            return
         # Those of an earlier save may have been leased since; they are announced again with the new ones.
         read = self._guard.spare(self._left) if again else set[int]()
         for step, name in sorted(self._left.items()):

@@ -5,25 +5,28 @@ from __future__ import annotations
 import errno
 import json
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from ckptkit import layout
+from ckptkit.collector import collection_paused
 from ckptkit.durable.buckets import base_of
 from ckptkit.durable.cell_reader import CellReader, Wanted
 from ckptkit.durable.orbax_files import ARRAY_METADATAS, STEP_METADATA, marked_save
 from ckptkit.durable.placed_cells import PlacedCells
+from ckptkit.durable.placed_ranges import PlacedRanges
 from ckptkit.durable.waiting import UNREACHABLE, awaited, small_objects, translated, words_of
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, TransientStoreError
 from ckptkit.layout import COMMIT_MARK
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, Proves, SaveId, copy_proven, prove_all
 from ckptkit.sharding import Box
-from ckptkit.store import Store
+from ckptkit.store import Store, all_of
 from ckptkit.store.refused import is_refusal
 from ckptkit.store.roots import is_remote
 from ckptkit.tuning import DurableProfile
@@ -105,6 +108,8 @@ class DurableReader:
         self._store: Store = small_objects(self._url, profile)
         self._cells = CellReader(self._url, profile)
         self._placed = PlacedCells(self._url, profile)
+        self._ranges = PlacedRanges(self._url, profile) if self.is_remote else None
+        self._ahead: Future[list[Manifest]] | None = None
         self._lock = threading.Lock()
         self._arrays: dict[tuple[str, str], ts.TensorStore] = {}
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})
@@ -114,28 +119,60 @@ class DurableReader:
         """The step's directory."""
         return self._url
 
-    def manifests(self) -> list[Manifest]:
-        """The sidecars of every process, all items; empty for a step that stock Orbax wrote.
+    def look_ahead(self, names: Sequence[str] | None = None) -> None:
+        """`manifests(to_read=True)` now: what it gives or raises is kept for whoever asks first. `names` are those
+        right below the step, where somebody has listed them already."""
+        self._ahead = Future()
+        try:
+            self._ahead.set_result(self._manifests(names, to_read=True))
+        except Exception as error:  # noqa: BLE001  raised to whoever asks
+            self._ahead.set_exception(error)
 
-        Raises `CorruptCheckpointError` where one is damaged, or a process's sidecar is missing, or all of an item's.
+    def manifests(self, *, to_read: bool = False) -> list[Manifest]:
+        """The sidecars of every process, all items; empty for a step that stock Orbax wrote. Before cells are read
+        (`to_read`), where they stand is looked up on the way.
+
+        Cost in a bucket: three round trips. Raises `CorruptCheckpointError` where one is damaged, or a process's
+        sidecar is missing, or all of an item's.
         """
-        keys = []
-        for item in self._store.list(""):
-            if item.endswith("/"):
-                directory = f"{item}{layout.SIDECAR_DIR}"
-                names = self._store.list(directory)
-                keys += [f"{directory}/{name}" for name in names if layout.process_of_sidecar(name) is not None]
-        self._require_sidecars({key.partition("/")[0] for key in keys})
-        if not keys:
+        ahead, self._ahead = self._ahead, None
+        return self._manifests(None, to_read) if ahead is None else ahead.result()
+
+    def _manifests(self, names: Sequence[str] | None, to_read: bool) -> list[Manifest]:
+        items = self.item_names() if names is None else _directories(names)
+        by_item = all_of(self._url, [partial(self._sidecars, item, to_read) for item in items])
+        found = [sidecar for sidecars in by_item for sidecar in sidecars]
+        self._require_sidecars(items, {item for item, _, _ in found})
+        if not found:
             return []
         with ThreadPoolExecutor(READ_THREADS) as pool:
-            manifests = list(pool.map(self._manifest, keys))
+            manifests = list(pool.map(lambda each: each[2] or self._manifest(each[1]), found))
         self._check_complete(manifests)
         return manifests
 
-    def _require_sidecars(self, present: set[str]) -> None:
+    def _sidecars(self, item: str, to_read: bool) -> list[tuple[str, str, Manifest | None]]:
+        """The item's sidecars by their keys. Most have one, which is read while they are listed."""
+        directory = f"{item}/{layout.SIDECAR_DIR}"
+        first = f"{directory}/{layout.sidecar_name(0)}"
+
+        def listed() -> list[str]:
+            names = self._store.list(directory)
+            keys = [f"{directory}/{name}" for name in names if layout.process_of_sidecar(name) is not None]
+            if keys and to_read and self._ranges is not None:
+                self._ranges.open(item)
+            return keys
+
+        def read() -> Manifest | None:
+            with suppress(FileNotFoundError):
+                return self._manifest(first)
+            return None
+
+        keys, manifest = all_of(self._url, [listed, read])
+        return [(item, key, manifest if key == first else None) for key in keys]
+
+    def _require_sidecars(self, items: Sequence[str], present: set[str]) -> None:
         """An item without sidecars is stock Orbax's, unless it says of itself that it had some."""
-        lost = [item for item in self.item_names() if item not in present and self._is_ours(item)]
+        lost = [item for item in items if item not in present and self._is_ours(item)]
         if lost:
             raise CorruptCheckpointError(
                 f"step {self._step} in {self._url}: items {lost} have lost their sidecars, which alone prove them",
@@ -167,11 +204,12 @@ class DurableReader:
             named = None
         if named is not None and named.step == self._step:
             return named
-        for item in self.item_names():
+        items = self.item_names()
+        for item in items:
             manifest = self.newest_manifest(item)
             if manifest is not None:
                 return manifest.save_id
-        self._require_sidecars(set())
+        self._require_sidecars(items, set())
         return self.save_id_in_metadata()
 
     def save_id_in_metadata(self) -> SaveId | None:
@@ -184,7 +222,7 @@ class DurableReader:
 
     def item_names(self) -> list[str]:
         """The items of the step: its directories."""
-        return [name.rstrip("/") for name in self._store.list("") if name.endswith("/")]
+        return _directories(self._store.list(""))
 
     @property
     def is_remote(self) -> bool:
@@ -193,7 +231,10 @@ class DurableReader:
 
     def expect(self, wanted: Iterable[Wanted]) -> None:
         """Begins to read what `read` will be asked for, within `DurableProfile.read_ahead_bytes`."""
-        self._cells.expect(each for each in wanted if not self._placed.has(each[0]))
+        if self._ranges is not None:
+            self._cells.expect(self._ranges.expect(wanted))
+        else:
+            self._cells.expect(each for each in wanted if not self._placed.has(each[0]))
 
     def read(self, item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
         """Copies `wanted` (a part of `record.box`) into `into`, whose shape is `wanted.shape`.
@@ -203,7 +244,8 @@ class DurableReader:
 
         def fetch(cell: Box, start: int, stop: int, target: np.ndarray) -> np.ndarray:
             del start, stop
-            if self._placed.fill(item, leaf, cell, target):
+            placed = self._placed if self._ranges is None else self._ranges
+            if placed.fill(item, leaf, cell, target):
                 return target
             stored = _proven_readable(lambda: self._cells.fetch(item, leaf, cell), self._url, leaf)
             return self.read_cell(item, leaf, cell) if stored is None else stored
@@ -223,7 +265,9 @@ class DurableReader:
         return awaited([future], self._profile, self._url, nbytes=self._profile.read_ahead_bytes)[0]
 
     def _manifest(self, key: str) -> Manifest:
-        manifest = Manifest.from_bytes(self._store.get(key), path=f"{self._url}/{key}")
+        data = self._store.get(key)
+        with collection_paused():  # records of every leaf, which stay
+            manifest = Manifest.from_bytes(data, path=f"{self._url}/{key}")
         if manifest.save_id.step != self._step:
             raise CorruptCheckpointError(
                 f"{self._url}/{key} belongs to step {manifest.save_id.step}, found in step {self._step}",
@@ -272,6 +316,10 @@ class DurableReader:
                 path=self._url,
             )
         return array
+
+
+def _directories(names: Iterable[str]) -> list[str]:
+    return [name.rstrip("/") for name in names if name.endswith("/")]
 
 
 def _proven_readable(operation: Callable[[], Any], url: str, leaf: LeafRecord) -> Any:

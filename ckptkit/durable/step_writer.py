@@ -13,7 +13,9 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, final
 
 import jax
@@ -21,9 +23,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ckptkit import layout
+from ckptkit.collector import collection_paused
 from ckptkit.coordination import Coordinator
 from ckptkit.durable import orbax_files
-from ckptkit.durable.attempts import BucketAttempt, DiskAttempt, begin
+from ckptkit.durable.attempts import BucketAttempt, DiskAttempt, make_attempt
 from ckptkit.durable.cells import CellWriter, merge_processes, process_directory
 from ckptkit.durable.pacing import Pace
 from ckptkit.durable.shards import HostShards, shards_of
@@ -32,7 +35,7 @@ from ckptkit.durable.waiting import small_objects
 from ckptkit.errors import TransientStoreError
 from ckptkit.manifest import LeafRecord, SaveId
 from ckptkit.sharding import Box
-from ckptkit.store import Store, put_new
+from ckptkit.store import Store, all_of, put_new
 from ckptkit.store.local import LocalStore
 from ckptkit.store.roots import is_remote
 from ckptkit.tuning import DurableProfile
@@ -74,42 +77,56 @@ class StepWriter:
         handlers: Mapping[str, str],
         custom_metadata: Any,
         check_epoch: Callable[[], None] = lambda: None,
-    ) -> None:
+    ) -> Callable[[], None]:
         """Writes and commits the step in the directory `name`; returns once it is committed, on every process.
 
-        `handlers` are the names of Orbax's handlers by item; `check_epoch` is asked on process 0 right before the
-        commit, and raises where a later run has begun. Cost in a bucket: two listings, five requests for each item
-        of arrays and one for another, the data, and four. Raises `StepAlreadyExistsError`, and
+        What it returns removes what the attempt needs no more: on process 0, at any time, or never. `handlers` are the
+        names of Orbax's handlers by item; `check_epoch` is asked on process 0 right before the commit, and raises where
+        a later run has begun. Cost in a bucket: three listings, five requests for each item of arrays and one for
+        another, the data, and four; one after the other are the data and six. Raises `StepAlreadyExistsError`, and
         `TransientStoreError` where another process could not write its part: the step is not committed then.
         """
         init_ns = time.time_ns()
         begun: list[DiskAttempt | BucketAttempt] = []  # on process 0
+        beginning: Future[None] | None = None
 
         def start(_: list[Any]) -> tuple[str, Any, int]:
-            begun.append(begin(self._url, name, save_id, self._mode))
-            return begun[0].place, self._profile.compression, self._profile.copied_bytes
+            nonlocal beginning
+            attempt = make_attempt(self._url, name, save_id, self._mode)
+            begun.append(attempt)
+            beginning = aside.submit(attempt.begin)
+            if self._coordinator.count > 1 or not is_remote(self._url):
+                beginning.result()  # others put into the place as soon as they hear of it, or it has to be there
+            return attempt.place, self._profile.compression, self._profile.copied_bytes
 
         def finish(place: str) -> None:
-            self._finish(place, items, handlers, init_ns, custom_metadata)
-            check_epoch()
+            self._finish(place, items, handlers, init_ns, custom_metadata, check_epoch)
             begun[0].commit()
 
-        try:
-            # Process 0 describes the leaves: what the others write has to be encoded as it says.
-            place, compression, copied_bytes = self._agree("step-begun", None, start)
-            profile = dataclasses.replace(self._profile, compression=compression, copied_bytes=copied_bytes)
-            self._write_at(place, items, profile, finish)
-        except BaseException:
-            for attempt in begun:
-                attempt.give_up()
-            raise
+        with ThreadPoolExecutor(1, thread_name_prefix="ckptkit-attempt") as aside:
+            try:
+                # Process 0 describes the leaves: what the others write has to be encoded as it says.
+                place, compression, copied_bytes = self._agree("step-begun", None, start)
+                profile = dataclasses.replace(self._profile, compression=compression, copied_bytes=copied_bytes)
+                ready = beginning.result if beginning is not None else lambda: None
+                self._write_at(place, items, profile, ready, finish)
+            except BaseException:
+                for attempt in begun:
+                    attempt.give_up()
+                raise
+        return begun[0].tidy if begun else lambda: None
 
     def _write_at(
-        self, place: str, items: Mapping[str, Any], profile: DurableProfile, finish: Callable[[str], None]
+        self,
+        place: str,
+        items: Mapping[str, Any],
+        profile: DurableProfile,
+        ready: Callable[[], None],
+        finish: Callable[[str], None],
     ) -> None:
         error = None
         try:
-            self._write_part(place, items, profile)
+            self._write_part(place, items, profile, ready)
         except Exception as caught:  # noqa: BLE001  said to the others, who would wait for this part
             error = caught
 
@@ -134,45 +151,56 @@ class StepWriter:
 
     # On every process.
 
-    def _write_part(self, place: str, items: Mapping[str, Any], profile: DurableProfile) -> None:
+    def _write_part(
+        self, place: str, items: Mapping[str, Any], profile: DurableProfile, ready: Callable[[], None]
+    ) -> None:
+        """Everything of this process, encoded meanwhile, once `ready` has returned."""
         # On a disk all is synced at the end, side by side: one by one takes a turn of the disk for each file.
         store = self._small(place) if is_remote(place) else LocalStore(place, durable=False)
         with ThreadPoolExecutor(_PUTS, thread_name_prefix="ckptkit-step") as pool:
-            puts = []
+            puts: list[Future[None]] = []
+
+            def put(key: str, data: bytes) -> None:
+                ready()
+                _put(store, key, data)
+
             for item, args in items.items():
                 if isinstance(args, ocp.args.JsonSave):
                     if self._coordinator.process == 0:
                         # Orbax names the file of its metrics after their item.
                         file = METRICS_ITEM if item == METRICS_ITEM else orbax_files.JSON_VALUE
-                        puts.append(pool.submit(_put, store, f"{item}/{file}", json.dumps(args.item).encode()))
-                        puts.append(pool.submit(self._mark, store, item, place))
+                        puts.append(pool.submit(put, f"{item}/{file}", json.dumps(args.item).encode()))
+                        puts.append(pool.submit(put, *_item_mark(item, place)))
                     continue
                 files = self._side_files(args)
-                puts += [pool.submit(_put, store, f"{item}/{file}", text.encode()) for file, text in files.items()]
-                self._write_arrays(f"{place}/{item}", args.item, profile)
-            for put in puts:
-                put.result()
+                puts += [pool.submit(put, f"{item}/{file}", text.encode()) for file, text in files.items()]
+                self._write_arrays(f"{place}/{item}", args.item, profile, ready)
+            ready()
+            for each in puts:
+                each.result()
             if not is_remote(place):
                 list(pool.map(_sync, _written_below(place)))
 
-    def _write_arrays(self, directory: str, tree: Any, profile: DurableProfile) -> None:
+    def _write_arrays(self, directory: str, tree: Any, profile: DurableProfile, ready: Callable[[], None]) -> None:
         process, count = self._coordinator.process, self._coordinator.count
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
         part = directory if count == 1 else process_directory(directory, process)
         if not is_remote(part):
             os.makedirs(part, mode=self._mode, exist_ok=True)
-        cells = CellWriter(part, profile, self._pace)
-        for keypath, leaf in leaves:
-            if isinstance(leaf, HostShards):
-                cells.add(leaf.record, leaf.blocks, describe=process == 0)
-            elif process == 0:
-                record, block = _host_leaf(keypath, leaf)
-                cells.add(record, [(Box.whole(block.shape), block)], describe=True)
+        cells, shards = CellWriter(part, profile, self._pace, ready=ready), shards_of(tree)
+        in_one_piece = sum(shard.nbytes for shard in shards) < profile.piece_bytes  # so nothing is waited for
+        with collection_paused() if in_one_piece else nullcontext():
+            for keypath, leaf in leaves:
+                if isinstance(leaf, HostShards):
+                    cells.add(leaf.record, leaf.blocks, describe=process == 0)
+                elif process == 0:
+                    record, block = _host_leaf(keypath, leaf)
+                    cells.add(record, [(Box.whole(block.shape), block)], describe=True)
         cells.commit()
-        shards = shards_of(tree)
         if shards:
             shards[0].on_written()
 
+    @collection_paused()
     def _side_files(self, args: Any) -> dict[str, str]:
         process, shards = self._coordinator.process, shards_of(args.item)
         files = {f"{orbax_files.ARRAY_METADATAS}/process_{process}": orbax_files.array_metadatas_text(shards)}
@@ -194,24 +222,25 @@ class StepWriter:
         handlers: Mapping[str, str],
         init_ns: int,
         custom_metadata: Any,
+        check_epoch: Callable[[], None],
     ) -> None:
         """Joins the parts, and says of each item and of the step that it is whole; it is not committed yet."""
         store = self._small(place)
-        for item, args in items.items():
-            if isinstance(args, ocp.args.JsonSave):
-                continue
-            if self._coordinator.count > 1:
+        trees = [item for item, args in items.items() if not isinstance(args, ocp.args.JsonSave)]
+        if self._coordinator.count > 1:
+            for item in trees:
                 merge_processes(f"{place}/{item}", self._coordinator.count, self._profile)
                 if not is_remote(place):  # the names that the merge has made
                     for directory in (f"{place}/{item}/d", f"{place}/{item}"):
                         _sync(directory)
-            self._mark(store, item, place)
         text = orbax_files.step_text(handlers, init_ns, time.time_ns(), custom_metadata)
-        _put(store, orbax_files.STEP_METADATA, text.encode())
+        puts = [*(_item_mark(item, place) for item in trees), (orbax_files.STEP_METADATA, text.encode())]
+        all_of(place, [*(partial(_put, store, *each) for each in puts), check_epoch])
 
-    def _mark(self, store: Store, item: str, place: str) -> None:
-        """What Orbax leaves in each item that it has finished, for those who read one by itself."""
-        _put(store, f"{item}/{layout.COMMIT_MARK}", f"Checkpoint commit was successful to {place}/{item}".encode())
+
+def _item_mark(item: str, place: str) -> tuple[str, bytes]:
+    """What Orbax leaves in each item that it has finished, for those who read one by itself."""
+    return f"{item}/{layout.COMMIT_MARK}", f"Checkpoint commit was successful to {place}/{item}".encode()
 
 
 def _put(store: Store, key: str, data: bytes) -> None:

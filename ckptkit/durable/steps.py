@@ -17,6 +17,7 @@ from ckptkit.durable.epochs import Ancestry
 from ckptkit.durable.handlers import handler_name, handlers_of_writer
 from ckptkit.durable.leases import PruneGuard
 from ckptkit.durable.leftovers import clean_left
+from ckptkit.durable.listing import Looked
 from ckptkit.durable.pacing import Pace
 from ckptkit.durable.pins import pinned_steps
 from ckptkit.durable.preservation import BranchPreservation, prunes, replaced_options
@@ -46,17 +47,6 @@ from ckptkit.tuning import DurableProfile
 _LEASE_DEADLINE_S = 20.0  # for small objects: a save that waits longer prunes nothing
 # Orbax numbers operations per process: two saves that begin at once mistake each other's directories.
 _one_save = threading.RLock()
-
-
-class FrozenIterator:
-    """A data iterator's state as it was when the step was saved, in the form that Grain's Orbax handler writes."""
-
-    def __init__(self, state: bytes):
-        self._state = state
-
-    def get_state(self) -> bytes:
-        """The state, encoded."""
-        return self._state
 
 
 class DurableSteps:
@@ -187,11 +177,11 @@ class DurableSteps:
             items = {**items, METRICS_ITEM: ocp.args.JsonSave(metrics)}  # pyright: ignore[reportCallIssue]
         handlers = {name: handler_name(item) for name, item in items.items()}
         try:
-            self._step_writer.write(self.stock.name(step), save_id, items, handlers, custom, check_epoch)
+            tidy = self._step_writer.write(self.stock.name(step), save_id, items, handlers, custom, check_epoch)
             self._identities[step] = save_id
             if self._writer is not None:
                 self._stale.add(id(self._writer))
-            self._pruner.prune(self.stock.add(step, metrics))
+            self._pruner.prune(self.stock.add(step, metrics), first=tidy)
         except BaseException:
             self.stock.orbax.reload()  # the step may be there all the same: whoever asked looks, and says so
             raise
@@ -325,6 +315,10 @@ class DurableSteps:
 
     def steps(self) -> list[int]:
         """The committed steps, ascending, as the storage has them now. Cost: a listing."""
+        return list(self.looked())
+
+    def looked(self) -> Looked:
+        """The same, with the names that were seen below a step, where it was looked into."""
         return self.stock.listed()
 
     def _own_writer(self) -> ocp.CheckpointManager:

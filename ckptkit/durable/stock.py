@@ -20,7 +20,7 @@ from orbax.checkpoint._src.metadata import tree as orbax_tree
 from orbax.checkpoint._src.path import deleter
 
 from ckptkit.durable.deletion import remove_step
-from ckptkit.durable.listing import committed_steps
+from ckptkit.durable.listing import Looked, committed_steps
 from ckptkit.store.roots import is_remote, root_url
 
 DEFAULT_ITEM = checkpoint_manager.DEFAULT_ITEM_NAME  # the item of a step that was saved without Composite
@@ -167,8 +167,9 @@ class StockManager:
         ours, plain = tree._handler_impl, _plain(ocp.PyTreeCheckpointHandler)._handler_impl
         return all(getattr(ours, name) == getattr(plain, name) for name in _TREE_LAYOUT)
 
-    def listed(self) -> list[int]:
-        """The committed steps that the storage has now, ascending; changes nothing that is cached.
+    def listed(self) -> Looked:
+        """The committed steps that the storage has now, ascending, with what was seen below them on the way; changes
+        nothing that is cached.
 
         Cost: a listing, and in a bucket a look at each step that is not known here. A name format of the caller's
         own lists them itself.
@@ -179,7 +180,7 @@ class StockManager:
             names.temporary_path_cls not in (None, marked) or names.atomicity_options  # pyright: ignore[reportAttributeAccessIssue]
         ):
             return committed_steps(root_url(str(root)), names, self.orbax.all_steps())
-        return sorted({found.step for found in names.find_all(root)}) if root.exists() else []
+        return dict.fromkeys(sorted({found.step for found in names.find_all(root)})) if root.exists() else {}
 
     def name(self, step: int) -> str:
         """The name of the directory in which a step is written."""

@@ -82,7 +82,7 @@ def _newest_of_root(place: Place, timeout_s: float) -> Inspection | None:
     if newest is None and problems:
         raise CorruptCheckpointError(f"{place.url} has no whole step: {'; '.join(problems)}", path=place.url)
     if newest is None:
-        states = ", ".join(sorted(f"{step.step} ({step.state})" for step in steps))
+        states = ", ".join(f"{step.step} ({step.state})" for step in steps)
         raise nothing_at(place.url, f"it has no committed step, only {states}; name one of them to look at it")
     found = (
         _directory(newest.place, "item", [newest.place], timeout_s)

@@ -90,13 +90,13 @@ def read_ancestry(place: Place) -> tuple[Ancestry, list[str]]:
 
 
 def durable_steps(place: Place, ancestry: Ancestry) -> list[DurableStep]:
-    """The step directories of a root with their states, ascending by name."""
+    """The step directories of a root with their states, ascending by step."""
     found = []
     for name in place.directories():
         step = step_of_name(name)
         if step is not None and name != layout.SIDECAR_DIR:
             found += _durable_step(place.below(name), step, ancestry)
-    return found
+    return sorted(found, key=lambda each: (each.step, each.place.name))
 
 
 def newest_committed(steps: Iterable[DurableStep]) -> DurableStep | None:

@@ -9,6 +9,7 @@ from typing import Any
 from ckptkit import clock, snapshot
 from ckptkit.arena import Arena, Slot
 from ckptkit.clock import Deadline
+from ckptkit.collector import collection_paused
 from ckptkit.durable.host_tree import host_tree
 from ckptkit.errors import CheckpointError, StoreFullError
 from ckptkit.flush import DiskCopy, Worker
@@ -18,7 +19,8 @@ from ckptkit.manager.failing import DurableUpkeep
 from ckptkit.manager.outcomes import Outcomes, Refusal, describe
 from ckptkit.manager.replicating import Replicator
 from ckptkit.manager.taken import DURABLE, PEER, DiskFlush, Save, Sealed, Tiers
-from ckptkit.manifest import Manifest, SaveId
+from ckptkit.manifest import SaveId
+from ckptkit.store import side_by_side
 
 _LOOK_S = 0.2  # how often a save that waits for the durable tier looks whether that is failing
 
@@ -213,13 +215,15 @@ class Flusher:
     def _flush_to_durable(self, save: Save, slot: Slot, sealed: Sealed) -> None:
         self._outcomes.phase(save.save_id, "begun", DURABLE)
         try:
-            manifest = sealed.manifest(slot)
 
             def write() -> None:
-                self._claim.fence(save.save_id)
+                # The fence waits for the root's answer, and the items for nobody.
+                _, arrays = side_by_side(
+                    [lambda: self._claim.fence(save.save_id), lambda: self._array_items(save, slot, sealed)]
+                )
                 self._tiers.durable.save(
                     save.save_id,
-                    {**self._array_items(save, slot, manifest), **save.items.durable},
+                    {**arrays, **save.items.durable},
                     metrics=save.metrics,
                     default_item=save.items.default_item,
                     ancestry=self._book.ancestry,
@@ -237,8 +241,9 @@ class Flusher:
         finally:
             self._tiers.staging.release(slot)
 
-    def _array_items(self, save: Save, slot: Slot, manifest: Manifest) -> dict[str, Any]:
-        items = {}
+    @collection_paused()  # records of every leaf, all of which stay until the save is over
+    def _array_items(self, save: Save, slot: Slot, sealed: Sealed) -> dict[str, Any]:
+        manifest, items = sealed.manifest(slot), {}
         for item, sources in save.description.items.items():
             leaves = [
                 (leaf, source.holders, {r.box: snapshot.box_array(r, leaf, slot.memory) for r in leaf.boxes})

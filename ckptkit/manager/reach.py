@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
+from ckptkit.durable.reader import DurableReader
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
 from ckptkit.events import EventLog, Kind
@@ -24,7 +25,8 @@ class Reach:
     """The sources of one candidate, more of them each time that those so far were not enough.
 
     `holders`: how many processes wrote the save, and who can give each share (none where there is no `client`).
-    `alike` says from manifests which processes want most of what this one wants: their shares are looked into first.
+    `ahead` reads the durable step, and has looked into it. `alike` says from manifests which processes want most of
+    what this one wants: their shares are looked into first.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Reach:
         events: EventLog,
         *,
         proves: Proving,
+        ahead: DurableReader | None = None,
         process: tuple[int, int],  # this one's index, of how many
         alike: Callable[[Sequence[Manifest]], Sequence[int]],
     ):
@@ -47,6 +50,7 @@ class Reach:
         self._durable = durable
         self._events = events
         self._proves = proves
+        self._ahead = ahead
         self._process = process
         self._alike = alike
         self.holdings = self._widening()  # that cover more and more; raises where the durable tier cannot be read
@@ -133,8 +137,8 @@ class Reach:
 
     def _with_durable(self, fast: Holdings) -> Iterator[Holdings]:
         save_id = self._candidate.save_id
-        reader = self._durable.reader(save_id.step, self._proves)
-        durable = tuple(reader.manifests())
+        reader = self._ahead or self._durable.reader(save_id.step, self._proves)
+        durable = tuple(reader.manifests(to_read=True))
         if save_id.ours and {manifest.save_id for manifest in durable} - {save_id}:
             raise CorruptCheckpointError(
                 f"step {save_id.step} in {self._durable.url} is no longer save {save_id}", step=save_id.step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +15,8 @@ from ckptkit import clock, layout
 from ckptkit.broadcast import BroadcastOptions, Choice
 from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import Ancestry, EpochRecords
+from ckptkit.durable.listing import Looked
+from ckptkit.durable.reader import DurableReader
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.durable.stock import DEFAULT_ITEM
 from ckptkit.errors import (
@@ -41,9 +44,12 @@ from ckptkit.peers.client import PeerClient
 from ckptkit.plan import Candidate, RestorePlan, rank_candidates
 from ckptkit.proving import Proving, Verify, begin
 from ckptkit.restore import Target
+from ckptkit.store import all_of
+from ckptkit.store.roots import is_remote
 
 _T = TypeVar("_T")
 _log = logging.getLogger("ckptkit")
+_IDENTIFIED = 8  # durable steps at a time
 LISTED_DURABLE_STEPS = 8  # how many durable steps, newest first, are looked into before older ones are asked for
 
 
@@ -83,6 +89,7 @@ class Restorer:
         self._rank = rank
         self._preparer = Preparer(durable.url, coordinator)
         self._reports: list[list[Held]] = []  # on process 0, of the last gathering
+        self._ahead: tuple[int, DurableReader] | None = None  # the step that was looked into while they were ranked
         self._durable = durable
         self._epochs = epochs
         self._coordinator = coordinator
@@ -163,8 +170,8 @@ class Restorer:
                 )
             self._reports = [[Held.from_json(entry) for entry in each["held"]] for each in reports]
             fast = [{held.save_id: held.refusal for held in report} for report in self._reports]
-            ancestry = self._epochs.read()
-            durable = self._durable_saves(ancestry, step, looked_into)
+            ancestry, looked = all_of(self._durable.url, [self._epochs.read, self._durable.looked])
+            durable = self._durable_saves(ancestry, looked, step, looked_into, wanted)
             ranked = rank_candidates(fast, durable, ancestry.superseded, step, linked=self._client is not None)
             return [{**asdict(candidate), "save_id": list(asdict(candidate.save_id).values())} for candidate in ranked]
 
@@ -172,15 +179,25 @@ class Restorer:
         agreed = self._coordinator.agree("candidates", said, rank, timeout_s=self._timeout_s)
         return [Candidate(**{**entry, "save_id": SaveId(*entry["save_id"])}) for entry in agreed]
 
-    def _durable_saves(self, ancestry: Ancestry, step: int | None, looked_into: int | None) -> list[SaveId]:
-        """The newest durable saves, on process 0."""
+    def _durable_saves(
+        self, ancestry: Ancestry, looked: Looked, step: int | None, looked_into: int | None, wanted: RestoreItems
+    ) -> list[SaveId]:
+        """The newest durable saves, on process 0. Where no fast tier holds anything, the newest one is looked into on
+        the way: it will be read."""
+        steps = sorted((each for each in looked if step is None or each == step), reverse=True)
+        self._ahead = None
+        ahead: list[Callable[[], Any]] = []
+        if steps and is_remote(self._durable.url) and not any(self._reports):
+            self._ahead = steps[0], self._durable.reader(steps[0], wanted.proves)
+            ahead = [partial(self._ahead[1].look_ahead, looked[steps[0]])]
         saves: list[SaveId] = []
-        for each in reversed([s for s in self._durable.steps() if step is None or s == step]):
-            save = self.identity(each, ancestry)
+        for some in (steps[at : at + _IDENTIFIED] for at in range(0, len(steps), _IDENTIFIED)):
+            found = all_of(self._durable.url, [*(partial(self.identity, each, ancestry) for each in some), *ahead])
             # Abandoned steps do not count: a rollback may leave any number of them above the newest good one.
-            saves += [] if ancestry.superseded(save) else [save]
-            if len(saves) == looked_into:
-                break
+            saves += [save for save in found[: len(some)] if not ancestry.superseded(save)]
+            if looked_into is not None and len(saves) >= looked_into:
+                return saves[:looked_into]
+            ahead = []
         return saves
 
     def identity(self, step: int, ancestry: Ancestry) -> SaveId:
@@ -286,9 +303,15 @@ class Restorer:
             self._durable,
             self._events,
             proves=wanted.proves,
+            ahead=self._reader_ahead(candidate),
             process=(coordinator.process, coordinator.count),
             alike=lambda manifests: self._preparer.alike(candidate.save_id, manifests, wanted),
         )
+
+    def _reader_ahead(self, candidate: Candidate) -> DurableReader | None:
+        step, reader = self._ahead or (-1, None)
+        self._ahead = None
+        return reader if step == candidate.save_id.step else None
 
     def _told(self, candidate: Candidate) -> list[Any]:
         save_id = candidate.save_id

@@ -17,7 +17,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.shardings import sharding_of_text, sharding_text
-from ckptkit.durable.steps import FrozenIterator
 
 INLINE_BYTES_MAX = 16 << 20  # manifests are read whole at every start
 STRUCTURE = "structure"  # the empty nodes of an array item, under that item's name: no item of its own
@@ -31,7 +30,7 @@ def capture(arg: Any) -> Captured | None:
         return {"kind": "json", "value": value}, ocp.args.JsonSave(value)
     if is_grain(arg):
         state = _iterator_state(arg.item)
-        return {"kind": "grain", "value": state.decode()}, type(arg)(FrozenIterator(state))
+        return {"kind": "grain", "value": state.decode()}, type(arg)(_FrozenIterator(state))
     if isinstance(arg, ocp.args.ArraySave) and arg.save_args is None and _is_held_whole(arg.item):
         frozen = _frozen(arg.item)
         return {"kind": "array", "value": _plain(frozen)}, ocp.args.ArraySave(frozen)
@@ -42,6 +41,17 @@ def capture(arg: Any) -> Captured | None:
         frozen = jax.tree.map(_frozen_leaf, arg.item)
         return {"kind": "numpy_key", "value": _plain_tree(frozen)}, ocp.args.NumpyRandomKeySave(frozen)
     return None
+
+
+class _FrozenIterator:
+    """A data iterator's state as it was when the step was saved, in the form that Grain's Orbax handler writes."""
+
+    def __init__(self, state: bytes):
+        self._state = state
+
+    def get_state(self) -> bytes:
+        """The state, encoded."""
+        return self._state
 
 
 def gives_back(kind: str, arg: Any) -> bool:

@@ -15,7 +15,6 @@ from functools import lru_cache
 import numpy as np
 
 from ckptkit.resharding.meshes import Mesh, Spec, box_shape, full_spec
-from ckptkit.sharding import Box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +29,6 @@ class Amplification:
     def mean(self) -> float:
         """Bytes read over bytes needed of all processes together; 1 where nothing is needed."""
         return self.read_bytes / self.needed_bytes if self.needed_bytes else 1.0
-
-
-def read_elements(box: Box, cell: Sequence[int]) -> int:
-    """Elements of all cells that a box touches, each counted whole."""
-    if box.size == 0:
-        return 0
-    spans = ((b - 1) // c - a // c + 1 for a, b, c in zip(box.start, box.stop, cell, strict=True))
-    return math.prod(spans) * math.prod(cell)
 
 
 def read_by_devices(shape: tuple[int, ...], spec: Spec, mesh: Mesh, cell: tuple[int, ...]) -> np.ndarray:

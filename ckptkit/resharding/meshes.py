@@ -13,7 +13,6 @@ from typing import Any, final
 import numpy as np
 
 from ckptkit.errors import CheckpointError
-from ckptkit.sharding import Box
 
 Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes that split it; trailing ones may be left out
 
@@ -79,18 +78,6 @@ def box_shape(shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[int, ...]:
         if size % count:
             raise ValueError(f"spec {spec_text(spec)} on {mesh} splits a dimension of {size} into {count} parts")
     return tuple(size // count for size, count in zip(shape, counts, strict=True))
-
-
-@lru_cache(maxsize=4096)
-def boxes_of_devices(shape: tuple[int, ...], spec: Spec, mesh: Mesh) -> tuple[Box, ...]:
-    """The box of each device, in the mesh's order. Cost: memory for every device; amplification needs none of it."""
-    inner = box_shape(shape, spec, mesh)
-    parts = [mesh.part_of_devices(names) for names in full_spec(spec, len(shape))]
-    boxes = []
-    for device in range(mesh.devices):
-        start = tuple(int(part[device]) * size for part, size in zip(parts, inner, strict=True))
-        boxes.append(Box(start, tuple(a + size for a, size in zip(start, inner, strict=True))))
-    return tuple(boxes)
 
 
 def full_spec(spec: Spec, dimensions: int) -> Spec:

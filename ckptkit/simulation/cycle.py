@@ -24,29 +24,32 @@ class Schedule:
 
 
 class Cycle:
-    """Nested intervals: every slower one a multiple of the one before. Immutable; `enter` begins an uptime in it.
+    """Nested intervals: every slower one a multiple of the one before. Arrays are (policies, runs), one per tier.
 
-    `growing`: the rows of `growth`, which are neighbours; the intervals of others stay.
+    `plan` sets those of one policy, `enter` begins an uptime in what is planned. `growing`: the policies, neighbours,
+    whose intervals grow as `growth` (of those policies only) says; the intervals of others stay.
     """
 
-    def __init__(self, cluster: Cluster, wanted: np.ndarray, growth: np.ndarray, growing: slice):
-        self.works: list[np.ndarray] = []
-        self.lengths: list[np.ndarray] = []
-        self.most: list[np.ndarray] = []
-        self.growth, self.growing = growth, growing
-        self.first_stall_s = cluster.tiers[0].stall_s
-        for tier, model in enumerate(cluster.tiers):
-            # A save cannot be committed before the one before it, nor begin between two steps' ends.
-            least = np.clip(wanted[:, tier], max(model.persist_s, cluster.step_s), _NEVER_S)
-            if tier:
-                times = np.maximum(np.rint(least / self.works[-1]), 1.0)
-                self.works.append(self.works[-1] * times)
-                self.lengths.append(self.lengths[-1] * times + model.stall_s)
-                self.most.append(times)
-            else:
-                self.works.append(np.maximum(np.rint(least / cluster.step_s), 1.0) * cluster.step_s)
-                self.lengths.append(self.works[0] + model.stall_s)
-                self.most.append(np.full(len(wanted), np.inf))
+    def __init__(self, cluster: Cluster, policies: int, runs: int, growing: slice):
+        shape = (len(cluster.tiers), policies, runs)
+        self.cluster, self.growing = cluster, growing
+        self.works, self.lengths, self.times, self.multiples = (np.ones(shape) for _ in range(4))
+        self.growth = np.ones((growing.stop - growing.start, runs))
+
+    def plan(self, policy: int, schedule: Schedule) -> None:
+        """The intervals of `policy` from now on."""
+        before, length, multiple = self.cluster.step_s, np.zeros(()), np.ones(())
+        for tier, model in enumerate(self.cluster.tiers):
+            # A save begins between two steps' ends, and cannot be committed before the one before it.
+            wanted = np.rint(np.minimum(schedule.intervals_s[:, tier], _NEVER_S) / before)
+            times = np.maximum(np.maximum(wanted, np.ceil(model.persist_s / before - 1e-9)), 1.0)
+            length = (before if tier == 0 else length) * times + model.stall_s
+            multiple = multiple * times if tier else multiple
+            before = before * times
+            self.works[tier, policy], self.lengths[tier, policy] = before, length
+            self.times[tier, policy], self.multiples[tier, policy] = times, multiple
+        if policy >= self.growing.start:
+            self.growth[policy - self.growing.start] = 1.0 if schedule.growth is None else schedule.growth
 
     def enter(self, since_s: np.ndarray) -> Uptime:
         """An uptime that begins at a save of the fastest tier, `since_s` of work after the last one of the slowest."""
@@ -57,73 +60,92 @@ class Uptime:
     """One uptime of every run, from its entry into a cycle."""
 
     def __init__(self, cycle: Cycle, since_s: np.ndarray):
-        self._cycle = cycle
-        works, lengths = cycle.works, cycle.lengths
+        self._cycle, rows = cycle, cycle.growing
         # Whole intervals of the fastest tier; a slow save that was not committed in time is not made again. Where
         # intervals grow there are fewer saves to that work, and one that is overdue is made at the next save.
-        passed, whole_cycle = np.rint(since_s / works[0]), np.rint(works[-1] / works[0])
-        entered = passed % whole_cycle
-        rows = cycle.growing
+        passed, whole_cycle = np.rint(since_s / cycle.works[0]), cycle.multiples[-1]
+        entered = passed - np.floor(passed / whole_cycle) * whole_cycle
         entered[rows] = np.minimum(passed[rows], whole_cycle[rows] - 1.0)
-        self._entered_work, self._entered = entered * works[0], np.zeros_like(since_s)
-        for length, work in zip(lengths[::-1], works[::-1], strict=True):
-            whole = np.floor(entered * works[0] / work + 1e-9)
-            self._entered = self._entered + whole * length
-            entered = entered - np.rint(whole * work / works[0])
+        self._entered_work, self._entered = entered * cycle.works[0], entered * cycle.lengths[0]
+        for tier, multiple in zip(cycle.cluster.tiers[1:-1], cycle.multiples[1:-1], strict=True):
+            self._entered += np.floor(entered / multiple) * tier.stall_s
 
-    def work(self, elapsed: np.ndarray) -> np.ndarray:
-        """Work done `elapsed` after the entry."""
+    def until(self, up_s: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Work done `up_s` after the entry, and for each tier how much of it the newest committed save holds.
+
+        0 or less: no save since the entry is committed. Cost: one division for each tier.
+        """
+        cycle, tiers = self._cycle, self._cycle.cluster.tiers
+        position = self._entered + self._even(up_s)
+        left, done, spent, after = position, np.zeros_like(position), np.zeros_like(position), np.zeros(())
+        committed = [done] * len(tiers)
+        for level in reversed(range(len(tiers))):
+            work, length = cycle.works[level], cycle.lengths[level]
+            whole = np.floor(left / length)
+            if level + 1 < len(tiers):
+                room = cycle.times[level + 1]
+                whole = np.minimum(whole, room)
+                # After the last save of a cycle there is only the slower tier's own stall.
+                left = np.where(whole < room, left - whole * length, 0.0)
+                # The newest save may have been a slower tier's too, and this one's part of it was over before.
+                after = np.where(whole > 0, 0.0, after + tiers[level + 1].stall_s)
+            else:
+                left = left - whole * length
+            done, spent = done + whole * work, spent + whole * length
+            # No two saves of a tier are under way at the same time: of those that ended, all but one are committed.
+            late = position - spent + after < tiers[level].persist_s
+            committed[level] = done - np.where(late, work, 0.0) - self._entered_work
+            self._grown_committed(committed[level], level, up_s, done, spent, after)
+        work_s = done + np.minimum(left, cycle.works[0]) - self._entered_work
+        self._grown_work(work_s, up_s, done, spent, left)
+        return work_s, committed
+
+    def _grown_committed(
+        self, found: np.ndarray, level: int, up_s: np.ndarray, done: np.ndarray, spent: np.ndarray, after: np.ndarray
+    ) -> None:
+        """Puts right what `until` found of a tier as if intervals did not grow."""
+        rows = self._cycle.growing
+        if rows.start == rows.stop:
+            return
+        after = np.broadcast_to(after, spent.shape)[rows]
+        done, spent = done[rows], spent[rows]
+        late = up_s[rows] - self._age(spent - after) < self._cycle.cluster.tiers[level].persist_s
+        done = done - np.where(late, self._cycle.works[level][rows], 0.0)
+        spent = spent - np.where(late, self._cycle.lengths[level][rows] + after, 0.0)
+        here = spent - self._entered[rows] > 0.5 * self._cycle.lengths[0][rows]
+        found[rows] = np.where(here, self._saved(done, spent, self._age(spent)), 0.0)
+
+    def _grown_work(
+        self, found: np.ndarray, up_s: np.ndarray, done: np.ndarray, spent: np.ndarray, left: np.ndarray
+    ) -> None:
+        """Puts right the work that `until` found as if intervals did not grow."""
+        rows = self._cycle.growing
+        if rows.start == rows.stop:
+            return
+        done, spent = done[rows], spent[rows]
+        at = self._age(spent)
+        following = self._age(spent + self._cycle.lengths[0][rows]) - self._cycle.cluster.tiers[0].stall_s
+        since = np.maximum(np.minimum(up_s[rows], following) - at, 0.0)
+        found[rows] = self._saved(done, spent, at) + np.where(left[rows] > 0, since, 0.0)
+
+    def _even(self, up_s: np.ndarray) -> np.ndarray:
+        """The way into the cycle, as if intervals did not grow: there they follow each other evenly."""
         cycle, rows = self._cycle, self._cycle.growing
-        done, spent, left = self._down_to(self._position(elapsed), 0)
-        found = done + np.minimum(left, cycle.works[0]) - self._entered_work
-        if rows.stop > rows.start:
-            saved, at = self._saved_at(done, spent)
-            following = self._age((spent + cycle.lengths[0])[rows] - self._entered[rows])
-            since = np.minimum(elapsed[rows], following - cycle.first_stall_s) - at
-            found[rows] = saved + np.where(left[rows] > 0, np.maximum(since, 0.0), 0.0)
-        return found
+        if rows.start == rows.stop:
+            return up_s
+        first, even = cycle.lengths[0][rows], up_s.copy()
+        even[rows] = first * (up_s[rows] / first) ** cycle.growth
+        return even
 
-    def saved(self, elapsed: np.ndarray, tier: int) -> np.ndarray:
-        """Work since the entry in the newest save of `tier` that was taken by `elapsed`; 0 or less: none."""
-        cycle, rows = self._cycle, self._cycle.growing
-        done, spent, _ = self._down_to(self._position(elapsed), tier)
-        found = done - self._entered_work
-        if rows.stop > rows.start:
-            here = spent[rows] - self._entered[rows] > 0.5 * cycle.lengths[0][rows]
-            found[rows] = np.where(here, self._saved_at(done, spent)[0], 0.0)
-        return found
-
-    def _position(self, elapsed: np.ndarray) -> np.ndarray:
-        """The place in the cycle, as if intervals did not grow: there they follow each other evenly."""
-        cycle, rows = self._cycle, self._cycle.growing
-        even = elapsed
-        if rows.stop > rows.start:
-            first, even = cycle.lengths[0][rows], elapsed.copy()
-            even[rows] = first * (np.maximum(elapsed[rows], 0.0) / first) ** cycle.growth
-        return np.maximum(self._entered + even, 0.0)
-
-    def _age(self, even: np.ndarray) -> np.ndarray:
+    def _age(self, spent: np.ndarray) -> np.ndarray:
         """Of the growing rows: the time since the entry at which a place in the cycle is reached."""
         first = self._cycle.lengths[0][self._cycle.growing]
-        return first * (np.maximum(even, 0.0) / first) ** (1.0 / self._cycle.growth)
+        return first * (np.maximum(spent - self._entered[self._cycle.growing], 0.0) / first) ** (
+            1.0 / self._cycle.growth
+        )
 
-    def _saved_at(self, done: np.ndarray, spent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of the growing rows: work since the entry that a save holds, and when it ended."""
+    def _saved(self, done: np.ndarray, spent: np.ndarray, at: np.ndarray) -> np.ndarray:
+        """Of the growing rows: work since the entry that a save holds which ended `at`."""
         rows = self._cycle.growing
-        at = self._age(spent[rows] - self._entered[rows])
-        stalls = (spent - done)[rows] - (self._entered - self._entered_work)[rows]
-        return np.maximum(at - np.maximum(stalls, 0.0), 0.0), at
-
-    def _down_to(self, elapsed: np.ndarray, tier: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of whole cycles of `tier` and all slower ones: the work, the time, and the time that is left after them."""
-        cycle = self._cycle
-        done, spent, left = np.zeros_like(elapsed), np.zeros_like(elapsed), elapsed
-        room = np.full_like(elapsed, np.inf)
-        for level in reversed(range(tier, len(cycle.works))):
-            whole = np.minimum(np.floor(left / cycle.lengths[level]), room)
-            done = done + whole * cycle.works[level]
-            spent = spent + whole * cycle.lengths[level]
-            # After the last save of a cycle there is only the slower tier's own stall.
-            left = np.where(whole < room, left - whole * cycle.lengths[level], 0.0)
-            room = cycle.most[level]
-        return done, spent, left
+        stalls = spent - done - (self._entered - self._entered_work)[rows]
+        return np.maximum(at - np.maximum(stalls, 0.0), 0.0)

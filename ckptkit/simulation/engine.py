@@ -8,7 +8,7 @@ towards the next one. Stalls of a save come at its end. A failure during a resta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from ckptkit.simulation.cycle import Cycle, Schedule
 from ckptkit.simulation.failures import Failures
 
 _PROGRESS_EVERY = 64  # failures: some milliseconds
+_BLOCK = 64  # failures of a run, one beside the other in memory
 
 
 @dataclass(slots=True)
@@ -113,95 +114,84 @@ def _simulate(
     mark: int | None,
     progress: Callable[[int, int], None] | None,
 ) -> list[Outcome]:
-    runs, tiers, copies = len(failures.at_s), len(cluster.tiers), len(policies)
-    rows = runs * copies
+    runs, tiers, copies = len(failures.at_s), cluster.tiers, len(policies)
     levels = np.array(cluster.levels())
-    restore_s = np.array([tier.restore_s for tier in cluster.tiers])
-    persist_s = np.array([tier.persist_s for tier in cluster.tiers])
-    survives = np.array([[kind in tier.survives for kind in FAILURES] for tier in cluster.tiers])
+    survives = np.array([[kind in tier.survives for kind in FAILURES] for tier in tiers])
     planner = _Planner(cluster, policies, runs)
-    work, newest = np.zeros(rows), np.zeros((tiers, rows))  # the work that is done; that each tier holds
-    stall, lost, down = np.zeros(rows), np.zeros(rows), np.zeros(rows)
-    served, every = np.zeros((tiers, rows)), np.arange(rows)
-    resumed, count = np.zeros(rows), np.zeros(rows)
-    marked, marked_at = np.full(rows, np.nan), np.full(rows, np.nan)
-    for number in range(failures.at_s.shape[1]):
-        if number and bool((failures.at_s[:, number - 1] >= horizon_s).all()):
-            break
-        fails_at, kind = np.tile(failures.at_s[:, number], copies), np.tile(failures.kind[:, number], copies)
-        at = np.minimum(fails_at, horizon_s)
+    work, newest = np.zeros((copies, runs)), np.zeros((len(tiers), copies, runs))  # done; what each tier holds of it
+    stall, lost, down, resumed = (np.zeros((copies, runs)) for _ in range(4))
+    served, count = np.zeros((len(tiers), copies, runs)), np.zeros(runs)
+    marked, marked_at = np.full((copies, runs), np.nan), np.full(runs, np.nan)
+    for number, (fails_at, kind, outage_s) in enumerate(_one_by_one(failures)):
+        at, failed = np.minimum(fails_at, horizon_s), fails_at < horizon_s
         up = np.maximum(at - resumed, 0.0)
-        uptime = planner.cycle().enter(work - newest[-1])
-        done = uptime.work(up)
-        committed = np.stack([uptime.saved(up - persist, tier) for tier, persist in enumerate(persist_s)])
-        newest = np.maximum(newest, np.where(committed > 0, work + committed, 0.0))
-        work = work + done
+        done, committed = planner.cycle().enter(work - newest[-1]).until(up)
+        for tier, held in enumerate(committed):
+            newest[tier] = np.maximum(newest[tier], np.where(held > 0, work + held, 0.0))
+        work += done
         stall += up - done
-        failed = fails_at < horizon_s
         holds = survives[:, kind]
-        kept = np.where(holds, newest, -1.0)
-        source = kept.argmax(axis=0)  # the first of equals: the fastest
-        restored = np.maximum(kept.max(axis=0), 0.0)
+        source, restored, restore_s = np.zeros(work.shape, np.int8), np.full_like(work, -1.0), np.zeros_like(work)
+        for tier, model in enumerate(tiers):
+            better = holds[tier] & (newest[tier] > restored)  # of equals the fastest
+            source = np.where(better, np.int8(tier), source)
+            restored = np.where(better, newest[tier], restored)
+            restore_s = np.where(better, model.restore_s, restore_s)
         lost += np.where(failed, work - restored, 0.0)
         work = np.where(failed, restored, work)
-        newest = np.where(failed & ~holds, 0.0, newest)
-        begins = at + np.tile(failures.outage_s[:, number], copies) + cluster.restart_s + restore_s[source]
+        begins = (at + outage_s + cluster.restart_s) + restore_s
         # A failure before the job was up again: the down time that was planned ends, another begins.
         down += np.where(failed, np.minimum(begins, horizon_s) - at, 0.0)
-        down -= np.where(failed | (at >= horizon_s), np.maximum(np.minimum(resumed, horizon_s) - at, 0.0), 0.0)
-        resumed = np.where(failed, begins, np.where(at >= horizon_s, np.inf, resumed))
+        down -= np.maximum(np.minimum(resumed, horizon_s) - at, 0.0)
+        resumed = np.where(failed, begins, np.inf)
         planner.learn(failed & (up > 0), up, levels[kind])
-        served[source, every] += failed
+        for tier in range(len(tiers)):
+            newest[tier] *= ~failed | holds[tier]
+            served[tier] += failed & (source == tier)
         count += failed
-        if mark is not None:
-            here = failed & (count == mark)
+        if mark is not None and (here := failed & (count == mark)).any():
             marked, marked_at = np.where(here, work, marked), np.where(here, at, marked_at)
         if progress is not None and number % _PROGRESS_EVERY == 0:
             progress(number, failures.at_s.shape[1])
-    told = (work, stall, lost, down, count, served.T, marked, marked_at)
-    parts = [slice(first, first + runs) for first in range(0, rows, runs)]
-    return [Outcome(horizon_s, *(each[part] for each in told)) for part in parts]
+        if not failed.any():
+            break
+    return [
+        Outcome(horizon_s, work[i], stall[i], lost[i], down[i], count, served[:, i].T, marked[i], marked_at)
+        for i in range(copies)
+    ]
+
+
+def _one_by_one(failures: Failures) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """The first failure of every run, then the second: a few are laid out side by side at a time, 8 lines of cache."""
+    for first in range(0, failures.at_s.shape[1], _BLOCK):
+        parts = (failures.at_s, failures.kind, failures.outage_s)
+        yield from zip(*(each[:, first : first + _BLOCK].T.copy() for each in parts), strict=True)
 
 
 class _Planner:
-    """The schedules of all policies, as one cycle over their rows; and what the learning ones have seen."""
+    """The schedules of all policies, as one cycle; and what the learning ones, the last, have seen."""
 
     def __init__(self, cluster: Cluster, policies: Sequence[Policy], runs: int):
-        self._cluster, self._runs, tiers = cluster, runs, len(cluster.tiers)
-        rows = runs * len(policies)
-        self._wanted = np.empty((rows, tiers))
-        self._learning = [(i, policy) for i, policy in enumerate(policies) if policy.memory is not None]
-        self._seen = {i: _nothing_seen(runs, tiers) for i, _ in self._learning}
-        self._growing = slice(rows - runs * len(self._learning), rows)
-        self._growth = np.ones(self._growing.stop - self._growing.start)
+        self._cluster = cluster
+        self._learning = {i: policy for i, policy in enumerate(policies) if policy.memory is not None}
+        self._seen = {i: _nothing_seen(runs, len(cluster.tiers)) for i in self._learning}
+        growing = slice(len(policies) - len(self._learning), len(policies))
+        self._cycle = Cycle(cluster, len(policies), runs, growing)
         for i, policy in enumerate(policies):
-            self._wanted[self._rows(i)] = policy.schedule(cluster, _nothing_seen(runs, tiers)).intervals_s
-        self._constant = None if self._learning else self._made()
+            if i not in self._learning:
+                self._cycle.plan(i, policy.schedule(cluster, _nothing_seen(runs, len(cluster.tiers))))
 
     def cycle(self) -> Cycle:
         """What holds now."""
-        if self._constant is not None:
-            return self._constant
-        for i, policy in self._learning:
-            schedule = policy.schedule(self._cluster, self._seen[i])
-            self._wanted[self._rows(i)] = schedule.intervals_s
-            rows = self._rows(i)
-            grows = 1.0 if schedule.growth is None else schedule.growth
-            self._growth[rows.start - self._growing.start : rows.stop - self._growing.start] = grows
-        return self._made()
+        for i, policy in self._learning.items():
+            self._cycle.plan(i, policy.schedule(self._cluster, self._seen[i]))
+        return self._cycle
 
     def learn(self, failed: np.ndarray, up: np.ndarray, level: np.ndarray) -> None:
         """Takes in the uptimes that a failure ended."""
-        for i, policy in self._learning:
-            rows, memory = self._rows(i), policy.memory
-            fade = 1.0 if memory is None else float(np.exp(-1.0 / memory))
-            _learn(self._seen[i], failed[rows], up[rows], level[rows], fade)
-
-    def _made(self) -> Cycle:
-        return Cycle(self._cluster, self._wanted, self._growth, self._growing)
-
-    def _rows(self, i: int) -> slice:
-        return slice(i * self._runs, (i + 1) * self._runs)
+        for i, policy in self._learning.items():
+            fade = 1.0 if policy.memory is None else float(np.exp(-1.0 / policy.memory))
+            _learn(self._seen[i], failed[i], up[i], level, fade)
 
 
 def _nothing_seen(runs: int, tiers: int) -> Seen:

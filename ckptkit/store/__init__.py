@@ -9,3 +9,5 @@ from ckptkit.store.memory import MemoryStore as MemoryStore
 from ckptkit.store.remote import RemoteStore as RemoteStore
 from ckptkit.store.retry import RetryStore as RetryStore
 from ckptkit.store.roots import open_store as open_store
+from ckptkit.store.together import all_of as all_of
+from ckptkit.store.together import side_by_side as side_by_side

@@ -19,7 +19,7 @@ import ckptkit
 from ckptkit import layout
 from ckptkit.coordination import make_coordinator
 from ckptkit.durable import attempts
-from ckptkit.durable.attempts import BucketAttempt, begin
+from ckptkit.durable.attempts import BucketAttempt
 from ckptkit.durable.deletion import move_away
 from ckptkit.durable.leftovers import clean_left, left_behind
 from ckptkit.durable.step_writer import StepWriter
@@ -72,6 +72,8 @@ class Stopped:
 
         def stops(self_: Any, *args: Any) -> None:
             if self_ is writer:
+                if point == "_write_part":  # its intent is there
+                    args[-1]()
                 self._reached.set()
                 assert self._goes_on.wait(120)
             original(self_, *args)
@@ -99,7 +101,8 @@ class Stopped:
 def test_a_directory_that_was_made_again_is_not_committed(tmp_path: Path) -> None:
     """A disk gives its number to the next directory: half a step of a run that was fenced off would be committed."""
     for step in range(20):
-        attempt = begin(str(tmp_path), str(step), SaveId(1, step, 0), 0o777)
+        attempt = attempts.make_attempt(str(tmp_path), str(step), SaveId(1, step, 0), 0o777)
+        attempt.begin()
         shutil.rmtree(attempt.place)
         os.makedirs(attempt.place)
         with pytest.raises(CheckpointError, match="a later run than epoch 1"):
@@ -251,11 +254,39 @@ def test_a_cleaning_of_a_disk_that_dies_is_done_by_the_next(tmp_path: Path) -> N
 
 def test_the_directory_of_an_attempt_that_was_taken_away_is_not_committed_when_it_comes_back(tmp_path: Path) -> None:
     """A writer makes the directories that it needs: an empty step would be committed."""
-    attempt = attempts.begin(str(tmp_path), "5", SaveId(1, 5, 0), 0o777)
+    attempt = attempts.make_attempt(str(tmp_path), "5", SaveId(1, 5, 0), 0o777)
+    attempt.begin()
     move_away(attempt.place)
     with pytest.raises(CheckpointError, match="a later run than epoch 1 has taken its place away"):
         attempt.commit()
     assert not (tmp_path / "5").exists()
+
+
+ORDERS = ["the step first", "the step between", "the step last"]
+
+
+@pytest.fixture(params=ORDERS)
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attempt begins with two things side by side, a look at the step, and a put of the intent with a look at the
+    others' after it: one after the other here, in each order that there is."""
+
+    def in_order(acts: Any) -> list[Any]:
+        look, announce = acts
+        found: list[Any] = []
+        attempt, meet = announce.__self__, announce.__self__._meet_others
+
+        def meet_others() -> None:
+            if not found and request.param == "the step between":
+                found.append(look())
+            meet()
+
+        attempt._meet_others = meet_others
+        if request.param == "the step first":
+            found.append(look())
+        announce()
+        return [found[0] if found else look(), None]
+
+    monkeypatch.setattr(attempts, "side_by_side", in_order)
 
 
 class Overtaken:
@@ -278,13 +309,16 @@ class Overtaken:
             if self._left == 0:
                 self._patch.setattr(attempts, "open_store", lambda url: self._store)
                 with suppress(ckptkit.StepAlreadyExistsError):
-                    self.later = BucketAttempt("gs://runs/run", "5", SaveId(2, 5, 0))
-                    self._goes_on(self.later)
+                    later = BucketAttempt("gs://runs/run", "5", SaveId(2, 5, 0))
+                    later.begin()
+                    self.later = later
+                    self._goes_on(later)
             return getattr(self._store, name)(*args, **kwargs)
 
         return operation
 
 
+@pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("number", range(1, 7))
 def test_two_runs_that_begin_one_step_at_once_do_not_both_commit(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each order of their first operations: the older one fails, unless it had committed before the other looked."""
@@ -294,9 +328,11 @@ def test_two_runs_that_begin_one_step_at_once_do_not_both_commit(number: int, mo
     ended, error = list[str](), None
     try:
         older = BucketAttempt("gs://runs/run", "5", SaveId(1, 5, 0))
+        older.begin()
         store.put("5/of-the-older", b"1")
         older.commit()
         ended.append("older")
+        older.tidy()
     except CheckpointError as caught:
         error = str(caught)
     if overtaken.later is not None:
@@ -308,8 +344,9 @@ def test_two_runs_that_begin_one_step_at_once_do_not_both_commit(number: int, mo
 
 
 @pytest.mark.parametrize("commits", [True, False], ids=["and commits", "and has not committed"])
-@pytest.mark.parametrize("number", range(1, 8))
+@pytest.mark.parametrize("number", range(1, 9))
 @pytest.mark.parametrize("cleans", [True, False], ids=["while cleaning", "while saving"])
+@pytest.mark.usefixtures("order")
 def test_a_run_that_stops_before_it_deletes_takes_nothing_of_a_later_one(
     cleans: bool, number: int, commits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,7 +368,7 @@ def test_a_run_that_stops_before_it_deletes_takes_nothing_of_a_later_one(
         if cleans:
             clean_left(overtaken, 1, lambda place: None)  # pyright: ignore[reportArgumentType]
         else:
-            BucketAttempt("gs://runs/run", "5", SaveId(1, 5, 0))
+            BucketAttempt("gs://runs/run", "5", SaveId(1, 5, 0)).begin()
     if overtaken.later is None:
         assert number > 5, "it is done before that"
         return

@@ -1,209 +1,25 @@
-"""Manifests and metadata that somebody made to do harm: a clear error, and nothing hung, filled, or touched outside."""
+"""Checkpoints that somebody made to do harm: a clear error, and nothing hung, filled, or touched outside."""
 
 from __future__ import annotations
 
-import copy
 import json
-import math
 import os
-import resource
 import shutil
-import sys
-import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import ckptkit
 from ckptkit import layout
-from ckptkit.durable.epochs import Ancestry, EpochRecords
-from ckptkit.errors import CheckpointError, CorruptCheckpointError
-from ckptkit.manifest import Manifest, digest_of
-from ckptkit.store import LocalStore, MemoryStore
+from ckptkit.errors import CheckpointError
+from ckptkit.store import LocalStore
 from tests.states import make_state, save_args
-
-DISK_BYTES = 256 << 20
-BUDGET_BYTES = 64 << 20  # far above what a state of some kilobytes takes, far below what is asked for
-HOST = "h"
-
-# Whatever a JSON parser gives, and what it must not be believed.
-HOSTILE: list[Any] = [
-    None, True, "", "x", "1", "../../../../canary", "/etc/passwd", "a/../../b", "\0", -1, 0, 1, 2**31, 2**63, 10**30,
-    1.5, math.nan, math.inf, [], [[]], {}, {"": None}, [-1], [2**62], [2**40, 2**40], ["8", "8"], [[0], [2**60]],
-]  # fmt: skip
-ANYTHING = st.recursive(
-    st.one_of(st.sampled_from(HOSTILE), st.integers(), st.floats(), st.text(max_size=5), st.booleans(), st.none()),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
-    max_leaves=6,
-)
-
-
-def body() -> dict[str, Any]:
-    """The manifest of two leaves in three boxes."""
-
-    def leaf(name: str, shape: list[int], boxes: list[Any]) -> dict[str, Any]:
-        common = {"keys": "d", "kind": "jax", "dtype": "float32", "extra": {}}
-        return {"path": [name], "shape": shape, "cell": [2, 4], "boxes": boxes, **common}
-
-    w = leaf("w", [4, 4], [[[0, 0], [2, 4], 0, ["a" * 32]], [[2, 0], [4, 4], 4096, ["b" * 32]]])
-    return {
-        "format": 1,
-        "save_id": {"epoch": 1, "step": 5, "number": 2},
-        "writer": {"process": 0, "count": 1, "host": HOST},
-        "slot": "slot-0.bin",
-        "arrays": {"state": [w, leaf("b", [2, 4], [[[0, 0], [2, 4], 8192, ["c" * 32]]])]},
-        "inline": {"data": {"kind": "json", "value": {"step": 5}}},
-    }
-
-
-def sealed(record: Any) -> bytes:
-    """As a writer seals it: whoever can write a manifest can also write its digest."""
-    text = json.dumps(record, separators=(",", ":"), sort_keys=True)
-    return f'{{"digest":"{digest_of(text.encode())}","manifest":{text}}}'.encode()
-
-
-def places(record: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every value of a JSON document."""
-    if at:
-        yield at
-    pairs = record.items() if isinstance(record, dict) else enumerate(record) if isinstance(record, list) else ()
-    for key, value in pairs:
-        yield from places(value, (*at, key))
-
-
-def changed(record: Any, at: tuple[Any, ...], value: Any) -> Any:
-    found = copy.deepcopy(record)
-    node = found
-    for key in at[:-1]:
-        node = node[key]
-    node[at[-1]] = value
-    return found
-
-
-@contextmanager
-def bounded(canary: Path | None = None) -> Iterator[None]:
-    """Nothing allocates more than the budget, or opens what is below `canary`."""
-    opened: list[str] = []
-    watching = True
-
-    def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if not watching:
-            return
-        if event == "open" and isinstance(arguments[0], str) and not arguments[2] & os.O_NOFOLLOW:
-            opened.append(os.path.realpath(arguments[0]))
-        elif event in ("os.remove", "os.rename", "os.mkdir", "os.truncate", "os.link"):  # of a link: the link itself
-            paths = [each for each in arguments[:2] if isinstance(each, str)]
-            opened.extend(
-                os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path)) for path in paths
-            )
-
-    if canary is not None:
-        sys.addaudithook(audit)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (DISK_BYTES, limits[1]))  # a file is not filled up either
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < BUDGET_BYTES
-    finally:
-        watching = False
-        tracemalloc.stop()
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    if canary is not None:
-        assert [path for path in opened if path.startswith(str(canary))] == []
-
-
-def refused(parse: Callable[[], Any]) -> bool:
-    try:
-        parse()
-    except CorruptCheckpointError:
-        return True
-    return False
-
-
-def test_every_value_of_a_manifest_made_hostile() -> None:
-    """A process would die of a manifest, or allocate for one, instead of passing it over."""
-    whole = body()
-    assert Manifest.from_bytes(sealed(whole), path="p").save_id.step == 5
-    with bounded():
-        for at in places(whole):
-            for value in HOSTILE:
-                refused(lambda at=at, value=value: Manifest.from_bytes(sealed(changed(whole, at, value)), path="p"))
-
-
-@given(data=st.data())
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
-def test_any_values_anywhere_in_a_manifest(data: st.DataObject) -> None:
-    """The same, for what nobody has thought of."""
-    record = body()
-    for _ in range(data.draw(st.integers(1, 3))):
-        record = changed(record, data.draw(st.sampled_from(list(places(record)))), data.draw(ANYTHING))
-        if not list(places(record)):
-            break
-    refused(lambda: Manifest.from_bytes(sealed(record), path="p"))
-
-
-@given(data=st.data())
-@settings(deadline=None, max_examples=200)
-def test_any_values_anywhere_in_an_epoch_record(data: st.DataObject) -> None:
-    """A restart would die of a record, or take nonsense for a branch."""
-    record: Any = {**Ancestry(3, ((2, 10), (3, 40)), ((5, 1),)).to_json(), "run": "r"}
-    for _ in range(data.draw(st.integers(1, 2))):
-        record = changed(record, data.draw(st.sampled_from(list(places(record)))), data.draw(ANYTHING))
-    store = MemoryStore()
-    store.put("_ckptkit/epochs/00000003.json", json.dumps(record).encode())
-    try:
-        ancestry = EpochRecords(store).read()
-    except CorruptCheckpointError:
-        return
-    assert ancestry.epoch == 3
-
-
-@pytest.mark.parametrize(
-    ("at", "value", "word"),
-    [
-        (("arrays", "../../canary"), [], "cannot be a directory"),
-        (("inline", ".."), {"kind": "json", "value": 1}, "cannot be a directory"),
-        (("arrays", "state", 0, "boxes", 1, 2), 0, "two boxes lie at byte 0"),
-        (("arrays", "state", 0, "boxes", 0, 2), -5, "offset -5"),
-        (("arrays", "state", 0, "boxes", 1, 0), [1, 0], "which do not tile it"),
-        (("arrays", "state", 0, "boxes", 1, 3), [], "0 digests for 1 cells"),
-        (("arrays", "state", 0, "boxes", 1, 1), [9, 4], "outside its shape"),
-        (("arrays", "state", 0, "shape"), [2**40, 2**40], "has shape"),
-        (("arrays", "state", 0, "dtype"), "object", "jax of object"),
-        (("save_id", "step"), 10**30, "save"),
-        (("writer", "count"), 0, "by process 0 of 0"),
-    ],
-)
-def test_what_is_said_of_a_hostile_manifest(at: tuple[Any, ...], value: Any, word: str) -> None:
-    """Nobody would know what is wrong with the file."""
-    with pytest.raises(CorruptCheckpointError, match=f"manifest p cannot be read: .*{word}"):
-        Manifest.from_bytes(sealed(changed(body(), at, value)), path="p")
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"[" * 200_000,
-        b'{"digest":"' + b"x" * 100 + b'","manifest":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        sealed(body()).replace(b'"format":1', b'"format":1,"format":2'),
-        sealed(body()).decode().encode("utf-16"),
-        b"\xff\xfe" + sealed(body()),
-        b'{"digest":"a","manifest":' + b"9" * 100_000 + b"}",
-        b"\0" * 100_000,
-    ],
-)
-def test_text_that_no_writer_writes(data: bytes) -> None:
-    """Deep nesting, two keys of one name, other encodings, endless numbers."""
-    with bounded():
-        assert refused(lambda: Manifest.from_bytes(data, path="p"))
+from tests.unit.hostile import HOST, HOSTILE, bounded, changed, places, sealed
 
 
 class Saved:

@@ -1,170 +1,44 @@
-"""Stage, digest, read back, place: the same bits in every dtype and sharding, and memory that nobody shares."""
+"""Stage, digest, read back, place: the same bits in every dtype and sharding."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ckptkit import manifest as manifest_module
 from ckptkit import snapshot
 from ckptkit.arena import Arena
 from ckptkit.durable.shardings import sharding_text
 from ckptkit.errors import CorruptCheckpointError, TreeMismatchError
-from ckptkit.manifest import LeafRecord, Manifest, SaveId, Writer, digest_of
-from ckptkit.plan import Source, plan_restore
-from ckptkit.reading import execute
-from ckptkit.restore import Target, abstract_of, place, targets_of
-from ckptkit.slot_reader import SlotReader, read_manifests
+from ckptkit.manifest import LeafRecord, SaveId, digest_of
+from ckptkit.restore import Target, abstract_of, targets_of
+from ckptkit.slot_reader import read_manifests
+from tests.unit.snapshots import (
+    DTYPES,
+    SAVE,
+    SHARDINGS,
+    abstract,
+    big_tree,
+    bits,
+    named,
+    plain,
+    restore,
+    same_bits,
+    save,
+)
 
-_serial = itertools.count()
-SAVE = SaveId(1, 5, 0)
-
-
-def mesh() -> Mesh:
-    return jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-
-def named(*spec: Any) -> NamedSharding:
-    return NamedSharding(mesh(), PartitionSpec(*spec))
-
-
-SHARDINGS: dict[str, Callable[[], jax.sharding.Sharding]] = {
-    "replicated": lambda: named(),
-    "rows": lambda: named("x"),
-    "rows over both": lambda: named(("x", "y")),
-    "columns": lambda: named(None, "y"),
-    "2-D": lambda: named("x", "y"),
-    "one device": lambda: SingleDeviceSharding(jax.devices()[3]),
-}
-DTYPES = [
-    "float32",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e4m3b11fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "int4",
-    "uint4",
-    "int8",
-    "uint8",
-    "int16",
-    "uint16",
-    "int32",
-    "uint32",
-    "bool",
-    "complex64",
-]
-SMALL_INTEGERS = {"int4": np.arange(-8, 8), "uint4": np.arange(16), "bool": np.arange(2)}
-
-
-def bits(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Every kind of bit pattern that the dtype has: -0.0, NaNs with payloads and signs, denormals, infinities."""
-    rng = np.random.default_rng(seed)
-    if dtype in SMALL_INTEGERS:
-        return rng.choice(SMALL_INTEGERS[dtype], shape).astype(np.dtype(dtype))
-    size = int(np.prod(shape))
-    itemsize = np.dtype(dtype).itemsize
-    raw = rng.integers(0, 256, size * itemsize, np.uint8)
-    if dtype == "float32" and size >= 8:
-        raw = raw.view(np.uint32)
-        raw[:8] = [0x80000000, 0x7FC00001, 0xFFC12345, 0x7F800001, 0x00000001, 0x7F800000, 0xFF800000, 0]
-    return raw.view(np.dtype(dtype)).reshape(shape)
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    host = Path(f"/dev/shm/ckptkit-test-snapshot-{os.getpid()}-{next(_serial)}")
-    made = Arena.open(host, 0, slots=2, synced=False)
-    yield made
-    made.close()
-    shutil.rmtree(host)
-
-
-def save(arena: Arena, tree: Any, save_id: SaveId = SAVE) -> Manifest:
-    """What the manager does with a state: describe, stage, digest, commit."""
-    description = snapshot.describe_items({"state": tree})
-    slot = arena.acquire(description.slot_bytes)
-    assert slot is not None
-    slot.memory[:] = 0xEE
-    digests = snapshot.copy_shards(snapshot.local_shards(description, {"state": tree}), slot.memory)
-    manifest = Manifest(
-        save_id=save_id,
-        writer=Writer(process=0, count=1, host="h"),
-        slot=slot.name,
-        arrays=snapshot.with_digests(description, digests),
-        inline={},
-    )
-    arena.commit(slot, manifest.save_id, manifest.to_bytes())
-    arena.release(slot)
-    return manifest
-
-
-def restore(arena: Arena, manifest: Manifest, abstract: Any) -> Any:
-    """What the manager does to have it back: compare, plan, read and prove, place."""
-    assert arena.directory is not None
-    stored = manifest.arrays["state"]
-    targets = targets_of("state", abstract, stored, step=manifest.save_id.step, where="here")
-    source = Source(tier="ram", manifests=(manifest,))
-    plan = plan_restore(manifest.save_id, {target.key: target.boxes for target in targets}, [source])
-    slot = SlotReader(arena.directory, manifest)
-
-    def read(item: str, leaf: Any, record: Any, wanted: Any, into: Any) -> None:
-        assert item == "state"
-        slot.read(leaf, record, wanted, into)
-
-    blocks: dict[Any, Any] = {}
-    execute(plan, [read], lambda *_: None, blocks.__setitem__)
-    leaves = [place(target, blocks[target.key]) for target in targets]
-    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(abstract), leaves)
-
-
-def abstract(tree: Any) -> Any:
-    def of(leaf: Any) -> Any:
-        return (
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-            if isinstance(leaf, jax.Array)
-            else leaf
-        )
-
-    return jax.tree.map(of, tree)
-
-
-def plain(leaf: Any) -> np.ndarray:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf)
-
-
-def same_bits(found: Any, expected: Any) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True)
-    for (path, a), b in pairs:
-        where = jax.tree_util.keystr(path)
-        assert type(a) is type(b), where
-        if isinstance(a, jax.Array):
-            assert (a.dtype, a.shape) == (b.dtype, b.shape), where
-            assert a.sharding.is_equivalent_to(b.sharding, a.ndim), (where, a.sharding, b.sharding)
-        assert (plain(a).dtype, plain(a).shape) == (plain(b).dtype, plain(b).shape), where
-        assert plain(a).tobytes() == plain(b).tobytes(), where
-
+_steps = itertools.count()
 
 # Bit for bit.
 
@@ -209,7 +83,7 @@ def test_any_shape_is_restored_on_any_mesh_with_any_cells(
     values = bits(dtype, shape)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(snapshot, "cell_shape", functools.partial(snapshot.cell_shape, limit_bytes=cell_bytes))
-        manifest = save(arena, {"w": jax.device_put(values, source)}, SaveId(1, next(_serial), 0))
+        manifest = save(arena, {"w": jax.device_put(values, source)}, SaveId(1, next(_steps), 0))
     found = restore(arena, manifest, {"w": jax.ShapeDtypeStruct(shape, values.dtype, sharding=wanted)})["w"]
     assert (found.shape, found.dtype) == (shape, values.dtype)
     assert np.asarray(found).tobytes() == values.tobytes()
@@ -441,113 +315,6 @@ def test_a_tree_can_be_made_from_the_records_alone(arena: Arena) -> None:
     same_bits(restore(arena, manifest, abstract_of(records)), tree)
 
 
-# Whose memory.
-
-
-def pointers(array: jax.Array) -> set[int]:
-    return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
-
-
-def big_tree(seed: int) -> dict[str, jax.Array]:
-    """Large and aligned enough for transfers without a copy, replicated and split."""
-    return {
-        "replicated": jax.device_put(bits("float32", (64, 64), seed), named()),
-        "split": jax.device_put(bits("float32", (64, 64), seed + 1), named("x", "y")),
-        "half": jax.device_put(bits("int32", (64, 64), seed + 2), named("x")),
-        "one": jax.device_put(bits("int32", (64, 64), seed + 3), SingleDeviceSharding(jax.devices()[0])),
-    }
-
-
-def test_what_is_restored_never_changes_with_the_slot(arena: Arena) -> None:
-    """If it failed, the next save would change the weights of the running model (FACTS 3)."""
-    tree = big_tree(0)
-    manifest = save(arena, tree)
-    found = restore(arena, manifest, abstract(tree))
-    expected = jax.tree.map(lambda leaf: plain(leaf).copy(), tree)
-    for slot in arena._slots:
-        slot.memory[:] = 0x55
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(plain(a).view(np.uint8), b.view(np.uint8)), found, expected)
-
-
-def test_no_two_devices_share_restored_memory(arena: Arena) -> None:
-    """If it failed, a donating step on one replica would overwrite the other replica's weights."""
-    tree = big_tree(0)
-    found = restore(arena, save(arena, tree), abstract(tree))
-    all_pointers = [p for leaf in jax.tree.leaves(found) for p in sorted(pointers(leaf))]
-    shards = sum(len(leaf.addressable_shards) for leaf in jax.tree.leaves(found))
-    assert len(set(all_pointers)) == len(all_pointers) == shards
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def step(tree: Any, seed: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf + seed.astype(leaf.dtype), tree)
-
-
-def finite_tree(seed: int) -> dict[str, jax.Array]:
-    rng = np.random.default_rng(seed)
-    specs = {"replicated": named(), "split": named("x", "y"), "half": named("x")}
-    return {
-        name: jax.device_put(rng.integers(-1000, 1000, (64, 64)).astype(np.float32), spec)
-        for name, spec in specs.items()
-    }
-
-
-def test_a_donating_step_on_what_was_restored_computes_what_it_should(arena: Arena) -> None:
-    """If it failed, the first step after a resume would compute on memory that it also writes."""
-    tree = finite_tree(1)
-    found = restore(arena, save(arena, tree), abstract(tree))
-    expected = jax.tree.map(lambda leaf: plain(leaf).copy(), tree)
-    for n in range(1, 6):
-        found = step(found, jnp.int32(n))
-        expected = jax.tree.map(lambda leaf, n=n: leaf + np.float32(n), expected)
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(plain(a), b), found, expected)
-        jax.tree.map(
-            lambda leaf: [np.testing.assert_array_equal(s.data, plain(leaf)[s.index]) for s in leaf.addressable_shards],
-            found,
-        )
-
-
-@given(seed=st.integers(0, 2**31))
-@settings(deadline=None, max_examples=5)
-def test_donating_steps_after_a_save_never_change_what_was_saved(seed: int) -> None:
-    """If it failed, a checkpoint would hold parts of two steps, and its digests would prove it whole."""
-    tree = finite_tree(seed)
-    slots: list[tuple[snapshot.Description, np.ndarray, Any]] = []
-    for n in range(6):
-        description = snapshot.describe_items({"state": tree})
-        memory = np.empty(description.slot_bytes, np.uint8)
-        expected = jax.tree.map(lambda leaf: np.array(leaf, copy=True), tree)
-        snapshot.copy_shards(snapshot.local_shards(description, {"state": tree}), memory)
-        tree = step(tree, jnp.int32(n + 1))  # at once, as a training loop does
-        tree = step(tree, jnp.int32(n + 2))
-        slots.append((description, memory, expected))
-    jax.block_until_ready(tree)
-    for description, memory, expected in slots:
-        for source in description.items["state"]:
-            for box in source.record.boxes:
-                stored = snapshot.box_array(box, source.record, memory)
-                np.testing.assert_array_equal(stored, expected[source.record.path[0]][box.box.slices()])
-
-
-@pytest.mark.parametrize("sharding", ["one device", "2-D", "replicated"])
-def test_staging_keeps_no_hold_on_the_state(sharding: str) -> None:
-    """If it failed, the step after a save would take fresh memory instead of the donated (FACTS 3): a slow step."""
-    value = jax.device_put(np.ones((256, 256), np.float32), SHARDINGS[sharding]())
-    double = jax.jit(lambda x: x * 2, donate_argnums=0)
-    unstaged = jax.block_until_ready(double(jax.device_put(np.ones((256, 256), np.float32), SHARDINGS[sharding]())))
-    before = pointers(unstaged)
-    reused = pointers(jax.block_until_ready(double(unstaged))) == before
-    assert reused, "donation itself does not reuse memory here: this test cannot tell"
-    value = jax.block_until_ready(double(value))
-    description = snapshot.describe_items({"state": {"w": value}})
-    snapshot.copy_shards(
-        snapshot.local_shards(description, {"state": {"w": value}}), np.empty(description.slot_bytes, np.uint8)
-    )
-    del description
-    before = pointers(value)
-    assert pointers(jax.block_until_ready(double(value))) == before
-
-
 # Every bit counts.
 
 
@@ -590,4 +357,3 @@ def test_a_target_needs_exactly_the_boxes_of_its_devices() -> None:
     assert [box.start for box in target.boxes] == [(0, 0), (0, 2), (4, 0), (4, 2)]
     host = replace(target, sharding=None)
     assert [(box.start, box.stop) for box in host.boxes] == [((0, 0), (8, 4))]
-    assert ml_dtypes.bfloat16 is not None

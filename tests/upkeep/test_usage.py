@@ -19,11 +19,19 @@ from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer
 from ckptkit.tuning import DurableProfile
 from ckptkit.upkeep import pin, plan_rollback, rollback, usage
+from ckptkit.verification import verify
 from tests.upkeep.conftest import HOST, make_root, restored
 
 
 def bytes_below(path: Path) -> int:
     return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+
+
+def test_steps_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    """A person would look for step 10 before step 9, and take the last line for the newest step."""
+    make_root(tmp_path / "run", (2, 10))
+    assert [each.step for each in usage(str(tmp_path / "run")).steps] == [2, 10]
+    assert [each.step for each in verify(str(tmp_path / "run")).steps] == [2, 10]
 
 
 def test_every_byte_is_counted_once(tmp_path: Path) -> None:

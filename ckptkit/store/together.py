@@ -1,0 +1,30 @@
+"""Operations that do not depend on each other, side by side: their round trips are paid once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ckptkit.store.roots import is_remote
+
+_AT_A_TIME = 16
+
+
+def side_by_side(acts: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each of `acts` gives, in their order.
+
+    All of them have ended when this returns or raises, so what follows comes after each; among themselves they have no
+    order. Raises what the first in the sequence has raised.
+    """
+    if len(acts) <= 1:
+        return [act() for act in acts]
+    with ThreadPoolExecutor(min(len(acts), _AT_A_TIME), thread_name_prefix="ckptkit-ask") as pool:
+        begun = [pool.submit(act) for act in acts]
+    return [each.result() for each in begun]
+
+
+def all_of(root: str, acts: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each of `acts` gives that ask the same store: side by side where `root` is a bucket and each waits for its
+    answer, on a disk one after the other."""
+    return side_by_side(acts) if is_remote(root) else [act() for act in acts]

@@ -1,0 +1,115 @@
+"""Which of the steps that stand there are of this run's branch: rollbacks, abandoned and damaged steps."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tests.manager.runs import Run, restored_step
+from tests.states import assert_same, make_state, save_args
+
+
+def test_a_rollback_holds_across_restarts(run: Run) -> None:
+    """An abandoned branch would win at the next restart, as it does with stock Orbax (30 instead of 11)."""
+    run.save_steps(range(10, 31, 10), save_every=1)
+    with run.manager(save_every=1) as manager:
+        manager.restore(10)
+        assert manager.latest_step() == 30  # looking at an old step is not a rollback yet
+        assert manager.save(11, args=save_args(make_state(11), 11))
+        assert manager.latest_step() == 11
+        assert manager.all_steps() == [10, 11]
+    shutil.rmtree(run.ram)
+    shutil.rmtree(run.ssd)
+    assert restored_step(run) == 11
+    with run.manager(save_every=1) as manager:
+        manager.restore(None)
+        assert manager.save(20, args=save_args(make_state(21), 20))  # replaces the abandoned step of that number
+        manager.wait_until_finished()
+        assert_same(manager.restore(20)["state"], make_state(21))
+
+
+def test_a_lost_tier_with_newer_steps_cannot_win_after_a_newer_run(run: Run, tmp_path: Path) -> None:
+    """A host that returns with an old ramdisk would bring back a branch that the job has left behind."""
+    run.save_steps(range(8))
+    shutil.copytree(run.ram, tmp_path / "old")
+    shutil.rmtree(run.ram)
+    shutil.rmtree(run.ssd)
+    assert restored_step(run) == 4
+    with run.manager() as manager:
+        manager.restore(None)
+        manager.save(5, args=save_args(make_state(5), 5), force=True)
+    shutil.rmtree(run.ram)
+    shutil.copytree(tmp_path / "old", run.ram)
+    assert restored_step(run) == 5
+
+
+def durable_steps(run: Run) -> set[str]:
+    return {path.name for path in run.durable.iterdir() if path.name.isdigit()}
+
+
+def test_a_damaged_sidecar_costs_one_step_and_can_be_saved_again(run: Run) -> None:
+    """One flipped byte would stop every restart, and the step could never be written again."""
+    run.save_steps(range(1, 4), tiers=False, save_every=1)
+    (sidecar,) = (run.durable / "3" / "state").rglob("process-0.json")
+    data = bytearray(sidecar.read_bytes())
+    data[len(data) // 2] ^= 1
+    sidecar.write_bytes(data)
+    assert restored_step(run, tiers=False) == 2
+    with run.manager(tiers=False, save_every=1) as manager:
+        manager.restore(None)
+        assert manager.save(3, args=save_args(make_state(33), 3))
+    with run.manager(tiers=False) as manager:
+        assert_same(manager.restore(None)["state"], make_state(33))
+
+
+def test_the_branch_is_found_below_any_number_of_abandoned_steps(run: Run) -> None:
+    """Only the highest steps would be looked at, and the newest committed one be lost."""
+    run.save_steps(range(10, 31), tiers=False, save_every=1)
+    with run.manager(tiers=False, save_every=1) as manager:
+        manager.restore(10)
+        assert manager.save(11, args=save_args(make_state(11), 11))
+    with run.manager(tiers=False) as manager:
+        assert manager.latest_step() == 11
+        assert manager.all_steps() == [10, 11]
+        assert manager.restore(None)["data"] == {"step": 11}
+
+
+def test_abandoned_steps_do_not_push_good_ones_out(run: Run) -> None:
+    """`max_to_keep` would keep the abandoned step and delete the newest good one."""
+    run.save_steps(range(10, 21, 10), tiers=False, save_every=1, max_to_keep=2)
+    with run.manager(tiers=False, save_every=1, max_to_keep=2) as manager:
+        manager.restore(10)
+        manager.save(11, args=save_args(make_state(11), 11))
+        manager.wait_until_finished()
+        assert durable_steps(run) == {"10", "11"}
+    with run.manager(tiers=False, save_every=1, max_to_keep=2) as manager:
+        manager.restore(None)
+        manager.save(12, args=save_args(make_state(12), 12))
+        manager.wait_until_finished()
+        assert durable_steps(run) == {"11", "12"}
+
+
+def test_a_damaged_step_of_the_own_branch_is_not_taken_for_an_abandoned_one(run: Run) -> None:
+    """A damaged sidecar would cost the step, which might still be mended."""
+    run.save_steps(range(1, 3), tiers=False, save_every=1)
+    with run.manager(tiers=False, save_every=1) as manager:
+        manager.restore(None)
+        for step in (3, 4):
+            manager.save(step, args=save_args(make_state(step), step))
+    (sidecar,) = (run.durable / "3" / "state").rglob("process-0.json")
+    sidecar.write_bytes(b"{")
+    with run.manager(tiers=False, save_every=1, max_to_keep=4) as manager:
+        assert manager.restore(None)["data"] == {"step": 4}
+        manager.save(5, args=save_args(make_state(5), 5))
+    assert durable_steps(run) == {"2", "3", "4", "5"}
+
+
+def test_a_fast_save_that_is_gone_never_stands_in_for_an_abandoned_durable_one(run: Run) -> None:
+    """The step of the same number in the durable tier is of a branch that was left."""
+    run.save_steps(range(5, 7), tiers=False, save_every=1)
+    with run.manager(save_every=100) as manager:
+        manager.restore(5)
+        manager.save(6, args=save_args(make_state(66), 6))
+    for slot in [*run.ram.rglob("slot-*.bin"), *run.ssd.rglob("slot-*.bin")]:
+        slot.write_bytes(b"")
+    assert restored_step(run) == 5

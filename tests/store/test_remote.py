@@ -1,0 +1,182 @@
+"""The remote store and its retries: what libraries raise becomes ours, once, and is tried again within a deadline."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+from gcsfs.retry import validate_response
+
+from ckptkit.errors import StoreError, StoreFullError, TransientStoreError
+from ckptkit.store import MemoryStore, RemoteStore, RetryStore, Store
+from ckptkit.store.base import PutMode
+from tests.store.stores import FakeTime
+
+# RemoteStore: what libraries raise becomes ours, once.
+
+
+class Failing:
+    """A file system of which every operation raises `error`."""
+
+    def __init__(self, error: Exception):
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        def fails(*_: Any, **__: Any) -> Any:
+            raise self._error
+
+        return fails
+
+
+def operations_of(store: Store) -> list[Callable[[], Any]]:
+    return [
+        lambda: store.put("key", b""),
+        lambda: store.get("key"),
+        lambda: store.stat("key"),
+        lambda: store.list("dir"),
+        lambda: store.delete("key"),
+    ]
+
+
+def gcs_error(status: int) -> Exception:
+    """What gcsfs itself raises for a status."""
+    try:
+        # Google's answers have the code in the body too; gcsfs before 2026.10 knows it from there alone.
+        validate_response(status, b'{"error": {"code": %d, "message": "it says so"}}' % status, "b/key")
+    except Exception as error:  # noqa: BLE001  any type: that is the point
+        return error
+    raise AssertionError(status)
+
+
+def failing(error: Exception) -> RemoteStore:
+    store = RemoteStore("memory://bucket/run")
+    store._fs = Failing(error)
+    return store
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_a_bucket_that_is_busy_or_down_is_transient(status: int) -> None:
+    """If it failed, one 503 of a bucket would end a restart instead of being tried again."""
+    for operation in operations_of(failing(gcs_error(status))):
+        with pytest.raises(TransientStoreError, match=r"^memory://bucket/run/(key|dir): "):
+            operation()
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_bucket_that_refuses_says_what_to_grant(status: int) -> None:
+    """If it failed, a missing permission would be retried, or be taken for an empty bucket."""
+    for operation in operations_of(failing(gcs_error(status))):
+        with pytest.raises(StoreError, match=r"grant storage\.objects\.get, \.list, \.create and") as caught:
+            operation()
+        assert type(caught.value) is StoreError
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ConnectionResetError("reset"), r"ConnectionResetError: reset"),
+        (BrokenPipeError("pipe"), r"BrokenPipeError: pipe"),
+        (TimeoutError(), r"no answer within \d+ s; look at the network and at the service"),
+    ],
+    ids=["reset", "pipe", "timeout"],
+)
+def test_a_broken_connection_is_transient(error: Exception, text: str) -> None:
+    """If it failed, a network that blinks would end a run."""
+    for operation in operations_of(failing(error)):
+        with pytest.raises(TransientStoreError, match=text):
+            operation()
+
+
+def test_any_other_error_is_a_store_error_with_its_cause() -> None:
+    """If it failed, a bug in a library would look like an absent object."""
+    cause = RuntimeError("what is this")
+    for operation in operations_of(failing(cause)):
+        with pytest.raises(StoreError, match="RuntimeError: what is this") as caught:
+            operation()
+        assert type(caught.value) is StoreError
+        assert caught.value.__cause__ is cause
+
+
+def test_absent_and_existing_are_not_translated() -> None:
+    """If it failed, absent objects would be store errors, and a lost race for an epoch would be retried."""
+    absent, exists = failing(FileNotFoundError("key")), failing(gcs_error(412))
+    with pytest.raises(FileNotFoundError):
+        absent.get("key")
+    assert (absent.stat("key"), absent.list("dir")) == (None, [])
+    absent.delete("key")
+    with pytest.raises(FileExistsError):
+        exists.put("key", b"", mode="create")
+
+
+# RetryStore.
+
+
+def test_a_store_that_stays_down_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it failed, a restart would hang for ever on a bucket that is gone, or give up at the first 503."""
+    fake = FakeTime(monkeypatch)
+    down = TransientStoreError("gs://b: 503")
+    store = RetryStore(cast(Any, Failing(down)), deadline_s=60.0)
+    with pytest.raises(TransientStoreError, match=r"^gs://b: 503$"):
+        store.get("key")
+    assert 59.0 <= fake.now_s - 100.0 <= 61.0
+    assert max(fake.slept) <= 5.0
+    assert len(fake.slept) >= 10
+
+
+def test_tries_leave_the_numbers_of_a_job_that_seeds_random_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket that throttles in the background would change the data order, or the dropout, of a seeded run."""
+    FakeTime(monkeypatch)
+    before = random.getstate()
+    with pytest.raises(TransientStoreError):
+        RetryStore(cast(Any, Failing(TransientStoreError("503"))), deadline_s=60.0).get("key")
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize(
+    "error", [StoreError("403"), StoreFullError("full"), FileNotFoundError("key"), KeyError("bug")]
+)
+def test_only_transient_errors_are_tried_again(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """If it failed, a missing permission would cost a minute per operation."""
+    fake = FakeTime(monkeypatch)
+    for operation in operations_of(RetryStore(cast(Any, Failing(error)))):
+        with pytest.raises(type(error)):
+            operation()
+    assert fake.slept == []
+
+
+class LosesAnswers:
+    """A store whose first put takes effect, and whose answer is lost."""
+
+    def __init__(self, inner: MemoryStore):
+        self.inner = inner
+        self.puts = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
+        self.puts += 1
+        self.inner.put(key, data, mode=mode)
+        if self.puts == 1:
+            raise TransientStoreError("connection reset")
+
+
+def test_a_create_that_took_effect_is_no_conflict_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it failed, a lost answer would make a run fail with `another run has begun this epoch`."""
+    FakeTime(monkeypatch)
+    inner = LosesAnswers(MemoryStore())
+    RetryStore(cast(Any, inner)).put("key", b"mine", mode="create")
+    assert (inner.puts, inner.inner.get("key")) == (2, b"mine")
+
+
+def test_a_create_that_finds_another_content_is_a_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it failed, a retry would hide that another run was first."""
+    FakeTime(monkeypatch)
+    inner = MemoryStore()
+    inner.put("key", b"theirs")
+    with pytest.raises(FileExistsError, match="key"):
+        RetryStore(inner).put("key", b"mine", mode="create")
+    with pytest.raises(FileExistsError, match="key"):
+        RetryStore(inner).put("key", b"theirs", mode="create")  # not repeated, so it cannot be ours
