@@ -77,7 +77,11 @@ class Destination:
             path = Path(self.url) if name is None else Path(self.url) / name
             path.parent.mkdir(exist_ok=True)
             with open(path, "r+b" if path.exists() else "w+b") as made:
-                yield made
+                try:
+                    yield made
+                except OSError as error:
+                    error.filename = error.filename or made.name  # a full disk, of which a descriptor has no name
+                    raise
             return
         with tempfile.NamedTemporaryFile(prefix="ckptkit-") as made:
             yield made

@@ -47,8 +47,8 @@ def plan_reshard(
 ) -> ReshardPlan:
     """What `reshard` would write. Raises `CheckpointError` for what does not fit, and a local target that is there."""
     url = target_url(target)
-    if is_remote(url) and not url.startswith("gs://"):
-        raise CheckpointError(f"{url}: Orbax's checkpoints are written to disks and to gs://", path=url)
+    if is_remote(url) and not url.startswith(("gs://", "s3://")):
+        raise CheckpointError(f"{url}: Orbax's checkpoints are written to disks, gs:// and s3://", path=url)
     records = {item.name: item.records for item in source.items}
     for record in (record for leaves in records.values() for record in leaves):
         if record.dtype not in DTYPES:

@@ -222,6 +222,20 @@ def test_an_interrupted_conversion_is_gone_on_with(
         assert main(["verify", target]) == 0, capsys.readouterr()
 
 
+def test_a_step_is_resharded_into_it(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A layout for Amazon's machines could be written only elsewhere."""
+    with ckptkit.CheckpointManager(str(tmp_path / "run")) as manager:
+        save(manager, 3)
+    source, target = str(tmp_path / "run/3"), f"{root}/run/3"
+    assert main(["reshard", source, target, "--mesh", "x=4"]) == 0, capsys.readouterr()
+    assert main(["verify", target]) == 0, capsys.readouterr()
+    assert_same(arrays_of(target), arrays_of(source))
+    with ckptkit.CheckpointManager(f"{root}/run") as manager:
+        assert_same(restored(manager, 3), make_state(3))
+    assert main(["reshard", source, target, "--mesh", "x=4"]) == 1
+    assert "is there already" in capsys.readouterr().err
+
+
 def arrays_of(path: str) -> dict[str, np.ndarray]:
     with open_checkpoint(path) as opened:
         return {name: tensor.read() for name, tensor in opened.by_name().items()}
