@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 GROWTHS = (0.6, 0.7, 0.8, 0.9, 1.0)
+INTERVAL_MAX_S = 24 * 3600.0  # where nobody says otherwise
 # Uptimes without clusters that are believed before any was seen, and the most that one may weigh: bench/LOG.md.
-_LIVES, _SHARE_MAX = 20.0, 20.0
+_LIVES, _SHARE_MAX = 5.0, 20.0
 _GROWTHS = np.array(GROWTHS)
 _POWERS = np.stack([_GROWTHS, 1.0 - _GROWTHS])
 _EXPONENTIAL = np.array([[math.gamma(1.0 + power) for power in row] for row in _POWERS])
@@ -114,7 +115,7 @@ def growth(summed: Any) -> tuple[Any, Any]:
 
     Saves at ages `(n / A) ** (1 / q)` cost `C A E[t^q]` in an uptime t, and lose `E[t^(1 - q)] / (2 q A)` of it to
     first order; with the best A that is the square root of `2 C E[t^q] E[t^(1 - q)] / q`. No distribution is assumed;
-    20 exponential uptimes, of which 1 is best, are believed from the start.
+    5 exponential uptimes, of which 1 is best, are believed from the start.
     """
     sums = _in_front(np.asarray(summed, float), 2)
     sums = sums + _LIVES * _over(sums[0, 0], _EXPONENTIAL)
