@@ -100,7 +100,7 @@ def simulate_all(
     on arrays of policies x runs x tiers for each failure of the run that has most; together they cost less than one
     by one, as long as there are not many runs, and those that come to the same steps cost as much as one.
     """
-    alike = [_steps(cluster, policy) or ("learns", i) for i, policy in enumerate(policies)]
+    alike = [kept_intervals_s(cluster, policy) or ("learns", i) for i, policy in enumerate(policies)]
     distinct = dict(zip(alike, policies, strict=True))
     # Those that learn last: rows of one kind are neighbours, whatever the order asked for.
     keys = sorted(distinct, key=lambda key: distinct[key].memory is not None)
@@ -109,10 +109,12 @@ def simulate_all(
     return [by_key[key] for key in alike]
 
 
-def _steps(cluster: Cluster, policy: Policy) -> tuple[float, ...]:
-    """Of a policy that learns nothing, its intervals in whole steps: all that the simulation knows of it."""
+def kept_intervals_s(cluster: Cluster, policy: Policy) -> tuple[float, ...] | None:
+    """The intervals that a policy which learns nothing comes to, and all that the simulation knows of it: in whole
+    steps, as long as a commit takes, each tier's a multiple of the faster one's. None for one that learns.
+    """
     if policy.memory is not None:
-        return ()
+        return None
     cycle = Cycle(cluster, policies=1, runs=1, growing=slice(1, 1))
     cycle.plan(0, policy.schedule(cluster, _nothing_seen(1, len(cluster.tiers))))
     return tuple(cycle.works[:, 0, 0].tolist())
