@@ -49,7 +49,8 @@ def test_every_file_that_the_page_names_is_there() -> None:
     named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", PAGE))
     assert len(named) > 30
     for path in named:
-        assert any(str(found).endswith(f"/{path}") for found in PACKAGE.rglob(Path(path).name)), path
+        inside = any(str(found).endswith(f"/{path}") for found in PACKAGE.rglob(Path(path).name))
+        assert inside or (ROOT / path).exists(), path
 
 
 def test_every_name_that_the_page_takes_from_a_module_is_there() -> None:
