@@ -4,8 +4,8 @@ Others have options of their own: `corruption|crashpoints` (what faults leave, a
 (a training that is killed again and again, beside stock Orbax), `proof` (what digests cost), `kill` (the same for the
 protocol alone, judged by an oracle), `gather` (what the processes of a large job tell each other before a restore),
 `broadcast` (replicas that read the durable tier for each other), `simulator` (predicted and measured goodput),
-`policy` (save intervals on recorded failures), `convert` (conversions within a memory budget), `inspect` (100,000
-leaves). `all` runs everything and renders `bench/REPORT.md`, `report` renders it again.
+`policy` (save intervals on recorded failures), `simulate` (how long a simulation takes), `convert` (conversions within
+a memory budget), `inspect` (100,000 leaves). `all` runs everything and renders `bench/REPORT.md`, `report` again.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from bench.policy import main as policy
 from bench.proof import main as proof
 from bench.render import main as render
 from bench.report import show
+from bench.simulate import main as simulate
 from bench.simulator import main as simulator
 
 _ROOT = Path(__file__).parent.parent
@@ -54,6 +55,7 @@ _CAMPAIGNS = {
     "kill": kill,
     "policy": policy,
     "proof": proof,
+    "simulate": simulate,
     "simulator": simulator,
 }
 

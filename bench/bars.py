@@ -17,6 +17,8 @@ INSPECT_S = 2.0  # safetensors, and steps with our sidecars
 # Of `bench convert`: formats without compression, within 512 MiB.
 CONVERT_OF_COPY = 0.5  # of the rate of `cp` and fsync beside it
 CONVERT_PEAK_BYTES = 900 << 20  # resident, with imports
+# Of `bench simulate`: 10,000 hosts x 90 days x 1,000 runs, the whole command.
+SIMULATE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +17,7 @@ from rich.table import Table
 
 from bench.bars import INSPECT_OCDBT_S, INSPECT_OF_ORBAX, INSPECT_S
 from bench.environment import environment
-from bench.measure import now_s
+from bench.measure import whole_process
 from ckptkit import layout
 
 _ROOT = Path(__file__).parent.parent
@@ -90,13 +88,15 @@ def make_cases(home: Path, leaves: int, cases: tuple[str, ...]) -> dict[str, Pat
     _write_safetensors(paths["safetensors"], names_of(leaves))
     if {"sidecar", "ocdbt"}.intersection(cases):
         paths["sidecar"].parent.mkdir()
-        _run(["-m", "ckptkit.cli", "convert", str(paths["safetensors"]), str(paths["sidecar"]), "--to", "orbax"])
+        whole_process(
+            ["-m", "ckptkit.cli", "convert", str(paths["safetensors"]), str(paths["sidecar"]), "--to", "orbax"]
+        )
     if "ocdbt" in cases:
         shutil.copytree(paths["sidecar"], paths["ocdbt"])
         _without_sidecars(paths["ocdbt"])
     if "ocdbt-by-orbax" in cases:
         paths["ocdbt-by-orbax"] = home / "by-orbax"
-        _run(["-m", "bench.inspect_worker", "save", str(paths["ocdbt-by-orbax"]), str(leaves)])
+        whole_process(["-m", "bench.inspect_worker", "save", str(paths["ocdbt-by-orbax"]), str(leaves)])
     return paths
 
 
@@ -118,26 +118,14 @@ def _without_sidecars(item: Path) -> None:
 
 def _measured(case: str, path: Path, leaves: int, with_orbax: bool) -> dict[str, dict[str, float]]:
     """The command, its output in a pipe; and Orbax's call, where it has one."""
-    out, found = _run(["-m", "ckptkit.cli", "inspect", str(path)])
+    out, found = whole_process(["-m", "ckptkit.cli", "inspect", str(path)])
     if f"{leaves} leaves" not in out or out.count("\n") < leaves:
         raise click.ClickException(f"{path}: {leaves} leaves were to be shown, and it began with {out[:200]!r}")
     samples = {OURS: found}
     if CASES[case] and with_orbax:
-        out, whole = _run(["-m", "bench.inspect_worker", "metadata", str(path), str(leaves)])
+        out, whole = whole_process(["-m", "bench.inspect_worker", "metadata", str(path), str(leaves)])
         samples[ORBAX] = {**whole, **json.loads(out.splitlines()[-1])}
     return samples
-
-
-def _run(words: list[str]) -> tuple[str, dict[str, float]]:
-    """What a Python of its own printed, and what it took from its start to its end."""
-    before, began_s = resource.getrusage(resource.RUSAGE_CHILDREN), now_s()
-    environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, *words], cwd=_ROOT, env=environ, stdout=subprocess.PIPE, text=True)
-    wall_s, after = now_s() - began_s, resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
-        raise click.ClickException(f"{' '.join(words)} ended with code {done.returncode}; what it said stands above")
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return done.stdout, {"wall_s": wall_s, "cpu_s": cpu_s}
 
 
 def orbax_ratio(samples: dict[str, list[dict[str, float]]]) -> float | None:

@@ -7,13 +7,18 @@ import gc
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import final
 
+import click
+
 from ckptkit import clock
 
+_ROOT = Path(__file__).parent.parent
 _SAMPLE_S = 0.01  # one read of /proc/self/status takes about 40 microseconds: below 1 % of a core
 
 now_s = clock.monotonic_s
@@ -21,7 +26,21 @@ now_s = clock.monotonic_s
 
 def cpu_s() -> float:
     """User and system seconds of all threads of this process so far."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return _busy_s(resource.getrusage(resource.RUSAGE_SELF))
+
+
+def whole_process(words: list[str]) -> tuple[str, dict[str, float]]:
+    """What a Python of its own printed, and what it took from its start to its end: `wall_s` and `cpu_s`."""
+    before, began_s = resource.getrusage(resource.RUSAGE_CHILDREN), now_s()
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, *words], cwd=_ROOT, env=environ, stdout=subprocess.PIPE, text=True)
+    wall_s, after = now_s() - began_s, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        raise click.ClickException(f"{' '.join(words)} ended with code {done.returncode}; what it said stands above")
+    return done.stdout, {"wall_s": wall_s, "cpu_s": _busy_s(after) - _busy_s(before)}
+
+
+def _busy_s(usage: resource.struct_rusage) -> float:
     return usage.ru_utime + usage.ru_stime
 
 

@@ -5,13 +5,16 @@ policy, after its first 10 failures, from the best fixed interval that hindsight
 where the moments are blurred, so that no interval can fit their accidents; and, honestly for both, how far from
 the interval that was best on the first half of the trace, judged on the second half. A fourth is what it gains by
 letting intervals grow with the uptime. Made-up failures, whose law is known, are judged beside the recorded ones.
+
+And how much of that oracle is hindsight: of many traces as long, drawn from the law of the recorded one, each has its
+own best fixed interval; the one that is best for the law, all of them together, is as much as anybody can know of it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,9 @@ PRIOR_MTBF_S = 6 * 3600.0  # `GoodputOptimal`'s default: nothing is known of the
 BLUR = 0.25  # gaps are multiplied by 1 +- this
 BLURRED_GAPS = 3000  # at least: a short trace is blurred again and again
 GAPS_MIN = 3 * LEARNING
+DRAWN_GAPS = 12_000  # of a trace's law
+DRAWN_MIN = 50  # runs, each a trace of its own
+DRAWN_INTERVALS = tuple(2.0 ** (k / 8.0) for k in range(-20, 21))  # times Daly's
 MADE_UP = {"exponential": 1.0, "Weibull 0.7": 0.7, "Weibull 0.5": 0.5}  # names and shapes
 MADE_UP_GAPS, MADE_UP_MTBF_S, MADE_UP_OUTAGE_S = 3000, 8 * 3600.0, 600.0
 COSTLY = 0.01  # of the MTBF: from here on the policy should be better than any fixed interval
@@ -53,6 +59,18 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hindsight:
+    """Of traces drawn from a law: over the best fixed interval of each, found in hindsight, the fixed one that is best
+    for the law, and our policy, which knows neither; and the shares of the traces in which they reach the bar.
+    """
+
+    law: Judged
+    law_reaches: float
+    ours: Judged
+    ours_reaches: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One trace and cost. `goodput` is the hindsight oracle's; `goodput_ci` half its 95 % confidence interval."""
 
@@ -60,6 +78,7 @@ class Case:
     gaps: int
     mtbf_s: float
     cost_share: float
+    hindsight: Hindsight
     goodput: float
     goodput_ci: float
     oracle: Judged
@@ -90,15 +109,15 @@ class Size:
     failures: int = 300
     seed: int = 0
 
-    def replay(self, trace: sim.Trace) -> tuple[sim.Failures, float]:
-        """Failures from random starts in the trace, and the horizon."""
-        horizon_s = trace.mtbf_s * min(len(trace.gaps_s), self.failures)
+    def replay(self, trace: sim.Trace, gaps: int | None = None) -> tuple[sim.Failures, float]:
+        """Failures from random starts in the trace, and the horizon: as long as `gaps` take (None: all of them)."""
+        horizon_s = trace.mtbf_s * min(len(trace.gaps_s) if gaps is None else gaps, self.failures)
         shares = cluster(1.0).shares
         return sim.replay(trace, runs=self.runs, horizon_s=horizon_s, shares=shares, seed=self.seed), horizon_s
 
 
 def judge(trace: sim.Trace, cost_share: float, size: Size) -> Case:
-    """Every question for one trace and cost. Cost: some 150 simulations of a run's failures."""
+    """Every question for one trace and cost. Cost: some 200 simulations of a run's failures."""
     cost_s = cost_share * trace.mtbf_s
     middle = len(trace.gaps_s) // 2
     first = sim.Trace(f"{trace.name}, first half", trace.gaps_s[:middle], trace.outages_s[:middle])
@@ -113,6 +132,7 @@ def judge(trace: sim.Trace, cost_share: float, size: Size) -> Case:
         gaps=len(trace.gaps_s),
         mtbf_s=trace.mtbf_s,
         cost_share=cost_share,
+        hindsight=_hindsight(trace, cost_s, size),
         goodput=goodput,
         goodput_ci=goodput_ci,
         oracle=oracle,
@@ -155,10 +175,32 @@ def _judged(outcome: sim.Outcome) -> np.ndarray:
     return goodput[np.isfinite(goodput)]
 
 
-def _blurred(trace: sim.Trace, seed: int) -> sim.Trace:
+def _hindsight(trace: sim.Trace, cost_s: float, size: Size) -> Hindsight:
+    job, blurred = cluster(cost_s), _blurred(trace, size.seed, DRAWN_GAPS)
+    order = np.random.default_rng(size.seed).permutation(len(blurred.gaps_s))  # no weeks: the law is all there is
+    drawn = sim.Trace(f"{trace.name}, drawn", blurred.gaps_s[order], blurred.outages_s[order])
+    failures, horizon_s = replace(size, runs=max(size.runs, DRAWN_MIN)).replay(drawn, len(trace.gaps_s))
+    middle_s = sim.daly(job, trace.mtbf_s).fixed_s[0]
+    policies = [sim.Learned(prior_mtbf_s=PRIOR_MTBF_S), *(sim.Fixed((middle_s * each,)) for each in DRAWN_INTERVALS)]
+    outcomes = sim.simulate_all(job, failures, policies, horizon_s=horizon_s, mark=LEARNING)
+    told = np.array([outcome.goodput_after_mark() for outcome in outcomes])
+    ours, *fixed = told[:, np.nan_to_num(told[1:].max(axis=0)) > 0]  # of a short one nothing may be left to judge
+    tried = np.array(fixed)
+    ratios = [each / tried.max(axis=0) for each in (tried[tried.mean(axis=1).argmax()], ours)]
+    (law, law_ci), (mean, ci) = map(sim.mean_ci, ratios)
+    law_reaches, ours_reaches = (float((each >= BAR).mean()) for each in ratios)
+    return Hindsight(
+        law=Judged(ratio=law, ci=law_ci),
+        law_reaches=law_reaches,
+        ours=Judged(ratio=mean, ci=ci),
+        ours_reaches=ours_reaches,
+    )
+
+
+def _blurred(trace: sim.Trace, seed: int, gaps: int = BLURRED_GAPS) -> sim.Trace:
     """The same good and bad weeks, with other moments in them."""
     rng = np.random.default_rng(seed)
-    copies = -(-BLURRED_GAPS // len(trace.gaps_s))
+    copies = -(-gaps // len(trace.gaps_s))
     gaps_s = np.tile(trace.gaps_s, copies)
     factors = rng.uniform(1.0 - BLUR, 1.0 + BLUR, gaps_s.shape)
     outages_s = np.tile(trace.outages_s, copies)
@@ -196,9 +238,9 @@ def read_traces(directory: Path, systems: Sequence[str]) -> tuple[list[sim.Trace
 def show(cases: Sequence[Case], console: Console) -> None:
     """A line per trace and cost, and how many reach each bar."""
     ratios = ("ours / oracle", "ours / oracle, blurred", "ours / half", "ours / ours that stays")
-    table = Table("trace", "MTBF h", "save / MTBF", "oracle", *ratios)
+    table = Table("trace", "MTBF h", "save / MTBF", "oracle", *ratios, "law / hindsight")
     for case in cases:
-        pairs = (case.oracle, case.blurred, case.half, case.growing)
+        pairs = (case.oracle, case.blurred, case.half, case.growing, case.hindsight.law)
         table.add_row(
             case.trace,
             f"{case.mtbf_s / 3600:.1f}",
@@ -210,6 +252,16 @@ def show(cases: Sequence[Case], console: Console) -> None:
     for name in dict.fromkeys(name for case in cases for name in case.verdicts()):
         reached = [case.verdicts()[name] for case in cases if name in case.verdicts()]
         console.print(f"{name}: {sum(reached)} of {len(reached)}", markup=False)
+    of_the_law, ours = (sum(each) for each in zip(*(_reached(case) for case in cases), strict=True))
+    console.print(
+        f"at least 99 % of the hindsight's on a trace drawn anew, on average: the interval that is best for the law "
+        f"{of_the_law:.1f}, ours {ours:.1f} of {len(cases)}",
+        markup=False,
+    )
+
+
+def _reached(case: Case) -> tuple[float, float]:
+    return case.hindsight.law_reaches, case.hindsight.ours_reaches
 
 
 @click.command(context_settings={"max_content_width": 120})
@@ -228,7 +280,7 @@ def main(traces: Path | None, systems: Sequence[str], runs: int, failures: int, 
     """Judges the learned save interval on made-up failures and, with --traces, on recorded ones, against fixed ones."""
     console = Console()
     if not console.is_terminal:
-        console.width = 150
+        console.width = 170
     found, left_out = read_traces(traces, systems) if traces else ([], [])
     for why in left_out:
         console.print(f"left out: {why}", markup=False)

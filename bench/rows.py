@@ -295,10 +295,47 @@ def _policy(result: Mapping[str, Any]) -> Iterable[Row]:
                 ours=min(ratios),
                 samples=len(ratios),
             )
+        drawn = [case["hindsight"] for case in result["cases"] if case["cost_share"] == share]
+        worst = min(drawn, key=lambda each: each["ours"]["ratio"])
+        yield Row(
+            benchmark="policy",
+            case=f"a save costs {share:.1%} of the MTBF",
+            figure="goodput_of_oracle_drawn",
+            meaning="the same on traces drawn from each trace's law; the limit is the fixed interval that knows it",
+            ours=worst["ours"]["ratio"],
+            limit=worst["law"]["ratio"],
+            samples=len(drawn),
+        )
+
+
+def _simulate(result: Mapping[str, Any]) -> Iterable[Row]:
+    case = f"{result['hosts']:,} hosts x {result['days']:g} days x {result['runs']:,} runs, every policy"
+    told = {"wall_s": ("simulate_s", "the whole command"), "cpu_s": ("simulate_cpu_s", "its processor time")}
+    for name, (figure, meaning) in told.items():
+        yield Row(
+            benchmark="simulate",
+            case=case,
+            figure=figure,
+            meaning=meaning,
+            ours=median([each[name] for each in result["samples"]]) or 0.0,
+            samples=len(result["samples"]),
+            load=_load(result),
+        )
 
 
 def _inspect(result: Mapping[str, Any]) -> Iterable[Row]:
     for case, samples in result["cases"].items():
+        yield Row(
+            benchmark="inspect",
+            case=f"{result['leaves']:,} leaves, {case}",
+            figure="inspect_s",
+            meaning="a process that says what is there, from its start to its end; of Orbax its metadata call alone",
+            ours=median([each["wall_s"] for each in samples["ckptkit"]]) or 0.0,
+            peer=median([each["call_s"] for each in samples.get("orbax", ())]),
+            peer_name="orbax_call" if "orbax" in samples else "",
+            samples=len(samples["ckptkit"]),
+            load=_load(result),
+        )
         yield Row(
             benchmark="inspect",
             case=f"{result['leaves']:,} leaves, {case}",
@@ -347,6 +384,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[Row]]] = {
     "broadcast": _broadcast,
     "simulator": _simulator,
     "policy": _policy,
+    "simulate": _simulate,
     "inspect": _inspect,
     "convert": _convert,
 }

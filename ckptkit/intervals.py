@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 GROWTHS = (0.6, 0.7, 0.8, 0.9, 1.0)
+INTERVAL_MAX_S = 24 * 3600.0  # where nobody says otherwise
 # Uptimes without clusters that are believed before any was seen, and the most that one may weigh: bench/LOG.md.
-_LIVES, _SHARE_MAX = 20.0, 20.0
+_LIVES, _SHARE_MAX = 5.0, 20.0
 _GROWTHS = np.array(GROWTHS)
 _POWERS = np.stack([_GROWTHS, 1.0 - _GROWTHS])
 _EXPONENTIAL = np.array([[math.gamma(1.0 + power) for power in row] for row in _POWERS])
@@ -47,22 +48,39 @@ def levels_s(costs_s: Any, mtbfs_s: Any) -> Any:
     order the levels do not disturb each other, so each has its own optimum (A. Benoit et al., "Towards optimal
     multi-level checkpointing", IEEE TC 66(7), 2017); here each by `daly_s`. A slower level must not save more often
     than a faster one: where its optimum asks for it, neighbours share an interval, that of their costs and their
-    failures together (the min-max form of isotonic regression). Cost: levels^3 operations on arrays.
+    failures together (the min-max form of isotonic regression). Cost: levels^3 operations on arrays of runs.
     """
-    costs, rates = np.broadcast_arrays(np.asarray(costs_s, float), 1.0 / np.asarray(mtbfs_s, float))
-    levels = range(costs.shape[-1])
-    shared: dict[tuple[int, int], np.ndarray] = {}  # the interval that levels first to last would have together
-    for first in levels:
-        cost, rate = np.zeros(costs.shape[:-1]), np.zeros(costs.shape[:-1])
-        for last in levels[first:]:
-            cost, rate = cost + costs[..., last], rate + rates[..., last]
-            shared[first, last] = np.where(rate > 0, daly_s(cost, 1.0 / np.where(rate > 0, rate, 1.0)), np.inf)
+    levels = range(np.shape(costs_s)[-1])
+    costs, rates = _levels_first(costs_s, 1.0 / np.asarray(mtbfs_s, float))
+    pairs = [(first, last) for first in levels for last in levels[first:]]
+    cost, rate = (np.stack([reduce(np.add, each[j : k + 1]) for j, k in pairs]) for each in (costs, rates))
+    with np.errstate(divide="ignore", invalid="ignore"):  # never a failure: no interval
+        together = np.where(rate > 0, daly_s(cost, 1.0 / rate), np.inf)
+    shared = dict(zip(pairs, together, strict=True))  # the interval that levels first to last would have together
 
     def optimum(level: int) -> np.ndarray:
         least = (reduce(np.minimum, (shared[j, k] for k in levels[level:])) for j in levels[: level + 1])
         return reduce(np.maximum, least)
 
-    return np.stack([optimum(level) for level in levels], axis=-1)
+    return _behind(np.stack([optimum(level) for level in levels]), 1)
+
+
+def _levels_first(costs: Any, rates: Any) -> list[np.ndarray]:
+    """Both with as many axes, the levels in front."""
+    axes = max(np.ndim(costs), np.ndim(rates))
+    padded = (np.asarray(each, float)[(None,) * (axes - np.ndim(each))] for each in (costs, rates))
+    return [_in_front(each, 1) for each in padded]
+
+
+def _in_front(table: np.ndarray, axes: int) -> np.ndarray:
+    """The last axes in front and those of runs behind, side by side in memory: operations on all runs are the cost."""
+    runs = table.ndim - axes
+    return np.ascontiguousarray(table.transpose(*range(runs, table.ndim), *range(runs)))
+
+
+def _behind(table: np.ndarray, axes: int) -> np.ndarray:
+    """The first axes behind those of runs again, as callers see them."""
+    return table.transpose(*range(axes, table.ndim), *range(axes))
 
 
 def learned_s(
@@ -84,7 +102,12 @@ def moments(up_s: Any, mean_s: Any) -> Any:
     by then (its own included). Shape (..., 2, growths), of (...).
     """
     share = np.minimum(np.asarray(up_s, float) / np.asarray(mean_s, float), _SHARE_MAX)
-    return share[..., None, None] ** _POWERS
+    return _behind(share ** _over(share, _POWERS), 2)
+
+
+def _over(runs: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """`table` with axes behind for those of `runs`."""
+    return table.reshape(table.shape + (1,) * np.ndim(runs))
 
 
 def growth(summed: Any) -> tuple[Any, Any]:
@@ -92,18 +115,16 @@ def growth(summed: Any) -> tuple[Any, Any]:
 
     Saves at ages `(n / A) ** (1 / q)` cost `C A E[t^q]` in an uptime t, and lose `E[t^(1 - q)] / (2 q A)` of it to
     first order; with the best A that is the square root of `2 C E[t^q] E[t^(1 - q)] / q`. No distribution is assumed;
-    20 exponential uptimes, of which 1 is best, are believed from the start.
+    5 exponential uptimes, of which 1 is best, are believed from the start.
     """
-    sums = np.asarray(summed, float) + _LIVES * _EXPONENTIAL
-    risen, rest = sums[..., 0, :], sums[..., 1, :]
-    best = np.argmin(risen * rest / _GROWTHS, axis=-1)
-
-    def of(values: np.ndarray) -> np.ndarray:
-        return np.take_along_axis(values, best[..., None], axis=-1)[..., 0] / rest[..., -1]
-
-    chosen = _GROWTHS[best]
-    mean = risen[..., -1] / rest[..., -1]
-    return chosen, (of(rest) * mean ** (2.0 * chosen - 1.0) / (chosen * of(risen))) ** (-0.5 / chosen)
+    sums = _in_front(np.asarray(summed, float), 2)
+    sums = sums + _LIVES * _over(sums[0, 0], _EXPONENTIAL)
+    risen, rest = sums
+    best = np.argmin(risen * rest / _over(risen[0], _GROWTHS), axis=0)
+    flat = sums.reshape(2, len(_GROWTHS), -1)
+    of = flat[:, best.ravel(), np.arange(best.size)].reshape(2, *best.shape) / rest[-1]
+    chosen, mean = _GROWTHS[best], risen[-1] / rest[-1]
+    return chosen, (of[1] * mean ** (2.0 * chosen - 1.0) / (chosen * of[0])) ** (-0.5 / chosen)
 
 
 def first_s(period_s: Any, mtbf_s: Any, grown: tuple[Any, Any]) -> Any:

@@ -31,7 +31,7 @@ class IntervalBounds:
     """What an interval may be, in seconds; a change smaller than `hysteresis` of it is not made."""
 
     min_s: float = 1.0
-    max_s: float = 6 * 3600.0
+    max_s: float = intervals.INTERVAL_MAX_S
     hysteresis: float = 0.1
 
     def __post_init__(self) -> None:

@@ -56,7 +56,11 @@ class _Job:
 
 
 @click.command()
-@click.option("--preset", type=click.Choice(sorted(sim.PRESETS)), help="Start from a published job; flags override.")
+@click.option(
+    "--preset",
+    type=click.Choice(sorted(sim.PRESETS)),
+    help="Start from a published job; flags override [default: none].",
+)
 @click.option("--hosts", type=click.IntRange(1, 1_000_000), help="Hosts of the job [default: 1000].")
 @click.option("--days", type=click.FloatRange(min=0.01, max=3650), help="Length of a run [default: 30].")
 @click.option("--runs", type=click.IntRange(2, 100_000), default=200, show_default=True, help="Runs to simulate.")
@@ -67,30 +71,83 @@ class _Job:
     "--shape", type=click.FloatRange(0.1, 10), default=1.0, show_default=True, help="Weibull shape; 1: exponential."
 )
 @click.option(
-    "--trace", type=click.Path(exists=True, dir_okay=False), help="Replay a failure log or spot availability."
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Replay a failure log or spot availability [default: failures are drawn].",
 )
 @click.option("--system", help="Which system of the failure log [default: the one with most failures].")
-@click.option("--trace-hosts", type=click.IntRange(min=1), help="Hosts behind the trace: scales its gaps to --hosts.")
+@click.option(
+    "--trace-hosts",
+    type=click.IntRange(min=1),
+    help="Hosts behind the trace: scales its gaps to --hosts [default: gaps as they are].",
+)
 @click.option("--tiers", default="ram,peer,durable", show_default=True, help="Fast to slow; durable is the last.")
 @click.option("--state-bytes", type=click.FloatRange(min=1), help="State of the whole job [default: 1e12].")
-@click.option("--stall", "stalls", type=PerTier(), multiple=True, help="TIER=SECONDS a save takes from the loop.")
-@click.option("--persist", "persists", type=PerTier(), multiple=True, help="TIER=SECONDS until a save is committed.")
-@click.option("--restore", "restores", type=PerTier(), multiple=True, help="TIER=SECONDS to read the state back.")
-@click.option("--restart-s", type=click.FloatRange(min=0), default=180.0, show_default=True, help="Failure to restore.")
+@click.option(
+    "--stall",
+    "stalls",
+    type=PerTier(),
+    multiple=True,
+    help="TIER=SECONDS a save takes from the loop [default: 10 ms; ram and durable also a tenth of the copy].",
+)
+@click.option(
+    "--persist",
+    "persists",
+    type=PerTier(),
+    multiple=True,
+    help="TIER=SECONDS until a save is committed [default: a host's share of the state at 8 (ram), 2 (ssd), 5 (peer) "
+    "or 0.5 GB/s (durable, 200 for all hosts)].",
+)
+@click.option(
+    "--restore",
+    "restores",
+    type=PerTier(),
+    multiple=True,
+    help="TIER=SECONDS to read the state back [default: the same, and 2 s].",
+)
+@click.option(
+    "--restart-s",
+    type=click.FloatRange(min=0),
+    default=180.0,
+    show_default=True,
+    help="From a failure to the start of the restore.",
+)
 @click.option("--step-s", type=click.FloatRange(min=1e-3), default=5.0, show_default=True, help="One training step.")
-@click.option("--policy", "policies", type=click.Choice(_POLICIES), multiple=True, help="Only these; repeatable.")
 @click.option(
-    "--fixed", multiple=True, metavar="S,S,...", help="Also fixed intervals of work, one per tier; repeatable."
+    "--policy",
+    "policies",
+    type=click.Choice(_POLICIES),
+    multiple=True,
+    help="Only these; repeatable [default: all, or none with --fixed].",
 )
 @click.option(
-    "--prior-mtbf-h", type=click.FloatRange(min=0.001), help="What `learned` expects of the job [default: true]."
+    "--fixed",
+    multiple=True,
+    metavar="S,S,...",
+    help="Also fixed intervals of work, one per tier; repeatable [default: none].",
 )
 @click.option(
-    "--project", metavar="HOSTS,...", help="Also the goodput of the same state and rate per host on so many hosts."
+    "--prior-mtbf-h",
+    type=click.FloatRange(min=0.001),
+    help="What `learned` expects of the job [default: its true MTBF].",
+)
+@click.option(
+    "--project",
+    metavar="HOSTS,...",
+    help="Also the goodput of the same state and rate per host on so many hosts [default: none].",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed draws the same failures.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout (docs/CLI.md has its shape).")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="A PNG of the shares (needs matplotlib).")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="One JSON document on stdout (docs/GOODPUT.md has its shape) [default: tables].",
+)
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="A PNG of the shares (needs matplotlib) [default: none].",
+)
 def simulate(**flags: Any) -> int:
     """Say what a job's goodput would be under policies for the save interval, over many simulated runs.
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ckptkit.simulation.cluster import Cluster
-from ckptkit.simulation.engine import Outcome, Policy, simulate_all
+from ckptkit.simulation.engine import Outcome, Policy, kept_intervals_s, simulate_all
 from ckptkit.simulation.failures import Failures
 from ckptkit.simulation.policies import Fixed
 
@@ -25,7 +25,8 @@ class Result:
     """One policy: means over runs, each share a share of the wall clock, with half of a 95 % confidence interval.
 
     `behind_oracle` is the mean of the paired differences, oracle less policy. `after_learning` is goodput after the
-    first 10 failures over the oracle's on the same stretch (None: no run had as many).
+    first 10 failures over the oracle's on the same stretch (None: no run had as many). `intervals_s`: as they were
+    kept, see `kept_intervals_s`; None for a policy that learns.
     """
 
     policy: str
@@ -122,5 +123,5 @@ def _result(cluster: Cluster, policy: Policy, outcome: Outcome, oracle: Outcome)
         down=float(outcome.down_s.mean() / outcome.horizon_s),
         failures=float(outcome.failures.mean()),
         from_tier={tier.name: float(served[i]) for i, tier in enumerate(cluster.tiers)},
-        intervals_s=policy.fixed_s if isinstance(policy, Fixed) else None,
+        intervals_s=kept_intervals_s(cluster, policy),
     )

@@ -77,8 +77,8 @@ class Uptime:
         """
         cycle, tiers = self._cycle, self._cycle.cluster.tiers
         position = self._entered + self._even(up_s)
-        left, done, spent, after = position, np.zeros_like(position), np.zeros_like(position), np.zeros(())
-        committed = [done] * len(tiers)
+        left, done, spent, after = position, np.zeros(()), np.zeros(()), np.zeros(())
+        committed = [position] * len(tiers)
         for level in reversed(range(len(tiers))):
             work, length = cycle.works[level], cycle.lengths[level]
             whole = np.floor(left / length)

@@ -98,12 +98,26 @@ def simulate_all(
     `mark` notes what was kept when the `mark`-th failure came, so that what a policy learned first can be left
     out. `progress` hears how many of the failures of a run are done, and of how many. Cost: some dozens of operations
     on arrays of policies x runs x tiers for each failure of the run that has most; together they cost less than one
-    by one, as long as there are not many runs.
+    by one, as long as there are not many runs, and those that come to the same steps cost as much as one.
     """
+    alike = [kept_intervals_s(cluster, policy) or ("learns", i) for i, policy in enumerate(policies)]
+    distinct = dict(zip(alike, policies, strict=True))
     # Those that learn last: rows of one kind are neighbours, whatever the order asked for.
-    order = sorted(range(len(policies)), key=lambda i: policies[i].memory is not None)
-    found = _simulate(cluster, failures, [policies[i] for i in order], horizon_s, mark, progress)
-    return [found[order.index(i)] for i in range(len(policies))]
+    keys = sorted(distinct, key=lambda key: distinct[key].memory is not None)
+    found = _simulate(cluster, failures, [distinct[key] for key in keys], horizon_s, mark, progress)
+    by_key = dict(zip(keys, found, strict=True))
+    return [by_key[key] for key in alike]
+
+
+def kept_intervals_s(cluster: Cluster, policy: Policy) -> tuple[float, ...] | None:
+    """The intervals that a policy which learns nothing comes to, and all that the simulation knows of it: in whole
+    steps, as long as a commit takes, each tier's a multiple of the faster one's. None for one that learns.
+    """
+    if policy.memory is not None:
+        return None
+    cycle = Cycle(cluster, policies=1, runs=1, growing=slice(1, 1))
+    cycle.plan(0, policy.schedule(cluster, _nothing_seen(1, len(cluster.tiers))))
+    return tuple(cycle.works[:, 0, 0].tolist())
 
 
 def _simulate(
@@ -195,13 +209,15 @@ class _Planner:
 
 
 def _nothing_seen(runs: int, tiers: int) -> Seen:
-    return Seen(np.zeros(runs), np.zeros((runs, tiers)), np.zeros((runs, 2, len(GROWTHS))))
+    # Runs side by side in memory: operations on all of them are what this costs.
+    return Seen(np.zeros(runs), np.zeros((tiers, runs)).T, np.moveaxis(np.zeros((2, len(GROWTHS), runs)), -1, 0))
 
 
 def _learn(seen: Seen, failed: np.ndarray, up: np.ndarray, level: np.ndarray, fade: float) -> None:
     weight = np.where(failed, fade, 1.0)
     seen.up_s = seen.up_s * weight + up
     seen.failures *= weight[:, None]
-    seen.failures[np.arange(len(level)), level] += failed
+    for tier, count in enumerate(seen.failures.T):
+        count += failed & (level == tier)
     mean_s = seen.up_s / np.maximum(seen.failures.sum(axis=1), 1e-9)
     seen.moments += np.where(failed[:, None, None], moments(up, np.maximum(mean_s, 1e-9)), 0.0)

@@ -66,7 +66,7 @@ class Learned:
     prior_mtbf_s: float
     prior_failures: float = 2.0
     prior_shares: tuple[float, ...] | None = None
-    interval_max_s: float = 6 * 3600.0
+    interval_max_s: float = intervals.INTERVAL_MAX_S
     memory: float = 20.0
     ageing: bool = True
     name: str = "learned"

@@ -24,6 +24,10 @@ def test_the_judgement_of_exponential_failures_is_what_theory_says() -> None:
     assert 0.97 < case.oracle.ratio < 1.01
     assert 0.985 < case.blurred.ratio < 1.005
     assert case.verdicts()["at least 99 % of the oracle"] == (case.oracle.ratio >= 0.99)
+    # Of exponential failures nothing can be known but the rate: what is best for the law is no worse than what learns.
+    law, ours = case.hindsight.law, case.hindsight.ours
+    assert 0.97 < ours.ratio <= law.ratio + ours.ci + law.ci
+    assert law.ratio < 1.0
 
 
 def test_where_failures_cluster_the_policy_beats_the_best_fixed_interval() -> None:

@@ -231,6 +231,40 @@ def test_what_was_learned_reaches_the_oracle_after_ten_failures(shape: float, wr
     assert result.after_learning > 0.99
 
 
+def test_where_a_save_takes_an_hour_no_bound_stands_in_the_way():
+    """A default bound below the best interval would be a fixed policy, and the worse the more a save costs."""
+    durable = tier("durable", 3600.0, 3600.0, 600.0)
+    cluster, horizon_s, mtbf_s = sim.Cluster(hosts=1, tiers=(durable,)), 600 * DAY_S, 100 * 3600.0
+    failures = sim.draw(runs=20, horizon_s=horizon_s, mtbf_s=mtbf_s, shares=cluster.shares, seed=2)
+    learned, begin = sim.Learned(prior_mtbf_s=mtbf_s), sim.levels(cluster, mtbf_s)
+    _, result = sim.compare(cluster, failures, [learned], horizon_s=horizon_s, begin=begin)
+    assert begin.fixed_s[0] > 6 * 3600.0
+    assert result.after_learning is not None
+    assert result.after_learning > 0.985
+
+
+def test_policies_of_the_same_steps_are_one_simulation():
+    """Names may differ, rows may be shared: what is asked for must come back, in its order."""
+    cluster = three_tiers()
+    failures = sim.draw(runs=3, horizon_s=DAY_S, mtbf_s=3000.0, shares=cluster.shares, seed=6)
+    asked = [sim.Fixed((10.0, 20.0, 80.0)), sim.Learned(prior_mtbf_s=3000.0), sim.Fixed((10.1, 20.0, 80.0), "alike")]
+    asked.append(sim.Fixed((11.0, 22.0, 88.0)))
+    found = sim.simulate_all(cluster, failures, asked, horizon_s=DAY_S)
+    alone = [sim.simulate(cluster, failures, policy, horizon_s=DAY_S) for policy in asked]
+    assert [each.work_s.tolist() for each in found] == [each.work_s.tolist() for each in alone]
+    assert found[0].work_s.tolist() == found[2].work_s.tolist() != found[3].work_s.tolist()
+
+
+def test_a_tier_never_saves_before_its_last_save_is_committed():
+    """Rounding to whole steps must not put two saves of a tier on the way at a time: that would be free goodput."""
+    durable = tier("durable", 0.1, 7.4, 40.0)
+    cluster = sim.Cluster(hosts=1, tiers=(durable,), restart_s=10.0, step_s=5.0)
+    failures = sim.Failures(np.array([[200.0, np.inf]]), np.zeros((1, 2), np.int8), np.zeros((1, 2)))
+    found = sim.simulate(cluster, failures, sim.continuous(cluster), horizon_s=1000.0)
+    # Every 10 s of work, not 5: 19 saves by 191.9 s, the last of them committed by 199.3 s.
+    assert found.lost_s[0] == pytest.approx(200.0 - 19 * 10.1)
+
+
 def test_more_levels_beat_one_where_fast_tiers_survive():
     """The reason for tiers at all: the same failures, with and without them."""
     cluster = three_tiers()
