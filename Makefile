@@ -29,8 +29,10 @@ setup-cluster:
 demo: setup
 	$(BIN)/python -m tools.demo
 
+# One worker more than two cores: tests wait for disks, kills and heartbeats a third of their time.
+WORKERS ?= 3
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Long campaigns; a short version of each is in `make test`.
 kill-phases: setup
@@ -99,7 +101,7 @@ docs-session: setup
 
 # The wheel from the registry into a fresh environment: what `pip install ckptkit` gives.
 test-wheel: setup
-	$(BIN)/python -m pytest tests/packaging -m "slow or not slow"
+	$(BIN)/python -m pytest -m "slow or not slow" -o faulthandler_timeout=1200 tests/packaging
 
 # The lowest versions that pyproject.toml allows, then the newest; with PYTHON=python3.12 those may be newer still.
 VERSION_TESTS := tests/unit tests/store tests/manager tests/dropin tests/interop
@@ -118,7 +120,7 @@ test-newest:
 stranger:
 	$(PYTHON) -m venv .venv-stranger
 	.venv-stranger/bin/python -m pip install --quiet --disable-pip-version-check google-tunix==0.1.7 transformers==5.4.0 datasets==5.2.0 pytest -e .
-	.venv-stranger/bin/python -m pytest tests/dropin/test_tunix.py
+	.venv-stranger/bin/python -m pytest -o faulthandler_timeout=1200 tests/dropin/test_tunix.py
 
 # The pages as a site in site/, with the API from the docstrings. Their code blocks run in `make test`.
 docs: setup

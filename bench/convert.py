@@ -29,11 +29,12 @@ _ROOT = Path(__file__).parent.parent
 _JOBS = (
     ("safetensors to Orbax", "convert", "source.safetensors", "orbax", "orbax"),
     ("Orbax to safetensors", "convert", "orbax", "a.safetensors", "safetensors"),
+    ("reshard to x=8", "reshard", "orbax", "striped", "x=8"),
+    ("reshard (8,) to (2,4)", "reshard", "striped", "meshed", "data=2,model=4"),
+    ("reshard rows to rows and columns", "reshard-both", "striped", "both", "data=2,model=4"),
     ("Orbax to hf", "convert", "orbax", "hf", "hf"),
     ("Orbax to npz", "convert", "orbax", "a.npz", "npz"),
     ("Orbax to torch", "convert", "orbax", "a.pt", "torch"),
-    ("reshard to x=8", "reshard", "orbax", "striped", "x=8"),
-    ("reshard (8,) to (2,4)", "reshard", "striped", "meshed", "data=2,model=4"),
     ("obvious: Orbax to safetensors", "obvious-convert", "orbax", "b.safetensors", "safetensors"),
     ("obvious: reshard (8,) to (2,4)", "obvious-reshard", "striped", "again", "data=2,model=4"),
 )
@@ -44,12 +45,20 @@ _KEPT = frozenset({"orbax", "striped"})
 @click.option("--size", type=SizeType(), default=1 << 30, show_default="1 GiB", help="Of the checkpoint.")
 @click.option("--memory", type=SizeType(), default=512 << 20, show_default="512 MiB", help="The budget.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--obvious-repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Of the obvious way.")
 @click.option("--job", "asked", multiple=True, help="Only what has this in its name, and what it needs; repeatable.")
 @click.option("--disk", default=tempfile.gettempdir(), show_default=True, help="A directory on a disk.")
 @click.option("--wrap", default="", help="Words before each measuring process, such as 'nice' or a lock.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Every sample, as JSON.")
 def main(
-    size: int, memory: int, repeats: int, asked: tuple[str, ...], disk: str, wrap: str, json_path: Path | None
+    size: int,
+    memory: int,
+    repeats: int,
+    obvious_repeats: int,
+    asked: tuple[str, ...],
+    disk: str,
+    wrap: str,
+    json_path: Path | None,
 ) -> None:
     """Times conversions under a memory budget, each beside `cp` and fsync of the same source in the same process."""
     home = Path(tempfile.mkdtemp(prefix="ckptkit-bench-", dir=disk))
@@ -67,7 +76,8 @@ def main(
             if not wanted and target not in _KEPT:
                 continue
             samples = []
-            for _ in range(repeats if wanted else 1):
+            times = obvious_repeats if way.startswith("obvious") else repeats
+            for _ in range(times if wanted else 1):
                 remove(home / target)
                 command = [sys.executable, "-m", "bench.convert_worker", way, str(home / source), str(home / target)]
                 samples.append(_measured([*shlex.split(wrap), *command, argument, str(memory)]))
@@ -75,13 +85,13 @@ def main(
                 remove(home / target)
             if wanted:
                 result["jobs"][what] = samples
+                result["environment"]["load_after"] = list(os.getloadavg())
                 _say(what, samples)
+                if json_path is not None:  # after each job: a run of an hour may be ended before
+                    json_path.write_text(json.dumps(result, indent=1) + "\n")
     finally:
         shutil.rmtree(home, ignore_errors=True)
-    result["environment"]["load_after"] = list(os.getloadavg())
     _show(result)
-    if json_path is not None:
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _measured(command: list[str]) -> dict[str, float]:

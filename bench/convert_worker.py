@@ -80,14 +80,23 @@ def converting(source: Path, target: Path, to: str, memory_bytes: int) -> None:
         convert(opened, plan, memory_bytes=memory_bytes)
 
 
-def resharding(source: Path, target: Path, mesh: str, memory_bytes: int) -> None:
-    """What `ckptkit reshard` does."""
+def resharding(
+    source: Path, target: Path, mesh: str, memory_bytes: int, spec: tuple[tuple[str, ...], ...] = ()
+) -> None:
+    """What `ckptkit reshard` does, without rules or with one for all leaves."""
     from ckptkit.resharding import Mesh, open_source, plan_reshard, reshard
+    from ckptkit.resharding.choosing import SpecRule
 
     opened = open_source(str(source), timeout_s=20.0)
     with opened.opened:
-        plan = plan_reshard(opened, str(target), [Mesh.parse(mesh)], memory_bytes=memory_bytes)
+        rules = [SpecRule(pattern="**", spec=spec)] if spec else []
+        plan = plan_reshard(opened, str(target), [Mesh.parse(mesh)], rules=rules, memory_bytes=memory_bytes)
         reshard(opened, plan, memory_bytes=memory_bytes)
+
+
+def resharding_both(source: Path, target: Path, mesh: str, memory_bytes: int) -> None:
+    """The same where both dimensions of every leaf are split: each chunk of the target has a part of many rows."""
+    resharding(source, target, mesh, memory_bytes, spec=(("data",), ("model",)))
 
 
 def obvious_convert(source: Path, target: Path, to: str, memory_bytes: int) -> None:
@@ -136,6 +145,7 @@ def obvious_reshard(source: Path, target: Path, mesh: str, memory_bytes: int) ->
 WAYS: dict[str, Callable[[Path, Path, str, int], None]] = {
     "convert": converting,
     "reshard": resharding,
+    "reshard-both": resharding_both,
     "obvious-convert": obvious_convert,
     "obvious-reshard": obvious_reshard,
 }

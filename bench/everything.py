@@ -60,7 +60,7 @@ SMALL = {  # for a machine that has no time: shapes and files are the same, the 
     "policy": ("--runs", "2", "--failures", "20"),
     "simulate": ("--days", "2", "--runs", "10", "--repeats", "1"),
     "inspect": ("--leaves", "20", "--repeats", "1", "--orbax-repeats", "1"),
-    "convert": ("--size", "20MB", "--repeats", "1", "--job", "reshard"),
+    "convert": ("--size", "20MB", "--repeats", "1", "--obvious-repeats", "1", "--job", "reshard"),
     "broadcast": ("--replicas", "2", "--megabytes", "2", "--rate", "400", "--repeats", "1"),
     "simulator": ("--runs", "4", "--run-s", "30"),
     "faults": ("--state", "tiny", "--seconds", "20", "--mtbf", "10", "--repeats", "1", "--sweep-seconds", "0"),

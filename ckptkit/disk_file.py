@@ -1,4 +1,4 @@
-"""A preallocated file on a disk that is overwritten in place: by direct I/O, or through a mapping, and synced.
+"""Files on a disk by direct I/O: one that is preallocated and overwritten in place, and reads and writes of others.
 
 Direct I/O goes from the caller's memory to the device without the page cache: no copy, no dirty pages that the kernel
 writes back when it likes. It needs page-aligned addresses, and not every file system has it.
@@ -120,9 +120,7 @@ class DiskFile:
                 os.close(fd)
 
     def _write_direct(self, source: np.ndarray, start: int) -> None:
-        view, done = source.data, 0
-        while done < source.nbytes:
-            done += os.pwrite(self._direct_fd, view[done:], start + done)
+        _write(self._direct_fd, source, start)
 
 
 @final
@@ -197,6 +195,66 @@ class FileReads:
             until = min(last, page + got)
             target[at - start : until - start] = buffer[at - page : until - page]
             at = until
+
+
+@final
+class FileWrites:
+    """Writes anywhere in a file that is being made: whole pages go past the page cache, which takes no copy and leaves
+    the closing sync little to do; what is smaller, and the ends of what does not fit the pages, goes through it.
+
+    `path` is the file that `fd` has open to write; None: all goes through the page cache, for what is read again at
+    once. Memory that begins in a page where its place in the file does costs no copy, other memory one. For one thread.
+    """
+
+    def __init__(self, fd: int, path: str | None):
+        self._fd = fd
+        self._direct_fd = -1
+        self._buffer: np.ndarray | None = None
+        if path is not None:
+            with suppress(OSError):  # a file system without direct I/O
+                self._direct_fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def write(self, source: np.ndarray, start: int) -> None:
+        """Writes flat bytes at `start`; they are safe once the file is synced. Runs without the GIL. Raises OSError."""
+        first = start + -start % PAGE_BYTES
+        last = (start + source.nbytes) // PAGE_BYTES * PAGE_BYTES
+        if self._direct_fd >= 0 and last - first >= _DIRECT_BYTES:
+            _write(self._fd, source[: first - start], start)
+            self._write_pages(source[first - start : last - start], first)
+            source, start = source[last - start :], last
+        _write(self._fd, source, start)
+
+    def close(self) -> None:
+        """Ends it; `fd` stays open."""
+        if self._direct_fd >= 0:
+            os.close(self._direct_fd)
+            self._direct_fd = -1
+
+    def _write_pages(self, source: np.ndarray, start: int) -> None:
+        lies_well = source.ctypes.data % PAGE_BYTES == 0
+        for at in range(0, source.nbytes, PIECE_BYTES):
+            piece = source[at : at + PIECE_BYTES]
+            try:
+                if self._direct_fd >= 0:
+                    _write(self._direct_fd, piece if lies_well else self._copied(piece), start + at)
+                    continue
+            except OSError as error:
+                if error.errno not in _NO_DIRECT:
+                    raise
+                self.close()
+            _write(self._fd, piece, start + at)
+
+    def _copied(self, piece: np.ndarray) -> np.ndarray:
+        if self._buffer is None:
+            self._buffer = np.frombuffer(mmap.mmap(-1, PIECE_BYTES), np.uint8)
+        np.copyto(self._buffer[: piece.nbytes], piece)
+        return self._buffer[: piece.nbytes]
+
+
+def _write(fd: int, source: np.ndarray, start: int) -> None:
+    view, done = source.data, 0
+    while done < source.nbytes:
+        done += os.pwrite(fd, view[done:], start + done)
 
 
 def _read(fd: int, into: memoryview, start: int, *, least: int | None = None) -> int:

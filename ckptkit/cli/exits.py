@@ -30,7 +30,17 @@ class Exit(IntEnum):
 
 
 def exit_of(error: BaseException) -> Exit:
-    """The code and, on stderr, the message of what ended a command."""
+    """The code and, on stderr, the message of what ended a command, with what was noted of it."""
+    code = _exit_of(error)
+    noted = error.__cause__ if isinstance(error, click.Abort) else error  # click's own word for Ctrl-C
+    for note in getattr(noted, "__notes__", ()):
+        if "\n" in note:  # JAX's, of its tracebacks
+            continue
+        click.echo(f"ckptkit: {printable(note)}", err=True)
+    return code
+
+
+def _exit_of(error: BaseException) -> Exit:
     if isinstance(error, click.UsageError):
         error.show(sys.stderr)
         return Exit.USAGE

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, ProgressColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bar
@@ -21,8 +20,9 @@ def progress_bar() -> Iterator[Callable[[int, int], None] | None]:
     try:
         with _bar(DownloadColumn(binary_units=True), TransferSpeedColumn()) as update:
             yield update
-    except KeyboardInterrupt:
-        click.echo("ckptkit: what was done is kept; the same command with --resume goes on from there", err=True)
+    except KeyboardInterrupt as error:
+        if not hasattr(error, "__notes__"):  # else it is said where, when the command ends
+            error.add_note("what was done is kept; the same command with --resume goes on from there")
         raise
 
 

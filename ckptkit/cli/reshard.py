@@ -152,7 +152,7 @@ def _show(plan: ReshardPlan) -> None:
             shape_text(leaf.record.cell),
             shape_text(leaf.cell),
             *map(spec_text, leaf.specs),
-            leaf.reason,
+            leaf.reasons[0],
         ]
         for leaf in plan.leaves
     ]

@@ -1,23 +1,28 @@
-"""Reading the next block while its predecessor is written."""
+"""Reading the next blocks while their predecessor is written."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 Job = TypeVar("Job")
 Data = TypeVar("Data")
 
 
-def read_ahead(read: Callable[[Job], Data], jobs: Iterable[Job]) -> Iterator[tuple[Job, Data]]:
-    """Each job with what `read` gives for it, in order; one is being read while its predecessor is with the caller."""
-    with ThreadPoolExecutor(1, thread_name_prefix="ckptkit-read") as reader:
-        before = None
+def read_ahead(read: Callable[[Job], Data], jobs: Iterable[Job], ahead: int = 1) -> Iterator[tuple[Job, Data]]:
+    """Each job with what `read` gives for it, in order; up to `ahead` more are read while one is with the caller."""
+    reader = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-read")
+    under_way: deque[tuple[Job, Future[Data]]] = deque()
+    try:
         for job in jobs:
-            after = (job, reader.submit(read, job))
-            if before is not None:
-                yield before[0], before[1].result()
-            before = after
-        if before is not None:
-            yield before[0], before[1].result()
+            under_way.append((job, reader.submit(read, job)))
+            if len(under_way) > ahead:
+                first, data = under_way.popleft()
+                yield first, data.result()
+        while under_way:
+            first, data = under_way.popleft()
+            yield first, data.result()
+    finally:
+        reader.shutdown(cancel_futures=True)

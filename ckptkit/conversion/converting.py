@@ -15,9 +15,11 @@ from ckptkit.conversion.flat_files import FlatFile, FlatFormat, plan_file, write
 from ckptkit.conversion.journal import Journal
 from ckptkit.conversion.mapping import MapRule, Tensors, cast, mapped, tensors_bytes
 from ckptkit.conversion.orbax_step import write_step
+from ckptkit.disk_file import FileWrites
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.safetensors import INDEX, SUFFIX
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint
+from ckptkit.store.roots import is_remote
 
 Target = Literal["orbax", "safetensors", "hf", "npz", "torch"]
 
@@ -106,7 +108,8 @@ def convert(
     """Writes what the plan says. The target is not there until all of it is written and synced: then one rename.
 
     Bits are those of the source, except where a cast was asked for. An interrupted run leaves a directory
-    `.<target>.ckptkit-part` beside the target, which `resume` continues and another run deletes. In a bucket Orbax's
+    `.<target>.ckptkit-part` beside the target, which `resume` continues and another run deletes; what ends it has a
+    note that says so. Damage of a local source leaves nothing. In a bucket Orbax's
     items are written in place, and are one when the marker is there; files are made on a local disk, one at a time, and
     uploaded. Cost: the source is read once, unless its chunks lie across the target's; at most `memory_bytes` of array
     data are held.
@@ -118,12 +121,13 @@ def convert(
     target.require_room(plan.written_bytes, max((file.size for file in plan.files), default=0))
     journal = Journal(target.journal_store())
     begin(target, journal, fingerprint(plan.to_json(), source.path), resume=resume)
-    if plan.to == "orbax":
-        write_step(plan.tensors, target, journal, memory_bytes=memory_bytes, progress=progress)
-        target.commit(f"Checkpoint commit was successful to {plan.target}")
-        return
-    _write_files(plan, target, journal, memory_bytes, progress)
-    target.commit()
+    with target.kept(after_damage=is_remote(source.path)):
+        if plan.to == "orbax":
+            write_step(plan.tensors, target, journal, memory_bytes=memory_bytes, progress=progress)
+            target.commit(f"Checkpoint commit was successful to {plan.target}")
+        else:
+            _write_files(plan, target, journal, memory_bytes, progress)
+            target.commit()
 
 
 def _write_files(
@@ -144,13 +148,17 @@ def _write_files(
             count(sum(member.size for member in named))  # a file that was uploaded
             continue
         with target.file(file.name if plan.to == "hf" else None) as made:
+            os.ftruncate(made.fileno(), max(file.size, os.fstat(made.fileno()).st_size))
             notes = _Notes(journal, made.fileno(), synced=not target.remote)
             known = set() if target.remote else finished
+            # What is uploaded is read again at once, out of the page cache.
+            writes = FileWrites(made.fileno(), None if target.remote else made.name)
             try:
-                _write_tensors(plan, file, made.fileno(), known, notes, memory_bytes, count)
+                sums = _write_tensors(plan, file, writes, known, notes, memory_bytes, count)
             finally:
+                writes.close()
                 notes.close()
-            write_frame(made.fileno(), file)
+            write_frame(made.fileno(), file, sums)
             os.fsync(made.fileno())
         journal.add([member.tensor for member in named])
     if plan.to == "hf":
@@ -163,20 +171,23 @@ def _write_files(
 def _write_tensors(
     plan: ConvertPlan,
     file: FlatFile,
-    fd: int,
+    writes: FileWrites,
     finished: set[str],
     notes: _Notes,
     memory_bytes: int,
     count: Callable[[int], None],
-) -> None:
-    os.ftruncate(fd, max(file.size, os.fstat(fd).st_size))
+) -> dict[str, int]:
+    """Those of a file that are not `finished`; returns the checksums of which `write_tensor` gives one."""
+    sums: dict[str, int] = {}
     for member in file.members:
         if member.tensor is None:
             continue
         if member.tensor not in finished:
-            write_tensor(fd, member, plan.tensors[member.tensor], memory_bytes)
+            found = write_tensor(writes, file, member, plan.tensors[member.tensor], memory_bytes)
+            sums.update({} if found is None else {member.tensor: found})
             notes.add(member.tensor, member.size)
         count(member.size)
+    return sums
 
 
 @final

@@ -9,13 +9,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
 from ckptkit import layout
 from ckptkit.conversion.journal import Journal
-from ckptkit.errors import CheckpointError, StoreFullError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreFullError
 from ckptkit.store import Store, open_store
 from ckptkit.store.local import LocalStore, sync_directory, sync_tree
 from ckptkit.store.remote import RemoteStore
@@ -77,7 +77,11 @@ class Destination:
             path = Path(self.url) if name is None else Path(self.url) / name
             path.parent.mkdir(exist_ok=True)
             with open(path, "r+b" if path.exists() else "w+b") as made:
-                yield made
+                try:
+                    yield made
+                except OSError as error:
+                    error.filename = error.filename or made.name  # a full disk, of which a descriptor has no name
+                    raise
             return
         with tempfile.NamedTemporaryFile(prefix="ckptkit-") as made:
             yield made
@@ -86,6 +90,28 @@ class Destination:
                 RemoteStore(self._above).put_file(self._name, made.name)
             else:
                 RemoteStore(self.url).put_file(name, made.name)
+
+    @contextmanager
+    def kept(self, *, after_damage: bool = True) -> Iterator[None]:
+        """Around the work: what ends it is told, in a note, what it leaves behind and how to go on.
+
+        Unless kept `after_damage`, a `CorruptCheckpointError` leaves nothing: a source that is mended is another one,
+        and no work on this one can be finished.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, CorruptCheckpointError) and not after_damage:
+                with suppress(CheckpointError, OSError):  # the damage is what is to be said
+                    self.clear()
+                    if not self.remote:
+                        os.rmdir(self.part)
+            else:
+                error.add_note(
+                    f"what was written is kept in {self.part}{' and the target' * self.remote}: the same command with "
+                    "--resume goes on from there, without it begins anew"
+                )
+            raise
 
     def require_room(self, needed_bytes: int, temporary_bytes: int = 0) -> None:
         """Raises `StoreFullError` where the disk cannot hold what will be written.

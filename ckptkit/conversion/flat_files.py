@@ -10,7 +10,9 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -18,6 +20,7 @@ import numpy as np
 
 from ckptkit.conversion.ahead import read_ahead
 from ckptkit.conversion.mapping import Tensors
+from ckptkit.disk_file import FileWrites
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.dtypes import SAFETENSORS_WORDS, TORCH_WORDS, note_of, stored_as
 from ckptkit.formats.npz import known_dtypes
@@ -26,6 +29,7 @@ from ckptkit.formats.safetensors import NOTES
 from ckptkit.formats.tensors import Tensor
 from ckptkit.formats.torch import NOTES as TORCH_NOTES
 from ckptkit.formats.torch import STORAGE_OF
+from ckptkit.layout import PAGE_BYTES
 from ckptkit.sharding import Box
 
 FlatFormat = Literal["safetensors", "npz", "torch"]
@@ -45,8 +49,8 @@ class Member:
     tensor: str | None = None
     name: str = ""
     header_at: int = 0
-    crc_from: int = 0  # a zip member's checksum covers it from here on
     comment: bytes = b""
+    before: bytes = b""  # of a tensor in a zip: what stands before it in the same member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,33 +70,58 @@ def plan_file(name: str, format: FlatFormat, tensors: Tensors) -> FlatFile:
     return _plan_zip(name, format, tensors)
 
 
-def write_tensor(fd: int, member: Member, tensor: Tensor, memory_bytes: int) -> None:
-    """Writes the bytes of one tensor at their place, in C order. Cost: the tensor is read once."""
-    strides = c_strides(tensor.shape)
-    itemsize = tensor.dtype.itemsize
+def write_tensor(writes: FileWrites, plan: FlatFile, member: Member, tensor: Tensor, memory_bytes: int) -> int | None:
+    """Writes the bytes of one tensor at their place, in C order. Cost: the tensor is read once.
+
+    Returns the checksum that a zip has of them, with what stands before them in their member; None where they were not
+    written one after the other, and for files that have none.
+    """
     if tensor.nbytes <= _AT_ONCE_BYTES:  # a thread for each of many small tensors costs more than they do
         found = ((box, tensor.read(box)) for box in tensor.blocks(memory_bytes))
     else:
         found = read_ahead(tensor.read, tensor.blocks(memory_bytes))
-    for box, block in found:
-        _write_box(fd, member.start, block, box, tensor.shape, strides, itemsize)
+    runs = (run for box, block in found for run in _runs(member.start, block, box, tensor))
+    if plan.format == "safetensors":
+        for start, run in runs:
+            writes.write(run, start)
+        return None
+    return _write_summed(writes, member, runs, tensor.nbytes)
 
 
-def write_frame(fd: int, plan: FlatFile) -> None:
-    """Writes what stands between the tensors; of a zip also its directory, for which the tensors are read once more."""
+def write_frame(fd: int, plan: FlatFile, sums: Mapping[str, int]) -> None:
+    """Writes what stands between the tensors, and of a zip its directory. `sums` are the checksums that are known by
+    tensor; for the others the tensors are read once more."""
     for member in plan.members:
         if member.tensor is None:
             _write_all(fd, member.data, member.start)
     if plan.format != "safetensors":
-        _write_zip_frame(fd, plan)
+        _write_zip_frame(fd, plan, sums)
 
 
-def _write_box(
-    fd: int, start: int, block: np.ndarray, box: Box, shape: Sequence[int], strides: Sequence[int], itemsize: int
-) -> None:
-    """Row by row where the box is not one run of the file."""
+def _write_summed(
+    writes: FileWrites, member: Member, runs: Iterator[tuple[int, np.ndarray]], nbytes: int
+) -> int | None:
+    """Each run is summed while it is written: zlib takes about as long as a disk."""
+    found, at = zlib.crc32(member.before), member.start
+    known = True
+    with nullcontext() if nbytes <= _AT_ONCE_BYTES else ThreadPoolExecutor(1, thread_name_prefix="ckptkit-sum") as pool:
+        for start, run in runs:
+            known, at = known and start == at, start + run.nbytes
+            if pool is None or not known:
+                found = zlib.crc32(run.data, found) if known else found
+                writes.write(run, start)
+                continue
+            summed = pool.submit(zlib.crc32, run.data, found)
+            writes.write(run, start)
+            found = summed.result()
+    return found if known else None
+
+
+def _runs(start: int, block: np.ndarray, box: Box, tensor: Tensor) -> Iterator[tuple[int, np.ndarray]]:
+    """The bytes of a block and where in the file they go: row by row where the box is not one run of the file."""
     if not block.size:
         return
+    shape, itemsize, strides = tensor.shape, tensor.dtype.itemsize, c_strides(tensor.shape)
     inner = len(shape)
     while inner > 0 and box.shape[inner - 1] == shape[inner - 1]:
         inner -= 1
@@ -102,7 +131,7 @@ def _write_box(
     first = start + itemsize * sum(a * s for a, s in zip(box.start, strides, strict=True))
     for number, index in enumerate(np.ndindex(*outer)):
         at = first + itemsize * sum(i * s for i, s in zip(index, strides, strict=False))
-        _write_all(fd, raw[number * run : (number + 1) * run], at)
+        yield at, raw[number * run : (number + 1) * run]
 
 
 def _write_all(fd: int, data: Any, at: int) -> None:
@@ -127,7 +156,8 @@ def _plan_safetensors(name: str, tensors: Tensors) -> FlatFile:
         header[key] = {"dtype": SAFETENSORS_WORDS[dtype], "shape": list(shape), "data_offsets": [places[-1][1], at]}
     metadata = {"format": "pt", **({NOTES: json.dumps(notes)} if notes else {})}
     text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8
+    # So that the tensors begin at a multiple of 8, as the format asks; large ones with a page, as direct I/O does.
+    text += b" " * (-(8 + len(text)) % (PAGE_BYTES if at >= _AT_ONCE_BYTES else 8))
     base = 8 + len(text)
     members = [Member(start=0, size=base, data=struct.pack("<Q", len(text)) + text)]
     members += [Member(start=base + start, size=size, tensor=key) for key, start, size in places]
@@ -179,19 +209,18 @@ class _Packer:
                 data=head,
                 name=name,
                 header_at=header_at,
-                crc_from=data_at,
                 comment=comment,
             )
         )
         self.at = data_at + len(head) + size
         if tensor is not None:
-            self.members.append(Member(start=data_at + len(head), size=size, tensor=tensor))
+            self.members.append(Member(start=data_at + len(head), size=size, tensor=tensor, before=head))
 
 
 _EXTRA = struct.Struct("<HHQQ")  # zip64: sizes of 8 bytes, for every member alike
 
 
-def _write_zip_frame(fd: int, plan: FlatFile) -> None:
+def _write_zip_frame(fd: int, plan: FlatFile, sums: Mapping[str, int]) -> None:
     """Local headers, the directory and its end. APPNOTE 6.3.10 of PKWARE, sections 4.3 and 4.5.3."""
     named = [at for at, member in enumerate(plan.members) if member.name]
     directory = []
@@ -201,7 +230,8 @@ def _write_zip_frame(fd: int, plan: FlatFile) -> None:
             plan.members[at + 1] if at + 1 < len(plan.members) and plan.members[at + 1].tensor is not None else None
         )
         size = member.size + (0 if tensor is None else tensor.size)
-        crc = _crc_of(fd, member.crc_from, size)
+        crc = None if tensor is None or tensor.tensor is None else sums.get(tensor.tensor)
+        crc = _crc_of(fd, member.start, size) if crc is None else crc
         name = member.name.encode()
         padding = member.start - (member.header_at + 30 + len(name) + _EXTRA.size + 4)
         extra = _EXTRA.pack(1, 16, size, size) + struct.pack("<HH", 0x4246, padding) + b"\0" * padding

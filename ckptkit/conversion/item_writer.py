@@ -17,13 +17,16 @@ from ckptkit.conversion.journal import Journal
 from ckptkit.durable import HostShards
 from ckptkit.durable.cells import CellStream
 from ckptkit.durable.orbax_files import ARRAY_METADATAS, SHARDINGS, array_metadatas_text, shardings_text
-from ckptkit.formats.tensors import CELL_SHARE, Tensor
+from ckptkit.formats.tensors import Tensor
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
 from ckptkit.sharding import Box, boxes_of_cells, cells_of
 from ckptkit.store.local import sync_tree
 from ckptkit.store.roots import is_remote
 
 Cells = list[tuple[Box, np.ndarray, str]]
+
+_COMMIT_SHARE = 8  # of the budget: what one commit has, and what is read ahead of it
+_AHEAD_MAX = 16  # blocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,8 @@ class Work:
 class ItemWriter:
     """What one process writes of one item. What an earlier run noted in the journal is not written again.
 
-    Memory: half of the budget is what waits for its commit and what is read ahead, the rest what is being read.
+    Memory: half of the budget is what waits for its commit and what is read ahead meanwhile, the rest what is being
+    read.
     """
 
     def __init__(
@@ -51,15 +55,17 @@ class ItemWriter:
     ):
         self._item = item
         self._directory = directory
+        self._ahead_bytes = memory_bytes // _COMMIT_SHARE
         self._journal = journal
         self._fresh: dict[str, list[tuple[tuple[int, ...], str]]] = {}
         self._digests: dict[str, dict[tuple[int, ...], str]] = {}
         # A commit that waits for its own sync leaves the disk idle while the next cells are read.
         self._syncing = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-sync")
+        self._synced: set[tuple[int, ...]] = set()
         self._notes: list[Future[None]] = []
         self._stream = CellStream(
             directory,
-            memory_bytes // CELL_SHARE,
+            memory_bytes // _COMMIT_SHARE,
             on_commit=self._note,
             describes=describes,
             synced=False,
@@ -70,12 +76,14 @@ class ItemWriter:
                 for name, cells in entry["cells"].items():
                     self._digests.setdefault(name, {}).update((tuple(start), digest) for start, digest in cells)
 
-    def write(self, records: Iterable[LeafRecord], works: Iterable[Work], progress: Callable[[int], None]) -> None:
+    def write(self, records: Iterable[LeafRecord], works: Sequence[Work], progress: Callable[[int], None]) -> None:
         """Describes all `records`, writes `works`, and syncs; `progress` is told the bytes of each."""
+        # As much as a commit takes is read while it is under way.
+        ahead = self._ahead_bytes // max(1, *map(_bytes, works), self._ahead_bytes // _AHEAD_MAX)
         try:
             for record in records:
                 self._stream.create(record)
-            for work, cells in read_ahead(_read, self._left(works, progress)):
+            for work, cells in read_ahead(_read, self._left(works, progress), max(1, ahead)):
                 for cell, block, digest in cells:
                     self._fresh.setdefault(work.record.name, []).append((cell.start, digest))
                     self._stream.write(work.record, cell, block)
@@ -115,7 +123,7 @@ class ItemWriter:
 
     def _safe(self, cells: Mapping[str, Any]) -> None:
         if not is_remote(self._directory):
-            sync_tree(self._directory)
+            sync_tree(self._directory, self._synced)
         if cells:
             self._journal.add({"item": self._item, "cells": cells})
 
@@ -156,8 +164,11 @@ def this_writer(process: int, count: int) -> Writer:
 def _read(work: Work) -> Cells:
     """The cells of a block, each contiguous, with its digest."""
     cells = cells_of(work.block, work.record.cell)
-    if len(cells) == 1 and len(work.pieces) == 1:
-        found = [(cells[0], work.tensor.read(work.block))]
+    if len(work.pieces) == 1:
+        data = work.tensor.read(work.block)
+        found = [(cells[0], data)]
+        if len(cells) > 1:  # whole rows of the block are not copied
+            found = [(cell, np.ascontiguousarray(data[cell.slices(work.block.start)])) for cell in cells]
     else:
         found = [(cell, np.empty(cell.shape, work.tensor.dtype)) for cell in cells]
         for piece in work.pieces:

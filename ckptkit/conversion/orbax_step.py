@@ -73,11 +73,11 @@ def works_of(
     """The blocks in which a tensor becomes the cells of `record`; `block` where their shape is known already."""
     size = record.itemsize
     source = tuple(max(1, rows) for rows in tensor.leaf.cell) if tensor.leaf.cell else (1,) * len(record.shape)
-    budget = memory_bytes // CELL_SHARE // size
+    budget, handy = memory_bytes // CELL_SHARE // size, block_bytes(memory_bytes) // size
     if block is None:
-        block = block_shape(record.shape, source, record.cell, budget, block_bytes(memory_bytes) // size)
+        block = block_shape(record.shape, source, record.cell, budget, handy)
     return [
-        Work(tensor=tensor, record=record, block=each, pieces=tuple(pieces_of(each, source, budget)))
+        Work(tensor=tensor, record=record, block=each, pieces=tuple(pieces_of(each, source, handy)))
         for each in blocks_of(record.shape, block)
     ]
 

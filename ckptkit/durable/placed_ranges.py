@@ -37,7 +37,9 @@ class _Range:
     def __init__(self, item: str, path: str, start: int):
         self.item, self.path, self.start, self.stop = item, path, start, start
         self.cells: list[tuple[_Key, Placed]] = []
-        self.reading: Any = None
+        self.begun = False
+        self.arriving = threading.Lock()  # one thread takes what arrives, the others have it then
+        self.reading: Any = None  # until it is taken: TensorStore holds the bytes too
         self.value: memoryview | None = None
 
     @property
@@ -77,6 +79,8 @@ class PlacedRanges:
 
     def expect(self, wanted: Iterable[Wanted]) -> list[Wanted]:
         """Begins to read what `fill` will be asked for, in about that order; gives back what it will not fill."""
+        if self._given_up:
+            return list(wanted)
         left: list[Wanted] = []
         expected: list[tuple[_Key, Placed]] = []
         for each in wanted:
@@ -86,7 +90,8 @@ class PlacedRanges:
             else:
                 expected += found
         with self._lock:
-            for made in _joined(expected):
+            # One that several pieces are cut from is expected once, as it is given once.
+            for made in _joined([each for each in expected if each[0] not in self._ranges]):
                 self._waiting.append(made)
                 self._ranges |= {key: (made, placed) for key, placed in made.cells}
             self._go_on()
@@ -146,11 +151,15 @@ class PlacedRanges:
         with self._lock:
             if self._given_up:
                 return None
-            if made.reading is None:  # asked for before its turn
+            if not made.begun:  # asked for before its turn
                 self._waiting.remove(made)
                 self._begin(made)
-            if made.value is not None:
-                return made.value
+        with made.arriving:
+            if made.reading is not None:
+                made.value, made.reading = self._arrived(made), None
+            return made.value
+
+    def _arrived(self, made: _Range) -> memoryview | None:
         where = f"{self._url}/{made.item}"
         try:
             found = awaited([made.reading], self._profile, where, nbytes=self._begun_bytes)[0]
@@ -160,10 +169,7 @@ class PlacedRanges:
         except ValueError:
             return None
         value = found.value if found.state == "value" else b""  # each access makes a copy of all of it
-        if len(value) != made.nbytes:
-            return None
-        made.value = memoryview(value)
-        return made.value
+        return memoryview(value) if len(value) == made.nbytes else None
 
     def _give_up(self) -> None:
         with self._lock:
@@ -175,8 +181,8 @@ class PlacedRanges:
         with self._lock:
             made.cells.pop()
             if not made.cells:
-                made.reading = made.value = None
-                self._begun_bytes -= made.nbytes
+                made.value = None
+                self._begun_bytes -= made.nbytes * made.begun
                 self._go_on()
 
     def _go_on(self) -> None:
@@ -186,6 +192,7 @@ class PlacedRanges:
             self._begin(self._waiting.popleft())
 
     def _begin(self, made: _Range) -> None:
+        made.begun = True
         made.reading = self._base(made.item).read(made.path, byte_range=slice(made.start, made.stop))
         self._begun_bytes += made.nbytes
 

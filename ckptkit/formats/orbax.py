@@ -18,6 +18,7 @@ from ckptkit.inspection.arrays import finished, open_array, stores_all
 from ckptkit.inspection.places import Place, nothing_at
 from ckptkit.inspection.shares import leaf_of_record, read_share, read_shares, read_sidecars, sidecar_processes
 from ckptkit.manifest import BoxRecord, LeafRecord
+from ckptkit.pages import empty_block
 from ckptkit.sharding import Box, missing_elements
 from ckptkit.slot_reader import SlotReader, slot_directories
 
@@ -87,7 +88,7 @@ def _proven(
     leaf: Leaf, records: Sequence[tuple[LeafRecord, BoxRecord]], read: Any, where: str, wanted: Box
 ) -> np.ndarray:
     """The box from the records that hold it: their cells are checked while they are copied."""
-    into = np.empty(wanted.shape, np.dtype(leaf.dtype))
+    into = empty_block(wanted.shape, np.dtype(leaf.dtype))  # by pages, as disks read and write
     if missing_elements(wanted, [record.box for _, record in records]):
         raise CorruptCheckpointError(
             f"{where}: nothing there holds all of leaf {leaf.name}, box {wanted.start} to {wanted.stop}", path=where
@@ -98,9 +99,11 @@ def _proven(
             read(record_leaf, record, wanted, into)
             break
         if common is not None:
-            part = np.empty(common.shape, into.dtype)
+            place = into[common.slices(wanted.start)]
+            part = place if place.flags.c_contiguous else np.empty(common.shape, into.dtype)
             read(record_leaf, record, common, part)
-            into[common.slices(wanted.start)] = part
+            if part is not place:
+                place[...] = part
     return into
 
 

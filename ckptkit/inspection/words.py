@@ -65,6 +65,7 @@ def _text(value: Any) -> str:
     return value
 
 
+@lru_cache(maxsize=4096)  # many leaves, few sizes
 def size_text(size_bytes: int) -> str:
     """Bytes in binary units: `1.5 GiB`."""
     size, unit = float(size_bytes), "B"

@@ -15,8 +15,6 @@ from ckptkit import clock, layout
 from ckptkit.broadcast import BroadcastOptions, Choice
 from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import Ancestry, EpochRecords
-from ckptkit.durable.listing import Looked
-from ckptkit.durable.reader import DurableReader
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.durable.stock import DEFAULT_ITEM
 from ckptkit.errors import (
@@ -33,11 +31,11 @@ from ckptkit.gathered import Held, from_runs, holders_of, to_runs, writers_of
 from ckptkit.manager.asked import RestoreItems
 from ckptkit.manager.broadcasting import Broadcaster
 from ckptkit.manager.caller import Caller
+from ckptkit.manager.durable_saves import DurableSaves
 from ckptkit.manager.local_tiers import Holdings, LocalSave, LocalTiers
 from ckptkit.manager.own_part import Proven, Reading, Shared
 from ckptkit.manager.preparing import Prepared, Preparer, only_by_orbax
 from ckptkit.manager.reach import Reach
-from ckptkit.manager.taken import DURABLE
 from ckptkit.manager.verdicts import act_together
 from ckptkit.manifest import SaveId
 from ckptkit.peers.client import PeerClient
@@ -45,11 +43,9 @@ from ckptkit.plan import Candidate, RestorePlan, rank_candidates
 from ckptkit.proving import Proving, Verify, begin
 from ckptkit.restore import Target
 from ckptkit.store import all_of
-from ckptkit.store.roots import is_remote
 
 _T = TypeVar("_T")
 _log = logging.getLogger("ckptkit")
-_IDENTIFIED = 8  # durable steps at a time
 LISTED_DURABLE_STEPS = 8  # how many durable steps, newest first, are looked into before older ones are asked for
 
 
@@ -89,8 +85,8 @@ class Restorer:
         self._rank = rank
         self._preparer = Preparer(durable.url, coordinator)
         self._reports: list[list[Held]] = []  # on process 0, of the last gathering
-        self._ahead: tuple[int, DurableReader] | None = None  # the step that was looked into while they were ranked
         self._durable = durable
+        self._durable_saves = DurableSaves(durable, events)
         self._epochs = epochs
         self._coordinator = coordinator
         self._events = events
@@ -170,8 +166,10 @@ class Restorer:
                 )
             self._reports = [[Held.from_json(entry) for entry in each["held"]] for each in reports]
             fast = [{held.save_id: held.refusal for held in report} for report in self._reports]
-            ancestry, looked = all_of(self._durable.url, [self._epochs.read, self._durable.looked])
-            durable = self._durable_saves(ancestry, looked, step, looked_into, wanted)
+            ahead = wanted.proves if not any(self._reports) else None  # it will be read: nothing else holds anything
+            look = partial(self._durable_saves.look, step, ahead)
+            ancestry, looked = all_of(self._durable.url, [self._epochs.read, look])
+            durable = self._durable_saves.newest(ancestry, looked, looked_into)
             ranked = rank_candidates(fast, durable, ancestry.superseded, step, linked=self._client is not None)
             return [{**asdict(candidate), "save_id": list(asdict(candidate.save_id).values())} for candidate in ranked]
 
@@ -179,34 +177,9 @@ class Restorer:
         agreed = self._coordinator.agree("candidates", said, rank, timeout_s=self._timeout_s)
         return [Candidate(**{**entry, "save_id": SaveId(*entry["save_id"])}) for entry in agreed]
 
-    def _durable_saves(
-        self, ancestry: Ancestry, looked: Looked, step: int | None, looked_into: int | None, wanted: RestoreItems
-    ) -> list[SaveId]:
-        """The newest durable saves, on process 0. Where no fast tier holds anything, the newest one is looked into on
-        the way: it will be read."""
-        steps = sorted((each for each in looked if step is None or each == step), reverse=True)
-        self._ahead = None
-        ahead: list[Callable[[], Any]] = []
-        if steps and is_remote(self._durable.url) and not any(self._reports):
-            self._ahead = steps[0], self._durable.reader(steps[0], wanted.proves)
-            ahead = [partial(self._ahead[1].look_ahead, looked[steps[0]])]
-        saves: list[SaveId] = []
-        for some in (steps[at : at + _IDENTIFIED] for at in range(0, len(steps), _IDENTIFIED)):
-            found = all_of(self._durable.url, [*(partial(self.identity, each, ancestry) for each in some), *ahead])
-            # Abandoned steps do not count: a rollback may leave any number of them above the newest good one.
-            saves += [save for save in found[: len(some)] if not ancestry.superseded(save)]
-            if looked_into is not None and len(saves) >= looked_into:
-                return saves[:looked_into]
-            ahead = []
-        return saves
-
     def identity(self, step: int, ancestry: Ancestry) -> SaveId:
         """Which save a durable step is, on process 0. A damaged step is of unknown age: the oldest there is."""
-        try:
-            return self._durable.save_id(step) or ancestry.of_stock(step)
-        except CorruptCheckpointError as error:  # a candidate of unknown age: tried last, and rejected with this reason
-            self._events.emit(Kind.REJECTED, step=step, tier=DURABLE, reason=str(error))
-            return SaveId(0, step, 0)
+        return self._durable_saves.identity(step, ancestry)
 
     def _report(
         self, local: Mapping[SaveId, LocalSave], prepared: dict[SaveId, Prepared], wanted: RestoreItems
@@ -303,15 +276,10 @@ class Restorer:
             self._durable,
             self._events,
             proves=wanted.proves,
-            ahead=self._reader_ahead(candidate),
+            ahead=self._durable_saves.take_reader(candidate.save_id.step),
             process=(coordinator.process, coordinator.count),
             alike=lambda manifests: self._preparer.alike(candidate.save_id, manifests, wanted),
         )
-
-    def _reader_ahead(self, candidate: Candidate) -> DurableReader | None:
-        step, reader = self._ahead or (-1, None)
-        self._ahead = None
-        return reader if step == candidate.save_id.step else None
 
     def _told(self, candidate: Candidate) -> list[Any]:
         save_id = candidate.save_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from ckptkit.conversion.mapping import read_rule_tables
 from ckptkit.errors import CheckpointError
 from ckptkit.resharding.meshes import Mesh, Spec, box_shape, default_spec
 from ckptkit.surgery.rules import matches
+
+STAYS_WHOLE = "no axis divides it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,8 @@ class Chooser:
         self.used: set[str] = set()
 
     def spec(self, name: str, shape: Sequence[int], mesh: Mesh) -> tuple[Spec, str]:
-        """Spec and the reason: `rule PATTERN`, `as in the other checkpoint`, or `largest dimension`."""
+        """Spec and the reason: `rule PATTERN`, `as in the other checkpoint`, `largest dimension`, `STAYS_WHOLE`
+        where that is divided by no axis, or `nothing to split`."""
         for rule in self._rules:
             if matches(rule.pattern, name):
                 self.used.add(rule.pattern)
@@ -64,7 +68,10 @@ class Chooser:
             if name not in self._like:
                 raise CheckpointError(f"leaf {name} has no sharding in the checkpoint that --like names")
             return self._fitting(name, self._like[name], shape, mesh), "as in the other checkpoint"
-        return default_spec(shape, mesh), "largest dimension"
+        spec = default_spec(shape, mesh)
+        if spec or mesh.devices == 1:
+            return spec, "largest dimension"
+        return spec, STAYS_WHOLE if math.prod(shape) > 1 else "nothing to split"
 
     def unused(self) -> list[str]:
         """The patterns that matched no leaf."""

@@ -47,8 +47,8 @@ def plan_reshard(
 ) -> ReshardPlan:
     """What `reshard` would write. Raises `CheckpointError` for what does not fit, and a local target that is there."""
     url = target_url(target)
-    if is_remote(url) and not url.startswith("gs://"):
-        raise CheckpointError(f"{url}: Orbax's checkpoints are written to disks and to gs://", path=url)
+    if is_remote(url) and not url.startswith(("gs://", "s3://")):
+        raise CheckpointError(f"{url}: Orbax's checkpoints are written to disks, gs:// and s3://", path=url)
     records = {item.name: item.records for item in source.items}
     for record in (record for leaves in records.values() for record in leaves):
         if record.dtype not in DTYPES:
@@ -95,6 +95,21 @@ def reshard(
         return begin(target, journal, known_by, resume=resume)
 
     job.agree("reshard-begun", known_by, start, timeout_s=timeout_s)
+    with target.kept(after_damage=job.count > 1 or is_remote(plan.source)):
+        _write_and_commit(source, plan, target, journal, memory_bytes, job, timeout_s, progress)
+
+
+def _write_and_commit(
+    source: Source,
+    plan: ReshardPlan,
+    target: Destination,
+    journal: Journal,
+    memory_bytes: int,
+    job: Coordinator,
+    timeout_s: float,
+    progress: Progress | None,
+) -> None:
+    """This process's part, and when all have theirs the commit."""
     error = None
     try:
         _write_part(source, plan, target, journal, memory_bytes, job, progress)

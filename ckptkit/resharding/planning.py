@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,22 +12,24 @@ from ckptkit.errors import CheckpointError
 from ckptkit.formats.tensors import CELL_SHARE, MEMORY_BYTES, block_bytes, check_chunk
 from ckptkit.manifest import LeafRecord
 from ckptkit.resharding.amplification import Amplification, amplification
-from ckptkit.resharding.choosing import Chooser, SpecRule
+from ckptkit.resharding.choosing import STAYS_WHOLE, Chooser, SpecRule
 from ckptkit.resharding.chunks import chunk_shape
 from ckptkit.resharding.meshes import Mesh, Spec, box_shape, sharding_json, spec_text
 from ckptkit.sharding import CELL_BYTES
 
+_NAMED = 5  # leaves in a note
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafPlan:
-    """One leaf. `specs` are one for each mesh; `block` is what is read and written at a time, in elements."""
+    """One leaf. `specs` are one for each mesh, chosen for `reasons`; `block` is what is read and written at a time."""
 
     item: str
     record: LeafRecord  # of the source
     cell: tuple[int, ...]
     block: tuple[int, ...]
     specs: tuple[Spec, ...]
-    reason: str
+    reasons: tuple[str, ...]
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +93,8 @@ class ReshardPlan:
                     "chunks_before": list(leaf.record.cell),
                     "chunks": list(leaf.cell),
                     "specs": [spec_text(spec) for spec in leaf.specs],
-                    "chosen_by": leaf.reason,
+                    "chosen_by": leaf.reasons[0],
+                    "stays_whole": [reason == STAYS_WHOLE for reason in leaf.reasons],
                 }
                 for leaf in self.leaves
             ],
@@ -125,7 +128,7 @@ def plan_leaves(
                 chosen = [chooser.spec(record.name, logical, mesh) for mesh in meshes]
             else:
                 chosen = [((), "host memory")] * len(meshes)
-            specs = tuple(spec for spec, _ in chosen)
+            specs, reasons = (tuple(each) for each in zip(*chosen, strict=True))
             boxes = tuple(box_shape(record.shape, spec, mesh) for spec, mesh in zip(specs, meshes, strict=True))
             cell = chunk_shape(record.shape, boxes, record.itemsize, min(chunk_bytes, memory_bytes // 8))
             budget = memory_bytes // CELL_SHARE // record.itemsize
@@ -135,7 +138,7 @@ def plan_leaves(
                     f"leaf {record.name} would get chunks of {math.prod(cell) * record.itemsize} bytes, and a quarter "
                     f"of the memory budget is {memory_bytes // CELL_SHARE}; give less --chunk-bytes or more --memory"
                 )
-            plans.append(LeafPlan(item=item, record=record, cell=cell, block=block, specs=specs, reason=chosen[0][1]))
+            plans.append(LeafPlan(item=item, record=record, cell=cell, block=block, specs=specs, reasons=reasons))
     if unused := chooser.unused():
         raise CheckpointError(f"the rule for {unused[0]} matches no leaf of arrays on devices")
     return tuple(plans)
@@ -165,8 +168,20 @@ def make_plan(
         leaves=tuple(leaves),
         before=of(False),
         after=of(True),
-        notes=tuple(notes),
+        notes=(*notes, *_whole(meshes, leaves)),
     )
+
+
+def _whole(meshes: Sequence[Mesh], leaves: Sequence[LeafPlan]) -> Iterator[str]:
+    """What nobody has asked for: leaves that every device of a mesh reads whole."""
+    for at, mesh in enumerate(meshes):
+        whole = [leaf for leaf in leaves if leaf.reasons[at] == STAYS_WHOLE]
+        if whole:
+            names = [leaf.record.name for leaf in whole[:_NAMED]] + ["..."] * (len(whole) > _NAMED)
+            yield (
+                f"warning: on {mesh} {len(whole)} of {len(leaves)} leaves, {sum(leaf.nbytes for leaf in whole)} bytes, "
+                f"stay whole on every device, for no axis divides a dimension of theirs: {', '.join(names)}"
+            )
 
 
 def _words(found: Amplification) -> dict[str, Any]:

@@ -170,9 +170,14 @@ def sync_directory(directory: str | os.PathLike[str]) -> None:
         os.close(fd)
 
 
-def sync_tree(path: str | os.PathLike[str]) -> None:
+def sync_tree(path: str | os.PathLike[str], synced: set[tuple[int, ...]] | None = None) -> None:
     """Makes a file, or all that is below a directory, durable; what is removed in the meantime (TensorStore's lock
-    files) is passed over. Cost: a call for each file."""
+    files) is passed over. Cost: a call for each file.
+
+    `synced` is for a work that goes on: it remembers, from call to call, the files that a call has synced. Those whose
+    size and times are the same are not synced again (each costs a flush of the disk), and their pages are given back:
+    a large work would push everything else out of memory. For files that are written once, or replaced.
+    """
     found = [(os.fspath(path), [], [os.fspath(path)])] if os.path.isfile(path) else os.walk(path)
     for directory, _, names in found:
         for name in names:
@@ -181,7 +186,13 @@ def sync_tree(path: str | os.PathLike[str]) -> None:
             except FileNotFoundError:
                 continue
             try:
-                os.fsync(fd)
+                found_as = os.fstat(fd)
+                stamp = (found_as.st_ino, found_as.st_size, found_as.st_mtime_ns, found_as.st_ctime_ns)
+                if synced is None or stamp not in synced:
+                    os.fsync(fd)
+                    if synced is not None:
+                        synced.add(stamp)
+                        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)
         if os.path.isdir(directory):

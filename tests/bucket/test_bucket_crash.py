@@ -134,9 +134,12 @@ def kill_rounds(directory: Path, *, rounds: int, seed: int) -> None:
             records = len(list(directory.rglob("records/*.json")))
             assert len([path for path in directory.rglob("data/*") if path.is_file()]) == records == len(there)
             threads = [threading.Thread(target=worker.run, args=(server.url,)) for worker in workers]
+            enough = sum(worker.acts for worker in workers) + 10
             for thread in threads:
                 thread.start()
             time.sleep(source.uniform(0.02, 0.3))
+            while sum(worker.acts for worker in workers) <= enough and any(thread.is_alive() for thread in threads):
+                time.sleep(0.001)  # a busy machine
             server.kill()
             for thread in threads:
                 thread.join()

@@ -211,9 +211,9 @@ def test_ctrl_c(tmp_path: Path, command: str) -> None:
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
-    said = err.decode().split("\n")
-    assert (process.returncode, said[-2]) == (130, "ckptkit: interrupted")
-    assert "the same command with --resume goes on from there" in said[0]
+    *_, said, how_to_go_on = err.decode().splitlines()
+    assert (process.returncode, said) == (130, "ckptkit: interrupted")
+    assert "the same command with --resume goes on from there" in how_to_go_on
     assert not (target / "1").exists()
     assert target.exists() == (command == "copy")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from ckptkit.conversion import convert, plan_convert
+from ckptkit.conversion.journal import Journal
 from ckptkit.formats import open_checkpoint
 from tests.cli.conftest import Ours, Run
 from tests.formats import writers
@@ -192,3 +195,64 @@ def test_interrupted_at_every_tensor_and_resumed(
         assert ckpt("convert", source, target, "--to", to, "--resume").code == 0
         assert_same_bits(read(target), flat(nested))
         assert not list(tmp_path.glob(".*"))
+
+
+def test_damage_leaves_nothing_behind(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
+    """What can never be finished would stay on the disk, under a name that nobody looks for."""
+    data = max((mine.root / "4/state").rglob("d/*"), key=lambda file: file.stat().st_size)
+    data.write_bytes(bytes(byte ^ 1 for byte in data.read_bytes()))
+    (tmp_path / "out").mkdir()
+    for to in TARGETS:
+        said = ckpt("convert", mine.root / "4", tmp_path / "out/4", "--to", to)
+        assert (said.code, len(said.err.splitlines())) == (11, 1), said.err
+        assert os.listdir(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("to", ["orbax", "npz", "hf"])
+def test_a_full_disk_leaves_what_can_be_gone_on_with_and_says_so(
+    to: str, ckpt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hours of work would be thrown away, or left where nobody knows of them."""
+    nested = tree(("float32", "int8"))
+    source = writers.by_flax(tmp_path / "a.msgpack", nested)
+    taken = []
+
+    def full(self: Journal, entry: Any) -> None:
+        taken.append(entry)
+        raise OSError(errno.ENOSPC, "No space left on device", "there")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", full)
+        said = ckpt("convert", source, tmp_path / "b", "--to", to)
+    assert taken
+    assert said.code == 1
+    error, hint = said.err.splitlines()
+    assert "No space left on device" in error
+    assert f"what was written is kept in {tmp_path}/.b.ckptkit-part: the same command with --resume goes on" in hint
+    assert sorted(os.listdir(tmp_path)) == [".b.ckptkit-part", "a.msgpack"]
+    assert ckpt("convert", source, tmp_path / "b", "--to", to, "--resume").code == 0
+    assert_same_bits(read(tmp_path / "b"), flat(nested))
+    assert sorted(os.listdir(tmp_path)) == ["a.msgpack", "b"]
+
+
+@pytest.mark.parametrize("to", ["safetensors", "npz", "torch"])
+def test_large_tensors_by_direct_io_and_resumed(to: str, ckpt: Run, tmp_path: Path) -> None:
+    """Tensors that begin anywhere in a page would be written beside their place, or a zip have a wrong checksum."""
+    rng = np.random.default_rng(0)
+    nested = {"small": np.arange(3, dtype=np.int8), "w": rng.normal(size=(1 << 10, 701)), "x": np.ones(1 << 19)}
+    source = writers.by_safetensors(tmp_path / "a.safetensors", nested)
+    assert ckpt("convert", source, tmp_path / "o", "--to", "orbax").code == 0
+
+    def interrupt(written: int, total: int) -> None:
+        if 2 * written > total:
+            raise KeyboardInterrupt
+
+    with open_checkpoint(str(tmp_path / "o")) as opened:
+        plan = plan_convert(opened, str(tmp_path / "b"), to, memory_bytes=1 << 25)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(KeyboardInterrupt):
+            convert(opened, plan, memory_bytes=1 << 25, progress=interrupt)
+    assert ckpt("convert", tmp_path / "o", tmp_path / "b", "--to", to, "--resume", "--memory", 1 << 25).code == 0
+    assert_same_bits(read(tmp_path / "b"), flat(nested))
+    if to != "safetensors":
+        with zipfile.ZipFile(tmp_path / "b") as archive:
+            assert archive.testzip() is None

@@ -15,7 +15,7 @@ import pytest
 import ckptkit
 from ckptkit.durable.listing import latest_step
 from ckptkit.store import open_store
-from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Reset, Status
+from ckptkit.testing.bucket import BucketServer, Delay, Fault, FaultPlan, Fixed, Kind, Reset, Status
 from tests.states import abstract, assert_same
 
 LEAVES = 600  # of a small transformer with Adam
@@ -64,6 +64,51 @@ def test_a_save_of_600_leaves_and_its_restore_are_few_requests(server: BucketSer
     with ocp.CheckpointManager("gs://runs/run") as stock:
         assert list(stock.all_steps()) == [3, 4]
         assert_same(stock.restore(4, args=ocp.args.StandardRestore(abstract(state_of(4)))), state_of(4))  # pyright: ignore[reportCallIssue]
+
+
+def in_a_row(server: BucketServer) -> int:
+    """How many answers were waited for, one after the other: the longest chain of requests that begin when the one
+    before has ended."""
+    count, last_s = 0, 0.0
+    spans = [(entry.exchange.started_s, entry.exchange.elapsed_s) for entry in server.log.entries()]
+    for began_s, ended_s in sorted(
+        [(began_s, began_s + took_s) for began_s, took_s in spans], key=lambda span: span[1]
+    ):
+        if began_s >= last_s:
+            count, last_s = count + 1, ended_s
+    return count
+
+
+def test_a_save_and_a_restore_wait_for_few_answers_in_a_row(server: BucketServer) -> None:
+    """Each is a round trip: 15 and 12 of them took longer than the bytes of a small state."""
+    state = {"w": jnp.arange(3000.0)}
+    with ckptkit.CheckpointManager("gs://runs/run") as manager:
+        save(manager, 1, state)
+        manager.restore(1, args=ocp.args.StandardRestore(abstract(state)))  # pyright: ignore[reportCallIssue]
+        requests(server)
+        server.faults = FaultPlan(faults=(Fault(effect=Delay(latency=Fixed(seconds=0.3))),))
+        save(manager, 2, state)
+        assert in_a_row(server) <= 8
+        requests(server)
+        manager.restore(2, args=ocp.args.StandardRestore(abstract(state)))  # pyright: ignore[reportCallIssue]
+        assert in_a_row(server) <= 6
+
+
+@pytest.mark.parametrize("harm", ["default/_ckptkit/process-0.json", "default/manifest.ocdbt", "commit_success.txt"])
+def test_a_newest_step_that_was_looked_into_in_vain_is_passed_over(server: BucketServer, harm: str) -> None:
+    """What is read ahead of a step that turns out to be damaged would end the restore."""
+    state = {"w": jnp.arange(3000.0)}
+    with ckptkit.CheckpointManager("gs://runs/run") as manager:
+        save(manager, 1, state)
+        save(manager, 2, {"w": jnp.zeros(3000)})
+    store = open_store("gs://runs/run")
+    if harm == "commit_success.txt":
+        store.delete(f"2/{harm}")
+    else:
+        store.put(f"2/{harm}", b"damaged")
+    with ckptkit.CheckpointManager("gs://runs/run") as manager:
+        found = manager.restore(None, args=ocp.args.StandardRestore(abstract(state)))  # pyright: ignore[reportCallIssue]
+        assert_same(found, state)
 
 
 def test_the_latest_of_1000_steps_takes_three_requests(server: BucketServer) -> None:

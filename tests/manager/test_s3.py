@@ -13,8 +13,11 @@ import pytest
 
 import ckptkit
 from ckptkit.cli import main
+from ckptkit.conversion import convert, plan_convert
+from ckptkit.formats import open_checkpoint
 from ckptkit.store import RemoteStore, open_store
 from ckptkit.store.refused import refused
+from tests.formats.writers import by_numpy
 from tests.states import abstract, assert_same, make_state
 
 pytest.importorskip("s3fs")
@@ -189,6 +192,50 @@ def test_commands_read_and_write_it(root: str, tmp_path: Path, capsys: pytest.Ca
         assert_same(arrays_of(f"{target}/3"), expected)
 
 
+@pytest.mark.parametrize("to", ["orbax", "hf"])
+def test_an_interrupted_conversion_is_gone_on_with(
+    root: str, to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half a checkpoint would be taken for one, or hours of uploads be done again."""
+    leaves = {f"w{at}": np.arange(4096, dtype=np.float32).reshape(64, 64) + at for at in range(8)}
+    source, target = str(by_numpy(tmp_path / "a.npz", leaves)), f"{root}/7"
+
+    def interrupt(written: int, total: int) -> None:
+        if 2 * written > total:
+            raise KeyboardInterrupt
+
+    with open_checkpoint(source) as opened:
+        plan = plan_convert(opened, target, to, shard_bytes=20_000, memory_bytes=1 << 16)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            convert(opened, plan, memory_bytes=1 << 16, progress=interrupt)
+    assert f"{root}/.7.ckptkit-part and the target" in stopped.value.__notes__[0]
+    store = open_store(root)
+    assert not {"7/commit_success.txt", "7/model.safetensors.index.json"} & set(store.list_all("7"))
+    before = {name: store.stat(name) for name in store.list_all("7") if name.endswith(".safetensors") or "/d/" in name}
+    assert before
+    words = ["convert", source, target, "--to", to, "--shard-size", "20000", "--memory", "64KiB", "--resume"]
+    assert main(words) == 0, capsys.readouterr()
+    assert_same(arrays_of(target), leaves)
+    assert before == {name: store.stat(name) for name in before}, "what was uploaded is not uploaded again"
+    assert not [name for name in store.list_all("") if "ckptkit-part" in name]
+    if to == "orbax":
+        assert main(["verify", target]) == 0, capsys.readouterr()
+
+
+def test_a_step_is_resharded_into_it(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A layout for Amazon's machines could be written only elsewhere."""
+    with ckptkit.CheckpointManager(str(tmp_path / "run")) as manager:
+        save(manager, 3)
+    source, target = str(tmp_path / "run/3"), f"{root}/run/3"
+    assert main(["reshard", source, target, "--mesh", "x=4"]) == 0, capsys.readouterr()
+    assert main(["verify", target]) == 0, capsys.readouterr()
+    assert_same(arrays_of(target), arrays_of(source))
+    with ckptkit.CheckpointManager(f"{root}/run") as manager:
+        assert_same(restored(manager, 3), make_state(3))
+    assert main(["reshard", source, target, "--mesh", "x=4"]) == 1
+    assert "is there already" in capsys.readouterr().err
+
+
 def arrays_of(path: str) -> dict[str, np.ndarray]:
-    with ckptkit.open_checkpoint(path) as opened:
+    with open_checkpoint(path) as opened:
         return {name: tensor.read() for name, tensor in opened.by_name().items()}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptkit import Event, EventLog, Kind
@@ -72,6 +73,12 @@ class Run:
         code = launcher.run()
         events.close()
         return code
+
+    def copied(self, directory: Path) -> Run:
+        """A run of its own that goes on from here: all files, and the proofs so far."""
+        shutil.copytree(self.directory, directory)
+        proofs = [directory / proof.relative_to(self.directory) for proof in self.proofs]
+        return replace(self, directory=directory, proofs=proofs, output=[])
 
     def _command(self, shape: Shape, proof: Path) -> list[str]:
         words = [sys.executable, "-m", "trainer", "--preset", "tiny-mha", "--seed", "5", "--log-every", "1"]

@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.states import abstract
+
 LIMIT_S = 200.0
 ROWS = 12  # over four devices, or six
 
@@ -371,17 +373,6 @@ def make_state(seed: int, split: bool) -> Any:
         "b": put(np.full(8, seed, np.int8)),
         "seen": seed,
     }
-
-
-def abstract(state: Any) -> Any:
-    import jax
-
-    def of(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array):
-            return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
-    return jax.tree.map(of, state)
 
 
 def save_args(state: Any) -> Any:

@@ -27,3 +27,30 @@ def test_what_is_removed_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: p
     sync_tree(tmp_path)
     assert "data" in opened
     assert "a.__lock" not in opened
+
+
+def test_what_was_synced_is_not_synced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each portion of a long work would wait for a flush of the disk for every file of those before; or a file that was
+    written since would be taken for safe."""
+    for name in "ab":
+        (tmp_path / name).write_bytes(b"bytes")
+    synced: list[str] = []
+    real = os.fsync
+
+    def noted(fd: int) -> None:
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    known: set[tuple[int, ...]] = set()
+    sync_tree(tmp_path, known)
+    (tmp_path / "a").write_bytes(b"other bytes")
+    (tmp_path / "new").write_bytes(b"bytes")
+    os.replace(tmp_path / "new", tmp_path / "b")
+    (tmp_path / "c").write_bytes(b"")
+    del synced[:]
+    sync_tree(tmp_path, known)
+    assert sorted(synced) == ["a", "b", "c", tmp_path.name]
+    del synced[:]
+    sync_tree(tmp_path, known)
+    assert synced == [tmp_path.name]

@@ -122,17 +122,6 @@ def restore(arena: Arena, manifest: Manifest, abstract: Any) -> Any:
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(abstract), leaves)
 
 
-def abstract(tree: Any) -> Any:
-    def of(leaf: Any) -> Any:
-        return (
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-            if isinstance(leaf, jax.Array)
-            else leaf
-        )
-
-    return jax.tree.map(of, tree)
-
-
 def plain(leaf: Any) -> np.ndarray:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)

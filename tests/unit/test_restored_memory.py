@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from ckptkit import snapshot
 from ckptkit.arena import Arena
-from tests.unit.snapshots import SHARDINGS, abstract, big_tree, named, plain, restore, save
+from tests.states import abstract
+from tests.unit.snapshots import SHARDINGS, big_tree, named, plain, restore, save
 
 
 def pointers(array: jax.Array) -> set[int]:

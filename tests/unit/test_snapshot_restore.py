@@ -24,11 +24,11 @@ from ckptkit.errors import CorruptCheckpointError, TreeMismatchError
 from ckptkit.manifest import LeafRecord, SaveId, digest_of
 from ckptkit.restore import Target, abstract_of, targets_of
 from ckptkit.slot_reader import read_manifests
+from tests.states import abstract
 from tests.unit.snapshots import (
     DTYPES,
     SAVE,
     SHARDINGS,
-    abstract,
     big_tree,
     bits,
     named,
