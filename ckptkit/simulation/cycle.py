@@ -77,26 +77,29 @@ class Uptime:
         """
         cycle, tiers = self._cycle, self._cycle.cluster.tiers
         position = self._entered + self._even(up_s)
-        left, done, spent, after = position, np.zeros(()), np.zeros(()), np.zeros(())
-        committed = [position] * len(tiers)
+        left, done, spent, after = position, -self._entered_work, np.zeros(()), np.zeros(())
+        committed = [done] * len(tiers)
         for level in reversed(range(len(tiers))):
             work, length = cycle.works[level], cycle.lengths[level]
             whole = np.floor(left / length)
+            since = position
             if level + 1 < len(tiers):
                 room = cycle.times[level + 1]
                 whole = np.minimum(whole, room)
-                # After the last save of a cycle there is only the slower tier's own stall.
-                left = np.where(whole < room, left - whole * length, 0.0)
                 # The newest save may have been a slower tier's too, and this one's part of it was over before.
                 after = np.where(whole > 0, 0.0, after + tiers[level + 1].stall_s)
-            else:
-                left = left - whole * length
-            done, spent = done + whole * work, spent + whole * length
+                since = position + after
+            took = whole * length
+            left = left - took
+            if level + 1 < len(tiers):
+                # After the last save of a cycle there is only the slower tier's own stall.
+                left = np.where(whole < room, left, 0.0)
+            done, spent = done + whole * work, spent + took
             # No two saves of a tier are under way at the same time: of those that ended, all but one are committed.
-            late = position - spent + after < tiers[level].persist_s
-            committed[level] = done - np.where(late, work, 0.0) - self._entered_work
+            late = since - spent < tiers[level].persist_s
+            committed[level] = done - np.where(late, work, 0.0)
             self._grown_committed(committed[level], level, up_s, done, spent, after)
-        work_s = done + np.minimum(left, cycle.works[0]) - self._entered_work
+        work_s = done + np.minimum(left, cycle.works[0])
         self._grown_work(work_s, up_s, done, spent, left)
         return work_s, committed
 
@@ -145,7 +148,6 @@ class Uptime:
         )
 
     def _saved(self, done: np.ndarray, spent: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """Of the growing rows: work since the entry that a save holds which ended `at`."""
-        rows = self._cycle.growing
-        stalls = spent - done - (self._entered - self._entered_work)[rows]
+        """Of the growing rows: work since the entry that a save holds which ended `at`. `done` is without growth."""
+        stalls = spent - done - self._entered[self._cycle.growing]
         return np.maximum(at - np.maximum(stalls, 0.0), 0.0)

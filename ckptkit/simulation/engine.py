@@ -145,22 +145,25 @@ def _simulate(
         work += done
         stall += up - done
         holds = survives[:, kind]
-        source, restored, restore_s = np.zeros(work.shape, np.int8), np.full_like(work, -1.0), np.zeros_like(work)
-        for tier, model in enumerate(tiers):
-            better = holds[tier] & (newest[tier] > restored)  # of equals the fastest
+        # The newest that survived, of equals the fastest; a run that is over goes on as it is.
+        source, restore_s = np.zeros(work.shape, np.int8), np.full_like(work, tiers[0].restore_s)
+        restored = np.where(holds[0], newest[0], -1.0)
+        for tier, model in enumerate(tiers[1:], 1):
+            better = holds[tier] & (newest[tier] > restored)
             source = np.where(better, np.int8(tier), source)
             restored = np.where(better, newest[tier], restored)
             restore_s = np.where(better, model.restore_s, restore_s)
-        lost += np.where(failed, work - restored, 0.0)
-        work = np.where(failed, restored, work)
+            newest[tier - 1] *= holds[tier - 1]  # the last one survives everything
+        restored = np.where(failed, restored, work)
+        lost += work - restored
+        work = restored
         begins = (at + outage_s + cluster.restart_s) + restore_s
         # A failure before the job was up again: the down time that was planned ends, another begins.
-        down += np.where(failed, np.minimum(begins, horizon_s) - at, 0.0)
+        down += np.minimum(begins, horizon_s) - at
         down -= np.maximum(np.minimum(resumed, horizon_s) - at, 0.0)
-        resumed = np.where(failed, begins, np.inf)
+        resumed = begins
         planner.learn(failed & (up > 0), up, levels[kind])
         for tier in range(len(tiers)):
-            newest[tier] *= ~failed | holds[tier]
             served[tier] += failed & (source == tier)
         count += failed
         if mark is not None and (here := failed & (count == mark)).any():
