@@ -81,7 +81,7 @@ class Uptime:
         committed = [done] * len(tiers)
         for level in reversed(range(len(tiers))):
             work, length = cycle.works[level], cycle.lengths[level]
-            whole = np.floor(left / length)
+            whole, room = np.floor(left / length), None
             since = position
             if level + 1 < len(tiers):
                 room = cycle.times[level + 1]
@@ -91,7 +91,7 @@ class Uptime:
                 since = position + after
             took = whole * length
             left = left - took
-            if level + 1 < len(tiers):
+            if room is not None:
                 # After the last save of a cycle there is only the slower tier's own stall.
                 left = np.where(whole < room, left, 0.0)
             done, spent = done + whole * work, spent + took
