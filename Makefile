@@ -29,10 +29,9 @@ setup-cluster:
 demo: setup
 	$(BIN)/python -m tools.demo
 
-# One worker more than two cores: tests wait for disks, kills and heartbeats a third of their time.
-WORKERS ?= 3
+WORKERS ?= 2
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 # Long campaigns; a short version of each is in `make test`.
 kill-phases: setup

@@ -9,20 +9,11 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from ckptkit.store.remote import forget_listings
 from tests.mounts import Mounts
-from tests.order import LONGEST_FIRST
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Longest files first: one that a worker begins last would run alone at the end. All else stays in its order."""
-    place = {name: number for number, name in enumerate(LONGEST_FIRST)}
-    here = Path(__file__).parent
-    items.sort(key=lambda item: place.get(item.path.relative_to(here).as_posix(), len(place)))
 
 
 @pytest.fixture

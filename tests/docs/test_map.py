@@ -6,8 +6,6 @@ import re
 import tomllib
 from pathlib import Path
 
-from tests.order import LONGEST_FIRST
-
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ckptkit"
 PAGE = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
@@ -59,8 +57,3 @@ def test_every_name_that_the_page_takes_from_a_module_is_there() -> None:
     for module, name in set(re.findall(r"`(\w+)\.([A-Za-z]\w+)`", PAGE)) - {of_a_control_group}:
         files = [path for path in PACKAGE.rglob(f"{module}.py") if name != "py"]
         assert not files or any(re.search(rf"(def|class) {name}\b", path.read_text()) for path in files), (module, name)
-
-
-def test_the_files_that_are_begun_first_are_there() -> None:
-    """A long file that was renamed would be begun last, and a whole run take as much longer."""
-    assert [name for name in LONGEST_FIRST if not (ROOT / "tests" / name).exists()] == []
