@@ -153,12 +153,15 @@ class GoodputOptimal:
             self._events.emit(Kind.INTERVAL, tier=tier, seconds=wanted_s, before=before_s, reason=reason)
 
     def _reconsider(self) -> list[tuple[str, float, float, str]]:
-        changes = []
+        changes, faster_s = [], 0.0
         for tier, wanted_s in zip(self._tiers, self._formula(), strict=True):
             before_s = self._wanted_s[tier]
-            if abs(wanted_s - before_s) > self._bounds.hysteresis * before_s:
-                self._wanted_s[tier] = wanted_s
-                changes.append((tier, round(before_s, 3), round(wanted_s, 3), self._reason(tier)))
+            kept = abs(wanted_s - before_s) <= self._bounds.hysteresis * before_s
+            # A faster tier's may be kept where this one's moves: it must not save more often for that.
+            faster_s = found_s = max(before_s if kept else wanted_s, faster_s)
+            if found_s != before_s:
+                self._wanted_s[tier] = found_s
+                changes.append((tier, round(before_s, 3), round(found_s, 3), self._reason(tier)))
         return changes
 
     def _formula(self) -> list[float]:

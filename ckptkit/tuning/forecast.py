@@ -15,9 +15,8 @@ _STEP_FILES = 2  # the step's metadata and its marker
 _ITEM_FILES = 4  # of an item of arrays: the tree's metadata, shardings, marker, database manifest
 _PROCESS_FILES = 2  # for each process and item: array metadata, sidecar
 _JSON_FILES = 2  # of an item of JSON
-_LOOKS = (
-    7  # beside the files: the epoch before and after, intents, what was left there (2), the attempt's own intent (2)
-)
+# Beside the files: the epoch before and after, intents, what was left there (2), the attempt's own intent (2).
+_LOOKS = 7
 _FIXED_BYTES = 1000  # of a step's own small files
 _LEAF_BYTES = 750  # in the small files of an item, measured with names of 10 characters
 _CELL_BYTES = 60  # a digest, and an entry in the tree

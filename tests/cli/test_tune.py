@@ -168,7 +168,7 @@ def test_a_save_is_explained(like: Path, tmp_path: Path, capsys: pytest.CaptureF
     DurableProfile(data_file_bytes=1 << 18, in_flight_bytes=1 << 18).save(tmp_path / "profile.json")
     assert main(["explain", "gs://runs/run", "--like", str(like), "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
-    assert (plain["leaves"], plain["pieces"], plain["files"], plain["requests"]) == (23, 1, 9, 18)
+    assert (plain["leaves"], plain["pieces"], plain["files"], plain["requests"]) == (23, 1, 9, 16)
     assert main(["explain", str(tmp_path), "--like", str(like), "--profile", str(tmp_path / "profile.json")]) == 0
     said = capsys.readouterr().out
     assert "none: no bucket" in said

@@ -139,6 +139,20 @@ def test_after_clustered_failures_intervals_begin_short_and_grow(tmp_path: Path,
     )
 
 
+def test_no_tier_saves_more_often_than_a_faster_one(now: SimpleNamespace) -> None:
+    """Where hysteresis keeps the one interval and lets the other go, durable saves would stage what no ramdisk keeps."""
+    random = np.random.default_rng(5)
+    for _ in range(50):
+        events = EventLog()
+        bounds = IntervalBounds(min_s=1e-3, max_s=3600.0)
+        best = GoodputOptimal(events, tiers=("ram", "durable"), prior_mtbf_s=3600.0, bounds=bounds)
+        for step in range(40):
+            now.s += 1.0
+            for tier in ("ram", "durable"):
+                save(events, step, tier, stall_s=float(random.uniform(0.001, 0.02)), commit_s=0.01)
+                assert best.interval_s("ram") <= best.interval_s("durable")
+
+
 def test_an_empty_history_is_none(tmp_path: Path, now: SimpleNamespace) -> None:
     """The first attempt of a run finds no logs: it must begin all the same."""
     del now
