@@ -140,7 +140,7 @@ def test_after_clustered_failures_intervals_begin_short_and_grow(tmp_path: Path,
 
 
 def test_no_tier_saves_more_often_than_a_faster_one(now: SimpleNamespace) -> None:
-    """Where hysteresis keeps the one interval and lets the other go, durable saves would stage what no ramdisk keeps."""
+    """Where hysteresis keeps one interval and lets the other go, durable saves would stage what no ramdisk keeps."""
     random = np.random.default_rng(5)
     for _ in range(50):
         events = EventLog()
