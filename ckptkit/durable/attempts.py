@@ -23,7 +23,7 @@ from ckptkit.durable import orbax_files
 from ckptkit.durable.deletion import move_away
 from ckptkit.errors import CheckpointError, StoreError
 from ckptkit.manifest import SaveId
-from ckptkit.store import Stat, Store, open_store, side_by_side
+from ckptkit.store import Stat, Store, open_store, put_new, side_by_side
 from ckptkit.store.local import LocalStore, sync_directory
 from ckptkit.store.roots import is_remote
 
@@ -126,7 +126,7 @@ class BucketAttempt:
 
     def _announce(self) -> None:
         # First said, then looked: of two runs that begin the same step at once, one at least sees the other.
-        self._store.put(self._intent, self._mark, mode="create")
+        put_new(self._store, self._intent, self._mark)  # no other attempt has its name: what is there is this one's
         self._meet_others()
 
     def _meet_others(self) -> None:
