@@ -36,6 +36,7 @@ from ckptkit.durable.stock import (
     committed_by_mark,
     delete_directory,
     delete_mark_first,
+    look_afresh,
 )
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.manifest import Proves, SaveId, prove_all
@@ -183,7 +184,7 @@ class DurableSteps:
                 self._stale.add(id(self._writer))
             self._pruner.prune(self.stock.add(step, metrics), first=tidy)
         except BaseException:
-            self.stock.orbax.reload()  # the step may be there all the same: whoever asked looks, and says so
+            look_afresh(self.stock.orbax)  # the step may be there all the same: whoever asked looks, and says so
             raise
 
     def _clean_left(self, save_id: SaveId) -> None:
@@ -267,7 +268,7 @@ class DurableSteps:
             if not self._deletes_later:
                 self._settle()
         except BaseException:
-            self.stock.orbax.reload()
+            look_afresh(self.stock.orbax)
             raise
         finally:
             if self._writer is not None:
@@ -303,10 +304,9 @@ class DurableSteps:
         self.stock.settle()
         self._pruner.wait()
         self._identities.clear()
-        forget_listings(self.url)
         for manager in (self.stock.orbax, self._writer):
             if manager is not None:
-                manager.reload()
+                look_afresh(manager)
                 self._stale.discard(id(manager))
 
     def wait_until_pruned(self) -> None:

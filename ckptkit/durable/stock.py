@@ -21,6 +21,7 @@ from orbax.checkpoint._src.path import deleter
 
 from ckptkit.durable.deletion import remove_step
 from ckptkit.durable.listing import Looked, committed_steps
+from ckptkit.store.remote import forget_listings
 from ckptkit.store.roots import is_remote, root_url
 
 DEFAULT_ITEM = checkpoint_manager.DEFAULT_ITEM_NAME  # the item of a step that was saved without Composite
@@ -86,6 +87,13 @@ def committed_by_mark(options: ocp.CheckpointManagerOptions, url: str) -> ocp.Ch
         step_name_format=names,
         temporary_path_class=options.temporary_path_class if chosen else mark,
     )
+
+
+def look_afresh(manager: ocp.CheckpointManager) -> None:
+    """Has Orbax's manager look for its steps in the storage, not in what this process remembers of a bucket's listings:
+    it would take the steps of back then for those that are there, and never prune the others."""
+    forget_listings(root_url(str(manager.directory)))
+    manager.reload()
 
 
 class StockManager:
@@ -220,7 +228,7 @@ class StockManager:
         try:
             self.orbax.wait_until_finished()
         except Exception:  # noqa: BLE001  Orbax raises it once per thread; it was said already
-            self.orbax.reload()
+            look_afresh(self.orbax)
 
     def close(self) -> None:
         """Ends Orbax's manager."""

@@ -120,6 +120,7 @@ class RemoteStore:
         """Facts about an object; None where there is none."""
         path = self._path(key)
         with suppress(FileNotFoundError), self._asking(key, "get"):
+            self._fs.invalidate_cache()  # what a listing has shown may be gone
             info: dict[str, Any] = self._ask("info", path)
             return _stat(info) if info["type"] == "file" else None
         return None

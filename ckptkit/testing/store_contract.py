@@ -27,6 +27,12 @@ class StoreContract:
         """An empty store: to be overridden."""
         raise TypeError(f"{type(self).__name__} has no fixture `store` that makes the store to be tested")
 
+    def test_what_was_listed_and_deleted_is_gone(self, store: Store) -> None:
+        """A store that remembers its listings would say that a mark is there which has been deleted."""
+        store.put("a/b", b"x")
+        store.delete_unchanged(store.stat_all("a"))
+        assert store.stat("a/b") is None
+
     def test_every_store_is_a_store(self, store: Store) -> None:
         """If it failed, a store could not be put in another's place."""
         assert isinstance(store, Store)

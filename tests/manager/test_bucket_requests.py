@@ -14,6 +14,7 @@ import pytest
 
 import ckptkit
 from ckptkit.durable.listing import latest_step
+from ckptkit.layout import COMMIT_MARK
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer, Delay, Fault, FaultPlan, Fixed, Kind, Reset, Status
 from tests.states import abstract, assert_same
@@ -145,6 +146,25 @@ def test_what_an_attempt_has_left_is_gone_with_the_next_one(server: BucketServer
         save(manager, 1)
         assert not {name for name in open_store("gs://runs/run").list_all("1") if "/d/" in name} & left
         assert_same(manager.restore(1, args=ocp.args.StandardRestore(abstract(state_of(1)))), state_of(1))  # pyright: ignore[reportCallIssue]
+
+
+def test_after_several_failed_saves_old_steps_are_still_pruned(server: BucketServer) -> None:
+    """What was listed at the first failure would be taken for what is there at the second: the steps in between would
+    be billed for ever."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ckptkit.CheckpointManager("gs://runs/run", options=options) as manager:
+        for step in range(12):
+            if failing := step % 4 == 0:
+                server.faults = FaultPlan(faults=(_mark(Status(code=403)),))
+                with pytest.raises(ckptkit.SaveFailedError):
+                    save(manager, step)
+                server.faults = FaultPlan()
+            else:
+                save(manager, step)
+            assert (step in manager.all_steps()) != failing
+        assert list(manager.all_steps()) == [10, 11]
+    store = open_store("gs://runs/run")
+    assert [step for step in range(12) if store.stat(f"{step}/{COMMIT_MARK}") is not None] == [10, 11]
 
 
 @pytest.mark.parametrize("stage", ["before", "after"])
