@@ -109,12 +109,12 @@ def abstract_of(stored: Sequence[LeafRecord], empties: Sequence[Empty] = ()) -> 
 
 def landings_of(targets: Iterable[Target]) -> dict[Key, Landing]:
     """Memory of the device's own for the leaves of `targets` that can have it (`lands`); none where JAX cannot."""
-    by_device: dict[Any, list[Target]] = {}
+    by_sharding: dict[Any, list[Target]] = {}
     for target in targets:
         if target.sharding is not None and lands(target.shape, np.dtype(target.dtype), target.sharding):
-            by_device.setdefault(target.sharding, []).append(target)
+            by_sharding.setdefault(target.sharding, []).append(target)
     found: dict[Key, Landing] = {}
-    for sharding, several in by_device.items():
+    for sharding, several in by_sharding.items():
         try:
             blocks = landings([(target.shape, np.dtype(target.dtype)) for target in several], sharding)
         except Exception as error:  # noqa: BLE001 - experimental: without it a restore is slower, and no less right

@@ -76,7 +76,7 @@ class Reading:
             return landed.pop(key)  # once: who reads it again after a bad source has memory of its own
 
         plan = prepared.plan if shared is None else _rest(prepared, shared)
-        whole = {read.key for read in plan.reads if read.key[0] in prepared.asked.trees}
+        whole = dict.fromkeys(read.key for read in plan.reads if read.key[0] in prepared.asked.trees)
         landed = landings_of(by_key[key] for key in whole if assembly is None or key not in assembly)
         durable = len(plan.tiers) - 1
         if (expect := prepared.holdings.expect) is not None:
