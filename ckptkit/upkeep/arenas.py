@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit import clock, layout
-from ckptkit.errors import StepNotFoundError, StoreError
-from ckptkit.inspection.places import local_kind
+from ckptkit.errors import StoreError
+from ckptkit.inspection.places import local_kind, nothing_at
 from ckptkit.inspection.records import FORMAT
 from ckptkit.slot_files import remove_slots
 from ckptkit.slot_reader import slot_directories
@@ -89,6 +90,13 @@ def list_arenas(
     return sorted(found, key=lambda each: each.path)
 
 
+def require_tiers(tiers: Sequence[str]) -> None:
+    """Raises `StepNotFoundError` for a path that is no directory: nothing there is not the same as nothing in it."""
+    for tier in tiers:
+        if local_kind(tier) != stat.S_IFDIR:
+            raise nothing_at(tier, "there is no such directory; check the path")
+
+
 def clean_arenas(
     tiers: Sequence[str],
     *,
@@ -109,9 +117,7 @@ def clean_arenas(
     """
     if job is None and root is None and idle_s is None:
         raise ValueError("say which arenas: a job, a root, or how long they have been idle")
-    for tier in tiers:
-        if local_kind(tier) is None:
-            raise StepNotFoundError(f"{tier}: there is no such directory; check the path", path=tier)
+    require_tiers(tiers)
     found = list_arenas(tiers, host_id=host_id)
     chosen = {each.path for each in list_arenas(tiers, root=root, job=job, host_id=host_id)}
     now_s = clock.wall_s()
