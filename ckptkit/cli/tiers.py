@@ -103,6 +103,7 @@ def clean_command(
 
 def _row(each: ArenaEntry) -> list[str]:
     size = size_text(each.stored_bytes) + f" + {size_text(each.quarantine_bytes)} aside" * bool(each.quarantine_bytes)
-    newest = f"step {each.saves[-1][0]}" + f" of {len(each.saves)}" * (len(each.saves) > 1) if each.saves else ""
+    more = len(each.saves) - 1
+    newest = f"step {each.saves[-1][0]}" + f", {more} more" * (more > 0) if each.saves else ""
     used = "" if each.used_at_s is None else f"{age_text(clock.wall_s() - each.used_at_s)} ago"
     return [each.path, "running" if each.live else "no", str(each.slots), size, newest, used]

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
-from ckptkit.conversion.destination import Destination, begin, fingerprint, target_url
+from ckptkit.conversion.destination import Destination, begin, fingerprint, require_orbax_target, target_url
 from ckptkit.conversion.flat_files import FlatFile, FlatFormat, plan_file, write_frame, write_tensor
 from ckptkit.conversion.journal import Journal
 from ckptkit.conversion.mapping import MapRule, Tensors, cast, mapped, tensors_bytes
@@ -80,6 +80,8 @@ def plan_convert(
     `StepNotFoundError` for a rule or cast that matches no leaf.
     """
     target, casts = target_url(target), tuple(casts)
+    if to == "orbax":
+        require_orbax_target(target)
     tensors = cast(mapped(source.by_name(), rules), casts)
     if not tensors:
         raise CheckpointError(f"{source.path} has no tensor that could be converted", path=source.path)

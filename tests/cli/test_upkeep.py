@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import HOST, Ours, Run
+from tests.upkeep.conftest import make_root
+from tests.upkeep.test_prune import flip
 
 
 def snapshot(home: Path) -> dict[str, int]:
@@ -112,6 +114,15 @@ def test_a_tier_that_has_nothing_to_do_with_the_root_is_said(ckpt: Run, ours: Ou
         assert f"  {ours.ram} holds no slots of host h9 for this root (name the host with --host-id)" in said.out
         found = json.loads(ckpt(command, ours.root, *more, "--tier", none, "--host-id", HOST, "--json").out)
         assert found["notes"] == [f"{none} is no directory: a ramdisk that was wiped, or another host's tier"]
+
+
+def test_what_was_copied_before_a_damaged_step(ckpt: Run, tmp_path: Path) -> None:
+    """Nobody would know what stands at the target when a step in the middle is damaged."""
+    make_root(tmp_path / "run", (1, 2, 3))
+    flip(tmp_path / "run", 3)
+    said = ckpt("copy", tmp_path / "run", tmp_path / "into")
+    assert said.code == 11
+    assert said.err.endswith("ckptkit: copied and proven before that: steps 1, 2\n")
 
 
 def test_what_a_pruning_would_free_in_words(ckpt: Run, mine: Ours) -> None:

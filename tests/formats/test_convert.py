@@ -185,6 +185,8 @@ def test_dry_run_and_target_that_is_there(ckpt: Run, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.npz"]
     assert ckpt("convert", source, source, "--to", "npz").code == 1
     assert ckpt("convert", source, tmp_path / "no/b.npz", "--to", "npz").code == 1
+    said = ckpt("convert", source, "memory://somewhere/b", "--to", "orbax")
+    assert (said.code, "Orbax's checkpoints are written to disks, gs:// and s3://" in said.err) == (1, True)
     assert ckpt("convert", source, tmp_path / "c", "--to", "npz", "--map", source).code == 1
 
 
