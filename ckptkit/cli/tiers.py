@@ -93,6 +93,8 @@ def clean_command(
     verb = "freed" if found.done else "would be freed"
     removed = count_text(len(found.removed), "arena")
     print_line(f"{removed} of host {host}, {size_text(found.freed_bytes)} {verb}; {len(found.kept)} kept")
+    for note in found.notes:
+        print_line(f"  {note}")
     rows = [[*_row(each), "freed" if found.done else "would go"] for each in found.removed]
     rows += [[*_row(each), f"kept: {why}"] for each, why in found.kept]
     if rows:

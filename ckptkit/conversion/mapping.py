@@ -18,7 +18,7 @@ import numpy as np
 from ckptkit.errors import CheckpointError, StepNotFoundError
 from ckptkit.formats.dtypes import plain_dtype
 from ckptkit.formats.tensors import Tensor
-from ckptkit.inspection.places import require_regular
+from ckptkit.inspection.places import local_kind, nothing_at, require_regular
 from ckptkit.inspection.records import Leaf
 from ckptkit.sharding import Box
 from ckptkit.surgery.rules import Rename, matches
@@ -66,7 +66,10 @@ def read_rules(path: str) -> list[MapRule]:
 
 
 def read_rule_tables(path: str, rule: Callable[[dict[str, Any]], _T]) -> list[_T]:
-    """What `rule` makes of each `[[rule]]` of a TOML file; a `CheckpointError` of what it raises, with the path."""
+    """What `rule` makes of each `[[rule]]` of a TOML file; a `CheckpointError` of what it raises, with the path, and
+    `StepNotFoundError` where there is no such file."""
+    if local_kind(path) is None:
+        raise nothing_at(path, "there is no such file of rules; check the path")
     try:
         require_regular(path)
         described = tomllib.loads(Path(path).read_text())

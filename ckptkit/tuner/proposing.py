@@ -174,7 +174,8 @@ def propose(trials: Sequence[Trial]) -> tuple[DurableProfile, list[str]]:
             times, verb = _rates(best, reads)[0] / _rates(base, reads)[0], "reads" if reads else "writes"
             reasons.append(f"{knob} {chosen[knob]}: {verb} {times:.2f} times as fast as {getattr(base.profile, knob)}")
         elif knob != "compression":
-            reasons.append(f"{knob} stays at {getattr(base.profile, knob)}: nothing was faster by a tenth")
+            why = "nothing was faster by a tenth" if varied else "so small a probe shows no difference"
+            reasons.append(f"{knob} stays at {getattr(base.profile, knob)}: {why}")
     if "write_concurrency" in chosen:
         chosen["read_concurrency"] = chosen["write_concurrency"]
     return dataclasses.replace(base.profile, **chosen), reasons

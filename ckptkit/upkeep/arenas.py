@@ -48,11 +48,13 @@ class ArenaEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cleaning:
-    """What becomes of arenas: `removed` (or to be), `kept` with why. Bytes are those that removal frees."""
+    """What becomes of arenas: `removed` (or to be), `kept` with why. Bytes are those that removal frees. `notes` say
+    what there is where nothing was chosen."""
 
     removed: tuple[ArenaEntry, ...]
     kept: tuple[tuple[ArenaEntry, str], ...]
     done: bool
+    notes: tuple[str, ...] = ()
 
     @property
     def freed_bytes(self) -> int:
@@ -67,6 +69,7 @@ class Cleaning:
             "freed_bytes": self.freed_bytes,
             "removed": [each.to_json() for each in self.removed],
             "kept": [{**each.to_json(), "reason": why} for each, why in self.kept],
+            "notes": self.notes,
         }
 
 
@@ -133,7 +136,19 @@ def clean_arenas(
             removed += of_job
         else:
             kept += [(replace(each, live=True), "a process of the job is running") for each in of_job]
-    return Cleaning(removed=tuple(removed), kept=tuple(kept), done=not dry_run)
+    notes = [] if chosen else [_nothing_chosen(list_arenas(tiers), host_id)]
+    return Cleaning(removed=tuple(removed), kept=tuple(kept), done=not dry_run, notes=tuple(notes))
+
+
+def _nothing_chosen(arenas: Sequence[ArenaEntry], host_id: str) -> str:
+    """Why, as far as the arenas say it: a slip in a name would look like a tier that is clean."""
+    if not arenas:
+        return "the tiers hold no arena of any job"
+    if not any(each.host_id == host_id for each in arenas):
+        hosts = ", ".join(sorted({each.host_id for each in arenas})[:8])
+        return f"the tiers hold arenas of other hosts: {hosts} (name one with --host-id)"
+    jobs = ", ".join(sorted({each.job for each in arenas if each.host_id == host_id})[:8])
+    return f"no job is meant; the tiers hold arenas of {jobs}"
 
 
 def _by_job(entries: Iterable[ArenaEntry]) -> list[list[ArenaEntry]]:

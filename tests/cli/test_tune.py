@@ -164,6 +164,8 @@ def test_only_what_is_worth_it_is_proposed() -> None:
     base = trial(100.0)
     noise = [base, trial(105.0, data_file_bytes=1 << 24), trial(90.0, write_concurrency=64)]
     assert propose(noise)[0] == DurableProfile()
+    assert propose(noise)[1][0] == f"data_file_bytes stays at {256 << 20}: nothing was faster by a tenth"
+    assert propose(noise)[1][-1] == f"read_ahead_bytes stays at {128 << 20}: so small a probe shows no difference"
     slow_to_read = [base, trial(200.0, read=50.0, data_file_bytes=1 << 24)]
     assert propose(slow_to_read)[0] == DurableProfile()
     faster = [

@@ -116,6 +116,18 @@ def test_a_tier_that_has_nothing_to_do_with_the_root_is_said(ckpt: Run, ours: Ou
         assert found["notes"] == [f"{none} is no directory: a ramdisk that was wiped, or another host's tier"]
 
 
+def test_a_cleaning_that_means_nothing_says_what_there_is(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+    """A slip in a job's or host's name would look like a tier that is clean."""
+    clean = ("tiers", "clean", ours.ram, "--dry-run")
+    said = ckpt(*clean, "--job", "job-1", "--host-id", "h9").out
+    assert f"the tiers hold arenas of other hosts: {HOST} (name one with --host-id)" in said
+    job = ours.slots.parents[1].name
+    assert f"no job is meant; the tiers hold arenas of {job}" in ckpt(*clean, "--job", "job-1", "--host-id", HOST).out
+    (tmp_path / "ram").mkdir()
+    assert "hold no arena of any job" in ckpt("tiers", "clean", tmp_path / "ram", "--idle", "0s").out
+    assert json.loads(ckpt(*clean, "--job", job, "--host-id", HOST, "--json").out)["notes"] == []
+
+
 def test_what_was_copied_before_a_damaged_step(ckpt: Run, tmp_path: Path) -> None:
     """Nobody would know what stands at the target when a step in the middle is damaged."""
     make_root(tmp_path / "run", (1, 2, 3))
