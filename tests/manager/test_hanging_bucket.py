@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,6 @@ from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Hang, Kind, P
 TIMEOUT_S = 1.0  # of an operation: generous for a bucket in this process
 PROFILE = DurableProfile(operation_timeout_s=TIMEOUT_S)
 DATA = "*/1/default/d/*"
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
-    with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        yield server
-        server.faults = FaultPlan()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,7 @@ def test_a_step_in_a_bucket_from_a_slot(home: Path, how: str) -> None:
     assert_restored(home)
     aside = f"_ckptkit/{QUARANTINE_DIR}/"
     assert {key.removeprefix(aside): store.get(key) for key in store.list_all(aside[:-1])} == damaged
-    assert not [key for key in store.list_all("") if "repair-" in key]
+    assert not repairs(store)
 
 
 def test_what_no_slot_has_is_put_aside(home: Path) -> None:
@@ -248,3 +249,13 @@ def test_a_repair_that_dies_after_any_change_is_done_by_the_next(
         points += stride
     assert points > 10
     assert_restored(home)
+    assert repairs(store), "what died mid-way has left its copy"
+    scrubbed(home)
+    assert repairs(store), "it may live"
+    monkeypatch.setattr(mend_object, "wall_s", lambda: time.time() + 1.1 * 86400)
+    scrubbed(home)
+    assert not repairs(store)
+
+
+def repairs(store: Store) -> list[str]:
+    return [key for key in store.list_all("_ckptkit") if "repair-" in key]
