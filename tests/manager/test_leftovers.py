@@ -230,6 +230,53 @@ def test_a_cleaning_that_dies_anywhere_is_done_by_the_next() -> None:
         assert store.list(layout.INTENTS_DIR) == []
 
 
+def test_what_an_attempt_could_not_remove_is_removed_by_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the intents of those before it first: without its own the objects would be nobody's, and stay."""
+    store = make_left()
+    refuses = FaultyStore(store, [StoreFault(effect="io error", operations=("delete",), keys="5/*")])
+    monkeypatch.setattr(attempts, "open_store", lambda url: refuses)
+    attempt = BucketAttempt("gs://runs/run", "5", SaveId(2, 5, 0))
+    with pytest.raises(ckptkit.StoreError):
+        attempt.begin()
+    attempt.give_up()
+    assert store.list_all("5") == ["5/_METADATA", "5/d/x", "5/d/y"]
+    assert sorted(clean_left(store, 4, lambda place: None)) == ["5", "6"]
+    assert store.list_all("5") == []
+    assert store.list(layout.INTENTS_DIR) == []
+
+
+def test_an_attempt_that_another_has_the_step_of_leaves_no_intent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every later run would look into a step that is whole."""
+    store = make_left()
+    monkeypatch.setattr(attempts, "open_store", lambda url: store)
+    with pytest.raises(ckptkit.StepAlreadyExistsError):
+        BucketAttempt("gs://runs/run", "4", SaveId(2, 4, 0)).begin()
+    with pytest.raises(CheckpointError, match="a later run than epoch 2"):
+        BucketAttempt("gs://runs/run", "6", SaveId(2, 6, 0)).begin()
+    assert not [name for name in store.list(layout.INTENTS_DIR) if name.startswith("e00000002")]
+
+
+class SaysItsOwnIsThere:
+    """A store whose client repeats a put that was answered, and the answer lost: it finds its own object there."""
+
+    def __init__(self, inner: MemoryStore):
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def put(self, key: str, data: bytes, *, mode: Any = "replace") -> None:
+        self._inner.put(key, data, mode=mode)
+        if mode == "create":
+            raise FileExistsError(key)
+
+
+def test_a_cleaning_knows_its_own_intent() -> None:
+    """One lost answer, and nothing of what earlier runs have left would be removed in this one."""
+    store: Any = SaysItsOwnIsThere(make_left())
+    assert clean_left(store, 2, lambda place: None) == ["5"]
+
+
 def test_a_cleaning_of_a_disk_that_dies_is_done_by_the_next(tmp_path: Path) -> None:
     """The same on a disk: a directory that was moved away would stay for ever."""
     removed: list[str] = []
