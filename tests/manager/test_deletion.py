@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,51 @@ def test_a_step_that_takes_an_abandoned_number_is_kept(tmp_path: Path, make: Any
         assert manager.all_steps() == [4, 6]
     with make_manager(tmp_path) as manager:
         assert restored(manager) == 66
+
+
+def test_an_abandoned_number_is_saved_again_where_steps_are_deleted_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each save of the new branch would meet the old step of its number and fail, or be deleted in its place."""
+    move_away = deletion.move_away
+
+    def late(where: str) -> str:
+        time.sleep(0.3)
+        return move_away(where)
+
+    with make_manager(tmp_path, enable_background_delete=True) as manager:
+        for step in (1, 2, 3):
+            save(manager, step, step)
+        monkeypatch.setattr(deletion, "move_away", late)
+        manager.restore(1)
+        for step in (2, 3):
+            save(manager, step, 10 * step)
+        assert manager.all_steps() == [1, 2, 3]
+    with make_manager(tmp_path) as manager:
+        assert manager.all_steps() == [1, 2, 3]
+        assert restored(manager) == 30
+
+
+def test_a_deletion_in_the_background_that_fails_says_so_to_the_save_that_takes_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save would wait for ever for Orbax's thread, which ends at the first error."""
+
+    def refused(where: str) -> str:
+        raise PermissionError(where)
+
+    manager = make_manager(tmp_path, enable_background_delete=True)
+    save(manager, 1, 1)
+    save(manager, 2, 2)
+    monkeypatch.setattr(deletion, "move_away", refused)
+    manager.restore(1)
+    with pytest.raises(ckptkit.SaveFailedError, match="step 2 was not committed to tier durable: PermissionError"):
+        save(manager, 2, 20)
+    monkeypatch.undo()
+    with pytest.raises(PermissionError):  # Orbax's, of its thread
+        manager.close()
+    with make_manager(tmp_path) as manager:
+        assert restored(manager) == 1
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["in place", "background"])
