@@ -79,10 +79,8 @@ def put_object_step_aside(place: Place, before: object, root: str) -> str | None
     if identity_of(place.again()) != before:
         return _REPLACED
     put_copy_aside(open_store(root), place.name)
-    if identity_of(place.again()) != before:
-        return _REPLACED
-    remove_step(place.url, lambda _: None)
-    return None
+    removed = remove_step(place.url, lambda _: None, lambda: identity_of(place.again()) == before)
+    return None if removed else _REPLACED
 
 
 def put_copy_aside(store: Store, name: str) -> None:

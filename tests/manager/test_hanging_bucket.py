@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 import uuid
 from pathlib import Path
@@ -72,6 +73,42 @@ def test_an_upload_that_hangs_is_given_up_and_made_again(server: BucketServer, r
         assert restored(manager) == 3
         recovered = next(event for event in events if event.kind == ckptkit.Kind.RECOVERED)
         assert (recovered.step, recovered.tier, recovered.fields["failures"]) == (3, "durable", 1)
+
+
+def test_a_bucket_that_cannot_be_listed_does_not_hide_why_a_save_failed(
+    server: BucketServer, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Orbax says of a bucket that is away is nothing to try again after: the save would be given up."""
+    events: list[ckptkit.Event] = []
+
+    def fails_once(owner: Any, name: str, error: Exception) -> list[str]:
+        asked, original = list[str](), getattr(owner, name)
+
+        def ask(*args: Any) -> Any:
+            asked.append(name)
+            if len(asked) == 1:
+                raise error
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, ask)
+        return asked
+
+    server.faults = FaultPlan(faults=(Fault(effect=Hang(), kinds=(Kind.WRITE,), objects=DATA, count=1),))
+    with manager_of(run, events) as manager:
+        stock = manager._durable.stock
+        fails_once(stock, "listed", ckptkit.TransientStoreError("the bucket is away"))
+        reloads = fails_once(stock.orbax, "reload", OSError(errno.ECONNREFUSED, "the bucket is away"))
+        save(manager, 1)
+        manager.wait_until_finished()
+        assert [event.step for event in events if event.kind == ckptkit.Kind.RETRIED] == [1]
+        save(manager, 2)
+        manager.wait_until_finished()
+        assert len(reloads) == 2, "the next saves look again, until one has seen it"
+        save(manager, 3)
+        manager.wait_until_finished()
+        assert len(reloads) == 2
+        assert manager.all_steps() == [1, 2, 3]
+        assert restored(manager) == 3
 
 
 @pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "default/_METADATA", "default/manifest.ocdbt"])

@@ -23,7 +23,7 @@ from ckptkit.formats import open_checkpoint
 from ckptkit.formats.tensors import Tensor
 from ckptkit.resharding import Mesh, open_source, plan_reshard, reshard
 from ckptkit.sharding import Box
-from ckptkit.testing.bucket import BucketServer
+from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
 from ckptkit.verification import verify
 from tests.cli.conftest import Ours, Run
 from tests.multiprocess.starters import environment, run, skip_without
@@ -302,6 +302,9 @@ def test_into_a_bucket_marker_last(ckpt: Run, striped: Path, server: BucketServe
 def test_convert_into_a_bucket(to: str, ckpt: Run, striped: Path, server: BucketServer) -> None:
     """People would need a disk as large as the checkpoint to move it."""
     target = "gs://runs/out" + ".safetensors" * (to == "safetensors")
+    # The answer is lost, and the client below repeats the put.
+    lost = Fault(effect=Status(code=503, stage="after"), kinds=(Kind.WRITE,), objects="out/commit_success.txt", count=1)
+    server.faults = FaultPlan(faults=(lost,))
     words = ["convert", striped, target, "--to", to, "--shard-size", "600KiB"]
     assert ckpt(*words).code == 0
     assert read(target) == read(striped)

@@ -196,6 +196,25 @@ def test_a_step_that_is_saved_anew_while_it_is_mended(home: Path, monkeypatch: p
     assert {key: store.get(key) for key in anew} == anew
 
 
+def test_a_step_that_is_saved_anew_while_it_is_put_aside(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newer save of that number would be deleted for the damage of the older one."""
+    store, anew = open_store(ROOT), ("1/_CHECKPOINT_METADATA", b'{"another": "save"}')
+    damage(store, "flipped")
+    before = store.list_all("1")
+    shutil.rmtree(home / "ram")
+    (home / "ram").mkdir()
+    remove_step = mend_object.remove_step
+
+    def replaced_before(*args: Any) -> Any:
+        store.put(*anew)
+        return remove_step(*args)
+
+    monkeypatch.setattr(mend_object, "remove_step", replaced_before)
+    assert acts(scrubbed(home)) == [(1, "durable", "leave", False)]
+    assert store.list_all("1") == before
+    assert store.get(anew[0]) == anew[1]
+
+
 class Died(BaseException):
     """The process ends here."""
 
