@@ -84,7 +84,7 @@ class DurableSteps:
         self._deletes_later = options.enable_background_delete
         self._store = open_store(self.url, deadline_s=_LEASE_DEADLINE_S)
         self._guard = PruneGuard(self._store)
-        self._preservation = BranchPreservation(options, self._spared)
+        self._preservation = BranchPreservation(options, self._going)
         asynchronous = options.async_options or ocp.AsyncOptions(timeout_secs=math.ceil(timeout_s))
         orbax_options = dataclasses.replace(
             options,
@@ -372,15 +372,14 @@ class DurableSteps:
         if step in steps:
             self.delete(step)
 
-    def _spared(self, doomed: list[int]) -> frozenset[int]:
-        """Which steps that are to be deleted are read by somebody; all processes hear it from process 0."""
-        if not doomed:
-            return frozenset()
+    def _going(self, doomed: list[int]) -> frozenset[int]:
+        """Which steps go: those that process 0's policies let go, less what somebody reads. Everybody comes, whatever
+        it would let go itself: two clocks may stand on either side of an interval's end."""
 
-        def spared(_: list[Any]) -> list[int]:
-            return sorted(self._guard.spare(doomed))
+        def decided(said: list[list[int]]) -> list[int]:
+            return sorted(set(said[0]) - self._guard.spare(said[0]))
 
-        return frozenset(self._coordinator.agree("leases", None, spared, timeout_s=self._timeout_s))
+        return frozenset(self._coordinator.agree("leases", doomed, decided, timeout_s=self._timeout_s))
 
     def _settle(self) -> None:
         if self._coordinator.process == 0:

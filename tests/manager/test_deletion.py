@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from etils import epath
 import ckptkit
 from ckptkit import layout
 from ckptkit.durable import deletion, leases, pruning
+from ckptkit.durable.preservation import BranchPreservation
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
 
 
@@ -46,6 +49,22 @@ def test_a_step_that_takes_an_abandoned_number_is_kept(tmp_path: Path, make: Any
         assert manager.all_steps() == [4, 6]
     with make_manager(tmp_path) as manager:
         assert restored(manager) == 66
+
+
+def test_what_goes_is_not_decided_by_this_process_alone() -> None:
+    """Where nothing is to go by its own clock it would not come to the meeting, and the others wait for it."""
+    options = ocp.CheckpointManagerOptions(keep_time_interval=datetime.timedelta(hours=1), max_to_keep=1)
+    asked: list[list[int]] = []
+
+    def going(doomed: list[int]) -> frozenset[int]:
+        asked.append(doomed)
+        return frozenset({2})
+
+    first = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+    times = {step: first + datetime.timedelta(hours=step) for step in (1, 2, 3)}
+    steps = [SimpleNamespace(step=step, time=time, metrics=None) for step, time in times.items()]
+    assert BranchPreservation(options, going).should_preserve(steps, context=None) == [True, False, True]
+    assert asked == [[]]
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["in place", "background"])
