@@ -44,6 +44,25 @@ class _ShouldSaveFunction:
         return bool(self._function(step.step, previous_steps[-1].step if previous_steps else None))
 
 
+class _Continuous:
+    """Orbax's `ContinuousCheckpointingPolicy` for one process that is asked for all.
+
+    Orbax's own has its primary process tell the others, who are not asked here; and it counts an operation on each of
+    them, by whose number Orbax's saves then wait for each other.
+    """
+
+    def __init__(self, policy: policies.ContinuousCheckpointingPolicy):
+        self._least_s = policy.minimum_interval_secs or 0
+
+    def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
+        """Whether no save is on its way, and long enough has passed since the last one."""
+        if context.is_saving_in_progress:
+            return False
+        if not self._least_s or not previous_steps:
+            return True
+        return (step.time - previous_steps[-1].time).total_seconds() >= self._least_s
+
+
 class Decider:
     """Remembers what was taken, so that a decision never depends on how far a background save has come."""
 
@@ -62,6 +81,8 @@ class Decider:
         self._policy = options.save_decision_policy or _default_policy(options)
         self._coordinator = coordinator or LocalCoordinator()
         self._alone = self._coordinator.count == 1 or _is_of_the_step_alone(self._policy)
+        if not self._alone:
+            self._policy = _asked_by_one(self._policy)
         self._timeout_s = timeout_s
         self._last: int | None = None
         self._durable_owed = False
@@ -166,6 +187,13 @@ def _is_of_the_step_alone(policy: Any) -> bool:
         policies.PreemptionCheckpointingPolicy,
         policies.InitialSavePolicy,
     )
+
+
+def _asked_by_one(policy: Any) -> Any:
+    """The policy as one process can be asked for all."""
+    if type(policy) is policies.AnySavePolicy:
+        return policies.AnySavePolicy([_asked_by_one(each) for each in policy.policies])
+    return _Continuous(policy) if type(policy) is policies.ContinuousCheckpointingPolicy else policy
 
 
 def _default_policy(options: ocp.CheckpointManagerOptions) -> Any:
