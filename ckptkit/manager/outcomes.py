@@ -44,8 +44,8 @@ class Outcomes:
         self._failures: list[SaveFailedError] = []
         self._stopped: CheckpointError | None = None
 
-    def vote(self, channel: str, refusal: Refusal | None) -> Refusal | None:
-        """Everybody's refusals as one, None when there are none; raises where the meeting fails."""
+    def vote(self, channel: str, save_id: SaveId, refusal: Refusal | None) -> Refusal | None:
+        """Everybody's refusals of a save as one, None when there are none; raises where the meeting fails."""
 
         def joined(refusals: list[list[str] | None]) -> list[str] | None:
             said = [(process, *each) for process, each in enumerate(refusals) if each is not None]
@@ -57,7 +57,7 @@ class Outcomes:
             return [max(policies, key=("skip", "wait", "veto").index), "; ".join(reasons[:4])]
 
         mine = None if refusal is None else [refusal.policy, refusal.reason]
-        verdict = self._coordinator.agree(channel, mine, joined, timeout_s=self._timeout_s)
+        verdict = self._coordinator.agree(channel, mine, joined, timeout_s=self._timeout_s, about=str(save_id))
         return None if verdict is None else Refusal(policy=verdict[0], reason=verdict[1])
 
     def phase(self, save_id: SaveId, phase: str, tier: str | None = None) -> None:

@@ -309,7 +309,7 @@ class SavePipeline:
             slot, found = save.slot, digests
             sealed, refusal = self._tried(save, lambda: self._commit_here(save, slot, found))
         try:
-            refusals = self._outcomes.vote("commit", refusal)
+            refusals = self._outcomes.vote("commit", save.save_id, refusal)
         except CheckpointError as error:
             self._leave_undecided(save, error)
             return

@@ -187,7 +187,7 @@ class Told:
 
     count = 2
 
-    def agree(self, channel: str, value: Any, decide: Any, *, timeout_s: float) -> Any:
+    def agree(self, channel: str, value: Any, decide: Any, *, timeout_s: float, about: str = "") -> Any:
         pytest.fail(f"{channel}: a decision waits for everybody")
 
     def __init__(self, process: int, words: list[bool]):
