@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,7 +72,7 @@ class Outcomes:
         self._book.commit(save.save_id, tier, save.description.held_bytes)
         if arena is None:
             self._keep_durable()
-        self._keeper.committed(save.save_id, tier)
+        self._replaced(save.save_id, self._keeper.committed(save.save_id, tier))
         self._events.emit(
             Kind.COMMITTED,
             step=save.save_id.step,
@@ -85,7 +86,7 @@ class Outcomes:
         """Every process's slot of the save stands on other hosts too: it is kept, here and there, until a newer one
         does."""
         self._book.commit(save.save_id, PEER)
-        self._keeper.copied(save.save_id)
+        self._replaced(save.save_id, self._keeper.copied(save.save_id))
         duration_s = round(clock.monotonic_s() - save.staged_s, 6)
         held_bytes = save.description.held_bytes
         self._events.emit(Kind.COMMITTED, step=save.save_id.step, tier=PEER, bytes=held_bytes, duration_s=duration_s)
@@ -94,9 +95,13 @@ class Outcomes:
         """Orbax has committed a save that it wrote itself; nothing of it was staged or proven."""
         self._book.commit(save_id, DURABLE)
         self._keep_durable()
-        self._keeper.committed(save_id, DURABLE)
+        self._replaced(save_id, self._keeper.committed(save_id, DURABLE))
         duration_s = round(clock.monotonic_s() - began_s, 6)
         self._events.emit(Kind.COMMITTED, step=save_id.step, tier=DURABLE, bytes=0, duration_s=duration_s)
+
+    def _replaced(self, save_id: SaveId, problems: Sequence[tuple[str, Exception]]) -> None:
+        for tier, error in problems:
+            self.degraded(save_id.step, tier, error)
 
     def _keep_durable(self) -> None:
         kept = set(self._tiers.durable.kept())

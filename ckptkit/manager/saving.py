@@ -288,6 +288,8 @@ class SavePipeline:
     def _commit(self, save: Save, refusal: Refusal | None) -> None:
         try:
             self._commit_and_vote(save, refusal)
+        except Exception as error:  # noqa: BLE001  the top of a thread: whoever asks for errors is to hear of it
+            self._outcomes.failed(save.save_id, self._tiers.staging_name, error)
         finally:
             self._pace.end_urgent(save.save_id)
             if save.disk is not None and not save.disk.decided.done():
@@ -386,6 +388,10 @@ class SavePipeline:
 
     def _drop(self, save: Save, refusals: Refusal) -> None:
         if save.slot is not None:
-            self._tiers.staging.discard(save.slot)
-            self._tiers.staging.release(save.slot)
+            try:
+                self._tiers.staging.discard(save.slot)
+            except (CheckpointError, OSError) as error:  # no save is to keep its slot for ever
+                self._outcomes.degraded(save.save_id.step, self._tiers.staging_name, error)
+            finally:
+                self._tiers.staging.release(save.slot)
         self._outcomes.skipped(save.save_id, self._tiers.staging_name, refusals, gone=True)
