@@ -256,6 +256,10 @@ class SavePipeline:
         self._writer.drain()
         self._flusher.drain()
 
+    def wait_decided(self, deadline: Deadline) -> bool:
+        """Waits until all processes have taken every save so far, or dropped it; False where time ran out first."""
+        return self._writer.wait_idle(deadline.left_s)
+
     def settle(self, deadline: Deadline) -> bool:
         """Waits for every tier as `wait` does, but until `deadline`; False where some are not done. Raises nothing."""
         return self._writer.wait_idle(deadline.left_s) and self._flusher.settle(deadline)
