@@ -28,6 +28,17 @@ def test_a_rollback_holds_across_restarts(run: Run) -> None:
         assert_same(manager.restore(20)["state"], make_state(21))
 
 
+def test_a_look_at_the_tiers_or_a_deletion_undoes_no_rollback(run: Run) -> None:
+    """A run that went back would save nothing until it has passed the steps of the branch that it left."""
+    run.save_steps(range(10, 31, 10), save_every=1)
+    with run.manager(save_every=1) as manager:
+        manager.restore(10)
+        assert manager.all_steps(read=True) == [10, 20, 30]
+        manager.delete(30)
+        assert manager.save(11, args=save_args(make_state(11), 11))
+        assert manager.all_steps() == [10, 11]
+
+
 def test_a_lost_tier_with_newer_steps_cannot_win_after_a_newer_run(run: Run, tmp_path: Path) -> None:
     """A host that returns with an old ramdisk would bring back a branch that the job has left behind."""
     run.save_steps(range(8))
