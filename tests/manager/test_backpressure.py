@@ -99,6 +99,26 @@ def test_a_save_that_comes_too_early_is_skipped_and_the_event_says_so(tmp_path: 
     assert job.said(Kind.SKIPPED, "policy", "reason") == [(2, "ram", "skip", too_early)]
 
 
+def test_a_forced_save_of_a_step_that_came_too_early_is_taken_after_all(tmp_path: Path) -> None:
+    """The end of a run, saved again to be sure, would be refused for a save that then comes to nothing; of several
+    processes some would refuse it, and some take it."""
+    gate = Gate("ram", "staged", 1)
+    job = Job(tmp_path, gate=gate)
+    with job.manager:
+        job.save(0)
+        job.manager.wait_until_finished()
+        job.save(1)
+        assert gate.reached.wait(10)
+        assert job.save(2)
+        threading.Timer(0.4, gate.open).start()
+        assert job.save(2, force=True)
+        job.manager.wait_until_finished()
+        assert job.said(Kind.SKIPPED, "policy") == [(2, "ram", "skip")]
+        assert [job.steps("ram")[-1], job.steps("durable")[-1]] == [2, 2]
+        with pytest.raises(ValueError, match="step 2 exists already"):
+            job.save(2, force=True)
+
+
 def test_more_snapshots_in_flight_where_they_are_allowed(tmp_path: Path) -> None:
     """The setting would be a word without a meaning."""
     gate = Gate("ram", "staged", 1)

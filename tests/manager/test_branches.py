@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.manager.runs import Run, restored_step
 from tests.states import assert_same, make_state, save_args
 
@@ -124,3 +126,15 @@ def test_a_fast_save_that_is_gone_never_stands_in_for_an_abandoned_durable_one(r
     for slot in [*run.ram.rglob("slot-*.bin"), *run.ssd.rglob("slot-*.bin")]:
         slot.write_bytes(b"")
     assert restored_step(run) == 5
+
+
+def test_a_save_that_raises_before_it_is_taken_counts_as_on_the_others(run: Run) -> None:
+    """Where it raises on one process alone its next save would have another identity than on the others: no step would
+    be whole any more."""
+    with run.manager(save_every=1) as manager:
+        assert manager.save(1, args=save_args(make_state(1), 1))
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            manager.save(2, args=save_args(make_state(2), object()))  # pyright: ignore[reportArgumentType]
+        assert manager.save(2, args=save_args(make_state(2), 2))
+        manager.wait_until_finished()
+        assert [record.save_id.number for record in manager.steps()] == [0, 2]
