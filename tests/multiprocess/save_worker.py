@@ -159,6 +159,24 @@ class Worker:
             manager.save(12, args=save_args(12))
             manager.wait_until_finished()
             self.found["veto"]["steps after"] = manager.all_steps()[-1]
+            self.found["veto"]["raised"] = self._save_what_is_gone(manager, 13)
+            manager.wait_until_finished()
+            manager.save(14, args=save_args(14))
+            manager.wait_until_finished()
+            self.found["veto"]["steps at last"] = [step for step in manager.all_steps() if step >= 12]
+
+    def _save_what_is_gone(self, manager: Any, step: int) -> str:
+        """What a save raises of which process 1 has donated the arrays before."""
+        import jax
+
+        state = make_state(step)
+        for leaf in jax.tree.leaves(state) if self._process == 1 else ():
+            leaf.delete()
+        try:
+            manager.save(step, args=standard(state))
+        except RuntimeError as error:
+            return str(error)
+        return ""
 
     def replicas(self) -> None:
         """Saves replicated leaves of which one, then two, are not the same on both processes."""
