@@ -18,7 +18,7 @@ from typing import final
 
 import numpy as np
 
-from ckptkit import layout
+from ckptkit import layout, slot_files
 from ckptkit.clock import Deadline
 from ckptkit.disk_file import DiskFile, Method
 from ckptkit.errors import CheckpointError, StoreFullError
@@ -196,8 +196,9 @@ class Arena:
             except FileExistsError:
                 raise  # another save's: never taken back
             except BaseException:
-                with suppress(CheckpointError, OSError):  # its name may be there: nothing may stay that names this slot
-                    self._store.delete(manifest_name_of(save_id))
+                slot.save_id = save_id  # its name may be there: it goes now, or before the slot is written again
+                with suppress(CheckpointError, OSError):
+                    self.discard(slot)
                 raise
         with self._changed:
             slot.save_id = save_id
@@ -289,7 +290,7 @@ class Arena:
             if remove and self.directory is not None:
                 remove_slots(self.directory)
             if self._lock_fd is not None:
-                os.close(self._lock_fd)
+                slot_files.give_up(self._lock_fd)
                 self._lock_fd = None
 
     def _take_over(self, directory: Path, keeps_found: bool) -> None:
@@ -307,8 +308,8 @@ class Arena:
         self._drop_retired()
 
     def _drop_retired(self) -> None:
-        for slot in list(self._retired):
-            if slot.leases == 0 and slot.save_id not in self.protected:
+        for slot in [s for s in self._retired if s.leases == 0 and s.save_id not in self.protected]:
+            with suppress(CheckpointError, OSError):  # a disk that fails: the next `protect` tries again
                 self._forget(slot)
                 self._unmap(slot)
                 if self.directory is not None:
@@ -374,9 +375,7 @@ class Arena:
 
     @property
     def _less(self) -> str:
-        if self.directory is None:
-            return "lower in_flight_max, or shard the state over more processes"
-        return LESS_ON_MOUNT
+        return LESS_ON_MOUNT if self.directory else "lower in_flight_max, or shard the state over more processes"
 
     def _room(self) -> Room | None:
         """The narrowest of the limits."""

@@ -38,8 +38,11 @@ class Coordinator(Protocol):
         """How many processes there are."""
         ...
 
-    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float) -> Any:
+    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float, about: str = "") -> Any:
         """Gathers everyone's `value`, and returns to all what process 0's `decide(values)` says.
+
+        `about` says what a meeting is held for, where a process may miss one (a save, say): it meets none but those who
+        come for the same. A channel is always used with it, or always without.
 
         Raises `CoordinationError` naming the processes that did not come within `timeout_s`. Where `decide` raises,
         the others hear it as an error of the same class.
@@ -79,9 +82,9 @@ class LocalCoordinator:
     process = 0
     count = 1
 
-    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float) -> Any:
+    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float, about: str = "") -> Any:
         """See `Coordinator.agree`."""
-        del channel, timeout_s
+        del channel, timeout_s, about
         return json.loads(json.dumps(decide([value])))
 
     def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float) -> Any:
@@ -99,7 +102,8 @@ class JaxCoordinator:
     bound that a test holds is 6 s of CPU (`python -m bench gather`).
 
     Keys of a meeting are deleted by process 0 at the next meeting of the same channel, when everybody has
-    answered it and so has read the last verdict: what is kept does not grow.
+    answered it and so has read the last verdict: what is kept does not grow. Meetings are counted, those about the same
+    apart from others: who has given one up does not take the next one for it.
     """
 
     def __init__(self) -> None:
@@ -111,19 +115,22 @@ class JaxCoordinator:
             )
         self._client: Any = client
         self._prefix = f"ckptkit/{next(_instances)}"
-        self._meetings: dict[str, int] = {}
+        self._meetings: dict[str, tuple[str, int]] = {}  # by channel, what the last one was about, and its number
+        self._told: dict[str, int] = {}
         self.process = jax.process_index()
         self.count = jax.process_count()
 
-    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float) -> Any:
+    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float, about: str = "") -> Any:
         """See `Coordinator.agree`."""
-        number = self._meetings.get(channel, 0)
-        self._meetings[channel] = number + 1
-        meeting = f"{self._prefix}/{channel}/{number}"
+        last, number = self._meetings.get(channel, ("", -1))
+        last_meeting = self._place_of(channel, last, number)
+        number = number + 1 if last == about else 0
+        self._meetings[channel] = (about, number)
+        meeting = self._place_of(channel, about, number)
         deadline = Deadline(timeout_s)
         self._ask("key_value_set", _place(meeting, self.process), json.dumps(value))
         if self.process == 0:
-            return self._preside(meeting, f"{self._prefix}/{channel}/{number - 1}/", decide, deadline)
+            return self._preside(meeting, f"{last_meeting}/", decide, deadline)
         # Process 0 waits timeout_s for the others and then says who is missing: give that verdict time to arrive.
         text = self._get(f"{meeting}/out", deadline.left_s + 5.0)
         if text is None:
@@ -137,8 +144,8 @@ class JaxCoordinator:
 
     def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float) -> Any:
         """See `Coordinator.tell`."""
-        number = self._meetings.get(channel, 0)
-        self._meetings[channel] = number + 1
+        number = self._told.get(channel, 0)
+        self._told[channel] = number + 1
         key = f"{self._prefix}/{channel}/{number}"
         if self.process != 0:
             text = self._get(key, timeout_s)
@@ -157,6 +164,9 @@ class JaxCoordinator:
             raise
         self._ask("key_value_set", key, verdict)
         return json.loads(verdict)["verdict"]
+
+    def _place_of(self, channel: str, about: str, number: int) -> str:
+        return "/".join([self._prefix, channel, *([about] if about else []), str(number)])
 
     def _preside(self, meeting: str, last_meeting: str, decide: Decide, deadline: Deadline) -> Any:
         heard = self._heard(meeting, deadline)

@@ -6,6 +6,7 @@ Goodput, stall reports and plots are pure folds over these records (`ckptkit.goo
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 
 from ckptkit import clock
 
+_log = logging.getLogger(__name__)
 _LINE_BYTES_MAX = 1 << 20  # no event is longer
 _RESERVED = frozenset({"kind", "at_s", "process", "step", "tier"})
 # Made once: `json.dumps` with separators makes an encoder in every call, half of its time.
@@ -120,7 +122,8 @@ class EventLog:
         return self._process
 
     def observe(self, observer: Callable[[Event], None]) -> None:
-        """Calls `observer` with every later event, in the thread that emits it."""
+        """Calls `observer` with every later event, in the thread that emits it. What it raises is logged: other
+        processes may wait for that thread."""
         self._observers.append(observer)
 
     def emit(self, kind: Kind, *, step: int | None = None, tier: str | None = None, **fields: Any) -> None:
@@ -134,7 +137,10 @@ class EventLog:
         if self._fd is not None:
             self._append((event.to_json() + "\n").encode())
         for observer in self._observers:
-            observer(event)
+            try:
+                observer(event)
+            except Exception:  # noqa: BLE001  it is of the caller
+                _log.exception("an observer of events failed at a %s event", kind)
 
     def _append(self, line: bytes) -> None:
         with self._lock:

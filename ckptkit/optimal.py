@@ -218,6 +218,7 @@ class OptimalInterval:
     def __init__(self, optimum: GoodputOptimal, tier: str):
         self._optimum = optimum
         self._tier = tier
+        self._last: tuple[Any, float] = (None, 0.0)  # the last save, and when it was by the monotonic clock
 
     def __repr__(self) -> str:
         return f"OptimalInterval({self._tier!r}, {self._optimum.interval_s(self._tier):.3g} s)"
@@ -232,6 +233,14 @@ class OptimalInterval:
             return True
         if step.step <= previous_steps[-1].step:
             return False
-        last = previous_steps[-1].time
-        now = datetime.datetime.now(last.tzinfo or datetime.UTC)
-        return self.due_after((now - last if last.tzinfo else now.replace(tzinfo=None) - last).total_seconds())
+        return self.due_after(self._passed_s(previous_steps[-1]))
+
+    def _passed_s(self, last: Any) -> float:
+        """Since the last save. The wall clock is asked once for each, when it is first seen: it may be set back while a
+        run is under way, and the host that saved before a restart may have been ahead."""
+        now_s, save = monotonic_s(), (last.step, last.time)
+        if self._last[0] != save:
+            now = datetime.datetime.now(last.time.tzinfo or datetime.UTC)
+            passed = now - last.time if last.time.tzinfo else now.replace(tzinfo=None) - last.time
+            self._last = (save, now_s - max(0.0, passed.total_seconds()))
+        return now_s - self._last[1]

@@ -17,6 +17,7 @@ from ckptkit.host_memory import mount_room, store_full
 from ckptkit.store.local import make_directory, sync_directory
 
 _T = TypeVar("_T")
+_held = set[int]()  # descriptors of directories that were taken
 LESS_ON_MOUNT = "give fewer slots, or leave this tier out"
 
 
@@ -46,8 +47,25 @@ def take_directory(host_dir: Path, name: str, *, synced: bool) -> tuple[Path, in
         except BlockingIOError:
             os.close(fd)
             continue
+        _held.add(fd)
         return directory, fd
     raise TierUnusableError(f"every slot directory below {host_dir} is held by another process", path=str(host_dir))
+
+
+def give_up(fd: int) -> None:
+    """Ends what `take_directory` began; nothing in a process that was forked since."""
+    if fd in _held:
+        _held.discard(fd)
+        os.close(fd)
+
+
+def _leave_to_parent() -> None:
+    """A data loader's workers may outlive their job: the next run would find its slots taken, and make others."""
+    for fd in list(_held):
+        give_up(fd)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def allocated(make: Callable[[Path, int], _T], path: Path, size_bytes: int) -> _T:

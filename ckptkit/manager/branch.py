@@ -39,6 +39,10 @@ class Branch:
         self._number += 1
         return save_id
 
+    def pass_over(self) -> None:
+        """A save raised here before it was taken. On other processes it may be taken, and all have to count alike."""
+        self._number += 1
+
     def _begin_epoch(self) -> None:
         """The first save after a start or a rollback begins an epoch, and abandons what was above its base."""
         if self._has_saved and (self._base is None or self._is_newest(self._base)):

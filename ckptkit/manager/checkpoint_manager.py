@@ -208,7 +208,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._intake.prepare(args)
 
     def should_save(self, step: int) -> bool:
-        """Whether `save(step)` would take the step for any tier."""
+        """Whether `save(step)` would take the step for any tier. All processes ask together, as with `save`."""
         return self._intake.is_due(step_number(step))
 
     def restore(

@@ -124,7 +124,7 @@ class ReplicaComparison:
                 "sets": {key: hash_of(boxes, digests) for key, boxes in sets.items()},
                 "local": [self._local(shared.description, twins, twin, digests) for twin in local],
             }
-        verdict = self._coordinator.agree("replicas", mine, _first_look, timeout_s=self._timeout_s)
+        verdict = self._coordinator.agree("replicas", mine, _first_look, timeout_s=self._timeout_s, about=str(save_id))
         found: list[dict[str, Any]] = verdict["local"]
         ranges: list[_Range] = [(key, 0, len(shared.boxes[key])) for key in verdict["sets"]]
         return [*found, *self._look_into(save_id, shared, ranges, digests)]

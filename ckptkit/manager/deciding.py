@@ -44,6 +44,25 @@ class _ShouldSaveFunction:
         return bool(self._function(step.step, previous_steps[-1].step if previous_steps else None))
 
 
+class _Continuous:
+    """Orbax's `ContinuousCheckpointingPolicy` for one process that is asked for all.
+
+    Orbax's own has its primary process tell the others, who are not asked here; and it counts an operation on each of
+    them, by whose number Orbax's saves then wait for each other.
+    """
+
+    def __init__(self, policy: policies.ContinuousCheckpointingPolicy):
+        self._least_s = policy.minimum_interval_secs or 0
+
+    def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
+        """Whether no save is on its way, and long enough has passed since the last one."""
+        if context.is_saving_in_progress:
+            return False
+        if not self._least_s or not previous_steps:
+            return True
+        return (step.time - previous_steps[-1].time).total_seconds() >= self._least_s
+
+
 class Decider:
     """Remembers what was taken, so that a decision never depends on how far a background save has come."""
 
@@ -62,8 +81,11 @@ class Decider:
         self._policy = options.save_decision_policy or _default_policy(options)
         self._coordinator = coordinator or LocalCoordinator()
         self._alone = self._coordinator.count == 1 or _is_of_the_step_alone(self._policy)
+        if not self._alone:
+            self._policy = _asked_by_one(self._policy)
         self._timeout_s = timeout_s
         self._last: int | None = None
+        self._base: int | None = None  # the step from which the run goes on, until it saves
         self._durable_owed = False
         self._by_clock = any(isinstance(tier.save, TierClockPolicy) for tier in tiers)
         self._taken_s: dict[str, float] = {}  # by tier, when it last took a step, or one was restored; monotonic
@@ -72,13 +94,21 @@ class Decider:
     def refill(self, durable_steps: Iterable[StepInfo | int]) -> None:
         """The durable tier was looked at afresh: it holds these."""
         infos = [StepInfo(each) if isinstance(each, int) else each for each in durable_steps]
-        self._durable = sorted(infos, key=lambda info: info.step)
-        self._last = None
+        kept = [info for info in infos if self._base is None or info.step <= self._base]
+        self._durable = sorted(kept, key=lambda info: info.step)
+        self._last = self._base
 
     def forget(self, step: int) -> None:
         """The step was deleted: it does not count any more."""
         self._durable = [info for info in self._durable if info.step != step]
-        self._last = None
+        self._base = None if step == self._base else self._base
+        self._last = self._base
+
+    def not_taken(self, step: int) -> None:
+        """The save of `step` raised here: it may be tried again. Of several processes none forgets: the others may not
+        have raised, and what one knows alone must decide nothing."""
+        if self._coordinator.count == 1:
+            self.forget(step)
 
     def continue_from(self, step: int) -> None:
         """The run goes on from `step`: later ones, of an abandoned branch, do not count any more.
@@ -87,7 +117,7 @@ class Decider:
         upload), the next save is durable too: the next lost host must not fall back further than one interval.
         """
         self._durable = [info for info in self._durable if info.step <= step]
-        self._last = step
+        self._last = self._base = step
         self._taken_s = {tier.name: clock.monotonic_s() for tier in self._tiers}
         if self._asks_user:  # a policy or function of the caller's is asked once per step, in order, and only then
             self._durable_owed = step not in [info.step for info in self._durable]
@@ -120,7 +150,7 @@ class Decider:
 
     def taken(self, step: int, due: frozenset[str], metrics: Any = None) -> None:
         """Records that `step` was taken for the tiers of `due`."""
-        self._last = step
+        self._last, self._base = step, None
         self._taken_s |= {name: clock.monotonic_s() for name in due}
         if DURABLE in due:
             self._durable.append(StepInfo(step, metrics=metrics))
@@ -166,6 +196,13 @@ def _is_of_the_step_alone(policy: Any) -> bool:
         policies.PreemptionCheckpointingPolicy,
         policies.InitialSavePolicy,
     )
+
+
+def _asked_by_one(policy: Any) -> Any:
+    """The policy as one process can be asked for all."""
+    if type(policy) is policies.AnySavePolicy:
+        return policies.AnySavePolicy([_asked_by_one(each) for each in policy.policies])
+    return _Continuous(policy) if type(policy) is policies.ContinuousCheckpointingPolicy else policy
 
 
 def _default_policy(options: ocp.CheckpointManagerOptions) -> Any:

@@ -69,7 +69,7 @@ class EpochClaim:
                 )
             self.check(save_id)
 
-        self._coordinator.agree("fence", None, check, timeout_s=self._timeout_s)
+        self._coordinator.agree("fence", None, check, timeout_s=self._timeout_s, about=str(save_id))
 
     def check(self, save_id: SaveId) -> None:
         """On process 0: raises `CheckpointError` where a later run has begun. Cost: a listing."""

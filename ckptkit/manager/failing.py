@@ -49,11 +49,13 @@ class DurableUpkeep:
         *,
         repeatable: bool = True,
         forced: bool = False,
+        about: str = "",
     ) -> None:
         """Runs `write` until all processes have succeeded, or no retry is left or can help; then raises its error.
 
         `landed` says on process 0 whether the step is there although a process has reported an error. In a pause
-        nothing is run, and `StoreError` raised, unless the save is `forced` or not `repeatable`: begun already.
+        nothing is run, and `StoreError` raised, unless the save is `forced` or not `repeatable`: begun already. `about`
+        names the save, for the meetings.
         """
         began_s = clock.monotonic_s()
         paused = self._failed_in_row >= self._policy.pause_after
@@ -67,7 +69,7 @@ class DurableUpkeep:
                 write()
             except Exception as caught:  # noqa: BLE001  voted on: who does not vote leaves the others waiting
                 error = caught
-            verdict = self._verdict(error, landed)
+            verdict = self._verdict(error, landed, about)
             if verdict["done"]:
                 self._succeeded(step, verdict)
                 return
@@ -141,7 +143,7 @@ class DurableUpkeep:
         from_s = self._failing_from_s  # the durable thread may set it meanwhile
         return 0.0 if from_s is None else clock.monotonic_s() - from_s
 
-    def _verdict(self, error: Exception | None, landed: Callable[[], bool]) -> dict[str, Any]:
+    def _verdict(self, error: Exception | None, landed: Callable[[], bool], about: str) -> dict[str, Any]:
         mine = None if error is None else [is_transient(error), type(error).__name__, str(error)]
 
         def judge(said: list[Any]) -> dict[str, Any]:
@@ -159,7 +161,7 @@ class DurableUpkeep:
                 "jitter": _jitter.uniform(0.5, 1.0),
             }
 
-        return self._coordinator.agree("durable-outcome", mine, judge, timeout_s=self._timeout_s)
+        return self._coordinator.agree("durable-outcome", mine, judge, timeout_s=self._timeout_s, about=about)
 
 
 def _is_there(landed: Callable[[], bool]) -> bool:

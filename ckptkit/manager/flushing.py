@@ -115,15 +115,9 @@ class Flusher:
         if begun is None and "ssd" in save.due:
             begun = self.begin_disk(save.save_id, slot, (), save.description.slot_bytes)
         try:
-            refused = {
-                tier: self._refused(save, tier, begun is not None)
-                for tier in (PEER, "ssd", DURABLE)
-                if tier in save.due
-            }
-            accepted = frozenset(tier for tier, refusal in refused.items() if refusal is None)
+            accepted, refused = self._voted(save, begun is not None)
             for tier, refusal in refused.items():
-                if refusal is not None:
-                    self._outcomes.skipped(save.save_id, tier, refusal, gone=not accepted)
+                self._outcomes.skipped(save.save_id, tier, refusal, gone=not accepted)
             save = replace(save, due=accepted)
             if begun is not None and "ssd" in accepted:
                 begun.decided.set_result((save, sealed))
@@ -148,7 +142,11 @@ class Flusher:
             try:
                 self._claim.claim(save_id)
                 self._upkeep.attempt(
-                    save_id.step, durable.finish_by_orbax, lambda: durable.holds(save_id), repeatable=False
+                    save_id.step,
+                    durable.finish_by_orbax,
+                    lambda: durable.holds(save_id),
+                    repeatable=False,
+                    about=str(save_id),
                 )
                 self._outcomes.committed_by_orbax(save_id, began_s)
             except Exception as error:  # noqa: BLE001  the top of a thread: reported and stored
@@ -156,14 +154,33 @@ class Flusher:
 
         self._durable.submit(finish)
 
+    def _voted(self, save: Save, begun: bool) -> tuple[frozenset[str], dict[str, Refusal]]:
+        """The tiers that take the save on all processes, and why others leave it out. Where a vote fails the next one
+        is held all the same: the others come to it."""
+        accepted, refused = set[str](), dict[str, Refusal]()
+        for tier in (PEER, "ssd", DURABLE):
+            if tier not in save.due:
+                continue
+            try:
+                refusal = self._refused(save, tier, begun)
+            except CheckpointError as error:
+                self._outcomes.failed(save.save_id, tier, error)
+                continue
+            if refusal is None:
+                accepted.add(tier)
+            else:
+                refused[tier] = refusal
+        return frozenset(accepted), refused
+
     def _refused(self, save: Save, tier: str, begun: bool) -> Refusal | None:
         too_early = Refusal(policy="skip", reason="still writing an older step")
         if tier == DURABLE:
-            return self._outcomes.vote("durable", None if self._durable.idle or save.forced else too_early)
+            idle = self._durable.idle or save.forced
+            return self._outcomes.vote("durable", save.save_id, None if idle else too_early)
         if tier == PEER:
             idle = self._copies is not None and self._copies.idle
-            return self._outcomes.vote(PEER, None if idle else too_early)
-        return self._outcomes.vote("disk", None if begun else too_early)
+            return self._outcomes.vote(PEER, save.save_id, None if idle else too_early)
+        return self._outcomes.vote("disk", save.save_id, None if begun else too_early)
 
     # In the disk thread.
 
@@ -200,7 +217,7 @@ class Flusher:
                 refusal = Refusal(policy="veto", reason=describe(error))
                 self._outcomes.failed(save.save_id, "ssd", error)
         try:
-            refusals = self._outcomes.vote("disk-commit", refusal)
+            refusals = self._outcomes.vote("disk-commit", save.save_id, refusal)
             if refusals is not None and copied is not None:
                 disk.discard(copied)
             if refusals is not None:
@@ -232,7 +249,11 @@ class Flusher:
                 )
 
             self._upkeep.attempt(
-                save.save_id.step, write, lambda: self._tiers.durable.holds(save.save_id), forced=save.forced
+                save.save_id.step,
+                write,
+                lambda: self._tiers.durable.holds(save.save_id),
+                forced=save.forced,
+                about=str(save.save_id),
             )
             self._outcomes.phase(save.save_id, "committed_here", DURABLE)
             self._outcomes.committed(save, DURABLE, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -14,7 +14,7 @@ from ckptkit.clock import Deadline
 from ckptkit.durable.preservation import prunes
 from ckptkit.durable.stock import DEFAULT_ITEM
 from ckptkit.events import Kind
-from ckptkit.manager.items import SaveItems, abstract_trees, save_items
+from ckptkit.manager.items import SaveItems, abstract_trees, as_it_is, save_items
 from ckptkit.manager.opening import abstract_slot_bytes
 from ckptkit.manager.parts import Parts, Settings
 from ckptkit.manager.taken import DURABLE
@@ -67,6 +67,7 @@ class Intake:
         self._options = settings.options
         self._tiers = settings.tiers
         self._events = settings.events
+        self._timeout_s = settings.timeout_s
         self._durable = parts.durable
         self._decider = parts.decider
         self._book = parts.book
@@ -97,7 +98,6 @@ class Intake:
     def take(self, request: Request) -> bool:
         """Takes a step for the tiers in which it is due; returns whether it was taken. See `CheckpointManager.save`."""
         step, force = request.step, request.force
-        self._pipeline.raise_if_stopped()
         refusal = self._decider.refusal(step, last=self._book.latest_step(), force=force)
         if refusal is not None:
             _log.warning("step %d is not saved: %s", step, refusal)
@@ -111,10 +111,22 @@ class Intake:
             due &= request.last.tiers
         if not due:
             return False
-        if any(record.step == step for record in self._branch.records()):
-            raise StepAlreadyExistsError(f"step {step} exists already in {self._durable.url} or its fast tiers")
-        _refuse_unordered(self._options, request.metrics)
-        captured, due = self._capture(request, due)
+        metrics, custom_metadata = as_it_is(request.metrics), as_it_is(request.custom_metadata)
+        request = replace(request, metrics=metrics, custom_metadata=custom_metadata)
+        if request.last is None and self._decider.refusal(step, last=self._book.latest_step(), force=False) is not None:
+            # It may have been taken before, and may come to nothing yet: all processes have to know that alike.
+            self._pipeline.settle(Deadline(self._timeout_s))
+        try:
+            self._pipeline.raise_if_closed()
+            if any(record.step == step for record in self._branch.records()):
+                raise StepAlreadyExistsError(f"step {step} exists already in {self._durable.url} or its fast tiers")
+            _refuse_unordered(self._options, request.metrics)
+            captured, due = self._capture(request, due)
+            if captured.by_orbax(due):  # what the pipeline takes it vetoes itself, where it has to
+                self._pipeline.raise_if_stopped()
+        except BaseException:
+            self._branch.pass_over()
+            raise
         if not due:
             return False
         # What Orbax writes it writes on this thread, and with nothing else on its way: such a save always waits.
@@ -130,12 +142,18 @@ class Intake:
         if by_orbax:
             self._begin_by_orbax(save_id, request)
         ours = due - {DURABLE} if by_orbax else due
-        if ours and captured.held is not None and captured.description is not None:
-            self._pipeline.submit(
-                save_id, captured.held, captured.description, ours, request.metrics, request.start_s, turn
-            )
-        if by_orbax:
-            self._pipeline.follow(save_id)
+        try:
+            if ours and captured.held is not None and captured.description is not None:
+                self._pipeline.submit(
+                    save_id, captured.held, captured.description, ours, request.metrics, request.start_s, turn
+                )
+        except BaseException:
+            if not by_orbax:
+                self._decider.not_taken(step)
+            raise
+        finally:
+            if by_orbax:
+                self._pipeline.follow(save_id)
         return True
 
     def _due(self, step: int, *, force: bool, reached: bool) -> frozenset[str]:

@@ -72,6 +72,15 @@ def save_items(
     )
 
 
+def as_it_is(value: Any) -> Any:
+    """Containers of its own for what the caller may change as soon as `save` returns: metrics, custom metadata."""
+    if type(value) is dict:
+        return {name: as_it_is(each) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(as_it_is, value))
+    return value
+
+
 def abstract_trees(args: Mapping[str, Any]) -> dict[str, Any] | None:
     """The trees of `args` with the dtypes that they would be stored in; None where no leaf is a ShapeDtypeStruct."""
     trees = {name: arg for name, arg in args.items() if isinstance(arg, ocp.args.StandardSave | ocp.args.PyTreeSave)}

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from ckptkit.arena import Arena
+from ckptkit.errors import CheckpointError
 from ckptkit.manager.book import Book
 from ckptkit.manager.taken import DURABLE, PEER
 from ckptkit.manifest import SaveId
@@ -67,32 +68,43 @@ class Keeper:
             changed = [self._resize(name, arena, slot_bytes) for name, arena in self._arenas.items()]
             return any(changed)
 
-    def committed(self, save_id: SaveId, tier: str) -> None:
-        """All processes hold the save in `tier`, and the book says so: what it replaces is given up."""
+    def committed(self, save_id: SaveId, tier: str) -> list[tuple[str, Exception]]:
+        """All processes hold the save in `tier`, and the book says so: what it replaces is given up.
+
+        Returns what could not be, by tier: a disk that fails costs no other tier its save, and the next commit tries
+        again.
+        """
+        problems: list[tuple[str, Exception]] = []
         with self._lock:
             for name, arena in self._arenas.items():
-                if not self._give_up(name) and name == tier:
+                if not self._give_up(name, problems) and name == tier:
                     arena.protect(save_id)
                 self._book.keep_only(name, arena.held())
+        return problems
 
-    def copied(self, save_id: SaveId) -> None:
+    def copied(self, save_id: SaveId) -> list[tuple[str, Exception]]:
         """Every process's slot of the save stands on other hosts too, and the book says so: it is kept, here and there,
-        until a newer one does."""
+        until a newer one does. Returns what `committed` does."""
+        problems: list[tuple[str, Exception]] = []
         with self._lock:
             for name, arena in self._arenas.items():
                 if self._beside[name]:
                     arena.protect(save_id, why=PEER)
-                    self._give_up(name)
+                    self._give_up(name, problems)
                     self._book.keep_only(name, arena.held())
             for lane in self._lanes:
                 lane.protect(save_id)
             self._book.keep_only(PEER, [save_id, *(held for lane in self._lanes for held in lane.held())])
+        return problems
 
-    def _give_up(self, name: str) -> bool:
+    def _give_up(self, name: str, problems: list[tuple[str, Exception]]) -> bool:
         """Forgets what neither the tier's policy nor another reason keeps; False where no policy has a say yet."""
         kept, arena = self._protect(name), self._arenas[name]
         if kept:
-            arena.forget(self._book.committed_in(name) - arena.protected)
+            try:
+                arena.forget(self._book.committed_in(name) - arena.protected)
+            except (CheckpointError, OSError) as error:
+                problems.append((name, error))
         return bool(kept)
 
     def _protect(self, name: str) -> list[SaveId]:

@@ -10,7 +10,6 @@ from ckptkit.clock import Deadline
 from ckptkit.coordination import Coordinator
 from ckptkit.errors import CheckpointError
 from ckptkit.events import EventLog, Kind
-from ckptkit.manager.book import Book
 from ckptkit.manager.intake import Intake, LastTurn, Request
 from ckptkit.manager.items import save_items
 from ckptkit.manager.parts import Parts, Settings
@@ -32,7 +31,7 @@ class LastSaver:
         self._rates, self.pace = Rates(), Pace()
         self._events.observe(self._rates)
         self._pipeline = parts.pipeline
-        self._book: Book = parts.book
+        self._branch = parts.branch
         self._intake = intake
         self._coordinator = coordinator
 
@@ -64,13 +63,13 @@ class LastSaver:
         spent_s = self.pace.spent_s(clock.monotonic_s())
         plan, spent_s = self._agree(self._rates.needs_s(size_bytes), spent_s, grace_s)
         deadline = Deadline(max(_LEAST_S, grace_s - spent_s))
-        was_there = any(record.step == request.step for record in self._book.records())
+        was_there = self._was_there(request.step, deadline)
         if not was_there:
             last = LastTurn(tiers=frozenset(plan.tiers), deadline=deadline)
             self._intake.take(replace(request, force=True, last=last))
         # A slow tier that is not done must not cost the step that faster ones have: nothing is raised here.
         self._pipeline.settle(deadline)
-        held = {tier for record in self._book.records() if record.step == request.step for tier in record.tiers}
+        held = {tier for record in self._branch.records() if record.step == request.step for tier in record.tiers}
         lacking = tuple(tier for tier in plan.tiers if tier not in held)
         unfinished = lacking if self._pipeline.busy else ()
         why = "the step was saved before, and not to this tier"
@@ -84,6 +83,14 @@ class LastSaver:
         )
         self._say(result)
         return result
+
+    def _was_there(self, step: int, deadline: Deadline) -> bool:
+        """Whether this run has saved the step before, and not the branch that it left: the same on every process. A
+        save that is on its way may have come too early, and be dropped: then this one is made."""
+        self._pipeline.wait_decided(deadline)
+        there = any(record.step == step for record in self._branch.records())
+        wait_s = max(_ANSWER_S, deadline.left_s)
+        return bool(self._coordinator.agree("last-save-there", there, any, timeout_s=wait_s))
 
     def _agree(self, needs_s: dict[str, float], spent_s: float, grace_s: float) -> tuple[LastSavePlan, float]:
         """One plan for all: by the slowest process, and by the one that was told first."""

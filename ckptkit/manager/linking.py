@@ -61,8 +61,8 @@ def open_peers(
     """
     if settings.peers is None or not host_dirs or coordinator.count == 1:
         return None, None
-    has_copies = any(tier.medium == PEER for tier in crew.tiers)
-    lanes = {sender: arenas[lane_name(lane)] for lane, sender in enumerate(crew.kept_for)}
+    has_copies = bool(arenas) and any(tier.medium == PEER for tier in crew.tiers)  # none for who only reads
+    lanes = {sender: arenas[lane_name(lane)] for lane, sender in enumerate(crew.kept_for) if arenas}
     intake = Intake(lanes) if has_copies else None
     link = open_link(
         host_dirs,

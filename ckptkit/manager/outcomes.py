@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,8 +45,8 @@ class Outcomes:
         self._failures: list[SaveFailedError] = []
         self._stopped: CheckpointError | None = None
 
-    def vote(self, channel: str, refusal: Refusal | None) -> Refusal | None:
-        """Everybody's refusals as one, None when there are none; raises where the meeting fails."""
+    def vote(self, channel: str, save_id: SaveId, refusal: Refusal | None) -> Refusal | None:
+        """Everybody's refusals of a save as one, None when there are none; raises where the meeting fails."""
 
         def joined(refusals: list[list[str] | None]) -> list[str] | None:
             said = [(process, *each) for process, each in enumerate(refusals) if each is not None]
@@ -57,7 +58,7 @@ class Outcomes:
             return [max(policies, key=("skip", "wait", "veto").index), "; ".join(reasons[:4])]
 
         mine = None if refusal is None else [refusal.policy, refusal.reason]
-        verdict = self._coordinator.agree(channel, mine, joined, timeout_s=self._timeout_s)
+        verdict = self._coordinator.agree(channel, mine, joined, timeout_s=self._timeout_s, about=str(save_id))
         return None if verdict is None else Refusal(policy=verdict[0], reason=verdict[1])
 
     def phase(self, save_id: SaveId, phase: str, tier: str | None = None) -> None:
@@ -71,7 +72,7 @@ class Outcomes:
         self._book.commit(save.save_id, tier, save.description.held_bytes)
         if arena is None:
             self._keep_durable()
-        self._keeper.committed(save.save_id, tier)
+        self._replaced(save.save_id, self._keeper.committed(save.save_id, tier))
         self._events.emit(
             Kind.COMMITTED,
             step=save.save_id.step,
@@ -85,7 +86,7 @@ class Outcomes:
         """Every process's slot of the save stands on other hosts too: it is kept, here and there, until a newer one
         does."""
         self._book.commit(save.save_id, PEER)
-        self._keeper.copied(save.save_id)
+        self._replaced(save.save_id, self._keeper.copied(save.save_id))
         duration_s = round(clock.monotonic_s() - save.staged_s, 6)
         held_bytes = save.description.held_bytes
         self._events.emit(Kind.COMMITTED, step=save.save_id.step, tier=PEER, bytes=held_bytes, duration_s=duration_s)
@@ -94,9 +95,13 @@ class Outcomes:
         """Orbax has committed a save that it wrote itself; nothing of it was staged or proven."""
         self._book.commit(save_id, DURABLE)
         self._keep_durable()
-        self._keeper.committed(save_id, DURABLE)
+        self._replaced(save_id, self._keeper.committed(save_id, DURABLE))
         duration_s = round(clock.monotonic_s() - began_s, 6)
         self._events.emit(Kind.COMMITTED, step=save_id.step, tier=DURABLE, bytes=0, duration_s=duration_s)
+
+    def _replaced(self, save_id: SaveId, problems: Sequence[tuple[str, Exception]]) -> None:
+        for tier, error in problems:
+            self.degraded(save_id.step, tier, error)
 
     def _keep_durable(self) -> None:
         kept = set(self._tiers.durable.kept())

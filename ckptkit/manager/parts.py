@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,44 +84,48 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
     in_flight_max = settings.backpressure.in_flight_max
     crew = gather_crew(settings, coordinator)
     rank, tiers = crew.rank, crew.tiers
-    arenas = open_arenas(tiers, host_dirs, rank, memory, in_flight_max, coordinator, timeout_s, len(crew.kept_for))
-    link, buddies = open_peers(crew, host_dirs, arenas, settings, coordinator)
-    restorer = Restorer(
-        host_dirs,
-        durable,
-        epochs,
-        coordinator,
-        events,
-        timeout_s,
-        settings.verify,
-        client=link.client if link is not None else None,
-        rank=rank if link is not None else (0, 1),
-        broadcast=settings.broadcast,
-    )
-    try:
+    arenas: Mapping[str, Arena] = {}
+    if not options.read_only:  # which looks at what stands there: the slots are for those who write
+        arenas = open_arenas(tiers, host_dirs, rank, memory, in_flight_max, coordinator, timeout_s, len(crew.kept_for))
+    with ExitStack() as opened:  # whoever tries again after an error makes others, and these would hold their places
+        for arena in arenas.values():
+            opened.callback(arena.close)
+        link, buddies = open_peers(crew, host_dirs, arenas, settings, coordinator)
+        if link is not None:
+            opened.callback(link.close)
+        restorer = Restorer(
+            host_dirs,
+            durable,
+            epochs,
+            coordinator,
+            events,
+            timeout_s,
+            settings.verify,
+            client=link.client if link is not None else None,
+            rank=rank if link is not None else (0, 1),
+            broadcast=settings.broadcast,
+        )
         held, epoch = take_stock(restorer, durable, book.ancestry, coordinator, timeout_s)
-    except BaseException:
-        if link is not None:  # nobody would: a caller that tries again makes another one
-            link.close()
-        raise
-    book.refill(held)
-    keeper = Keeper(tiers, arenas, book, in_flight_max)
-    keeper.opened()
-    known = KnownSteps(options, durable, restorer)
-    known.refill(book.steps())
-    pipeline = SavePipeline(
-        make_tiers(arenas, memory, in_flight_max, durable, epochs, buddies),
-        coordinator,
-        Writer(process=coordinator.process, count=coordinator.count, host=settings.host_id),
-        book,
-        keeper,
-        events,
-        timeout_s,
-        settings.staging,
-        settings.backpressure,
-        settings.on_failure,
-        settings.replicas,
-    )
+        book.refill(held)
+        keeper = Keeper(tiers, arenas, book, in_flight_max)
+        keeper.opened()
+        known = KnownSteps(options, durable, restorer)
+        known.refill(book.steps())
+        pipeline = SavePipeline(
+            make_tiers(arenas, memory, in_flight_max, durable, epochs, buddies),
+            coordinator,
+            Writer(process=coordinator.process, count=coordinator.count, host=settings.host_id),
+            book,
+            keeper,
+            events,
+            timeout_s,
+            settings.staging,
+            settings.backpressure,
+            settings.on_failure,
+            settings.replicas,
+        )
+        decider = Decider(options, tiers, durable_infos(book, durable), coordinator, timeout_s)
+        opened.pop_all()
     return Parts(
         durable=durable,
         tiers=tiers,
@@ -129,7 +134,7 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
         book=book,
         branch=Branch(book, epoch + 1),
         known=known,
-        decider=Decider(options, tiers, durable_infos(book, durable), coordinator, timeout_s),
+        decider=decider,
         pipeline=pipeline,
         keeper=keeper,
         link=link,

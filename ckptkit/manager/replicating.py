@@ -70,7 +70,7 @@ class Replicator:
             refusal = Refusal(policy="veto", reason=describe(error))
             self._outcomes.failed(save_id, PEER, error)
         try:
-            refusals = self._outcomes.vote("peer-commit", refusal)
+            refusals = self._outcomes.vote("peer-commit", save_id, refusal)
             self._buddies.intake.end(save_id)
             if refusals is not None:
                 self._outcomes.skipped(save_id, PEER, refusals, gone=False)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ckptkit import clock, snapshot, staging
-from ckptkit.arena import Arena, Slot
+from ckptkit.arena import Slot
 from ckptkit.clock import Deadline
 from ckptkit.coordination import Coordinator
 from ckptkit.errors import CheckpointError, StoreFullError
@@ -26,8 +26,9 @@ from ckptkit.manager.failing import DurableUpkeep
 from ckptkit.manager.flushing import Flusher
 from ckptkit.manager.items import SaveItems
 from ckptkit.manager.keeping import Keeper
+from ckptkit.manager.making import SlotMaker
 from ckptkit.manager.outcomes import Outcomes, Refusal, describe
-from ckptkit.manager.taken import DURABLE, PEER, DiskFlush, Save, Sealed, Tiers, Turn, with_shardings
+from ckptkit.manager.taken import DURABLE, DiskFlush, Save, Sealed, Tiers, Turn, with_shardings
 from ckptkit.manager.turns import await_turn
 from ckptkit.manifest import ManifestText, SaveId, Writer
 from ckptkit.policy import Backpressure, FailurePolicy, ReplicaPolicy
@@ -59,7 +60,6 @@ class SavePipeline:
         self._coordinator = coordinator
         self._writer_record = writer
         self._book = book
-        self._keeper = keeper
         self._events = events
         self._timeout_s = timeout_s
         self._backpressure = backpressure
@@ -68,7 +68,7 @@ class SavePipeline:
         self._unstaged = 0  # saves that still refer to the caller's arrays
         self._in_flight = 0  # snapshots that are taken and not yet committed, or dropped, by all
         self._undecided: list[Slot] = []
-        self._prepared_bytes = 0
+        self._closed = False
         self._describer = snapshot.Describer(with_shardings)
         self._text: tuple[snapshot.Description, ManifestText] | None = None
         self._outcomes = Outcomes(tiers, coordinator, book, keeper, events, timeout_s)
@@ -76,7 +76,7 @@ class SavePipeline:
         self._claim = EpochClaim(tiers, coordinator, book, self._outcomes, timeout_s)
         self._upkeep = DurableUpkeep(on_failure, coordinator, events, timeout_s)
         self._flusher = Flusher(tiers, book, self._outcomes, self._claim, self._upkeep, timeout_s)
-        self._maker = Worker("ckptkit-arena", waiting_max=4)
+        self._maker = SlotMaker(tiers, keeper, self._outcomes)
         self._writer = Worker("ckptkit-writer", waiting_max=VOTES_WAITING_MAX)
 
     def describe(self, items: SaveItems) -> snapshot.Description:
@@ -84,43 +84,12 @@ class SavePipeline:
         return self._describer(items.trees)
 
     def prepare(self, slot_bytes: int, share_bytes: int) -> None:
-        """Begins to make the slots of every fast tier in the background, for saves of `slot_bytes` on this process and
-        of `share_bytes` at most on any.
-
-        Raises `StoreFullError` where a tier has no room for its slots, with the bytes needed and free.
-        """
-        self._size(slot_bytes, share_bytes)
-        beside_bytes = sum(lane.missing_bytes(slot_bytes) for lane in self._lanes)
-        self._tiers.staging.check_room(slot_bytes, beside_bytes=beside_bytes)
-        if self._tiers.disk is not None:
-            self._tiers.disk.check_room(slot_bytes)
-        self.reserve(slot_bytes)
-
-    def _size(self, slot_bytes: int, share_bytes: int) -> None:
-        if self._keeper.sized(share_bytes, slot_bytes):
-            self._prepared_bytes = 0  # the new slots are to be made
+        """See `SlotMaker.prepare`."""
+        self._maker.prepare(slot_bytes, share_bytes)
 
     def reserve(self, slot_bytes: int) -> None:
-        """What `prepare` begins, without asking for room first: a tier that has none says so in an event."""
-        if self._prepared_bytes >= slot_bytes:
-            return
-        self._prepared_bytes = slot_bytes
-
-        def reserve(arena: Arena, tier: str) -> None:
-            try:
-                arena.reserve(slot_bytes)
-            except CheckpointError as error:
-                self._outcomes.degraded(None, tier, error)
-
-        self._maker.submit(lambda: reserve(self._tiers.staging, self._tiers.staging_name))
-        if (disk := self._tiers.disk) is not None:
-            self._maker.submit(lambda: reserve(disk, "ssd"))
-        for lane in self._lanes:
-            self._maker.submit(lambda lane=lane: reserve(lane, PEER))
-
-    @property
-    def _lanes(self) -> tuple[Arena, ...]:
-        return () if self._tiers.buddies is None else self._tiers.buddies.lanes
+        """See `SlotMaker.reserve`."""
+        self._maker.reserve(slot_bytes)
 
     def await_turn(self, due: frozenset[str], *, must_wait: bool, last: Deadline | None = None) -> Turn:
         """Waits for the saves before one that is due in the durable tier (`turns.await_turn`)."""
@@ -155,17 +124,39 @@ class SavePipeline:
         Blocks for one copy of this process's boxes. A save that comes while `in_flight_max` snapshots are on their
         way is not staged, and dropped by vote; one that waits for its turn (`await_turn`) waits here for a free slot
         too, for what is left of its time, and is then dropped by vote. `start_s` is when the step loop was stopped
-        (monotonic).
+        (monotonic). Raises what staging raises (for an array that was deleted), and what no save is taken after
+        (replicas that differ); the save is then dropped by vote.
         """
         self._outcomes.phase(save_id, "begun")
-        self._size(description.slot_bytes, description.share_bytes)
-        waiting_s = clock.monotonic_s()
-        slot, refusal = self._admit(save_id, description.slot_bytes, due, turn)
-        waited_s = turn.waited_s + clock.monotonic_s() - waiting_s
-        disk, staged, twins = self._begin_staging(save_id, description, items, slot, due)
+        save = Save(
+            save_id=save_id,
+            items=replace(items, trees={}, inline={}, durable={}),
+            description=description,
+            slot=None,
+            staging=None,
+            disk=None,
+            due=due,
+            forced=turn.forced,
+            metrics=metrics,
+            twins=(),
+            staged_s=clock.monotonic_s(),
+        )
+        try:
+            self._outcomes.raise_if_stopped()
+            self._maker.size(description.slot_bytes, description.share_bytes)
+            waiting_s = clock.monotonic_s()
+            slot, refusal = self._admit(save_id, description.slot_bytes, due, turn)
+            waited_s = turn.waited_s + clock.monotonic_s() - waiting_s
+            disk, staged, twins = self._begin_staging(save_id, description, items, slot, due)
+        except BaseException as error:  # the caller hears it here, and the others in the vote, to which they come
+            self._hand_over(save, Refusal(policy="veto", reason=describe(error)))
+            raise
         staged_s = clock.monotonic_s()
         self._book.begin(save_id)
         if staged is not None:
+            # A reference to the trees, held in the background, would keep device memory in use.
+            kept = replace(items, trees={})
+            save = replace(save, items=kept, slot=slot, staging=staged, disk=disk, twins=twins, staged_s=staged_s)
             self._events.emit(
                 Kind.STAGED,
                 step=save_id.step,
@@ -177,25 +168,13 @@ class SavePipeline:
                 waited_s=round(waited_s, 6),
                 **({"policy": "wait"} if turn.was_busy else {}),
             )
-        # A reference to the trees, held in the background, would keep device memory in use.
-        kept = replace(items, trees={}) if staged is not None else replace(items, trees={}, inline={}, durable={})
-        save = Save(
-            save_id=save_id,
-            items=kept,
-            description=description,
-            slot=slot,
-            staging=staged,
-            disk=disk,
-            due=due,
-            forced=turn.forced,
-            metrics=metrics,
-            twins=twins,
-            staged_s=staged_s,
-        )
         self.reserve(description.slot_bytes)  # the other slots: the next saves find them made
+        self._hand_over(save, refusal)
+
+    def _hand_over(self, save: Save, refusal: Refusal | None) -> None:
         with self._changed:
             self._unstaged += 1
-            self._in_flight += slot is not None
+            self._in_flight += save.slot is not None
         self._writer.submit(lambda: self._commit(save, refusal))
 
     def _admit(
@@ -215,6 +194,9 @@ class SavePipeline:
             slot = self._tiers.staging.acquire(size_bytes, timeout_s=turn.deadline.left_s)
         except StoreFullError as error:
             self._outcomes.no_room(save_id, self._tiers.staging_name, error, due)
+            return None, Refusal(policy="veto", reason=describe(error))
+        except (CheckpointError, OSError) as error:  # a mount that became read-only, say: training goes on
+            self._outcomes.failed(save_id, self._tiers.staging_name, error)
             return None, Refusal(policy="veto", reason=describe(error))
         if slot is None:
             reason = "no free slot: slower tiers still read the others, or they are still being made"
@@ -256,6 +238,10 @@ class SavePipeline:
         self._writer.drain()
         self._flusher.drain()
 
+    def wait_decided(self, deadline: Deadline) -> bool:
+        """Waits until all processes have taken every save so far, or dropped it; False where time ran out first."""
+        return self._writer.wait_idle(deadline.left_s)
+
     def settle(self, deadline: Deadline) -> bool:
         """Waits for every tier as `wait` does, but until `deadline`; False where some are not done. Raises nothing."""
         return self._writer.wait_idle(deadline.left_s) and self._flusher.settle(deadline)
@@ -277,8 +263,14 @@ class SavePipeline:
         """The run continues from a step that was restored."""
         self._outcomes.go_on()
 
+    def raise_if_closed(self) -> None:
+        """Raises `CheckpointError` after `close`: the slots may be another run's by now."""
+        if self._closed:
+            raise CheckpointError("the manager was closed and saves nothing any more; make another one")
+
     def close(self) -> None:
         """Finishes what is under way and joins the threads."""
+        self._closed = True
         self._writer.close()
         self._flusher.close()
         self._maker.close()
@@ -288,6 +280,8 @@ class SavePipeline:
     def _commit(self, save: Save, refusal: Refusal | None) -> None:
         try:
             self._commit_and_vote(save, refusal)
+        except Exception as error:  # noqa: BLE001  the top of a thread: whoever asks for errors is to hear of it
+            self._outcomes.failed(save.save_id, self._tiers.staging_name, error)
         finally:
             self._pace.end_urgent(save.save_id)
             if save.disk is not None and not save.disk.decided.done():
@@ -309,7 +303,7 @@ class SavePipeline:
             slot, found = save.slot, digests
             sealed, refusal = self._tried(save, lambda: self._commit_here(save, slot, found))
         try:
-            refusals = self._outcomes.vote("commit", refusal)
+            refusals = self._outcomes.vote("commit", save.save_id, refusal)
         except CheckpointError as error:
             self._leave_undecided(save, error)
             return
@@ -386,6 +380,10 @@ class SavePipeline:
 
     def _drop(self, save: Save, refusals: Refusal) -> None:
         if save.slot is not None:
-            self._tiers.staging.discard(save.slot)
-            self._tiers.staging.release(save.slot)
+            try:
+                self._tiers.staging.discard(save.slot)
+            except (CheckpointError, OSError) as error:  # no save is to keep its slot for ever
+                self._outcomes.degraded(save.save_id.step, self._tiers.staging_name, error)
+            finally:
+                self._tiers.staging.release(save.slot)
         self._outcomes.skipped(save.save_id, self._tiers.staging_name, refusals, gone=True)

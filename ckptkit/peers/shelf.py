@@ -78,11 +78,10 @@ class Shelf:
             raise SupersededError(f"save {save_id} of process {process} stands elsewhere now")
         _check_range(share, start, stop)
         with self._leased(share, save_id):
-            fd = os.open(share.slot, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                data = os.pread(fd, stop - start, start)  # not mapped: a file that is cut short must not kill the job
-            finally:
-                os.close(fd)
+                data = _read(share.slot, start, stop)
+            except OSError as error:  # a sector that is gone, say: who asks has other sources
+                raise NotHeldError(f"cannot be read: {error.strerror}: {share.slot}") from error
         if _identity(share.path) != share.identity:
             raise SupersededError(f"save {save_id} of process {process} was superseded while it was read")
         if len(data) != stop - start:
@@ -165,6 +164,14 @@ def _check_range(share: _Share, start: int, stop: int) -> None:
     # Boxes without elements share their place with the next one, which sorts after them.
     if not 0 <= start < stop or stop - start > RANGE_BYTES_MAX or at < 0 or stop > share.stops[at]:
         raise BadRangeError(f"bytes {start} to {stop} are no part of one box, or more than {RANGE_BYTES_MAX}")
+
+
+def _read(slot: Path, start: int, stop: int) -> bytes:
+    fd = os.open(slot, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        return os.pread(fd, stop - start, start)  # not mapped: a file that is cut short must not kill the job
+    finally:
+        os.close(fd)
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:

@@ -280,6 +280,23 @@ def overdue(job: Job) -> None:
         DurableSteps.save = real
 
 
+def keeping(job: Job) -> None:
+    """What is kept by a policy that each process would answer differently, as one that looks at a clock does."""
+
+    class Whim:
+        """Process 0 keeps one step, the other three."""
+
+        def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+            first = len(checkpoints) - (1 if job.process == 0 else 3)
+            return [at >= first for at in range(len(checkpoints))]
+
+    for name, ram in (("kept", None), ("kept-ram", {})):
+        with job.manager(name, ram=ram, preservation_policy=Whim()) as manager:
+            for step in range(4):
+                assert job.save(manager, step)
+            assert [r.step for r in manager.steps() if "durable" in r.tiers] == [3]
+
+
 def other_primary(job: Job) -> None:
     """Orbax's books are kept by process 1."""
     import orbax.checkpoint as ocp
@@ -301,7 +318,7 @@ def main(process: int, port: str, root: Path) -> None:
 
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
     job = Job(process, root)
-    for part in (tier_policies, casts, newer_style, nnx_state, overdue, other_primary):
+    for part in (tier_policies, casts, newer_style, nnx_state, overdue, keeping, other_primary):
         part(job)
         print("went well:", part.__name__, flush=True)
     print("done", items_and_policies(job), flush=True)

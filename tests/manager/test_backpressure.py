@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import ckptkit
 from ckptkit import Kind
 from ckptkit.errors import CoordinationError
+from ckptkit.manager.outcomes import Refusal
 from tests.mounts import Mounts, fill
 
 STATE = {"w": np.arange(5000.0), "b": np.ones(7, np.int8)}
@@ -39,7 +41,14 @@ class Gate:
 class Job:
     """A manager over a ramdisk and a durable tier whose events are kept."""
 
-    def __init__(self, root: Path, *, gate: Gate | None = None, ram: Path | None = None, **options: Any):
+    def __init__(
+        self,
+        root: Path,
+        *,
+        gate: Callable[[ckptkit.Event], None] | None = None,
+        ram: Path | None = None,
+        **options: Any,
+    ):
         self.events: list[ckptkit.Event] = []
         log = ckptkit.EventLog()
         log.observe(self.events.append)
@@ -88,6 +97,26 @@ def test_a_save_that_comes_too_early_is_skipped_and_the_event_says_so(tmp_path: 
         assert job.steps("ram")[-2:] == [1, 3]
     too_early = "process 0: too early: 1 snapshots are on their way, in_flight_max=1"
     assert job.said(Kind.SKIPPED, "policy", "reason") == [(2, "ram", "skip", too_early)]
+
+
+def test_a_forced_save_of_a_step_that_came_too_early_is_taken_after_all(tmp_path: Path) -> None:
+    """The end of a run, saved again to be sure, would be refused for a save that then comes to nothing; of several
+    processes some would refuse it, and some take it."""
+    gate = Gate("ram", "staged", 1)
+    job = Job(tmp_path, gate=gate)
+    with job.manager:
+        job.save(0)
+        job.manager.wait_until_finished()
+        job.save(1)
+        assert gate.reached.wait(10)
+        assert job.save(2)
+        threading.Timer(0.4, gate.open).start()
+        assert job.save(2, force=True)
+        job.manager.wait_until_finished()
+        assert job.said(Kind.SKIPPED, "policy") == [(2, "ram", "skip")]
+        assert [job.steps("ram")[-1], job.steps("durable")[-1]] == [2, 2]
+        with pytest.raises(ValueError, match="step 2 exists already"):
+            job.save(2, force=True)
 
 
 def test_more_snapshots_in_flight_where_they_are_allowed(tmp_path: Path) -> None:
@@ -256,6 +285,70 @@ def test_a_slot_of_an_undecided_save_is_kept_until_a_newer_one_is_committed_by_a
         job.save(2)
         job.manager.wait_until_finished()
         assert not any(slot.leases for slot in arena._slots)
+
+
+def test_a_vote_for_a_slower_tier_that_fails_is_said_and_costs_no_other_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step would be missing there without an event, and `check_for_errors` say nothing; the other tiers' votes
+    would not be held, and who comes to them wait for this process."""
+    tiers = [ckptkit.Tier.ram(str(tmp_path / "ram")), ckptkit.Tier.ssd(str(tmp_path / "ssd"))]
+    job = Job(tmp_path, save_every=1, tiers=tiers)
+    outcomes = job.manager._pipeline._outcomes
+    vote = outcomes.vote
+
+    def nobody_comes(channel: str, *rest: Any) -> Any:
+        if channel == "disk":
+            raise CoordinationError("disk: process 1 did not come in time")
+        return vote(channel, *rest)
+
+    with job.manager:
+        monkeypatch.setattr(outcomes, "vote", nobody_comes)
+        job.save(10)
+        with pytest.raises(ckptkit.SaveFailedError, match=r"step 10 was not committed to tier ssd: .* did not come"):
+            job.manager.wait_until_finished()
+        assert [(step, tier) for step, tier, *_ in job.said(Kind.FAILED)] == [(10, "ssd")]
+        assert [job.steps(tier) for tier in ("ram", "ssd", "durable")] == [[10], [], [10]]
+        monkeypatch.undo()
+        job.save(20)
+        job.manager.wait_until_finished()
+        assert [job.steps(tier)[-1:] for tier in ("ram", "ssd", "durable")] == [[20], [20], [20]]
+
+
+def test_a_dropped_save_that_cannot_be_forgotten_keeps_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ramdisk that fails for a moment would have a slot less for ever: soon none, and no save."""
+    job = Job(tmp_path, save_every=10**6)
+    outcomes = job.manager._pipeline._outcomes
+    arena = job.manager._pipeline._tiers.staging
+
+    def refused(*_: Any) -> None:
+        raise ckptkit.StoreError("Read-only file system")
+
+    with job.manager:
+        job.save(0)
+        job.manager.wait_until_finished()
+        with monkeypatch.context() as broken:
+            broken.setattr(outcomes, "vote", lambda *_: Refusal(policy="veto", reason="process 1: no room"))
+            broken.setattr(arena, "discard", refused)
+            job.save(1)
+            job.manager.wait_until_finished()
+        assert not any(slot.leases for slot in arena._slots)
+        assert [(step, tier) for step, tier, *_ in job.said(Kind.SKIPPED)] == [(1, "ram")]
+        assert (1, "ram", "ckptkit.errors.StoreError: Read-only file system") in job.said(Kind.DEGRADED, "reason")
+
+
+def test_an_observer_that_fails_costs_no_tier_its_save(tmp_path: Path) -> None:
+    """What a user's dashboard raises in a thread of ours would keep every step from the durable tier."""
+
+    def away(event: ckptkit.Event) -> None:
+        if event.kind == Kind.COMMITTED:
+            raise ConnectionError("the dashboard is away")
+
+    job = Job(tmp_path, save_every=1, gate=away)
+    with job.manager:
+        job.save(1)
+        job.manager.wait_until_finished()
+        assert [job.steps("ram"), job.steps("durable")] == [[1], [1]]
 
 
 def test_a_ramdisk_that_fills_up_later_degrades_the_tier_and_never_the_job(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.manager.runs import Run, restored_step
 from tests.states import assert_same, make_state, save_args
 
@@ -26,6 +28,17 @@ def test_a_rollback_holds_across_restarts(run: Run) -> None:
         assert manager.save(20, args=save_args(make_state(21), 20))  # replaces the abandoned step of that number
         manager.wait_until_finished()
         assert_same(manager.restore(20)["state"], make_state(21))
+
+
+def test_a_look_at_the_tiers_or_a_deletion_undoes_no_rollback(run: Run) -> None:
+    """A run that went back would save nothing until it has passed the steps of the branch that it left."""
+    run.save_steps(range(10, 31, 10), save_every=1)
+    with run.manager(save_every=1) as manager:
+        manager.restore(10)
+        assert manager.all_steps(read=True) == [10, 20, 30]
+        manager.delete(30)
+        assert manager.save(11, args=save_args(make_state(11), 11))
+        assert manager.all_steps() == [10, 11]
 
 
 def test_a_lost_tier_with_newer_steps_cannot_win_after_a_newer_run(run: Run, tmp_path: Path) -> None:
@@ -113,3 +126,15 @@ def test_a_fast_save_that_is_gone_never_stands_in_for_an_abandoned_durable_one(r
     for slot in [*run.ram.rglob("slot-*.bin"), *run.ssd.rglob("slot-*.bin")]:
         slot.write_bytes(b"")
     assert restored_step(run) == 5
+
+
+def test_a_save_that_raises_before_it_is_taken_counts_as_on_the_others(run: Run) -> None:
+    """Where it raises on one process alone its next save would have another identity than on the others: no step would
+    be whole any more."""
+    with run.manager(save_every=1) as manager:
+        assert manager.save(1, args=save_args(make_state(1), 1))
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            manager.save(2, args=save_args(make_state(2), object()))  # pyright: ignore[reportArgumentType]
+        assert manager.save(2, args=save_args(make_state(2), 2))
+        manager.wait_until_finished()
+        assert [record.save_id.number for record in manager.steps()] == [0, 2]

@@ -123,7 +123,7 @@ def test_all_processes_encode_as_process_0_says(tmp_path: Path) -> None:
         def __init__(self) -> None:
             self.process, self.count = 0, 1
 
-        def agree(self, channel: str, value: Any, decide: Any, *, timeout_s: float) -> Any:
+        def agree(self, channel: str, value: Any, decide: Any, *, timeout_s: float, about: str = "") -> Any:
             del timeout_s
             said = decide([value])
             return [said[0], "zstd", 1 << 10] if channel == "step-begun" else said

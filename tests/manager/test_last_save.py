@@ -87,6 +87,43 @@ def test_a_step_that_is_there_already_is_only_waited_for(manager: ckptkit.Checkp
     assert manager.save_last(3, args_of(3), grace_s=600.0).tiers == ("ram", "ssd", "durable")
 
 
+def test_a_step_that_came_too_early_is_saved_after_all(tmp_path: Path) -> None:
+    """Breaks when the last step counts as saved because a save of it is on its way that is then dropped."""
+    go_on, held = threading.Event(), threading.Event()
+
+    def hold(event: ckptkit.Event) -> None:
+        if event.step == 1 and event.fields.get("phase") == "staged":
+            held.set()
+            assert go_on.wait(60)
+
+    log = ckptkit.EventLog()
+    log.observe(hold)
+    options = ocp.CheckpointManagerOptions(save_interval_steps=1000)
+    tiers = [ckptkit.Tier.ram(str(tmp_path / "ram"))]
+    with ckptkit.CheckpointManager(tmp_path / "durable", options=options, tiers=tiers, events=log) as manager:
+        assert manager.save(0, args=args_of(0))
+        manager.wait_until_finished()
+        assert manager.save(1, args=args_of(1))
+        assert held.wait(60)
+        assert manager.save(2, args=args_of(2)), "decided before anybody knows that it comes too early"
+        threading.Timer(0.3, go_on.set).start()
+        last = manager.save_last(2, args_of(2), grace_s=600.0)
+    assert (last.tiers, last.unfinished, dict(last.left_out)) == (("ram", "durable"), (), {})
+
+
+def test_a_step_of_a_branch_that_was_left_is_none_of_this_run(manager: ckptkit.CheckpointManager) -> None:
+    """Breaks when a run that went back is preempted at a step that it had saved before: nothing of it is saved, and the
+    restart goes on from the branch that it has left."""
+    for step in (1, 2, 3):
+        assert manager.save(step, args=args_of(step), force=True)
+    manager.wait_until_finished()
+    manager.restore(1)
+    last = manager.save_last(2, args_of(22), grace_s=600.0)
+    assert (last.tiers, last.unfinished, dict(last.left_out)) == (("ram", "ssd", "durable"), (), {})
+    assert manager.latest_step() == 2
+    assert float(manager.restore(None)["w"][0, 0]) == 22.0
+
+
 def test_a_step_that_is_there_already_says_which_tiers_do_not_have_it(manager: ckptkit.CheckpointManager) -> None:
     """Breaks when a job goes with its step in memory alone and nothing says so: not tried, not unfinished."""
     assert manager.save(1, args=args_of(1), force=True)

@@ -80,6 +80,23 @@ def test_what_is_saved_is_what_was_there_when_save_returned(run: Run) -> None:
                 assert (np.asarray(leaf) == number).all()
 
 
+def test_metrics_are_what_they_were_when_save_was_called(run: Run) -> None:
+    """A dict that is used again would give every step the metrics of the last one: the best step would be pruned."""
+    metrics, custom = {"loss": 0.0}, {"of": ["step 0"]}
+    options = {"best_fn": lambda found: found["loss"], "best_mode": "min", "max_to_keep": 1}
+    with run.manager(save_every=1, **options) as manager:
+        for step, loss in enumerate([3.0, 1.0, 2.0]):
+            metrics["loss"] = loss
+            custom["of"][0] = f"step {step}"
+            assert manager.save(step, args=save_args(make_state(step), step), metrics=metrics, custom_metadata=custom)
+        metrics["loss"] = 7.0
+        assert manager.best_step() == 1
+        manager.wait_until_finished()
+        assert [record.step for record in manager.steps() if "durable" in record.tiers] == [1]
+        assert manager.metrics(1) == {"loss": 1.0}
+        assert manager.metadata(1).custom_metadata == {"of": ["step 1"]}
+
+
 def test_restored_arrays_survive_the_reuse_of_every_slot(run: Run) -> None:
     """A restored array that aliased a slot would change with the next saves."""
     run.save_steps(range(3))

@@ -86,6 +86,22 @@ def test_all_leaf_kinds_go_through_a_device_copy(tmp_path: Path) -> None:
         assert_same(manager.restore(5), make_state(5))
 
 
+def test_a_state_that_was_donated_is_said_and_the_step_can_be_saved_after_all(tmp_path: Path) -> None:
+    """The second try, with the right arrays, would be taken for a step that is saved already: no save, and no error."""
+    tiers = [ckptkit.Tier.ram(str(tmp_path / "ram"), slots=2)]
+    with ckptkit.CheckpointManager(tmp_path / "d", tiers=tiers) as manager:
+        for step in range(3):  # every slot has been used
+            state = {"w": jnp.arange(5.0) + step, "key": jax.random.key(step)}
+            gone = jax.tree.map(jnp.copy, state)
+            gone["w"].delete()
+            with pytest.raises(RuntimeError, match="deleted"):
+                manager.save(step, args=ocp.args.StandardSave(gone))  # pyright: ignore[reportCallIssue]
+            assert manager.save(step, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+            manager.wait_until_finished()
+            assert manager.all_steps()[-1] == step
+            assert_same(manager.restore(step), state)
+
+
 def test_a_device_copy_does_not_wait_for_the_step_in_flight(tmp_path: Path) -> None:
     """A save would hold the loop for a whole step, on every accelerator."""
 

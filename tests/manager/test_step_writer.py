@@ -34,8 +34,16 @@ class Meeting:
             def __init__(self) -> None:
                 self.process = process
 
-            def agree(self, channel: str, value: Any, decide: Callable[[list[Any]], Any], *, timeout_s: float) -> Any:
-                del channel, timeout_s
+            def agree(
+                self,
+                channel: str,
+                value: Any,
+                decide: Callable[[list[Any]], Any],
+                *,
+                timeout_s: float,
+                about: str = "",
+            ) -> Any:
+                del channel, timeout_s, about
                 return meeting.meet(process, value, decide)
 
         return Member()

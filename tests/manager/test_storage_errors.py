@@ -17,6 +17,7 @@ import pytest
 
 import ckptkit
 from ckptkit import Kind, slot_reader
+from ckptkit.store import LocalStore
 from ckptkit.testing import bucket
 from ckptkit.testing.bucket import BucketServer, FaultPlan
 from tests.mounts import Mounts, fill
@@ -28,7 +29,7 @@ CODES = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES)
 class Job:
     """A run that saves every step to every tier, as a training loop does: a failed save is heard, and it goes on."""
 
-    def __init__(self, home: Path, durable: str | None = None):
+    def __init__(self, home: Path, durable: str | None = None, *, ram: ckptkit.Tier | None = None):
         self.events: list[ckptkit.Event] = []
         self.home = home
         log = ckptkit.EventLog()
@@ -37,7 +38,7 @@ class Job:
             durable or home / "durable",
             options=ocp.CheckpointManagerOptions(save_interval_steps=1),
             tiers=[
-                ckptkit.Tier.ram(str(home / "ram"), slots=2),
+                ram or ckptkit.Tier.ram(str(home / "ram"), slots=2),
                 ckptkit.Tier.ssd(str(home / "ssd"), save=ckptkit.EverySteps(1)),
             ],
             host_id="host",
@@ -141,6 +142,31 @@ def test_a_mount_that_becomes_read_only_in_mid_run(tmp_path: Path, mounts: Mount
         mounts.writable(mount)
 
     check_survival(Job(tmp_path), tier, read_only)
+
+
+@pytest.mark.parametrize("keeps", [None, ckptkit.KeepNewest(1)], ids=["any", "newest"])
+def test_a_ramdisk_that_takes_no_deletion_never_raises_from_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: Any
+) -> None:
+    """A slot that cannot be freed would end the training on this host, and leave the others waiting at the vote."""
+    delete, where = LocalStore.delete, str(tmp_path / "ram")
+
+    def refused(self: LocalStore, key: str) -> None:
+        if self.url.startswith(where):
+            raise ckptkit.StoreError(f"{self.url}/{key}: Read-only file system")
+        delete(self, key)
+
+    job = Job(tmp_path, ram=ckptkit.Tier.ram(where, slots=2, keep=keeps))
+    assert [job.save(step) for step in (1, 2)] == [[], []]
+    with monkeypatch.context() as broken:
+        broken.setattr(LocalStore, "delete", refused)
+        said = [*job.save(3), *job.save(4)]
+        assert said
+        assert all("was not committed to tier ram: " in each for each in said)
+        assert job.tiers_of(2) >= {"durable"}
+    assert job.save(5) == []
+    assert job.tiers_of(5) == set(TIERS)
+    job.manager.close()
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ import pytest
 
 import ckptkit
 from ckptkit import clock
+from ckptkit.manager import parts
+from ckptkit.store import LocalStore
 
 args: Any = ocp.args
 SLOT_BYTES = 4096  # of the state here: one page
@@ -221,6 +223,81 @@ def test_a_step_that_failed_in_the_durable_tier_stays_in_the_fast_one(
                     with pytest.raises(ckptkit.SaveFailedError) if step % 2 == 0 else nullcontext():
                         manager.wait_until_finished()
             assert held(manager)["ram"] == expected
+
+
+def test_a_disk_that_takes_no_deletion_costs_no_other_tier_its_saves(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that an SSD's error has made read-only would end the durable saves too, without a word."""
+    delete = LocalStore.delete
+
+    def refused(self: LocalStore, key: str) -> None:
+        if self.url.startswith(str(job.root / "ssd")):
+            raise ckptkit.StoreError(f"{self.url}/{key}: Input/output error")
+        delete(self, key)
+
+    log, events = ckptkit.EventLog(), list[ckptkit.Event]()
+    log.observe(events.append)
+    ssd = {"save": ckptkit.EverySteps(1), "keep": ckptkit.KeepNewest(1)}
+    with job.manager(ram={}, ssd=ssd, every=1, events=log) as manager:
+        save(manager, [1])
+        with monkeypatch.context() as broken:
+            broken.setattr(LocalStore, "delete", refused)
+            for step in (2, 3, 4):
+                assert manager.save(step, args=args.StandardSave({"w": np.arange(3) + step}))
+                with nullcontext() if step == 2 else pytest.raises(ckptkit.SaveFailedError, match="tier ssd"):
+                    manager.wait_until_finished()
+        assert held(manager)["durable"] == [1, 2, 3, 4]
+        assert held(manager)["ram"][-1] == 4
+        said = [event.step for event in events if (event.kind, event.tier) == (ckptkit.Kind.DEGRADED, "ssd")]
+        assert said[0] == 2
+        save(manager, [5])
+        assert held(manager)["ssd"] == [5]
+
+
+def test_who_only_reads_leaves_the_tiers_as_they_are(job: Job) -> None:
+    """An evaluator would delete the steps that it has no slots for, and a job that starts meanwhile find its slots
+    taken: it would need as much memory again."""
+    assert job.run(range(1, 5), ram={"slots": 4})["ram"] == [1, 2, 3, 4]
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    ram = ckptkit.Tier.ram(str(job.root / "ram"), slots=2)
+    with ckptkit.CheckpointManager(job.root / "run", options=options, tiers=[ram], host_id="h") as reader:
+        assert held(reader)["ram"] == [1, 2, 3, 4]
+        with job.manager(ram={"slots": 4}) as manager:
+            assert held(manager)["ram"] == [1, 2, 3, 4]
+            save(manager, [5])
+        assert [same(reader, step) for step in (2, 4)] == [True, True]
+        reader.reload()
+        assert reader.latest_step() == 5
+        assert same(reader, 5)
+    assert job.slot_files("ram") == 4
+
+
+def test_a_manager_that_could_not_be_made_holds_no_slots(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that tries again until the bucket answers would have slots beside those of each try, and soon no room."""
+    job.run([1], ram={})
+
+    def away(*_: Any, **__: Any) -> None:
+        raise ckptkit.StoreError("the bucket is away")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(parts, "take_stock", away)
+        with pytest.raises(ckptkit.StoreError, match="the bucket is away"):
+            job.manager(ram={})
+    with pytest.raises(ValueError, match="staging 'gated'"):
+        job.manager(ram={}, staging="gated")
+    assert job.run([2], ram={})["ram"] == [1, 2]
+    assert [path.name for path in (job.root / "ram").glob("*/h/*")] == ["0"]
+
+
+def test_a_closed_manager_takes_no_save(job: Job) -> None:
+    """Its slots are another run's by then: a late save would overwrite what that one counts on."""
+    closed = job.manager(ram={"slots": 2})
+    save(closed, [1, 2])
+    closed.close()
+    with job.manager(ram={"slots": 2}) as manager:
+        with pytest.raises(ckptkit.CheckpointError, match="the manager was closed and saves nothing any more"):
+            closed.save(3, args=args.StandardSave({"w": np.arange(3)}))
+        manager.reload()
+        assert held(manager)["ram"] == [1, 2]
 
 
 def test_steps_of_an_abandoned_branch_do_not_count_as_kept(job: Job) -> None:

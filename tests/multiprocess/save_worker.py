@@ -46,7 +46,7 @@ def main() -> None:
     os.environ["XLA_FLAGS"] += f" --xla_dump_to={dump} --xla_dump_hlo_as_text"
     worker = Worker(args.dir, process, coordinator, dump)
     acts = [worker.count_a_real_collective, *(partial(worker.save_by, each) for each in STRATEGIES)]
-    for act in [*acts, worker.restore, worker.veto, worker.replicas]:
+    for act in [*acts, worker.restore, worker.veto, worker.replicas, worker.policies]:
         act()
         (args.dir / f"found-{process}.json").write_text(json.dumps(worker.found))
     jax.distributed.shutdown()
@@ -159,6 +159,24 @@ class Worker:
             manager.save(12, args=save_args(12))
             manager.wait_until_finished()
             self.found["veto"]["steps after"] = manager.all_steps()[-1]
+            self.found["veto"]["raised"] = self._save_what_is_gone(manager, 13)
+            manager.wait_until_finished()
+            manager.save(14, args=save_args(14))
+            manager.wait_until_finished()
+            self.found["veto"]["steps at last"] = [step for step in manager.all_steps() if step >= 12]
+
+    def _save_what_is_gone(self, manager: Any, step: int) -> str:
+        """What a save raises of which process 1 has donated the arrays before."""
+        import jax
+
+        state = make_state(step)
+        for leaf in jax.tree.leaves(state) if self._process == 1 else ():
+            leaf.delete()
+        try:
+            manager.save(step, args=standard(state))
+        except RuntimeError as error:
+            return str(error)
+        return ""
 
     def replicas(self) -> None:
         """Saves replicated leaves of which one, then two, are not the same on both processes."""
@@ -172,6 +190,34 @@ class Worker:
             steps = manager.all_steps()
         events = [[e.step, dict(e.fields)] for e in self._events if e.kind == "replicas_differ"]
         self.found["replicas"] = {"steps": steps, "events": events}
+
+    def policies(self) -> None:
+        """Saves three steps of which process 0's policy keeps the newest, and process 1's the newest two."""
+        import orbax.checkpoint as ocp
+
+        import ckptkit
+
+        known, log = len(self._events), ckptkit.EventLog(process=self._process)
+        log.observe(self._events.append)
+        options = ocp.CheckpointManagerOptions(preservation_policy=_KeepsNewest(1 + self._process))  # pyright: ignore[reportArgumentType]
+        with ckptkit.CheckpointManager(self._root / "policies", options=options, events=log, timeout_s=10) as manager:
+            for step in (1, 2, 3):
+                manager.save(step, args=save_args(step))
+                manager.wait_until_finished()
+            steps = manager.all_steps()
+        reasons = [event.fields["reason"] for event in self._events[known:] if "reason" in event.fields]
+        self.found["policies"] = {"steps": steps, "failures": [each for each in reasons if "leases" in each]}
+
+
+class _KeepsNewest:
+    """A policy that goes by something that is not the same on every process: as a clock, or a metric."""
+
+    def __init__(self, count: int):
+        self._count = count
+
+    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+        del context
+        return [len(checkpoints) - at <= self._count for at in range(len(checkpoints))]
 
 
 def replicated(process: int, seed: int, bad: list[str]) -> Any:

@@ -97,6 +97,14 @@ def test_a_step_that_one_process_vetoes_is_dropped_everywhere(found: list[dict[s
         assert fields["reason"].startswith("process 1: no free slot")
 
 
+def test_a_save_that_raises_on_one_process_is_dropped_on_the_others(found: list[dict[str, Any]]) -> None:
+    """They would wait for its vote, take the next one for it, and from then on agree on another step than it does."""
+    assert [bool(process["veto"]["raised"]) for process in found] == [False, True]
+    assert "deleted" in found[1]["veto"]["raised"]
+    for process in found:
+        assert process["veto"]["steps at last"] == [12, 14]
+
+
 def test_replicas_on_two_processes_that_differ_are_named_and_dropped(found: list[dict[str, Any]]) -> None:
     """One host's broken memory would go into the next restart, on every host, depending on which one is read."""
     assert found[0]["collectives"]["replicas"] == {"sent_bytes": 0, "programs": []}
@@ -112,6 +120,13 @@ def test_replicas_on_two_processes_that_differ_are_named_and_dropped(found: list
         assert [(each["process"], each["host"]) for each in fields["holders"]] == [(0, "host-0"), (1, "host-1")]
         assert len({each["digest"] for each in fields["holders"]}) == 2
         assert fields["suspects"] == ["host host-0", "host host-1"], "of two, nobody knows which one is right"
+
+
+def test_what_is_deleted_is_what_process_0_says(found: list[dict[str, Any]]) -> None:
+    """Clocks differ by milliseconds: by `keep_time_interval` one process would delete a step that another keeps, and
+    wait for it in a meeting to which it does not come, at that save and at every later one."""
+    for process in found:
+        assert process["policies"] == {"steps": [3], "failures": []}
 
 
 def flip_in(path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,6 +134,21 @@ def test_a_range_outside_of_a_box_is_refused(server: PeerServer, shelf: Shelf) -
     for start, stop in ((-1, 4), (4, 4), (size, size + 4), (0, 9 << 20)):
         with pytest.raises(BadRangeError):
             shelf.read(SAVE, 0, tag, start, stop)
+
+
+def test_a_slot_that_cannot_be_read_is_left_for_the_next_source(
+    client: PeerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad sector of one host's SSD would end the restore on all, though others hold the same bytes."""
+
+    def bad(*_: Any) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pread", bad)
+        with pytest.raises(CorruptCheckpointError, match="404: cannot be read: Input/output error"):
+            read_all(client)
+    np.testing.assert_array_equal(read_all(client), values())
 
 
 def test_a_save_that_is_replaced_is_superseded_not_corrupt(client: PeerClient, arena: Arena) -> None:

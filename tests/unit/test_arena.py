@@ -18,11 +18,12 @@ import pytest
 
 from ckptkit import slot_reader
 from ckptkit.arena import Arena
-from ckptkit.errors import CorruptCheckpointError, StoreFullError, TierUnusableError
+from ckptkit.errors import CorruptCheckpointError, StoreError, StoreFullError, TierUnusableError
 from ckptkit.manifest import Manifest
 from ckptkit.slot_reader import SlotReader, read_manifest, read_manifests, slot_directories
+from ckptkit.store import LocalStore
 from tests.mounts import Mounts
-from tests.unit.arenas import PAGE, die, prove, proven, save_of, write
+from tests.unit.arenas import PAGE, commit, die, fill, prove, proven, save_of, write
 
 # Who else holds it.
 
@@ -70,6 +71,35 @@ def test_a_directory_that_a_living_process_holds_is_left_to_it(host: Path) -> No
         assert after.directory == host / "0"
         after.close()
         mine.close()
+
+
+FORKED = textwrap.dedent(
+    """
+    import os, signal, sys, time
+    from pathlib import Path
+    from ckptkit.arena import Arena
+    arena = Arena.open(Path(sys.argv[1]), 0, slots=1, synced=False)
+    begun, begins = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(begins, b"1")
+        time.sleep(600)
+    os.read(begun, 1)
+    arena.close()
+    arena = Arena.open(Path(sys.argv[1]), 0, slots=1, synced=False)
+    print(arena.directory.name, flush=True)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    """
+)
+
+
+def test_a_process_that_was_forked_holds_no_directory(host: Path) -> None:
+    """If it failed, data loaders' workers that outlive a job would keep its slots: the next run had to make others."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, str(host)], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stdout == "0\n"
 
 
 def test_a_closed_arena_gives_up_its_lock_and_keeps_its_saves(host: Path) -> None:
@@ -162,6 +192,35 @@ def test_a_tmpfs_that_is_too_small_says_what_is_needed_and_free(tmp_path: Path, 
     assert proven(mount / "host" / "0") == {save_of(1), save_of(2)}
     with pytest.raises(StoreFullError):
         arena.reserve(300 * PAGE)
+    arena.close()
+
+
+def test_a_manifest_that_could_not_be_taken_back_goes_before_its_slot_is_written_again(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it failed, a sync that fails and makes the file system read-only would leave a manifest over the bytes of
+    later saves."""
+    put = LocalStore.put
+
+    def unsynced(self: LocalStore, key: str, data: bytes, *, mode: Any = "replace") -> None:
+        put(self, key, data, mode=mode)
+        raise StoreError("Input/output error")
+
+    def read_only(self: LocalStore, key: str) -> None:
+        raise StoreError("Read-only file system")
+
+    arena = Arena.open(host, 0, slots=1, synced=True)
+    slot = arena.acquire(2 * PAGE)
+    assert slot is not None
+    with monkeypatch.context() as broken:
+        broken.setattr(LocalStore, "put", unsynced)
+        broken.setattr(LocalStore, "delete", read_only)
+        with pytest.raises(StoreError, match="Input/output error"):
+            commit(arena, slot, fill(slot, save_of(1), 2 * PAGE))
+        arena.release(slot)
+    assert arena.acquire(2 * PAGE) is slot
+    assert read_manifests([host / "0"])[0] == []
+    arena.release(slot)
     arena.close()
 
 

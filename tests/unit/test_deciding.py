@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from orbax.checkpoint import checkpoint_managers as policies
+from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
 from ckptkit.manager.deciding import Decider
 from ckptkit.manager.taken import DURABLE
@@ -186,7 +187,7 @@ class Told:
 
     count = 2
 
-    def agree(self, channel: str, value: Any, decide: Any, *, timeout_s: float) -> Any:
+    def agree(self, channel: str, value: Any, decide: Any, *, timeout_s: float, about: str = "") -> Any:
         pytest.fail(f"{channel}: a decision waits for everybody")
 
     def __init__(self, process: int, words: list[bool]):
@@ -229,3 +230,23 @@ class Clock:
 
     def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
         return self.ask()
+
+
+@pytest.mark.parametrize("primary", [0, 1])
+def test_orbaxs_continuous_policy_is_asked_without_its_own_meeting(primary: int) -> None:
+    """Where process 1 is primary process 0 would wait for its word, at every step, and process 1 is not asked; and
+    process 0 alone would count operations by which Orbax's saves in several processes know what they wait for."""
+    meetings = ocp.options.MultiprocessingOptions(primary_host=primary)
+    policy = policies.AnySavePolicy([policies.ContinuousCheckpointingPolicy(minimum_interval_secs=3600)])
+    words: list[bool] = []
+    options = Options(save_decision_policy=policy, multiprocessing_options=meetings)
+    before = OperationIdGenerator.get_current_operation_id()
+    for process in (0, 1):
+        decider = Decider(options, (), [], Told(process, words))
+        taken = []
+        for step in range(3):
+            due = decider.due(step, last=step - 1, reached_preemption=False, force=False, is_saving=step == 0)
+            decider.taken(step, due)
+            taken.append(bool(due))
+        assert taken == [False, True, False]
+    assert OperationIdGenerator.get_current_operation_id() == before

@@ -260,3 +260,17 @@ def test_a_closed_log_still_tells_observers(tmp_path: Path) -> None:
     log.emit(Kind.FINISHED)
     assert [event.kind for event in seen] == [Kind.FINISHED]
     assert read_events(tmp_path / "log.jsonl") == []
+
+
+def test_an_observer_that_fails_is_heard_of_and_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """If it failed, a dashboard that is away would raise from `save`, or end a thread that other processes wait for."""
+    log, seen = EventLog(), []
+
+    def away(event: Event) -> None:
+        raise ConnectionError(f"dashboard: {event.kind}")
+
+    log.observe(away)
+    log.observe(seen.append)
+    log.emit(Kind.COMMITTED, step=1, tier="ram")
+    assert [event.kind for event in seen] == [Kind.COMMITTED]
+    assert "dashboard: committed" in caplog.text

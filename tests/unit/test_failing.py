@@ -24,7 +24,7 @@ class Told:
         self._word = word
         self.asked = 0
 
-    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float) -> Any:
+    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float, about: str = "") -> Any:
         del channel, timeout_s
         return decide([value, None])
 
@@ -122,6 +122,7 @@ def test_a_pause_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_forced_save_and_one_that_has_begun_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last save of a run, or what Orbax is writing already, would be called failed untried."""
+    words: dict[str, Any]
     for words in ({"forced": True}, {"repeatable": False}):
         kept, _, _ = paused(monkeypatch, 1)
         kept.attempt(3, lambda: None, lambda: False, **words)

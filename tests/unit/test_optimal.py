@@ -181,6 +181,22 @@ def test_as_orbaxs_policy_it_saves_first_at_a_preemption_and_by_the_clock(now: S
     assert repr(policy) == "OptimalInterval('durable', 100 s)"
 
 
+def test_a_clock_that_is_set_back_delays_no_save(now: SimpleNamespace) -> None:
+    """A host whose clock ran ahead saved last, or time is set back by a day: no durable save for a day."""
+    bounds = IntervalBounds(min_s=100.0, max_s=100.0)
+    policy = GoodputOptimal(EventLog(), tiers=("durable",), bounds=bounds).every("durable")
+    calm = SimpleNamespace(reached_preemption=False)
+    tomorrow = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=1)
+    saved = [SimpleNamespace(step=1, time=tomorrow)]
+    assert not policy.should_save(SimpleNamespace(step=2), saved, context=calm)
+    now.s += 99.0
+    assert not policy.should_save(SimpleNamespace(step=3), saved, context=calm)
+    now.s += 1.0
+    assert policy.should_save(SimpleNamespace(step=4), saved, context=calm)
+    saved.append(SimpleNamespace(step=4, time=tomorrow))
+    assert not policy.should_save(SimpleNamespace(step=5), saved, context=calm)
+
+
 @pytest.mark.parametrize(
     ("named", "message"),
     [
