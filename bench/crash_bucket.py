@@ -177,10 +177,10 @@ def label(request: str, scene: str) -> str:
     _, name = request.split(" ", 1)
     if "/_ckptkit/epochs" in name or "doomed" in name or "probe" in name:
         return "bucket records"
-    if scene == "save" and "/_ckptkit/intents/" in name:
+    if scene == "save" and "/_ckptkit/intents/" in name and "/e00000000-" not in name:  # that of a deletion
         return "bucket flush"
     if scene == "save":
-        return "bucket prune" if request.startswith("delete ") else "bucket flush"
+        return "bucket prune" if request.startswith("delete ") or "/_ckptkit/intents/" in name else "bucket flush"
     return f"bucket {scene}"
 
 

@@ -97,12 +97,17 @@ def _number(row: Row, value: float) -> str:
 
 def write(*, pictures: bool) -> list[Path]:
     """Writes report, README table and, with matplotlib, the pictures; returns the files that it wrote."""
-    rows = rows_of(newest_results())
+    results = newest_results()
+    rows = rows_of(results)
     written = []
     if pictures:
         from bench.plots import draw  # matplotlib: only here
+        from bench.simulator_report import plot
 
         written += draw(rows, RESULTS, ROOT / "docs" / "side-by-side.png")
+        for result in [each for each in results if each["benchmark"] == "simulator"][-1:]:
+            plot(RESULTS / "simulator.png", result)
+            written.append(RESULTS / "simulator.png")
     readme, told = ROOT / "README.md", ROOT / "bench" / "REPORT.md"
     readme.write_text(with_table(readme.read_text(), rows))
     told.write_text(report(rows))

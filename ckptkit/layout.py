@@ -7,7 +7,7 @@
 <durable root>/_ckptkit/leases/<id>.json, doomed.json                             what is read, what is to be deleted
 <durable root>/_ckptkit/leases/pin-<step>.json, doomed-<id>.json                  the same, by people and commands
 <durable root>/<step>.orbax-checkpoint-tmp-e<epoch>-<attempt>                     a step that is written, on a disk
-<durable root>/_ckptkit/intents/e<epoch>-<attempt>-<step>                         the same, in a bucket
+<durable root>/_ckptkit/intents/e<epoch>-<attempt>-<step>                         the same, in a bucket; or it goes
 <durable root>/_ckptkit/leaving/                                                  what is no step any more, on a disk
 ```
 """
@@ -146,6 +146,12 @@ def epoch_of_temporary(name: str) -> int | None:
 def intent_name(step_name: str, epoch: int, attempt: str) -> str:
     """The name of the object that becomes a step's mark in a bucket, while the step is written."""
     return f"e{epoch:08d}-{attempt}-{step_name}"
+
+
+def going_name(step_name: str) -> str:
+    """The name of the object that stands beside the intents while a step in a bucket is deleted: one of no run's, so
+    that the next run removes what a deletion that was cut off has left."""
+    return intent_name(step_name, 0, "0" * 32)
 
 
 def intent_of_name(name: str) -> tuple[int, str] | None:

@@ -1,5 +1,7 @@
 """Every test process has four CPU devices, set before JAX is imported."""
 
+from __future__ import annotations
+
 import os
 import sys
 
@@ -9,11 +11,16 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ckptkit.store.remote import forget_listings
 from tests.mounts import Mounts
+
+if TYPE_CHECKING:
+    from ckptkit.testing.bucket import BucketServer
 
 
 @pytest.fixture
@@ -30,3 +37,15 @@ def forget_buckets() -> Iterator[None]:
     yield
     if "gcsfs" in sys.modules:
         forget_listings("gs://")
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
+    """Buckets of the test's own, one of them `runs`, where this process's clients find them."""
+    from ckptkit.testing.bucket import BucketServer, FaultPlan
+
+    with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        yield server
+        server.faults = FaultPlan()  # what hangs is let go, or the end would wait for it

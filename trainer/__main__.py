@@ -53,7 +53,9 @@ Dtype = Literal["float32", "bfloat16"]
 @click.option("--data", default="stdlib", help="Text file, directory, or stdlib.")
 @click.option("--run-dir", default="runs/default", help="Where a run keeps what has no other place.")
 @click.option("--corpus-dir", help="Where corpora are built.  [default: RUN_DIR/corpus]")
-@click.option("--compile-cache", help="Compiled programs.  [default: RUN_DIR/compile-cache]")
+@click.option(
+    "--compile-cache", help="Compiled programs.  [default: $JAX_COMPILATION_CACHE_DIR, or RUN_DIR/compile-cache]"
+)
 @click.option("--checkpoint", help="Durable tier: a directory or gs://bucket/path.  [default: none]")
 @click.option("--manager", type=click.Choice(get_args(ManagerName)), default="ckptkit", help="orbax: to compare.")
 @click.option("--save-every", type=click.IntRange(1), default=50, help="Steps between durable saves.")
@@ -147,7 +149,9 @@ def read_flags(flags: dict[str, Any]) -> RunConfig:
         loop=LoopConfig(
             steps=flags["steps"],
             split_step=flags["split_step"],
-            compile_cache=flags["compile_cache"] or str(run_dir / "compile-cache"),
+            compile_cache=flags["compile_cache"]
+            or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+            or str(run_dir / "compile-cache"),
             proof=flags["proof"],
             events=flags["events"],
             log_every=None if flags["quiet"] else flags["log_every"],

@@ -16,7 +16,7 @@ from typing import Any, final
 from ckptkit import layout
 from ckptkit.conversion.journal import Journal
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreFullError
-from ckptkit.store import Store, open_store
+from ckptkit.store import Store, open_store, put_new
 from ckptkit.store.local import LocalStore, sync_directory, sync_tree
 from ckptkit.store.remote import RemoteStore
 from ckptkit.store.roots import is_remote
@@ -128,8 +128,10 @@ class Destination:
 
     def commit(self, marker: str | None = None) -> None:
         """Makes what was written the target. A directory of Orbax's is one, in a bucket, when `marker` is in it."""
-        if marker is not None:
-            self.store().put(layout.COMMIT_MARK, marker.encode(), mode="create" if self.remote else "replace")
+        if marker is not None and self.remote:
+            put_new(self.store(), layout.COMMIT_MARK, marker.encode())
+        elif marker is not None:
+            self.store().put(layout.COMMIT_MARK, marker.encode())
         if self.remote:
             notes = self.journal_store()
             notes.delete_many(notes.list_all(""))

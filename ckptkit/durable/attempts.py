@@ -120,8 +120,11 @@ class BucketAttempt:
                 self._meet_others()
             if not remove_uncommitted(self._store, self._name, left):
                 raise _exists(self.place, self._save_id)
-        except BaseException:
-            self._drop_intent()
+        except (StepAlreadyExistsError, CheckpointError) as error:
+            # Another has the step. Where the store failed the intent stays, as in `give_up`: what earlier attempts have
+            # left may have lost theirs by now.
+            if not isinstance(error, StoreError):
+                self._drop_intent()
             raise
 
     def _announce(self) -> None:

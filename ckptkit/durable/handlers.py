@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from orbax.checkpoint import type_handlers
 from ckptkit.durable.host_shards import HostShardsHandler
 from ckptkit.durable.host_tree import StandardTreeSave
 from ckptkit.durable.shards import HostShards
+from ckptkit.durable.stock import QuietLogger, delete_mark_first
 
 
 class _StandardTreeHandler(ocp.PyTreeCheckpointHandler):
@@ -30,8 +32,24 @@ def handler_name(item: Any) -> str:
     return (ocp.JsonCheckpointHandler if isinstance(item, ocp.args.JsonSave) else ocp.PyTreeCheckpointHandler).typestr()
 
 
-def handlers_of_writer(multiprocessing: Any) -> Any:
-    """The registry of the manager that writes our steps where Orbax has to: `HostShards` beside what Orbax knows."""
+def make_writer(url: str, options: ocp.CheckpointManagerOptions, multiprocessing: Any) -> ocp.CheckpointManager:
+    """A manager of Orbax's that writes our steps where Orbax has to: synchronous, on the thread that makes it."""
+    options = dataclasses.replace(
+        options,
+        enable_async_checkpointing=False,
+        async_options=dataclasses.replace(options.async_options, post_finalization_callback=None),  # pyright: ignore[reportArgumentType]
+        cleanup_tmp_directories=False,
+        save_root_metadata=False,
+    )
+    writer = ocp.CheckpointManager(
+        url, options=options, handler_registry=_handlers_of_writer(multiprocessing), logger=QuietLogger()
+    )
+    delete_mark_first(writer)
+    return writer
+
+
+def _handlers_of_writer(multiprocessing: Any) -> Any:
+    """`HostShards` beside what Orbax knows."""
     types = type_handlers.create_type_handler_registry(
         (int, type_handlers.ScalarHandler()),
         (float, type_handlers.ScalarHandler()),

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection
 from ckptkit import layout
 from ckptkit.durable.attempts import intents, remove_uncommitted
 from ckptkit.durable.deletion import move_away
-from ckptkit.store import Store
+from ckptkit.store import Store, put_new
 from ckptkit.store.roots import is_remote
 
 _STEP_NAME = re.compile(r"(?:[^/]*_)?(\d{1,18})/")
@@ -74,7 +74,7 @@ def _clean_bucket(store: Store, epoch: int) -> list[str]:
             continue
         # One of our own first: a crash before the last object is gone has to leave what says whose it is.
         own = f"{layout.INTENTS_DIR}/{layout.intent_name(step_name, epoch, uuid.uuid4().hex)}"
-        store.put(own, b"", mode="create")
+        put_new(store, own, b"")  # nobody else has its name
         store.delete_many([f"{layout.INTENTS_DIR}/{name}" for _, name in left])
         objects = store.stat_all(step_name)
         if not _is_later(store, step_name, epoch) and remove_uncommitted(store, step_name, objects):

@@ -13,13 +13,12 @@ class BranchPreservation:
     """An Orbax preservation policy that does not count abandoned steps, and keeps none of them.
 
     They would push good steps out of `max_to_keep`, and be kept in their place. Orbax deletes what is not preserved
-    only after the new step is committed. `going` is told what would go by what this process sees, and says what goes:
-    the same on every process, though policies look at clocks and metrics, and without what is read. Orbax asks once
-    per save, on every process.
+    only after the new step is committed. `let_go` is told what is to go by what this process knows, and says what goes:
+    the same on every process. Orbax asks once per save, on every process.
     """
 
-    def __init__(self, options: ocp.CheckpointManagerOptions, going: Callable[[list[int]], frozenset[int]]):
-        self._going = going
+    def __init__(self, options: ocp.CheckpointManagerOptions, let_go: Callable[[list[int]], frozenset[int]]):
+        self._let_go = let_go
         self._policy: Any = options.preservation_policy or _default_policy(options)
         self.abandoned: frozenset[int] = frozenset()  # set before each save, the same on every process
 
@@ -28,8 +27,8 @@ class BranchPreservation:
         branch = [checkpoint for checkpoint in checkpoints if checkpoint.step not in self.abandoned]
         kept = iter(self._policy.should_preserve(branch, context=context))
         keeps = [checkpoint.step not in self.abandoned and next(kept) for checkpoint in checkpoints]
-        going = self._going([each.step for each, keep in zip(checkpoints, keeps, strict=True) if not keep])
-        return [each.step not in going for each in checkpoints]
+        gone = self._let_go([each.step for each, keep in zip(checkpoints, keeps, strict=True) if not keep])
+        return [each.step not in gone for each in checkpoints]
 
 
 def prunes(options: ocp.CheckpointManagerOptions) -> bool:

@@ -146,7 +146,7 @@ class DurableReader:
         if not found:
             return []
         with ThreadPoolExecutor(READ_THREADS) as pool:
-            manifests = list(pool.map(lambda each: each[2] or self._manifest(each[1]), found))
+            manifests = self._of_one_save(list(pool.map(lambda each: each[2] or self._manifest(each[1]), found)))
         self._check_complete(manifests)
         return manifests
 
@@ -198,10 +198,7 @@ class DurableReader:
         Cost: a small read, of the marker; where that names no save, a listing and a read of a sidecar. Raises
         `CorruptCheckpointError` where the marker names none, and a sidecar is damaged or all of them are gone.
         """
-        try:
-            named = marked_save(self._store.get(COMMIT_MARK).decode())
-        except (FileNotFoundError, UnicodeDecodeError):
-            named = None
+        named = self._marked()
         if named is not None and named.step == self._step:
             return named
         items = self.item_names()
@@ -211,6 +208,11 @@ class DurableReader:
                 return manifest.save_id
         self._require_sidecars(items, set())
         return self.save_id_in_metadata()
+
+    def _marked(self) -> SaveId | None:
+        with suppress(FileNotFoundError, UnicodeDecodeError):
+            return marked_save(self._store.get(COMMIT_MARK).decode())
+        return None
 
     def save_id_in_metadata(self) -> SaveId | None:
         """The identity of a step of ours without arrays, which has no sidecar; None where Orbax's file has none."""
@@ -275,6 +277,16 @@ class DurableReader:
                 path=self._url,
             )
         return manifest
+
+    def _of_one_save(self, manifests: list[Manifest]) -> list[Manifest]:
+        """Those of the save that the marker names. A run of more processes that was fenced off, and goes on, may still
+        put a sidecar into a bucket under a name that the step has no use for."""
+        if len({manifest.save_id for manifest in manifests}) == 1:
+            return manifests
+        named = self._marked()
+        own = [manifest for manifest in manifests if manifest.save_id == named]
+        items, of_own = ({item for manifest in some for item in manifest.arrays} for some in (manifests, own))
+        return own if of_own == items else manifests
 
     def _check_complete(self, manifests: list[Manifest]) -> None:
         by_item: dict[str, set[int]] = {}

@@ -14,7 +14,7 @@ from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from ckptkit.coordination import Coordinator
 from ckptkit.durable.epochs import Ancestry
-from ckptkit.durable.handlers import handler_name, handlers_of_writer
+from ckptkit.durable.handlers import handler_name, make_writer
 from ckptkit.durable.leases import PruneGuard
 from ckptkit.durable.leftovers import clean_left
 from ckptkit.durable.listing import Looked
@@ -29,15 +29,15 @@ from ckptkit.durable.step_writer import StepWriter, is_writable
 from ckptkit.durable.stock import (
     DEFAULT_ITEM,
     METRICS_ITEM,
-    QuietLogger,
     Setup,
     StockManager,
     checked_options,
     committed_by_mark,
+    delete_at_once,
     delete_directory,
-    delete_mark_first,
-    look_afresh,
+    forget,
 )
+from ckptkit.durable.views import Views
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.manifest import Proves, SaveId, prove_all
 from ckptkit.store import open_store
@@ -84,7 +84,7 @@ class DurableSteps:
         self._deletes_later = options.enable_background_delete
         self._store = open_store(self.url, deadline_s=_LEASE_DEADLINE_S)
         self._guard = PruneGuard(self._store)
-        self._preservation = BranchPreservation(options, self._going)
+        self._preservation = BranchPreservation(options, self._let_go)
         asynchronous = options.async_options or ocp.AsyncOptions(timeout_secs=math.ceil(timeout_s))
         orbax_options = dataclasses.replace(
             options,
@@ -102,7 +102,7 @@ class DurableSteps:
         self._step_writer = StepWriter(self.url, coordinator, profile, timeout_s=timeout_s, mode=mode, pace=self.pace)
         self._pruner = Pruner(self.url, self.stock, self._guard, options, leads=coordinator.process == 0, said=said)
         self._writer: ocp.CheckpointManager | None = None
-        self._stale: set[int] = set()  # ids of Orbax managers that another one has written past
+        self._views = Views()
         self._on_committed = asynchronous.post_finalization_callback
 
     @property
@@ -112,8 +112,8 @@ class DurableSteps:
 
     def kept(self) -> list[int]:
         """The steps that are committed and not pruned, as the last save through this process left them."""
-        latest = self._writer if id(self.stock.orbax) in self._stale else self.stock.orbax
-        return [] if latest is None else list(latest.all_steps())
+        latest = self._writer if self._views.is_behind(self.stock.orbax) else self.stock.orbax
+        return [] if latest is None else list(self._views.seen(latest).all_steps())
 
     def reader(self, step: int, proves: Proves = prove_all) -> DurableReader:
         """A reader of one step, which proves the cells that `proves` chooses."""
@@ -171,7 +171,7 @@ class DurableSteps:
     ) -> None:
         """Writes a step ourselves, and lets Orbax's books and policies know of it."""
         step = save_id.step
-        self._fresh(self.stock.orbax)
+        self._views.fresh(self.stock.orbax)
         if step in self.stock.orbax.all_steps():
             raise StepAlreadyExistsError(f"step {step} is in {self.url} already")
         if metrics is not None and self.stock.stored_metrics:
@@ -180,11 +180,10 @@ class DurableSteps:
         try:
             tidy = self._step_writer.write(self.stock.name(step), save_id, items, handlers, custom, check_epoch)
             self._identities[step] = save_id
-            if self._writer is not None:
-                self._stale.add(id(self._writer))
+            self._views.written_past(self._writer)
             self._pruner.prune(self.stock.add(step, metrics), first=tidy)
         except BaseException:
-            look_afresh(self.stock.orbax)  # the step may be there all the same: whoever asked looks, and says so
+            self._views.look_again(self.stock.orbax, self.stock.look_again)  # the step may be there all the same
             raise
 
     def _clean_left(self, save_id: SaveId) -> None:
@@ -216,7 +215,7 @@ class DurableSteps:
         default_item: bool,
     ) -> None:
         """Has a step written by Orbax: its own kinds of item, or files that the caller's options make special."""
-        writer = self._fresh(self._own_writer())
+        writer = self._views.fresh(self._own_writer())
         args = items[DEFAULT_ITEM] if default_item else ocp.args.Composite(**items)
         try:
             with self._alone():
@@ -226,10 +225,10 @@ class DurableSteps:
                 self._settle()
         except BaseException:
             # After a failed commit Orbax has forgotten older good steps (FACTS 5): look at the disk again.
-            writer.reload()
+            self._views.look_again(writer)
             raise
         finally:
-            self._stale.add(id(self.stock.orbax))
+            self._views.written_past(self.stock.orbax)
 
     def save_by_orbax(
         self,
@@ -247,7 +246,7 @@ class DurableSteps:
         an identity and no digests. No other save may be on its way.
         """
         self.stock.settle()
-        self._fresh(self.stock.orbax)
+        self._views.fresh(self.stock.orbax)
         self._pruner.wait()
         self._settle()
         self._meet_abandoned(save_id.step, ancestry)
@@ -268,14 +267,14 @@ class DurableSteps:
             if not self._deletes_later:
                 self._settle()
         except BaseException:
-            look_afresh(self.stock.orbax)
+            self._views.look_again(self.stock.orbax)
             raise
         finally:
-            if self._writer is not None:
-                self._stale.add(id(self._writer))
+            self._views.written_past(self._writer)
 
-    def delete(self, step: int) -> None:
-        """Deletes a committed step, as the options say; nothing where it is not there. No save may be on its way.
+    def delete(self, step: int, *, at_once: bool = False) -> None:
+        """Deletes a committed step, as the options say; nothing where it is not there. No save may be on its way. With
+        `at_once` it is gone then, also where the options have it deleted in the background.
 
         Announced like a prune, so that no scrub takes what is half deleted for damaged; whoever reads the step has not
         been asked. Raises `StoreError` where it cannot be announced: nothing is deleted then.
@@ -284,16 +283,26 @@ class DurableSteps:
         self._pruner.wait()
         manager = self._writer or self.stock.orbax
         forget_listings(self.url)  # Orbax does not see in them what was written beside it, and would delete nothing
-        if id(manager) in self._stale or step not in manager.all_steps():
-            manager.reload()  # puts the steps in order; Orbax keeps them as they were saved, and prunes by that
-            self._stale.discard(id(manager))
+        if self._views.is_behind(manager) or step not in manager.all_steps():
+            self._views.look(
+                manager
+            )  # puts the steps in order; Orbax prunes by that, and keeps them as they were saved
+
+        def begin(_: list[Any]) -> None:
+            self._guard.announce({step})
+            if at_once:
+                delete_at_once(manager, step)
+
         if step in manager.all_steps():
-            self._coordinator.agree("delete", None, lambda _: self._guard.announce({step}), timeout_s=self._timeout_s)
-            manager.delete(step)
-            if not self._deletes_later:
+            self._coordinator.agree("delete", None, begin, timeout_s=self._timeout_s)
+            if at_once:
+                forget(manager, step)
+            else:
+                manager.delete(step)
+            if at_once or not self._deletes_later:
                 self._settle()
         self._identities.pop(step, None)
-        self._stale.add(id(self.stock.orbax if manager is self._writer else self._writer))
+        self._views.written_past(self.stock.orbax if manager is self._writer else self._writer)
 
     def holds(self, save_id: SaveId) -> bool:
         """Whether the step is committed, and is this save. Cost: a listing and a small read."""
@@ -306,8 +315,7 @@ class DurableSteps:
         self._identities.clear()
         for manager in (self.stock.orbax, self._writer):
             if manager is not None:
-                look_afresh(manager)
-                self._stale.discard(id(manager))
+                self._views.look(manager)
 
     def wait_until_pruned(self) -> None:
         """Waits until the steps that the last save has pushed out are deleted, or could not be."""
@@ -324,32 +332,13 @@ class DurableSteps:
     def _own_writer(self) -> ocp.CheckpointManager:
         """The manager through which our own steps are written: synchronous, on the thread that asks for it first."""
         if self._writer is None:
-            options = dataclasses.replace(
-                self._options,
-                enable_async_checkpointing=False,
-                async_options=dataclasses.replace(self._options.async_options, post_finalization_callback=None),  # pyright: ignore[reportArgumentType]
-                cleanup_tmp_directories=False,
-                save_root_metadata=False,
-            )
-            self._writer = ocp.CheckpointManager(
-                self.url,
-                options=options,
-                handler_registry=handlers_of_writer(self._multiprocessing),
-                logger=QuietLogger(),
-            )
-            delete_mark_first(self._writer)
+            self._writer = make_writer(self.url, self._options, self._multiprocessing)
         return self._writer
 
     def _alone(self) -> Any:
         """Keeps other managers of this process from saving meanwhile; with several processes, whose managers would
         take turns in different orders and wait for each other for ever, nothing does."""
         return _one_save if self._coordinator.count == 1 else nullcontext()
-
-    def _fresh(self, manager: ocp.CheckpointManager) -> ocp.CheckpointManager:
-        if id(manager) in self._stale:
-            manager.reload()
-            self._stale.discard(id(manager))
-        return manager
 
     def _meet_abandoned(self, step: int, ancestry: Ancestry) -> None:
         """All processes hear from process 0 which steps are abandoned; one of the number to be saved goes first."""
@@ -370,16 +359,16 @@ class DurableSteps:
         # The one that takes its number is of this branch: without it here, its own save would prune it.
         self._preservation.abandoned = frozenset(steps) - {step}
         if step in steps:
-            self.delete(step)
+            self.delete(step, at_once=True)
 
-    def _going(self, doomed: list[int]) -> frozenset[int]:
-        """Which steps go: those that process 0's policies let go, less what somebody reads. Everybody comes, whatever
-        it would let go itself: two clocks may stand on either side of an interval's end."""
+    def _let_go(self, doomed: list[int]) -> frozenset[int]:
+        """The steps that are to be deleted: what process 0's policies let go, by its own clock and metrics, and nobody
+        reads. All processes hear it, and come whatever their own policies say: clocks and metrics differ."""
 
-        def decided(said: list[list[int]]) -> list[int]:
-            return sorted(set(said[0]) - self._guard.spare(said[0]))
+        def let_go(_: list[Any]) -> list[int]:
+            return sorted(set(doomed) - self._guard.spare(doomed))
 
-        return frozenset(self._coordinator.agree("leases", doomed, decided, timeout_s=self._timeout_s))
+        return frozenset(self._coordinator.agree("leases", None, let_go, timeout_s=self._timeout_s))
 
     def _settle(self) -> None:
         if self._coordinator.process == 0:

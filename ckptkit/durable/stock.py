@@ -6,6 +6,7 @@ The private names of Orbax that the drop-in needs are used here and nowhere else
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -29,6 +30,7 @@ METRICS_ITEM = checkpoint_manager.METRIC_ITEM_NAME
 _KEY_HANDLERS = (ocp.handlers.JaxRandomKeyCheckpointHandler, ocp.handlers.NumpyRandomKeyCheckpointHandler)
 _TREE_LAYOUT = ("_use_ocdbt", "_use_zarr3", "_type_handler_registry", "_primary_host", "_pytree_metadata_options")
 _TREE_KINDS = {"StandardCheckpointHandler": ocp.args.StandardRestore, "PyTreeCheckpointHandler": ocp.args.PyTreeRestore}
+_LOOK_S = 0.2  # how often a wait looks whether the other side lives
 _NAMING = ("_filename", "_checkpoint_name", "_key_name")  # the settings of the small handlers
 
 
@@ -64,12 +66,48 @@ def delete_mark_first(manager: ocp.CheckpointManager) -> None:
     """
     inner: Any = manager._checkpoint_deleter
     inner = getattr(inner, "_standard_deleter", inner)  # the one that deletes in the background holds another
-    delete = inner._delete_step_permanently
+    delete, delete_for_good = inner.delete, inner._delete_step_permanently
 
     def mark_first(step: int, path: Any) -> None:
-        remove_step(str(path), lambda place: delete(step, epath.Path(place)))
+        remove_step(str(path), lambda place: delete_for_good(step, epath.Path(place)))
 
-    inner._delete_step_permanently = mark_first
+    def delete_or_say(step: int) -> None:
+        if isinstance(step, _Behind):
+            step.reached.set()
+        else:
+            delete(step)
+
+    inner._delete_step_permanently, inner.delete = mark_first, delete_or_say
+
+
+class _Behind(int):
+    """Comes after the steps in the queue of the thread that deletes, and says that its turn has come."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+
+
+def delete_at_once(manager: ocp.CheckpointManager, step: int) -> None:
+    """Deletes a step, on process 0, and returns when it is gone, also where the options leave that to a thread: its
+    number is to be saved again, and that thread goes by numbers.
+
+    Meets nobody, and leaves the step in the books (`forget`). Raises what the deletion raises; Orbax's thread makes no
+    more after that.
+    """
+    deletes: Any = manager._checkpoint_deleter
+    deletes.delete(step)
+    if not hasattr(deletes, "_standard_deleter"):
+        return
+    behind = _Behind()
+    deletes.delete(behind)
+    while not behind.reached.wait(_LOOK_S):
+        if not deletes._delete_thread.is_alive():
+            raise deletes._exception or RuntimeError("Orbax's thread that deletes steps has ended")
+
+
+def forget(manager: ocp.CheckpointManager, step: int) -> None:
+    """Strikes a step that was deleted beside a manager out of its books."""
+    manager._checkpoints.delete_if(lambda info: info.step == step)
 
 
 def committed_by_mark(options: ocp.CheckpointManagerOptions, url: str) -> ocp.CheckpointManagerOptions:
@@ -189,6 +227,14 @@ class StockManager:
         ):
             return committed_steps(root_url(str(root)), names, self.orbax.all_steps())
         return dict.fromkeys(sorted({found.step for found in names.find_all(root)})) if root.exists() else {}
+
+    def look_again(self) -> None:
+        """After a save of ours that failed, and whose step may be there all the same: has Orbax's manager look for its
+        steps where the storage has others than it knows. Cost: a listing under our limits of time, where Orbax's own
+        have none. Raises `StoreError`, and what Orbax raises."""
+        forget_listings(root_url(str(self.orbax.directory)))
+        if list(self.listed()) != sorted(self.orbax.all_steps()):
+            look_afresh(self.orbax)
 
     def name(self, step: int) -> str:
         """The name of the directory in which a step is written."""

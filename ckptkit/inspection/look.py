@@ -31,6 +31,7 @@ from ckptkit.inspection.shares import (
     incomplete,
     items_of_manifest,
     leaf_of_record,
+    own_processes,
     read_share,
     read_shares,
     read_sidecars,
@@ -147,12 +148,14 @@ def _origin(place: Place, items: Sequence[Place], problems: list[str]) -> tuple[
     hosts: set[str] = set()
     for item in ours:
         try:
-            first, *others = sidecar_processes(item)  # each names all leaves
-            manifests = read_sidecars(item, [first], extent="leaves") + read_sidecars(item, others, extent="head")
+            present = sidecar_processes(item)
+            (told,) = read_sidecars(item, present[:1], extent="leaves")  # each names all leaves
+            present = own_processes(item, told, present)
+            manifests = [told, *read_sidecars(item, present[1:], extent="head")]
         except CorruptCheckpointError as error:
             problems.append(str(error))
             continue
-        why = incomplete(item, manifests, sidecar_processes(item))
+        why = incomplete(item, manifests, present)
         if why is not None:
             problems.append(why)
             continue

@@ -88,6 +88,21 @@ def sidecar_processes(item: Place) -> list[int]:
     return sorted(process for name in names if (process := layout.process_of_sidecar(name)) is not None)
 
 
+def own_processes(item: Place, first: Manifest, present: Sequence[int]) -> list[int]:
+    """Those of `present` whose sidecars may be of the save of `first`, the sidecar of one of them.
+
+    A run of more processes that was fenced off, and goes on, may put a sidecar into a bucket late, under a number for
+    which the step's save has no process. Cost: a read for each number beyond that. Raises `CorruptCheckpointError`.
+    """
+    beyond = [process for process in present if process >= first.writer.count]
+    late = {
+        process
+        for process, manifest in zip(beyond, read_sidecars(item, beyond, extent="head"), strict=True)
+        if manifest.save_id != first.save_id
+    }
+    return [process for process in present if process not in late]
+
+
 def incomplete(item: Place, manifests: Sequence[Manifest], present: Sequence[int]) -> str | None:
     """Why the sidecars of an item do not prove it; None where they do."""
     saves = sorted({str(manifest.save_id) for manifest in manifests})

@@ -22,7 +22,7 @@ from ckptkit.inspection.directories import (
 )
 from ckptkit.inspection.places import Place, no_directory, readable
 from ckptkit.inspection.records import Holding, Listing, State, StepEntry
-from ckptkit.inspection.shares import Share, incomplete, read_shares, read_sidecars, sidecar_processes
+from ckptkit.inspection.shares import Share, incomplete, own_processes, read_shares, read_sidecars, sidecar_processes
 from ckptkit.manifest import SaveId
 from ckptkit.slot_reader import slot_directories
 from ckptkit.store.roots import root_url
@@ -135,6 +135,7 @@ def _sidecar_facts(place: Place, step: int, items: Sequence[str], ancestry: Ance
         if not processes:
             continue
         manifest = read_sidecars(item, processes[:1], extent="head")[0]
+        processes = own_processes(item, manifest, processes)
         identity, present, expected = manifest.save_id, tuple(processes), manifest.writer.count
         problem = problem or incomplete(item, [manifest], processes)
         if identity.step != step:

@@ -19,6 +19,11 @@ _NO_CREDENTIALS = ("GoogleAuthError", "DefaultCredentialsError", "RefreshError",
 _PLAIN_KEY = re.compile(r"[\w./=+,~ -]+")  # of any other gcsfs would take a part for a generation
 _PART_BYTES = 8 << 20  # of an upload: services want 5 MiB at least
 _TRANSIENT_STATUS = {408, 409, 429, 500, 502, 503, 504}
+_UNANSWERED = {"botocore ConnectionError", "botocore HTTPClientError", "google TransportError"}
+_S3_BATCH = 1000  # keys of one deletion
+# What S3 says of single objects of a batch, in an answer that is a success as a whole.
+_S3_TRANSIENT = {"InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
+_S3_ABSENT = {"NoSuchKey", "NoSuchVersion"}
 
 
 @final
@@ -88,6 +93,7 @@ class RemoteStore:
         """The whole object; raises `FileNotFoundError` where there is none."""
         path = self._path(key)
         with self._asking(key, "get"):
+            self._fs.invalidate_cache(path)  # s3fs would say that what was put after a listing is not there
             return self._ask("cat_file", path)
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
@@ -157,12 +163,26 @@ class RemoteStore:
     def delete_many(self, keys: Sequence[str]) -> None:
         """Removes objects in batches, where the service has them."""
         paths = [self._path(key) for key in keys]
+        if self._is_on("s3", "s3a"):
+            self._delete_on_s3(paths)
+            return
         try:
             with self._asking("", "delete"):
                 self._ask("rm", paths)
         except FileNotFoundError:  # some file systems stop at the first that is absent
             for key in keys:
                 self.delete(key)
+
+    def _delete_on_s3(self, paths: Sequence[str]) -> None:
+        """What the service did not delete is said in an answer that is a success: s3fs's own `rm` passes over it, and a
+        step would lose its bytes and keep its mark."""
+        names = [self._fs.split_path(path)[:2] for path in paths]
+        for start in range(0, len(names), _S3_BATCH):
+            batch = names[start : start + _S3_BATCH]
+            keys = {"Objects": [{"Key": key} for _, key in batch], "Quiet": True}
+            with self._asking("", "delete"):
+                answer = self._ask("call_s3", "delete_objects", Bucket=batch[0][0], Delete=keys)
+            _raise_undeleted(self._url, answer.get("Errors", []))
 
     def stat_all(self, prefix: str) -> dict[str, Stat]:
         """See `Store.stat_all`."""
@@ -242,11 +262,23 @@ def _translated(where: str, needs: Needed = "list", timeout_s: float | None = No
             or type(error).__name__ in _NO_CREDENTIALS
         ):
             raise refused(where, f"{type(error).__name__}: {error}", needs=needs) from error
-        if status in _TRANSIENT_STATUS or isinstance(error, (ConnectionError, TimeoutError)):
-            raise TransientStoreError(message, path=where) from error
-        if type(error).__module__.split(".")[0] in ("aiohttp", "requests"):  # gcsfs makes a ProxyError of a 502
+        if status in _TRANSIENT_STATUS or _is_unanswered(error):
             raise TransientStoreError(message, path=where) from error
         raise StoreError(message, path=where) from error
+
+
+def _is_unanswered(error: Exception) -> bool:
+    """Whether a client had no answer, or a part of one: a network that blinks.
+
+    The libraries below have types of their own for it, which are no `ConnectionError` of Python's.
+    """
+    kinds = {f"{kind.__module__.partition('.')[0]} {kind.__name__}" for kind in type(error).__mro__}
+    library = type(error).__module__.partition(".")[0]
+    return (
+        isinstance(error, (ConnectionError, TimeoutError))
+        or library in ("aiohttp", "requests")  # gcsfs makes a ProxyError of a 502
+        or not kinds.isdisjoint(_UNANSWERED)
+    )
 
 
 def _status(error: Exception) -> int | None:
@@ -269,3 +301,20 @@ def forget_listings(url: str) -> None:
     if found:
         for each in tuple(fsspec.get_filesystem_class(protocol)._cache.values()):
             each.invalidate_cache()
+
+
+def _raise_undeleted(where: str, errors: Sequence[Mapping[str, str]]) -> None:
+    """Raises for objects that S3 has left where they are: a refusal, which no retry mends, before all else."""
+    left = sorted((each for each in errors if each.get("Code") not in _S3_ABSENT), key=_may_pass)
+    if not left:
+        return
+    first = left[0]
+    said = f"{first.get('Key')}: {first.get('Code')}: {first.get('Message')} ({len(left)} objects are not deleted)"
+    if first.get("Code") == "AccessDenied":
+        raise refused(where, said, needs="delete")
+    kind = TransientStoreError if _may_pass(first) else StoreError
+    raise kind(f"{where}: {said}", path=where)
+
+
+def _may_pass(error: Mapping[str, str]) -> bool:
+    return error.get("Code") in _S3_TRANSIENT

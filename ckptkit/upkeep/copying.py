@@ -19,7 +19,7 @@ from ckptkit.durable.leases import Lease
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError, StoreFullError
 from ckptkit.inspection.directories import step_items
 from ckptkit.inspection.places import Place
-from ckptkit.store import open_store
+from ckptkit.store import open_store, put_new
 from ckptkit.store.local import sync_directory
 from ckptkit.store.roots import is_remote
 from ckptkit.upkeep.copy_planning import JOURNAL, CopyPlan, CopyStep
@@ -206,7 +206,7 @@ class _Copying:
                 if f"{item}/{layout.COMMIT_MARK}" not in self._arrived:
                     store.put(f"{item}/{layout.COMMIT_MARK}", text)
             store.delete(JOURNAL)
-            store.put(layout.COMMIT_MARK, text, mode="create")
+            put_new(store, layout.COMMIT_MARK, text)
             return
         store.delete(JOURNAL)
         if marked:

@@ -18,7 +18,7 @@ from ckptkit.durable.deletion import move_away, remove_step
 from ckptkit.durable.epochs import Ancestry
 from ckptkit.durable.leases import Doom, PruneGuard
 from ckptkit.durable.pins import pinned_steps
-from ckptkit.errors import CheckpointError, StoreError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, no_directory
 from ckptkit.inspection.records import FORMAT, State
 from ckptkit.inspection.steps import DurableStep, durable_steps
@@ -284,8 +284,7 @@ def _removed(each: PruneStep) -> bool:
     """Deletes a step; False where another save has its number by now."""
     try:
         if is_remote(each.path):
-            remove_step(each.path, shutil.rmtree)
-            return True
+            return remove_step(each.path, shutil.rmtree, lambda: _is_still(each))
         aside = move_away(each.path)
         if each.save_id is not None and DurableReader(aside, step=each.step).save_id() != each.save_id:
             os.rename(aside, each.path)
@@ -298,3 +297,12 @@ def _removed(each: PruneStep) -> bool:
             f"{error.filename or each.path}: {error.strerror}; it was not deleted", path=each.path
         ) from error
     return True
+
+
+def _is_still(each: PruneStep) -> bool:
+    """Whether a step is the save that the plan was made for: many deletions take long, and a job may go back meanwhile
+    and save its number again."""
+    try:
+        return each.save_id is None or DurableReader(each.path, step=each.step).save_id() == each.save_id
+    except CorruptCheckpointError:
+        return False

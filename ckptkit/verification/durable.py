@@ -28,7 +28,7 @@ from ckptkit.inspection.directories import (
     step_items,
 )
 from ckptkit.inspection.places import Place, readable
-from ckptkit.inspection.shares import incomplete, leaf_of_record, read_sidecars, sidecar_processes
+from ckptkit.inspection.shares import incomplete, leaf_of_record, own_processes, read_sidecars, sidecar_processes
 from ckptkit.manifest import LeafRecord, Manifest, SaveId, cell_ranges, digest_of
 from ckptkit.sharding import Box
 from ckptkit.store.roots import is_remote
@@ -177,7 +177,9 @@ def _sidecars_into(sidecars: dict[str, tuple[Manifest, ...]], item: Place, step:
         if signs is not None and has_sidecar_sign(signs):
             raise CorruptCheckpointError(f"{item.url} has lost its {layout.SIDECAR_DIR}, which every item of ours has")
         return
-    manifests = tuple(read_sidecars(item, present))
+    found = dict(zip(present, read_sidecars(item, present), strict=True))
+    present = own_processes(item, found[present[0]], present)
+    manifests = tuple(found[process] for process in present)
     why = incomplete(item, manifests, present)
     if why is None and manifests[0].save_id.step != step:
         why = f"{item.url} has sidecars of step {manifests[0].save_id.step}, found in step {step}"

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Set
 from contextlib import suppress
 
 from ckptkit import layout
+from ckptkit.clock import wall_s
 from ckptkit.durable.deletion import remove_step
 from ckptkit.errors import StoreError
 from ckptkit.inspection.arrays import OCDBT
@@ -25,6 +26,8 @@ from ckptkit.verification.rebuild import CannotMendError, Sidecars, sidecars_for
 from ckptkit.verification.sources import Sources
 
 _REPLACED = "it was pruned or replaced meanwhile"
+_PREFIX = "repair-"  # then when it began, in seconds since 1970, and a name of its own
+_DEAD_AFTER_S = 86400.0  # a repair writes one step once; no clocks are so far apart
 
 
 def mend_object_step(
@@ -37,7 +40,7 @@ def mend_object_step(
     hold what it takes, `StoreError`.
     """
     store, name = open_store(root), place.name
-    work = f"{layout.SIDECAR_DIR}/repair-{uuid.uuid4().hex}"
+    work = f"{layout.SIDECAR_DIR}/{_PREFIX}{wall_s():.0f}-{uuid.uuid4().hex}"
     generations = _generations(store, name)
     try:
         sidecars = sidecars_for(place, sources)
@@ -55,15 +58,29 @@ def mend_object_step(
             store.delete_many(store.list_all(work))
 
 
+def clean_object_repairs(root: str) -> None:
+    """Deletes the copies that repairs which died more than a day ago were making below a root in a bucket.
+
+    A bucket has no lock that dies with its holder, so what is younger is left. One that lived after all would stop
+    with an error, and leave what every repair that stops leaves: a step that the next one mends. Cost: one listing.
+    Raises `StoreError`.
+    """
+    store = open_store(root)
+    for name in store.list(layout.SIDECAR_DIR):
+        if not (name.startswith(_PREFIX) and name.endswith("/")):
+            continue
+        began, _, own_name = name.removeprefix(_PREFIX).partition("-")
+        if own_name and began.isdecimal() and wall_s() - int(began) > _DEAD_AFTER_S:
+            store.delete_many(store.list_all(f"{layout.SIDECAR_DIR}/{name.rstrip('/')}"))
+
+
 def put_object_step_aside(place: Place, before: object, root: str) -> str | None:
     """Moves a step to the root's quarantine: copied whole, then deleted, its mark first; why not, where it changed."""
     if identity_of(place.again()) != before:
         return _REPLACED
     put_copy_aside(open_store(root), place.name)
-    if identity_of(place.again()) != before:
-        return _REPLACED
-    remove_step(place.url, lambda _: None)
-    return None
+    removed = remove_step(place.url, lambda _: None, lambda: identity_of(place.again()) == before)
+    return None if removed else _REPLACED
 
 
 def put_copy_aside(store: Store, name: str) -> None:

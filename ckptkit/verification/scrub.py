@@ -23,7 +23,7 @@ from ckptkit.slot_reader import slot_directories
 from ckptkit.store import open_store
 from ckptkit.store.roots import is_remote, root_url
 from ckptkit.verification.durable import identity_of, items_of, prove_step
-from ckptkit.verification.mend_object import mend_object_step, put_object_step_aside
+from ckptkit.verification.mend_object import clean_object_repairs, mend_object_step, put_object_step_aside
 from ckptkit.verification.mend_slot import can_mend, mend_share, put_manifest_aside, put_share_aside
 from ckptkit.verification.mend_step import clean_repairs, mend_step, put_step_aside
 from ckptkit.verification.pool import MEMORY_BYTES_MAX, THREADS, Limits
@@ -138,7 +138,9 @@ class _Scrubber:
         findings += [finding for _, proof, _ in bad_steps for finding in proof.findings]
         findings += [finding for _, finding in self._manifests]
         try:
-            if self._repair and not is_remote(self._place.url):
+            if self._repair and is_remote(self._place.url):
+                clean_object_repairs(self._place.url)
+            elif self._repair:
                 clean_repairs(Path(self._place.url))
             treatments = [self._treat_manifest(path) for path, _ in self._manifests]
             treatments += [self._treat_share(proof) for proof in bad_shares]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import gcsfs
@@ -17,16 +16,8 @@ from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, PermissionWit
 from tests.cli.conftest import HOST, Run
 from tests.states import make_state, save_args
 
-BUCKET = "cli-bucket"
+BUCKET = "runs"
 ROOT = f"gs://{BUCKET}/run"
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
-    with BucketServer(dir=tmp_path / "bucket", buckets=[BUCKET]) as server:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        yield server
 
 
 def test_a_bucket_is_a_root(ckpt: Run, server: BucketServer, tmp_path: Path) -> None:

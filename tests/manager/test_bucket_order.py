@@ -7,8 +7,6 @@ before each request begins; real saves are held to it, and every state that it a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -43,14 +41,6 @@ AFTER: dict[str, set[str]] = {
     MARK: {*WHOLE, ITEM_MARK, STEP_FILE, EPOCH},
     "delete intent": {MARK},
 }
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
-    with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        yield server
 
 
 def name_of(kind: Kind, name: str) -> str:

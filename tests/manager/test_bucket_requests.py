@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,14 +18,6 @@ from ckptkit.testing.bucket import BucketServer, Delay, Fault, FaultPlan, Fixed,
 from tests.states import abstract, assert_same
 
 LEAVES = 600  # of a small transformer with Adam
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
-    with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        yield server
 
 
 def state_of(step: int) -> dict[str, jax.Array]:

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 import ckptkit
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Hang, PermissionWithdrawn, Status
 from tests.states import abstract, assert_same, make_state, restore_args, save_args
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
-    with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        yield server
 
 
 def test_a_bucket_that_is_not_there_is_named(server: BucketServer) -> None:

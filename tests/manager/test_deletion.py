@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
+import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +15,9 @@ from etils import epath
 import ckptkit
 from ckptkit import layout
 from ckptkit.durable import deletion, leases, pruning
-from ckptkit.durable.preservation import BranchPreservation
+from ckptkit.durable.leftovers import clean_left
+from ckptkit.store import MemoryStore, open_store
+from ckptkit.testing import FaultyStore, StoreCrash, StoreFault
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
 
 
@@ -51,20 +52,49 @@ def test_a_step_that_takes_an_abandoned_number_is_kept(tmp_path: Path, make: Any
         assert restored(manager) == 66
 
 
-def test_what_goes_is_not_decided_by_this_process_alone() -> None:
-    """Where nothing is to go by its own clock it would not come to the meeting, and the others wait for it."""
-    options = ocp.CheckpointManagerOptions(keep_time_interval=datetime.timedelta(hours=1), max_to_keep=1)
-    asked: list[list[int]] = []
+def test_an_abandoned_number_is_saved_again_where_steps_are_deleted_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each save of the new branch would meet the old step of its number and fail, or be deleted in its place."""
+    move_away = deletion.move_away
 
-    def going(doomed: list[int]) -> frozenset[int]:
-        asked.append(doomed)
-        return frozenset({2})
+    def late(where: str) -> str:
+        time.sleep(0.3)
+        return move_away(where)
 
-    first = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
-    times = {step: first + datetime.timedelta(hours=step) for step in (1, 2, 3)}
-    steps = [SimpleNamespace(step=step, time=time, metrics=None) for step, time in times.items()]
-    assert BranchPreservation(options, going).should_preserve(steps, context=None) == [True, False, True]
-    assert asked == [[]]
+    with make_manager(tmp_path, enable_background_delete=True) as manager:
+        for step in (1, 2, 3):
+            save(manager, step, step)
+        monkeypatch.setattr(deletion, "move_away", late)
+        manager.restore(1)
+        for step in (2, 3):
+            save(manager, step, 10 * step)
+        assert manager.all_steps() == [1, 2, 3]
+    with make_manager(tmp_path) as manager:
+        assert manager.all_steps() == [1, 2, 3]
+        assert restored(manager) == 30
+
+
+def test_a_deletion_in_the_background_that_fails_says_so_to_the_save_that_takes_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save would wait for ever for Orbax's thread, which ends at the first error."""
+
+    def refused(where: str) -> str:
+        raise PermissionError(where)
+
+    manager = make_manager(tmp_path, enable_background_delete=True)
+    save(manager, 1, 1)
+    save(manager, 2, 2)
+    monkeypatch.setattr(deletion, "move_away", refused)
+    manager.restore(1)
+    with pytest.raises(ckptkit.SaveFailedError, match="step 2 was not committed to tier durable: PermissionError"):
+        save(manager, 2, 20)
+    monkeypatch.undo()
+    with pytest.raises(PermissionError):  # Orbax's, of its thread
+        manager.close()
+    with make_manager(tmp_path) as manager:
+        assert restored(manager) == 1
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["in place", "background"])
@@ -118,6 +148,69 @@ def test_a_bucket_loses_the_mark_first(tmp_path: Path, monkeypatch: pytest.Monke
         with make_manager("gs://runs/marked") as manager:
             assert manager.all_steps() == [1]
             assert restored(manager) == 1
+
+
+@pytest.mark.parametrize("prunes", [False, True], ids=["by name", "pruned"])
+def test_what_a_deletion_in_a_bucket_has_left_is_removed_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prunes: bool
+) -> None:
+    """A step without its mark says to nobody whose it was: its bytes would be billed for ever."""
+    with BucketServer(dir=tmp_path, buckets=["runs"]) as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        store = open_store("gs://runs/left")
+        with make_manager("gs://runs/left", max_to_keep=1 if prunes else None) as manager:
+            save(manager, 1, 1)
+            refused = Fault(effect=Status(code=403), kinds=(Kind.DELETE,), objects="left/1/default/*")
+            server.faults = FaultPlan(faults=(refused,))
+            save(manager, 2, 2)
+            if not prunes:
+                with pytest.raises(Exception, match=r"(?i)forbidden|403|denied|permission"):
+                    manager.delete(1)
+        server.faults = FaultPlan()
+        assert store.list_all("1")
+        with make_manager("gs://runs/left") as manager:
+            save(manager, 3, 3)
+            assert manager.all_steps() == [2, 3]
+        assert store.list_all("1") == []
+        assert store.list(layout.INTENTS_DIR) == []
+
+
+def test_a_deletion_in_a_bucket_that_dies_anywhere_is_done_by_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same after each of its requests: what is left is the whole step, or is gone with the next run."""
+    keys = [f"{step}/{name}" for step in (4, 40) for name in (layout.COMMIT_MARK, "_CHECKPOINT_METADATA", "a/d/x")]
+
+    def made() -> MemoryStore:
+        store = MemoryStore("gs://runs/run")
+        for key in keys:
+            store.put(key, b"1")
+        return store
+
+    counted = FaultyStore(made())
+    monkeypatch.setattr(deletion, "open_store", lambda url: {"gs://runs/run": counted}[url])
+    deletion.remove_step("gs://runs/run/4", lambda place: None)
+    operations = counted.operations
+    assert counted.list_all("") == sorted(keys[3:])
+    for died_after in range(operations):
+        store = made()
+        dying = FaultyStore(store, [StoreFault(effect="crash", skip=died_after)])
+        monkeypatch.setattr(deletion, "open_store", lambda url, dying=dying: dying)
+        with pytest.raises(StoreCrash):
+            deletion.remove_step("gs://runs/run/4", lambda place: None)
+        left = store.list_all("4")
+        clean_left(store, 1, lambda place: None)  # the next run
+        assert store.list_all("") == sorted(keys if keys[0] in left else keys[3:]), died_after
+
+
+def test_a_bucket_that_takes_nothing_any_more_can_be_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a quota is reached a deletion would wait for room that only it can make."""
+    store = MemoryStore("gs://runs/run")
+    for name in (layout.COMMIT_MARK, "default/d/x"):
+        store.put(f"4/{name}", b"1")
+    full = FaultyStore(store, [StoreFault(effect="full")])
+    monkeypatch.setattr(deletion, "open_store", lambda url: full)
+    deletion.remove_step("gs://runs/run/4", lambda place: None)
+    assert store.list_all("") == []
 
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["by name", "an abandoned one"])

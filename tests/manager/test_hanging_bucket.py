@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,6 @@ from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Hang, Kind, P
 TIMEOUT_S = 1.0  # of an operation: generous for a bucket in this process
 PROFILE = DurableProfile(operation_timeout_s=TIMEOUT_S)
 DATA = "*/1/default/d/*"
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
-    with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        yield server
-        server.faults = FaultPlan()
 
 
 @pytest.fixture
@@ -82,6 +73,42 @@ def test_an_upload_that_hangs_is_given_up_and_made_again(server: BucketServer, r
         assert restored(manager) == 3
         recovered = next(event for event in events if event.kind == ckptkit.Kind.RECOVERED)
         assert (recovered.step, recovered.tier, recovered.fields["failures"]) == (3, "durable", 1)
+
+
+def test_a_bucket_that_cannot_be_listed_does_not_hide_why_a_save_failed(
+    server: BucketServer, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Orbax says of a bucket that is away is nothing to try again after: the save would be given up."""
+    events: list[ckptkit.Event] = []
+
+    def fails_once(owner: Any, name: str, error: Exception) -> list[str]:
+        asked, original = list[str](), getattr(owner, name)
+
+        def ask(*args: Any) -> Any:
+            asked.append(name)
+            if len(asked) == 1:
+                raise error
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, ask)
+        return asked
+
+    server.faults = FaultPlan(faults=(Fault(effect=Hang(), kinds=(Kind.WRITE,), objects=DATA, count=1),))
+    with manager_of(run, events) as manager:
+        stock = manager._durable.stock
+        fails_once(stock, "listed", ckptkit.TransientStoreError("the bucket is away"))
+        reloads = fails_once(stock.orbax, "reload", OSError(errno.ECONNREFUSED, "the bucket is away"))
+        save(manager, 1)
+        manager.wait_until_finished()
+        assert [event.step for event in events if event.kind == ckptkit.Kind.RETRIED] == [1]
+        save(manager, 2)
+        manager.wait_until_finished()
+        assert len(reloads) == 2, "the next saves look again, until one has seen it"
+        save(manager, 3)
+        manager.wait_until_finished()
+        assert len(reloads) == 2
+        assert manager.all_steps() == [1, 2, 3]
+        assert restored(manager) == 3
 
 
 @pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "default/_METADATA", "default/manifest.ocdbt"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import threading
@@ -24,7 +25,7 @@ from ckptkit.durable.deletion import move_away
 from ckptkit.durable.leftovers import clean_left, left_behind
 from ckptkit.durable.step_writer import StepWriter
 from ckptkit.errors import CheckpointError
-from ckptkit.manifest import SaveId
+from ckptkit.manifest import Manifest, SaveId
 from ckptkit.store import MemoryStore, open_store
 from ckptkit.testing import FaultyStore, StoreCrash, StoreFault
 from ckptkit.testing.bucket import BucketServer
@@ -228,6 +229,79 @@ def test_a_cleaning_that_dies_anywhere_is_done_by_the_next() -> None:
         assert set(without_intents(store)) >= {*whole[:2], "7/d/x"}
         assert not [key for key in without_intents(store) if key.startswith("5/")]
         assert store.list(layout.INTENTS_DIR) == []
+
+
+def test_what_an_attempt_could_not_remove_is_removed_by_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the intents of those before it first: without its own the objects would be nobody's, and stay."""
+    store = make_left()
+    refuses = FaultyStore(store, [StoreFault(effect="io error", operations=("delete",), keys="5/*")])
+    monkeypatch.setattr(attempts, "open_store", lambda url: refuses)
+    attempt = BucketAttempt("gs://runs/run", "5", SaveId(2, 5, 0))
+    with pytest.raises(ckptkit.StoreError):
+        attempt.begin()
+    attempt.give_up()
+    assert store.list_all("5") == ["5/_METADATA", "5/d/x", "5/d/y"]
+    assert sorted(clean_left(store, 4, lambda place: None)) == ["5", "6"]
+    assert store.list_all("5") == []
+    assert store.list(layout.INTENTS_DIR) == []
+
+
+def test_an_attempt_that_another_has_the_step_of_leaves_no_intent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every later run would look into a step that is whole."""
+    store = make_left()
+    monkeypatch.setattr(attempts, "open_store", lambda url: store)
+    with pytest.raises(ckptkit.StepAlreadyExistsError):
+        BucketAttempt("gs://runs/run", "4", SaveId(2, 4, 0)).begin()
+    with pytest.raises(CheckpointError, match="a later run than epoch 2"):
+        BucketAttempt("gs://runs/run", "6", SaveId(2, 6, 0)).begin()
+    assert not [name for name in store.list(layout.INTENTS_DIR) if name.startswith("e00000002")]
+
+
+class SaysItsOwnIsThere:
+    """A store whose client repeats a put that was answered, and the answer lost: it finds its own object there."""
+
+    def __init__(self, inner: MemoryStore):
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def put(self, key: str, data: bytes, *, mode: Any = "replace") -> None:
+        self._inner.put(key, data, mode=mode)
+        if mode == "create":
+            raise FileExistsError(key)
+
+
+def test_a_cleaning_knows_its_own_intent() -> None:
+    """One lost answer, and nothing of what earlier runs have left would be removed in this one."""
+    store: Any = SaysItsOwnIsThere(make_left())
+    assert clean_left(store, 2, lambda place: None) == ["5"]
+
+
+def test_a_late_record_of_a_larger_run_that_was_fenced_off_is_no_part_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that wakes up puts what it still had to, under a name that the newer run with fewer processes has not
+    taken: a step that is committed would be damaged by it."""
+    with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        with make_manager("gs://runs/run") as manager:
+            save(manager, 1, 1.0)
+            save(manager, 2, 2.0)
+        store, directory = open_store("gs://runs/run"), f"2/default/{layout.SIDECAR_DIR}"
+        found = Manifest.from_bytes(store.get(f"{directory}/{layout.sidecar_name(0)}"), path="2")
+        writer = dataclasses.replace(found.writer, process=1, count=2)
+        late = dataclasses.replace(found, save_id=SaveId(0, 2, 0), writer=writer)
+        store.put(f"{directory}/{layout.sidecar_name(1)}", late.to_bytes())
+        with make_manager("gs://runs/run") as manager:
+            assert restored(manager) == (2, 2.0)
+        assert [proof.state for proof in ckptkit.verify("gs://runs/run").steps] == ["proven", "proven"]
+        assert ckptkit.inspect("gs://runs/run/2").origin.proven
+        # Without a marker that says which of them is the step's, nobody knows.
+        store.put(f"2/{layout.COMMIT_MARK}", b"Checkpoint commit was successful")
+        with make_manager("gs://runs/run") as manager:
+            assert restored(manager)[1] == 1.0
 
 
 def test_a_cleaning_of_a_disk_that_dies_is_done_by_the_next(tmp_path: Path) -> None:

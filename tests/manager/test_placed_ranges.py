@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,14 +29,6 @@ STATE = {
 }
 PADDED = {"padded": jnp.arange(5 * 3_400_001, dtype=jnp.float32).reshape(5, 3_400_001)}
 SMALL_BYTES = sum(np.asarray(leaf).nbytes for leaf in STATE["small"])
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
-    with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        yield server
 
 
 def save(state: Any = None, **settings: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import ckptkit
 from ckptkit.cli import main
 from ckptkit.conversion import convert, plan_convert
 from ckptkit.formats import open_checkpoint
-from ckptkit.store import RemoteStore, open_store
+from ckptkit.store import RemoteStore, open_store, put_new
 from ckptkit.store.refused import refused
 from tests.formats.writers import by_numpy
 from tests.states import abstract, assert_same, make_state
@@ -124,6 +126,21 @@ def test_a_claim_is_one_writers(root: str) -> None:
     assert store.get("claim") == b"first"
 
 
+def test_what_was_put_after_a_listing_is_there(root: str) -> None:
+    """s3fs takes what it has listed for all there is: of two runs that claim one epoch, the second would hear that the
+    record is gone, and not that there is another run."""
+    store = open_store(root)
+    store.put("epochs/1", b"1")
+    assert store.list("epochs") == ["1"]
+    key = f"{root.removeprefix(f's3://{BUCKET}/')}/epochs/2"
+    boto3.client("s3").put_object(Bucket=BUCKET, Key=key, Body=b"theirs")
+    with pytest.raises(FileExistsError):
+        put_new(store, "epochs/2", b"mine")
+    assert store.list("epochs") == ["1", "2"]
+    boto3.client("s3").put_object(Bucket=BUCKET, Key=key, Body=b"theirs, longer")
+    assert store.get("epochs/2") == b"theirs, longer"
+
+
 @pytest.fixture
 def conditional_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """moto takes `If-None-Match` with a put alone; Amazon with a copy too."""
@@ -163,6 +180,52 @@ def test_of_two_commits_at_once_one_is_refused(root: str, monkeypatch: pytest.Mo
     with pytest.raises(FileNotFoundError):
         store.copy("intents/b", "other", mode="create")
     assert store.list_all("") == ["intents/a", "mark"]
+
+
+@pytest.fixture
+def kept_marks(root: str) -> Iterator[None]:
+    """The service refuses to delete the mark of step 1; every answer to a batch is a success all the same."""
+    client, resource = boto3.client("s3"), f"arn:aws:s3:::{root.removeprefix('s3://')}/1/commit_success.txt"
+    refused_here = {"Effect": "Deny", "Principal": "*", "Action": "s3:DeleteObject", "Resource": resource}
+    client.put_bucket_policy(Bucket=BUCKET, Policy=json.dumps({"Version": "2012-10-17", "Statement": [refused_here]}))
+    yield
+    client.delete_bucket_policy(Bucket=BUCKET)
+
+
+def test_a_mark_that_the_service_keeps_keeps_its_step(root: str, kept_marks: None) -> None:
+    """s3fs passes over what was not deleted: the bytes would go, the step stay in listings, and nobody hear of it."""
+    reasons: list[str] = []
+    log = ckptkit.EventLog()
+    log.observe(lambda event: reasons.append(event.fields["reason"]) if event.kind == ckptkit.Kind.DEGRADED else None)
+    with ckptkit.CheckpointManager(root, options=ocp.CheckpointManagerOptions(max_to_keep=1), events=log) as manager:
+        save(manager, 1)
+        whole = open_store(root).list_all("1")
+        save(manager, 2)
+        assert len(reasons) == 1
+        said = r"step 1 is to be deleted, and is not yet: StoreError: .* missing is s3:DeleteObject"
+        assert re.match(said, reasons[0])
+        assert open_store(root).list_all("1") == whole
+        with ckptkit.CheckpointManager(root, options=ocp.CheckpointManagerOptions(read_only=True)) as reader:
+            assert_same(restored(reader, 1), make_state(1))
+
+
+def test_an_object_that_a_batch_has_left_is_deleted_by_the_next(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An internal error of the service, which it asks to try again, would leave objects that somebody pays for."""
+    store, asked = open_store(root), RemoteStore._ask
+    failed: list[str] = []
+
+    def fails_once(self: RemoteStore, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method == "call_s3" and not failed:
+            failed.extend(each["Key"] for each in kwargs["Delete"]["Objects"])
+            return {"Errors": [{"Key": failed[0], "Code": "InternalError", "Message": "Please try again."}]}
+        return asked(self, method, *args, **kwargs)
+
+    for key in ("a/b", "a/c"):
+        store.put(key, b"1")
+    monkeypatch.setattr(RemoteStore, "_ask", fails_once)
+    store.delete_many(["a/b", "a/c", "a/gone"])
+    assert len(failed) == 3
+    assert store.list_all("a") == []
 
 
 def test_a_refusal_names_bucket_key_and_permission(root: str) -> None:

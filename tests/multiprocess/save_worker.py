@@ -46,7 +46,7 @@ def main() -> None:
     os.environ["XLA_FLAGS"] += f" --xla_dump_to={dump} --xla_dump_hlo_as_text"
     worker = Worker(args.dir, process, coordinator, dump)
     acts = [worker.count_a_real_collective, *(partial(worker.save_by, each) for each in STRATEGIES)]
-    for act in [*acts, worker.restore, worker.veto, worker.replicas]:
+    for act in [*acts, worker.restore, worker.veto, worker.replicas, worker.policies]:
         act()
         (args.dir / f"found-{process}.json").write_text(json.dumps(worker.found))
     jax.distributed.shutdown()
@@ -190,6 +190,34 @@ class Worker:
             steps = manager.all_steps()
         events = [[e.step, dict(e.fields)] for e in self._events if e.kind == "replicas_differ"]
         self.found["replicas"] = {"steps": steps, "events": events}
+
+    def policies(self) -> None:
+        """Saves three steps of which process 0's policy keeps the newest, and process 1's the newest two."""
+        import orbax.checkpoint as ocp
+
+        import ckptkit
+
+        known, log = len(self._events), ckptkit.EventLog(process=self._process)
+        log.observe(self._events.append)
+        options = ocp.CheckpointManagerOptions(preservation_policy=_KeepsNewest(1 + self._process))  # pyright: ignore[reportArgumentType]
+        with ckptkit.CheckpointManager(self._root / "policies", options=options, events=log, timeout_s=10) as manager:
+            for step in (1, 2, 3):
+                manager.save(step, args=save_args(step))
+                manager.wait_until_finished()
+            steps = manager.all_steps()
+        reasons = [event.fields["reason"] for event in self._events[known:] if "reason" in event.fields]
+        self.found["policies"] = {"steps": steps, "failures": [each for each in reasons if "leases" in each]}
+
+
+class _KeepsNewest:
+    """A policy that goes by something that is not the same on every process: as a clock, or a metric."""
+
+    def __init__(self, count: int):
+        self._count = count
+
+    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+        del context
+        return [len(checkpoints) - at <= self._count for at in range(len(checkpoints))]
 
 
 def replicated(process: int, seed: int, bad: list[str]) -> Any:

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from ckptkit.formats import open_checkpoint
 from ckptkit.formats.tensors import Tensor
 from ckptkit.resharding import Mesh, open_source, plan_reshard, reshard
 from ckptkit.sharding import Box
-from ckptkit.testing.bucket import BucketServer
+from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
 from ckptkit.verification import verify
 from tests.cli.conftest import Ours, Run
 from tests.multiprocess.starters import environment, run, skip_without
@@ -276,20 +275,9 @@ def test_interrupted_after_every_commit_and_resumed(
         assert not list(tmp_path.glob(".*"))
 
 
-BUCKET = "reshard-bucket"
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
-    with BucketServer(dir=tmp_path / "bucket", buckets=[BUCKET]) as server:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        yield server
-
-
 def test_into_a_bucket_marker_last(ckpt: Run, striped: Path, server: BucketServer, tmp_path: Path) -> None:
     """What is half written in a bucket would be taken for a step, or another checkpoint be overwritten."""
-    target = f"gs://{BUCKET}/run/9"
+    target = "gs://runs/run/9"
     opened = open_source(str(striped), timeout_s=20)
     plan = plan_reshard(opened, target, [Mesh.parse(MESH)], memory_bytes=1 << 20)
 
@@ -299,13 +287,13 @@ def test_into_a_bucket_marker_last(ckpt: Run, striped: Path, server: BucketServe
 
     with opened.opened, pytest.raises(KeyboardInterrupt):
         reshard(opened, plan, memory_bytes=1 << 20, progress=interrupt)
-    assert not gcsfs.GCSFileSystem().exists(f"{BUCKET}/run/9/commit_success.txt")
+    assert not gcsfs.GCSFileSystem().exists("runs/run/9/commit_success.txt")
     assert ckpt("reshard", striped, target, "--mesh", MESH, "--memory", "1MB", "--resume").code == 0
     assert ckpt("verify", target).code == 0
     assert read(target) == read(striped)
-    with ocp.CheckpointManager(f"gs://{BUCKET}/run") as manager:
+    with ocp.CheckpointManager("gs://runs/run") as manager:
         assert manager.all_steps() == [9]
-    left = gcsfs.GCSFileSystem().find(f"{BUCKET}")
+    left = gcsfs.GCSFileSystem().find("runs")
     assert not [name for name in left if "ckptkit-part" in name]
     assert "is there already" in ckpt("reshard", striped, target, "--mesh", MESH).err
 
@@ -313,9 +301,12 @@ def test_into_a_bucket_marker_last(ckpt: Run, striped: Path, server: BucketServe
 @pytest.mark.parametrize("to", ["orbax", "hf", "safetensors"])
 def test_convert_into_a_bucket(to: str, ckpt: Run, striped: Path, server: BucketServer) -> None:
     """People would need a disk as large as the checkpoint to move it."""
-    target = f"gs://{BUCKET}/out" + ".safetensors" * (to == "safetensors")
+    target = "gs://runs/out" + ".safetensors" * (to == "safetensors")
+    # The answer is lost, and the client below repeats the put.
+    lost = Fault(effect=Status(code=503, stage="after"), kinds=(Kind.WRITE,), objects="out/commit_success.txt", count=1)
+    server.faults = FaultPlan(faults=(lost,))
     words = ["convert", striped, target, "--to", to, "--shard-size", "600KiB"]
     assert ckpt(*words).code == 0
     assert read(target) == read(striped)
-    assert not [name for name in gcsfs.GCSFileSystem().find(BUCKET) if "ckptkit-part" in name]
+    assert not [name for name in gcsfs.GCSFileSystem().find("runs") if "ckptkit-part" in name]
     assert "is there already" in ckpt(*words).err

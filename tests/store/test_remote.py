@@ -89,6 +89,24 @@ def test_a_broken_connection_is_transient(error: Exception, text: str) -> None:
             operation()
 
 
+@pytest.mark.parametrize(
+    ("library", "name", "fields"),
+    [
+        ("botocore.exceptions", "EndpointConnectionError", {"endpoint_url": "https://s3"}),
+        ("botocore.exceptions", "ConnectTimeoutError", {"endpoint_url": "https://s3"}),
+        ("botocore.exceptions", "ReadTimeoutError", {"endpoint_url": "https://s3"}),
+        ("botocore.exceptions", "ConnectionClosedError", {"endpoint_url": "https://s3"}),
+        ("google.auth.exceptions", "TransportError", {}),
+    ],
+)
+def test_what_a_library_calls_no_answer_is_transient(library: str, name: str, fields: dict[str, str]) -> None:
+    """If it failed, a network that blinks would end a run on Amazon, or wherever a token is due meanwhile."""
+    error = getattr(pytest.importorskip(library), name)(**fields)
+    for operation in operations_of(failing(error)):
+        with pytest.raises(TransientStoreError, match=f"^memory://bucket/run/(key|dir): {name}: "):
+            operation()
+
+
 def test_any_other_error_is_a_store_error_with_its_cause() -> None:
     """If it failed, a bug in a library would look like an absent object."""
     cause = RuntimeError("what is this")

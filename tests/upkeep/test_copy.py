@@ -15,7 +15,7 @@ import ckptkit
 from ckptkit.durable import EpochRecords
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from ckptkit.store import open_store
-from ckptkit.testing.bucket import BucketServer
+from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
 from ckptkit.upkeep import copy, copying, plan_copy, plan_rollback, rollback
 from tests.upkeep.conftest import HOST, make_root, manager_of, restored, save
 from tests.upkeep.test_prune import flip, steps_in
@@ -147,6 +147,18 @@ def test_interrupted_at_every_object(
             store = open_store(into)
             store.delete_many(store.list_all(""))
     assert count > 1
+
+
+def test_a_mark_whose_answer_is_lost_is_put(tmp_path: Path, bucket: BucketServer) -> None:
+    """The client below repeats the put, and a copy that is whole would be said to stand in its own way."""
+    root = tmp_path / "run"
+    make_root(root, (1,))
+    mark = "run/1/commit_success.txt"
+    lost = Fault(effect=Status(code=503, stage="after"), kinds=(Kind.WRITE,), objects=mark, count=1)
+    bucket.faults = FaultPlan(faults=(lost,))
+    assert copy(plan_copy(str(root), BUCKET)).done
+    assert bucket.fired() == [1]
+    assert restored(BUCKET) == (1, 1)
 
 
 def test_another_source_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -313,3 +313,32 @@ def test_on_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         prune(plan)
         assert steps_in(root) == [2, 4, 5]
         assert restored(root) == (4, 44)
+
+
+def test_a_number_that_a_job_saves_anew_on_a_bucket_while_older_steps_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pruning of a thousand steps takes minutes: the newest step of a run that went back meanwhile would go."""
+    with BucketServer(dir=tmp_path / "bucket", buckets=["upkeep"]) as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        root = "gs://upkeep/run"
+        make_root(root, (1, 2, 3, 4))
+        plan = plan_prune(root, [KeepNewest(1), EverySteps(2)])
+        assert [each.step for each in plan.doomed] == [1, 3]
+        remove_step = pruning.remove_step
+
+        def goes_back_after(where: str, *args: Any) -> Any:
+            removed = remove_step(where, *args)
+            if where.endswith("/1"):
+                with manager_of(root) as manager:
+                    manager.restore(2)
+                    save(manager, 3, 33)
+            return removed
+
+        monkeypatch.setattr(pruning, "remove_step", goes_back_after)
+        done = acts(prune(plan))
+        assert done[1][0] == "delete"
+        assert done[3] == ("leave", ("it was saved anew meanwhile",))
+        assert steps_in(root) == [2, 3, 4]
+        assert restored(root) == (3, 33)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,7 @@ def test_a_step_in_a_bucket_from_a_slot(home: Path, how: str) -> None:
     assert_restored(home)
     aside = f"_ckptkit/{QUARANTINE_DIR}/"
     assert {key.removeprefix(aside): store.get(key) for key in store.list_all(aside[:-1])} == damaged
-    assert not [key for key in store.list_all("") if "repair-" in key]
+    assert not repairs(store)
 
 
 def test_what_no_slot_has_is_put_aside(home: Path) -> None:
@@ -195,6 +196,25 @@ def test_a_step_that_is_saved_anew_while_it_is_mended(home: Path, monkeypatch: p
     assert {key: store.get(key) for key in anew} == anew
 
 
+def test_a_step_that_is_saved_anew_while_it_is_put_aside(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newer save of that number would be deleted for the damage of the older one."""
+    store, anew = open_store(ROOT), ("1/_CHECKPOINT_METADATA", b'{"another": "save"}')
+    damage(store, "flipped")
+    before = store.list_all("1")
+    shutil.rmtree(home / "ram")
+    (home / "ram").mkdir()
+    remove_step = mend_object.remove_step
+
+    def replaced_before(*args: Any) -> Any:
+        store.put(*anew)
+        return remove_step(*args)
+
+    monkeypatch.setattr(mend_object, "remove_step", replaced_before)
+    assert acts(scrubbed(home)) == [(1, "durable", "leave", False)]
+    assert store.list_all("1") == before
+    assert store.get(anew[0]) == anew[1]
+
+
 class Died(BaseException):
     """The process ends here."""
 
@@ -248,3 +268,13 @@ def test_a_repair_that_dies_after_any_change_is_done_by_the_next(
         points += stride
     assert points > 10
     assert_restored(home)
+    assert repairs(store), "what died mid-way has left its copy"
+    scrubbed(home)
+    assert repairs(store), "it may live"
+    monkeypatch.setattr(mend_object, "wall_s", lambda: time.time() + 1.1 * 86400)
+    scrubbed(home)
+    assert not repairs(store)
+
+
+def repairs(store: Store) -> list[str]:
+    return [key for key in store.list_all("_ckptkit") if "repair-" in key]
