@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ import ckptkit
 from ckptkit import layout
 from ckptkit.durable import deletion, leases, pruning
 from ckptkit.durable.leftovers import clean_left
+from ckptkit.durable.preservation import BranchPreservation
 from ckptkit.store import MemoryStore, open_store
 from ckptkit.testing import FaultyStore, StoreCrash, StoreFault
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
@@ -95,6 +98,22 @@ def test_a_deletion_in_the_background_that_fails_says_so_to_the_save_that_takes_
         manager.close()
     with make_manager(tmp_path) as manager:
         assert restored(manager) == 1
+
+
+def test_what_goes_is_not_decided_by_this_process_alone() -> None:
+    """Where nothing is to go by its own clock it would not come to the meeting, and the others wait for it."""
+    options = ocp.CheckpointManagerOptions(keep_time_interval=datetime.timedelta(hours=1), max_to_keep=1)
+    asked: list[list[int]] = []
+
+    def going(doomed: list[int]) -> frozenset[int]:
+        asked.append(doomed)
+        return frozenset({2})
+
+    first = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+    times = {step: first + datetime.timedelta(hours=step) for step in (1, 2, 3)}
+    steps = [SimpleNamespace(step=step, time=time, metrics=None) for step, time in times.items()]
+    assert BranchPreservation(options, going).should_preserve(steps, context=None) == [True, False, True]
+    assert asked == [[]]
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["in place", "background"])
