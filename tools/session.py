@@ -26,6 +26,7 @@ COMMANDS = (
 )
 _COLUMNS = 124
 _HOST = "host-a"
+_ERASED = re.compile(r"[^\n]*\n\x1b\[\?25h\r\x1b\[1A\x1b\[2K")  # a progress bar that goes at its end
 
 
 def save_steps(root: Path) -> None:
@@ -82,7 +83,7 @@ def shown(command: str, home: Path) -> str:
     code = process.wait()
     if code not in (0, 20):
         raise RuntimeError(f"{command} ended with {code}: {b''.join(chunks).decode()}")
-    return b"".join(chunks).decode().replace("\r\n", "\n").replace(str(home), "/data")
+    return _ERASED.sub("", b"".join(chunks).decode().replace("\r\n", "\n")).replace(str(home), "/data")
 
 
 def record(commands: tuple[str, ...] = COMMANDS) -> str:

@@ -10,9 +10,10 @@ from typing import Any
 import click
 import jax
 
-from ckptkit.cli.convert import CastType, show_plan
+from ckptkit.cli.convert import SHARD_SIZE, CastType, show_plan
 from ckptkit.cli.exits import Exit
-from ckptkit.cli.options import DRY_RUN, JSON, MAP, MEMORY, TIMEOUT, SizeType
+from ckptkit.cli.memory import keep_freed_memory
+from ckptkit.cli.options import DRY_RUN, JSON, MAP, MEMORY, TIMEOUT
 from ckptkit.cli.progress import progress_bar
 from ckptkit.cli.text import print_json
 from ckptkit.conversion import (
@@ -26,7 +27,6 @@ from ckptkit.conversion import (
     read_rules,
     state_of,
 )
-from ckptkit.conversion.converting import SHARD_BYTES
 from ckptkit.formats import open_checkpoint
 from ckptkit.formats.tensors import Checkpoint
 
@@ -37,15 +37,7 @@ _WRITING = [
     click.option(
         "--dtype", "casts", type=CastType(), multiple=True, metavar="PATTERN=DTYPE", help="Cast floats; repeatable."
     ),
-    click.option(
-        "--shard-size",
-        "shard_bytes",
-        type=SizeType(),
-        default=SHARD_BYTES,
-        show_default="5 GiB",
-        metavar="SIZE",
-        help="Of each file of hf.",
-    ),
+    SHARD_SIZE,
     DRY_RUN,
     click.option("--resume", is_flag=True, help="Go on where an interrupted run of the same command stopped."),
     JSON,
@@ -77,7 +69,7 @@ def extract(
     if not only and not without:
         raise click.UsageError("say which parts: --only or --without")
     rules = [] if map_path is None else read_rules(map_path)
-    return _write([source], target, lambda opened: extracted(opened[0], only, without), rules, **flags)
+    return _write([source], target, lambda opened: extracted(opened[0], only, without), rules, "extract", **flags)
 
 
 @click.command()
@@ -117,7 +109,8 @@ def merge(
             return averaged(opened, memory_bytes=flags["memory_bytes"])
         return lora_merged(*opened, alpha=lora_alpha) if lora else combined(opened, rules)
 
-    return _write(sources, target, make, rules if average or lora else [], **flags)
+    how = "average" if average else f"lora, alpha {lora_alpha}" if lora else f"combine by {rules}"
+    return _write(sources, target, make, rules if average or lora else [], how, **flags)
 
 
 def _write(
@@ -125,6 +118,7 @@ def _write(
     target: str,
     make: Callable[[Sequence[Checkpoint]], Checkpoint],
     rules: Sequence[MapRule],
+    how: str,
     *,
     to: Any,
     casts: Sequence[tuple[str, str]],
@@ -135,6 +129,7 @@ def _write(
     memory_bytes: int,
     timeout_s: float,
 ) -> int:
+    keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")  # Orbax asks JAX for its process: no accelerator is to be taken for that
     with ExitStack() as files:
         opened = [files.enter_context(open_checkpoint(source, timeout_s=timeout_s)) for source in sources]
@@ -142,7 +137,8 @@ def _write(
         plan = plan_convert(
             made, target, to, rules=rules, casts=casts, shard_bytes=shard_bytes, memory_bytes=memory_bytes
         )
-        plan = replace(plan, notes=(*plan.notes, f"of the sources in state {state_of(opened)}"))
+        # What is gone on with must come from the same files in the same way.
+        plan = replace(plan, made_by=f"{how} of {state_of(opened)}: {plan.made_by}")
         if not dry_run:
             with progress_bar() as progress:
                 convert(made, plan, memory_bytes=memory_bytes, resume=resume, progress=progress)

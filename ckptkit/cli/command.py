@@ -65,5 +65,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="ckptkit", message="%(package)s %(version)s")
 def commands() -> None:
     """Look at checkpoints, prove them, mend them, keep them in order. Needs no accelerator."""

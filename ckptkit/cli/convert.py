@@ -11,11 +11,21 @@ from ckptkit.cli.exits import Exit
 from ckptkit.cli.memory import keep_freed_memory
 from ckptkit.cli.options import JSON, MAP, MEMORY, TIMEOUT, SizeType
 from ckptkit.cli.progress import progress_bar
-from ckptkit.cli.text import print_json, print_line, print_table, shape_text, size_text
+from ckptkit.cli.text import count_text, print_json, print_line, print_table, shape_text, size_text
 from ckptkit.conversion import ConvertPlan, plan_convert, read_rules
 from ckptkit.conversion import convert as convert_tensors
 from ckptkit.conversion.converting import SHARD_BYTES
 from ckptkit.formats import open_checkpoint
+
+SHARD_SIZE = click.option(
+    "--shard-size",
+    "shard_bytes",
+    type=SizeType(),
+    default=SHARD_BYTES,
+    show_default="5 GiB",
+    metavar="SIZE",
+    help="Of each file of hf.",
+)
 
 
 class CastType(click.ParamType):
@@ -41,14 +51,7 @@ class CastType(click.ParamType):
 @click.option(
     "--dtype", "casts", type=CastType(), multiple=True, metavar="PATTERN=DTYPE", help="Cast floats; repeatable."
 )
-@click.option(
-    "--shard-size",
-    type=SizeType(),
-    default=SHARD_BYTES,
-    show_default="5 GiB",
-    metavar="SIZE",
-    help="Of each file of hf.",
-)
+@SHARD_SIZE
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--resume", is_flag=True, help="Go on where an interrupted run of the same conversion stopped.")
 @JSON
@@ -60,7 +63,7 @@ def convert(
     to: Any,
     map_path: str | None,
     casts: tuple[tuple[str, str], ...],
-    shard_size: int,
+    shard_bytes: int,
     dry_run: bool,
     resume: bool,
     as_json: bool,
@@ -76,7 +79,7 @@ def convert(
     rules = [] if map_path is None else read_rules(map_path)
     with open_checkpoint(source, timeout_s=timeout_s) as opened:
         plan = plan_convert(
-            opened, target, to, rules=rules, casts=casts, shard_bytes=shard_size, memory_bytes=memory_bytes
+            opened, target, to, rules=rules, casts=casts, shard_bytes=shard_bytes, memory_bytes=memory_bytes
         )
         if not dry_run:
             with progress_bar() as progress:
@@ -97,8 +100,9 @@ def show_plan(plan: ConvertPlan, dry_run: bool) -> None:
         ]
         print_table([("leaf", False), ("dtype", False), ("shape", False), ("bytes", True)], rows)
         print_line()
-    files = f" in {len(plan.files)} files" if plan.to == "hf" else ""
+    files = f" in {count_text(len(plan.files), 'file')}" if plan.to == "hf" else ""
+    leaves = count_text(len(plan.tensors), "leaf", "leaves")
     verb = "would be written" if dry_run else "written"
-    print_line(f"{plan.target}: {len(plan.tensors)} leaves, {size_text(plan.written_bytes)}{files} {verb} as {plan.to}")
+    print_line(f"{plan.target}: {leaves}, {size_text(plan.written_bytes)}{files} {verb} as {plan.to}")
     for note in plan.notes:
         print_line(f"  {note}")

@@ -9,7 +9,7 @@ import click
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import DRY_RUN, JSON, TIMEOUT
 from ckptkit.cli.progress import progress_bar
-from ckptkit.cli.text import print_json, print_line, print_table, size_text
+from ckptkit.cli.text import count_text, print_json, print_line, print_table, size_text
 from ckptkit.upkeep import CopyPlan, plan_copy
 from ckptkit.upkeep import copy as copy_steps
 
@@ -44,7 +44,7 @@ def copy(source: str, target: str, dry_run: bool, resume: bool, as_json: bool, t
 def _show(plan: CopyPlan) -> None:
     copied = [each for each in plan.steps if each.act == "copy"]
     verb = "copied and proven" if plan.done else "would be copied"
-    count = f"{len(copied)} step{'s' * (len(copied) != 1)}, {size_text(plan.copied_bytes)}"
+    count = f"{count_text(len(copied), 'step')}, {size_text(plan.copied_bytes)}"
     print_line(f"{plan.source} to {plan.target}: {count} {verb}")
     for note in plan.notes:
         print_line(f"  {note}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import click
 
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import JSON, MAP, MEMORY, TIMEOUT
-from ckptkit.cli.text import print_json, print_line, print_table
-from ckptkit.conversion import Difference, mapped, read_rules
+from ckptkit.cli.progress import reading_bar
+from ckptkit.cli.text import count_text, print_json, print_line, print_table
+from ckptkit.conversion import Difference, mapped, no_arrays, read_rules
 from ckptkit.conversion import diff as diff_tensors
 from ckptkit.formats import open_checkpoint
 
@@ -34,22 +37,26 @@ def diff(
     """
     rules = [] if map_path is None else read_rules(map_path)
     with open_checkpoint(a, timeout_s=timeout_s) as one, open_checkpoint(b, timeout_s=timeout_s) as two:
-        found = diff_tensors(
-            mapped(one.by_name(), rules), two.by_name(), rtol=rtol, atol=atol, memory_bytes=memory_bytes
-        )
+        tensors = mapped(one.by_name(), rules), two.by_name()
+        with reading_bar() as progress:
+            found = diff_tensors(*tensors, rtol=rtol, atol=atol, memory_bytes=memory_bytes, progress=progress)
+        notes = [f"not compared: {each}" for each in dict.fromkeys([*no_arrays(one), *no_arrays(two)])]
     if as_json:
-        print_json(found.to_json())
+        print_json({**found.to_json(), "notes": notes})
     else:
-        _show(found)
+        _show(found, notes)
     return Exit.OK if found.same else Exit.DIFFERENT
 
 
-def _show(found: Difference) -> None:
+def _show(found: Difference, notes: Sequence[str]) -> None:
     close = sum(leaf.close for leaf in found.values)
-    print_line(
-        f"{found.equal} leaves are the same, {len(found.values) - close} differ in their values"
-        + f", {close} within the tolerances" * (close > 0)
-    )
+    counts = [
+        count_text(found.equal, "leaf is the same", "leaves are the same"),
+        count_text(len(found.values) - close, "differs in its values", "differ in their values"),
+    ]
+    print_line(", ".join(counts) + f", {close} within the tolerances" * (close > 0))
+    for note in notes:
+        print_line(f"  {note}")
     for title, names in (("only in A", found.only_a), ("only in B", found.only_b)):
         for name in names:
             print_line(f"  {title}: {name}")

@@ -6,7 +6,7 @@ import click
 
 from ckptkit.cli.exits import exit_with
 from ckptkit.cli.options import HOST_ID, JSON, TIERS, TIMEOUT, fast_tiers
-from ckptkit.cli.text import print_json, print_line
+from ckptkit.cli.text import count_text, print_json, print_line
 from ckptkit.diagnosis import Diagnosis, diagnose
 
 _TITLES = {"at risk": "At risk", "slow": "Slow", "wasteful": "Wasteful"}
@@ -37,8 +37,10 @@ def doctor(
 
 def _show(found: Diagnosis) -> None:
     logs = "no event logs were given (--events)" if found.events is None else f"event logs of {found.events}"
-    count = f"{len(found.advice)} findings" if found.advice else "nothing to say"
+    count = count_text(len(found.advice), "finding") if found.advice else "nothing to say"
     print_line(f"{found.root}: {count}; {found.rules} rules, {logs}")
+    for note in found.notes:
+        print_line(f"  {note}")
     for kind, title in _TITLES.items():
         of_kind = [each for each in found.advice if each.kind == kind]
         if of_kind:

@@ -14,13 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ckptkit.cli.exits import Exit
-from ckptkit.cli.goodput_export import prometheus_text, write_picture, write_tensorboard, write_whole
-from ckptkit.cli.text import print_json, print_line, print_table
+from ckptkit.cli.goodput_export import prometheus_text, write_picture, write_tensorboard
+from ckptkit.cli.outputs import OutputFile, needed, write_whole
+from ckptkit.cli.text import count_text, print_json, print_line, print_table
 from ckptkit.clock import monotonic_s, time_text
 from ckptkit.events import Event, Kind
 from ckptkit.goodput import GoodputReport, goodput_page, goodput_report, load_run, timeline_of
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
+_FILE = OutputFile()
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 _NUMBERS = frozenset({
     "time", "share", "attempt", "process", "in", "steps lost", "first step after", "caught up after",
@@ -53,6 +54,10 @@ def goodput(
     """
     if follow and as_json:
         raise click.UsageError("--follow is for a terminal: leave --json out, or leave --follow out")
+    if png:
+        needed("matplotlib", "plot")
+    if tensorboard:
+        needed("tensorboardX", "tensorboard")
     if follow:
         _follow(run_dir)
     logs = load_run(run_dir)
@@ -143,12 +148,14 @@ def _head(report: GoodputReport) -> list[str]:
     goodput, saves = report.goodput, report.saves
     stall = "no saves"
     if saves.stall_ms_p50 is not None:
-        stall = f"{saves.saves:,} saves, stall p50 {saves.stall_ms_p50:.1f} ms, p99 {saves.stall_ms_p99:.1f} ms"
+        stall = f"stall p50 {saves.stall_ms_p50:.1f} ms, p99 {saves.stall_ms_p99:.1f} ms"
+        stall = f"{count_text(saves.saves, 'save')}, {stall}"
     return [
         f"{time_text(report.wall_s)} in all",
         f"goodput {goodput.ml_goodput:.2%} (Google's ML goodput), {goodput.effective_training_time:.2%} "
         f"(effective training time), {goodput.new_steps:.2%} (new steps / elapsed)",
-        f"{goodput.distinct_steps:,} steps kept, {len(report.disruptions)} losses; {stall}",
+        f"{count_text(goodput.distinct_steps, 'step')} kept, "
+        f"{count_text(len(report.disruptions), 'loss', 'losses')}; {stall}",
     ]
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import click
-
+from ckptkit.cli.outputs import needed, write_figure
 from ckptkit.clock import time_text
 from ckptkit.goodput import GoodputReport, Timeline
 
@@ -68,19 +65,9 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replaces the file in one step: a collector or browser that reads meanwhile never sees half of it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
 def write_tensorboard(directory: Path, report: GoodputReport, run: Timeline) -> None:
     """Scalars in `directory`: the report's at the last step, each commit at its own. Needs tensorboardX."""
-    writer: Any = _extra("tensorboardX", "tensorboard").SummaryWriter(str(directory))
+    writer: Any = needed("tensorboardX", "tensorboard").SummaryWriter(str(directory))
     last = report.goodput.distinct_steps
     ended_s = run.origin_s + run.wall_s
     for name, labels, value in _samples(report):
@@ -95,7 +82,7 @@ def write_tensorboard(directory: Path, report: GoodputReport, run: Timeline) -> 
 
 def write_picture(path: Path, report: GoodputReport) -> None:
     """A PNG of the time by kind. Needs matplotlib."""
-    _extra("matplotlib", "plot")
+    needed("matplotlib", "plot")
     from matplotlib.figure import Figure
 
     rows = [(str(part).replace("_", " "), seconds) for part, seconds in report.parts_s.items() if seconds > 0]
@@ -108,12 +95,4 @@ def write_picture(path: Path, report: GoodputReport) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.set_title(f"goodput {report.goodput.ml_goodput:.1%} (Google's ML goodput) of {time_text(report.wall_s)}")
-    figure.savefig(path, dpi=120)
-
-
-def _extra(module: str, extra: str) -> Any:
-    """An optional package, or a usage error that says how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise click.UsageError(f"this needs {module}: pip install 'ckptkit[{extra}]'") from error
+    write_figure(path, figure)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import click
 
 from ckptkit.cli.exits import exit_with
@@ -46,16 +48,23 @@ def inspect(
         elif not stats:
             show_inspection(found, depth)
     if stats:
-        _with_statistics(found, depth, as_json, memory_bytes, timeout_s)
+        found = _with_statistics(found, depth, as_json, memory_bytes, timeout_s)
     return exit_with(found.problems)
 
 
-def _with_statistics(found: Inspection, depth: int | None, as_json: bool, memory_bytes: int, timeout_s: float) -> None:
+def _with_statistics(
+    found: Inspection, depth: int | None, as_json: bool, memory_bytes: int, timeout_s: float
+) -> Inspection:
+    """Prints it with its statistics; gives it with what was found damaged while the arrays were read."""
+    from ckptkit.cli.progress import reading_bar
     from ckptkit.cli.show_statistics import show_statistics, statistics, stats_json  # imports JAX and Orbax
 
-    known = statistics(found, memory_bytes, timeout_s)
+    with reading_bar() as progress:
+        known, damaged = statistics(found, memory_bytes, timeout_s, progress)
+    found = replace(found, problems=tuple(dict.fromkeys((*found.problems, *damaged))))
     if as_json:
         print_json({**found.to_json(depth=depth or 1), "stats": stats_json(known)})
-        return
-    show_inspection(found, depth)
-    show_statistics(known)
+    else:
+        show_inspection(found, depth)
+        show_statistics(known)
+    return found

@@ -27,6 +27,13 @@ def progress_bar() -> Iterator[Callable[[int, int], None] | None]:
 
 
 @contextmanager
+def reading_bar() -> Iterator[Callable[[int, int], None] | None]:
+    """What takes the bytes that are read and those in all; as `progress_bar`, gone at the end."""
+    with _bar(DownloadColumn(binary_units=True), TransferSpeedColumn(), transient=True) as update:
+        yield update
+
+
+@contextmanager
 def counting_bar() -> Iterator[Callable[[int, int], None] | None]:
     """What takes how much is done and how much there is in all, of anything; as `progress_bar`, gone at the end."""
     with _bar(TimeRemainingColumn(), transient=True) as update:

@@ -11,7 +11,7 @@ from ckptkit.cli.exits import Exit
 from ckptkit.cli.memory import keep_freed_memory
 from ckptkit.cli.options import JSON, MEMORY, TIMEOUT, SizeType
 from ckptkit.cli.progress import progress_bar
-from ckptkit.cli.text import print_json, print_line, print_table, shape_text, size_text
+from ckptkit.cli.text import count_text, print_json, print_line, print_table, shape_text, size_text
 from ckptkit.coordination import make_coordinator
 from ckptkit.resharding import (
     Amplification,
@@ -123,7 +123,8 @@ def reshard(
         print_json({**plan.to_json(), "written": not dry_run})
     elif job.process == 0:
         verb = "would be written" if dry_run else "written"
-        print_line(f"{plan.target}: {len(plan.leaves)} leaves, {size_text(plan.written_bytes)} {verb}")
+        leaves = count_text(len(plan.leaves), "leaf", "leaves")
+        print_line(f"{plan.target}: {leaves}, {size_text(plan.written_bytes)} {verb}")
     return Exit.OK
 
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ckptkit import clock
-from ckptkit.cli.text import age_text, print_line, print_table, shape_text, short_json, size_text
+from ckptkit.cli.text import age_text, count_text, print_line, print_table, shape_text, short_json, size_text
 from ckptkit.errors import StepNotFoundError
 from ckptkit.inspection import Inspection, Item, Leaf, totals
 
@@ -16,6 +16,8 @@ from ckptkit.inspection import Inspection, Item, Leaf, totals
 def matching(found: Inspection, pattern: str | None, sort: str | None) -> Inspection:
     """`found` with only the leaves that match, in the order asked for; raises where none does."""
     items = tuple(replace(item, leaves=_chosen(item, pattern, sort)) for item in found.items)
+    if pattern is not None:  # of some leaves nobody says it
+        items = tuple(replace(item, stored_bytes=None) for item in items)
     if pattern is not None and not any(item.leaves for item in items):
         raise StepNotFoundError(
             f"{found.path}: no leaf matches {pattern!r}; inspect without --match lists them", path=found.path
@@ -49,7 +51,7 @@ def _heading(found: Inspection, sums: Mapping[str, Any]) -> list[str]:
     step = "" if found.step is None else f" {found.step}"
     lines = [f"{found.path}: {what if step else found.kind}{step}, {_layouts(found)}"]
     lines += [f"  {note}" for note in found.notes]
-    processes = "" if origin.processes is None else f" from {origin.processes} process{'es' * (origin.processes != 1)}"
+    processes = "" if origin.processes is None else f" from {count_text(origin.processes, 'process', 'processes')}"
     hosts = f" on {', '.join(origin.hosts[:4])}{', ...' * (len(origin.hosts) > 4)}" if origin.hosts else ""
     save = "" if origin.save_id is None else f", save {origin.save_id}"
     age = "" if origin.committed_at_s is None else f", {age_text(clock.wall_s() - origin.committed_at_s)} ago"
@@ -59,8 +61,16 @@ def _heading(found: Inspection, sums: Mapping[str, Any]) -> list[str]:
             "  proven: every cell has a digest (not checked here)" if origin.proven else f"  {_unproven(found)}"
         )
     if sums["leaves"] or origin.writer != "unknown":
-        lines.append(f"  {sums['leaves']} leaves, {size_text(sums['bytes'])} ({sums['bytes']} bytes)")
+        leaves = count_text(sums["leaves"], "leaf", "leaves")
+        lines.append(f"  {leaves}, {size_text(sums['bytes'])} ({sums['bytes']} bytes){_stored(found)}")
     return lines
+
+
+def _stored(found: Inspection) -> str:
+    """What the files of the arrays take, where that is known of all of them."""
+    sizes = [item.stored_bytes for item in found.items if item.kind == "arrays"]
+    known = [size for size in sizes if size is not None]
+    return f", {size_text(sum(known))} stored" if known and len(known) == len(sizes) else ""
 
 
 def _layouts(found: Inspection) -> str:

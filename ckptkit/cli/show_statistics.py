@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from ckptkit.cli.text import print_line, print_table
 from ckptkit.conversion import Statistics, statistics_of
+from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats import open_checkpoint
 from ckptkit.inspection import Inspection
 
@@ -16,12 +17,25 @@ _COLUMNS = [(title, title != "leaf") for title in ("leaf", "min", "max", "mean",
 Known = Mapping[tuple[str, str], Statistics]
 
 
-def statistics(found: Inspection, memory_bytes: int, timeout_s: float) -> Known:
-    """Those of the leaves of an inspection, by item and name; PRNG keys have none."""
+def statistics(
+    found: Inspection, memory_bytes: int, timeout_s: float, progress: Callable[[int, int], None] | None
+) -> tuple[Known, list[str]]:
+    """Those of the leaves of an inspection, by item and name, and what of them is damaged; PRNG keys have none."""
     wanted = [(item.name, leaf.name) for item in found.items for leaf in item.leaves]
+    known, problems, done = dict[tuple[str, str], Statistics](), list[str](), 0
     with open_checkpoint(found.path, timeout_s=timeout_s) as opened:
         tensors = {(tensor.item, tensor.name): tensor for tensor in opened.tensors if tensor.leaf.key_impl is None}
-        return {key: statistics_of(tensors[key], memory_bytes) for key in wanted if key in tensors}
+        chosen = [key for key in wanted if key in tensors]
+        total = sum(tensors[key].nbytes for key in chosen)
+        for key in chosen:
+            try:
+                known[key] = statistics_of(tensors[key], memory_bytes)
+            except CorruptCheckpointError as error:  # of the others there is still something to say
+                problems.append(str(error))
+            done += tensors[key].nbytes
+            if progress is not None:
+                progress(done, total)
+    return known, problems
 
 
 def show_statistics(known: Known) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ckptkit import clock
-from ckptkit.cli.text import age_text, print_line, print_table, size_text
+from ckptkit.cli.text import age_text, count_text, print_line, print_table, short_json, size_text
 from ckptkit.inspection import Listing, StepEntry
 
 _COLUMNS = [
@@ -16,17 +18,19 @@ _COLUMNS = [
     ("processes", False),
     ("items", False),
 ]
+_METRICS_CHARS = 80
 
 
 def show_steps(listing: Listing) -> None:
     """Prints it on stdout."""
-    steps = len(listing.steps)
-    print_line(f"{listing.root}: {steps} step{'s' * (steps != 1)}, host {listing.host_id}")
+    print_line(f"{listing.root}: {count_text(len(listing.steps), 'step')}, host {listing.host_id}")
     for note in listing.notes:
         print_line(f"  {note}")
     if listing.steps:
+        told = any(entry.metrics is not None for entry in listing.steps)
         print_line()
-        print_table(_COLUMNS, [_row(entry) for entry in listing.steps])
+        rows = [[*_row(entry), *[_metrics_text(entry.metrics)] * told] for entry in listing.steps]
+        print_table([*_COLUMNS, *[("metrics", False)] * told], rows)
 
 
 def _row(entry: StepEntry) -> list[str]:
@@ -43,3 +47,9 @@ def _row(entry: StepEntry) -> list[str]:
         of,
         ", ".join(entry.items),
     ]
+
+
+def _metrics_text(metrics: Any) -> str:
+    if isinstance(metrics, dict):
+        return ", ".join(f"{name} {short_json(value, 20)}" for name, value in metrics.items())[:_METRICS_CHARS]
+    return "" if metrics is None else short_json(metrics, _METRICS_CHARS)

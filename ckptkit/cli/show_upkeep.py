@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptkit.cli.text import print_line, print_table, size_text
+from ckptkit.cli.text import count_text, print_line, print_table, size_text
 from ckptkit.upkeep import PrunePlan, RollbackPlan, Usage
 
 _KINDS = ("arrays", "small", "metadata", "digests")
@@ -12,15 +12,18 @@ def show_usage(found: Usage, plan: PrunePlan | None) -> None:
     """Prints it on stdout."""
     dead = sum(each.stored_bytes for each in found.dead)
     print_line(
-        f"{found.root}: {size_text(found.stored_bytes)} ({found.stored_bytes} bytes) in {len(found.steps)} steps, "
-        f"{size_text(dead)} dead weight"
+        f"{found.root}: {size_text(found.stored_bytes)} ({found.stored_bytes} bytes), "
+        f"{count_text(len(found.steps), 'step')}, {size_text(dead)} dead weight"
     )
+    for note in found.notes:
+        print_line(f"  {note}")
     if found.steps:
         print_line()
         kinds = [(kind, True) for kind in _KINDS]
         rows = []
         for each in found.steps:
-            state = each.state + ", pinned" * each.pinned + ", in use" * each.in_use
+            pinned = f", pinned ({each.pin_reason})" if each.pin_reason else ", pinned" * each.pinned
+            state = each.state + pinned + ", in use" * each.in_use
             items = ", ".join(f"{name} {size_text(size)}" for name, size in each.items.items() if name)
             sizes = [size_text(each.kinds.get(kind, 0)) for kind in _KINDS]
             rows.append([str(each.step), state, size_text(each.stored_bytes), *sizes, items])
@@ -47,8 +50,9 @@ def show_usage(found: Usage, plan: PrunePlan | None) -> None:
         print_table([("dead weight", False), ("bytes", True), ("where", False), ("how it goes", False)], rows)
     if plan is not None:
         print_line()
-        gone = ", ".join(str(each.step) for each in plan.doomed) or "none"
-        print_line(f"a pruning would free {size_text(plan.freed_bytes)}: steps {gone}")
+        gone = ", ".join(str(each.step) for each in plan.doomed)
+        which = f"{size_text(plan.freed_bytes)}: {'steps' if len(plan.doomed) > 1 else 'step'} {gone}"
+        print_line(f"a pruning would free {which if gone else 'nothing'}")
 
 
 def show_prune(plan: PrunePlan) -> None:
@@ -56,7 +60,7 @@ def show_prune(plan: PrunePlan) -> None:
     words = {"keep": "stays", "delete": "deleted" if plan.done else "would go", "leave": "left"}
     verb = "freed" if plan.done else "would be freed"
     proven = "no step of it is whole" if plan.proven is None else f"the newest whole step is {plan.proven}"
-    freed = f"{len(plan.doomed)} of {len(plan.steps)} steps, {size_text(plan.freed_bytes)} {verb}"
+    freed = f"{len(plan.doomed)} of {count_text(len(plan.steps), 'step')}, {size_text(plan.freed_bytes)} {verb}"
     print_line(f"{plan.root}: {freed}; {proven}")
     if plan.steps:
         print_line()
@@ -77,9 +81,8 @@ def show_prune(plan: PrunePlan) -> None:
 
 def show_rollback(plan: RollbackPlan) -> None:
     """Prints it on stdout."""
-    count = len(plan.abandoned)
     verb = "superseded" if plan.done else "would be superseded"
-    print_line(f"{plan.root}: goes on from step {plan.step}; {count} newer step{'s' * (count != 1)} {verb}")
+    print_line(f"{plan.root}: goes on from step {plan.step}; {count_text(len(plan.abandoned), 'newer step')} {verb}")
     for note in plan.notes:
         print_line(f"  {note}")
     if plan.abandoned:

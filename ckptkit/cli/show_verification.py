@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckptkit import clock
-from ckptkit.cli.text import print_line, print_table, printable, size_text
+from ckptkit.cli.text import count_text, print_line, print_table, printable, size_text
 from ckptkit.verification import Progress, Scrub, StepProof, Treatment, Verification
 
 _COLUMNS = [
@@ -25,11 +26,10 @@ _EVERY_S = 0.2  # a terminal is written to no more often
 
 def show_verification(found: Verification) -> None:
     """Prints it on stdout."""
-    counts = {state: sum(proof.state == state for proof in found.steps) for state in ("proven", "corrupt")}
-    steps = len(found.steps)
-    print_line(
-        f"{found.path}: {steps} save{'s' * (steps != 1)}, {counts['proven']} proven, {counts['corrupt']} corrupt"
-    )
+    counts = Counter(proof.state for proof in found.steps)
+    others = "".join(f", {counts[state]} {state}" for state in ("unproven", "incomplete") if counts[state])
+    saves = count_text(len(found.steps), "save")
+    print_line(f"{found.path}: {saves}, {counts['proven']} proven, {counts['corrupt']} corrupt{others}")
     for note in found.notes:
         print_line(f"  {note}")
     if found.steps:
@@ -39,10 +39,10 @@ def show_verification(found: Verification) -> None:
 
 def show_scrub(found: Scrub) -> None:
     """Prints it on stdout."""
-    damaged = len(found.treatments)
-    print_line(
-        f"{found.root}: {found.checked} copies, {damaged} damaged{'' if found.repair else ', nothing was changed'}"
-    )
+    damaged, copies = len(found.treatments), count_text(found.checked, "copy", "copies")
+    print_line(f"{found.root}: {copies}, {damaged} damaged{'' if found.repair else ', nothing was changed'}")
+    for note in found.notes:
+        print_line(f"  {note}")
     if found.treatments:
         print_line()
         print_table(_TREATED, [_treated(each) for each in found.treatments])

@@ -12,6 +12,7 @@ import click
 
 from ckptkit import simulation as sim
 from ckptkit.cli.exits import Exit
+from ckptkit.cli.outputs import OutputFile, needed, write_figure
 from ckptkit.cli.progress import counting_bar
 from ckptkit.cli.text import print_json, print_line, print_table, size_text
 from ckptkit.clock import time_text
@@ -145,7 +146,7 @@ class _Job:
 )
 @click.option(
     "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     help="A PNG of the shares (needs matplotlib) [default: none].",
 )
 def simulate(**flags: Any) -> int:
@@ -154,6 +155,8 @@ def simulate(**flags: Any) -> int:
     Failures stop the whole job; it restarts, and restores from the fastest tier that survived. Every policy meets the
     same failures. `oracle` is the best fixed choice in hindsight; intervals are seconds of work, one per tier.
     """
+    if flags["plot"]:
+        needed("matplotlib", "plot")
     try:
         job = _job(flags)
         begin = sim.levels(job.cluster, job.mtbf_s)
@@ -366,10 +369,8 @@ def _percent(share: float) -> str:
 
 def _plot(path: Path, results: Sequence[sim.Result]) -> None:
     """Bars of what the time went to, one per policy, in colours that a colour-blind person tells apart."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise click.UsageError("--plot needs matplotlib: pip install 'ckptkit[plot]'") from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 1.2 + 0.45 * len(results)), layout="constrained")
     axes = figure.add_subplot()
     names = [each.policy for each in results]
@@ -385,4 +386,4 @@ def _plot(path: Path, results: Sequence[sim.Result]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("share of the wall clock that is not new work (%)")
     figure.legend(loc="outside upper center", ncols=3)
-    figure.savefig(path, dpi=120)
+    write_figure(path, figure)

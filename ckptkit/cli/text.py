@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ckptkit.inspection.words import count_text as count_text
 from ckptkit.inspection.words import size_text as size_text
 
 _INDENTED_CHARS = 1 << 20

@@ -10,9 +10,9 @@ import click
 from ckptkit import clock
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import HOST_ID, JSON, fast_tiers
-from ckptkit.cli.text import age_text, print_json, print_line, print_table, size_text
+from ckptkit.cli.text import age_text, count_text, print_json, print_line, print_table, size_text
 from ckptkit.inspection.records import FORMAT
-from ckptkit.upkeep import ArenaEntry, clean_arenas, list_arenas
+from ckptkit.upkeep import ArenaEntry, clean_arenas, list_arenas, require_tiers
 
 _COLUMNS = [(title, title in ("slots", "bytes")) for title in ("arena", "held", "slots", "bytes", "newest", "used")]
 _AGE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)(s|min|h|d)")
@@ -47,13 +47,14 @@ def list_command(paths: tuple[str, ...], root: str | None, as_json: bool) -> int
     A TIER is the path that a job's Tier.ram or Tier.ssd has. Changes nothing.
     """
     fast_tiers(paths, None)
+    require_tiers(paths)
     found = list_arenas(paths, root=root)
     if as_json:
         print_json({"format": FORMAT, "arenas": [each.to_json() for each in found]})
         return Exit.OK
     live = sum(each.live for each in found)
     total = size_text(sum(each.stored_bytes + each.quarantine_bytes for each in found))
-    print_line(f"{len(found)} arenas, {live} held by a running process, {total}")
+    print_line(f"{count_text(len(found), 'arena')}, {live} held by a running process, {total}")
     if found:
         print_line()
         print_table(_COLUMNS, [_row(each) for each in found])
@@ -90,9 +91,10 @@ def clean_command(
         print_json(found.to_json())
         return Exit.OK
     verb = "freed" if found.done else "would be freed"
-    print_line(
-        f"{len(found.removed)} arenas of host {host}, {size_text(found.freed_bytes)} {verb}; {len(found.kept)} kept"
-    )
+    removed = count_text(len(found.removed), "arena")
+    print_line(f"{removed} of host {host}, {size_text(found.freed_bytes)} {verb}; {len(found.kept)} kept")
+    for note in found.notes:
+        print_line(f"  {note}")
     rows = [[*_row(each), "freed" if found.done else "would go"] for each in found.removed]
     rows += [[*_row(each), f"kept: {why}"] for each, why in found.kept]
     if rows:
@@ -103,6 +105,7 @@ def clean_command(
 
 def _row(each: ArenaEntry) -> list[str]:
     size = size_text(each.stored_bytes) + f" + {size_text(each.quarantine_bytes)} aside" * bool(each.quarantine_bytes)
-    newest = f"step {each.saves[-1][0]}" + f" of {len(each.saves)}" * (len(each.saves) > 1) if each.saves else ""
+    more = len(each.saves) - 1
+    newest = f"step {each.saves[-1][0]}" + f", {more} more" * (more > 0) if each.saves else ""
     used = "" if each.used_at_s is None else f"{age_text(clock.wall_s() - each.used_at_s)} ago"
     return [each.path, "running" if each.live else "no", str(each.slots), size, newest, used]

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ckptkit.cli.exits import Exit
-from ckptkit.cli.options import JSON, TIMEOUT, SizeType
-from ckptkit.cli.text import print_json, print_line, print_table, size_text
+from ckptkit.cli.options import DRY_RUN, JSON, TIMEOUT, SizeType
+from ckptkit.cli.outputs import OutputFile, write_whole
+from ckptkit.cli.text import count_text, print_json, print_line, print_table, size_text
 from ckptkit.clock import time_text
 from ckptkit.inspection.records import FORMAT
-from ckptkit.tuner import Proposal, explain_checkpoint
-from ckptkit.tuner import tune as tune_url
+from ckptkit.tuner import Proposal, TunePlan, explain_checkpoint, measure, plan_tune
 from ckptkit.tuner.proposing import PROBE_BYTES
 from ckptkit.tuning import DurableProfile, SaveForecast
 
 _KNOBS = ("data_file_bytes", "write_concurrency", "copied_bytes", "read_ahead_bytes", "compression")
+_NUMBERS = ("data file", "concurrency", "copied below", "read ahead")
 _PROFILE = click.option(
     "--profile", "profile_path", metavar="FILE", help="A profile that tune wrote [default: the defaults]."
 )
@@ -26,7 +28,7 @@ _PROFILE = click.option(
 @click.command()
 @click.argument("url", metavar="URL")
 @click.option("--like", metavar="CHECKPOINT", help="Leaves as in this checkpoint, of any format; samples its bytes.")
-@click.option("--output", metavar="FILE", help="Write the profile here, for DurableProfile.load.")
+@click.option("--output", type=OutputFile(), metavar="FILE", help="Write the profile here, for DurableProfile.load.")
 @click.option(
     "--probe",
     "probe_bytes",
@@ -37,14 +39,16 @@ _PROFILE = click.option(
     help="Bytes of one trial.",
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Trials of each profile.")
+@DRY_RUN
 @JSON
 @TIMEOUT
 def tune(
     url: str,
     like: str | None,
-    output: str | None,
+    output: Path | None,
     probe_bytes: int,
     rounds: int,
+    dry_run: bool,
     as_json: bool,
     timeout_s: float,
 ) -> int:
@@ -52,11 +56,15 @@ def tune(
 
     Writes below URL/_ckptkit and deletes what it wrote.
     """
-    found = tune_url(
+    plan = plan_tune(
         url, like=like, probe_bytes=probe_bytes, rounds=rounds, timeout_s=timeout_s, progress=_say_on_terminal
     )
+    if dry_run:
+        _show_plan(plan, as_json)
+        return Exit.OK
+    found = measure(plan, progress=_say_on_terminal)
     if output is not None:
-        found.profile.save(output)
+        write_whole(output, found.profile.text())
     if as_json:
         print_json({"format": FORMAT, **found.to_json()})
     else:
@@ -94,7 +102,21 @@ def _loaded(path: str | None) -> DurableProfile:
         raise click.BadParameter(str(error), param_hint="--profile") from error
 
 
-def _show(found: Proposal, output: str | None) -> None:
+def _show_plan(plan: TunePlan, as_json: bool) -> None:
+    if as_json:
+        print_json({"format": FORMAT, **plan.to_json()})
+        return
+    trials = f"{count_text(len(plan.profiles), 'profile')}, {count_text(plan.rounds + 1, 'time')} each"
+    print_line(
+        f"{plan.url}: {size_text(plan.probe_bytes)} would be written, read and deleted with {trials}: "
+        f"{size_text(plan.written_bytes)} in all"
+    )
+    print_line()
+    rows = [_knobs(profile) for profile in plan.profiles]
+    print_table([*((name, True) for name in _NUMBERS), ("compression", False)], rows)
+
+
+def _show(found: Proposal, output: Path | None) -> None:
     put, got = time_text(found.latency.put_s), time_text(found.latency.get_s)
     print_line(f"{found.url}: a small object takes {put} to put, {got} to get")
     print_line()
@@ -102,9 +124,8 @@ def _show(found: Proposal, output: str | None) -> None:
         [*_knobs(trial.profile), _rate(trial.write_bytes_per_s), _rate(trial.read_bytes_per_s)]
         for trial in found.trials
     ]
-    numbers = ["data file", "concurrency", "copied below", "read ahead"]
     rates = [("written", True), ("read", True)]
-    print_table([*((name, True) for name in numbers), ("compression", False), *rates], rows)
+    print_table([*((name, True) for name in _NUMBERS), ("compression", False), *rates], rows)
     if found.compressions:
         print_line()
         rows = [[each.dtype, each.codec, f"{each.ratio:.2f}", _rate(each.bytes_per_s)] for each in found.compressions]

@@ -159,7 +159,7 @@ def rollback(
 @click.command()
 @click.argument("root")
 @click.argument("step", type=click.IntRange(min=0))
-@click.option("--reason", default="", metavar="TEXT", help="Kept with the pin.")
+@click.option("--reason", default="", metavar="TEXT", help="Kept with the pin; `du` shows it.")
 @DRY_RUN
 @JSON
 @TIMEOUT

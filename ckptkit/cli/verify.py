@@ -20,7 +20,7 @@ from ckptkit.verification import verify as verify_path
 def verify(path: str, step: int | None, as_json: bool, timeout_s: float) -> int:
     """Read every byte of the saves at PATH and compare it with the digests taken when it was saved.
 
-    PATH is a root, a step directory or an item in one (local, file:// or gs://), or a fast tier, or a directory in it.
+    PATH is a root, a step directory or an item in one (local, gs:// or s3://), or a fast tier, or a directory in it.
     """
     with progress_line() as progress:
         found = verify_path(path, step, timeout_s=timeout_s, progress=progress)

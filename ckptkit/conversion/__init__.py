@@ -7,6 +7,7 @@ from ckptkit.conversion.assembling import lora_merged as lora_merged
 from ckptkit.conversion.assembling import state_of as state_of
 from ckptkit.conversion.converting import ConvertPlan as ConvertPlan
 from ckptkit.conversion.converting import convert as convert
+from ckptkit.conversion.converting import no_arrays as no_arrays
 from ckptkit.conversion.converting import plan_convert as plan_convert
 from ckptkit.conversion.mapping import MapRule as MapRule
 from ckptkit.conversion.mapping import cast as cast

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ckptkit.conversion.mapping import MapRule, Tensors, mapped
-from ckptkit.errors import CheckpointError, MergeError
+from ckptkit.errors import CheckpointError, MergeError, StepNotFoundError
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, Facts, Tensor
 from ckptkit.manifest import describe
 from ckptkit.sharding import Box
@@ -37,30 +37,31 @@ def extracted(source: Checkpoint, only: Sequence[str], without: Sequence[str] = 
     """The tensors of `source` that are in one of the sub-trees `only` (none given: in all) and in none of `without`.
 
     `params` is the leaf or sub-tree of that name; a pattern with wildcards (see `surgery.rules`) is of whole names.
-    Raises `CheckpointError` for one that matches nothing.
+    Raises `StepNotFoundError` for one that matches nothing.
     """
     tensors = source.by_name()
     for pattern in (*only, *without):
         if not any(_within(pattern, name) for name in tensors):
-            some = ", ".join(sorted({name.partition(".")[0] for name in tensors})[:8])
-            raise CheckpointError(f"{source.path} has no leaf {pattern}, nor a sub-tree; at its top are {some}")
+            tops = sorted({name.partition(".")[0] for name in tensors})
+            some = ", ".join(tops[:8]) + ", ..." * (len(tops) > 8)
+            raise StepNotFoundError(f"{source.path} has no leaf {pattern}, nor a sub-tree; at its top are {some}")
     kept = {
         name: tensor
         for name, tensor in tensors.items()
         if (not only or any(_within(pattern, name) for pattern in only))
         and not any(_within(pattern, name) for pattern in without)
     }
-    return _checkpoint([source], kept)
+    return _checkpoint([source], kept, parts=True)
 
 
 def combined(sources: Sequence[Checkpoint], rules: Sequence[MapRule] = ()) -> Checkpoint:
     """The tensors of all sources, each after those `rules` that match it.
 
-    Raises `MergeError` for names that two have, `CheckpointError` for a rule that matches in none.
+    Raises `MergeError` for names that two have, `StepNotFoundError` for a rule that matches in none.
     """
     for rule in rules:
         if not any(matches(rule.old[0], name) for source in sources for name in source.by_name()):
-            raise CheckpointError(f"the rule for {rule.old[0]} matches no leaf of any of them")
+            raise StepNotFoundError(f"the rule for {rule.old[0]} matches no leaf of any of them")
     made: dict[str, Tensor] = {}
     owner: dict[str, str] = {}
     conflicts = []
@@ -142,29 +143,35 @@ def lora_merged(base: Checkpoint, adapter: Checkpoint, *, alpha: float | None = 
 
 
 def state_of(sources: Sequence[Checkpoint]) -> str:
-    """Of the files as they are now (their times and sizes; of a bucket only the names): work that is gone on with must
-    be of the same."""
+    """Of the files as they are now, an adapter's config too (their times and sizes; of a bucket only the names): work
+    that is gone on with must be of the same."""
     stamps = []
     for source in sources:
         root = Path(source.path)
-        files = [] if is_remote(source.path) else sorted(root.rglob("*")) if root.is_dir() else [root]
+        beside = [root, root.parent / ADAPTER_CONFIG]
+        files = [] if is_remote(source.path) else sorted(root.rglob("*")) if root.is_dir() else beside
         stamps.append([source.path, [(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file()]])
     return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:16]
 
 
-def _checkpoint(sources: Sequence[Checkpoint], tensors: Mapping[str, Tensor]) -> Checkpoint:
-    """One that is read like any other. Its tensors are of one item, so that their names stay what they are."""
+def _checkpoint(sources: Sequence[Checkpoint], tensors: Mapping[str, Tensor], *, parts: bool = False) -> Checkpoint:
+    """One that is read like any other. Its tensors are of one item, so that their names stay what they are.
+
+    Unless it is of `parts`, it knows what else the sources have, which whoever writes it has to leave out.
+    """
     first = sources[0]
     named = [
         replace(tensor, item="", leaf=tensor.leaf if tensor.name == name else _renamed(tensor, name))
         for name, tensor in tensors.items()
     ]
-    facts = Facts(kind=first.facts.kind, step=first.facts.step)
+    values = {name: value for source in sources for name, value in source.facts.values.items() if not parts}
+    facts = Facts(kind=first.facts.kind, step=first.facts.step, values=values)
     return Checkpoint(
         path=" + ".join(source.path for source in sources),
         format=first.format,
         tensors=named,
         layout=first.layout,
+        others=[each for source in sources for each in source.others if not parts],
         facts=facts,
     )
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
-from ckptkit.conversion.destination import Destination, begin, fingerprint, target_url
+from ckptkit.conversion.destination import Destination, begin, fingerprint, require_orbax_target, target_url
 from ckptkit.conversion.flat_files import FlatFile, FlatFormat, plan_file, write_frame, write_tensor
 from ckptkit.conversion.journal import Journal
 from ckptkit.conversion.mapping import MapRule, Tensors, cast, mapped, tensors_bytes
@@ -18,12 +18,13 @@ from ckptkit.conversion.orbax_step import write_step
 from ckptkit.disk_file import FileWrites
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.safetensors import INDEX, SUFFIX
-from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint
+from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, block_bytes
 from ckptkit.store.roots import is_remote
 
 Target = Literal["orbax", "safetensors", "hf", "npz", "torch"]
 
 SHARD_BYTES = 5 << 30  # Hugging Face's own default
+_NAMED = 5  # leaves in a note
 _PROGRESS_BYTES = 128 << 20  # written between two records of how far it is; what is lost by a crash at most
 
 Progress = Callable[[int, int], None]  # bytes written, bytes in all
@@ -31,7 +32,11 @@ Progress = Callable[[int, int], None]  # bytes written, bytes in all
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertPlan:
-    """What will be written, in order: the same for a dry run."""
+    """What will be written, in order: the same for a dry run.
+
+    `made_by` is what the bytes come from that names and shapes do not show (rules, casts, the layout of cells): work
+    that is gone on with must have the same.
+    """
 
     source: str
     target: str
@@ -40,6 +45,7 @@ class ConvertPlan:
     files: tuple[FlatFile, ...]  # none for Orbax
     notes: tuple[str, ...]
     written_bytes: int
+    made_by: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -70,9 +76,12 @@ def plan_convert(
 ) -> ConvertPlan:
     """What `convert` would write; nothing is.
 
-    Raises `CheckpointError` for rules, names or chunks that cannot be, and for a local target that is there already.
+    Raises `CheckpointError` for rules, names or chunks that cannot be, and for a local target that is there already,
+    `StepNotFoundError` for a rule or cast that matches no leaf.
     """
-    target = target_url(target)
+    target, casts = target_url(target), tuple(casts)
+    if to == "orbax":
+        require_orbax_target(target)
     tensors = cast(mapped(source.by_name(), rules), casts)
     if not tensors:
         raise CheckpointError(f"{source.path} has no tensor that could be converted", path=source.path)
@@ -94,6 +103,8 @@ def plan_convert(
         files=files,
         notes=tuple(_notes(source, tensors, to)),
         written_bytes=sum(file.size for file in files) or tensors_bytes(tensors),
+        # Orbax's cells are as large as a block may be; of a flat file whole tensors are noted as done.
+        made_by=repr((list(rules), casts, block_bytes(memory_bytes) if to == "orbax" else None)),
     )
 
 
@@ -120,7 +131,7 @@ def convert(
     target = Destination(plan.target)
     target.require_room(plan.written_bytes, max((file.size for file in plan.files), default=0))
     journal = Journal(target.journal_store())
-    begin(target, journal, fingerprint(plan.to_json(), source.path), resume=resume)
+    begin(target, journal, fingerprint({**plan.to_json(), "made_by": plan.made_by}, source.path), resume=resume)
     with target.kept(after_damage=is_remote(source.path)):
         if plan.to == "orbax":
             write_step(plan.tensors, target, journal, memory_bytes=memory_bytes, progress=progress)
@@ -238,10 +249,18 @@ def _shards(tensors: Tensors, shard_bytes: int) -> list[dict[str, Any]]:
     return shards
 
 
+def no_arrays(source: Checkpoint) -> list[str]:
+    """What of a checkpoint is no tensor, in words: leaves (text, None, empty containers), and small items."""
+    names = [f"{leaf.name} ({leaf.kind})" for _, leaf in source.others]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    are = "are no arrays" if len(names) > 1 else "is no array"
+    leaves = f"{', '.join(names[:_NAMED])}{more}, which {are}"
+    return [*[leaves] * bool(names), *(f"item {name}, which is no array" for name in source.facts.values)]
+
+
 def _notes(source: Checkpoint, tensors: Tensors, to: Target) -> list[str]:
     """What does not come along, or comes along in other words."""
-    notes = [f"left out: {item} ({leaf.kind} {leaf.name})" for item, leaf in source.others if to != "orbax"]
-    notes += [f"left out: item {name}, which is no array" for name in source.facts.values if to != "orbax"]
+    notes = [f"left out: {each}" for each in no_arrays(source)]
     keys = [name for name, tensor in tensors.items() if tensor.leaf.key_impl]
     if keys and to != "orbax":
         notes.append(f"PRNG keys are stored as their key data, with a note of their kind: {', '.join(keys[:5])}")

@@ -34,6 +34,12 @@ def target_url(target: str) -> str:
     return target
 
 
+def require_orbax_target(url: str) -> None:
+    """Raises `CheckpointError` for a place to which nobody writes, and from which nobody reads, Orbax's checkpoints."""
+    if is_remote(url) and not url.startswith(("gs://", "s3://")):
+        raise CheckpointError(f"{url}: Orbax's checkpoints are written to disks, gs:// and s3://", path=url)
+
+
 @final
 class Destination:
     """One target while it is made. `url` is where its files go meanwhile, `part` what an interrupted work leaves."""

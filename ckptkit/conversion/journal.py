@@ -27,7 +27,8 @@ class Journal:
         with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             if json.loads(self._store.get(_PLAN))["plan"] != fingerprint:
                 raise CheckpointError(
-                    f"{self._store.url} is the work of another plan; leave --resume out to begin anew",
+                    f"{self._store.url} is other work than this (another source or target, other options or rules, or "
+                    "another --memory); leave --resume out to begin anew",
                     path=self._store.url,
                 )
             return True

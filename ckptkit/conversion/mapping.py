@@ -15,15 +15,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ckptkit.errors import CheckpointError
+from ckptkit.errors import CheckpointError, StepNotFoundError
 from ckptkit.formats.dtypes import plain_dtype
 from ckptkit.formats.tensors import Tensor
-from ckptkit.inspection.places import require_regular
+from ckptkit.inspection.places import local_kind, nothing_at, require_regular
 from ckptkit.inspection.records import Leaf
 from ckptkit.sharding import Box
 from ckptkit.surgery.rules import Rename, matches
 
 _T = TypeVar("_T")
+_WHAT_A_RULE_HAS = "a rule has `from` and `to`, or `from` and `drop = true`"
 
 Tensors = Mapping[str, Tensor]
 
@@ -52,7 +53,7 @@ class MapRule:
                 f"rule for {self.old[0]}: several names in `from` need `stack`, several in `to` need `split`"
             )
         if self.drop != (not self.new) or not self.old:
-            raise ValueError("a rule has `from` and `to`, or `from` and `drop = true`")
+            raise ValueError(_WHAT_A_RULE_HAS)
         if not self.drop:
             for old in self.old:
                 for new in self.new:
@@ -65,13 +66,17 @@ def read_rules(path: str) -> list[MapRule]:
 
 
 def read_rule_tables(path: str, rule: Callable[[dict[str, Any]], _T]) -> list[_T]:
-    """What `rule` makes of each `[[rule]]` of a TOML file; a `CheckpointError` of what it raises, with the path."""
+    """What `rule` makes of each `[[rule]]` of a TOML file; a `CheckpointError` of what it raises, with the path, and
+    `StepNotFoundError` where there is no such file."""
+    if local_kind(path) is None:
+        raise nothing_at(path, "there is no such file of rules; check the path")
     try:
         require_regular(path)
         described = tomllib.loads(Path(path).read_text())
-        if set(described) - {"rule"} or not isinstance(described.get("rule"), list):
+        tables = described.get("rule")
+        if set(described) - {"rule"} or not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
             raise ValueError("a rule file has [[rule]] tables and nothing else")
-        return [rule(table) for table in described["rule"]]
+        return [rule(table) for table in tables]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path}: {error}", path=path) from error
 
@@ -80,6 +85,8 @@ def _rule(table: dict[str, Any]) -> MapRule:
     unknown = set(table) - {"from", "to", "split", "divide", "transpose", "merge", "stack", "drop"}
     if unknown:
         raise ValueError(f"{sorted(unknown)[0]!r} is nothing that a rule has")
+    if "from" not in table:
+        raise ValueError(_WHAT_A_RULE_HAS)
     numbers = {key: table.get(key) for key in ("split", "merge", "stack")}
     lists = {key: tuple(table[key]) if key in table else None for key in ("divide", "transpose")}
     flat = [*(v for v in numbers.values() if v is not None), *(n for v in lists.values() for n in v or ())]
@@ -97,13 +104,17 @@ def _rule(table: dict[str, Any]) -> MapRule:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{value!r} is no name of a leaf, and no list of names")
+    return tuple(names)
 
 
 def mapped(tensors: Tensors, rules: Sequence[MapRule]) -> dict[str, Tensor]:
     """The tensors after the rules; the first rule that matches a name takes it, what no rule matches stays as it is.
 
-    Raises `CheckpointError` for a rule that matches nothing, does not fit a shape, or gives a name twice.
+    Raises `StepNotFoundError` for a rule that matches nothing, `CheckpointError` for one that does not fit a shape, or
+    gives a name twice.
     """
     if not rules:
         return dict(tensors)
@@ -112,7 +123,7 @@ def mapped(tensors: Tensors, rules: Sequence[MapRule]) -> dict[str, Tensor]:
     for rule in rules:
         firsts = [name for name in tensors if name not in taken and matches(rule.old[0], name)]
         if not firsts:
-            raise CheckpointError(f"the rule for {rule.old[0]} matches no leaf; the leaves are {_some(tensors)}")
+            raise StepNotFoundError(f"the rule for {rule.old[0]} matches no leaf; the leaves are {_some(tensors)}")
         for first in firsts:
             names = [Rename(rule.old[0], old).target_of(first) or "" for old in rule.old]
             missing = [name for name in names if name not in tensors]
@@ -131,7 +142,8 @@ def mapped(tensors: Tensors, rules: Sequence[MapRule]) -> dict[str, Tensor]:
 def cast(tensors: Tensors, casts: Iterable[tuple[str, str]]) -> dict[str, Tensor]:
     """The tensors with those that match a pattern in another dtype (`*.kernel`, `bfloat16`); the last match wins.
 
-    Rounds to nearest even, as NumPy does. PRNG keys, booleans and integers stay as they are.
+    Rounds to nearest even, as NumPy does. PRNG keys, booleans and integers stay as they are. Raises `CheckpointError`
+    for a dtype that is none, `StepNotFoundError` for a pattern that matches no leaf.
     """
     made = dict(tensors)
     for pattern, word in casts:
@@ -139,6 +151,8 @@ def cast(tensors: Tensors, casts: Iterable[tuple[str, str]]) -> dict[str, Tensor
             dtype = plain_dtype(word)
         except ValueError as error:
             raise CheckpointError(f"--dtype {pattern}={word}: {error}") from error
+        if not any(matches(pattern, name) for name in made):
+            raise StepNotFoundError(f"--dtype {pattern}={word} matches no leaf; the leaves are {_some(made)}")
         for name, tensor in made.items():
             floating = tensor.dtype.kind == "f" or tensor.dtype.isbuiltin == 2
             if matches(pattern, name) and floating and tensor.leaf.key_impl is None:
@@ -171,7 +185,8 @@ def _changed(rule: MapRule, sources: Sequence[Tensor], index: int, name: str) ->
             sources = [_merged(source, rule.merge) for source in sources]
         return sources[0] if rule.stack is None else _stacked(sources, rule.stack)
     except (ValueError, IndexError) as error:
-        raise CheckpointError(f"the rule for {name} does not fit {rule.old[0]}, {sources[0].shape}: {error}") from error
+        why = "it has no such axis" if isinstance(error, IndexError) else error
+        raise CheckpointError(f"the rule for {name} does not fit {rule.old[0]}, {sources[0].shape}: {why}") from error
 
 
 def _of(source: Tensor, shape: Sequence[int], fetch: Callable[[Box], np.ndarray]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -105,17 +106,29 @@ class Difference:
 
 
 def diff(
-    a: Tensors, b: Tensors, *, rtol: float = 0.0, atol: float = 0.0, memory_bytes: int = MEMORY_BYTES
+    a: Tensors,
+    b: Tensors,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    memory_bytes: int = MEMORY_BYTES,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Difference:
     """Compares the tensors of two checkpoints by name, whatever their formats.
 
     Leaves of different shape are only named; those of different dtype are named and their values compared. An
     element is close where |a - b| <= atol + rtol * |b|, or both are NaN, or the same infinity. Without tolerances only
-    equal bits are the same. Cost: both are read once, unless their chunks differ.
+    equal bits are the same. Cost: both are read once, unless their chunks differ. `progress` is told, after each leaf,
+    the bytes of `a` that were compared, and of all that are.
     """
     shapes, values, equal = [], [], 0
-    for name in sorted(a.keys() & b.keys()):
+    common = sorted(a.keys() & b.keys())
+    total, done = sum(a[name].nbytes for name in common), 0
+    for name in common:
         one, two = a[name], b[name]
+        if progress is not None:
+            progress(done, total)
+        done += one.nbytes
         if (one.shape, one.dtype) != (two.shape, two.dtype):
             shapes.append((name, describe(one.dtype.name, one.shape), describe(two.dtype.name, two.shape)))
         if one.shape != two.shape:

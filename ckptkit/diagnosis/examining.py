@@ -24,6 +24,7 @@ class Diagnosis:
     events: str | None
     rules: int
     advice: tuple[Advice, ...]
+    notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -34,6 +35,7 @@ class Diagnosis:
             "events": self.events,
             "rules": self.rules,
             "advice": [each.to_json() for each in self.advice],
+            "notes": self.notes,
             "problems": self.problems,
         }
 
@@ -60,5 +62,10 @@ def diagnose(
             raise CorruptCheckpointError(f"{events}: {error}", path=events) from error
     advice = chain.from_iterable(rule(facts) for rule in RULES)
     return Diagnosis(
-        root=listing.root, events=events, rules=len(RULES), advice=tuple(advice), problems=listing.problems
+        root=listing.root,
+        events=events,
+        rules=len(RULES),
+        advice=tuple(advice),
+        notes=listing.notes,
+        problems=listing.problems,
     )

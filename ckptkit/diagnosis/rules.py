@@ -13,7 +13,7 @@ from statistics import median
 from ckptkit import clock, intervals
 from ckptkit.diagnosis.records import Advice, AdviceKind, Facts
 from ckptkit.events import Event, Kind
-from ckptkit.inspection.words import size_text
+from ckptkit.inspection.words import count_text, size_text
 
 Rule = Callable[[Facts], list[Advice]]
 
@@ -47,7 +47,8 @@ def stalls(facts: Facts) -> list[Advice]:
         return []
     saves = facts.report.saves
     what = (
-        f"{saves.saves} saves held the step loop for {share:.1%} of the run (p50 {saves.stall_ms_p50:.0f} ms, p99 "
+        f"{count_text(saves.saves, 'save')} held the step loop for {share:.1%} of the run (p50 "
+        f"{saves.stall_ms_p50:.0f} ms, p99 "
         f"{saves.stall_ms_p99:.0f} ms)"
     )
     advice = "save less often (`Tier.ram(save=EverySteps(n))`), or let `GoodputOptimal` choose; docs/TUNING.md"
@@ -65,7 +66,8 @@ def waits(facts: Facts) -> list[Advice]:
     if not waited or len(waited) < SKIPPED_SHARE_MAX * max(1, durable):
         return []
     longest = max(float(event.fields["waited_s"]) for event in waited)
-    what = f"{len(waited)} saves waited for the durable tier to finish the one before, up to {clock.time_text(longest)}"
+    saves = count_text(len(waited), "save")
+    what = f"{saves} waited for the durable tier to finish the one before, up to {clock.time_text(longest)}"
     advice = "raise `save_interval_steps`, or leave such saves out with `Backpressure(durable_busy='skip')`"
     return _said("waits", "slow", what, advice)
 
@@ -76,7 +78,7 @@ def staging(facts: Facts) -> list[Advice]:
     if not blocked:
         return []
     reason = str(blocked[-1].fields.get("reason", "nobody says why"))
-    what = f"{len(blocked)} saves stopped the step loop for the whole copy: {reason}"
+    what = f"{count_text(len(blocked), 'save')} stopped the step loop for the whole copy: {reason}"
     return _said("staging", "slow", what, "leave device memory for a copy, or split the step: `staging='gate'`")
 
 
@@ -157,7 +159,8 @@ def skipped(facts: Facts) -> list[Advice]:
     if not left or len(left) < SKIPPED_SHARE_MAX * (len(left) + len(taken)):
         return []
     reason = Counter(str(e.fields.get("reason", "")) for e in facts.of(Kind.SKIPPED)).most_common(1)[0][0]
-    what = f"{len(left)} saves were left out beside {len(taken)} that were taken; mostly: {reason}"
+    saves = count_text(len(left), "save was", "saves were")
+    what = f"{saves} left out beside {len(taken)} taken; mostly: {reason}"
     return _said("skipped", "at risk", what, "save less often, or let two be on their way: `in_flight_max=2`")
 
 
@@ -169,7 +172,7 @@ def failing(facts: Facts) -> list[Advice]:
         last = max((e for e in facts.events if e.tier == tier and e.kind in kinds), key=_at, default=None)
         if last is not None and last.kind != Kind.COMMITTED:
             count = len({(e.step, e.kind) for e in facts.events if e.tier == tier and e.kind == Kind.FAILED})
-            failed = f", {count} saves failed in all" * (count > 0)
+            failed = f", {count_text(count, 'save')} failed in all" * (count > 0)
             what = f"tier {tier} failed last{failed}: {last.fields.get('reason', '')}"
             advice = "mend what it names; `FailurePolicy(durable_max_age_s=...)` stops a run that goes on without it"
             found += _said("failing", "at risk", what, advice)
@@ -200,7 +203,8 @@ def damaged(facts: Facts) -> list[Advice]:
     steps = [entry for entry in facts.steps if entry.state == "damaged"]
     if not steps:
         return []
-    what = f"{len(steps)} damaged: {'; '.join(str(entry.problem) for entry in steps[:3])}"
+    shown = "; ".join(str(entry.problem) for entry in steps[:3])
+    what = f"{count_text(len(steps), 'save is', 'saves are')} damaged: {shown}"
     return _said("damaged", "at risk", what, f"`ckptkit scrub {facts.usage.root} --repair` mends what a copy still has")
 
 
@@ -222,7 +226,8 @@ def unproven(facts: Facts) -> list[Advice]:
     if not steps:
         return []
     shown = ", ".join(map(str, steps[-5:]))
-    what = f"{len(steps)} durable steps have no digests ({shown}): a changed bit in them is restored unseen"
+    have = count_text(len(steps), "durable step has", "durable steps have")
+    what = f"{have} no digests ({shown}): a changed bit there is restored unseen"
     return _said("unproven", "at risk", what, "save with `ckptkit.CheckpointManager`; `ckptkit verify` checks the rest")
 
 
@@ -234,7 +239,8 @@ def replicas(facts: Facts) -> list[Advice]:
     suspects = Counter(str(each) for event in events for each in event.fields.get("suspects", ()))
     who = ", ".join(name for name, _ in suspects.most_common(3)) or "nobody in particular"
     first = min(event.step or 0 for event in events)
-    what = f"data replicas differed in {len({e.step for e in events})} saves, from step {first} on; suspected: {who}"
+    saves = count_text(len({e.step for e in events}), "save")
+    what = f"data replicas differed in {saves}, from step {first} on; suspected: {who}"
     return _said("replicas", "at risk", what, "restore a step before that, without what is suspected")
 
 
@@ -246,7 +252,8 @@ def rejected(facts: Facts) -> list[Advice]:
     last = max(events, key=_at)
     where = f"{last.tier or 'a tier'}, step {last.step}" if last.step is not None else f"{last.tier or 'a tier'}"
     why = last.fields.get("reason")
-    what = f"{len(events)} times something was passed over by a restore or a look; last: {where}: {why}"
+    times = "once" if len(events) == 1 else f"{len(events)} times"
+    what = f"{times} something was passed over by a restore or a look; last: {where}: {why}"
     return _said("rejected", "at risk", what, f"`ckptkit verify {facts.usage.root}`, then `ckptkit scrub`")
 
 
@@ -288,7 +295,8 @@ def idle_arenas(facts: Facts) -> list[Advice]:
     if not idle or any(each.live for each in facts.usage.arenas):
         return []
     size = sum(each.stored_bytes for each in idle)
-    what = f"no process of the job runs here, and its slots hold {size_text(size)} in {len(idle)} directories"
+    where = count_text(len(idle), "directory", "directories")
+    what = f"no process of the job runs here, and its slots hold {size_text(size)} in {where}"
     paths = " ".join(sorted({each.tier for each in idle}))
     advice = f"where it is not started again: `ckptkit tiers clean {paths} --root {facts.usage.root}`"
     return _said("idle_arenas", "wasteful", what, advice)

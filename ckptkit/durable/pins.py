@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import os
 import socket
+from contextlib import suppress
 from typing import Any
 
 from ckptkit import clock, layout
 from ckptkit.durable.leases import doomed_steps
-from ckptkit.errors import CheckpointError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.store import Store
 
 
@@ -22,6 +23,14 @@ def pinned_steps(store: Store) -> set[int]:
     """The steps that are pinned in a durable root. Cost: a listing. Raises `StoreError`."""
     steps = (layout.step_of_pin(name) for name in store.list(layout.LEASES_DIR))
     return {step for step in steps if step is not None}
+
+
+def pin_reason(store: Store, step: int) -> str:
+    """Why a step is pinned, as whoever did it said; empty where nobody said it, or the record is damaged (it holds all
+    the same). Cost: a small read."""
+    with suppress(FileNotFoundError, CorruptCheckpointError, ValueError, KeyError, TypeError, RecursionError):
+        return str(json.loads(store.get(f"{layout.LEASES_DIR}/{layout.pin_name(step)}"))["reason"])
+    return ""
 
 
 def put_pin(store: Store, step: int, reason: str = "") -> None:

@@ -64,10 +64,10 @@ def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
         if not known or not is_sharded(Place.open(url, timeout_s=timeout_s).names()):
             return inspect_orbax(path, timeout_s=timeout_s)
     with open_checkpoint(path, timeout_s=timeout_s) as opened:
-        return inspection_of(opened)
+        return inspection_of(opened, timeout_s=timeout_s)
 
 
-def inspection_of(opened: Checkpoint) -> Inspection:
+def inspection_of(opened: Checkpoint, *, timeout_s: float) -> Inspection:
     """An open checkpoint that is no Orbax directory and no slot, as `inspect` gives it."""
     leaves = [(tensor.item, tensor.leaf) for tensor in opened.tensors] + list(opened.others)
     names = dict.fromkeys(item for item, _ in leaves)
@@ -81,6 +81,7 @@ def inspection_of(opened: Checkpoint) -> Inspection:
                 name=name,
                 kind="arrays",
                 layout=f"{opened.format}, {opened.layout}",
+                stored_bytes=_stored_bytes(opened, timeout_s) if len(names) < 2 else None,
                 leaves=tuple(leaf for item, leaf in leaves if item == name),
             )
             for name in names or {"tensors": None}
@@ -88,6 +89,16 @@ def inspection_of(opened: Checkpoint) -> Inspection:
         notes=opened.facts.notes,
         problems=opened.facts.problems,
     )
+
+
+def _stored_bytes(opened: Checkpoint, timeout_s: float) -> int:
+    """Of the file, or of the files of a directory that have tensors."""
+    if opened.facts.kind == "directory":
+        sizes = Place.open(opened.path, timeout_s=timeout_s).sizes()
+        return sum(size for name, size in sizes.items() if name.endswith(SUFFIX))
+    ranges = open_ranges(opened.path)
+    ranges.close()
+    return ranges.size
 
 
 def _open_orbax(path: str, timeout_s: float) -> Checkpoint:

@@ -67,7 +67,7 @@ def _facts(found: Inspection) -> Facts:
         kind=found.kind,
         step=found.step,
         origin=found.origin,
-        values={item.name: item.value for item in found.items if item.kind == "json"},
+        values={item.name: item.value for item in found.items if item.kind != "arrays"},
         notes=found.notes,
         problems=found.problems,
     )

@@ -16,7 +16,8 @@ STEP_METADATA = "_CHECKPOINT_METADATA"
 ItemKind = Literal["arrays", "json", "grain", "other"]
 
 _ARRAY_SIGNS = frozenset({METADATA, OCDBT, SHARDINGS, f"{ARRAY_METADATAS}/"})
-_JSON_NAMES = ("metadata", "metrics")  # Orbax's JSON handler, and the one of its metrics
+METRICS = "metrics"  # the item with the metrics of a step, and its file
+_JSON_NAMES = ("metadata", METRICS)
 _GRAIN = re.compile(r"process_\d+-of-\d+\.json")
 _STEP_NAME = re.compile(r"(?:[^/]*_)?(\d{1,18})")
 

@@ -91,7 +91,8 @@ def _newest_of_root(place: Place, timeout_s: float) -> Inspection | None:
         else _step(newest.place, timeout_s)
     )
     committed = sum(step.state == "committed" for step in steps)
-    note = f"the newest of {committed} committed steps in {place.url}"
+    which = "the only committed step" if committed == 1 else f"the newest of {committed:,} committed steps"
+    note = f"{which} in {place.url}"
     return replace(found, notes=(note, *found.notes), problems=(*problems, *found.problems))
 
 
@@ -174,23 +175,26 @@ def _origin(place: Place, items: Sequence[Place], problems: list[str]) -> tuple[
 
 
 def _item(place: Place, sidecar: Manifest | None, problems: list[str], timeout_s: float) -> Item:
-    kind = item_kind(place)
+    kind, stored = item_kind(place), place.stored_bytes()
     if kind == "arrays":
         if sidecar is not None and sidecar.arrays:
-            return Item(name=place.name, kind="arrays", layout="ocdbt, zarr2", leaves=_sidecar_leaves(sidecar))
-        layout_words, leaves, damaged = read_arrays(place, timeout_s=timeout_s)
+            leaves = _sidecar_leaves(sidecar)
+            return Item(name=place.name, kind="arrays", layout="ocdbt, zarr2", stored_bytes=stored, leaves=leaves)
+        words, leaves, damaged = read_arrays(place, timeout_s=timeout_s)
         problems += damaged
-        return Item(name=place.name, kind="arrays", layout=layout_words, leaves=leaves)
+        return Item(name=place.name, kind="arrays", layout=words, stored_bytes=stored, leaves=leaves)
     try:
         name = json_name(place) if kind == "json" else None
         if name is not None:
-            return Item(name=place.name, kind="json", layout="file", value=json_value(place, name))
+            value = json_value(place, name)
+            return Item(name=place.name, kind="json", layout="file", stored_bytes=stored, value=value)
         if kind == "grain":
             value = {name: json_value(place, name) for name in grain_names(place)}
-            return Item(name=place.name, kind="grain", layout="file per process", value=value)
+            return Item(name=place.name, kind="grain", layout="file per process", stored_bytes=stored, value=value)
     except CorruptCheckpointError as error:
         problems.append(str(error))
-    return Item(name=place.name, kind=kind or "other", layout=", ".join(place.names()[:5]) or "empty")
+    words = ", ".join(place.names()[:5]) or "empty"
+    return Item(name=place.name, kind=kind or "other", layout=words, stored_bytes=stored)
 
 
 def _sidecar_leaves(sidecar: Manifest) -> tuple[Leaf, ...]:
@@ -214,7 +218,8 @@ def _slot_directory(directory: Path) -> Inspection:
     notes = []
     if len(shares) > 1:
         others = ", ".join(str(share.manifest.save_id.step) for share in shares[1:])
-        notes.append(f"the newest of {len(shares)} saves in {directory}; the others are of steps {others}")
+        of = "the others are of steps" if len(shares) > 2 else "the other is of step"
+        notes.append(f"the newest of {len(shares)} saves in {directory}; {of} {others}")
     found = _slot(shares[0])
     return replace(found, notes=(*notes, *found.notes), problems=(*problems, *found.problems))
 

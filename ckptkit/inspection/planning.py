@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptkit.durable import DurableReader
 from ckptkit.errors import CorruptCheckpointError, NoRestorableStepError, StepNotFoundError, TreeMismatchError
-from ckptkit.inspection.directories import is_slot_directory
+from ckptkit.inspection.directories import is_slot_directory, step_of_name
 from ckptkit.inspection.places import Place, nothing_at
 from ckptkit.inspection.shares import Share, read_share, read_shares
 from ckptkit.inspection.steps import DURABLE, durable_steps, read_ancestry, tier_shares
@@ -167,10 +167,10 @@ def _manifests_at(like: str, timeout_s: float) -> list[tuple[Manifest, bool]]:
         if not shares:
             raise next(iter(damaged), nothing_at(like, "there is no committed save in it"))
         return [(shares[0].manifest, False)]
-    name = place.name
-    if not place.names() or not name.isdecimal():
+    step = step_of_name(place.name)
+    if not place.names() or step is None:
         raise nothing_at(like, "it is no slot directory, no manifest, and no step")
-    manifests = DurableReader(place.url, step=int(name)).manifests()
+    manifests = DurableReader(place.url, step=step).manifests()
     if not manifests:
         raise nothing_at(like, "stock Orbax wrote it, without records of its leaves")
     return [(manifest, True) for manifest in manifests]

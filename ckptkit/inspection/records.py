@@ -54,11 +54,15 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One item of a step: `kind` says what it is, `layout` how its bytes stand, `value` is a small item's content."""
+    """One item of a step: `kind` says what it is, `layout` how its bytes stand, `value` is a small item's content.
+
+    `stored_bytes` are those of its files, with their metadata; None for a share in a slot, and for some of its leaves.
+    """
 
     name: str
     kind: Literal["arrays", "json", "grain", "other"]
     layout: str
+    stored_bytes: int | None = None
     leaves: tuple[Leaf, ...] = ()
     value: Any = None
 
@@ -68,6 +72,7 @@ class Item:
             "name": self.name,
             "kind": self.kind,
             "layout": self.layout,
+            "stored_bytes": self.stored_bytes,
             "value": self.value,
             "leaves": [leaf.to_json() for leaf in self.leaves],
         }
@@ -126,13 +131,17 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEntry:
-    """One save over all tiers that were looked at; `problem` says what is damaged."""
+    """One save over all tiers that were looked at; `problem` says what is damaged.
+
+    `metrics` is what was given to `save` as such, where Orbax's `best_fn` made it keep them.
+    """
 
     step: int
     state: State
     save_id: SaveId | None
     items: tuple[str, ...]
     holdings: tuple[Holding, ...]
+    metrics: Any = None
     problem: str | None = None
 
     @property
@@ -162,6 +171,7 @@ class StepEntry:
             "processes": self.processes,
             "expected_processes": self.expected,
             "items": self.items,
+            "metrics": self.metrics,
             "tiers": [
                 {
                     "tier": holding.tier,

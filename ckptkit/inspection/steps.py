@@ -12,11 +12,13 @@ from ckptkit.durable import EpochRecords
 from ckptkit.durable.epochs import Ancestry
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.directories import (
+    METRICS,
     STEP_METADATA,
     committed_at_s,
     is_committed,
     is_slot_directory,
     item_kind,
+    json_value,
     step_items,
     step_of_name,
 )
@@ -168,13 +170,20 @@ def _durable_entry(found: DurableStep) -> StepEntry:
         processes=found.processes,
         expected=found.expected,
     )
+    items, metrics, problem = step_items(place), None, found.problem
+    if METRICS in items and found.state != "unfinished":
+        try:
+            metrics = json_value(place.below(METRICS), METRICS)
+        except CorruptCheckpointError as error:
+            problem = problem or str(error)
     return StepEntry(
         step=found.step,
         state=found.state,
         save_id=found.save_id,
-        items=tuple(step_items(place)),
+        items=tuple(items),
         holdings=(holding,),
-        problem=found.problem,
+        metrics=metrics,
+        problem=problem,
     )
 
 
@@ -187,12 +196,12 @@ def tier_shares(
         jobs = [name for name in sorted(os.listdir(tier)) if name.endswith(ending)]
         directories = [path for job in jobs for path in slot_directories(Path(tier) / job / host_id)]
     except (FileNotFoundError, NotADirectoryError):
-        notes.append(f"{tier} is no directory: a ramdisk that was wiped, or another host's tier")
+        notes.append(no_tier(tier))
         return [], []
     except OSError as error:
         raise StoreError(f"{error.filename}: {error.strerror}; look at its permissions", path=tier) from error
     if not directories:
-        notes.append(f"{tier} holds no slots of host {host_id} for this root (name the host with --host-id)")
+        notes.append(no_slots(tier, host_id))
     shares: list[Share] = []
     damaged: list[CorruptCheckpointError] = []
     for directory in directories:
@@ -200,6 +209,17 @@ def tier_shares(
         shares += found
         damaged += bad
     return shares, damaged
+
+
+def no_tier(tier: str) -> str:
+    """What is said of a tier that is not there."""
+    return f"{tier} is no directory: a ramdisk that was wiped, or another host's tier"
+
+
+def no_slots(tier: str, host_id: str | None) -> str:
+    """What is said of a tier with nothing of the root."""
+    of = "" if host_id is None else f" of host {host_id}"
+    return f"{tier} holds no slots{of} for this root (name the host with --host-id)"
 
 
 def _damaged_entry(tier: str, error: CorruptCheckpointError) -> StepEntry:

@@ -65,6 +65,11 @@ def _text(value: Any) -> str:
     return value
 
 
+def count_text(count: int, one: str, several: str | None = None) -> str:
+    """How many of what: `1 leaf`, `2 leaves`; without `several`, an s makes them more."""
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
+
+
 @lru_cache(maxsize=4096)  # many leaves, few sizes
 def size_text(size_bytes: int) -> str:
     """Bytes in binary units: `1.5 GiB`."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit import layout
-from ckptkit.conversion.destination import Destination, begin, fingerprint, target_url
+from ckptkit.conversion.destination import Destination, begin, fingerprint, require_orbax_target, target_url
 from ckptkit.conversion.item_writer import ItemWriter, Work, side_files, this_writer
 from ckptkit.conversion.journal import Journal
 from ckptkit.conversion.orbax_step import DTYPES, works_of
@@ -47,8 +47,7 @@ def plan_reshard(
 ) -> ReshardPlan:
     """What `reshard` would write. Raises `CheckpointError` for what does not fit, and a local target that is there."""
     url = target_url(target)
-    if is_remote(url) and not url.startswith(("gs://", "s3://")):
-        raise CheckpointError(f"{url}: Orbax's checkpoints are written to disks, gs:// and s3://", path=url)
+    require_orbax_target(url)
     records = {item.name: item.records for item in source.items}
     for record in (record for leaves in records.values() for record in leaves):
         if record.dtype not in DTYPES:

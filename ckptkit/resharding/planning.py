@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.conversion.passes import block_shape, reads
-from ckptkit.errors import CheckpointError
+from ckptkit.errors import CheckpointError, StepNotFoundError
 from ckptkit.formats.tensors import CELL_SHARE, MEMORY_BYTES, block_bytes, check_chunk
 from ckptkit.manifest import LeafRecord
 from ckptkit.resharding.amplification import Amplification, amplification
@@ -113,8 +113,8 @@ def plan_leaves(
 ) -> tuple[LeafPlan, ...]:
     """The plan of every leaf, from its record by item. Pure: every process of a job makes the same.
 
-    Leaves of host memory and numbers are whole on every device. Raises `CheckpointError` for specs that do not fit, for
-    rules that match nothing, and for a chunk of the source above a quarter of the budget.
+    Leaves of host memory and numbers are whole on every device. Raises `CheckpointError` for specs that do not fit and
+    for a chunk of the source above a quarter of the budget, `StepNotFoundError` for a rule that matches nothing.
     """
     chooser = Chooser(meshes, rules, like)
     limit = block_bytes(memory_bytes)
@@ -140,7 +140,7 @@ def plan_leaves(
                 )
             plans.append(LeafPlan(item=item, record=record, cell=cell, block=block, specs=specs, reasons=reasons))
     if unused := chooser.unused():
-        raise CheckpointError(f"the rule for {unused[0]} matches no leaf of arrays on devices")
+        raise StepNotFoundError(f"the rule for {unused[0]} matches no leaf of arrays on devices")
     return tuple(plans)
 
 

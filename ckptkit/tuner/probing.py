@@ -103,6 +103,7 @@ class Probe:
     @contextmanager
     def _place(self) -> Iterator[str]:
         place = f"{self._url}/{layout.SIDECAR_DIR}/tune-{uuid.uuid4().hex[:8]}"
+        new = not is_remote(place) and not os.path.isdir(self._url)
         if not is_remote(place):
             os.makedirs(f"{place}/{_ITEM}")
         try:
@@ -115,6 +116,8 @@ class Probe:
                 shutil.rmtree(place, ignore_errors=True)
                 with suppress(OSError):  # what else is kept there stays
                     os.rmdir(os.path.dirname(place))
+                    if new:
+                        os.rmdir(self._url)
 
 
 def _leaf(name: str, block: np.ndarray) -> LeafRecord:

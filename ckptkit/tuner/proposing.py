@@ -41,6 +41,40 @@ class Proposal:
         return dataclasses.asdict(self)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TunePlan:
+    """What will be tried on a root: each profile `rounds` times after one that does not count, with the same leaves."""
+
+    url: str
+    profiles: tuple[DurableProfile, ...]
+    rounds: int
+    leaves: tuple[np.ndarray, ...]
+    compressions: tuple[Compression, ...]
+    encodings: tuple[_Encoding, ...]
+    sampled: bool
+
+    @property
+    def probe_bytes(self) -> int:
+        """Of one trial."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def written_bytes(self) -> int:
+        """Of all trials; as many are read."""
+        return self.probe_bytes * len(self.profiles) * (self.rounds + 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain values."""
+        return {
+            "url": self.url,
+            "probe_bytes": self.probe_bytes,
+            "rounds": self.rounds,
+            "written_bytes": self.written_bytes,
+            "profiles": [dataclasses.asdict(profile) for profile in self.profiles],
+            "compressions": [dataclasses.asdict(each) for each in self.compressions],
+        }
+
+
 def tune(
     url: str,
     *,
@@ -51,13 +85,26 @@ def tune(
     progress: Progress = lambda said: None,
 ) -> Proposal:
     """Proposes a profile for the durable root `url`, for states like the checkpoint `like` (default: few large leaves
-    of bytes that do not compress).
+    of bytes that do not compress): `plan_tune`, then `measure`. Raises what they raise."""
+    plan = plan_tune(url, like=like, probe_bytes=probe_bytes, rounds=rounds, timeout_s=timeout_s, progress=progress)
+    return measure(plan, progress=progress)
 
-    Writes and reads `probe_bytes` about `10 * (rounds + 1)` times below `<url>/_ckptkit`, and deletes them; of `like`
-    it reads the metadata and a piece of its largest leaves, and makes the leaves of the probe of them. Host memory:
-    three times `probe_bytes`. One knob is varied at a time; compression is tried where it saves bytes of the sample,
-    with the codec that should pay on the fastest storage and with the one that saves most. Raises `StoreError` where
-    the root cannot be written, what `open_checkpoint` raises, ValueError for a `probe_bytes` or `rounds` below 1.
+
+def plan_tune(
+    url: str,
+    *,
+    like: str | None = None,
+    probe_bytes: int = PROBE_BYTES,
+    rounds: int = 3,
+    timeout_s: float = 20.0,
+    progress: Progress = lambda said: None,
+) -> TunePlan:
+    """What `measure` is to try; nothing is written.
+
+    Of `like` it reads the metadata and a piece of its largest leaves, and makes the leaves of the probe of them. One
+    knob is varied at a time; compression is tried where it saves bytes of the sample, with the codec that should pay on
+    the fastest storage and with the one that saves most. Raises what `open_checkpoint` raises, ValueError for a
+    `probe_bytes` or `rounds` below 1.
     """
     if probe_bytes < 1 or rounds < 1:
         raise ValueError(f"probe_bytes={probe_bytes}, rounds={rounds}: give 1 or more")
@@ -71,24 +118,41 @@ def tune(
             sizes = _leaves_like([(tensor.dtype.name, tensor.nbytes) for tensor in opened.tensors], probe_bytes)
     compressions = compressibility(samples)
     leaves = leaves_of(samples, sizes)
-    probe = Probe(root, leaves)
-    progress("measuring the latency")
-    latency = probe.latency()
-    profiles = [default, *_variants(default, probe.nbytes, remote=is_remote(root))]
+    profiles = [default, *_variants(default, sum(leaf.nbytes for leaf in leaves), remote=is_remote(root))]
     encodings = _worth_trying(compressions, leaves, default)
     profiles += [dataclasses.replace(default, compression=each.codec) for each in encodings]
-    profiles = list(dict.fromkeys(profiles))
-    progress(f"writing and reading {probe.nbytes} bytes with {len(profiles)} profiles, {rounds + 1} times each")
-    trials = probe.trials(profiles, rounds)
+    return TunePlan(
+        url=root,
+        profiles=tuple(dict.fromkeys(profiles)),
+        rounds=rounds,
+        leaves=tuple(leaves),
+        compressions=tuple(compressions),
+        encodings=tuple(encodings),
+        sampled=like is not None,
+    )
+
+
+def measure(plan: TunePlan, *, progress: Progress = lambda said: None) -> Proposal:
+    """Tries what the plan says, and proposes a profile.
+
+    Writes and reads `plan.written_bytes` below `<url>/_ckptkit`, and deletes them. Host memory: three times
+    `plan.probe_bytes`. Raises `StoreError` where the root cannot be written.
+    """
+    probe = Probe(plan.url, plan.leaves)
+    progress("measuring the latency")
+    latency = probe.latency()
+    count, times = len(plan.profiles), plan.rounds + 1
+    progress(f"writing and reading {probe.nbytes} bytes with {count} profiles, {times} times each")
+    trials = probe.trials(plan.profiles, plan.rounds)
     profile, reasons = propose(trials)
     return Proposal(
-        url=root,
+        url=plan.url,
         profile=profile,
         probe_bytes=probe.nbytes,
         latency=latency,
         trials=tuple(trials),
-        compressions=tuple(compressions),
-        reasons=(*reasons, *_said_of(encodings, trials, profile, sampled=like is not None), _UNMEASURED),
+        compressions=plan.compressions,
+        reasons=(*reasons, *_said_of(plan.encodings, trials, profile, sampled=plan.sampled), _UNMEASURED),
     )
 
 
@@ -110,7 +174,8 @@ def propose(trials: Sequence[Trial]) -> tuple[DurableProfile, list[str]]:
             times, verb = _rates(best, reads)[0] / _rates(base, reads)[0], "reads" if reads else "writes"
             reasons.append(f"{knob} {chosen[knob]}: {verb} {times:.2f} times as fast as {getattr(base.profile, knob)}")
         elif knob != "compression":
-            reasons.append(f"{knob} stays at {getattr(base.profile, knob)}: nothing was faster by a tenth")
+            why = "nothing was faster by a tenth" if varied else "so small a probe shows no difference"
+            reasons.append(f"{knob} stays at {getattr(base.profile, knob)}: {why}")
     if "write_concurrency" in chosen:
         chosen["read_concurrency"] = chosen["write_concurrency"]
     return dataclasses.replace(base.profile, **chosen), reasons

@@ -100,7 +100,11 @@ class DurableProfile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the profile as JSON, for `load`."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", "utf-8")
+        Path(path).write_text(self.text(), "utf-8")
+
+    def text(self) -> str:
+        """What `save` writes."""
+        return json.dumps(self.to_json(), indent=1) + "\n"
 
     def to_json(self) -> dict[str, Any]:
         """The profile as plain values."""

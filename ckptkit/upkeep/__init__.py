@@ -4,6 +4,7 @@ from ckptkit.upkeep.arenas import ArenaEntry as ArenaEntry
 from ckptkit.upkeep.arenas import Cleaning as Cleaning
 from ckptkit.upkeep.arenas import clean_arenas as clean_arenas
 from ckptkit.upkeep.arenas import list_arenas as list_arenas
+from ckptkit.upkeep.arenas import require_tiers as require_tiers
 from ckptkit.upkeep.copy_planning import CopyPlan as CopyPlan
 from ckptkit.upkeep.copy_planning import plan_copy as plan_copy
 from ckptkit.upkeep.copying import copy as copy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit import clock, layout
-from ckptkit.errors import StepNotFoundError, StoreError
-from ckptkit.inspection.places import local_kind
+from ckptkit.errors import StoreError
+from ckptkit.inspection.places import local_kind, nothing_at
 from ckptkit.inspection.records import FORMAT
 from ckptkit.slot_files import remove_slots
 from ckptkit.slot_reader import slot_directories
@@ -47,11 +48,13 @@ class ArenaEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cleaning:
-    """What becomes of arenas: `removed` (or to be), `kept` with why. Bytes are those that removal frees."""
+    """What becomes of arenas: `removed` (or to be), `kept` with why. Bytes are those that removal frees. `notes` say
+    what there is where nothing was chosen."""
 
     removed: tuple[ArenaEntry, ...]
     kept: tuple[tuple[ArenaEntry, str], ...]
     done: bool
+    notes: tuple[str, ...] = ()
 
     @property
     def freed_bytes(self) -> int:
@@ -66,6 +69,7 @@ class Cleaning:
             "freed_bytes": self.freed_bytes,
             "removed": [each.to_json() for each in self.removed],
             "kept": [{**each.to_json(), "reason": why} for each, why in self.kept],
+            "notes": self.notes,
         }
 
 
@@ -89,6 +93,13 @@ def list_arenas(
     return sorted(found, key=lambda each: each.path)
 
 
+def require_tiers(tiers: Sequence[str]) -> None:
+    """Raises `StepNotFoundError` for a path that is no directory: nothing there is not the same as nothing in it."""
+    for tier in tiers:
+        if local_kind(tier) != stat.S_IFDIR:
+            raise nothing_at(tier, "there is no such directory; check the path")
+
+
 def clean_arenas(
     tiers: Sequence[str],
     *,
@@ -109,9 +120,7 @@ def clean_arenas(
     """
     if job is None and root is None and idle_s is None:
         raise ValueError("say which arenas: a job, a root, or how long they have been idle")
-    for tier in tiers:
-        if local_kind(tier) is None:
-            raise StepNotFoundError(f"{tier}: there is no such directory; check the path", path=tier)
+    require_tiers(tiers)
     found = list_arenas(tiers, host_id=host_id)
     chosen = {each.path for each in list_arenas(tiers, root=root, job=job, host_id=host_id)}
     now_s = clock.wall_s()
@@ -127,7 +136,19 @@ def clean_arenas(
             removed += of_job
         else:
             kept += [(replace(each, live=True), "a process of the job is running") for each in of_job]
-    return Cleaning(removed=tuple(removed), kept=tuple(kept), done=not dry_run)
+    notes = [] if chosen else [_nothing_chosen(list_arenas(tiers), host_id)]
+    return Cleaning(removed=tuple(removed), kept=tuple(kept), done=not dry_run, notes=tuple(notes))
+
+
+def _nothing_chosen(arenas: Sequence[ArenaEntry], host_id: str) -> str:
+    """Why, as far as the arenas say it: a slip in a name would look like a tier that is clean."""
+    if not arenas:
+        return "the tiers hold no arena of any job"
+    if not any(each.host_id == host_id for each in arenas):
+        hosts = ", ".join(sorted({each.host_id for each in arenas})[:8])
+        return f"the tiers hold arenas of other hosts: {hosts} (name one with --host-id)"
+    jobs = ", ".join(sorted({each.job for each in arenas if each.host_id == host_id})[:8])
+    return f"no job is meant; the tiers hold arenas of {jobs}"
 
 
 def _by_job(entries: Iterable[ArenaEntry]) -> list[list[ArenaEntry]]:

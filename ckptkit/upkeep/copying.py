@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -58,7 +58,7 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
     done, notes, total, before = [], list(plan.notes), plan.copied_bytes, 0
     for each in plan.steps:
         if each.act == "copy":
-            with _leased(each, timeout_s, notes) as kept:
+            with _told(done), _leased(each, timeout_s, notes) as kept:
                 if kept:
                     _Copying(each, timeout_s, _shifted(progress, before, total)).run(resume=resume)
                 else:
@@ -66,6 +66,17 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
             before += each.stored_bytes
         done.append(each)
     return replace(plan, done=True, steps=tuple(done), notes=tuple(notes))
+
+
+@contextmanager
+def _told(done: Sequence[CopyStep]) -> Iterator[None]:
+    """What ends the work has a note of what was copied before it."""
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        if copied := [str(each.step) for each in done if each.act == "copy"]:
+            error.add_note(f"copied and proven before that: step{'s' * (len(copied) > 1)} {', '.join(copied)}")
+        raise
 
 
 def _check_room(plan: CopyPlan) -> None:

@@ -91,7 +91,7 @@ def plan_rollback(
         abandoned=newer,
         before=before,
         after=before.begin(epoch, step, stock),
-        notes=_notes(listing.root, entry, newer, pinned_steps(place.store), tiers, host_id),
+        notes=(*listing.notes, *_notes(listing.root, entry, newer, pinned_steps(place.store), tiers, host_id)),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,13 +14,13 @@ import tensorstore as ts
 
 from ckptkit import layout
 from ckptkit.durable.leases import PruneGuard
-from ckptkit.durable.pins import pinned_steps
+from ckptkit.durable.pins import pin_reason, pinned_steps
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.arrays import ARRAY_METADATAS, METADATA, OCDBT, SHARDINGS
 from ckptkit.inspection.directories import STEP_METADATA, item_kind, step_of_name
-from ckptkit.inspection.places import Place, no_directory
+from ckptkit.inspection.places import Place, local_kind, no_directory
 from ckptkit.inspection.records import FORMAT, State
-from ckptkit.inspection.steps import DurableStep, durable_steps, read_ancestry
+from ckptkit.inspection.steps import DurableStep, durable_steps, no_slots, no_tier, read_ancestry
 from ckptkit.store.roots import root_url
 from ckptkit.upkeep.arenas import ArenaEntry, list_arenas
 from ckptkit.verification.quarantine import QUARANTINE_DIR
@@ -36,7 +37,8 @@ _ROOT_FILES = frozenset({"metadata", "array_metadatas", "descriptor"})  # what O
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepUsage:
-    """What one durable step takes. `items`: bytes by item (the step's own files under ""); `kinds`: by `Kind`."""
+    """What one durable step takes. `items`: bytes by item (the step's own files under ""); `kinds`: by `Kind`;
+    `pin_reason`: what was said when it was pinned."""
 
     step: int
     path: str
@@ -46,6 +48,7 @@ class StepUsage:
     stored_bytes: int
     items: Mapping[str, int]
     kinds: Mapping[str, int]
+    pin_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,7 @@ class Usage:
     arenas: tuple[ArenaEntry, ...]
     dead: tuple[DeadWeight, ...]
     record_bytes: int
+    notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
     @property
@@ -87,6 +91,7 @@ class Usage:
             "steps": [_renamed(asdict(each)) for each in self.steps],
             "tiers": [each.to_json() for each in self.arenas],
             "dead": [_renamed(asdict(each)) for each in self.dead],
+            "notes": self.notes,
             "problems": self.problems,
         }
 
@@ -132,19 +137,29 @@ def usage(
     problems += [each.problem for each in found if each.problem is not None]
     return Usage(
         root=place.url,
-        steps=tuple(_step_usage(each, pinned, used) for each in steps),
+        steps=tuple(_step_usage(each, pinned, used, place) for each in steps),
         arenas=tuple(arenas),
         dead=tuple(dead),
         record_bytes=_record_bytes(place),
+        notes=tuple(_notes(tiers, arenas, host_id)),
         problems=tuple(problems),
     )
+
+
+def _notes(tiers: Sequence[str], arenas: Sequence[ArenaEntry], host_id: str | None) -> Iterator[str]:
+    """Which of the tiers that were given have nothing to do with the root, or are not there."""
+    for tier in tiers:
+        if local_kind(tier) != stat.S_IFDIR:
+            yield no_tier(tier)
+        elif not any(each.tier == tier for each in arenas):
+            yield no_slots(tier, host_id)
 
 
 def _renamed(record: dict[str, Any]) -> dict[str, Any]:
     return {"bytes" if name == "stored_bytes" else name: value for name, value in record.items()}
 
 
-def _step_usage(each: DurableStep, pinned: set[int], used: set[int]) -> StepUsage:
+def _step_usage(each: DurableStep, pinned: set[int], used: set[int], root: Place) -> StepUsage:
     items, kinds = Counter[str](), Counter[str]()
     whole = item_kind(each.place) is not None  # saved without a manager: the step is the item
     for key, size in each.place.sizes().items():
@@ -162,6 +177,7 @@ def _step_usage(each: DurableStep, pinned: set[int], used: set[int]) -> StepUsag
         stored_bytes=sum(items.values()),
         items=dict(sorted(items.items())),
         kinds=dict(sorted(kinds.items())),
+        pin_reason=pin_reason(root.store, each.step) if each.step in pinned else "",
     )
 
 

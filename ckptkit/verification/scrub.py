@@ -16,7 +16,7 @@ from ckptkit.durable.leases import doomed_steps
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, nothing_at
 from ckptkit.inspection.shares import read_shares
-from ckptkit.inspection.steps import durable_steps, read_ancestry
+from ckptkit.inspection.steps import durable_steps, no_slots, no_tier, read_ancestry
 from ckptkit.manifest import SaveId
 from ckptkit.newest import LostManifestError
 from ckptkit.slot_reader import slot_directories
@@ -55,13 +55,15 @@ class Treatment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scrub:
-    """Every copy that was looked at: how many were whole, and what became of each that was not."""
+    """Every copy that was looked at: how many were whole, and what became of each that was not. `notes`: tiers that
+    were given and have no slots of the root."""
 
     root: str
     repair: bool
     checked: int
     treatments: tuple[Treatment, ...]
     findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
     @property
@@ -78,6 +80,7 @@ class Scrub:
             "checked": self.checked,
             "treatments": [each.to_json() for each in self.treatments],
             "findings": [finding.to_json() for finding in self.findings],
+            "notes": self.notes,
             "problems": self.problems,
         }
 
@@ -120,6 +123,7 @@ class _Scrubber:
         self._shares: list[ShareProof] = []
         self._steps: list[tuple[Place, StepProof, object]] = []  # the last tells it from one that takes its place
         self._manifests: list[tuple[Path, Finding]] = []
+        self._notes: list[str] = []
 
     def run(self) -> Scrub:
         ancestry, problems = self._ancestry()
@@ -153,6 +157,7 @@ class _Scrubber:
             checked=len(self._shares) + len(self._steps) + len(self._manifests),
             treatments=tuple(treatments),
             findings=tuple(findings),
+            notes=tuple(self._notes),
             problems=tuple(problems),
         )
 
@@ -172,8 +177,11 @@ class _Scrubber:
             try:
                 jobs = sorted(name for name in os.listdir(tier) if name.endswith(ending))
             except (FileNotFoundError, NotADirectoryError):
+                self._notes.append(no_tier(tier))
                 continue
-            found += [path for job in jobs for path in slot_directories(Path(tier) / job / self._host_id)]
+            of_tier = [path for job in jobs for path in slot_directories(Path(tier) / job / self._host_id)]
+            self._notes += [] if of_tier else [no_slots(tier, self._host_id)]
+            found += of_tier
         return found
 
     def _look_into(self, directory: Path) -> None:

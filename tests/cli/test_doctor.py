@@ -130,7 +130,7 @@ CASES: list[Case] = [
         rules.staging,
         logged(*RUN, event(Kind.STAGED, 3, 3, stall_s=1.0, strategy="block", reason="device memory is full")),
         logged(*RUN, *saves([3], "ram")),
-        "1 saves stopped the step loop for the whole copy: device memory is full",
+        "1 save stopped the step loop for the whole copy: device memory is full",
     ),
     (
         rules.commits,
@@ -156,13 +156,13 @@ CASES: list[Case] = [
         rules.skipped,
         logged(*RUN, *saves(range(9), "ram"), event(Kind.SKIPPED, 9, 9, "ram", policy="skip", reason="still busy")),
         logged(*RUN, *saves(range(10), "ram"), event(Kind.SKIPPED, 10, 10, "ram", policy="skip", reason="busy")),
-        "1 saves were left out beside 9 that were taken; mostly: still busy",
+        "1 save was left out beside 9 taken; mostly: still busy",
     ),
     (
         rules.failing,
         logged(*RUN, *saves([1], "durable"), event(Kind.FAILED, 9, 9, "durable", reason="403")),
         logged(*RUN, event(Kind.FAILED, 1, 1, "durable", reason="403"), *saves([9], "durable")),
-        "tier durable failed last, 1 saves failed in all: 403",
+        "tier durable failed last, 1 save failed in all: 403",
     ),
     (
         rules.durable_age,
@@ -174,26 +174,26 @@ CASES: list[Case] = [
         rules.damaged,
         Facts(usage=used(), steps=[entry(1), entry(2, problem="/r/2: torn")]),
         Facts(usage=used(), steps=[entry(1)]),
-        "1 damaged: /r/2: torn",
+        "1 save is damaged: /r/2: torn",
     ),
     (rules.one_step, Facts(usage=used(1)), Facts(usage=used(2)), "step 0 is the only durable step"),
     (
         rules.unproven,
         Facts(usage=used(), steps=[entry(1), entry(2, ours=False)]),
         Facts(usage=used(), steps=[entry(1)]),
-        "1 durable steps have no digests (2)",
+        "1 durable step has no digests (2)",
     ),
     (
         rules.replicas,
         logged(*RUN, event(Kind.REPLICAS_DIFFER, 5, 5, leaf="w", suspects=["host h3 device 2"])),
         logged(*RUN),
-        "data replicas differed in 1 saves, from step 5 on; suspected: host h3 device 2",
+        "data replicas differed in 1 save, from step 5 on; suspected: host h3 device 2",
     ),
     (
         rules.rejected,
         logged(*RUN, event(Kind.REJECTED, 5, 8, "durable", reason="a cell does not match")),
         logged(*RUN),
-        "1 times something was passed over by a restore or a look; last: durable, step 8: a cell does not match",
+        "once something was passed over by a restore or a look; last: durable, step 8: a cell does not match",
     ),
     (
         rules.dead_weight,
@@ -206,7 +206,7 @@ CASES: list[Case] = [
         rules.idle_arenas,
         Facts(usage=used(arenas=[arena(live=False)])),
         Facts(usage=used(arenas=[arena(live=False), arena(live=True)])),
-        "no process of the job runs here, and its slots hold 4.0 KiB in 1 directories",
+        "no process of the job runs here, and its slots hold 4.0 KiB in 1 directory",
     ),
 ]
 
@@ -263,7 +263,7 @@ def test_a_run_that_did_not(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
     assert said.code == 11
     for line in (
         "At risk",
-        "1 damaged: ",
+        "1 save is damaged: ",
         "Wasteful",
         "are dead weight: superseded",
         "-> `ckptkit du",

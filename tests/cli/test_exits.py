@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,11 @@ def test_codes_and_messages(ckpt: Run, mine: Ours, arguments: tuple[str, ...], c
     said = ckpt(*(argument.format(**names) for argument in arguments))
     assert (said.code, said.out) == (code, "")
     assert message.format(**names) in said.err
+
+
+def test_version(ckpt: Run) -> None:
+    """A report of a defect could not say what it is of."""
+    assert ckpt("--version").out == f"ckptkit {version('ckptkit')}\n"
 
 
 def test_an_empty_root_has_no_steps(ckpt: Run, tmp_path: Path) -> None:

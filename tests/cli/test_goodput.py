@@ -108,7 +108,35 @@ def test_following_ends_with_the_run(run_dir: Path, capsys: pytest.CaptureFixtur
         assert main(["goodput", str(run_dir), "--follow"]) == 0
     finally:
         thread.join()
-    assert "9 steps kept, 1 losses" in capsys.readouterr().out
+    assert "9 steps kept, 1 loss;" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["goodput", "simulate", "tune"])
+def test_a_file_that_cannot_be_written_is_said_before_the_work(
+    command: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The result of an hour of measuring would be thrown away, for a directory that is not there."""
+    target = str(tmp_path / "none" / "out")
+    words = {
+        "goodput": ["goodput", str(run_dir), "--html", target],
+        "simulate": ["simulate", "--runs", "2", "--plot", target],
+        "tune": ["tune", str(tmp_path / "root"), "--output", target],
+    }
+    assert main(words[command]) == 2
+    said = capsys.readouterr()
+    assert (said.out, f"{tmp_path / 'none'} is no directory; make it first" in said.err) == ("", True)
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_file_that_fails_is_named_as_it_was_asked_for(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The message would speak of a file that nobody knows, and leave it behind."""
+    (tmp_path / "taken").mkdir()
+    path = tmp_path / "taken" / ("x" * 250)  # a name for it beside it would be too long
+    assert main(["goodput", str(run_dir), "--prometheus", str(path)]) == 1
+    assert f"ckptkit: {path}: File name too long" in capsys.readouterr().err
+    assert list((tmp_path / "taken").iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+from ckptkit.inspection.words import size_text
 from tests.cli.conftest import HOST, Ours, Run
 from tests.states import make_state
 
@@ -117,7 +118,7 @@ def test_root_gives_its_newest_step_that_no_rollback_superseded(ckpt: Run, ours:
     said = ckpt("inspect", ours.root)
     assert said.code == 0
     assert said.out.startswith(f"{ours.root / '4'}: step 4, ")
-    assert f"the newest of 1 committed steps in {ours.root}" in said.out
+    assert f"the only committed step in {ours.root}" in said.out
 
 
 def test_slot_directory_and_manifest_file(ckpt: Run, ours: Ours) -> None:
@@ -188,6 +189,22 @@ def test_match_depth_and_sort(ckpt: Run, ours: Ours) -> None:
     assert "state:list.0" not in grouped
 
 
+def test_stored_bytes(ckpt: Run, ours: Ours, stock: Path, tmp_path: Path) -> None:
+    """Nobody could see what compression saves, or what a checkpoint costs where it stands."""
+    item = stock / "root/3/state"
+    taken = sum(path.stat().st_size for path in item.rglob("*") if path.is_file())
+    items = {each["name"]: each for each in json.loads(ckpt("inspect", stock / "root/3", "--json").out)["items"]}
+    assert items["state"]["stored_bytes"] == taken
+    assert f"bytes), {size_text(taken)} stored" in ckpt("inspect", item).out
+    assert " stored" not in ckpt("inspect", item, "--match", "w").out
+    (slot,) = [each for each in json.loads(ckpt("inspect", ours.slots, "--json").out)["items"] if each["leaves"]]
+    assert slot["stored_bytes"] is None
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, w=np.zeros(100_000))
+    assert json.loads(ckpt("inspect", path, "--json").out)["items"][0]["stored_bytes"] == path.stat().st_size
+    assert "  1 leaf, 781.2 KiB (800000 bytes), " in ckpt("inspect", path).out
+
+
 def test_json_shape(ckpt: Run, ours: Ours) -> None:
     """Scripts that read `--json` would break: docs/CLI.md promises these names."""
     found = json.loads(ckpt("inspect", ours.root / "4", "--json").out)
@@ -196,7 +213,7 @@ def test_json_shape(ckpt: Run, ours: Ours) -> None:
     assert found["format"] == 1
     origin = ["writer", "proven", "save_id", "processes", "hosts", "committed_at_s"]
     assert list(found["origin"]) == origin
-    assert list(found["items"][0]) == ["name", "kind", "layout", "value", "leaves"]
+    assert list(found["items"][0]) == ["name", "kind", "layout", "stored_bytes", "value", "leaves"]
     leaf = ["name", "bytes", "path", "kind", "dtype", "shape", "cell", "sharding", "key_impl", "held_bytes"]
     assert list(leaves_of(found)["w"]) == leaf
     assert list(found["totals"]) == ["leaves", "bytes", "by_dtype", "by_group"]

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import orbax.checkpoint as ocp
 import pytest
 
+import ckptkit
 from ckptkit.slot_reader import read_manifest
 from tests.cli.conftest import HOST, Ours, Run
+from tests.states import make_state, save_args
 
 
 def planned(ckpt: Run, root: object, *arguments: object) -> dict[str, Any]:
@@ -49,6 +52,15 @@ def test_like_a_slot_wants_its_boxes(ckpt: Run, ours: Ours) -> None:
     assert boxes == {(leaf.name, record.box.start) for leaf in held.arrays["state"] for record in leaf.boxes}
     by_step = planned(ckpt, ours.root, "--like", ours.root / "4")
     assert by_step["plan"] == planned(ckpt, ours.root)["plan"]
+
+
+def test_like_a_step_with_a_prefix(ckpt: Run, tmp_path: Path) -> None:
+    """Who names steps `run_7` could not say which leaves are wanted."""
+    options = ocp.CheckpointManagerOptions(step_prefix="run")
+    with ckptkit.CheckpointManager(tmp_path / "root", options=options) as manager:
+        manager.save(7, args=save_args(make_state(7), 7))
+    found = planned(ckpt, tmp_path / "root", "--like", tmp_path / "root/run_7")
+    assert (found["step"], bool(found["plan"]["boxes"])) == (7, True)
 
 
 def test_a_damaged_manifest_is_said_and_the_next_source_is_planned(ckpt: Run, mine: Ours) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 import pytest
 
+import ckptkit
 from ckptkit import layout
 from ckptkit.manifest import Manifest, Writer
 from ckptkit.slot_reader import read_manifest
@@ -185,6 +186,21 @@ def test_stock_orbax_beside_ours(ckpt: Run, tmp_path: Path) -> None:
     assert json.loads(ckpt("inspect", tmp_path / "root", "--json").out)["step"] == 7
 
 
+def test_metrics(ckpt: Run, stock: Path, tmp_path: Path) -> None:
+    """Whoever looks for the best step would have to open every one."""
+    assert listed(ckpt, stock / "root")[3]["metrics"] == {"loss": 0.5}
+    assert ckpt("steps", stock / "root").out.splitlines()[-1].endswith("loss 0.5")
+    home = tmp_path / "root"
+    shutil.copytree(stock / "root", home)
+    (home / "3/metrics/metrics").write_text("{")
+    assert listed(ckpt, home, code=11)[3]["metrics"] is None
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    with ckptkit.CheckpointManager(tmp_path / "ours", options=options) as manager:
+        manager.save(7, args=save_args(make_state(7), 7), metrics={"loss": 0.25, "steps": [1, 2]})
+    assert listed(ckpt, tmp_path / "ours")[7]["metrics"] == {"loss": 0.25, "steps": [1, 2]}
+    assert "loss 0.25, steps [1, 2]" in ckpt("steps", tmp_path / "ours").out
+
+
 def test_json_shape(ckpt: Run, ours: Ours) -> None:
     """Scripts that read `--json` would break: docs/CLI.md promises these names."""
     found = json.loads(ckpt("steps", ours.root, "--json", *tiers(ours)).out)
@@ -198,6 +214,7 @@ def test_json_shape(ckpt: Run, ours: Ours) -> None:
         "processes",
         "expected_processes",
         "items",
+        "metrics",
         "tiers",
         "problem",
     ]

@@ -56,6 +56,25 @@ def test_a_disk_is_tuned_and_left_as_it_was(tmp_path: Path, like: Path, capsys: 
         assert manager.latest_step() == 1
 
 
+def test_a_dry_run_is_the_plan_and_writes_nothing(
+    tmp_path: Path, like: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gigabytes would be written to a bucket by somebody who asked what would be."""
+    root, out = tmp_path / "root", tmp_path / "profile.json"
+    command = ["tune", str(root), "--like", str(like), "--probe", "2MB", "--rounds", "1", "--output", str(out)]
+    assert main([*command, "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert main([*command, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert f"would be written, read and deleted with {len(plan['profiles'])} profiles, 2 times each" in said
+    assert list(tmp_path.iterdir()) == []
+    assert plan["written_bytes"] == plan["probe_bytes"] * len(plan["profiles"]) * 2
+    assert main([*command, "--json"]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert [trial["profile"] for trial in done["trials"]] == plan["profiles"]
+    assert list(tmp_path.iterdir()) == [out], "a root that was not there is not there again"
+
+
 def test_a_bucket_is_tuned(
     tmp_path: Path, like: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +164,8 @@ def test_only_what_is_worth_it_is_proposed() -> None:
     base = trial(100.0)
     noise = [base, trial(105.0, data_file_bytes=1 << 24), trial(90.0, write_concurrency=64)]
     assert propose(noise)[0] == DurableProfile()
+    assert propose(noise)[1][0] == f"data_file_bytes stays at {256 << 20}: nothing was faster by a tenth"
+    assert propose(noise)[1][-1] == f"read_ahead_bytes stays at {128 << 20}: so small a probe shows no difference"
     slow_to_read = [base, trial(200.0, read=50.0, data_file_bytes=1 << 24)]
     assert propose(slow_to_read)[0] == DurableProfile()
     faster = [

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import HOST, Ours, Run
+from tests.upkeep.conftest import make_root
+from tests.upkeep.test_prune import flip
 
 
 def snapshot(home: Path) -> dict[str, int]:
@@ -43,6 +45,7 @@ def test_a_morning_of_work(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
     assert found["tiers"][0]["saves"][-1] == {"step": 5, "epoch": 2, "number": 0}
     assert "a pruning would free" in ckpt("du", mine.root, "--keep", "newest=1").out
     assert "pinned are: 8" in ckpt("pin", mine.root, "8", "--reason", "paper").out
+    assert "superseded, pinned (paper)" in ckpt("du", mine.root).out
     assert json.loads(ckpt("prune", mine.root, "--keep", "newest=1", "--json").out)["freed_bytes"] == 0
     assert ckpt("unpin", mine.root, "8").code == 0
     assert "8  superseded" in ckpt("prune", mine.root, "--keep", "newest=1", "--keep", "every=100").out
@@ -55,7 +58,7 @@ def test_a_morning_of_work(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
     assert ckpt("rollback", mine.root, "--to", "5", "--tier", mine.ram, "--host-id", HOST).code == 10
     listed = json.loads(ckpt("tiers", "list", mine.ram, "--json").out)["arenas"]
     assert [(each["host_id"], each["live"]) for each in listed] == [(HOST, False)]
-    assert "1 arenas" in ckpt("tiers", "list", mine.ram).out
+    assert "1 arena, 0 held by a running process" in ckpt("tiers", "list", mine.ram).out
     freed = json.loads(ckpt("tiers", "clean", mine.ram, "--root", mine.root, "--host-id", HOST, "--json").out)
     assert freed["freed_bytes"] >= listed[0]["bytes"] > 0
     assert json.loads(ckpt("tiers", "list", mine.ram, "--json").out)["arenas"] == []
@@ -85,6 +88,8 @@ def test_a_morning_of_work(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
         (("tiers", "clean", "{ram}", "--idle", "soon"), 2, "'soon' is no length of time"),
         (("tiers", "clean", "{home}/none", "--idle", "1d"), 10, "there is no such directory"),
         (("tiers", "list", "gs://bucket/x"), 2, "is no local directory"),
+        (("tiers", "list", "{home}/none"), 10, "none: there is no such directory; check the path"),
+        (("tiers", "list", "{home}/some.txt"), 10, "some.txt: there is no such directory"),
         (("tiers",), 2, "Usage: ckptkit tiers"),
     ],
 )
@@ -97,3 +102,45 @@ def test_codes_and_messages(ckpt: Run, mine: Ours, arguments: tuple[str, ...], c
     assert said.code == code, said.err
     assert message in said.err
     assert snapshot(mine.home) == before
+
+
+def test_a_tier_that_has_nothing_to_do_with_the_root_is_said(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+    """A slip in a tier's path, or another host's name, would look like a tier without bytes."""
+    none = tmp_path / "none"
+    for words in (("du",), ("doctor",), ("steps",), ("scrub",), ("rollback", "--to", "4", "--dry-run")):
+        command, *more = words
+        said = ckpt(command, ours.root, *more, "--tier", none, "--tier", ours.ram, "--host-id", "h9")
+        assert f"  {none} is no directory: a ramdisk that was wiped, or another host's tier" in said.out
+        assert f"  {ours.ram} holds no slots of host h9 for this root (name the host with --host-id)" in said.out
+        found = json.loads(ckpt(command, ours.root, *more, "--tier", none, "--host-id", HOST, "--json").out)
+        assert found["notes"] == [f"{none} is no directory: a ramdisk that was wiped, or another host's tier"]
+
+
+def test_a_cleaning_that_means_nothing_says_what_there_is(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+    """A slip in a job's or host's name would look like a tier that is clean."""
+    clean = ("tiers", "clean", ours.ram, "--dry-run")
+    said = ckpt(*clean, "--job", "job-1", "--host-id", "h9").out
+    assert f"the tiers hold arenas of other hosts: {HOST} (name one with --host-id)" in said
+    job = ours.slots.parents[1].name
+    assert f"no job is meant; the tiers hold arenas of {job}" in ckpt(*clean, "--job", "job-1", "--host-id", HOST).out
+    (tmp_path / "ram").mkdir()
+    assert "hold no arena of any job" in ckpt("tiers", "clean", tmp_path / "ram", "--idle", "0s").out
+    assert json.loads(ckpt(*clean, "--job", job, "--host-id", HOST, "--json").out)["notes"] == []
+
+
+def test_what_was_copied_before_a_damaged_step(ckpt: Run, tmp_path: Path) -> None:
+    """Nobody would know what stands at the target when a step in the middle is damaged."""
+    make_root(tmp_path / "run", (1, 2, 3))
+    flip(tmp_path / "run", 3)
+    said = ckpt("copy", tmp_path / "run", tmp_path / "into")
+    assert said.code == 11
+    assert said.err.endswith("ckptkit: copied and proven before that: steps 1, 2\n")
+
+
+def test_what_a_pruning_would_free_in_words(ckpt: Run, mine: Ours) -> None:
+    """A person would read `0 B: steps none`."""
+    assert ckpt("du", mine.root, "--keep", "newest=9").out.endswith(": step 8\n"), "superseded"
+    assert ckpt("prune", mine.root, "--keep", "newest=9").out.startswith(f"{mine.root}: 1 of 2 steps, ")
+    assert ckpt("du", mine.root, "--keep", "newest=9").out.endswith("a pruning would free nothing\n")
+    assert ckpt("prune", mine.root, "--keep", "newest=9").out.startswith(f"{mine.root}: 0 of 1 step, ")
+    assert "bytes), 1 step, 0 B dead weight" in ckpt("du", mine.root).out

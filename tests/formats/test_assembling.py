@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_a_sub_tree(ckpt: Run, tmp_path: Path, to: str) -> None:
     assert sorted(found) == ["params.a.kernel", "params.ab"]
     assert all(same_bits(found[name], tree[name]) for name in found)
     said = ckpt("extract", source, tmp_path / "q", "--only", "param", "--to", to)
-    assert (said.code, (tmp_path / "q").exists()) == (1, False)
+    assert (said.code, (tmp_path / "q").exists()) == (10, False)
     assert "has no leaf param, nor a sub-tree; at its top are mask, opt_state, params" in said.err
 
 
@@ -73,7 +74,7 @@ def test_put_together(ckpt: Run, tmp_path: Path) -> None:
     assert said.code == 12
     (tmp_path / "rules.toml").write_text('[[rule]]\nfrom = "x"\nto = "a"\n')
     said = ckpt("merge", one, two, tmp_path / "no", "--to", "npz", "--map", tmp_path / "rules.toml")
-    assert (said.code, "matches no leaf of any of them" in said.err) == (1, True)
+    assert (said.code, "matches no leaf of any of them" in said.err) == (10, True)
 
 
 @pytest.mark.parametrize("name", ["float32", "float64", "bfloat16", "float16", "float8_e4m3fn", "complex64"])
@@ -154,6 +155,25 @@ def test_lora(ckpt: Run, tmp_path: Path, kind: str) -> None:
     kernel = found[name].T if kind == "peft" else found[name]
     assert np.abs(x @ kernel - expected).max() < 1e-4
     assert same_bits(found["o"], other)
+
+
+def test_another_alpha_is_other_work(ckpt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the layers would have the update at another strength."""
+    base = by_safetensors(tmp_path / "b.safetensors", {"q.kernel": RNG.standard_normal((8, 6)).astype(np.float32)})
+    update = {"q.lora_a": np.ones((8, 2), np.float32), "q.lora_b": np.ones((2, 6), np.float32)}
+    adapter = by_safetensors(tmp_path / "a.safetensors", update)
+    words = ("merge", base, adapter, tmp_path / "m", "--lora", "--to", "safetensors", "--lora-alpha")
+    rename = converting.os.rename
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(converting.os, "rename", dies)
+    assert ckpt(*words, 8).code == 130
+    monkeypatch.setattr(converting.os, "rename", rename)
+    said = ckpt(*words, 16, "--resume")
+    assert (said.code, "is other work than this" in said.err) == (1, True)
+    assert re.fullmatch(rf"{tmp_path}/m: 1 leaf, \d+ B written as safetensors\n", ckpt(*words, 8, "--resume").out)
 
 
 def test_updates_that_do_not_fit(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from ckptkit.conversion import convert, plan_convert
+from ckptkit.conversion.destination import Destination
 from ckptkit.conversion.journal import Journal
 from ckptkit.formats import open_checkpoint
 from tests.cli.conftest import Ours, Run
@@ -152,6 +153,30 @@ def test_rules_and_casts(ckpt: Run, tmp_path: Path) -> None:
     assert same_bits(read(tmp_path / "c.npz")["b0.kv"], kv)
 
 
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        ('to = "x"', "a rule has `from` and `to`"),
+        ('from = "w"', "a rule has `from` and `to`"),
+        ("from = 3\ndrop = true", "3 is no name of a leaf"),
+        ('from = "w"\nto = ["a", 2]\nsplit = 0', "is no name of a leaf, and no list of names"),
+        ('from = "w"\nto = "x"\nsplt = 1', "'splt' is nothing that a rule has"),
+        ('from = "w"\nto = ["a", "b"]', "several in `to` need `split`"),
+        ('from = "w"\nto = "x"\ntranspose = [0, 0]', "the rule for x does not fit w, (3, 2): [0, 0] is no order"),
+        ('from = "w"\nto = "x"\nmerge = 1', "the rule for x does not fit w, (3, 2): it has no such axis"),
+        ('from = "w"\nto = ["a", "b"]\nsplit = 0', "axis 0 is split into 2 and has 3"),
+        ('from = "w"\nto = "x', "rules.toml: "),
+    ],
+)
+def test_rules_that_cannot_be(ckpt: Run, tmp_path: Path, rule: str, why: str) -> None:
+    """A slip in a rule file would be answered in Python's words."""
+    source = writers.by_numpy(tmp_path / "a.npz", {"w": np.zeros((3, 2))})
+    (tmp_path / "rules.toml").write_text(f"[[rule]]\n{rule}\n")
+    said = ckpt("convert", source, tmp_path / "b", "--to", "npz", "--map", tmp_path / "rules.toml")
+    assert (said.code, (tmp_path / "b").exists()) == (1, False)
+    assert why in said.err
+
+
 def test_dry_run_and_target_that_is_there(ckpt: Run, tmp_path: Path) -> None:
     """A dry run would write, or a file that is there be overwritten."""
     source = writers.by_numpy(tmp_path / "a.npz", {"w": np.arange(3)})
@@ -160,6 +185,8 @@ def test_dry_run_and_target_that_is_there(ckpt: Run, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.npz"]
     assert ckpt("convert", source, source, "--to", "npz").code == 1
     assert ckpt("convert", source, tmp_path / "no/b.npz", "--to", "npz").code == 1
+    said = ckpt("convert", source, "memory://somewhere/b", "--to", "orbax")
+    assert (said.code, "Orbax's checkpoints are written to disks, gs:// and s3://" in said.err) == (1, True)
     assert ckpt("convert", source, tmp_path / "c", "--to", "npz", "--map", source).code == 1
 
 
@@ -195,6 +222,61 @@ def test_interrupted_at_every_tensor_and_resumed(
         assert ckpt("convert", source, target, "--to", to, "--resume").code == 0
         assert_same_bits(read(target), flat(nested))
         assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("changed", ["memory", "rules"])
+def test_other_work_is_not_gone_on_with(
+    changed: str, ckpt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cells of two sizes, or halves made by two rules, would become one checkpoint that nobody can read."""
+    square = {name: np.arange(1 << 18, dtype=np.float32).reshape(512, 512) for name in "ab"}  # 1 MiB each
+    source = writers.by_safetensors(tmp_path / "s.safetensors", square)
+    rules = {}
+    for name, axes in (("one", [1, 0]), ("two", [0, 1])):
+        rules[name] = tmp_path / f"{name}.toml"
+        rules[name].write_text(f'[[rule]]\nfrom = "*"\nto = "*"\ntranspose = {axes}\n')
+    words = ("convert", source, tmp_path / "t", "--to", "orbax")
+    first, other = ("--memory", "16MB", "--map", rules["one"]), ("--memory", "16MB", "--map", rules["two"])
+    if changed == "memory":
+        first, other = ("--memory", "16MB"), ("--memory", "1MB")
+    finish = Destination.commit
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Destination, "commit", dies)
+    assert ckpt(*words, *first).code == 130
+    monkeypatch.setattr(Destination, "commit", finish)
+    said = ckpt(*words, *other, "--resume")
+    assert said.code == 1
+    assert "is other work than this" in said.err
+    assert "leave --resume out to begin anew" in said.err
+    assert ckpt(*words, *first, "--resume").code == 0
+    assert ckpt("verify", tmp_path / "t").code == 0
+
+
+def test_what_does_not_come_along_is_said(ckpt: Run, ours: Ours, stock: Path, tmp_path: Path) -> None:
+    """Text and small items would be lost without a word."""
+    said = ckpt("convert", ours.root / "4", tmp_path / "4", "--to", "orbax").out
+    assert "left out: item data, which is no array" in said
+    other = writers.by_numpy(tmp_path / "v.npz", {"v": np.ones(2)})
+    merged = ckpt("merge", ours.root / "4", other, tmp_path / "m", "--to", "npz").out
+    assert "left out: item data, which is no array" in merged
+    for to in ("orbax", "safetensors"):
+        said = ckpt("convert", stock / "zarr3", tmp_path / f"z-{to}", "--to", to, "--dry-run").out
+        (line,) = [line for line in said.splitlines() if "left out" in line]
+        assert line.endswith(", which are no arrays")
+        assert all(leaf in line for leaf in ("text (string)", "nothing (None)", "empty (Dict)"))
+
+
+def test_a_cast_that_matches_nothing(ckpt: Run, tmp_path: Path) -> None:
+    """A slip in a pattern would be a checkpoint of twice the size, and nobody would know."""
+    source = writers.by_numpy(tmp_path / "a.npz", {"w": np.arange(3.0)})
+    said = ckpt("convert", source, tmp_path / "b", "--to", "npz", "--dtype", "kernel=bfloat16")
+    assert (said.code, (tmp_path / "b").exists()) == (10, False)
+    assert "--dtype kernel=bfloat16 matches no leaf; the leaves are w" in said.err
+    one = ckpt("convert", source, tmp_path / "b", "--to", "npz", "--dtype", "w=float16")
+    assert one.out.startswith(f"{tmp_path / 'b'}: 1 leaf, ")
 
 
 def test_damage_leaves_nothing_behind(ckpt: Run, mine: Ours, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_leaves_shapes_and_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_rules_and_our_step(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     """Two names of one leaf could not be held against each other, nor a step against a slot or a file."""
     text = ckpt("diff", ours.root / "4", ours.root / "4").out
-    assert text == "12 leaves are the same, 0 differ in their values\n"
+    assert text == "12 leaves are the same, 0 differ in their values\n  not compared: item data, which is no array\n"
     rules = tmp_path / "rules.toml"
     rules.write_text('[[rule]]\nfrom = "w"\nto = "kernel"\ntranspose = [1, 0]\n[[rule]]\nfrom = "**"\ndrop = true\n')
     w = np.arange(64, dtype=np.float32).reshape(8, 8) + 4
@@ -86,3 +86,30 @@ def test_statistics(ckpt: Run, tmp_path: Path) -> None:
     assert tuple(found["x"][key] for key in keys) == pytest.approx((1, 3, 2, 1, 10**0.5, 1, 2))
     assert tuple(found["e"][key] for key in keys) == (None, None, None, None, 0.0, 0, 0)
     assert "3.162" in ckpt("inspect", path, "--stats").out
+
+
+def test_statistics_beside_damage(ckpt: Run, tmp_path: Path) -> None:
+    """One damaged cell would hide the numbers of every other leaf."""
+    source = writers.by_numpy(tmp_path / "a.npz", {"w": np.arange(1e5), "x": np.ones(3)})
+    step = tmp_path / "4"
+    assert ckpt("convert", source, step, "--to", "orbax").code == 0
+    bits = np.arange(4e4, 4e4 + 4).tobytes()
+    (data,) = [file for file in step.rglob("d/*") if bits in file.read_bytes()]
+    data.write_bytes(data.read_bytes().replace(bits, bytes(32)))
+    said = ckpt("inspect", step, "--stats", "--json")
+    assert said.code == 11
+    told = json.loads(said.out)
+    assert [(each["name"], each["norm"]) for each in told["stats"]] == [("x", pytest.approx(3**0.5))]
+    assert len([problem for problem in told["problems"] if "leaf 4:w" in problem or "leaf w" in problem]) == 1
+    text = ckpt("inspect", step, "--stats")
+    assert (text.code, "4:w " in text.out, "1.732" in text.out, "damaged: " in text.err) == (11, True, True, True)
+
+
+def test_one_of_each_in_words(ckpt: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A person would read `1 leaves are the same`."""
+    x = np.arange(4, dtype=np.float32)
+    one = writers.by_numpy(tmp_path / "a.npz", {"x": x, "y": x})
+    two = writers.by_numpy(tmp_path / "b.npz", {"x": x, "y": x + 1})
+    assert ckpt("diff", one, one).out == "2 leaves are the same, 0 differ in their values\n"
+    assert main(["diff", str(one), str(two)]) == 20
+    assert capsys.readouterr().out.startswith("1 leaf is the same, 1 differs in its values\n")

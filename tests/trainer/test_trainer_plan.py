@@ -5,8 +5,10 @@ import io
 import pytest
 from rich.console import Console
 
-from trainer.config import InputError, MeshConfig, preset
-from trainer.plan import Plan, make_plan, print_plan
+from trainer.config import InputError, MeshConfig, OptimizerConfig, preset
+from trainer.plan import Plan, _abstract_mesh, _one_block, make_plan, print_plan, sharded_leaves
+from trainer.sharding import named_leaves, shard_state
+from trainer.step import abstract_train
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,19 @@ def test_printed(plan: Plan):
     assert "arXiv:2205.05198" in text
     assert "The smallest fsdp that does is 6" in text
     assert "data=8,fsdp=6,model=8, 384 devices" in text
+
+
+@pytest.mark.parametrize("name", ["tiny", "25m"])
+def test_the_first_block_stands_for_all(name: str):
+    """The plan is made of one block: a model whose blocks differ would get numbers of another model."""
+    model, mesh = preset(name).model, MeshConfig(fsdp=2)
+    _, abstract = abstract_train(model, OptimizerConfig())
+    whole = named_leaves(shard_state(abstract, _abstract_mesh(mesh)))
+    planned = sharded_leaves(_one_block(model), model, mesh)
+    assert sorted(planned) == sorted(whole)
+    for path, leaf in whole.items():
+        assert (planned[path].shape, planned[path].dtype) == (leaf.shape, leaf.dtype), path
+        assert planned[path].sharding.spec == leaf.sharding.spec, path
 
 
 def test_small_model_fits():
