@@ -150,7 +150,9 @@ def test_a_durable_tier_that_fails_for_too_long_is_an_error_at_save(
     assert manager.save(1, args=state(1))  # not for long enough yet
     manager._pipeline.wait()
     monkeypatch.setattr("ckptkit.clock.monotonic_s", lambda: time.monotonic() + 700)
-    with pytest.raises(ckptkit.SaveFailedError, match=r"step 2 is not saved: every durable save of the last 70\d\.\d s has"):
+    with pytest.raises(
+        ckptkit.SaveFailedError, match=r"step 2 is not saved: every durable save of the last 70\d\.\d s has"
+    ):
         manager.save(2, args=state(2))
     with pytest.raises(ckptkit.SaveFailedError):
         manager.close()
