@@ -284,9 +284,7 @@ class DurableSteps:
         manager = self._writer or self.stock.orbax
         forget_listings(self.url)  # Orbax does not see in them what was written beside it, and would delete nothing
         if self._views.is_behind(manager) or step not in manager.all_steps():
-            self._views.look(
-                manager
-            )  # puts the steps in order; Orbax prunes by that, and keeps them as they were saved
+            self._views.look(manager)  # puts the steps in order: Orbax prunes by it, and keeps them as they were saved
 
         def begin(_: list[Any]) -> None:
             self._guard.announce({step})
