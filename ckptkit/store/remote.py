@@ -16,7 +16,7 @@ from ckptkit.store.refused import Needed, is_refusal, refused
 
 _OPERATION_TIMEOUT_S = 20.0  # of a small object; a server that accepts and never answers would hang a restart
 _NO_CREDENTIALS = ("GoogleAuthError", "DefaultCredentialsError", "RefreshError", "NoCredentialsError")
-_PLAIN_KEY = re.compile(r"[\w./=+,~ -]+")  # of any other gcsfs would take a part for a generation
+_PLAIN_KEY = re.compile(r"[\w./=+,~ -]+")  # of any other gcsfs takes a part for a generation, `rm` for a pattern
 _PART_BYTES = 8 << 20  # of an upload: services want 5 MiB at least
 _TRANSIENT_STATUS = {408, 409, 429, 500, 502, 503, 504}
 _UNANSWERED = {"botocore ConnectionError", "botocore HTTPClientError", "google TransportError"}
@@ -162,15 +162,17 @@ class RemoteStore:
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """Removes objects in batches, where the service has them."""
-        paths = [self._path(key) for key in keys]
         if self._is_on("s3", "s3a"):
-            self._delete_on_s3(paths)
+            self._delete_on_s3([self._path(key) for key in keys])
             return
+        plain = [key for key in keys if _PLAIN_KEY.fullmatch(key)]
+        for key in sorted(set(keys).difference(plain)):
+            self.delete(key)
         try:
             with self._asking("", "delete"):
-                self._ask("rm", paths)
+                self._ask("rm", [self._path(key) for key in plain])
         except FileNotFoundError:  # some file systems stop at the first that is absent
-            for key in keys:
+            for key in plain:
                 self.delete(key)
 
     def _delete_on_s3(self, paths: Sequence[str]) -> None:

@@ -95,6 +95,17 @@ class StoreContract:
         assert store.list_all("") == keys[3:]
         store.delete_many([])
 
+    def test_a_name_is_no_pattern(self, store: Store) -> None:
+        """If it failed, a deletion would take objects that nobody named, or leave the one that was."""
+        keys = ["run/*", "run/1", "run/?", "run/[1-3]"]
+        for key in keys:
+            store.put(key, b"1")
+        store.delete_many(["run/*", "run/absent?"])
+        assert store.list_all("") == keys[1:]
+        store.delete("run/?")
+        store.delete_many(["run/[1-3]"])
+        assert store.list_all("") == ["run/1"]
+
     def test_what_was_found_is_removed(self, store: Store) -> None:
         """If it failed, what an earlier attempt at a step has left would be joined by the next."""
         for key in ("5/d/a", "5/b, odd [1]?#2", "50/c"):
