@@ -119,7 +119,7 @@ def _without_sidecars(item: Path) -> None:
 def _measured(case: str, path: Path, leaves: int, with_orbax: bool) -> dict[str, dict[str, float]]:
     """The command, its output in a pipe; and Orbax's call, where it has one."""
     out, found = whole_process(["-m", "ckptkit.cli", "inspect", str(path)])
-    if f"{leaves} leaves" not in out or out.count("\n") < leaves:
+    if f"{leaves:,} leaves" not in out or out.count("\n") < leaves:
         raise click.ClickException(f"{path}: {leaves} leaves were to be shown, and it began with {out[:200]!r}")
     samples = {OURS: found}
     if CASES[case] and with_orbax:
