@@ -166,11 +166,12 @@ class RemoteStore:
             self._delete_on_s3([self._path(key) for key in keys])
             return
         plain = [key for key in keys if _PLAIN_KEY.fullmatch(key)]
+        paths = [self._path(key) for key in plain]
         for key in sorted(set(keys).difference(plain)):
             self.delete(key)
         try:
             with self._asking("", "delete"):
-                self._ask("rm", [self._path(key) for key in plain])
+                self._ask("rm", paths)
         except FileNotFoundError:  # some file systems stop at the first that is absent
             for key in plain:
                 self.delete(key)
