@@ -18,6 +18,7 @@ from ckptkit.durable.handlers import handler_name, make_writer
 from ckptkit.durable.leases import PruneGuard
 from ckptkit.durable.leftovers import clean_left
 from ckptkit.durable.listing import Looked
+from ckptkit.durable.orbax_views import Views
 from ckptkit.durable.pacing import Pace
 from ckptkit.durable.pins import pinned_steps
 from ckptkit.durable.preservation import BranchPreservation, prunes, replaced_options
@@ -37,7 +38,6 @@ from ckptkit.durable.stock import (
     delete_directory,
     forget,
 )
-from ckptkit.durable.views import Views
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.manifest import Proves, SaveId, prove_all
 from ckptkit.store import open_store

@@ -26,8 +26,8 @@ from ckptkit.manager.failing import DurableUpkeep
 from ckptkit.manager.flushing import Flusher
 from ckptkit.manager.items import SaveItems
 from ckptkit.manager.keeping import Keeper
-from ckptkit.manager.making import SlotMaker
 from ckptkit.manager.outcomes import Outcomes, Refusal, describe
+from ckptkit.manager.slot_maker import SlotMaker
 from ckptkit.manager.taken import DURABLE, DiskFlush, Save, Sealed, Tiers, Turn, with_shardings
 from ckptkit.manager.turns import await_turn
 from ckptkit.manifest import ManifestText, SaveId, Writer

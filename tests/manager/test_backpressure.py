@@ -67,6 +67,13 @@ class Job:
     def save(self, step: int, **kwargs: Any) -> bool:
         return self.manager.save(step, args=ocp.args.StandardSave({**STATE, "step": step}), **kwargs)  # pyright: ignore[reportCallIssue]
 
+    def hold_step_1(self, gate: Gate) -> None:
+        """Step 0 is saved, and step 1 on its way until `gate` opens."""
+        self.save(0)
+        self.manager.wait_until_finished()
+        self.save(1)
+        assert gate.reached.wait(10)
+
     def said(self, kind: Kind, *fields: str) -> list[Any]:
         return [
             (event.step, event.tier, *(event.fields.get(name) for name in fields))
@@ -83,10 +90,7 @@ def test_a_save_that_comes_too_early_is_skipped_and_the_event_says_so(tmp_path: 
     gate = Gate("ram", "staged", 1)
     job = Job(tmp_path, gate=gate)
     with job.manager:
-        job.save(0)
-        job.manager.wait_until_finished()
-        job.save(1)
-        assert gate.reached.wait(10)
+        job.hold_step_1(gate)
         started = time.monotonic()
         assert job.save(2), "whether a step is taken is never a local matter of timing"
         assert time.monotonic() - started < 5, "the step loop waited"
@@ -105,10 +109,7 @@ def test_a_forced_save_of_a_step_that_came_too_early_is_taken_after_all(tmp_path
     gate = Gate("ram", "staged", 1)
     job = Job(tmp_path, gate=gate)
     with job.manager:
-        job.save(0)
-        job.manager.wait_until_finished()
-        job.save(1)
-        assert gate.reached.wait(10)
+        job.hold_step_1(gate)
         assert job.save(2)
         threading.Timer(0.4, gate.open).start()
         assert job.save(2, force=True)

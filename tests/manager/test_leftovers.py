@@ -6,8 +6,6 @@ import dataclasses
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +31,11 @@ from ckptkit.tuning import DurableProfile
 
 
 @pytest.fixture(params=["disk", "bucket"])
-def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "disk":
-        yield str(tmp_path / "durable")
-        return
-    with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        yield "gs://runs/run"
+        return str(tmp_path / "durable")
+    request.getfixturevalue("server")
+    return "gs://runs/run"
 
 
 def make_manager(root: str, events: list[ckptkit.Event] | None = None) -> ckptkit.CheckpointManager:
@@ -334,119 +329,3 @@ def test_the_directory_of_an_attempt_that_was_taken_away_is_not_committed_when_i
     with pytest.raises(CheckpointError, match="a later run than epoch 1 has taken its place away"):
         attempt.commit()
     assert not (tmp_path / "5").exists()
-
-
-ORDERS = ["the step first", "the step between", "the step last"]
-
-
-@pytest.fixture(params=ORDERS)
-def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attempt begins with two things side by side, a look at the step, and a put of the intent with a look at the
-    others' after it: one after the other here, in each order that there is."""
-
-    def in_order(acts: Any) -> list[Any]:
-        look, announce = acts
-        found: list[Any] = []
-        attempt, meet = announce.__self__, announce.__self__._meet_others
-
-        def meet_others() -> None:
-            if not found and request.param == "the step between":
-                found.append(look())
-            meet()
-
-        attempt._meet_others = meet_others
-        if request.param == "the step first":
-            found.append(look())
-        announce()
-        return [found[0] if found else look(), None]
-
-    monkeypatch.setattr(attempts, "side_by_side", in_order)
-
-
-class Overtaken:
-    """A store in whose operation `number` a later run begins the same step, right before it is done; and goes on."""
-
-    def __init__(
-        self,
-        store: MemoryStore,
-        number: int,
-        monkeypatch: pytest.MonkeyPatch,
-        goes_on: Callable[[BucketAttempt], None] = lambda later: None,
-    ):
-        self.later: BucketAttempt | None = None
-        self.url = store.url
-        self._store, self._left, self._patch, self._goes_on = store, number, monkeypatch, goes_on
-
-    def __getattr__(self, name: str) -> Any:
-        def operation(*args: Any, **kwargs: Any) -> Any:
-            self._left -= 1
-            if self._left == 0:
-                self._patch.setattr(attempts, "open_store", lambda url: self._store)
-                with suppress(ckptkit.StepAlreadyExistsError):
-                    later = BucketAttempt("gs://runs/run", "5", SaveId(2, 5, 0))
-                    later.begin()
-                    self.later = later
-                    self._goes_on(later)
-            return getattr(self._store, name)(*args, **kwargs)
-
-        return operation
-
-
-@pytest.mark.usefixtures("order")
-@pytest.mark.parametrize("number", range(1, 7))
-def test_two_runs_that_begin_one_step_at_once_do_not_both_commit(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each order of their first operations: the older one fails, unless it had committed before the other looked."""
-    store = MemoryStore("gs://runs/run")
-    overtaken = Overtaken(store, number, monkeypatch)
-    monkeypatch.setattr(attempts, "open_store", lambda url: overtaken)
-    ended, error = list[str](), None
-    try:
-        older = BucketAttempt("gs://runs/run", "5", SaveId(1, 5, 0))
-        older.begin()
-        store.put("5/of-the-older", b"1")
-        older.commit()
-        ended.append("older")
-        older.tidy()
-    except CheckpointError as caught:
-        error = str(caught)
-    if overtaken.later is not None:
-        overtaken.later.commit()
-        ended.append("later")
-    assert ended == (["later"] if number <= 5 else ["older"]), (ended, error)
-    assert error is None or "a later run than epoch 1" in error
-    assert store.stat(f"5/{layout.COMMIT_MARK}") is not None
-
-
-@pytest.mark.parametrize("commits", [True, False], ids=["and commits", "and has not committed"])
-@pytest.mark.parametrize("number", range(1, 9))
-@pytest.mark.parametrize("cleans", [True, False], ids=["while cleaning", "while saving"])
-@pytest.mark.usefixtures("order")
-def test_a_run_that_stops_before_it_deletes_takes_nothing_of_a_later_one(
-    cleans: bool, number: int, commits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stopped between two requests, it goes on when a later run has saved the step: its deletions are of what it saw
-    before, so the later run's step would be committed with holes."""
-    store = MemoryStore("gs://runs/run")
-    store.put("5/d/x", b"left")
-    store.put(f"{layout.INTENTS_DIR}/{layout.intent_name('5', 0, 'a' * 32)}", b"left")
-
-    def goes_on(later: BucketAttempt) -> None:
-        for key in ("5/d/x", "5/d/y"):
-            store.put(key, b"later", mode="create")
-        if commits:
-            later.commit()
-
-    overtaken = Overtaken(store, number, monkeypatch, goes_on)
-    monkeypatch.setattr(attempts, "open_store", lambda url: overtaken)
-    with suppress(CheckpointError, ckptkit.StepAlreadyExistsError):
-        if cleans:
-            clean_left(overtaken, 1, lambda place: None)  # pyright: ignore[reportArgumentType]
-        else:
-            BucketAttempt("gs://runs/run", "5", SaveId(1, 5, 0)).begin()
-    if overtaken.later is None:
-        assert number > 5, "it is done before that"
-        return
-    if not commits:
-        overtaken.later.commit()
-    assert store.get("5/d/x") == store.get("5/d/y") == b"later"
-    assert store.stat(f"5/{layout.COMMIT_MARK}") is not None

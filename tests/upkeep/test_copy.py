@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,7 @@ from ckptkit.upkeep import copy, copying, plan_copy, plan_rollback, rollback
 from tests.upkeep.conftest import HOST, make_root, manager_of, restored, save
 from tests.upkeep.test_prune import flip, steps_in
 
-BUCKET = "gs://upkeep/run"
-
-
-@pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
-    with BucketServer(dir=tmp_path / "bucket", buckets=["upkeep"]) as server:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        yield server
+BUCKET = "gs://runs/run"
 
 
 def stock_value(root: Path | str, step: int) -> int:
@@ -38,7 +29,7 @@ def stock_value(root: Path | str, step: int) -> int:
         return int(manager.restore(step, args=ocp.args.StandardRestore())["w"][0])  # pyright: ignore[reportCallIssue]
 
 
-def test_a_root_to_a_bucket_and_back(tmp_path: Path, bucket: BucketServer) -> None:
+def test_a_root_to_a_bucket_and_back(tmp_path: Path, server: BucketServer) -> None:
     """A backup could not be restored, by us or by stock Orbax, or would take an abandoned branch."""
     root, back = tmp_path / "run", tmp_path / "back"
     make_root(root, (1, 2, 3, 4))
@@ -69,7 +60,7 @@ def test_a_root_to_a_bucket_and_back(tmp_path: Path, bucket: BucketServer) -> No
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 @pytest.mark.parametrize("ocdbt", [True, False])
-def test_stock_orbax(tmp_path: Path, bucket: BucketServer, ocdbt: bool) -> None:
+def test_stock_orbax(tmp_path: Path, server: BucketServer, ocdbt: bool) -> None:
     """Its steps have no digests: what arrives would be taken on trust, or not be committed in a bucket."""
     root = tmp_path / "stock"
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)
@@ -111,7 +102,7 @@ def test_damage_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("place", ["disk", "bucket"])
 def test_interrupted_at_every_object(
-    tmp_path: Path, bucket: BucketServer, monkeypatch: pytest.MonkeyPatch, place: str
+    tmp_path: Path, server: BucketServer, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """Half a step would be taken for one, or an interrupted copy of a night begin anew."""
     root, into = tmp_path / "run", str(tmp_path / "into") if place == "disk" else BUCKET
@@ -149,15 +140,15 @@ def test_interrupted_at_every_object(
     assert count > 1
 
 
-def test_a_mark_whose_answer_is_lost_is_put(tmp_path: Path, bucket: BucketServer) -> None:
+def test_a_mark_whose_answer_is_lost_is_put(tmp_path: Path, server: BucketServer) -> None:
     """The client below repeats the put, and a copy that is whole would be said to stand in its own way."""
     root = tmp_path / "run"
     make_root(root, (1,))
     mark = "run/1/commit_success.txt"
     lost = Fault(effect=Status(code=503, stage="after"), kinds=(Kind.WRITE,), objects=mark, count=1)
-    bucket.faults = FaultPlan(faults=(lost,))
+    server.faults = FaultPlan(faults=(lost,))
     assert copy(plan_copy(str(root), BUCKET)).done
-    assert bucket.fired() == [1]
+    assert server.fired() == [1]
     assert restored(BUCKET) == (1, 1)
 
 
@@ -176,7 +167,7 @@ def test_another_source_is_not_resumed(tmp_path: Path, monkeypatch: pytest.Monke
     assert {verdict.state for verdict in ckptkit.verify(str(into)).steps} == {"proven"}
 
 
-def test_what_is_at_the_target(tmp_path: Path, bucket: BucketServer) -> None:
+def test_what_is_at_the_target(tmp_path: Path, server: BucketServer) -> None:
     """Another run's steps would be mixed with these, or replaced."""
     root, into = tmp_path / "run", tmp_path / "into"
     make_root(root, (1, 2))
