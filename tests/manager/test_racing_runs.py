@@ -1,4 +1,4 @@
-"""Two runs at one step in a bucket: each order of their requests, and no step that both, or half of one, have committed."""
+"""Two runs at one step in a bucket: in each order of their requests no step is committed by both, or has holes."""
 
 from __future__ import annotations
 
