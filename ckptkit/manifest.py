@@ -165,8 +165,10 @@ class ManifestText:
     """
 
     def __init__(self, arrays: Mapping[str, tuple[LeafRecord, ...]]):
-        leaves = {item: [_leaf_to_json(leaf) for leaf in arrays[item]] for item in arrays}
-        self._between = _dumps(leaves).split(_dumps([_MARK]))
+        # Leaf by leaf: the encoder holds thrice the text in pieces until it has all of it.
+        leaves = {item: ",".join([_dumps(_leaf_to_json(leaf)) for leaf in arrays[item]]) for item in sorted(arrays)}
+        text = ",".join([f"{_dumps(item)}:[{records}]" for item, records in leaves.items()])
+        self._between = f"{{{text}}}".split(_dumps([_MARK]))
         boxes = sum(len(leaf.boxes) for records in arrays.values() for leaf in records)
         if len(self._between) != boxes + 1:
             raise ValueError(f"a leaf is named like the mark {_MARK!r}")
@@ -189,8 +191,7 @@ class ManifestText:
         return b"".join((before, digest_of(body).encode(), between, body, after))
 
 
-def _dumps(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), sort_keys=True)
+_dumps = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode
 
 
 def digest_of(data: Any) -> str:

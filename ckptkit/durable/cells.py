@@ -26,7 +26,7 @@ from ckptkit.manifest import LeafRecord
 from ckptkit.sharding import Box, cells_of
 from ckptkit.store import PutMode, put_new
 from ckptkit.store.roots import is_remote
-from ckptkit.tuning import COMPRESSORS, Codec, DurableProfile
+from ckptkit.tuning import COMPRESSORS, HELD_IN_FLIGHT, Codec, DurableProfile
 
 _CONFIG = {
     "max_inline_value_bytes": 1024,  # zarr metadata and tiny cells stand in the tree itself
@@ -35,6 +35,7 @@ _CONFIG = {
 }
 _MANIFEST = "manifest.ocdbt"  # names the root of an OCDBT database: what is not below it is not in the database
 _UNPUBLISHED = {"driver": "memory", "path": "unpublished/"}
+_NODES = "n/"  # where the trees of parts stand, in memory: only the database that joins them has one in the storage
 _CACHE_BYTES = 100_000_000
 _COALESCED_BYTES = 1_000_000  # reads that are nearer than this become one request,
 # With TensorStore's jitter; its own 32 tries take up to 15 minutes: whoever waits for a step hears of it before.
@@ -85,9 +86,13 @@ def kvstore_spec(directory: str, profile: DurableProfile, *, writing: bool) -> d
 class CellWriter:
     """What one process writes of one item. Nothing is in the storage as a database until `commit` has returned.
 
-    Written in pieces of `DurableProfile.piece_bytes`, each a commit of the database of its own, up to
-    `in_flight_bytes` of them at a time: no more is held encoded, and `pace` says when each may go. A write that is
-    given up, because it does not end, may still land: in a bucket as an object that no database names.
+    Written in pieces of `DurableProfile.piece_bytes`, up to `in_flight_bytes` of them at a time, and `pace` says when
+    each may go. What TensorStore holds, copied or encoded, goes in pieces of `held_piece_bytes`, of which one is filled
+    while `HELD_IN_FLIGHT` are on their way. Where `expected` says that there will be several, each is a
+    database whose tree stands in memory and whose data files stand where the last one, which is the item's, refers to
+    them: they are written side by side, and cost a file each. Without `expected` each is a commit to that database.
+
+    A write that is given up, because it does not end, may still land: in a bucket as an object that no database names.
     """
 
     def __init__(
@@ -97,17 +102,25 @@ class CellWriter:
         pace: Pace | None = None,
         context: ts.Context | None = None,
         ready: Callable[[], object] = lambda: None,
+        *,
+        expected: Iterable[tuple[LeafRecord, Sequence[tuple[Box, np.ndarray]]]] = (),
     ):
-        """`ready` returns once something may be put into the directory, and raises where that will not be."""
+        """`ready` returns once something may be put into the directory, and raises where that will not be. `expected`
+        is what will be added, where that is known."""
         self._ready = ready
         self._directory, self._profile = directory, profile
         self._pace = pace or Pace(profile.write_bytes_per_s)
-        self._spec = kvstore_spec(directory, profile, writing=True)
         self._context = context or kvstore_context(profile)
-        self._store = _opened(directory, self._context, profile, writing=True)
-        self._piece = _Piece(self._store)
+        self._left_bytes, self._left_held_bytes = _load_of(expected, profile)
+        self._held_piece_bytes = profile.held_piece_bytes(self._left_held_bytes)
+        self._spec = kvstore_spec(directory, profile, writing=True)
+        if not self._is_last():
+            nodes = {"prefix": _NODES, "base": {"driver": "memory", "path": "nodes/"}}
+            self._spec["base"] = {"driver": "kvstack", "layers": [{"base": self._spec["base"]}, nodes]}
+        self._parts: list[Any] = []
+        self._store = self._opened(self._spec)
+        self._piece = self._next_piece()
         self._sent: deque[_Piece] = deque()
-        self._sent_bytes = 0
 
     def add(self, leaf: LeafRecord, blocks: Iterable[tuple[Box, np.ndarray]], *, describe: bool) -> None:
         """Adds the cells of `blocks`, whose memory must not change until `commit` has returned.
@@ -118,21 +131,23 @@ class CellWriter:
         prefix, cell_bytes = f"{leaf.name}/" if leaf.path else "", stored_bytes(leaf)
         codec = self._profile.codec_of(cell_bytes)
         if describe:
-            self._write(f"{prefix}.zarray", zarr_text(leaf.dtype, leaf.shape, leaf.cell, codec))
-        array = None
+            self._write(f"{prefix}.zarray", zarr_text(leaf.dtype, leaf.shape, leaf.cell, codec), nbytes=0)
+        opened, array = None, None
         for box, block in blocks:
-            if codec is None and min(block.nbytes, cell_bytes) < self._profile.copied_bytes:
+            if self._profile.copies(cell_bytes, block.nbytes):
                 for cell in cells_of(box, leaf.cell):
-                    self._write(cell_key(prefix, leaf, cell), _cell_value(leaf, block[cell.slices(box.start)]))
+                    source = block[cell.slices(box.start)]
+                    self._write(cell_key(prefix, leaf, cell), _cell_value(leaf, source), nbytes=source.nbytes)
                 continue
-            if array is None:
-                array = self._array(leaf, prefix, codec)
-            parts = [box] if block.nbytes <= self._profile.piece_bytes else cells_of(box, leaf.cell)
-            for part in parts:
+            most_bytes = self._profile.piece_bytes if codec is None else self._held_piece_bytes
+            for part in [box] if block.nbytes <= most_bytes else cells_of(box, leaf.cell):
+                if opened is not self._piece.spec:
+                    opened, array = self._piece.spec, self._array(leaf, prefix, codec)
+                assert array is not None
                 into = array.with_transaction(self._piece.transaction)[part.slices()]
                 source = block[part.slices(box.start)]
                 self._piece.writes.append(into.write(source, can_reference_source_data_indefinitely=True).copy)
-                self._added(source.nbytes)
+                self._added(source.nbytes, source.nbytes, held=codec is not None)
 
     def commit(self) -> None:
         """Writes everything; raises ValueError as TensorStore does, `TransientStoreError` after the time limit,
@@ -143,53 +158,92 @@ class CellWriter:
 
     def write(self) -> None:
         """Writes everything; in a bucket nothing of it is in the database until it is published."""
+        if self._parts:
+            if self._piece.spec is not self._spec:  # less has come than was expected
+                self._send()
+                self._piece = _Piece(self._store, self._spec)
+            while self._sent:
+                self._finish_oldest()
+            self._await([part.experimental_copy_range_to(self._piece.store) for part in self._parts], 0)
         self._send()
         while self._sent:
             self._finish_oldest()
 
-    def _write(self, key: str, value: bytes) -> None:
-        self._piece.store.write(key, value)  # in a transaction: that it failed, the commit says
-        self._added(len(value))
+    def _is_last(self) -> bool:
+        """Whether one piece will do for what is left, as far as that is known."""
+        return self._left_bytes <= self._profile.piece_bytes and self._left_held_bytes <= self._held_piece_bytes
 
-    def _added(self, nbytes: int) -> None:
-        self._piece.nbytes += nbytes
-        if self._piece.nbytes >= self._profile.piece_bytes:
+    def _next_piece(self) -> _Piece:
+        if self._is_last():
+            return _Piece(self._store, self._spec)
+        manifest = {"driver": "memory", "path": f"parts/{len(self._parts)}/"}
+        spec = {**self._spec, "manifest": manifest, "btree_node_data_prefix": _NODES}
+        self._parts.append(self._opened(spec))
+        return _Piece(self._parts[-1], spec)
+
+    def _opened(self, spec: dict[str, Any]) -> Any:
+        return _opened(spec, self._directory, self._context, self._profile)
+
+    def _write(self, key: str, value: bytes, *, nbytes: int) -> None:
+        self._piece.store.write(key, value)  # in a transaction: that it failed, the commit says
+        self._added(len(value), nbytes, held=True)
+
+    def _added(self, stored_bytes: int, nbytes: int, *, held: bool) -> None:
+        """So much is stored, of `nbytes` that were expected."""
+        self._piece.nbytes += stored_bytes
+        self._left_bytes -= nbytes
+        if held:
+            self._piece.held_bytes += nbytes
+            self._left_held_bytes -= nbytes
+        full = self._piece.nbytes >= self._profile.piece_bytes or self._piece.held_bytes >= self._held_piece_bytes
+        if full and self._left_bytes != 0:  # what is expected to be the last goes with the tree that joins all
             self._send()
 
     def _send(self) -> None:
-        piece, self._piece = self._piece, _Piece(self._store)
-        while self._sent and self._sent_bytes + piece.nbytes > self._profile.in_flight_bytes:
+        piece = self._piece
+        while self._sent and not self._has_room(piece):
             self._finish_oldest()
         self._pace.take(piece.nbytes)
         self._await([*piece.writes], piece.nbytes)
         self._ready()
         piece.writes = [piece.transaction.commit_async()]
         self._sent.append(piece)
-        self._sent_bytes += piece.nbytes
+        self._piece = self._next_piece()
+
+    def _has_room(self, piece: _Piece) -> bool:
+        held_bytes = sum(sent.held_bytes for sent in self._sent)
+        fits = self._sent_bytes + piece.nbytes <= self._profile.in_flight_bytes
+        return fits and held_bytes < HELD_IN_FLIGHT * self._held_piece_bytes
+
+    @property
+    def _sent_bytes(self) -> int:
+        return sum(piece.nbytes for piece in self._sent)
 
     def _finish_oldest(self) -> None:
         self._await([write for piece in self._sent for write in piece.writes][:1], self._sent_bytes)
-        self._sent_bytes -= self._sent.popleft().nbytes
+        self._sent.popleft()
 
     def _await(self, futures: Sequence[Any], nbytes: int) -> None:
         awaited(futures, self._profile, self._directory, nbytes=nbytes, needs="create")
 
     def _array(self, leaf: LeafRecord, prefix: str, codec: Codec | None) -> Any:
         metadata = json.loads(zarr_text(leaf.dtype, leaf.shape, leaf.cell, codec))
-        spec = {"driver": "zarr", "kvstore": {**self._spec, "path": prefix}, "metadata": metadata}
+        spec = {"driver": "zarr", "kvstore": {**self._piece.spec, "path": prefix}, "metadata": metadata}
         spec["store_data_equal_to_fill_value"] = True
         opened = ts.open(spec, open=True, assume_metadata=True, context=self._context)
         return awaited([opened], self._profile, self._directory)[0]
 
 
 class _Piece:
-    """What is committed together."""
+    """What is committed together, to the database of this specification."""
 
-    def __init__(self, store: Any):
+    def __init__(self, store: Any, spec: dict[str, Any]):
         self.transaction: Any = ts.Transaction(atomic=True)
+        self.spec = spec
         self.store = store.with_transaction(self.transaction)
         self.writes: list[Any] = []
         self.nbytes = 0
+        self.held_bytes = 0
 
 
 @final
@@ -258,8 +312,12 @@ def merge_processes(directory: str, count: int, profile: DurableProfile) -> None
     """One database of those of all processes, which stay where they are: the result refers to their data files."""
     context = kvstore_context(profile)
     transaction = ts.Transaction(atomic=True)
-    whole = _opened(directory, context, profile, writing=True).with_transaction(transaction)
-    parts = [_opened(process_directory(directory, each), context, profile, writing=False) for each in range(count)]
+
+    def opened(url: str, *, writing: bool) -> Any:
+        return _opened(kvstore_spec(url, profile, writing=writing), url, context, profile)
+
+    whole = opened(directory, writing=True).with_transaction(transaction)
+    parts = [opened(process_directory(directory, each), writing=False) for each in range(count)]
     awaited([part.experimental_copy_range_to(whole) for part in parts], profile, directory)
     awaited([transaction.commit_async()], profile, directory, needs="create")
     publish(directory, context, profile, mode="create")
@@ -324,6 +382,20 @@ def stored_bytes(leaf: LeafRecord) -> int:
     return math.prod(leaf.cell) * leaf.itemsize
 
 
+def _load_of(
+    expected: Iterable[tuple[LeafRecord, Sequence[tuple[Box, np.ndarray]]]], profile: DurableProfile
+) -> tuple[int, int]:
+    """Bytes of these blocks, and of those among them that TensorStore holds until they are written."""
+    all_bytes, held_bytes = 0, 0
+    for leaf, blocks in expected:
+        cell_bytes = stored_bytes(leaf)
+        for _, block in blocks:
+            all_bytes += block.nbytes
+            if profile.holds(cell_bytes, block.nbytes):
+                held_bytes += block.nbytes
+    return all_bytes, held_bytes
+
+
 def _cell_value(leaf: LeafRecord, part: np.ndarray) -> bytes:
     """A cell as zarr stores it: whole, with zeros after the end of the array."""
     if part.shape != leaf.cell:
@@ -333,6 +405,5 @@ def _cell_value(leaf: LeafRecord, part: np.ndarray) -> bytes:
     return part.tobytes()
 
 
-def _opened(directory: str, context: ts.Context, profile: DurableProfile, *, writing: bool) -> Any:
-    spec = kvstore_spec(directory, profile, writing=writing)
+def _opened(spec: dict[str, Any], directory: str, context: ts.Context, profile: DurableProfile) -> Any:
     return awaited([ts.KvStore.open(spec, context=context)], profile, directory)[0]

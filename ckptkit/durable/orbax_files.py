@@ -89,19 +89,23 @@ def _typestr(value: Any) -> str:
 
 def array_metadatas_text(shards: Sequence[HostShards]) -> str:
     """`array_metadatas/process_<i>`: without it typed keys come back as plain integers. And the sign of sidecars."""
+    # Leaf by leaf: the encoder holds thrice the text in pieces until it has all of it.
     entries = [
-        {
-            "array_metadata": {
-                "param_name": each.record.name,
-                "write_shape": list(each.record.cell),
-                "chunk_shape": list(each.record.cell),
-                "ext_metadata": {"random_key_impl": impl} if (impl := each.record.extra.get("key_impl")) else None,
+        json.dumps(
+            {
+                "array_metadata": {
+                    "param_name": each.record.name,
+                    "write_shape": list(each.record.cell),
+                    "chunk_shape": list(each.record.cell),
+                    "ext_metadata": {"random_key_impl": impl} if (impl := each.record.extra.get("key_impl")) else None,
+                }
             }
-        }
+        )
         for each in shards
     ]
     # Orbax reads the one key. The other says that a sidecar belongs to the item, wherever that is.
-    return json.dumps({"array_metadatas": entries, **({layout.SIDECAR_SIGN: True} if shards else {})})
+    sign = f', "{layout.SIDECAR_SIGN}": true' if shards else ""
+    return f'{{"array_metadatas": [{", ".join(entries)}]{sign}}}'
 
 
 def shardings_text(shards: Sequence[HostShards]) -> str | None:

@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -173,7 +172,8 @@ class StepWriter:
                         puts.append(pool.submit(put, *_item_mark(item, place)))
                     continue
                 files = self._side_files(args)
-                puts += [pool.submit(put, f"{item}/{file}", text.encode()) for file, text in files.items()]
+                puts += [pool.submit(put, f"{item}/{file}", data) for file, data in files.items()]
+                del files  # a manifest and more: it goes with the put
                 self._write_arrays(f"{place}/{item}", args.item, profile, ready)
             ready()
             for each in puts:
@@ -187,30 +187,29 @@ class StepWriter:
         part = directory if count == 1 else process_directory(directory, process)
         if not is_remote(part):
             os.makedirs(part, mode=self._mode, exist_ok=True)
-        cells, shards = CellWriter(part, profile, self._pace, ready=ready), shards_of(tree)
-        in_one_piece = sum(shard.nbytes for shard in shards) < profile.piece_bytes  # so nothing is waited for
-        with collection_paused() if in_one_piece else nullcontext():
-            for keypath, leaf in leaves:
-                if isinstance(leaf, HostShards):
-                    cells.add(leaf.record, leaf.blocks, describe=process == 0)
-                elif process == 0:
-                    record, block = _host_leaf(keypath, leaf)
-                    cells.add(record, [(Box.whole(block.shape), block)], describe=True)
+        own = [
+            (leaf.record, leaf.blocks) if isinstance(leaf, HostShards) else _host_leaf(keypath, leaf)
+            for keypath, leaf in leaves
+            if isinstance(leaf, HostShards) or process == 0
+        ]
+        cells = CellWriter(part, profile, self._pace, ready=ready, expected=own)
+        for record, blocks in own:
+            cells.add(record, blocks, describe=process == 0)
         cells.commit()
-        if shards:
-            shards[0].on_written()
+        for shards in shards_of(tree)[:1]:
+            shards.on_written()
 
     @collection_paused()
-    def _side_files(self, args: Any) -> dict[str, str]:
+    def _side_files(self, args: Any) -> dict[str, bytes]:
         process, shards = self._coordinator.process, shards_of(args.item)
-        files = {f"{orbax_files.ARRAY_METADATAS}/process_{process}": orbax_files.array_metadatas_text(shards)}
+        files = {f"{orbax_files.ARRAY_METADATAS}/process_{process}": orbax_files.array_metadatas_text(shards).encode()}
         if shards:
-            files[f"{layout.SIDECAR_DIR}/{layout.sidecar_name(process)}"] = shards[0].sidecar.decode()
+            files[f"{layout.SIDECAR_DIR}/{layout.sidecar_name(process)}"] = shards[0].sidecar
         if process == 0:
-            files[orbax_files.TREE_METADATA] = orbax_files.tree_text(args.item, args.custom_metadata)
+            files[orbax_files.TREE_METADATA] = orbax_files.tree_text(args.item, args.custom_metadata).encode()
             shardings = orbax_files.shardings_text(shards)
             if shardings is not None:
-                files[orbax_files.SHARDINGS] = shardings
+                files[orbax_files.SHARDINGS] = shardings.encode()
         return files
 
     # On process 0.
@@ -272,11 +271,11 @@ def _sync(path: str) -> None:
         os.close(fd)
 
 
-def _host_leaf(keypath: Any, leaf: Any) -> tuple[LeafRecord, np.ndarray]:
+def _host_leaf(keypath: Any, leaf: Any) -> tuple[LeafRecord, list[tuple[Box, np.ndarray]]]:
     """A leaf of host memory as Orbax stores it: one cell."""
     block = np.ascontiguousarray(leaf).reshape(np.shape(leaf))
     path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keypath)
     record = LeafRecord(
         path=path, keys="", kind="numpy", shape=block.shape, dtype=block.dtype.name, cell=tuple(map(int, block.shape))
     )
-    return record, block
+    return record, [(Box.whole(block.shape), block)]

@@ -89,9 +89,10 @@ class Probe:
         leaves = [_leaf(f"leaf{index}", block) for index, block in enumerate(self._blocks)]
         with self._place() as place:
             began_s = clock.monotonic_s()
-            writer = CellWriter(f"{place}/{_ITEM}", profile)
-            for leaf, block in zip(leaves, self._blocks, strict=True):
-                writer.add(leaf, [(leaf.boxes[0].box, block)], describe=True)
+            cells = [(leaf, [(leaf.boxes[0].box, block)]) for leaf, block in zip(leaves, self._blocks, strict=True)]
+            writer = CellWriter(f"{place}/{_ITEM}", profile, expected=cells)
+            for leaf, blocks in cells:
+                writer.add(leaf, blocks, describe=True)
             writer.commit()
             written_s = clock.monotonic_s()
             reader = CellReader(place, profile)

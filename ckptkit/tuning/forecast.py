@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptkit.manifest import LeafRecord
 from ckptkit.sharding import cells_of
-from ckptkit.tuning.profile import DurableProfile
+from ckptkit.tuning.profile import HELD_IN_FLIGHT, DurableProfile
 
 _STEP_FILES = 2  # the step's metadata and its marker
 _ITEM_FILES = 4  # of an item of arrays: the tree's metadata, shardings, marker, database manifest
@@ -31,8 +31,8 @@ class SaveForecast:
 
     `files` are files or objects that stay, `requests` what a bucket is asked (0 on a disk), `written_bytes` includes
     padding and small files, `peak_bytes` is host memory beside the snapshot. With compression both are what they are
-    at most: nobody has looked at the bytes. Exact for a save of one piece but for
-    the bytes of small files (about 10 %); a piece more may cost a node more or less.
+    at most: nobody has looked at the bytes. The bytes of small files are right to about 10 %; of several pieces there
+    may be one more or less.
     """
 
     leaves: int
@@ -85,39 +85,34 @@ class _Item:
 
     @classmethod
     def of(cls, leaves: Sequence[LeafRecord], profile: DurableProfile, processes: int) -> _Item:
-        stored_bytes, copied_bytes, encoded_bytes, padded_bytes, cells = 0, 0, 0, 0, 0
+        stored_bytes, held_bytes, padded_bytes, cells = 0, 0, 0, 0
         for leaf in leaves:
             cell_bytes = math.prod(leaf.cell) * leaf.itemsize
             for record in leaf.boxes:
                 count, box_bytes = len(cells_of(record.box, leaf.cell)), record.box.size * leaf.itemsize
                 cells += count
                 stored_bytes += count * cell_bytes
-                if profile.codec_of(cell_bytes) is not None:
-                    encoded_bytes += count * cell_bytes
-                elif min(box_bytes, cell_bytes) < profile.copied_bytes:
-                    copied_bytes += count * cell_bytes
+                if profile.holds(cell_bytes, box_bytes):
+                    held_bytes += count * cell_bytes
                 elif count * cell_bytes > box_bytes:
                     padded_bytes += cell_bytes
         # Each process writes about as much as the others: boxes are balanced over those that hold them.
-        share_bytes = -(-stored_bytes // processes)
-        pieces = max(1, math.ceil(share_bytes / profile.piece_bytes))
+        share_bytes, held_bytes = -(-stored_bytes // processes), -(-held_bytes // processes)
+        held_piece_bytes = profile.held_piece_bytes(held_bytes)
+        pieces = max(1, math.ceil(share_bytes / profile.piece_bytes), math.ceil(held_bytes / held_piece_bytes))
         a_piece = share_bytes / pieces
-        held = min(copied_bytes / processes, profile.in_flight_bytes) * _COPY_FACTOR
-        held += min(encoded_bytes / processes, profile.in_flight_bytes) * _COPY_FACTOR
+        last = int(a_piece // profile.data_file_bytes) + 1  # the tree of all stands after the cells of the last piece
+        held = min(held_bytes, profile.in_flight_bytes, (1 + HELD_IN_FLIGHT) * held_piece_bytes) * _COPY_FACTOR
         return cls(
             leaves=len(leaves),
             pieces=pieces * processes,
-            data_files=pieces * processes * max(1, math.ceil(a_piece / profile.data_file_bytes)),
+            data_files=processes * ((pieces - 1) * math.ceil(a_piece / profile.data_file_bytes) + last),
             stored_bytes=stored_bytes,
             small_bytes=_LEAF_BYTES * len(leaves) + _CELL_BYTES * cells,
             peak_bytes=int(held + min(padded_bytes, profile.in_flight_bytes) + _LEAF_MEMORY_BYTES * len(leaves)),
         )
 
-    def extra_nodes(self, processes: int) -> int:
-        """Nodes of the tree that have a file of their own: with one piece they are in its data file."""
-        return self.pieces if self.pieces > processes else 0
-
     def files(self, processes: int) -> int:
         """Files of the item."""
         databases = 2 * processes if processes > 1 else 0  # each process's manifest, and the node that joins them
-        return _ITEM_FILES + _PROCESS_FILES * processes + self.data_files + self.extra_nodes(processes) + databases
+        return _ITEM_FILES + _PROCESS_FILES * processes + self.data_files + databases

@@ -13,6 +13,7 @@ import pytest
 import tensorstore as ts
 
 import ckptkit
+from bench.measure import PeakMemory, settle
 from ckptkit import DurableProfile
 from ckptkit.durable.cell_reader import CellReader
 from ckptkit.durable.cells import CellWriter
@@ -54,6 +55,33 @@ def test_pieces_make_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert max(in_flight) <= max(profile.in_flight_bytes, largest + profile.piece_bytes)
     with ocp.CheckpointManager(tmp_path / "root") as stock:
         assert_same(stock.restore(1, args=ocp.args.StandardRestore(abstract(state))), state)  # pyright: ignore[reportCallIssue]
+
+
+def test_small_cells_are_held_a_quarter_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state of small leaves would stand in memory twice, beside its snapshot."""
+    held: list[int] = []
+    send = CellWriter._send
+
+    def sending(self: CellWriter) -> None:
+        send(self)
+        held.append(sum(piece.held_bytes for piece in self._sent) + self._held_piece_bytes)
+
+    monkeypatch.setattr(CellWriter, "_send", sending)
+    state = {f"leaf{index:04}": np.full(4096, index, np.float32) for index in range(5000)}
+    nbytes = sum(leaf.nbytes for leaf in state.values())
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):  # by the second, what is made once is there
+            settle()
+            with PeakMemory() as memory:
+                manager.save(step, args=ocp.args.StandardSave(state), force=True)  # pyright: ignore[reportCallIssue]
+                manager.wait_until_finished()
+        found = manager.restore(2, args=ocp.args.StandardRestore(abstract(state)))  # pyright: ignore[reportCallIssue]
+    assert_same(found, state)
+    assert len(list(tmp_path.glob("2/default/d/*"))) == 16
+    assert nbytes / 5 < max(held) < nbytes / 3.8
+    assert memory.extra_bytes < nbytes / 2
+    with ocp.CheckpointManager(tmp_path) as stock:
+        assert_same(stock.restore(2, args=ocp.args.StandardRestore(abstract(state))), state)  # pyright: ignore[reportCallIssue]
 
 
 def step_of(root: Path, state: Any, profile: DurableProfile) -> Path:
