@@ -206,11 +206,11 @@ class JaxCoordinator:
         return self._ask("blocking_key_value_get", key, max(1, int(timeout_s * 1000)))
 
     def _ask(self, method: str, *args: Any) -> Any:
-        """One call of the service; None where a blocking one ran out of time."""
+        """One call of the service; None where one that reads or deletes ran out of time."""
         try:
             return getattr(self._client, method)(*args)
         except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" in str(error):
+            if "DEADLINE_EXCEEDED" in str(error) and method != "key_value_set":
                 return None
             raise CoordinationError(f"the coordination service failed: {error}") from error
 

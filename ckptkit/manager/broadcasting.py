@@ -19,6 +19,7 @@ from ckptkit import clock
 from ckptkit.assembly import Assembly
 from ckptkit.broadcast import BroadcastOptions, Choice, Left, Rates, choose
 from ckptkit.coordination import Coordinator
+from ckptkit.errors import PeerUnreachableError
 from ckptkit.events import EventLog, Kind
 from ckptkit.interconnect import AllGather, links_of
 from ckptkit.manager.caller import Caller, all_come
@@ -26,7 +27,7 @@ from ckptkit.manager.offering import NothingToShareError, Offer, first_problem, 
 from ckptkit.manager.own_part import Reading, Shared
 from ckptkit.manager.preparing import Prepared
 from ckptkit.manager.sending import DIGEST_BYTES, Sending, StreamReader
-from ckptkit.manager.verdicts import act_together
+from ckptkit.manager.verdicts import REJECTING, act_together
 from ckptkit.plan import Key
 from ckptkit.proving import Proving
 from ckptkit.rounds import Common, Groups, Stream, by_groups, share_out
@@ -173,7 +174,11 @@ class Broadcaster:
         number = -1
         while (number := number + 1) < sending.rounds:  # fewer, once all have read on
             rejection, sent = act_together(
-                self._coordinator, "broadcast-read", lambda at=number: ready(at), timeout_s=self._timeout_s
+                self._coordinator,
+                "broadcast-read",
+                lambda at=number: ready(at),
+                timeout_s=self._timeout_s,
+                rejecting=(*REJECTING, PeerUnreachableError),  # who reads alone reaches further than another process
             )
             if rejection is not None:
                 state.choice = Choice(broadcast=False, why=f"gave way to reading alone: {rejection}")

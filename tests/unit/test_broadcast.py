@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 from ckptkit import BroadcastOptions
 from ckptkit.assembly import Assembly
 from ckptkit.broadcast import LEAST_BYTES, STARTUP_S, Left, Rates, choose, rate_of
+from ckptkit.coordination import LocalCoordinator
+from ckptkit.errors import PeerUnreachableError
+from ckptkit.events import EventLog
 from ckptkit.manager import sending
+from ckptkit.manager.broadcasting import Broadcaster
 from ckptkit.manifest import SaveId
 from ckptkit.plan import BoxRead, RestorePlan
 from ckptkit.restore import Target
@@ -263,3 +267,18 @@ def test_bad_options_are_refused() -> None:
         BroadcastOptions(mode="on")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="host_bytes=5\\): give at least 1048576 bytes"):
         BroadcastOptions(host_bytes=5)
+
+
+def test_a_process_that_does_not_answer_ends_the_sharing_and_not_the_restore() -> None:
+    """A restore would fail on all where the durable tier has the step: only who reads alone reaches further."""
+
+    def away(*_: Any) -> None:
+        raise PeerUnreachableError("process 3 did not answer")
+
+    caster = Broadcaster(BroadcastOptions(mode="always"), SimpleNamespace(), LocalCoordinator(), EventLog(), 5.0)  # pyright: ignore[reportArgumentType]
+    state = SimpleNamespace(shared=SimpleNamespace(failure=None), choice=None)
+    sends, reads = SimpleNamespace(rounds=2), SimpleNamespace(fill=away)
+    caster._run(ALL, 512, [[None]], sends, reads, state)  # pyright: ignore[reportArgumentType]
+    assert state.choice is not None
+    assert not state.choice.broadcast
+    assert "gave way to reading alone: process 0: PeerUnreachableError: process 3" in state.choice.why

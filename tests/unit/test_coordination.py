@@ -313,6 +313,27 @@ def test_failures_of_the_service_are_ours(job: FakeJob) -> None:
         setattr(job.service, method, original)
 
 
+def test_a_word_that_could_not_be_put_is_an_error(job: FakeJob) -> None:
+    """If it failed, process 0 would take a step for committed by all whose verdict nobody has heard."""
+
+    def late(key: str, value: str) -> None:
+        raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key} was not put in time, {value}")
+
+    job.service.key_value_set = late  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(CoordinationError, match="the coordination service failed: DEADLINE_EXCEEDED"):
+        job.processes[0].tell("decision", lambda: True, timeout_s=3)
+    original = FakeService.key_value_set
+
+    def late_verdict(key: str, value: str) -> None:
+        if key.endswith("/out"):
+            late(key, value)
+        original(job.service, key, value)
+
+    job.service.key_value_set = late_verdict  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(CoordinationError, match="the coordination service failed: DEADLINE_EXCEEDED"):
+        FakeJobOfOne(job).agree("commit")
+
+
 class FakeJobOfOne:
     """Process 0 of the fake job, as if it were alone, so that nobody else is waited for."""
 

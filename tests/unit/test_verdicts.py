@@ -1,0 +1,68 @@
+"""What processes say of what they tried: enough to know why, and no more than thousands of them can hear."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, final
+
+import pytest
+
+from ckptkit.coordination import Decide
+from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
+from ckptkit.manager.verdicts import REJECTING, act_together
+
+COUNT = 10_000
+
+
+@final
+class Alike:
+    """Process 0 of many that all say the same."""
+
+    process = 0
+    count = COUNT
+
+    def __init__(self) -> None:
+        self.said = ""
+        self.heard = ""
+
+    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float, about: str = "") -> Any:
+        """What process 0 decides."""
+        del channel, timeout_s, about
+        self.said = json.dumps(value)
+        self.heard = json.dumps(decide([json.loads(self.said)] * COUNT))
+        return json.loads(self.heard)
+
+    def tell(self, channel: str, decide: Any, *, timeout_s: float) -> Any:
+        """Not asked here."""
+        raise AssertionError((channel, decide, timeout_s))
+
+
+def refuse(error: Exception) -> Any:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+def test_what_ten_thousand_processes_reject_is_told_in_few_words() -> None:
+    """Each of them would hear what all have said: of a damaged step 100 million reasons, through one process."""
+    job = Alike()
+    error = CorruptCheckpointError("leaf params.h0.w is damaged; " * 1000)
+    rejection, done = act_together(job, "restore", refuse(error), timeout_s=5)
+    assert done is None
+    assert rejection is not None
+    assert rejection.startswith("process 0: CorruptCheckpointError: leaf params.h0.w is damaged; ")
+    assert rejection.endswith("; 9996 more processes")
+    assert len(job.said) < 4096
+    assert len(job.heard) < 16384
+
+
+def test_who_has_a_fatal_error_raises_all_of_it() -> None:
+    """The list of differences between two models would be cut off where it is read."""
+    error = PeerUnreachableError("x" * 100_000)
+    job = Alike()
+    with pytest.raises(PeerUnreachableError) as raised:
+        act_together(job, "restore", refuse(error), timeout_s=5)
+    assert raised.value is error
+    assert len(job.said) < 4096
+    assert act_together(job, "x", refuse(error), timeout_s=5, rejecting=(*REJECTING, PeerUnreachableError))[0]
