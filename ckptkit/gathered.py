@@ -95,7 +95,9 @@ def writers_of(reports: Sequence[Sequence[Held]], save_id: SaveId) -> int:
 def is_whole(reports: Sequence[Sequence[Held]], save_id: SaveId) -> bool:
     """Whether every share of a save is held by somebody."""
     counts = {held.count for report in reports for held in report if held.save_id == save_id}
-    return len(counts) == 1 and set(range(min(counts))) <= set(holders_of(reports, save_id))
+    held = holders_of(reports, save_id)
+    # Counted first: a manifest may say any number.
+    return len(counts) == 1 and min(counts) <= len(held) and all(share in held for share in range(min(counts)))
 
 
 def distinct_shares(reports: Sequence[Sequence[Held]], save_id: SaveId) -> list[tuple[int, int]]:

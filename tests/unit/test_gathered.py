@@ -113,6 +113,11 @@ def test_a_save_is_whole_when_every_share_is_held_by_somebody() -> None:
     assert distinct_shares([[first], [twin]], SAVE) == [(0, 0)]
 
 
+def test_a_save_of_more_processes_than_there_can_be_is_not_whole() -> None:
+    """A manifest that somebody has made up would take all memory of process 0 at the start of every job there."""
+    assert not is_whole([[Held(save_id=SAVE, count=10**17, shares=((0, "a"),))]], SAVE)
+
+
 def test_a_hole_names_its_leaf() -> None:
     """A lost shard would be restored as random memory."""
     assert hole_in([manifest(rows((0, 5))), manifest(rows((4, 8)))]) is None
