@@ -119,7 +119,7 @@ class TransientStoreError(StoreError):
 
 
 class PeerUnreachableError(TransientStoreError):
-    """Another process of the job did not answer; the message says which, and where it was asked."""
+    """Another process of the job did not answer, or refused to; the message says which, and where it was asked."""
 
 
 class StoreFullError(StoreError, OSError):

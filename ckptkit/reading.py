@@ -254,7 +254,11 @@ class _Reading:
             self._proven(shared.key, shared.blocks)
 
     def _read(self, box_read: BoxRead, wanted: Box, into: np.ndarray) -> str:
-        """Fills `into` from the first source that proves whole; returns its tier."""
+        """Fills `into` from the first source that proves whole; returns its tier.
+
+        Where none does, one that did not answer is the reason: it may have it whole.
+        """
+        unreachable: PeerUnreachableError | None = None
         for index, records in box_read.sources:
             try:
                 for leaf, record in records:
@@ -264,7 +268,11 @@ class _Reading:
                 return self._tiers[index]
             except (CorruptCheckpointError, PeerUnreachableError) as error:
                 self._rejected(self._tiers[index], error)
+                if isinstance(error, PeerUnreachableError):
+                    unreachable = error
                 if index == box_read.sources[-1][0]:
+                    if unreachable is not None:
+                        raise unreachable from None
                     raise
         raise AssertionError("a planned box has a source")
 

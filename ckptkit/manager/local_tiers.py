@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ckptkit.durable.cell_reader import Wanted
-from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError
 from ckptkit.events import EventLog, Kind
 from ckptkit.gathered import Held, box_set_hash, part_of
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId
@@ -126,6 +125,7 @@ def together(
     """Several sources as one, that covers what they cover together; what it reads counts as read from `tier`.
 
     Of a box that several hold, the first that proves whole is given; what a sample finds damaged is raised at once.
+    Where none does, one that did not answer is the reason: it may have it whole.
     """
     by_box: dict[tuple[str, tuple[str, ...], Box], list[tuple[LeafRecord, BoxRecord, BoxReader]]] = {}
     for source, reader in pairs:
@@ -134,15 +134,18 @@ def together(
                 for leaf in leaves:
                     for record in leaf.boxes:
                         by_box.setdefault((item, leaf.path, record.box), []).append((leaf, record, reader))
-    passed_over = (PeerUnreachableError, *(() if proves.is_sample else (CorruptCheckpointError,)))
 
     def read(item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
-        *others, last = by_box[item, leaf.path, record.box]
-        for theirs, stored, reader in others:
-            with suppress(*passed_over):
+        failed: CheckpointError | None = None
+        for theirs, stored, reader in by_box[item, leaf.path, record.box]:
+            try:
                 return reader(item, theirs, stored, wanted, into)
-        theirs, stored, reader = last
-        return reader(item, theirs, stored, wanted, into)
+            except (CorruptCheckpointError, PeerUnreachableError) as error:
+                if proves.is_sample and isinstance(error, CorruptCheckpointError):
+                    raise
+                failed = failed if isinstance(failed, PeerUnreachableError) else error
+        assert failed is not None, "a box is of some source"
+        raise failed
 
     manifests = tuple(manifest for source, _ in pairs for manifest in source.manifests)
     return Source(tier=tier, manifests=manifests, remote=remote), read

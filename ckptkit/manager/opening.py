@@ -18,7 +18,7 @@ from ckptkit.durable import DurableSteps, EpochRecords
 from ckptkit.durable.epochs import Ancestry
 from ckptkit.durable.leftovers import left_behind
 from ckptkit.durable.root_options import make_root
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError, heard_from
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, heard_from
 from ckptkit.events import EventLog, Kind
 from ckptkit.gathered import Held, distinct_shares, hole_in, is_whole
 from ckptkit.host_memory import HostMemory
@@ -226,12 +226,16 @@ def _each_has_its_own(reports: Sequence[Sequence[Held]], save: SaveId) -> bool:
 
 
 def _covered(client: PeerClient, reports: Sequence[Sequence[Held]], saves: Sequence[SaveId]) -> list[SaveId]:
-    """The newest of the saves whose shares, though some are lost, hold every leaf: data replicas do. Or none."""
+    """The newest of the saves whose shares, though some are lost, hold every leaf: data replicas do. Or none.
+
+    Raises `PeerUnreachableError` where a process that serves such a share does not answer: that is no older save.
+    """
+    served = [report if client.serves(process) else () for process, report in enumerate(reports)]
     for save in reversed(saves):
-        distinct = distinct_shares(reports, save)
+        distinct = distinct_shares(served, save)
         if not distinct or len(distinct) > _LOOKED_INTO_MAX:
             continue
-        with suppress(CorruptCheckpointError, PeerUnreachableError):
+        with suppress(CorruptCheckpointError):
             if hole_in([client.manifest(holder, save, share)[0] for holder, share in distinct]) is None:
                 return [save]
     return []

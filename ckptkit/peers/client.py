@@ -30,7 +30,8 @@ from ckptkit.slot_reader import within
 _PAUSE_S = 0.1  # between tries
 _TRY_S = 10.0  # for one step of one try: a connection, a piece of an answer
 _PIECE_BYTES = 1 << 20
-_KEPT_MAX = 8  # idle connections to each process
+_KEPT_MAX = 64  # idle connections in all: a restore may ask a thousand processes
+_PROVEN_PER_S = 1e9  # bytes of a copy that its keeper proves in a second, at the least
 
 
 @final
@@ -46,7 +47,7 @@ class PeerClient:
         self._secret = secret
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._idle: dict[int, list[http.client.HTTPConnection]] = {}
+        self._idle: list[tuple[int, http.client.HTTPConnection]] = []  # by process, the last one used last
         self._lost: dict[int, str] = {}
 
     def serves(self, process: int) -> bool:
@@ -63,7 +64,7 @@ class PeerClient:
         needs.
 
         Raises `CorruptCheckpointError` where it has it no more or it is damaged, `PeerUnreachableError` where it does
-        not answer, `StoreError` where it refuses.
+        not answer, or refuses.
         """
         where = f"{self._where(process)}{_path(save_id, share, 'manifest')}"
         tag, body = self.ask(process, "GET", _path(save_id, share, "manifest"), {})
@@ -108,7 +109,8 @@ class PeerClient:
             said = {"Content-Range": f"bytes {start}-{start + piece.nbytes - 1}/*"}
             self.ask(process, "PUT", f"{path}/bytes", said, body=memoryview(piece))  # pyright: ignore[reportArgumentType]
             yield start + piece.nbytes
-        self.ask(process, "POST", f"{path}/manifest", {}, body=text_for(slot.decode()))
+        patience_s = memory.nbytes / _PROVEN_PER_S  # it answers once it has proven the whole of it
+        self.ask(process, "POST", f"{path}/manifest", {}, body=text_for(slot.decode()), patience_s=patience_s)
 
     def ask(
         self,
@@ -119,11 +121,16 @@ class PeerClient:
         *,
         body: Any = None,
         into: memoryview | None = None,
+        patience_s: float = 0.0,
     ) -> tuple[str, bytes]:
-        """Tag and body of the answer; with `into`, the body is exactly that and is read there. See `manifest`."""
+        """Tag and body of the answer; with `into`, the body is exactly that and is read there. See `manifest`.
+
+        `patience_s` is given to the process beside `timeout_s`, for an answer that takes work.
+        """
         if process in self._lost:
             raise PeerUnreachableError(self._lost[process])
-        deadline = Deadline(self._timeout_s)
+        timeout_s = self._timeout_s + patience_s
+        deadline = Deadline(timeout_s)
         while True:
             try:
                 status, tag, data = self._once(process, method, path, headers, body, into, deadline)
@@ -138,7 +145,7 @@ class PeerClient:
                 reason = f"{type(error).__name__}: {error}"
             if deadline.left_s < _PAUSE_S:
                 message = (
-                    f"process {process} at {self._where(process)} did not answer within {self._timeout_s:g} s "
+                    f"process {process} at {self._where(process)} did not answer within {timeout_s:g} s "
                     f"({reason}); look at whether it runs and whether hosts reach each other there, or give the "
                     "address to use with PeerOptions(host=...)"
                 )
@@ -150,10 +157,9 @@ class PeerClient:
     def close(self) -> None:
         """Ends the connections that are kept."""
         with self._lock:
-            idle, self._idle = self._idle, {}
-        for connections in idle.values():
-            for connection in connections:
-                connection.close()
+            idle, self._idle = self._idle, []
+        for _, connection in idle:
+            connection.close()
 
     def _once(
         self,
@@ -185,18 +191,18 @@ class PeerClient:
 
     def _connection(self, process: int) -> http.client.HTTPConnection:
         with self._lock:
-            if self._idle.get(process):
-                return self._idle[process].pop()
+            for at in reversed(range(len(self._idle))):
+                if self._idle[at][0] == process:
+                    return self._idle.pop(at)[1]
         host, _, port = self._where(process).rpartition(":")
         return http.client.HTTPConnection(host.strip("[]"), int(port))
 
     def _keep(self, process: int, connection: http.client.HTTPConnection) -> None:
         with self._lock:
-            idle = self._idle.setdefault(process, [])
-            if len(idle) < _KEPT_MAX:
-                idle.append(connection)
-                return
-        connection.close()
+            self._idle.append((process, connection))
+            oldest = self._idle.pop(0)[1] if len(self._idle) > _KEPT_MAX else None
+        if oldest is not None:
+            oldest.close()
 
     def _where(self, process: int) -> str:
         address = self._addresses[process]
@@ -219,7 +225,8 @@ def _refused(status: int, where: str, data: bytes) -> Exception:
         return StoreFullError(f"{where} has no room: {said}")
     if status in (404, 412, 416, 422):
         return CorruptCheckpointError(f"{where}: superseded, or no longer there ({status}: {said})", path=where)
-    return StoreError(f"{where} was refused ({status}: {said}); it may belong to another job", path=where)
+    # Not what it was: the next source is asked, and a restart finds others.
+    return PeerUnreachableError(f"{where} was refused ({status}: {said}); it may belong to another job", path=where)
 
 
 def _read_into(answer: http.client.HTTPResponse, into: memoryview, deadline: Deadline) -> bytes:

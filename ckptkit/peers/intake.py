@@ -78,7 +78,7 @@ class Intake:
         self._drop(lane, process)
         try:
             size_bytes = int(json.loads(body)["bytes"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return Answer(400, b"how many bytes?")
         if not 0 <= size_bytes <= _SLOT_BYTES_MAX:
             return Answer(400, b"how many bytes?")

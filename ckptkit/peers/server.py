@@ -18,6 +18,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -41,10 +42,12 @@ _START_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """What clients may cost: `transfers_max` answers of 8 MiB in memory, so many connections, so long for a request
-    from its first byte to the last one of its answer, so long for a connection on which nothing is asked."""
+    """What clients may cost: so many requests that are worked on at a time, so many answers of 8 MiB in memory
+    until they are sent, so many connections (of those on which nothing is asked the oldest gives way), so long for a
+    request from its first byte to the last one of its answer, so long for a connection on which nothing is asked."""
 
     transfers_max: int = 8
+    answers_max: int = 64
     connections_max: int = 512
     request_s: float = 30.0
     idle_s: float = 30.0
@@ -115,6 +118,7 @@ class PeerServer:
 
     async def _start(self, host: str) -> str:
         self._turns = asyncio.Semaphore(self._limits.transfers_max)
+        self._answers = asyncio.Semaphore(self._limits.answers_max)
         self._web = web.Server(self._handle, access_log=None, keepalive_timeout=self._limits.idle_s, lingering_time=0)
         # One address, also of a name that stands for several: it is this one that the others are told.
         family, *_, place = (await self._loop.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM))[0]
@@ -131,11 +135,22 @@ class PeerServer:
         await self._web.shutdown(0.5)
 
     def _connect(self) -> asyncio.BaseProtocol:
-        if len(self._web.connections) >= self._limits.connections_max:
+        if len(self._web.connections) >= self._limits.connections_max and not self._make_room():
             return _Refusal()
         connection = self._web()
         self._idle_since[connection] = clock.monotonic_s()
         return connection
+
+    def _make_room(self) -> bool:
+        """Cuts the connection on which nothing was asked for longest: clients that are done keep theirs for a while,
+        and of a thousand hosts the last would not get in. False where all of them are being answered."""
+        idle = [each for each in self._idle_since if each.transport is not None]
+        if not idle:
+            return False
+        oldest = min(idle, key=self._idle_since.__getitem__)
+        del self._idle_since[oldest]
+        _cut(oldest)
+        return True
 
     async def _reap(self) -> None:
         """Cuts connections on which nothing was asked for too long: one that never sends its request, too."""
@@ -151,8 +166,8 @@ class PeerServer:
         self._idle_since.pop(connection, None)  # while it is being answered, the request's own limit holds
         response = web.StreamResponse()
         try:
-            async with asyncio.timeout(self._limits.request_s):
-                answer = await self._answer(request)
+            async with asyncio.timeout(self._limits.request_s), AsyncExitStack() as sent:
+                answer = await self._answer(request, sent)
                 response.set_status(answer.status)
                 response.content_length = len(answer.body)
                 if answer.tag is not None:
@@ -168,7 +183,8 @@ class PeerServer:
             self._idle_since[connection] = clock.monotonic_s()
         return response
 
-    async def _answer(self, request: web.BaseRequest) -> Answer:
+    async def _answer(self, request: web.BaseRequest, sent: AsyncExitStack) -> Answer:
+        """The answer; what it takes in memory is given back when `sent` ends."""
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if self._secret is None or not hmac.compare_digest(given, b"Bearer " + self._secret):
             return Answer(401)
@@ -176,6 +192,7 @@ class PeerServer:
             # Not wait_for: until Python 3.12 it swallows a cancellation that meets the end of what it waits for, and
             # the request's own limit, which has come just then, would never end it.
             async with asyncio.timeout(self._limits.busy_s):
+                await sent.enter_async_context(self._answers)
                 await self._turns.acquire()
         except TimeoutError:
             return Answer(503)

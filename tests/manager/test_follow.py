@@ -17,7 +17,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit import layout
+from ckptkit import following, layout
+from ckptkit.durable import leases
 from ckptkit.testing.bucket import BucketServer
 from tests.states import abstract, assert_same, make_state, put, restore_args, save_args
 
@@ -176,6 +177,26 @@ def test_steps_of_stock_orbax_are_followed_and_not_called_proven(tmp_path: Path)
     for found in ckptkit.follow(tmp_path, poll_s=0.01, idle_timeout_s=0.0):
         assert not found.proven
         assert_same(found.restore(restore_args(abstract(make_state())))["state"], make_state(found.step))
+
+
+def test_a_step_whose_lease_was_lost_while_it_was_proven_is_not_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer may have begun to prune it: the evaluation would end in half a step."""
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        save(manager, 1)
+    real, away = following._Follower._proven, [True]
+
+    def proven(*args: Any) -> bool:
+        if away.pop():
+            time.sleep(0.5)  # longer than the lease, which nobody can renew meanwhile
+        return real(*args)
+
+    monkeypatch.setattr(following._Follower, "_proven", proven)
+    monkeypatch.setattr(leases._Beating, "_keep", lambda self: self._released.wait())
+    assert followed(tmp_path, lease_s=0.2) == []
+    away += [False]
+    assert followed(tmp_path, lease_s=60.0) == [1]
 
 
 def test_an_evaluator_writes_nothing_but_its_lease(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ import pytest
 from ckptkit.arena import Arena
 from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError, StoreError, StoreFullError
 from ckptkit.manifest import SaveId
+from ckptkit.peers import client as client_module
+from ckptkit.peers import intake as intake_module
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.intake import Intake
 from ckptkit.peers.server import PeerServer
@@ -199,6 +203,22 @@ def test_a_commit_whose_answer_was_lost_is_committed_once(intake: Intake, lane: 
     assert lane.held() == [FIRST]
 
 
+def test_a_keeper_has_time_to_prove_a_large_copy(
+    keeper: PeerClient, lane: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts with shares of 100 GB would never have copies: a keeper proves the whole before it answers."""
+    real = intake_module._prove
+
+    def slow(*args: Any) -> None:
+        time.sleep(2.5)  # the client waits for 1 s beside it, and so does the server
+        real(*args)
+
+    monkeypatch.setattr(intake_module, "_prove", slow)
+    monkeypatch.setattr(client_module, "_PROVEN_PER_S", 4e5)
+    send(keeper, FIRST)
+    assert committed(lane) == [FIRST]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "content_range", "body", "status"),
     [
@@ -206,6 +226,8 @@ def test_a_commit_whose_answer_was_lost_is_committed_once(intake: Intake, lane: 
         ("POST", "/copies/2.7.4/1", "", b"{}", 400),
         ("POST", "/copies/2.7.4/1", "", b'{"bytes": -1}', 400),
         ("POST", "/copies/2.7.4/1", "", b'{"bytes": 1e30}', 400),
+        ("POST", "/copies/2.7.4/1", "", b'{"bytes": 1e400}', 400),
+        ("POST", "/copies/2.7.4/1", "", b"[" * 100_000, 400),
         ("PUT", "/copies/2.7.4/1/bytes", "bytes 0-3/*", b"four", 412),  # nothing was begun
         ("POST", "/copies/2.7.4/1/manifest", "", b"{}", 412),
         ("PUT", "/copies/2.7.4/1/../bytes", "bytes 0-3/*", b"four", None),

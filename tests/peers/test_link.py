@@ -113,3 +113,34 @@ def test_a_loopback_name_of_the_own_host_is_not_taken_among_several(monkeypatch:
     monkeypatch.setattr(link, "_local_address", local)
     assert job_interface(True) == "10.0.0.5"
     assert job_interface(False) == "127.0.1.1"
+
+
+def test_an_address_to_which_no_way_leads_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host without IPv6 would serve nothing where the coordinator's name has an IPv6 address too."""
+    real = socket.getaddrinfo
+
+    def several(host: str, port: int, **words: Any) -> Any:
+        if host != "head-node":
+            return real(host, port, **words)
+        # A datagram to all is refused, as an address of a family without a route is.
+        return [*real("255.255.255.255", port, **words), *real("127.0.0.1", port, **words)]
+
+    monkeypatch.setattr(link, "coordinator_address", lambda: "head-node:1234")
+    monkeypatch.setattr(socket, "getaddrinfo", several)
+    assert job_interface(False) == "127.0.0.1"
+
+
+def test_a_host_of_ipv6_alone_is_not_told_by_its_loopback_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would ask themselves for what process 0 holds."""
+    monkeypatch.setattr(link, "coordinator_address", lambda: "head-node:1234")
+
+    def local(host: str, port: int) -> str:
+        del port
+        if host == "head-node":
+            return "::1"
+        if ":" not in host:
+            raise OSError("Network is unreachable")
+        return "fd00::5"
+
+    monkeypatch.setattr(link, "_local_address", local)
+    assert job_interface(True) == "fd00::5"

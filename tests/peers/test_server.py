@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ckptkit.arena import Arena
-from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError, StoreError
+from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
 from ckptkit.manifest import SaveId
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.server import PeerServer
@@ -253,17 +253,74 @@ def test_connections_beyond_the_limit_are_ended(shelf: Shelf) -> None:
     """A client that opens connections for ever would take the server's file descriptors."""
     server = PeerServer(shelf, "127.0.0.1", limits=type(LIMITS)(connections_max=3, idle_s=60))
     try:
-        kept = [say(server.address, "", read=False) for _ in range(3)]
+        opened = [say(server.address, "", read=False) for _ in range(3)]
         time.sleep(0.2)  # the server has seen them
-        beyond = say(server.address, "", read=False)
-        assert isinstance(beyond, socket.socket)
-        with beyond:
-            wait_until_cut(beyond)
-        for connection in kept:
+        opened += [say(server.address, "", read=False) for _ in range(3)]
+        for connection in opened[:3]:  # the oldest give way
+            assert isinstance(connection, socket.socket)
+            with connection:
+                wait_until_cut(connection)
+        assert sum(each.transport is not None for each in server._web.connections) <= 3
+        for connection in opened[3:]:
             assert isinstance(connection, socket.socket)
             connection.close()
     finally:
         server.close()
+
+
+def test_who_is_done_keeps_nobody_out(shelf: Shelf) -> None:
+    """Of a thousand hosts that read from one, the last would give it up while the first keep connections for later."""
+    server = PeerServer(shelf, "127.0.0.1", limits=type(LIMITS)(connections_max=3, idle_s=60))
+    server.admit(SECRET)
+    clients = [PeerClient([server.address], SECRET, timeout_s=5.0) for _ in range(8)]
+    try:
+        for client in (*clients, *clients):
+            client.manifest(0, SAVE, 0)
+    finally:
+        for client in clients:
+            client.close()
+        server.close()
+
+
+def test_answers_that_nobody_takes_are_few(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of slow hosts would hold 8 MiB each, gigabytes beside a ramdisk that fills the host already."""
+    read: list[int] = []
+    real = shelf.read
+
+    def counted(*args: Any) -> bytes:
+        data = real(*args)
+        read.append(len(data))
+        return data
+
+    monkeypatch.setattr(shelf, "read", counted)
+    limits = type(LIMITS)(transfers_max=2, answers_max=3, request_s=60.0, busy_s=60.0)
+    server = PeerServer(shelf, "127.0.0.1", limits=limits)
+    server.admit(SECRET)
+    tag, _ = shelf.manifest(SAVE, 0)
+    asked = f"GET {BYTES} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {SECRET}\r\n"
+    asked += f'Range: bytes=0-{(8 << 20) - 1}\r\nIf-Match: "{tag}"\r\n\r\n'
+    stalled = [say(server.address, asked, read=False) for _ in range(8)]
+    try:
+        while len(read) < 3:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        assert len(read) == 3
+        for connection in stalled:  # one that goes makes room for the next
+            assert isinstance(connection, socket.socket)
+            connection.close()
+        assert status(server.address, BYTES, Range="bytes=0-9", If_Match=f'"{tag}"') == 206
+    finally:
+        server.close()
+
+
+def test_a_client_keeps_few_connections(server: PeerServer) -> None:
+    """A restore that asks a thousand hosts for manifests would use up the files that a process may open, for ever."""
+    client = PeerClient([server.address] * 200, SECRET, timeout_s=30.0)
+    for process in range(200):
+        client.manifest(process, SAVE, 0)
+    assert 8 <= len(client._idle) <= 64
+    assert client._idle[-1][0] == 199
+    client.close()
 
 
 def test_a_process_that_is_gone_is_given_up_once(server: PeerServer, shelf: Shelf) -> None:
@@ -283,9 +340,27 @@ def test_a_process_that_is_gone_is_given_up_once(server: PeerServer, shelf: Shel
 
 
 def test_a_process_of_another_job_is_an_error_not_an_absence(server: PeerServer) -> None:
-    """A zombie of the run before, at a port that was given anew, would be taken for a host without the save."""
-    with pytest.raises(StoreError, match="was refused"):
+    """A zombie of the run before, at a port that was given anew, would be taken for a host without the save; or end the
+    restore on all, by an error that no restart is tried after, though others hold the same bytes."""
+    with pytest.raises(PeerUnreachableError, match="was refused"):
         PeerClient([server.address], "another secret", timeout_s=5).manifest(0, SAVE, 0)
+
+
+def test_a_server_that_breaks_is_left_for_the_next_source(
+    server: PeerServer, client: PeerClient, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception in one process's server would end the restore on all."""
+
+    def broken(*_: Any) -> bytes:
+        raise MemoryError
+
+    _, tag = client.manifest(0, SAVE, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(shelf, "read", broken)
+        assert status(server.address, BYTES, Range="bytes=0-9", If_Match=f'"{tag}"') == 500
+        with pytest.raises(PeerUnreachableError, match="was refused"):
+            read_all(client)
+    np.testing.assert_array_equal(read_all(client), values())
 
 
 def test_a_manifest_of_a_stale_epoch_is_not_taken_for_the_one_that_was_asked_for(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
+from tools.launch import ExitCode
 from trainer.__main__ import main as command
 from trainer.__main__ import read_flags
-from trainer.cluster import join
+from trainer.cluster import detect_rank, join
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_timeouts_are_those_of_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,3 +33,32 @@ def test_the_timeouts_are_those_of_the_flags(monkeypatch: pytest.MonkeyPatch) ->
         "heartbeat_timeout_seconds": 7,
         "shutdown_timeout_seconds": 21,
     }
+
+
+def test_what_mpirun_starts_in_a_batch_script_has_the_rank_that_mpirun_gave_it() -> None:
+    """Breaks when all processes of a node take themselves for process 0 and write one event log."""
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    mpi = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
+    assert detect_rank({**slurm, **mpi}) == {"process": 5, "processes": 8}
+    assert detect_rank(slurm) == {"process": 0, "processes": 4}
+
+
+LEAVES = """
+import atexit, os, signal, sys
+import jax
+from trainer.cluster import leave
+from trainer.config import ClusterConfig
+
+# As JAX does: its notifier gives SIGTERM back, and with that the process ends by it.
+jax.distributed.shutdown = lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL)
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+leave(ClusterConfig(processes=2, process=1, coordinator="127.0.0.1:1"), int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, ExitCode.PREEMPTED])
+def test_who_is_ended_on_its_way_out_ends_as_it_meant_to(code: int) -> None:
+    """Breaks when srun, which ends all tasks once one has ended with 75, makes a loss of a preempted job: the batch
+    script would start it again on machines that are taken away, and not queue it."""
+    done = subprocess.run([sys.executable, "-c", LEAVES, str(int(code))], timeout=120, cwd=ROOT)
+    assert done.returncode == code

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from ckptkit import reading
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError
+from ckptkit.manager.local_tiers import together
 from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, copy_proven, digest_of
 from ckptkit.pages import ALIGNMENT_BYTES
 from ckptkit.plan import Key, RestorePlan, Source, plan_restore
+from ckptkit.proving import Proving
 from ckptkit.sharding import Box, cells_of
 
 SAVE = SaveId(1, 5, 1)
@@ -165,6 +167,27 @@ def test_what_no_source_has_is_one_error_and_no_leaf() -> None:
             lambda key, _: given_back.append(key),
         )
     assert ("state", ("2",)) not in given_back
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("joined", [False, True])
+def test_what_does_not_answer_may_be_whole(order: tuple[int, int], joined: bool) -> None:
+    """If it failed, all would go back to an older step because one copy is damaged, while a whole one cannot be reached
+    for the moment."""
+    leaves = [(np.arange(64, dtype=np.float32), (64,))]
+    manifest = manifest_of(leaves)
+
+    def away(*_: Any) -> None:
+        raise PeerUnreachableError("process 3 did not answer")
+
+    bad = [(leaves[0][0] + 1, (64,))]
+    readers = [reader(leaves, away), reader(bad, lambda *_: None)]
+    sources = [(Source(tier="peer", manifests=(manifest,)), readers[number]) for number in order]
+    if joined:
+        sources = [together(sources, "peer", Proving())]
+    plan = plan_restore(SAVE, {("state", ("0",)): [Box.whole((64,))]}, [source for source, _ in sources])
+    with pytest.raises(PeerUnreachableError, match="process 3 did not answer"):
+        reading.execute(plan, [each for _, each in sources], lambda *_: None, lambda *_: None)
 
 
 def test_a_record_of_another_dtype_is_damage() -> None:
