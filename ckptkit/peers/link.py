@@ -6,6 +6,7 @@ import ipaddress
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -18,7 +19,8 @@ from ckptkit.peers.server import Also, PeerServer
 from ckptkit.peers.shelf import Shelf
 from ckptkit.policy import PeerOptions
 
-_ANYWHERE = ("192.0.2.1", 9)  # reserved for documents (RFC 5737): only asked which interface would lead there
+# Reserved for documents (RFC 5737, RFC 3849): only asked which interface would lead there.
+_ANYWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
 
 
 @final
@@ -85,18 +87,23 @@ def job_interface(several_hosts: bool) -> str:
     host, _, port = (coordinator_address() or "127.0.0.1:9").rpartition(":")
     address = _local_address(host.strip("[]"), int(port))
     if several_hosts and _is_loopback(address) and not _is_loopback(host):
-        try:
-            return _local_address(*_ANYWHERE)
-        except OSError:
-            return address
+        for anywhere in _ANYWHERE:  # a host may have addresses of one kind only
+            with suppress(OSError):
+                return _local_address(*anywhere)
     return address
 
 
 def _local_address(host: str, port: int) -> str:
-    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)  # nothing is sent
-        return probe.getsockname()[0]
+    """From where this host would send to another; by the first of its addresses to which a way leads."""
+    error = OSError(f"{host} has no address")
+    for family, kind, protocol, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)  # nothing is sent
+                return probe.getsockname()[0]
+        except OSError as caught:
+            error = caught
+    raise error
 
 
 def _is_loopback(host: str) -> bool:
