@@ -205,6 +205,8 @@ class _Follower:
             reader = self._reader(name, save_id.step)
             if lease.granted() and (reader.save_id() or save_id) == save_id and reader.item_names():
                 proven = self._proven(reader, save_id)
+                if lease.lost:  # while it was read: the writer may prune it; looked at again at the next poll
+                    proven = None
         except CorruptCheckpointError as error:
             self._reject(name, save_id.step, error)
         except FileNotFoundError:  # pruned before it was leased
