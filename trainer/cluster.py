@@ -1,6 +1,7 @@
 """Join the other processes, and leave without holding anybody up."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -11,8 +12,9 @@ import jax
 from tools.launch import ExitCode
 from trainer.config import ClusterConfig, InputError
 
-# Where Slurm's srun and Open MPI's mpirun say who a process is; JAX looks at the same names.
-_RANKS = (("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+# Where Open MPI's mpirun and Slurm's srun say who a process is; JAX looks at the same names, in this order: what mpirun
+# starts in a batch script of Slurm has the script's rank too.
+_RANKS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 
 
 def detect_rank(environ: Mapping[str, str]) -> dict[str, int]:
@@ -65,6 +67,9 @@ def leave(config: ClusterConfig, code: int, *, at_once: bool = False) -> None:
         sys.exit(code)
     if code in (0, ExitCode.PREEMPTED) and not at_once:
         jax.distributed.shutdown()
+        # From here on nobody is waited for. srun and mpirun end the others once one has ended with 75, and one that
+        # they end on its way out would make a loss of what is a preemption.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
