@@ -49,8 +49,9 @@ class Coordinator(Protocol):
         """
         ...
 
-    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float) -> Any:
+    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
         """Returns to all what process 0's `decide()` says. Process 0 waits for nobody, the others for its word alone.
+        `about` is as in `agree`; nobody may lag behind when process 0 tells about something else.
 
         Raises `CoordinationError` where process 0 says nothing within `timeout_s`; what `decide` raises reaches the
         others as an error of the same class.
@@ -87,9 +88,9 @@ class LocalCoordinator:
         del channel, timeout_s, about
         return json.loads(json.dumps(decide([value])))
 
-    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float) -> Any:
+    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
         """See `Coordinator.tell`."""
-        del channel, timeout_s
+        del channel, timeout_s, about
         return json.loads(json.dumps(decide()))
 
 
@@ -116,7 +117,7 @@ class JaxCoordinator:
         self._client: Any = client
         self._prefix = f"ckptkit/{next(_instances)}"
         self._meetings: dict[str, tuple[str, int]] = {}  # by channel, what the last one was about, and its number
-        self._told: dict[str, int] = {}
+        self._told: dict[str, tuple[str, int]] = {}
         self.process = jax.process_index()
         self.count = jax.process_count()
 
@@ -142,11 +143,12 @@ class JaxCoordinator:
             raise heard_from(0, *verdict["failed"])
         return verdict["verdict"]
 
-    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float) -> Any:
+    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
         """See `Coordinator.tell`."""
-        number = self._told.get(channel, 0)
-        self._told[channel] = number + 1
-        key = f"{self._prefix}/{channel}/{number}"
+        last, number = self._told.get(channel, ("", -1))
+        number = number + 1 if last == about else 0
+        self._told[channel] = (about, number)
+        key = self._place_of(channel, about, number)
         if self.process != 0:
             text = self._get(key, timeout_s)
             if text is None:
@@ -156,7 +158,9 @@ class JaxCoordinator:
                 raise heard_from(0, *said["failed"])
             return said["verdict"]
         if number >= _TOLD_KEPT:  # nobody lags that many steps of training behind process 0
-            self._ask("key_value_delete", f"{self._prefix}/{channel}/{number - _TOLD_KEPT}")
+            self._ask("key_value_delete", self._place_of(channel, about, number - _TOLD_KEPT))
+        elif last not in ("", about):
+            self._ask("key_value_delete", f"{self._prefix}/{channel}/{last}/")
         try:
             verdict = json.dumps({"verdict": decide()})
         except Exception as error:
@@ -213,6 +217,33 @@ class JaxCoordinator:
             if "DEADLINE_EXCEEDED" in str(error) and method != "key_value_set":
                 return None
             raise CoordinationError(f"the coordination service failed: {error}") from error
+
+
+@final
+class Occasions:
+    """A coordinator all of whose meetings are about what was begun last: a restore, say, or a try to save a step.
+
+    A process that misses one of several meetings is then out of step until the next occasion. Not for good: meetings
+    that are counted on would hear from it, each time, its word on the one before.
+    """
+
+    def __init__(self, coordinator: Coordinator):
+        self._coordinator = coordinator
+        self._about = ""
+        self.process = coordinator.process
+        self.count = coordinator.count
+
+    def begin(self, about: str) -> None:
+        """The meetings from now on are about this; no two occasions are named alike."""
+        self._about = about
+
+    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float, about: str = "") -> Any:
+        """See `Coordinator.agree`."""
+        return self._coordinator.agree(channel, value, decide, timeout_s=timeout_s, about=about or self._about)
+
+    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
+        """See `Coordinator.tell`."""
+        return self._coordinator.tell(channel, decide, timeout_s=timeout_s, about=about or self._about)
 
 
 def _place(meeting: str, process: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
-from ckptkit.coordination import Coordinator
+from ckptkit.coordination import Coordinator, Occasions
 from ckptkit.durable.epochs import Ancestry
 from ckptkit.durable.handlers import handler_name, make_writer
 from ckptkit.durable.leases import PruneGuard
@@ -72,6 +72,7 @@ class DurableSteps:
         self.profile = profile
         self.url = root_url(directory)
         self._coordinator = coordinator
+        self._tries = Occasions(coordinator)  # to save: who misses one is there at the next
         self._identities: dict[int, SaveId | None] = {}  # of steps that this process has read or written
         self._timeout_s = timeout_s
         checked_options(options)
@@ -99,7 +100,7 @@ class DurableSteps:
         self.stock = StockManager(self.url, self._options, setup)
         mode = options.file_options.path_permission_mode if options.file_options else None
         self.pace = Pace(profile.write_bytes_per_s)
-        self._step_writer = StepWriter(self.url, coordinator, profile, timeout_s=timeout_s, mode=mode, pace=self.pace)
+        self._step_writer = StepWriter(self.url, self._tries, profile, timeout_s=timeout_s, mode=mode, pace=self.pace)
         self._pruner = Pruner(self.url, self.stock, self._guard, options, leads=coordinator.process == 0, said=said)
         self._writer: ocp.CheckpointManager | None = None
         self._views = Views()
@@ -138,6 +139,7 @@ class DurableSteps:
         ancestry: Ancestry,
         custom_metadata: Mapping[str, Any] | None = None,
         check_epoch: Callable[[], None] = lambda: None,
+        about: str = "",
     ) -> None:
         """Writes and commits one step; returns once it is committed. Runs on a background thread.
 
@@ -145,8 +147,10 @@ class DurableSteps:
         view must not change until this returns. A step of the same number is replaced only where `ancestry`
         says that it belongs to an abandoned branch. The epoch of `save_id` has to be recorded in the root: what
         earlier ones have left there uncommitted goes first. `check_epoch` is asked on process 0 right before the
-        commit, and raises where a later epoch has begun. Raises what Orbax raises; the books are then read afresh.
+        commit, and raises where a later epoch has begun. `about` names this try, for the meetings (default: the save).
+        Raises what Orbax raises; the books are then read afresh.
         """
+        self._tries.begin(about or str(save_id))
         self._refuse_unfit()
         has_sidecar = any(map(has_host_shards, items.values()))
         custom = {**(custom_metadata or {}), **({} if has_sidecar else identity_metadata(save_id))}
@@ -245,6 +249,7 @@ class DurableSteps:
         Blocks as Orbax blocks and raises what Orbax raises; `finish_by_orbax` waits for the rest. The step has
         an identity and no digests. No other save may be on its way.
         """
+        self._tries.begin(str(save_id))
         self.stock.settle()
         self._views.fresh(self.stock.orbax)
         self._pruner.wait()
@@ -292,7 +297,9 @@ class DurableSteps:
                 delete_at_once(manager, step)
 
         if step in manager.all_steps():
-            self._coordinator.agree("delete", None, begin, timeout_s=self._timeout_s)
+            # Of a step whose number is saved again: a part of that try.
+            channel, meetings = ("delete-abandoned", self._tries) if at_once else ("delete", self._coordinator)
+            meetings.agree(channel, None, begin, timeout_s=self._timeout_s)
             if at_once:
                 forget(manager, step)
             else:
@@ -348,7 +355,7 @@ class DurableSteps:
             found = [each for each in self.steps() if self._is_abandoned(each, ancestry, replaced=each == step)]
             return found, step in found and step in pinned_steps(self._store)
 
-        steps, pinned = self._coordinator.agree("abandoned", None, abandoned, timeout_s=self._timeout_s)
+        steps, pinned = self._tries.agree("abandoned", None, abandoned, timeout_s=self._timeout_s)
         if pinned:
             raise StepAlreadyExistsError(
                 f"step {step} in {self.url} is of an abandoned branch, and pinned: it is not replaced. Save another "
@@ -366,7 +373,7 @@ class DurableSteps:
         def let_go(_: list[Any]) -> list[int]:
             return sorted(set(doomed) - self._guard.spare(doomed))
 
-        return frozenset(self._coordinator.agree("leases", None, let_go, timeout_s=self._timeout_s))
+        return frozenset(self._tries.agree("leases", None, let_go, timeout_s=self._timeout_s))
 
     def _settle(self) -> None:
         if self._coordinator.process == 0:

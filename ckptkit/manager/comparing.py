@@ -141,7 +141,9 @@ class ReplicaComparison:
             if digests is not None:
                 mine["hashes"] = self._hashes(shared, ranges, digests)
             try:
-                verdict = self._coordinator.agree("replica-details", mine, _narrowed, timeout_s=self._timeout_s)
+                verdict = self._coordinator.agree(
+                    "replica-details", mine, _narrowed, timeout_s=self._timeout_s, about=str(save_id)
+                )
             except CheckpointError as error:
                 return [*found, *(_unnamed(key, str(error)) for key, _, _ in ranges)]
             found += [_named(shared, each) for each in verdict["boxes"]]

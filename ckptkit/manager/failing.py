@@ -60,7 +60,7 @@ class DurableUpkeep:
         began_s = clock.monotonic_s()
         paused = self._failed_in_row >= self._policy.pause_after
         if paused and repeatable and not forced:
-            self._refuse_in_pause(step)
+            self._refuse_in_pause(step, about)
         retries_left = self._policy.retries if repeatable and not paused else 0
         delay_s = self._policy.retry_delay_s
         while True:
@@ -85,9 +85,9 @@ class DurableUpkeep:
         self._failed(step, began_s, verdict["reason"])
         raise error or heard_from(verdict["process"], verdict["name"], verdict["reason"])
 
-    def _refuse_in_pause(self, step: int) -> None:
+    def _refuse_in_pause(self, step: int, about: str) -> None:
         left_s = self._coordinator.tell(
-            "durable-pause", lambda: self._paused_until_s - clock.monotonic_s(), timeout_s=self._timeout_s
+            "durable-pause", lambda: self._paused_until_s - clock.monotonic_s(), timeout_s=self._timeout_s, about=about
         )
         if left_s > 0:
             raise StoreError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -231,9 +232,11 @@ class Flusher:
 
     def _flush_to_durable(self, save: Save, slot: Slot, sealed: Sealed) -> None:
         self._outcomes.phase(save.save_id, "begun", DURABLE)
+        tries = itertools.count()  # the same on every process
         try:
 
             def write() -> None:
+                about = f"{save.save_id}.{next(tries)}"
                 # The fence waits for the root's answer, and the items for nobody.
                 _, arrays = side_by_side(
                     [lambda: self._claim.fence(save.save_id), lambda: self._array_items(save, slot, sealed)]
@@ -246,6 +249,7 @@ class Flusher:
                     ancestry=self._book.ancestry,
                     custom_metadata=save.items.custom_metadata,
                     check_epoch=lambda: self._claim.check(save.save_id),
+                    about=about,
                 )
 
             self._upkeep.attempt(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -13,7 +14,7 @@ import numpy as np
 
 from ckptkit import clock, layout
 from ckptkit.broadcast import BroadcastOptions, Choice
-from ckptkit.coordination import Coordinator
+from ckptkit.coordination import Coordinator, Occasions
 from ckptkit.durable.epochs import Ancestry, EpochRecords
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.durable.stock import DEFAULT_ITEM
@@ -46,6 +47,7 @@ from ckptkit.store import all_of
 
 _T = TypeVar("_T")
 _log = logging.getLogger("ckptkit")
+_restorers = itertools.count()  # made in the same order on every process
 LISTED_DURABLE_STEPS = 8  # how many durable steps, newest first, are looked into before older ones are asked for
 
 
@@ -83,12 +85,13 @@ class Restorer:
         self._local = LocalTiers(host_dirs, events)
         self._client = client
         self._rank = rank
+        self._restores = map(f"restore-{next(_restorers)}.{{}}".format, itertools.count())  # the name of each
+        self._coordinator = coordinator = Occasions(coordinator)
         self._preparer = Preparer(durable.url, coordinator)
         self._reports: list[list[Held]] = []  # on process 0, of the last gathering
         self._durable = durable
         self._durable_saves = DurableSaves(durable, events)
         self._epochs = epochs
-        self._coordinator = coordinator
         self._events = events
         self._timeout_s = timeout_s
         self._reading = Reading(durable, events)
@@ -115,6 +118,7 @@ class Restorer:
         Raises `StepNotFoundError` where there is no candidate, `NoRestorableStepError` where all were rejected;
         a tree mismatch, a missing permission and a tier that cannot be reached raise at once and never fall back.
         """
+        self._coordinator.begin(next(self._restores))
         wanted = replace(wanted, proves=begin(self._verify))
         local = {save: held for save, held in self.local_saves().items() if step is None or save.step == step}
         prepared: dict[SaveId, Prepared] = {}

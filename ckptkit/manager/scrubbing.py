@@ -3,11 +3,12 @@ durable tier."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from ckptkit.coordination import Coordinator
+from ckptkit.coordination import Coordinator, Occasions
 from ckptkit.errors import CorruptCheckpointError, StepNotFoundError
 from ckptkit.events import EventLog, Kind
 from ckptkit.gathered import Held, box_set_hash, givers_of
@@ -30,12 +31,14 @@ class Scrubber:
 
     def __init__(self, settings: Settings, parts: Parts, coordinator: Coordinator):
         self._parts = parts
-        self._coordinator = coordinator
+        self._coordinator = Occasions(coordinator)
+        self._scrubs = map("scrub-{}".format, itertools.count())  # the name of each
         self._events: EventLog = settings.events
         self._timeout_s = settings.timeout_s
 
     def scrub(self, *, repair: bool) -> Scrub:
         """See `CheckpointManager.scrub`."""
+        self._coordinator.begin(next(self._scrubs))
         limits, arenas = Limits(), list(self._parts.arenas.values())
         _, found = self._together("scrub-prove", lambda: prove_arenas(arenas, limits))
         assert found is not None, "damage is a finding, and everything else raises"

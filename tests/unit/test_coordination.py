@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from ckptkit import coordination
-from ckptkit.coordination import JaxCoordinator, LocalCoordinator, gather, make_coordinator
+from ckptkit.coordination import JaxCoordinator, LocalCoordinator, Occasions, gather, make_coordinator
 from ckptkit.errors import (
     CheckpointError,
     CoordinationError,
@@ -274,6 +274,36 @@ def test_who_has_missed_a_meeting_does_not_take_the_next_one_for_it(job: FakeJob
     assert job.all(go_on) == [["0", "1", "2", "3"]] * 4
     answers = job.all(lambda c: [c.agree("disk", n, sum, timeout_s=5, about="save 2") for n in range(3)])
     assert answers == [[0, 4, 8]] * 4, "several meetings about one thing"
+
+
+def test_who_has_missed_a_part_of_one_occasion_is_there_at_the_next(job: FakeJob) -> None:
+    """If it failed, no later restore, scrub or durable save of a job would succeed after one in which a process was
+    late or could not come to one of the meetings."""
+    first, *others = occasions = [Occasions(c) for c in job.processes]
+    for each in occasions:
+        each.begin("save 1")
+    job.service.gone = {"out"}  # pyright: ignore[reportAttributeAccessIssue]  process 0 is held up
+    for other in others:
+        with pytest.raises(CoordinationError, match="process 0 said nothing"):
+            other.agree("begun", 1, sum, timeout_s=3)
+    job.service.gone = {1, 2, 3}
+    assert first.agree("begun", 1, len, timeout_s=3) == 4, "it finds their words, and goes on"
+    assert first.tell("place", lambda: "one", timeout_s=3) == "one"
+    with pytest.raises(CoordinationError, match="process 1, 2, 3 did not come"):
+        first.agree("written", 1, sum, timeout_s=3)
+    job.service.gone = set()
+    for number in (2, 3):
+        for each in occasions:
+            each.begin(f"save {number}")
+        said = job.all(
+            lambda c, number=number: [
+                occasions[c.process].agree("begun", 1, sum, timeout_s=5),
+                occasions[c.process].tell("place", lambda: f"place {number}", timeout_s=5),
+                occasions[c.process].agree("written", c.process, sorted, timeout_s=5),
+            ]
+        )
+        assert said == [[4, f"place {number}", [0, 1, 2, 3]]] * 4
+    assert not [key for key in job.service.values if "save 1" in key or "save 2" in key], "nothing of them is kept"
 
 
 def test_channels_do_not_hear_each_other(job: FakeJob) -> None:

@@ -28,7 +28,7 @@ class Told:
         del channel, timeout_s
         return decide([value, None])
 
-    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float) -> Any:
+    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
         del channel, decide, timeout_s
         self.asked += 1
         return self._word

@@ -32,9 +32,9 @@ class Alike:
         self.heard = json.dumps(decide([json.loads(self.said)] * COUNT))
         return json.loads(self.heard)
 
-    def tell(self, channel: str, decide: Any, *, timeout_s: float) -> Any:
+    def tell(self, channel: str, decide: Any, *, timeout_s: float, about: str = "") -> Any:
         """Not asked here."""
-        raise AssertionError((channel, decide, timeout_s))
+        raise AssertionError((channel, decide, timeout_s, about))
 
 
 def refuse(error: Exception) -> Any:
