@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 from ckptkit.coordination import Coordinator
 from ckptkit.errors import CheckpointError, ReplicaMismatchError
 from ckptkit.events import EventLog, Kind
 from ckptkit.manager.outcomes import Outcomes, Refusal
-from ckptkit.manifest import SaveId
+from ckptkit.manifest import SaveId, digest_of
 from ckptkit.policy import ReplicaPolicy
 from ckptkit.replicas import (
     Holders,
@@ -31,7 +32,7 @@ FANOUT = 32  # into so many parts a differing range of boxes is cut
 FOLLOWED = 8  # differences that are looked into, of each kind; more are not named
 _SAID_HOLDERS = 16
 
-_Range = tuple[str, int, int]  # of the boxes `start` to `stop` that the processes `"0,1"` hold
+_Range = tuple[str, int, int]  # of the boxes `start` to `stop` that the processes of a set of that name hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,8 @@ class _Shared:
 
     description: Description
     twins: tuple[Twin, ...]
-    boxes: Mapping[str, list[SharedBox]]
+    boxes: Mapping[str, list[SharedBox]]  # by the name of the set of processes that hold them
+    holders: Mapping[str, Holders]  # the same
     compared: bool
 
 
@@ -103,10 +105,12 @@ class ReplicaComparison:
     def _of(self, description: Description) -> _Shared:
         if self._known is None or self._known.description is not description:
             boxes = shared_boxes(description, self._coordinator.process)
+            names = {holders: _name_of(holders) for holders in boxes}
             self._known = _Shared(
                 description=description,
                 twins=twins_of(description),
-                boxes={_key(holders): found for holders, found in boxes.items()},
+                boxes={names[holders]: found for holders, found in boxes.items()},
+                holders={name: holders for holders, name in names.items()},
                 compared=has_replicas(description),
             )
         return self._known
@@ -118,15 +122,15 @@ class ReplicaComparison:
         process = self._coordinator.process
         mine = None
         if digests is not None:
-            sets = {key: boxes for key, boxes in shared.boxes.items() if process in _processes(key)}
+            sets = {name: boxes for name, boxes in shared.boxes.items() if process in shared.holders[name]}
             local = differing_twins(shared.description, twins, digests)[:FOLLOWED]
             mine = {
-                "sets": {key: hash_of(boxes, digests) for key, boxes in sets.items()},
+                "sets": {name: hash_of(boxes, digests) for name, boxes in sets.items()},
                 "local": [self._local(shared.description, twins, twin, digests) for twin in local],
             }
         verdict = self._coordinator.agree("replicas", mine, _first_look, timeout_s=self._timeout_s, about=str(save_id))
         found: list[dict[str, Any]] = verdict["local"]
-        ranges: list[_Range] = [(key, 0, len(shared.boxes[key])) for key in verdict["sets"]]
+        ranges: list[_Range] = [(name, 0, len(shared.boxes[name])) for name in verdict["sets"]]
         return [*found, *self._look_into(save_id, shared, ranges, digests)]
 
     def _look_into(
@@ -142,19 +146,23 @@ class ReplicaComparison:
                 mine["hashes"] = self._hashes(shared, ranges, digests)
             try:
                 verdict = self._coordinator.agree(
-                    "replica-details", mine, _narrowed, timeout_s=self._timeout_s, about=str(save_id)
+                    "replica-details",
+                    mine,
+                    partial(_narrowed, shared.holders),
+                    timeout_s=self._timeout_s,
+                    about=str(save_id),
                 )
             except CheckpointError as error:
-                return [*found, *(_unnamed(key, str(error)) for key, _, _ in ranges)]
+                return [*found, *(_unnamed(shared.holders[name], str(error)) for name, _, _ in ranges)]
             found += [_named(shared, each) for each in verdict["boxes"]]
-            ranges = [(key, start, stop) for key, start, stop in verdict["ranges"]]
+            ranges = [(name, start, stop) for name, start, stop in verdict["ranges"]]
         return found[:FOLLOWED]
 
     def _hashes(self, shared: _Shared, ranges: Sequence[_Range], digests: Mapping[int, Digests]) -> dict[str, Any]:
         hashes = {}
-        for at, (key, start, stop) in enumerate(ranges):
-            if self._coordinator.process in _processes(key):
-                boxes = shared.boxes[key]
+        for at, (name, start, stop) in enumerate(ranges):
+            if self._coordinator.process in shared.holders[name]:
+                boxes = shared.boxes[name]
                 hashes[str(at)] = [hash_of(boxes[a:b], digests) for a, b in _parts(start, stop)]
         return hashes
 
@@ -181,32 +189,35 @@ def _first_look(values: list[Any]) -> dict[str, Any]:
     said = [value for value in values if value is not None]
     sets: dict[str, set[str]] = {}
     for value in said:
-        for key, found in value["sets"].items():
-            sets.setdefault(key, set()).add(found)
+        for name, found in value["sets"].items():
+            sets.setdefault(name, set()).add(found)
     every = [each for value in said for each in value["local"]]
     local = list(
         {(each["item"], each["leaf"], str(each["box"]), str(each["holders"])): each for each in every}.values()
     )
-    return {"sets": [key for key in sorted(sets) if len(sets[key]) > 1][:FOLLOWED], "local": local[:FOLLOWED]}
+    return {"sets": [name for name in sorted(sets) if len(sets[name]) > 1][:FOLLOWED], "local": local[:FOLLOWED]}
 
 
-def _narrowed(values: list[Any]) -> dict[str, Any]:
+def _narrowed(holders: Mapping[str, Holders], values: list[Any]) -> dict[str, Any]:
     """From the hashes of ranges to the parts that differ: ranges to be asked for next, and single boxes."""
     if any((value["save"], value["ranges"]) != (values[0]["save"], values[0]["ranges"]) for value in values):
         raise CheckpointError("the processes compare different saves: one of them was late")
     ranges: list[list[Any]] = []
     boxes: list[dict[str, Any]] = []
-    for at, (key, start, stop) in enumerate(values[0]["ranges"]):
-        columns = {p: values[p]["hashes"][str(at)] for p in _processes(key) if str(at) in values[p]["hashes"]}
+    for at, (name, start, stop) in enumerate(values[0]["ranges"]):
+        columns = {p: values[p]["hashes"][str(at)] for p in holders[name] if str(at) in values[p]["hashes"]}
         for part, (a, b) in enumerate(_parts(start, stop)):
             held = {process: hashes[part] for process, hashes in columns.items()}
             if len(set(held.values())) < 2:
                 continue
             if b - a > 1:
-                ranges.append([key, a, b])
+                ranges.append([name, a, b])
                 continue
-            hosts = {process: values[process]["host"] for process in held}
-            boxes.append({"set": key, "at": a, "held": list(held.items()), "hosts": list(hosts.items())})
+            # Those that differ from the others first: of thousands, only some are said.
+            suspects = set(minority(held))
+            said = sorted(held, key=lambda process: process not in suspects)[:_SAID_HOLDERS]
+            who = [[process, values[process]["host"], held[process], process in suspects] for process in said]
+            boxes.append({"set": name, "at": a, "held": who})
     return {"ranges": ranges[:FOLLOWED], "boxes": boxes[:FOLLOWED]}
 
 
@@ -218,12 +229,9 @@ def _parts(start: int, stop: int) -> list[tuple[int, int]]:
 
 def _named(shared: _Shared, found: Mapping[str, Any]) -> dict[str, Any]:
     box = shared.boxes[found["set"]][found["at"]]
-    held, hosts = dict(found["held"]), dict(found["hosts"])
-    holders = [{"process": process, "host": hosts[process], "digest": digest} for process, digest in held.items()]
-    # Those that differ from the others first: of thousands, only some are said.
-    suspects = minority(held)
-    holders.sort(key=lambda each: each["process"] not in suspects)
-    return _difference(box.item, box.leaf, box.box, holders, [f"host {hosts[process]}" for process in suspects])
+    holders = [{"process": process, "host": host, "digest": digest} for process, host, digest, _ in found["held"]]
+    suspects = [f"host {host}" for _, host, _, suspected in found["held"] if suspected]
+    return _difference(box.item, box.leaf, box.box, holders, suspects)
 
 
 def _difference(
@@ -238,8 +246,8 @@ def _difference(
     }
 
 
-def _unnamed(key: str, why: str) -> dict[str, Any]:
-    holders = [{"process": process} for process in _processes(key)[:_SAID_HOLDERS]]
+def _unnamed(processes: Holders, why: str) -> dict[str, Any]:
+    holders = [{"process": process} for process in processes[:_SAID_HOLDERS]]
     return {"item": None, "leaf": None, "box": None, "holders": holders, "suspects": [], "reason": why}
 
 
@@ -257,9 +265,6 @@ def _words(found: Mapping[str, Any]) -> str:
     return f"leaf {found['item']}:{found['leaf']}, box {tuple(start)} to {tuple(stop)}: {'; '.join(who)}"
 
 
-def _key(holders: Holders) -> str:
-    return ",".join(map(str, holders))
-
-
-def _processes(key: str) -> tuple[int, ...]:
-    return tuple(map(int, key.split(",")))
+def _name_of(holders: Holders) -> str:
+    """A set of processes in 16 letters: all of thousands have the scalars in common, and each says so at each save."""
+    return digest_of(",".join(map(str, holders)).encode())[:16]

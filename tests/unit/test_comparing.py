@@ -1,0 +1,99 @@
+"""What processes say to each other of their replicas at each save: few bytes, and enough to name what differs."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any, final
+
+import pytest
+
+from ckptkit.coordination import Decide
+from ckptkit.errors import CoordinationError
+from ckptkit.events import Event, EventLog, Kind
+from ckptkit.manager.comparing import ReplicaComparison
+from ckptkit.manifest import BoxRecord, LeafRecord, SaveId
+from ckptkit.policy import ReplicaPolicy
+from ckptkit.sharding import Box
+from ckptkit.snapshot import Description, Extent, LeafSource
+
+COUNT = 10_000
+SAVE = SaveId(1, 5, 2)
+
+
+@final
+class Alike:
+    """Process 0 of many that hold the same, but for the last one where it is `differing`."""
+
+    process = 0
+    count = COUNT
+
+    def __init__(self, *, differing: bool = False, detailed: bool = True):
+        self.said: list[str] = []
+        self.heard: list[str] = []
+        self.about: set[str] = set()
+        self._differing, self._detailed = differing, detailed
+
+    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float, about: str = "") -> Any:
+        """What process 0 decides."""
+        del timeout_s
+        if channel == "replica-details" and not self._detailed:
+            raise CoordinationError("replica-details: process 7 did not come")
+        self.about.add(about)
+        self.said.append(json.dumps(value))
+        other = self.said[-1].replace("aaaa", "bbbb").replace(self.hash_of(value), "0" * 32)
+        last = json.loads(other if self._differing else self.said[-1])
+        self.heard.append(json.dumps(decide([json.loads(self.said[-1])] * (COUNT - 1) + [last])))
+        return json.loads(self.heard[-1])
+
+    def hash_of(self, value: Any) -> str:
+        """That of the only box."""
+        (found,) = value["sets"].values() if "sets" in value else value["hashes"]["0"]
+        return found
+
+    def tell(self, channel: str, decide: Any, *, timeout_s: float, about: str = "") -> Any:
+        """Not asked here."""
+        raise AssertionError((channel, decide, timeout_s, about))
+
+
+def compared(coordinator: Alike) -> list[Event]:
+    """The events of a save of one scalar that all processes hold."""
+    scalar = Box((), ())
+    record = LeafRecord(
+        path=("count",), keys="d", kind="jax", shape=(), dtype="int32", cell=(),
+        boxes=(BoxRecord(box=scalar, offset=0, digests=()),),
+    )  # fmt: skip
+    sharding: Any = SimpleNamespace(num_devices=COUNT)
+    source = LeafSource(sharding=sharding, record=record, holders={scalar: tuple(range(COUNT))}, devices=(None,))
+    extents = (Extent(0, 0, 4, ((0, 4),), False),)
+    description = Description(
+        items={"state": (source,)}, treedefs={}, extents=extents, slot_bytes=4096, share_bytes=4096
+    )
+    events, found = EventLog(), list[Event]()
+    events.observe(found.append)
+    outcomes: Any = SimpleNamespace()
+    comparison = ReplicaComparison(ReplicaPolicy(), coordinator, outcomes, events, "host", 5.0)
+    assert comparison.compare(SAVE, description, (), {0: ("aaaa" * 8,)}) is None
+    return [event for event in found if event.kind == Kind.REPLICAS_DIFFER]
+
+
+def test_a_scalar_that_ten_thousand_processes_hold_is_few_bytes_of_each() -> None:
+    """Process 0 would hear half a gigabyte at every save: each process would name all of them."""
+    job = Alike()
+    assert compared(job) == []
+    assert [len(said) < 200 for said in job.said] == [True]
+
+
+@pytest.mark.parametrize("detailed", [True, False])
+def test_what_differs_is_named_by_its_processes_where_no_more_is_known(detailed: bool) -> None:
+    """A broken device would be looked for on ten thousand hosts."""
+    job = Alike(differing=True, detailed=detailed)
+    (event,) = compared(job)
+    assert all(len(said) < 300 for said in job.said)
+    assert all(len(heard) < 2000 for heard in job.heard)
+    assert job.about == {str(SAVE)}, "a process that missed these of one save is there at the next"
+    if detailed:
+        assert (event.fields["leaf"], event.fields["holders"][0]["process"]) == ("count", COUNT - 1)
+    else:
+        assert event.fields["leaf"] is None
+        assert [each["process"] for each in event.fields["holders"]] == list(range(16))
