@@ -122,7 +122,9 @@ class PeerServer:
         self._web = web.Server(self._handle, access_log=None, keepalive_timeout=self._limits.idle_s, lingering_time=0)
         # One address, also of a name that stands for several: it is this one that the others are told.
         family, *_, place = (await self._loop.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM))[0]
-        self._listener = await self._loop.create_server(self._connect, str(place[0]), 0, family=family)
+        self._listener = await self._loop.create_server(
+            self._connect, str(place[0]), 0, family=family, backlog=self._limits.connections_max
+        )
         self._reaper = self._loop.create_task(self._reap())
         address = self._listener.sockets[0].getsockname()
         return f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"

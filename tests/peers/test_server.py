@@ -282,6 +282,19 @@ def test_who_is_done_keeps_nobody_out(shelf: Shelf) -> None:
         server.close()
 
 
+def test_hosts_that_come_at_the_same_moment_are_let_in(server: PeerServer) -> None:
+    """Of a thousand hosts some would be given up: the kernel turns away whom it has no room for."""
+    busy = threading.Event()
+    server._loop.call_soon_threadsafe(busy.wait, 60)  # the interpreter is taken, say
+    try:
+        come = [say(server.address, "", read=False) for _ in range(120)]
+    finally:
+        busy.set()
+    for connection in come:
+        assert isinstance(connection, socket.socket)
+        connection.close()
+
+
 def test_answers_that_nobody_takes_are_few(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of slow hosts would hold 8 MiB each, gigabytes beside a ramdisk that fills the host already."""
     read: list[int] = []
