@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
@@ -20,6 +21,7 @@ from ckptkit.errors import CoordinationError, heard_from
 Decide = Callable[[list[Any]], Any]
 
 _TOLD_KEPT = 10_000  # words of process 0 that stay readable, about 100 bytes each
+_ABOUT_KEPT = 16  # of what process 0 told words about
 _LISTED = 512  # words of processes that are read in one answer: 2 MiB of the largest reports of one save
 _ONE_BY_ONE = 16  # so few are waited for one after the other
 _instances = itertools.count()  # managers are made in the same order on every process
@@ -51,7 +53,7 @@ class Coordinator(Protocol):
 
     def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
         """Returns to all what process 0's `decide()` says. Process 0 waits for nobody, the others for its word alone.
-        `about` is as in `agree`; nobody may lag behind when process 0 tells about something else.
+        `about` is as in `agree`; nobody may lag by more than 16 of them.
 
         Raises `CoordinationError` where process 0 says nothing within `timeout_s`; what `decide` raises reaches the
         others as an error of the same class.
@@ -118,6 +120,7 @@ class JaxCoordinator:
         self._prefix = f"ckptkit/{next(_instances)}"
         self._meetings: dict[str, tuple[str, int]] = {}  # by channel, what the last one was about, and its number
         self._told: dict[str, tuple[str, int]] = {}
+        self._told_about: dict[str, deque[str]] = {}
         self.process = jax.process_index()
         self.count = jax.process_count()
 
@@ -159,8 +162,10 @@ class JaxCoordinator:
             return said["verdict"]
         if number >= _TOLD_KEPT:  # nobody lags that many steps of training behind process 0
             self._ask("key_value_delete", self._place_of(channel, about, number - _TOLD_KEPT))
-        elif last not in ("", about):
-            self._ask("key_value_delete", f"{self._prefix}/{channel}/{last}/")
+        if about != last:
+            self._told_about.setdefault(channel, deque()).append(about)
+            if len(self._told_about[channel]) > _ABOUT_KEPT:
+                self._ask("key_value_delete", f"{self._prefix}/{channel}/{self._told_about[channel].popleft()}/")
         try:
             verdict = json.dumps({"verdict": decide()})
         except Exception as error:

@@ -22,7 +22,8 @@ _jitter = random.Random()  # its own: a job that seeds `random` gets the same nu
 class DurableUpkeep:
     """Attempts durable saves, knows for how long they have been failing, and pauses a tier that fails again and again.
 
-    `attempt` runs in the durable thread of every process, and what it counts is the same on all of them.
+    `attempt` runs in the durable thread of every process. What it counts is process 0's, heard at each save: a process
+    that missed a verdict would try on its own what the others leave alone.
     """
 
     def __init__(self, policy: FailurePolicy, coordinator: Coordinator, events: EventLog, timeout_s: float):
@@ -58,9 +59,15 @@ class DurableUpkeep:
         names the save, for the meetings.
         """
         began_s = clock.monotonic_s()
+        left_s = self._hear_of_pause(about)
         paused = self._failed_in_row >= self._policy.pause_after
-        if paused and repeatable and not forced:
-            self._refuse_in_pause(step, about)
+        if paused and left_s > 0 and repeatable and not forced:
+            raise StoreError(
+                f"the tier is paused for {left_s:.1f} s more, after {self._failed_in_row} failed saves in a row: "
+                f"{self._last_reason}",
+                step=step,
+                tier=DURABLE,
+            )
         retries_left = self._policy.retries if repeatable and not paused else 0
         delay_s = self._policy.retry_delay_s
         while True:
@@ -85,17 +92,15 @@ class DurableUpkeep:
         self._failed(step, began_s, verdict["reason"])
         raise error or heard_from(verdict["process"], verdict["name"], verdict["reason"])
 
-    def _refuse_in_pause(self, step: int, about: str) -> None:
-        left_s = self._coordinator.tell(
-            "durable-pause", lambda: self._paused_until_s - clock.monotonic_s(), timeout_s=self._timeout_s, about=about
-        )
-        if left_s > 0:
-            raise StoreError(
-                f"the tier is paused for {left_s:.1f} s more, after {self._failed_in_row} failed saves in a row: "
-                f"{self._last_reason}",
-                step=step,
-                tier=DURABLE,
-            )
+    def _hear_of_pause(self, about: str) -> float:
+        """How long a pause lasts by process 0's clock, and how many saves it has seen fail. Cost: one small read."""
+
+        def know() -> list[float]:
+            return [self._failed_in_row, self._paused_until_s - clock.monotonic_s()]
+
+        said = self._coordinator.tell("durable-pause", know, timeout_s=self._timeout_s, about=about)
+        self._failed_in_row = int(said[0])
+        return float(said[1])
 
     def _succeeded(self, step: int, verdict: dict[str, Any]) -> None:
         if self._failing_from_s is not None:

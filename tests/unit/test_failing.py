@@ -22,14 +22,15 @@ class Told:
 
     def __init__(self, word: float):
         self._word = word
-        self.asked = 0
+        self.asked = self.failed = 0
 
     def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float, about: str = "") -> Any:
         del channel, timeout_s
         return decide([value, None])
 
     def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
-        del channel, decide, timeout_s
+        if channel == "durable-pause":
+            return [self.failed, self._word]
         self.asked += 1
         return self._word
 
@@ -110,6 +111,18 @@ def test_a_pause_ends_with_one_try_and_grows_while_that_fails(monkeypatch: pytes
     kept.attempt(6, lambda: None, lambda: False)
     recovered = events[-1]
     assert (recovered.kind, recovered.step, recovered.fields["failures"]) == (Kind.RECOVERED, 6, 3)
+    assert not kept.failing
+
+
+def test_who_missed_a_verdict_pauses_with_the_others() -> None:
+    """It would begin a save to which nobody comes, wait for them twice, and be busy there all the time."""
+    told = Told(25.0)
+    kept = DurableUpkeep(FailurePolicy(pause_after=3), told, EventLog(), 5.0)
+    told.failed = 3
+    with pytest.raises(StoreError, match=r"paused for 25\.0 s more, after 3 failed saves in a row"):
+        kept.attempt(7, lambda: pytest.fail("it was tried"), lambda: False)
+    told.failed = 0
+    kept.attempt(8, lambda: None, lambda: False)
     assert not kept.failing
 
 
