@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import secrets
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, final
 
 from ckptkit.arena import Arena
+from ckptkit.clock import Deadline
 from ckptkit.coordination import Coordinator, coordinator_address
 from ckptkit.events import EventLog, Kind
 from ckptkit.peers.client import PeerClient
@@ -19,6 +21,7 @@ from ckptkit.peers.server import Also, PeerServer
 from ckptkit.peers.shelf import Shelf
 from ckptkit.policy import PeerOptions
 
+_NAME_S, _PAUSE_S = 20.0, 0.5  # for a name server that says "again", and between tries
 # Reserved for documents (RFC 5737, RFC 3849): only asked which interface would lead there.
 _ANYWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
 
@@ -96,7 +99,7 @@ def job_interface(several_hosts: bool) -> str:
 def _local_address(host: str, port: int) -> str:
     """From where this host would send to another; by the first of its addresses to which a way leads."""
     error = OSError(f"{host} has no address")
-    for family, kind, protocol, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+    for family, kind, protocol, _, target in _addresses(host, port):
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(target)  # nothing is sent
@@ -104,6 +107,18 @@ def _local_address(host: str, port: int) -> str:
         except OSError as caught:
             error = caught
     raise error
+
+
+def _addresses(host: str, port: int) -> list[Any]:
+    """What a name stands for. When a thousand hosts begin at once the name server may ask some to come again."""
+    deadline = Deadline(_NAME_S)
+    while True:
+        try:
+            return socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        except socket.gaierror as error:
+            if error.errno != socket.EAI_AGAIN or deadline.passed:
+                raise
+            time.sleep(_PAUSE_S)
 
 
 def _is_loopback(host: str) -> bool:

@@ -144,3 +144,24 @@ def test_a_host_of_ipv6_alone_is_not_told_by_its_loopback_name(monkeypatch: pyte
 
     monkeypatch.setattr(link, "_local_address", local)
     assert job_interface(True) == "fd00::5"
+
+
+def test_a_name_server_that_says_again_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process would serve nothing, and take no copies, for the whole run because of a moment at its start."""
+    real, asked = socket.getaddrinfo, list[str]()
+
+    def busy(host: str, port: int, **words: Any) -> Any:
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return real("127.0.0.1", port, **words)
+
+    monkeypatch.setattr(link, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(link, "coordinator_address", lambda: "head-node:1234")
+    monkeypatch.setattr(socket, "getaddrinfo", busy)
+    assert job_interface(False) == "127.0.0.1"
+    assert asked == ["head-node"] * 3
+    monkeypatch.setattr(link, "_NAME_S", 0.0)
+    asked.clear()
+    with pytest.raises(socket.gaierror, match="Temporary failure"):
+        job_interface(False)
