@@ -51,7 +51,7 @@ class ServerLimits:
     connections_max: int = 512
     request_s: float = 30.0
     idle_s: float = 30.0
-    busy_s: float = 10.0  # how long a request waits for its turn before it is told to come again
+    busy_s: float = 5.0  # of waiting for a turn, before it is told to come again: less than a client's try
 
 
 @dataclass(frozen=True, slots=True)

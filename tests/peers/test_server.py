@@ -16,6 +16,7 @@ import pytest
 from ckptkit.arena import Arena
 from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
 from ckptkit.manifest import SaveId
+from ckptkit.peers import client as client_module
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.server import PeerServer
 from ckptkit.peers.shelf import BadRangeError, NotHeldError, Shelf, SupersededError
@@ -293,6 +294,11 @@ def test_hosts_that_come_at_the_same_moment_are_let_in(server: PeerServer) -> No
     for connection in come:
         assert isinstance(connection, socket.socket)
         connection.close()
+
+
+def test_who_waits_for_its_turn_is_told_so_before_it_gives_up() -> None:
+    """It would go to the end of the line, again and again, and what was read for it be sent to nobody."""
+    assert type(LIMITS)().busy_s < client_module._TRY_S
 
 
 def test_answers_that_nobody_takes_are_few(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
