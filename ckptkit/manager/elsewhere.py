@@ -29,9 +29,10 @@ def restore_elsewhere(
     timeout_s: float,
     verify: Verify,
     broadcast: BroadcastOptions,
+    name: str,
 ) -> Restored:
     """`Restorer.restore` from the durable root at `url` alone, with the step names of `options` and the handlers of
-    `stock`. Called by all processes together."""
+    `stock`. Called by all processes together; `name` is another each time."""
     read_only = ocp.CheckpointManagerOptions(
         read_only=True,
         step_prefix=options.step_prefix,
@@ -42,5 +43,5 @@ def restore_elsewhere(
     with closing(DurableSteps(url, read_only, coordinator, timeout_s=timeout_s)) as durable:
         durable.stock.adopt_handlers(stock)
         epochs = epoch_records(url, events)
-        restorer = Restorer({}, durable, epochs, coordinator, events, timeout_s, verify, broadcast=broadcast)
+        restorer = Restorer({}, durable, epochs, coordinator, events, timeout_s, verify, broadcast=broadcast, name=name)
         return restorer.restore(step, wanted)

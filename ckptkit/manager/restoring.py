@@ -47,7 +47,6 @@ from ckptkit.store import all_of
 
 _T = TypeVar("_T")
 _log = logging.getLogger("ckptkit")
-_restorers = itertools.count()  # made in the same order on every process
 LISTED_DURABLE_STEPS = 8  # how many durable steps, newest first, are looked into before older ones are asked for
 
 
@@ -79,13 +78,15 @@ class Restorer:
         client: PeerClient | None = None,
         rank: tuple[int, int] = (0, 1),
         broadcast: BroadcastOptions = BroadcastOptions(),  # noqa: B008  frozen
+        name: str = "restore",
     ):
-        """`client` reads other processes' tiers; `rank` is this process's place on its host, of how many."""
+        """`client` reads other processes' tiers; `rank` is this process's place on its host, of how many. `name` is
+        another for each that meets over the same coordinator."""
         self._verify: Verify = verify
         self._local = LocalTiers(host_dirs, events)
         self._client = client
         self._rank = rank
-        self._restores = map(f"restore-{next(_restorers)}.{{}}".format, itertools.count())  # the name of each
+        self._restores = map((name + "-{}").format, itertools.count())  # the name of each, for the meetings
         self._coordinator = coordinator = Occasions(coordinator)
         self._preparer = Preparer(durable.url, coordinator)
         self._reports: list[list[Held]] = []  # on process 0, of the last gathering

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -25,6 +26,7 @@ class Resumer:
         self._parts = parts
         self._coordinator = coordinator
         self._logger = logger
+        self._elsewhere = map("elsewhere-{}".format, itertools.count())  # a name for each restore from another root
         self._pending: RestoreHandle | None = None  # a restore whose result was not taken over yet
 
     def restore(self, step: int | None, wanted: RestoreItems, began: Began) -> Any:
@@ -47,6 +49,7 @@ class Resumer:
 
     def restore_elsewhere(self, url: str, step: int | None, wanted: RestoreItems, began: Began) -> Any:
         """A restore from another durable root: this run goes on from where it was."""
+        name = next(self._elsewhere)
         self._parts.pipeline.wait()
         restored = restore_elsewhere(
             url,
@@ -59,6 +62,7 @@ class Resumer:
             timeout_s=self._settings.timeout_s,
             verify=self._settings.verify,
             broadcast=self._settings.broadcast,
+            name=name,
         )
         return self._given(restored, began, url)
 
