@@ -9,20 +9,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 
+import ckptkit
 from ckptkit import DurableProfile
+from ckptkit.durable import cells
 from ckptkit.durable.cells import CellWriter, merge_processes, process_directory
 from ckptkit.durable.ocdbt_tree import Placed, places
 from ckptkit.durable.step_writer import StepWriter
-from ckptkit.errors import StoreError
+from ckptkit.errors import StoreError, TransientStoreError
 from ckptkit.manifest import BoxRecord, LeafRecord, SaveId
 from ckptkit.sharding import Box
-from ckptkit.testing.bucket import BucketServer, Delay, Fault, FaultPlan, Fixed, Kind, Status
+from ckptkit.testing.bucket import BucketServer, Delay, Fault, FaultPlan, Fixed, Hang, Kind, Status
 from ckptkit.tuning.forecast import forecast
+from ckptkit.upkeep.usage import usage
+from tests.states import assert_same
 
 SMALL = DurableProfile(data_file_bytes=1 << 14, in_flight_bytes=1 << 16, copied_bytes=1 << 13)
 ENCODED = DurableProfile(data_file_bytes=1 << 14, in_flight_bytes=1 << 16, copied_bytes=1 << 10, compression="zstd")
@@ -35,6 +40,9 @@ ARRAYS: dict[str, tuple[np.ndarray, tuple[int, ...]]] = {
     "ü%41#?/ .": (np.arange(3000, dtype=np.uint8), (3000,)),
     "large": (np.arange(9000, dtype=np.float64), (3000,)),
 }
+
+
+LEAVES = {name: array for name, (array, _) in ARRAYS.items() if name.startswith("small")}
 
 
 def leaf_of(name: str, array: np.ndarray, cell: tuple[int, ...]) -> LeafRecord:
@@ -97,6 +105,20 @@ def test_in_a_bucket(server: BucketServer) -> None:
 
 
 @pytest.mark.parametrize("where", ["disk", "bucket"])
+def test_names_that_a_url_would_read_otherwise(tmp_path: Path, server: BucketServer, where: str) -> None:
+    """The data of `a%41` went to `aA`: the step was committed, and nothing of it could be restored."""
+    root = f"{tmp_path if where == 'disk' else 'gs://runs'}/a%41 b#ü?"
+    state = {name: jnp.asarray(array, np.float32) for name, array in LEAVES.items()}
+    with ckptkit.CheckpointManager(root, durable=SMALL) as manager:
+        manager.save(1, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+        manager.wait_until_finished()
+    with ckptkit.CheckpointManager(root) as manager:
+        assert_same(manager.restore(1, args=ocp.args.StandardRestore(state)), state)  # pyright: ignore[reportCallIssue]
+    assert [step.state for step in ckptkit.verify(root).steps] == ["proven"]
+    assert usage(root, host_id="host", deep=True).dead == ()
+
+
+@pytest.mark.parametrize("where", ["disk", "bucket"])
 def test_several_processes(tmp_path: Path, server: BucketServer, where: str) -> None:
     """Joining what processes wrote would copy it, or refer to what one of them had in memory."""
     item = str(tmp_path) if where == "disk" else "gs://runs/run/1/default"
@@ -142,6 +164,23 @@ class Alone:
         return decide([value])
 
 
+def save(root: str, profile: DurableProfile) -> None:
+    """Step 1, in several pieces."""
+    writer = StepWriter(root, Alone(), profile, timeout_s=60)  # pyright: ignore[reportArgumentType]
+    items = {"default": ocp.args.PyTreeSave(LEAVES)}  # pyright: ignore[reportCallIssue]
+    writer.write("1", SaveId(1, 1, 0), items, {"default": "handler"}, {})
+
+
+def test_a_piece_that_hangs_ends_the_save(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save would never fail, and never end."""
+    monkeypatch.setattr(cells, "_GIVE_UP_S", 0.1)
+    faults = (Fault(effect=Hang(), kinds=(Kind.WRITE,), objects="run/1/*/d/*", skip=1),)
+    server.faults = FaultPlan(faults=faults)
+    profile = dataclasses.replace(SMALL, operation_timeout_s=0.5)
+    with pytest.raises(TransientStoreError, match="no end within"):
+        save("gs://runs/run", profile)
+
+
 def test_what_is_on_its_way_is_waited_for_when_a_piece_fails(server: BucketServer) -> None:
     """It would land in what the next attempt writes, or make a directory anew that was removed since."""
     place = "run/1/*/d/*"
@@ -151,17 +190,14 @@ def test_what_is_on_its_way_is_waited_for_when_a_piece_fails(server: BucketServe
             Fault(effect=Delay(latency=Fixed(seconds=1.0)), kinds=(Kind.WRITE,), objects=place),
         )
     )
-    writer = StepWriter("gs://runs/run", Alone(), SMALL, timeout_s=60)  # pyright: ignore[reportArgumentType]
-    state = {name: array for name, (array, _) in ARRAYS.items() if name.startswith("small")}
-    items = {"default": ocp.args.PyTreeSave(state)}  # pyright: ignore[reportCallIssue]
     with pytest.raises(StoreError):
-        writer.write("1", SaveId(1, 1, 0), items, {"default": "handler"}, {})
+        save("gs://runs/run", SMALL)
     time.sleep(0.3)  # a request is logged a moment after its answer was sent
     server.log.clear()
     time.sleep(1.5)
     assert not server.log.entries()
     server.faults = FaultPlan()
-    writer.write("1", SaveId(1, 1, 1), items, {"default": "handler"}, {})
+    save("gs://runs/run", SMALL)
     with ocp.CheckpointManager("gs://runs/run") as stock:
         found = stock.restore(1, args=ocp.args.PyTreeRestore())  # pyright: ignore[reportCallIssue]
-    assert all(np.array_equal(found[name], array) for name, array in state.items())
+    assert all(np.array_equal(found[name], array) for name, array in LEAVES.items())
