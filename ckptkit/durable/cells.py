@@ -309,11 +309,12 @@ def publish(directory: str, context: ts.Context, profile: DurableProfile, *, mod
     """
     if not is_remote(directory):
         return
+    store = small_objects(directory, profile)
     found = ts.KvStore.open(_UNPUBLISHED, context=context).result().read(_MANIFEST).result()
     if found.state == "missing":  # nothing was written: on a disk TensorStore makes no database then either
-        return
-    store = small_objects(directory, profile)
-    if mode == "create":
+        if mode == "replace":
+            store.delete(_MANIFEST)
+    elif mode == "create":
         put_new(store, _MANIFEST, found.value)
     else:
         store.put(_MANIFEST, found.value)

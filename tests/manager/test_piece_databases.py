@@ -18,12 +18,13 @@ import tensorstore as ts
 import ckptkit
 from ckptkit import DurableProfile
 from ckptkit.durable import cells
-from ckptkit.durable.cells import CellWriter, merge_processes, process_directory
+from ckptkit.durable.cells import CellStream, CellWriter, merge_processes, process_directory
 from ckptkit.durable.ocdbt_tree import Placed, places
 from ckptkit.durable.step_writer import StepWriter
 from ckptkit.errors import StoreError, TransientStoreError
 from ckptkit.manifest import BoxRecord, LeafRecord, SaveId
 from ckptkit.sharding import Box
+from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer, Delay, Fault, FaultPlan, Fixed, Hang, Kind, Status
 from ckptkit.tuning.forecast import forecast
 from ckptkit.upkeep.usage import usage
@@ -152,6 +153,17 @@ def test_several_processes_take_the_files_that_were_said(server: BucketServer, c
     made = {entry.name for entry in server.log.entries() if entry.kind is Kind.WRITE}
     assert len(made) == several.files - small_files
     assert len(server.log.entries()) == several.requests - (one.requests - one.files) - small_files
+
+
+def test_a_stream_without_cells_leaves_no_database(server: BucketServer) -> None:
+    """An empty object in its place could not be read, and what was there before would be taken for its own."""
+    directory = "gs://runs/run/1/default"
+    for described in (True, False):
+        stream = CellStream(directory, 1 << 20)
+        if described:
+            stream.create(leaf_of("w", np.arange(3), (3,)))
+        stream.finish()
+        assert ("manifest.ocdbt" in open_store(directory).list_all("")) == described
 
 
 class Alone:
