@@ -16,9 +16,9 @@ from ckptkit.sharding import Box, cells_of
 from ckptkit.tuning.profile import DurableProfile
 
 INLINE_BYTES = 1024  # values up to this stand in the tree itself, not in a data file
-_HELD_PIECES = 16  # of all copied and encoded cells of an item: fewer take more memory, more take more requests
-_HELD_BYTES_MIN = 4 << 20  # of such a piece: a request takes as long for less
-_HELD_IN_FLIGHT = 3  # of such pieces, while the next is filled
+_HELD_PIECES = 18  # of all copied and encoded cells of an item: fewer take more memory, more take more requests
+_HELD_BYTES_MIN = 3 << 20  # of such a piece: a request takes as long for less
+_HELD_IN_FLIGHT = 2  # of such pieces, while the next is filled
 
 Way = Literal["copied", "encoded", "referred to"]
 
@@ -131,7 +131,7 @@ class Pieces:
         self.is_last = self._left.all_bytes <= self._piece_bytes and self._left.held_bytes <= self._held_piece_bytes
 
     def _of_held_bytes(self) -> int:
-        """How much of a piece may be held: what is filled and what is on its way is a quarter of what is expected, and
+        """How much of a piece may be held: what is filled and what is on its way is a sixth of what is expected, and
         no more than may be in flight."""
         if not self._left.held_bytes:  # or not known
             return self._profile.in_flight_bytes

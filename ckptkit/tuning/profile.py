@@ -38,7 +38,7 @@ class DurableProfile:
       read_ahead_bytes: how much of a restore is read before it is asked for; host memory that it may take.
       in_flight_bytes: how much of a save is being written at a time; between pieces of it (`piece_bytes`) the
         writer keeps to its rate and lets a fast tier's commit pass first. Small cells and encoded ones take host
-        memory meanwhile: a quarter of what there is of them, or 16 MiB, but about this at most.
+        memory meanwhile: a sixth of what there is of them, or 9 MiB, but about this at most.
       write_bytes_per_s: the rate of this process's durable writes, on average over some seconds, before encoding; None:
         no limit.
       operation_timeout_s: how long an operation may take that moves no bytes to speak of, before it is given up as
