@@ -6,9 +6,11 @@ the others stay where the caller has them.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple, final
 
 from ckptkit.manifest import LeafRecord
@@ -141,9 +143,16 @@ class Pieces:
 
 
 def _whole(leaf: LeafRecord, box: Box, profile: DurableProfile) -> Part:
-    cell_bytes, box_bytes = leaf.cell_bytes, box.size * leaf.itemsize
+    cell_bytes, box_bytes, nbytes = _sizes(box, leaf.cell, leaf.itemsize)
     if profile.codec_of(cell_bytes) is not None:
         way: Way = "encoded"
     else:
         way = "copied" if min(box_bytes, cell_bytes) < profile.copied_bytes else "referred to"
-    return Part(box, len(cells_of(box, leaf.cell)) * cell_bytes, way)
+    return Part(box, nbytes, way)
+
+
+@lru_cache(maxsize=4096)  # a state has many leaves of few shapes
+def _sizes(box: Box, cell: tuple[int, ...], itemsize: int) -> tuple[int, int, int]:
+    """Bytes of a cell, of a box, and of the box in whole cells."""
+    cell_bytes = math.prod(cell) * itemsize
+    return cell_bytes, box.size * itemsize, len(cells_of(box, cell)) * cell_bytes
