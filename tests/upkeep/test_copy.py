@@ -76,6 +76,30 @@ def test_stock_orbax(tmp_path: Path, server: BucketServer, ocdbt: bool) -> None:
         assert int(manager.restore(5, args=ocp.args.PyTreeRestore())["w"][0]) == 5  # pyright: ignore[reportCallIssue]
 
 
+def test_a_stock_step_that_is_replaced_while_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of two saves of one number would be one step at the target, and no digest would show it."""
+    handler, homes = ocp.PyTreeCheckpointHandler(use_ocdbt=False), (tmp_path / "root", tmp_path / "other")
+    for value, home in enumerate(homes):
+        with ocp.CheckpointManager(home, item_handlers=handler) as manager:
+            tree = {name: jnp.full(64, value) for name in "abcd"}
+            manager.save(5, args=ocp.args.PyTreeSave(tree))  # pyright: ignore[reportCallIssue]
+    real, copied = copying.copy_object, list[str]()
+    monkeypatch.setattr(copying, "_THREADS", 1)
+
+    def replaced(source: str, target: str) -> tuple[int, str]:
+        copied.append(source)
+        if len(copied) == 8:
+            shutil.rmtree(homes[0] / "5")
+            shutil.copytree(homes[1] / "5", homes[0] / "5")
+        return real(source, target)
+
+    monkeypatch.setattr(copying, "copy_object", replaced)
+    plan = plan_copy(str(homes[0] / "5"), str(tmp_path / "into"))
+    with pytest.raises(CheckpointError, match="was replaced, or changed, while it was copied"):
+        copy(plan)
+    assert steps_in(tmp_path / "into") == []
+
+
 def test_damage_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backup would be as bad as what it is a backup of, and be found so on the day it is needed."""
     root, into = tmp_path / "run", tmp_path / "into"
