@@ -8,13 +8,15 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, final
 
-from ckptkit.conversion.destination import Destination, begin, fingerprint, require_orbax_target, target_url
+from ckptkit.conversion.destination import Destination, begin, require_orbax_target, require_unchanged, target_url
 from ckptkit.conversion.flat_files import FlatFile, FlatFormat, plan_file, write_frame, write_tensor
 from ckptkit.conversion.journal import Journal
 from ckptkit.conversion.mapping import MapRule, Tensors, cast, mapped, tensors_bytes
 from ckptkit.conversion.orbax_step import write_step
+from ckptkit.conversion.stamps import fingerprint
 from ckptkit.disk_file import FileWrites
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.safetensors import INDEX, SUFFIX
@@ -120,10 +122,10 @@ def convert(
 
     Bits are those of the source, except where a cast was asked for. An interrupted run leaves a directory
     `.<target>.ckptkit-part` beside the target, which `resume` continues and another run deletes; what ends it has a
-    note that says so. Damage of a local source leaves nothing. In a bucket Orbax's
-    items are written in place, and are one when the marker is there; files are made on a local disk, one at a time, and
-    uploaded. Cost: the source is read once, unless its chunks lie across the target's; at most `memory_bytes` of array
-    data are held.
+    note that says so. Damage of a local source leaves nothing, nor does a source that was changed while it was
+    read. In a bucket Orbax's items are written in place, and are one when the marker is there; files are made on a
+    local disk, one at a time, and uploaded. Cost: the source is read once, unless its chunks lie across the
+    target's; at most `memory_bytes` of array data are held.
 
     Raises `StoreFullError` before anything is written, `CheckpointError` where `resume` finds another plan's work, and
     what reading raises.
@@ -131,14 +133,17 @@ def convert(
     target = Destination(plan.target)
     target.require_room(plan.written_bytes, max((file.size for file in plan.files), default=0))
     journal = Journal(target.journal_store())
-    begin(target, journal, fingerprint({**plan.to_json(), "made_by": plan.made_by}, source.path), resume=resume)
+    now = partial(fingerprint, {**plan.to_json(), "made_by": plan.made_by}, source.sources)
+    known_by = now()
+    begin(target, journal, known_by, resume=resume)
     with target.kept(after_damage=is_remote(source.path)):
         if plan.to == "orbax":
             write_step(plan.tensors, target, journal, memory_bytes=memory_bytes, progress=progress)
-            target.commit(f"Checkpoint commit was successful to {plan.target}")
         else:
             _write_files(plan, target, journal, memory_bytes, progress)
-            target.commit()
+        if not source.proven:
+            require_unchanged(known_by, now, source.path)
+        target.commit(f"Checkpoint commit was successful to {plan.target}" if plan.to == "orbax" else None)
 
 
 def _write_files(

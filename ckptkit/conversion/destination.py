@@ -3,12 +3,10 @@ marked at the end. Until then nothing at the target is a checkpoint, and an inte
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
@@ -38,6 +36,20 @@ def require_orbax_target(url: str) -> None:
     """Raises `CheckpointError` for a place to which nobody writes, and from which nobody reads, Orbax's checkpoints."""
     if is_remote(url) and not url.startswith(("gs://", "s3://")):
         raise CheckpointError(f"{url}: Orbax's checkpoints are written to disks, gs:// and s3://", path=url)
+
+
+class SourceChangedError(CheckpointError):
+    """What was read is not one checkpoint: nothing that was made of it is of use."""
+
+
+def require_unchanged(known_by: str, now: Callable[[], str], source: str) -> None:
+    """Raises `SourceChangedError` where the fingerprint of a work is another one than when it began."""
+    if now() != known_by:
+        raise SourceChangedError(
+            f"{source} was changed while it was read, and what was read may be of two checkpoints: nothing is kept of "
+            "it; run it again when nobody writes there",
+            path=source,
+        )
 
 
 @final
@@ -101,13 +113,14 @@ class Destination:
     def kept(self, *, after_damage: bool = True) -> Iterator[None]:
         """Around the work: what ends it is told, in a note, what it leaves behind and how to go on.
 
-        Unless kept `after_damage`, a `CorruptCheckpointError` leaves nothing: a source that is mended is another one,
-        and no work on this one can be finished.
+        A `SourceChangedError` leaves nothing, and unless kept `after_damage` neither does a `CorruptCheckpointError`: a
+        source that is mended is another one, and no work on this one can be finished.
         """
         try:
             yield
         except BaseException as error:
-            if isinstance(error, CorruptCheckpointError) and not after_damage:
+            damaged = isinstance(error, CorruptCheckpointError) and not after_damage
+            if damaged or isinstance(error, SourceChangedError):
                 with suppress(CheckpointError, OSError):  # the damage is what is to be said
                     self.clear()
                     if not self.remote:
@@ -159,13 +172,3 @@ def begin(target: Destination, journal: Journal, known_by: str, *, resume: bool)
     target.clear()
     journal.begin(known_by)
     return False
-
-
-def fingerprint(described: Mapping[str, Any], source: str) -> str:
-    """Of a plan and of the files that it reads: where one changed, what was written before is of no use."""
-    stamps = []
-    if not is_remote(source):
-        root = Path(source)
-        files = sorted(root.rglob("*")) if root.is_dir() else [root]
-        stamps = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.is_file()]
-    return hashlib.sha256(json.dumps([described, stamps]).encode()).hexdigest()

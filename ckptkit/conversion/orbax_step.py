@@ -62,7 +62,7 @@ def write_step(
     proven = [writer.written(record, ()) for record in records.values()]
     store = target.store()
     save_id = SaveId(0, step_of_name(item) or 0, 0)
-    files = side_files(item, proven, save_id, Writer(process=0, count=1, host=HOST), None, provable=True)
+    files = side_files(item, proven, save_id, Writer(process=0, count=1, host=HOST), {}, provable=True)
     for name, text in {**files, TREE_METADATA: tree_text(_tree(proven))}.items():
         store.put(name, text.encode())
 
