@@ -319,9 +319,9 @@ def test_damage_leaves_nothing_behind(ckpt: Run, mine: Ours, tmp_path: Path) -> 
 def test_a_source_that_is_written_while_it_is_read(to: str, ckpt: Run, tmp_path: Path) -> None:
     """One half of the old file and one of the new would be a checkpoint that nobody has ever saved."""
     one, two = ({f"w{at}": np.full(8, at + more, np.float32) for at in range(4)} for more in (0, 10))
-    source = writers.by_numpy(tmp_path / "a.npz", one)
-    other = writers.by_numpy(tmp_path / "b.npz", two).read_bytes()
-    (tmp_path / "b.npz").unlink()
+    source = writers.by_flax(tmp_path / "a.msgpack", one)
+    other = writers.by_flax(tmp_path / "b.msgpack", two).read_bytes()
+    (tmp_path / "b.msgpack").unlink()
 
     def overwrite(written: int, total: int) -> None:
         del written, total
@@ -331,7 +331,7 @@ def test_a_source_that_is_written_while_it_is_read(to: str, ckpt: Run, tmp_path:
         plan = plan_convert(opened, str(tmp_path / "t"), to)  # pyright: ignore[reportArgumentType]
         with pytest.raises(CheckpointError, match="was changed while it was read"):
             convert(opened, plan, progress=overwrite)
-    assert os.listdir(tmp_path) == ["a.npz"]
+    assert os.listdir(tmp_path) == ["a.msgpack"]
     assert ckpt("convert", source, tmp_path / "t", "--to", to).code == 0
     assert_same_bits(read(tmp_path / "t"), two)
 

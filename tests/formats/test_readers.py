@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,28 @@ def test_a_changed_bit_of_our_step_is_not_given_out(mine: Ours) -> None:
     ts.open(spec, open=True).result()[0, 0].write(-1.0).result()
     with open_checkpoint(str(mine.root / "4")) as opened, pytest.raises(ckptkit.CorruptCheckpointError, match="leaf w"):
         opened.by_name()["w"].read()
+
+
+@pytest.mark.parametrize("block_bytes", [1 << 20, 64])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_changed_bit_of_npz_is_not_given_out(tmp_path: Path, compressed: bool, block_bytes: int) -> None:
+    """NumPy refuses the file; a conversion would make something of it that looks whole."""
+    path, array = tmp_path / "a.npz", np.arange(1000.0)
+    writers.by_numpy(path, {"w": array}, compressed=compressed)
+    assert_reads(path, {"w": array})
+    with zipfile.ZipFile(path) as archive:
+        data = bytearray(archive.read("w.npy"))
+        (info,) = archive.infolist()
+    data[-5] ^= 1
+    with zipfile.ZipFile(tmp_path / "b.npz", "w", info.compress_type) as archive:
+        archive.writestr("w.npy", bytes(data))
+        archive.infolist()[0].CRC = info.CRC  # what stands in the directory
+    with pytest.raises(zipfile.BadZipFile):
+        np.load(tmp_path / "b.npz")["w"]
+    with open_checkpoint(str(tmp_path / "b.npz")) as opened:
+        (tensor,) = opened.tensors
+        with pytest.raises(ckptkit.CorruptCheckpointError, match="does not match its checksum"):
+            list(map(tensor.read, tensor.blocks(block_bytes)))
 
 
 def test_fortran_order_and_big_endian(tmp_path: Path) -> None:
