@@ -127,23 +127,24 @@ def convert(
     local disk, one at a time, and uploaded. Cost: the source is read once, unless its chunks lie across the
     target's; at most `memory_bytes` of array data are held.
 
-    Raises `StoreFullError` before anything is written, `CheckpointError` where `resume` finds another plan's work, and
-    what reading raises.
+    Raises `StoreFullError` before anything is written, `CheckpointError` where `resume` finds another plan's work or
+    another process makes the same target, and what reading raises.
     """
     target = Destination(plan.target)
     target.require_room(plan.written_bytes, max((file.size for file in plan.files), default=0))
     journal = Journal(target.journal_store())
     now = partial(fingerprint, {**plan.to_json(), "made_by": plan.made_by}, source.sources)
     known_by = now()
-    begin(target, journal, known_by, resume=resume)
-    with target.kept(after_damage=is_remote(source.path)):
-        if plan.to == "orbax":
-            write_step(plan.tensors, target, journal, memory_bytes=memory_bytes, progress=progress)
-        else:
-            _write_files(plan, target, journal, memory_bytes, progress)
-        if not source.proven:
-            require_unchanged(known_by, now, source.path)
-        target.commit(f"Checkpoint commit was successful to {plan.target}" if plan.to == "orbax" else None)
+    with target.alone():
+        begin(target, journal, known_by, resume=resume)
+        with target.kept(after_damage=is_remote(source.path)):
+            if plan.to == "orbax":
+                write_step(plan.tensors, target, journal, memory_bytes=memory_bytes, progress=progress)
+            else:
+                _write_files(plan, target, journal, memory_bytes, progress)
+            if not source.proven:
+                require_unchanged(known_by, now, source.path)
+            target.commit(f"Checkpoint commit was successful to {plan.target}" if plan.to == "orbax" else None)
 
 
 def _write_files(

@@ -3,11 +3,12 @@ marked at the end. Until then nothing at the target is a checkpoint, and an inte
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -18,6 +19,10 @@ from ckptkit.store import Store, open_store, put_new
 from ckptkit.store.local import LocalStore, sync_directory, sync_tree
 from ckptkit.store.remote import RemoteStore
 from ckptkit.store.roots import is_remote
+from ckptkit.verification.quarantine import arena_lock
+
+_LOCK = ".ckptkit-lock"
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system without any
 
 
 def target_url(target: str) -> str:
@@ -75,8 +80,12 @@ class Destination:
     def clear(self) -> None:
         """Removes what an interrupted work has left. Raises `CheckpointError` where a bucket's target is not free."""
         if not self.remote:
-            shutil.rmtree(self.part, ignore_errors=True)
-            os.mkdir(self.part)
+            for name in os.listdir(self.part):
+                path = os.path.join(self.part, name)
+                if os.path.isdir(path):
+                    shutil.rmtree(path)
+                elif name != _LOCK:
+                    os.unlink(path)
             return
         store, notes = self.store(), self.journal_store()
         left, noted = store.list_all(""), notes.list_all("")
@@ -84,6 +93,33 @@ class Destination:
             raise CheckpointError(f"{self.target} is there already; name another target", path=self.target)
         store.delete_many(left)
         notes.delete_many(noted)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Around all of the work of one process, or of the first of several: no other makes the same target meanwhile.
+
+        Two that do would clear, or commit, what the other is still writing. A bucket has no lock that dies with its
+        holder. Raises `CheckpointError` where another process works there.
+        """
+        with ExitStack() as held:
+            while not self.remote and not self._locked(held):
+                pass
+            yield
+
+    def _locked(self, held: ExitStack) -> bool:
+        """Takes the lock; False where the directory was removed meanwhile, by one who is done with it."""
+        os.makedirs(self.part, exist_ok=True)
+        try:
+            is_free = held.enter_context(arena_lock(Path(self.part), _LOCK))
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return True
+            raise
+        if not is_free:
+            raise CheckpointError(f"another process is making {self.target}; let it end", path=self.target)
+        return os.path.exists(os.path.join(self.part, _LOCK))
 
     @contextmanager
     def file(self, name: str | None) -> Iterator[Any]:
@@ -123,8 +159,7 @@ class Destination:
             if damaged or isinstance(error, SourceChangedError):
                 with suppress(CheckpointError, OSError):  # the damage is what is to be said
                     self.clear()
-                    if not self.remote:
-                        os.rmdir(self.part)
+                    shutil.rmtree(self.part, ignore_errors=True)
             else:
                 error.add_note(
                     f"what was written is kept in {self.part}{' and the target' * self.remote}: the same command with "

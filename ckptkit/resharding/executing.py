@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -87,8 +88,8 @@ def reshard(
     `resume`, with as many processes, and deleted by another run. Cost: `plan.read_bytes` are read and
     `plan.written_bytes` written, over all processes; each holds at most `memory_bytes` of array data.
 
-    Raises `CheckpointError` where processes have different plans, `TransientStoreError` or `CoordinationError` where
-    another process failed, and what reading and writing raise.
+    Raises `CheckpointError` where processes have different plans, or another job makes the same target,
+    `TransientStoreError` or `CoordinationError` where another process failed, and what reading and writing raise.
     """
     job = coordinator or LocalCoordinator()
     target = Destination(plan.target)
@@ -100,12 +101,14 @@ def reshard(
         if len(set(seen)) > 1:
             raise CheckpointError(f"the processes see {plan.source} in different ways; is it on a shared file system?")
         target.require_room(plan.written_bytes)
+        held.enter_context(target.alone())
         return begin(target, journal, known_by, resume=resume)
 
-    job.agree("reshard-begun", known_by, start, timeout_s=timeout_s)
-    with target.kept(after_damage=job.count > 1 or is_remote(plan.source)):
-        unchanged = partial(require_unchanged, known_by, now, plan.source)
-        _write_and_commit(source, plan, target, journal, memory_bytes, job, timeout_s, progress, unchanged)
+    with ExitStack() as held:
+        job.agree("reshard-begun", known_by, start, timeout_s=timeout_s)
+        with target.kept(after_damage=job.count > 1 or is_remote(plan.source)):
+            unchanged = partial(require_unchanged, known_by, now, plan.source)
+            _write_and_commit(source, plan, target, journal, memory_bytes, job, timeout_s, progress, unchanged)
 
 
 def _write_and_commit(

@@ -31,13 +31,13 @@ def move_aside(path: Path, quarantine: Path, name: str) -> Path:
 
 
 @contextmanager
-def arena_lock(directory: Path) -> Iterator[bool]:
-    """Holds a slot directory's lock if it is free; gives whether it was. Never waits.
+def arena_lock(directory: Path, name: str = layout.LOCK_NAME) -> Iterator[bool]:
+    """Holds the lock of a slot directory, or of another one, if it is free; gives whether it was. Never waits.
 
     A job that starts meanwhile takes the next directory, as it does beside one that has not died yet.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(directory / layout.LOCK_NAME, flags, 0o600)
+    fd = os.open(directory / name, flags, 0o600)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -325,7 +325,8 @@ def test_a_source_that_is_written_while_it_is_read(to: str, ckpt: Run, tmp_path:
 
     def overwrite(written: int, total: int) -> None:
         del written, total
-        source.write_bytes(other)
+        with open(source, "r+b") as file:  # never shorter
+            file.write(other)
 
     with open_checkpoint(str(source)) as opened:
         plan = plan_convert(opened, str(tmp_path / "t"), to)  # pyright: ignore[reportArgumentType]
@@ -334,6 +335,25 @@ def test_a_source_that_is_written_while_it_is_read(to: str, ckpt: Run, tmp_path:
     assert os.listdir(tmp_path) == ["a.msgpack"]
     assert ckpt("convert", source, tmp_path / "t", "--to", to).code == 0
     assert_same_bits(read(tmp_path / "t"), two)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_that_make_the_same_target(ckpt: Run, tmp_path: Path, resume: bool) -> None:
+    """The second would clear what the first still writes, and the first commit what the second has begun."""
+    nested = tree(("float32",))
+    source = writers.by_flax(tmp_path / "a.msgpack", nested)
+    words = ("convert", source, tmp_path / "t", "--to", "orbax", *["--resume"] * resume)
+    said = []
+
+    def begins(written: int, total: int) -> None:
+        if not said:
+            said.append(ckpt(*words))
+
+    with open_checkpoint(str(source)) as opened:
+        convert(opened, plan_convert(opened, str(tmp_path / "t"), "orbax"), progress=begins)
+    assert (said[0].code, "another process is making" in said[0].err) == (1, True), said
+    assert_same_bits(read(tmp_path / "t"), flat(nested))
+    assert sorted(os.listdir(tmp_path)) == ["a.msgpack", "t"]
 
 
 def test_a_source_in_a_bucket_that_changed_is_not_gone_on_with(
