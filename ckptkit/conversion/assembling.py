@@ -160,7 +160,8 @@ def _checkpoint(sources: Sequence[Checkpoint], tensors: Mapping[str, Tensor], *,
         for name, tensor in tensors.items()
     ]
     values = {name: value for source in sources for name, value in source.facts.values.items() if not parts}
-    facts = Facts(kind=first.facts.kind, step=first.facts.step, values=values)
+    problems = tuple(problem for source in sources for problem in source.facts.problems)
+    facts = Facts(kind=first.facts.kind, step=first.facts.step, values=values, problems=problems)
     return Checkpoint(
         path=" + ".join(source.path for source in sources),
         format=first.format,

@@ -266,7 +266,8 @@ def no_arrays(source: Checkpoint) -> list[str]:
 
 def _notes(source: Checkpoint, tensors: Tensors, to: Target) -> list[str]:
     """What does not come along, or comes along in other words."""
-    notes = [f"left out: {each}" for each in no_arrays(source)]
+    notes = [f"damaged: {each}" for each in source.facts.problems]
+    notes += [f"left out: {each}" for each in no_arrays(source)]
     notes += source.facts.notes if source.format == "safetensors" else ()
     keys = [name for name, tensor in tensors.items() if tensor.leaf.key_impl]
     if keys and to != "orbax":

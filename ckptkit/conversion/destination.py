@@ -15,6 +15,7 @@ from typing import Any, final
 from ckptkit import layout
 from ckptkit.conversion.journal import Journal
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreFullError
+from ckptkit.formats.safetensors import INDEX
 from ckptkit.store import Store, open_store, put_new
 from ckptkit.store.local import LocalStore, sync_directory, sync_tree
 from ckptkit.store.remote import RemoteStore
@@ -89,10 +90,24 @@ class Destination:
             return
         store, notes = self.store(), self.journal_store()
         left, noted = store.list_all(""), notes.list_all("")
-        if open_store(self._above).stat(self._name) is not None or (left and not noted):
-            raise CheckpointError(f"{self.target} is there already; name another target", path=self.target)
+        if left and not noted:
+            raise self._taken()
         store.delete_many(left)
         notes.delete_many(noted)
+
+    def require_free(self) -> None:
+        """Raises `CheckpointError` where a bucket's target is a whole checkpoint by now: what an interrupted work has
+        left there would be cleared, or gone on with, on top of it. Cost: two requests."""
+        if not self.remote:
+            return
+        ends = (layout.COMMIT_MARK, INDEX)  # what is put last of a directory
+        if open_store(self._above).stat(self._name) is not None or any(
+            name.endswith(ends) for name in self.store().list("")
+        ):
+            raise self._taken()
+
+    def _taken(self) -> CheckpointError:
+        return CheckpointError(f"{self.target} is there already; name another target", path=self.target)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -202,6 +217,7 @@ class Destination:
 
 def begin(target: Destination, journal: Journal, known_by: str, *, resume: bool) -> bool:
     """Whether an interrupted work of the same fingerprint is gone on with; else the target is cleared for this one."""
+    target.require_free()
     if resume and journal.holds(known_by):
         return True
     target.clear()

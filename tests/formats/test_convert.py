@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,15 @@ def test_damage_leaves_nothing_behind(ckpt: Run, mine: Ours, tmp_path: Path) -> 
         said = ckpt("convert", mine.root / "4", tmp_path / "out/4", "--to", to)
         assert (said.code, len(said.err.splitlines())) == (11, 1), said.err
         assert os.listdir(tmp_path / "out") == []
+
+
+def test_what_is_damaged_and_can_be_converted_is_said(ckpt: Run, stock: Path, tmp_path: Path) -> None:
+    """Keys whose kind cannot be read any more come out as plain integers: nobody would hear of it."""
+    shutil.copytree(stock / "zarr3", tmp_path / "item")
+    for file in (tmp_path / "item/array_metadatas").iterdir():
+        file.write_text("{")
+    said = ckpt("convert", tmp_path / "item", tmp_path / "t", "--to", "orbax").out
+    assert [line for line in said.splitlines() if "damaged: " in line and "array_metadatas" in line], said
 
 
 @pytest.mark.parametrize("to", TARGETS)

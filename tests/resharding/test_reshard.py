@@ -26,6 +26,7 @@ from ckptkit.resharding import Mesh, open_source, plan_reshard, reshard
 from ckptkit.sharding import Box
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
+from ckptkit.upkeep import copy, plan_copy
 from ckptkit.verification import verify
 from tests.cli.conftest import Ours, Run
 from tests.multiprocess.starters import environment, run, skip_without
@@ -337,6 +338,31 @@ def test_into_a_bucket_marker_last(ckpt: Run, striped: Path, server: BucketServe
     left = gcsfs.GCSFileSystem().find("runs")
     assert not [name for name in left if "ckptkit-part" in name]
     assert "is there already" in ckpt("reshard", striped, target, "--mesh", MESH).err
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_step_that_took_the_place_of_an_interrupted_work_in_a_bucket(
+    resume: bool, ckpt: Run, striped: Path, server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be deleted, or written over, although somebody has committed it since."""
+    words = ("reshard", striped, "gs://runs/run/9", "--mesh", MESH, "--memory", "1MB")
+    finish = Destination.commit
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Destination, "commit", dies)
+    assert ckpt(*words).code == 130
+    monkeypatch.setattr(Destination, "commit", finish)
+    store = open_store("gs://runs/run")
+    store.delete_many(store.list_all("9"))
+    copy(plan_copy(str(striped), "gs://runs/run"))
+    before = store.stat_all("9")
+    said = ckpt(*words, *["--resume"] * resume)
+    assert (said.code, "is there already" in said.err) == (1, True), said.err
+    assert {key: stat.generation for key, stat in store.stat_all("9").items()} == {
+        key: stat.generation for key, stat in before.items()
+    }
 
 
 @pytest.mark.parametrize("to", ["orbax", "hf", "safetensors"])
