@@ -15,7 +15,7 @@ from ckptkit.conversion.destination import Destination, begin, require_orbax_tar
 from ckptkit.conversion.flat_files import FlatFile, FlatFormat, plan_file, write_frame, write_tensor
 from ckptkit.conversion.journal import Journal
 from ckptkit.conversion.mapping import MapRule, Tensors, cast, mapped, tensors_bytes
-from ckptkit.conversion.orbax_step import write_step
+from ckptkit.conversion.orbax_step import require_tree, write_step
 from ckptkit.conversion.stamps import fingerprint
 from ckptkit.disk_file import FileWrites
 from ckptkit.errors import CheckpointError
@@ -87,8 +87,15 @@ def plan_convert(
     tensors = cast(mapped(source.by_name(), rules), casts)
     if not tensors:
         raise CheckpointError(f"{source.path} has no tensor that could be converted", path=source.path)
-    for tensor in tensors.values():
+    for name, tensor in tensors.items():
         tensor.block_shape(memory_bytes)  # raises for a chunk that the budget does not allow
+        if tensor.dtype.itemsize > (16 if tensor.dtype.kind == "c" else 8):
+            raise CheckpointError(
+                f"{name} is {tensor.dtype}, which is another one on every machine, and which no format can give back; "
+                "give --dtype, or leave it out with --map"
+            )
+    if to == "orbax":
+        require_tree(tensors)
     files: tuple[FlatFile, ...] = ()
     if to == "hf":
         shards = _shards(tensors, shard_bytes)

@@ -216,6 +216,21 @@ def test_dry_run_and_target_that_is_there(ckpt: Run, tmp_path: Path) -> None:
     assert ckpt("convert", source, tmp_path / "c", "--to", "npz", "--map", source).code == 1
 
 
+@pytest.mark.parametrize("to", TARGETS)
+def test_what_cannot_be_written_is_refused_before_anything_is(to: str, ckpt: Run, tmp_path: Path) -> None:
+    """A dry run would promise it, an archive be written that nobody reads again, or half a work be left behind."""
+    wide = writers.by_numpy(tmp_path / "a.npz", {"w": np.arange(3, dtype=np.longdouble)})
+    said = ckpt("convert", wide, tmp_path / "t", "--to", to, "--dry-run")
+    assert (said.code, "which no format can give back" in said.err) == (1, True), said.err
+    assert ckpt("convert", wide, tmp_path / "t", "--to", to, "--dtype", "w=float64").code == 0
+    assert_same_bits(read(tmp_path / "t"), {"w": np.arange(3.0)})
+    if to == "orbax":
+        small = writers.by_flax(tmp_path / "b.msgpack", {"q": np.arange(3).astype(dtype_of("uint4"))})
+        said = ckpt("convert", small, tmp_path / "q", "--to", to, "--dry-run")
+        assert (said.code, "which zarr has no word for" in said.err) == (1, True), said.err
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_npz_name_that_leaves_its_directory(ckpt: Run, tmp_path: Path) -> None:
     """Whoever unpacks our archive would write outside his directory."""
     source = writers.by_flax(tmp_path / "a.msgpack", {"../../x": np.arange(3)})
