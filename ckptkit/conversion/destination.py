@@ -3,12 +3,11 @@ marked at the end. Until then nothing at the target is a checkpoint, and an inte
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -20,10 +19,9 @@ from ckptkit.store import Store, open_store, put_new
 from ckptkit.store.local import LocalStore, sync_directory, sync_tree
 from ckptkit.store.remote import RemoteStore
 from ckptkit.store.roots import is_remote
-from ckptkit.verification.quarantine import arena_lock
+from ckptkit.verification.quarantine import alone_at
 
 _LOCK = ".ckptkit-lock"
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system without any
 
 
 def target_url(target: str) -> str:
@@ -116,25 +114,8 @@ class Destination:
         Two that do would clear, or commit, what the other is still writing. A bucket has no lock that dies with its
         holder. Raises `CheckpointError` where another process works there.
         """
-        with ExitStack() as held:
-            while not self.remote and not self._locked(held):
-                pass
+        with nullcontext() if self.remote else alone_at(Path(self.part), _LOCK, self.target):
             yield
-
-    def _locked(self, held: ExitStack) -> bool:
-        """Takes the lock; False where the directory was removed meanwhile, by one who is done with it."""
-        os.makedirs(self.part, exist_ok=True)
-        try:
-            is_free = held.enter_context(arena_lock(Path(self.part), _LOCK))
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                return True
-            raise
-        if not is_free:
-            raise CheckpointError(f"another process is making {self.target}; let it end", path=self.target)
-        return os.path.exists(os.path.join(self.part, _LOCK))
 
     @contextmanager
     def file(self, name: str | None) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, final
 
 from ckptkit import clock, layout
@@ -26,6 +27,7 @@ from ckptkit.upkeep.copy_planning import JOURNAL, CopyPlan, CopyStep, sizes_of, 
 from ckptkit.upkeep.objects import copy_object, digest_of_object
 from ckptkit.verification.durable import prove_written
 from ckptkit.verification.pool import Limits
+from ckptkit.verification.quarantine import alone_at
 
 Moved = Callable[[int, int], None]  # bytes copied, bytes in all
 
@@ -137,7 +139,21 @@ class _Copying:
         self._lock = threading.Lock()
 
     def run(self, *, resume: bool) -> None:
-        """Copies, proves, commits."""
+        """Copies, proves, commits. On a disk one process at a time: a second one would clear what the first has copied,
+        or the first take away what the second is about to commit."""
+        if is_remote(self._place):
+            self._run(resume)
+            return
+        root, _, name = self._place.rpartition("/")
+        lock = f".{name}.lock"
+        with alone_at(Path(root), lock, self._step.target):
+            try:
+                self._run(resume)
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(f"{root}/{lock}")
+
+    def _run(self, resume: bool) -> None:
         self._begin(resume)
         keys = [key for key in self._step.sizes if key not in self._arrived and key != layout.COMMIT_MARK]
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="ckptkit-copy")
