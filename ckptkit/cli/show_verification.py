@@ -29,12 +29,13 @@ def show_verification(found: Verification) -> None:
     counts = Counter(proof.state for proof in found.steps)
     others = "".join(f", {counts[state]} {state}" for state in ("unproven", "incomplete") if counts[state])
     saves = count_text(len(found.steps), "save")
-    print_line(f"{found.path}: {saves}, {counts['proven']} proven, {counts['corrupt']} corrupt{others}")
+    what = "" if found.item is None else f"item {found.item}, of no step: "
+    print_line(f"{found.path}: {what}{saves}, {counts['proven']} proven, {counts['corrupt']} corrupt{others}")
     for note in found.notes:
         print_line(f"  {note}")
     if found.steps:
         print_line()
-        print_table(_COLUMNS, [_row(proof) for proof in found.steps])
+        print_table(_COLUMNS, [_row(proof, found.item) for proof in found.steps])
 
 
 def show_scrub(found: Scrub) -> None:
@@ -73,11 +74,11 @@ def progress_line() -> Iterator[Callable[[Progress], None] | None]:
         sys.stderr.flush()
 
 
-def _row(proof: StepProof) -> list[str]:
+def _row(proof: StepProof, item: str | None) -> list[str]:
     save = "" if proof.save_id is None else str(proof.save_id)
     cells, checked_bytes = proof.checked
     return [
-        str(proof.step),
+        str(proof.step) if item is None else "-",
         proof.state,
         save,
         str(cells),

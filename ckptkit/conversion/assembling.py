@@ -6,7 +6,6 @@ they give read their sources box by box.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -18,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.conversion.mapping import MapRule, Tensors, mapped
+from ckptkit.conversion.mapping import MapRule, Tensors, is_floating, mapped
+from ckptkit.conversion.stamps import fingerprint
 from ckptkit.errors import CheckpointError, MergeError, StepNotFoundError
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, Facts, Tensor
 from ckptkit.manifest import describe
@@ -91,7 +91,7 @@ def averaged(sources: Sequence[Checkpoint], *, memory_bytes: int = MEMORY_BYTES)
             if (one.shape, one.dtype, one.leaf.key_impl) != (two.shape, two.dtype, two.leaf.key_impl):
                 ours, theirs = describe(one.dtype.name, one.shape), describe(two.dtype.name, two.shape)
                 differences.append(f"{name} is {ours} in {first[0]}, {theirs} in {path}")
-            elif not _is_floating(one) and not _equal(one, two, memory_bytes):
+            elif not is_floating(one) and not _equal(one, two, memory_bytes):
                 differences.append(f"{name} is {one.dtype.name}, has no mean, and differs in {path}")
     if differences:
         raise MergeError(differences, advice="Take the same parts of all with `ckptkit extract --only` first.")
@@ -99,7 +99,7 @@ def averaged(sources: Sequence[Checkpoint], *, memory_bytes: int = MEMORY_BYTES)
     for name, tensor in first[1].items():
         several = [tensor, *(tensors[name] for _, tensors in others)]
         mean = Tensor(item=tensor.item, leaf=tensor.leaf, fetch=partial(_mean, several))
-        made[name] = mean if _is_floating(tensor) else tensor
+        made[name] = mean if is_floating(tensor) else tensor
     return _checkpoint(sources, made)
 
 
@@ -143,15 +143,10 @@ def lora_merged(base: Checkpoint, adapter: Checkpoint, *, alpha: float | None = 
 
 
 def state_of(sources: Sequence[Checkpoint]) -> str:
-    """Of the files as they are now, an adapter's config too (their times and sizes; of a bucket only the names): work
-    that is gone on with must be of the same."""
-    stamps = []
-    for source in sources:
-        root = Path(source.path)
-        beside = [root, root.parent / ADAPTER_CONFIG]
-        files = [] if is_remote(source.path) else sorted(root.rglob("*")) if root.is_dir() else beside
-        stamps.append([source.path, [(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file()]])
-    return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:16]
+    """Of the files as they are now, an adapter's config too: work that is gone on with must be of the same."""
+    paths = [source.path for source in sources]
+    configs = [str(Path(path).parent / ADAPTER_CONFIG) for path in paths if not is_remote(path)]
+    return fingerprint({"paths": paths}, [*paths, *configs])[:16]
 
 
 def _checkpoint(sources: Sequence[Checkpoint], tensors: Mapping[str, Tensor], *, parts: bool = False) -> Checkpoint:
@@ -165,7 +160,8 @@ def _checkpoint(sources: Sequence[Checkpoint], tensors: Mapping[str, Tensor], *,
         for name, tensor in tensors.items()
     ]
     values = {name: value for source in sources for name, value in source.facts.values.items() if not parts}
-    facts = Facts(kind=first.facts.kind, step=first.facts.step, values=values)
+    problems = tuple(problem for source in sources for problem in source.facts.problems)
+    facts = Facts(kind=first.facts.kind, step=first.facts.step, values=values, problems=problems)
     return Checkpoint(
         path=" + ".join(source.path for source in sources),
         format=first.format,
@@ -173,6 +169,7 @@ def _checkpoint(sources: Sequence[Checkpoint], tensors: Mapping[str, Tensor], *,
         layout=first.layout,
         others=[each for source in sources for each in source.others if not parts],
         facts=facts,
+        sources=[path for source in sources for path in source.sources],
     )
 
 
@@ -188,14 +185,6 @@ def _ruled(source: Checkpoint, rules: Sequence[MapRule]) -> Tensors:
 
 def _within(pattern: str, name: str) -> bool:
     return name == pattern or name.startswith(f"{pattern}.") or matches(pattern, name)
-
-
-def _is_floating(tensor: Tensor) -> bool:
-    return tensor.leaf.key_impl is None and (tensor.dtype.kind in "fc" or _is_small_float(tensor.dtype))
-
-
-def _is_small_float(dtype: np.dtype[Any]) -> bool:
-    return dtype.isbuiltin == 2 and "float" in dtype.name
 
 
 def _equal(one: Tensor, two: Tensor, memory_bytes: int) -> bool:
@@ -244,7 +233,7 @@ def _unfit(name: str, halves: Mapping[str, Tensor], base: Tensor | None) -> str 
         return f"{name} has one half of an update: lora_{next(iter(halves))}"
     left, right = (halves["B"], halves["A"]) if "A" in halves else (halves["a"], halves["b"])
     fits = len(left.shape) == len(right.shape) == 2 and left.shape[1] == right.shape[0]
-    if not fits or base.shape != (left.shape[0], right.shape[1]) or not _is_floating(base):
+    if not fits or base.shape != (left.shape[0], right.shape[1]) or not is_floating(base):
         what = describe(base.dtype.name, base.shape)
         return f"{name} is {what}, and its update {list(left.shape)} x {list(right.shape)}"
     return None

@@ -8,13 +8,15 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, final
 
-from ckptkit.conversion.destination import Destination, begin, fingerprint, require_orbax_target, target_url
+from ckptkit.conversion.destination import Destination, begin, require_orbax_target, require_unchanged, target_url
 from ckptkit.conversion.flat_files import FlatFile, FlatFormat, plan_file, write_frame, write_tensor
 from ckptkit.conversion.journal import Journal
 from ckptkit.conversion.mapping import MapRule, Tensors, cast, mapped, tensors_bytes
-from ckptkit.conversion.orbax_step import write_step
+from ckptkit.conversion.orbax_step import require_tree, write_step
+from ckptkit.conversion.stamps import fingerprint
 from ckptkit.disk_file import FileWrites
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.safetensors import INDEX, SUFFIX
@@ -85,8 +87,15 @@ def plan_convert(
     tensors = cast(mapped(source.by_name(), rules), casts)
     if not tensors:
         raise CheckpointError(f"{source.path} has no tensor that could be converted", path=source.path)
-    for tensor in tensors.values():
+    for name, tensor in tensors.items():
         tensor.block_shape(memory_bytes)  # raises for a chunk that the budget does not allow
+        if tensor.dtype.itemsize > (16 if tensor.dtype.kind == "c" else 8):
+            raise CheckpointError(
+                f"{name} is {tensor.dtype}, which is another one on every machine, and which no format can give back; "
+                "give --dtype, or leave it out with --map"
+            )
+    if to == "orbax":
+        require_tree(tensors)
     files: tuple[FlatFile, ...] = ()
     if to == "hf":
         shards = _shards(tensors, shard_bytes)
@@ -120,25 +129,29 @@ def convert(
 
     Bits are those of the source, except where a cast was asked for. An interrupted run leaves a directory
     `.<target>.ckptkit-part` beside the target, which `resume` continues and another run deletes; what ends it has a
-    note that says so. Damage of a local source leaves nothing. In a bucket Orbax's
-    items are written in place, and are one when the marker is there; files are made on a local disk, one at a time, and
-    uploaded. Cost: the source is read once, unless its chunks lie across the target's; at most `memory_bytes` of array
-    data are held.
+    note that says so. Damage of a local source leaves nothing, nor does a source that was changed while it was
+    read. In a bucket Orbax's items are written in place, and are one when the marker is there; files are made on a
+    local disk, one at a time, and uploaded. Cost: the source is read once, unless its chunks lie across the
+    target's; at most `memory_bytes` of array data are held.
 
-    Raises `StoreFullError` before anything is written, `CheckpointError` where `resume` finds another plan's work, and
-    what reading raises.
+    Raises `StoreFullError` before anything is written, `CheckpointError` where `resume` finds another plan's work or
+    another process makes the same target, and what reading raises.
     """
     target = Destination(plan.target)
     target.require_room(plan.written_bytes, max((file.size for file in plan.files), default=0))
     journal = Journal(target.journal_store())
-    begin(target, journal, fingerprint({**plan.to_json(), "made_by": plan.made_by}, source.path), resume=resume)
-    with target.kept(after_damage=is_remote(source.path)):
-        if plan.to == "orbax":
-            write_step(plan.tensors, target, journal, memory_bytes=memory_bytes, progress=progress)
-            target.commit(f"Checkpoint commit was successful to {plan.target}")
-        else:
-            _write_files(plan, target, journal, memory_bytes, progress)
-            target.commit()
+    now = partial(fingerprint, {**plan.to_json(), "made_by": plan.made_by}, source.sources)
+    known_by = now()
+    with target.alone():
+        begin(target, journal, known_by, resume=resume)
+        with target.kept(after_damage=is_remote(source.path)):
+            if plan.to == "orbax":
+                write_step(plan.tensors, target, journal, memory_bytes=memory_bytes, progress=progress)
+            else:
+                _write_files(plan, target, journal, memory_bytes, progress)
+            if not source.proven:
+                require_unchanged(known_by, now, source.path)
+            target.commit(f"Checkpoint commit was successful to {plan.target}" if plan.to == "orbax" else None)
 
 
 def _write_files(
@@ -260,7 +273,9 @@ def no_arrays(source: Checkpoint) -> list[str]:
 
 def _notes(source: Checkpoint, tensors: Tensors, to: Target) -> list[str]:
     """What does not come along, or comes along in other words."""
-    notes = [f"left out: {each}" for each in no_arrays(source)]
+    notes = [f"damaged: {each}" for each in source.facts.problems]
+    notes += [f"left out: {each}" for each in no_arrays(source)]
+    notes += source.facts.notes if source.format == "safetensors" else ()
     keys = [name for name, tensor in tensors.items() if tensor.leaf.key_impl]
     if keys and to != "orbax":
         notes.append(f"PRNG keys are stored as their key data, with a note of their kind: {', '.join(keys[:5])}")

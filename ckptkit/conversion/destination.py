@@ -3,23 +3,25 @@ marked at the end. Until then nothing at the target is a checkpoint, and an inte
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, final
 
 from ckptkit import layout
 from ckptkit.conversion.journal import Journal
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreFullError
+from ckptkit.formats.safetensors import INDEX
 from ckptkit.store import Store, open_store, put_new
 from ckptkit.store.local import LocalStore, sync_directory, sync_tree
 from ckptkit.store.remote import RemoteStore
 from ckptkit.store.roots import is_remote
+from ckptkit.verification.quarantine import alone_at
+
+_LOCK = ".ckptkit-lock"
 
 
 def target_url(target: str) -> str:
@@ -38,6 +40,20 @@ def require_orbax_target(url: str) -> None:
     """Raises `CheckpointError` for a place to which nobody writes, and from which nobody reads, Orbax's checkpoints."""
     if is_remote(url) and not url.startswith(("gs://", "s3://")):
         raise CheckpointError(f"{url}: Orbax's checkpoints are written to disks, gs:// and s3://", path=url)
+
+
+class SourceChangedError(CheckpointError):
+    """What was read is not one checkpoint: nothing that was made of it is of use."""
+
+
+def require_unchanged(known_by: str, now: Callable[[], str], source: str) -> None:
+    """Raises `SourceChangedError` where the fingerprint of a work is another one than when it began."""
+    if now() != known_by:
+        raise SourceChangedError(
+            f"{source} was changed while it was read, and what was read may be of two checkpoints: nothing is kept of "
+            "it; run it again when nobody writes there",
+            path=source,
+        )
 
 
 @final
@@ -63,15 +79,43 @@ class Destination:
     def clear(self) -> None:
         """Removes what an interrupted work has left. Raises `CheckpointError` where a bucket's target is not free."""
         if not self.remote:
-            shutil.rmtree(self.part, ignore_errors=True)
-            os.mkdir(self.part)
+            for name in os.listdir(self.part):
+                path = os.path.join(self.part, name)
+                if os.path.isdir(path):
+                    shutil.rmtree(path)
+                elif name != _LOCK:
+                    os.unlink(path)
             return
         store, notes = self.store(), self.journal_store()
         left, noted = store.list_all(""), notes.list_all("")
-        if open_store(self._above).stat(self._name) is not None or (left and not noted):
-            raise CheckpointError(f"{self.target} is there already; name another target", path=self.target)
+        if left and not noted:
+            raise self._taken()
         store.delete_many(left)
         notes.delete_many(noted)
+
+    def require_free(self) -> None:
+        """Raises `CheckpointError` where a bucket's target is a whole checkpoint by now: what an interrupted work has
+        left there would be cleared, or gone on with, on top of it. Cost: two requests."""
+        if not self.remote:
+            return
+        ends = (layout.COMMIT_MARK, INDEX)  # what is put last of a directory
+        if open_store(self._above).stat(self._name) is not None or any(
+            name.endswith(ends) for name in self.store().list("")
+        ):
+            raise self._taken()
+
+    def _taken(self) -> CheckpointError:
+        return CheckpointError(f"{self.target} is there already; name another target", path=self.target)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Around all of the work of one process, or of the first of several: no other makes the same target meanwhile.
+
+        Two that do would clear, or commit, what the other is still writing. A bucket has no lock that dies with its
+        holder. Raises `CheckpointError` where another process works there.
+        """
+        with nullcontext() if self.remote else alone_at(Path(self.part), _LOCK, self.target):
+            yield
 
     @contextmanager
     def file(self, name: str | None) -> Iterator[Any]:
@@ -101,17 +145,17 @@ class Destination:
     def kept(self, *, after_damage: bool = True) -> Iterator[None]:
         """Around the work: what ends it is told, in a note, what it leaves behind and how to go on.
 
-        Unless kept `after_damage`, a `CorruptCheckpointError` leaves nothing: a source that is mended is another one,
-        and no work on this one can be finished.
+        A `SourceChangedError` leaves nothing, and unless kept `after_damage` neither does a `CorruptCheckpointError`: a
+        source that is mended is another one, and no work on this one can be finished.
         """
         try:
             yield
         except BaseException as error:
-            if isinstance(error, CorruptCheckpointError) and not after_damage:
+            damaged = isinstance(error, CorruptCheckpointError) and not after_damage
+            if damaged or isinstance(error, SourceChangedError):
                 with suppress(CheckpointError, OSError):  # the damage is what is to be said
                     self.clear()
-                    if not self.remote:
-                        os.rmdir(self.part)
+                    shutil.rmtree(self.part, ignore_errors=True)
             else:
                 error.add_note(
                     f"what was written is kept in {self.part}{' and the target' * self.remote}: the same command with "
@@ -154,18 +198,9 @@ class Destination:
 
 def begin(target: Destination, journal: Journal, known_by: str, *, resume: bool) -> bool:
     """Whether an interrupted work of the same fingerprint is gone on with; else the target is cleared for this one."""
+    target.require_free()
     if resume and journal.holds(known_by):
         return True
     target.clear()
     journal.begin(known_by)
     return False
-
-
-def fingerprint(described: Mapping[str, Any], source: str) -> str:
-    """Of a plan and of the files that it reads: where one changed, what was written before is of no use."""
-    stamps = []
-    if not is_remote(source):
-        root = Path(source)
-        files = sorted(root.rglob("*")) if root.is_dir() else [root]
-        stamps = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.is_file()]
-    return hashlib.sha256(json.dumps([described, stamps]).encode()).hexdigest()

@@ -133,12 +133,14 @@ def side_files(
     records: Sequence[LeafRecord],
     save_id: SaveId,
     writer: Writer,
-    structure: Mapping[str, Any] | None,
+    inline: Mapping[str, Mapping[str, Any]],
     *,
     provable: bool,
 ) -> dict[str, str]:
-    """Orbax's small files of an item beside `_METADATA`, and our sidecar, as one process of `writer.count` has them."""
-    inline = {} if structure is None else {item: structure}
+    """Orbax's small files of an item beside `_METADATA`, and our sidecar, as one process of `writer.count` has them.
+
+    `inline` is what the sidecar says beside the arrays: the small items of the step, and the empty nodes of this one.
+    """
     manifest = Manifest(save_id=save_id, writer=writer, slot="", arrays={item: tuple(records)}, inline=inline)
     arrays = [
         HostShards(record=record, blocks=[], sidecar=b"", on_written=_nothing)

@@ -142,8 +142,8 @@ def mapped(tensors: Tensors, rules: Sequence[MapRule]) -> dict[str, Tensor]:
 def cast(tensors: Tensors, casts: Iterable[tuple[str, str]]) -> dict[str, Tensor]:
     """The tensors with those that match a pattern in another dtype (`*.kernel`, `bfloat16`); the last match wins.
 
-    Rounds to nearest even, as NumPy does. PRNG keys, booleans and integers stay as they are. Raises `CheckpointError`
-    for a dtype that is none, `StepNotFoundError` for a pattern that matches no leaf.
+    Rounds to nearest even, as NumPy does. PRNG keys, booleans, integers and complex numbers stay as they are. Raises
+    `CheckpointError` for a dtype that is none, `StepNotFoundError` for a pattern that matches no leaf.
     """
     made = dict(tensors)
     for pattern, word in casts:
@@ -154,11 +154,17 @@ def cast(tensors: Tensors, casts: Iterable[tuple[str, str]]) -> dict[str, Tensor
         if not any(matches(pattern, name) for name in made):
             raise StepNotFoundError(f"--dtype {pattern}={word} matches no leaf; the leaves are {_some(made)}")
         for name, tensor in made.items():
-            floating = tensor.dtype.kind == "f" or tensor.dtype.isbuiltin == 2
-            if matches(pattern, name) and floating and tensor.leaf.key_impl is None:
+            real = tensor.dtype.kind != "c"  # a cast would drop the imaginary part
+            if matches(pattern, name) and is_floating(tensor) and real:
                 leaf = replace(tensor.leaf, dtype=dtype.name)
                 made[name] = Tensor(item=tensor.item, leaf=leaf, fetch=partial(_cast, tensor, dtype))
     return made
+
+
+def is_floating(tensor: Tensor) -> bool:
+    """Whether its elements are floating-point or complex numbers; those of keys and of small integers are not."""
+    small = tensor.dtype.isbuiltin == 2 and "float" in tensor.dtype.name
+    return tensor.leaf.key_impl is None and (tensor.dtype.kind in "fc" or small)
 
 
 def _cast(source: Tensor, dtype: np.dtype[Any], box: Box) -> np.ndarray:
@@ -175,6 +181,9 @@ def _add(made: dict[str, Tensor], name: str, tensor: Tensor) -> None:
 
 def _changed(rule: MapRule, sources: Sequence[Tensor], index: int, name: str) -> Tensor:
     try:
+        changes = (rule.split, rule.divide, rule.transpose, rule.merge, rule.stack)
+        if any(each is not None for each in changes) and any(source.leaf.key_impl for source in sources):
+            raise ValueError("it holds PRNG keys, which would be plain integers then; they can only be renamed")
         if rule.split is not None:
             sources = [_split(source, rule.split, index, len(rule.new)) for source in sources]
         if rule.divide is not None:

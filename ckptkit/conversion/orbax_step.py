@@ -3,7 +3,7 @@ Orbax's own files as the durable tier's writer makes them, and the sidecar that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,7 +45,6 @@ def write_step(
     """
     item = target.url.rpartition("/")[2]
     records = {name: _record(tensor, name, memory_bytes) for name, tensor in tensors.items()}
-    _check_names(records)
     works = [
         work for name, record in records.items() for work in works_of(tensors[name], record, memory_bytes=memory_bytes)
     ]
@@ -62,7 +61,7 @@ def write_step(
     proven = [writer.written(record, ()) for record in records.values()]
     store = target.store()
     save_id = SaveId(0, step_of_name(item) or 0, 0)
-    files = side_files(item, proven, save_id, Writer(process=0, count=1, host=HOST), None, provable=True)
+    files = side_files(item, proven, save_id, Writer(process=0, count=1, host=HOST), {}, provable=True)
     for name, text in {**files, TREE_METADATA: tree_text(_tree(proven))}.items():
         store.put(name, text.encode())
 
@@ -93,18 +92,24 @@ def _tree(records: list[LeafRecord]) -> Any:
     return tree
 
 
-def _check_names(records: Mapping[str, LeafRecord]) -> None:
-    paths = {record.path for record in records.values()}
-    for name, record in records.items():
-        above = [record.path[:depth] for depth in range(1, len(record.path)) if record.path[:depth] in paths]
-        if above or "" in record.path:
+def require_tree(tensors: Tensors) -> None:
+    """Raises `CheckpointError` for names that are no tree together, and for dtypes that zarr does not have."""
+    paths = {name: _path(tensor, name) for name, tensor in tensors.items()}
+    leaves = set(paths.values())
+    for name, path in paths.items():
+        if "" in path or any(path[:depth] in leaves for depth in range(1, len(path))):
             raise CheckpointError(f"{name} cannot be a leaf of a tree: a part of its name is empty, or names a leaf")
+        dtype = tensors[name].dtype
+        if dtype.name not in DTYPES:
+            raise CheckpointError(f"{name} is {dtype}, which zarr has no word for; give --dtype, or another format")
+
+
+def _path(tensor: Tensor, name: str) -> tuple[str, ...]:
+    return tensor.leaf.path if ".".join(tensor.leaf.path) == name else tuple(name.split("."))
 
 
 def _record(tensor: Tensor, name: str, memory_bytes: int) -> LeafRecord:
-    path = tensor.leaf.path if ".".join(tensor.leaf.path) == name else tuple(name.split("."))
-    if tensor.dtype.name not in DTYPES:
-        raise CheckpointError(f"{name} is {tensor.dtype}, which zarr has no word for; give --dtype, or another format")
+    path = _path(tensor, name)
     key = {"key_impl": tensor.leaf.key_impl} if tensor.leaf.key_impl else {}
     # Without one stock Orbax refuses to restore unless it is told where to.
     sharding = sharding_text(jax.sharding.SingleDeviceSharding(jax.devices()[0]))

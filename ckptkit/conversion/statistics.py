@@ -116,10 +116,10 @@ def diff(
 ) -> Difference:
     """Compares the tensors of two checkpoints by name, whatever their formats.
 
-    Leaves of different shape are only named; those of different dtype are named and their values compared. An
-    element is close where |a - b| <= atol + rtol * |b|, or both are NaN, or the same infinity. Without tolerances only
-    equal bits are the same. Cost: both are read once, unless their chunks differ. `progress` is told, after each leaf,
-    the bytes of `a` that were compared, and of all that are.
+    Leaves of different shape are only named; those of different dtype, or keys of another implementation, are named
+    and their values compared. An element is close where |a - b| <= atol + rtol * |b|, or both are NaN, or the same
+    infinity. Without tolerances only equal bits are the same. Cost: both are read once, unless their chunks differ.
+    `progress` is told, after each leaf, the bytes of `a` that were compared, and of all that are.
     """
     shapes, values, equal = [], [], 0
     common = sorted(a.keys() & b.keys())
@@ -129,13 +129,13 @@ def diff(
         if progress is not None:
             progress(done, total)
         done += one.nbytes
-        if (one.shape, one.dtype) != (two.shape, two.dtype):
-            shapes.append((name, describe(one.dtype.name, one.shape), describe(two.dtype.name, two.shape)))
+        if _kind(one) != _kind(two):
+            shapes.append((name, _words(one), _words(two)))
         if one.shape != two.shape:
             continue
         found = _difference(name, one, two, rtol, atol, memory_bytes // 2)
         if found is None:
-            equal += one.dtype == two.dtype
+            equal += _kind(one) == _kind(two)
         else:
             values.append(found)
     return Difference(
@@ -145,6 +145,15 @@ def diff(
         values=tuple(values),
         equal=equal,
     )
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    """What makes the same bits something else: keys of two implementations draw other numbers."""
+    return tensor.shape, tensor.dtype, tensor.leaf.key_impl
+
+
+def _words(tensor: Tensor) -> str:
+    return describe(tensor.leaf.key_impl or tensor.dtype.name, tensor.shape)
 
 
 def _difference(name: str, a: Tensor, b: Tensor, rtol: float, atol: float, memory_bytes: int) -> LeafDifference | None:

@@ -217,10 +217,10 @@ def _chunked(tokens: _Tokens, path: tuple[str, ...], count: int) -> Tensor:
         if kind not in ("map", "array") or name not in ("shape", "chunks"):
             raise ValueError(f"{'.'.join(path)} is no array in chunks")
         if name == "shape":
-            shape = checked_shape([_entry_of(tokens, kind)[1] for _ in range(min(entries, 33))])
+            shape = checked_shape([_entry_of(tokens, kind, at)[1] for at in range(min(entries, 33))])
         else:
             for at in range(min(entries, LEAVES_MAX)):
-                kind_of, value = _entry_of(tokens, kind)
+                kind_of, value = _entry_of(tokens, kind, at)
                 if kind_of != "extension" or value[0] != _NDARRAY:
                     raise ValueError(f"{'.'.join(path)} has a chunk that is no array")
                 chunks.append(_array(tokens, (*path, str(at)), value))
@@ -234,9 +234,10 @@ def _chunked(tokens: _Tokens, path: tuple[str, ...], count: int) -> Tensor:
     return Tensor(item="tree", leaf=leaf, fetch=fetch, spans=tuple(chunk.spans[0] for chunk in chunks))
 
 
-def _entry_of(tokens: _Tokens, kind: str) -> tuple[str, Any]:
-    if kind == "map":
-        _name(tokens)
+def _entry_of(tokens: _Tokens, kind: str, at: int) -> tuple[str, Any]:
+    """Entry `at`. Flax goes by the names "0", "1", ...; one that sorts them would put "10" before "2"."""
+    if kind == "map" and (name := _name(tokens)) != str(at):
+        raise ValueError(f"entry {at} of an array in chunks is named {name!r}, and only those in order are read")
     return tokens.next()
 
 

@@ -172,6 +172,13 @@ def _made(called: Any, arguments: tuple[Any, ...]) -> Any:
     if called.name.startswith("_rebuild_tensor"):
         storage, offset, shape, strides = arguments[:4]
         dtype = _of(Name, arguments[6]).name if called.name == "_rebuild_tensor_v3" else None
+        # Marks of a view whose elements are to be conjugated, or negated, when somebody reads them.
+        told = arguments[7 if dtype else 6 :] if called.name != "_rebuild_tensor" else ()
+        if told and (marks := [str(key) for key, on in _of(dict, told[0]).items() if on]):
+            raise ValueError(
+                f"a tensor's elements are not those of its storage ({', '.join(marks)[:60]}); "
+                "save tensor.resolve_conj().resolve_neg() instead"
+            )
         return Rebuilt(_of(Storage, storage), _of(int, offset), _of(tuple, shape), _of(tuple, strides), dtype)
     raise ValueError(f"the pickle calls {called.name} with what torch does not give it")
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -22,6 +24,8 @@ from ckptkit.inspection.words import name_of
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
+_PART = re.compile(rf"(.*)-(\d{{5}})-of-(\d{{5}}){re.escape(SUFFIX)}")
+_NAMED = 5  # in a note
 NOTES = "ckptkit"  # the key of `__metadata__` with the notes of `formats.dtypes`, as JSON by name
 
 
@@ -29,11 +33,18 @@ def open_safetensors(path: str) -> Checkpoint:
     """One file. Cost: two reads. Raises `CorruptCheckpointError` for a header that no writer writes."""
     ranges = open_ranges(path)
     try:
-        tensors = tuple(_tensors(ranges))
+        tensors, metadata = _tensors(ranges)
     except BaseException:
         ranges.close()
         raise
-    return Checkpoint(path=path, format="safetensors", tensors=tensors, layout="one file", close=ranges.close)
+    return Checkpoint(
+        path=path,
+        format="safetensors",
+        tensors=tensors,
+        layout="one file",
+        facts=Facts(notes=_left_out("metadata", metadata)),
+        close=ranges.close,
+    )
 
 
 def open_sharded(place: Place) -> Checkpoint:
@@ -50,9 +61,13 @@ def open_sharded(place: Place) -> Checkpoint:
 
     try:
         found: dict[str, tuple[str, Tensor]] = {}
+        unnamed, metadata = list[str](), dict[str, None]()
         for name in files:
             opened.append(open_ranges(f"{place.url}/{name}"))
-            for tensor in _tensors(opened[-1]):
+            tensors, of_file = _tensors(opened[-1])
+            metadata.update(dict.fromkeys(of_file))
+            for tensor in tensors:
+                unnamed += [tensor.name] if tensor.name not in (expected or {tensor.name}) else []
                 if expected is None and tensor.name in found:
                     raise CorruptCheckpointError(f"{place.url} has tensor {tensor.name} in two files", path=place.url)
                 if expected is None or expected.get(tensor.name) == name:
@@ -71,7 +86,10 @@ def open_sharded(place: Place) -> Checkpoint:
         format="safetensors",
         tensors=[tensor for _, tensor in found.values()],
         layout=f"{len(files)} files" + ", index" * (expected is not None),
-        facts=Facts(kind="directory"),
+        facts=Facts(
+            kind="directory",
+            notes=(*_left_out("tensors that the index does not name", unnamed), *_left_out("metadata", list(metadata))),
+        ),
         close=close,
     )
 
@@ -86,7 +104,9 @@ def _files_of(place: Place) -> tuple[list[str], dict[str, str] | None]:
     if len(indexes) > 1:
         raise CorruptCheckpointError(f"{place.url} has {len(indexes)} indexes; name one of its files", path=place.url)
     if not indexes:
-        return [name for name in place.names() if name.endswith(SUFFIX)], None
+        names = [name for name in place.names() if name.endswith(SUFFIX)]
+        _require_whole_sets(place, names)
+        return names, None
     ranges = open_ranges(f"{place.url}/{indexes[0]}")
     with closing(ranges), readable(ranges.path):
         if ranges.size > METADATA_BYTES_MAX:
@@ -101,7 +121,27 @@ def _files_of(place: Place) -> tuple[list[str], dict[str, str] | None]:
     return sorted(set(mapped.values())), mapped
 
 
-def _tensors(ranges: Ranges) -> list[Tensor]:
+def _require_whole_sets(place: Place, names: Sequence[str]) -> None:
+    """Files that say of themselves that they are one of several must all be there: without an index, which is written
+    last, a model that is uploaded or downloaded in part would look like a smaller one."""
+    parts = [(match[1], int(match[2]), int(match[3])) for name in names if (match := _PART.fullmatch(name))]
+    for stem, count in sorted({(stem, count) for stem, _, count in parts}):
+        lacking = count - len({part for each, part, of in parts if (each, of) == (stem, count)})
+        if lacking > 0:
+            raise CorruptCheckpointError(
+                f"{place.url}: {lacking} of the {count} files {stem}-*-of-* are gone, or not there yet",
+                path=place.url,
+            )
+
+
+def _left_out(what: str, names: Sequence[str]) -> tuple[str, ...]:
+    """What of a file is neither read nor converted, in words."""
+    more = f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
+    return (f"not read: {what}: {', '.join(names[:_NAMED])}{more}",) if names else ()
+
+
+def _tensors(ranges: Ranges) -> tuple[list[Tensor], list[str]]:
+    """The tensors of a file, and the names of what its writer said besides."""
     length = int.from_bytes(ranges.read(0, 8), "little")
     if length > METADATA_BYTES_MAX or 8 + length > ranges.size:
         raise CorruptCheckpointError(
@@ -115,7 +155,7 @@ def _tensors(ranges: Ranges) -> list[Tensor]:
         notes = json.loads(metadata.get(NOTES, "{}"))
         tensors = [_tensor(ranges, 8 + length, name, entry, notes.get(name)) for name, entry in header.items()]
         _check_spans(ranges, 8 + length, tensors)
-    return tensors
+    return tensors, [name for name in metadata if name not in ("format", NOTES)]
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

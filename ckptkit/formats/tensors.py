@@ -106,7 +106,8 @@ class Tensor:
 class Checkpoint:
     """An open checkpoint: its tensors by name, and what it has besides. A context manager, which closes its files.
 
-    `others` are leaves that are no arrays (text, None, empty containers), `values` small items by name.
+    `others` are leaves that are no arrays (text, None, empty containers), `values` small items by name. `sources` are
+    the paths whose files are read: one that was put together of several has theirs.
     """
 
     def __init__(
@@ -118,15 +119,22 @@ class Checkpoint:
         layout: str,
         others: Sequence[tuple[str, Leaf]] = (),
         facts: Facts | None = None,
+        sources: Sequence[str] = (),
         close: Callable[[], None] = lambda: None,
     ):
         self.path = path
+        self.sources = tuple(sources) or (path,)
         self.format: Format = format
         self.tensors = tuple(tensors)
         self.layout = layout
         self.others = tuple(others)
         self.facts = facts or Facts()
         self._close = close
+
+    @property
+    def proven(self) -> bool:
+        """Whether all that is read is compared with digests of when it was saved."""
+        return self.format == "slot" or self.facts.origin.proven
 
     def by_name(self) -> dict[str, Tensor]:
         """The tensors by name; of several array items, `item.name`. Raises `CorruptCheckpointError` for two alike."""

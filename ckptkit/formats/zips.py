@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import struct
+import threading
 import zipfile
 import zlib
 from dataclasses import dataclass
-from typing import final
+from typing import TypeVar, final
 
 import numpy as np
 
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.ranges import RangeFile, Ranges
 from ckptkit.inspection.places import readable
+
+Bytes = TypeVar("Bytes", bytes, memoryview)
 
 _LOCAL_HEADER = 30
 _RATIO_MAX = 1040  # deflate's bound is 1032:1; what claims more does not hold what it says
@@ -29,6 +32,7 @@ class Entry:
     size_bytes: int
     compressed: bool
     comment: bytes
+    checksum: int  # CRC-32 of what it holds uncompressed
 
 
 def read_entries(ranges: Ranges) -> dict[str, Entry]:
@@ -83,15 +87,21 @@ def _entry(ranges: Ranges, info: zipfile.ZipInfo) -> Entry:
         size_bytes=info.file_size,
         compressed=compressed,
         comment=info.comment,
+        checksum=info.CRC,
     )
 
 
 @final
 class EntryRanges:
     """The uncompressed bytes of a member as a file. Of a compressed one reads are best in order: a read further on
-    decompresses what lies between, one further back begins again."""
+    decompresses what lies between, one further back begins again.
 
-    def __init__(self, ranges: Ranges, entry: Entry):
+    If it is `summed`, whoever has read all of it in order was told by `CorruptCheckpointError` where the archive's
+    checksum does not match; what is read in parts, or in another order, is not compared with anything.
+    """
+
+    def __init__(self, ranges: Ranges, entry: Entry, *, summed: bool = False):
+        self._sum, self._summed_to, self._lock = 0, 0 if summed else entry.size_bytes, threading.Lock()
         self.path = f"{ranges.path}, member {entry.name}"
         self.size = entry.size_bytes
         self._ranges = ranges
@@ -106,7 +116,7 @@ class EntryRanges:
                 path=self.path,
             )
         if not self._entry.compressed:
-            return self._ranges.read(self._entry.start + start, count)
+            return self._checked(start, self._ranges.read(self._entry.start + start, count))
         if start < self._at:
             self._begin()
         while self._at < start:
@@ -115,12 +125,13 @@ class EntryRanges:
         while count:
             parts.append(self._next(min(_READ_BYTES, count)))
             count -= len(parts[-1])
-        return b"".join(parts)
+        return self._checked(start, b"".join(parts))
 
     def read_into(self, start: int, into: np.ndarray) -> None:
         """See `Ranges.read_into`."""
         if not self._entry.compressed and start + into.nbytes <= self.size:
             self._ranges.read_into(self._entry.start + start, into)
+            self._checked(start, into.data)
             return
         for at in range(0, into.nbytes, _READ_BYTES):
             part = into[at : at + _READ_BYTES]
@@ -128,6 +139,19 @@ class EntryRanges:
 
     def close(self) -> None:
         """Nothing: the archive's file is closed by whom it belongs to."""
+
+    def _checked(self, start: int, data: Bytes) -> Bytes:
+        """`data`, added to the checksum as far as it goes on from what was."""
+        with self._lock:
+            known = self._summed_to
+            if start <= known < start + len(data):
+                self._sum = zlib.crc32(memoryview(data)[known - start :], self._sum)
+                self._summed_to = start + len(data)
+                if self._summed_to == self.size and self._sum != self._entry.checksum:
+                    raise CorruptCheckpointError(
+                        f"{self.path} does not match its checksum in the archive", path=self.path
+                    )
+        return data
 
     def _begin(self) -> None:
         self._inflate = zlib.decompressobj(-zlib.MAX_WBITS)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ckptkit import layout
-from ckptkit.conversion.destination import Destination, begin, fingerprint, require_orbax_target, target_url
+from ckptkit.conversion.destination import Destination, begin, require_orbax_target, require_unchanged, target_url
 from ckptkit.conversion.item_writer import ItemWriter, Work, side_files, this_writer
 from ckptkit.conversion.journal import Journal
 from ckptkit.conversion.orbax_step import DTYPES, works_of
+from ckptkit.conversion.stamps import fingerprint
 from ckptkit.coordination import Coordinator, LocalCoordinator
 from ckptkit.durable.cells import merge_processes, process_directory
 from ckptkit.durable.orbax_files import SHARDINGS, TREE_METADATA, marker_text
@@ -58,6 +61,12 @@ def plan_reshard(
         for item in source.items
         if not item.provable
     ]
+    notes += [
+        f"item {name} is the state of a data iterator of {len(source.small)} processes: its files come along, and "
+        f"ckptkit's manager takes it only of a reshard by {len(source.small)} processes"
+        for name in source.iterators
+        if len(source.small) > 1
+    ]
     return make_plan(source.opened.path, url, meshes, leaves, notes)
 
 
@@ -79,23 +88,27 @@ def reshard(
     `resume`, with as many processes, and deleted by another run. Cost: `plan.read_bytes` are read and
     `plan.written_bytes` written, over all processes; each holds at most `memory_bytes` of array data.
 
-    Raises `CheckpointError` where processes have different plans, `TransientStoreError` or `CoordinationError` where
-    another process failed, and what reading and writing raise.
+    Raises `CheckpointError` where processes have different plans, or another job makes the same target,
+    `TransientStoreError` or `CoordinationError` where another process failed, and what reading and writing raise.
     """
     job = coordinator or LocalCoordinator()
     target = Destination(plan.target)
-    known_by = fingerprint({**plan.to_json(), "processes": job.count}, plan.source)
+    now = partial(fingerprint, {**plan.to_json(), "processes": job.count}, [plan.source])
+    known_by = now()
     journal = Journal(target.journal_store(), job.process)
 
     def start(seen: list[str]) -> bool:
         if len(set(seen)) > 1:
             raise CheckpointError(f"the processes see {plan.source} in different ways; is it on a shared file system?")
         target.require_room(plan.written_bytes)
+        held.enter_context(target.alone())
         return begin(target, journal, known_by, resume=resume)
 
-    job.agree("reshard-begun", known_by, start, timeout_s=timeout_s)
-    with target.kept(after_damage=job.count > 1 or is_remote(plan.source)):
-        _write_and_commit(source, plan, target, journal, memory_bytes, job, timeout_s, progress)
+    with ExitStack() as held:
+        job.agree("reshard-begun", known_by, start, timeout_s=timeout_s)
+        with target.kept(after_damage=job.count > 1 or is_remote(plan.source)):
+            unchanged = partial(require_unchanged, known_by, now, plan.source)
+            _write_and_commit(source, plan, target, journal, memory_bytes, job, timeout_s, progress, unchanged)
 
 
 def _write_and_commit(
@@ -107,6 +120,7 @@ def _write_and_commit(
     job: Coordinator,
     timeout_s: float,
     progress: Progress | None,
+    unchanged: Callable[[], None],
 ) -> None:
     """This process's part, and when all have theirs the commit."""
     error = None
@@ -119,7 +133,7 @@ def _write_and_commit(
         for process, failure in enumerate(failures):
             if failure is not None:
                 raise CheckpointError(f"process {process} could not write its part of {plan.target}: {failure}")
-        _finish(source, plan, target, job.count)
+        _finish(source, plan, target, job.count, unchanged)
 
     try:
         job.agree(
@@ -181,16 +195,17 @@ def _write_part(
         for work in own:
             blocks.setdefault(work.record.name, []).append(work.block)
         proven = [writer.written(record, blocks.get(record.name, ())) for record in records]
+        name, small = _name(source, item, plan), source.small_of(job.process, job.count)
         files = side_files(
-            _name(source, item, plan),
+            name,
             proven,
             _identity(source, plan),
             this_writer(job.process, job.count),
-            item.structure,
+            small if item.structure is None else {**small, name: item.structure},
             provable=item.provable,
         )
-        for name, text in files.items():
-            store.put(f"{above}{name}", text.encode())
+        for file, text in files.items():
+            store.put(f"{above}{file}", text.encode())
 
 
 def _works(source: Source, plan: ReshardPlan, memory_bytes: int) -> list[tuple[str, Work]]:
@@ -208,8 +223,8 @@ def _works(source: Source, plan: ReshardPlan, memory_bytes: int) -> list[tuple[s
     ]
 
 
-def _finish(source: Source, plan: ReshardPlan, target: Destination, count: int) -> None:
-    """Joins the parts, copies what is no array, and commits."""
+def _finish(source: Source, plan: ReshardPlan, target: Destination, count: int, unchanged: Callable[[], None]) -> None:
+    """Joins the parts, copies what is no array, and commits, if the source is still what it was."""
     store = target.store()
     provable = all(item.provable for item in source.items)
     for item in source.items:
@@ -226,12 +241,14 @@ def _finish(source: Source, plan: ReshardPlan, target: Destination, count: int) 
         if above:
             _mark(store, f"{above}{layout.COMMIT_MARK}", f"{plan.target}/{item.name}")
     if source.opened.facts.kind == "item":
+        unchanged()
         target.commit(_words(plan.target))
         return
     for other in source.others:
         keys = [key.removeprefix(f"{other.name}/") for key in source.place.store.list_all(other.name)]
         _copy(other, store, f"{other.name}/", keys)
     _copy(source.place, store, "", _small_files(source.place))
+    unchanged()
     target.commit(marker_text(plan.target, _identity(source, plan)) if provable else _words(plan.target))
 
 

@@ -11,13 +11,16 @@ from ckptkit.formats import open_checkpoint
 from ckptkit.formats.tensors import Checkpoint, Tensor
 from ckptkit.inspection.arrays import METADATA, SHARDINGS, read_shardings
 from ckptkit.inspection.places import Place, readable
-from ckptkit.inspection.shares import read_sidecars, sidecar_processes
+from ckptkit.inspection.shares import own_processes, read_sidecars, sidecar_processes
 from ckptkit.manager.small_items import STRUCTURE
 from ckptkit.manifest import LeafKind, LeafRecord, SaveId
 from ckptkit.resharding.meshes import Spec, sharding_of_json
 
 _EMPTY = {"Dict": "dict", "List": "list", "Tuple": "tuple"}  # Orbax's words for containers without leaves
+_ITERATOR = "grain"  # the small item that is another one for each process
 _KINDS: Mapping[str, LeafKind] = {"i": "int", "u": "int", "f": "float", "b": "bool"}
+
+Small = Mapping[str, Mapping[str, Any]]  # small items by name, as manifests keep them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +41,34 @@ class SourceItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """An open Orbax checkpoint: a whole step, or one item of arrays (then `others` is empty)."""
+    """An open Orbax checkpoint: a whole step, or one item of arrays (then `others` is empty).
+
+    `small` is what the sidecars of a step of ours keep of its small items, one for each process that wrote it.
+    """
 
     opened: Checkpoint
     place: Place
     items: tuple[SourceItem, ...]
     others: tuple[Place, ...]  # items that are copied as they are
     save_id: SaveId
+    small: tuple[Small, ...] = ()
+
+    @property
+    def iterators(self) -> list[str]:
+        """The small items that are another one for each process."""
+        return [name for name, stored in (*self.small, {})[0].items() if stored["kind"] == _ITERATOR]
+
+    def small_of(self, process: int, count: int) -> Small:
+        """The small items that the sidecars of a process say, where `count` write the step anew.
+
+        The state of a data iterator belongs to one process of as many: where there are more or fewer, to none.
+        """
+        if not self.small:
+            return {}
+        whole = {name: stored for name, stored in self.small[0].items() if stored["kind"] != _ITERATOR}
+        if count != len(self.small):
+            return whole
+        return {**whole, **{name: each for name, each in self.small[process].items() if each["kind"] == _ITERATOR}}
 
 
 def open_source(path: str, *, timeout_s: float) -> Source:
@@ -76,7 +100,19 @@ def open_source(path: str, *, timeout_s: float) -> Source:
         items=items,
         others=others,
         save_id=origin.save_id or SaveId(0, opened.facts.step or 0, 0),
+        small=_small(items) if is_step else (),
     )
+
+
+def _small(items: Sequence[SourceItem]) -> tuple[Small, ...]:
+    """What every process's sidecar says of the items that have none of their own. Each item's sidecars say it all."""
+    arrays = {item.name for item in items}
+    for item in items:
+        if processes := sidecar_processes(item.place):
+            first = read_sidecars(item.place, processes[:1], extent="head")[0]
+            own = read_sidecars(item.place, own_processes(item.place, first, processes), extent="head")
+            return tuple({n: each for n, each in manifest.inline.items() if n not in arrays} for manifest in own)
+    return ()
 
 
 def specs_like(path: str, *, timeout_s: float) -> dict[str, Spec]:

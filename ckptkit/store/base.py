@@ -15,6 +15,7 @@ class Stat:
 
     size_bytes: int
     generation: int | None = field(default=None, compare=False)  # in a bucket: which of those that had its name
+    version: str = field(default="", compare=False)  # in a bucket: changes with the content (generation, tag or time)
 
 
 @runtime_checkable

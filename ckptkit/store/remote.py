@@ -20,6 +20,7 @@ _PLAIN_KEY = re.compile(r"[\w./=+,~ -]+")  # of any other gcsfs takes a part for
 _PART_BYTES = 8 << 20  # of an upload: services want 5 MiB at least
 _TRANSIENT_STATUS = {408, 409, 429, 500, 502, 503, 504}
 _UNANSWERED = {"botocore ConnectionError", "botocore HTTPClientError", "google TransportError"}
+_VERSIONS = ("generation", "ETag", "etag", "LastModified", "mtime", "created")  # file systems' words, the surest first
 _S3_BATCH = 1000  # keys of one deletion
 # What S3 says of single objects of a batch, in an answer that is a success as a whole.
 _S3_TRANSIENT = {"InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
@@ -234,7 +235,8 @@ def _open_filesystem(url: str, **options: Any) -> tuple[Any, str]:
 
 def _stat(info: Mapping[str, Any]) -> Stat:
     generation = info.get("generation")
-    return Stat(int(info["size"]), None if generation is None else int(generation))
+    version = next((str(info[name]) for name in _VERSIONS if info.get(name) is not None), "")
+    return Stat(int(info["size"]), None if generation is None else int(generation), version)
 
 
 @contextmanager

@@ -150,13 +150,13 @@ def _planned(each: DurableStep, there: DurableStep | None, into: str) -> CopySte
         source=each.place.url,
         target=f"{into}/{each.place.name}",
         save_id=each.save_id,
-        sizes={key: size for key, size in each.place.sizes().items() if key != JOURNAL},
-        stamp=_stamp(each.place),
+        sizes=sizes_of(each.place),
+        stamp=stamp_of(each.place),
         act="copy",
     )
     if there is None or there.state == "unfinished":
         return made
-    same = made.stamp is not None and _stamp(there.place) == made.stamp
+    same = made.stamp is not None and stamp_of(there.place) == made.stamp
     if not same or there.save_id != each.save_id or there.state == "damaged":
         raise CheckpointError(
             f"{made.target} is there already, and is not known to be the same save; move it away, or name another root",
@@ -166,6 +166,12 @@ def _planned(each: DurableStep, there: DurableStep | None, into: str) -> CopySte
     return replace(made, act="skip", reason="the target has this save")
 
 
-def _stamp(place: Place) -> str | None:
+def sizes_of(place: Place) -> dict[str, int]:
+    """The objects of a step and their bytes."""
+    return {key: size for key, size in place.sizes().items() if key != JOURNAL}
+
+
+def stamp_of(place: Place) -> str | None:
+    """The digest of Orbax's metadata of a step; None where it has none."""
     data = place.read(STEP_METADATA)
     return None if data is None else digest_of(data)

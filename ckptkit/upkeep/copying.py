@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, final
 
 from ckptkit import clock, layout
@@ -22,10 +23,11 @@ from ckptkit.inspection.places import Place
 from ckptkit.store import open_store, put_new
 from ckptkit.store.local import sync_directory
 from ckptkit.store.roots import is_remote
-from ckptkit.upkeep.copy_planning import JOURNAL, CopyPlan, CopyStep
+from ckptkit.upkeep.copy_planning import JOURNAL, CopyPlan, CopyStep, sizes_of, stamp_of
 from ckptkit.upkeep.objects import copy_object, digest_of_object
 from ckptkit.verification.durable import prove_written
 from ckptkit.verification.pool import Limits
+from ckptkit.verification.quarantine import alone_at
 
 Moved = Callable[[int, int], None]  # bytes copied, bytes in all
 
@@ -137,7 +139,21 @@ class _Copying:
         self._lock = threading.Lock()
 
     def run(self, *, resume: bool) -> None:
-        """Copies, proves, commits."""
+        """Copies, proves, commits. On a disk one process at a time: a second one would clear what the first has copied,
+        or the first take away what the second is about to commit."""
+        if is_remote(self._place):
+            self._run(resume)
+            return
+        root, _, name = self._place.rpartition("/")
+        lock = f".{name}.lock"
+        with alone_at(Path(root), lock, self._step.target):
+            try:
+                self._run(resume)
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(f"{root}/{lock}")
+
+    def _run(self, resume: bool) -> None:
         self._begin(resume)
         keys = [key for key in self._step.sizes if key not in self._arrived and key != layout.COMMIT_MARK]
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="ckptkit-copy")
@@ -198,6 +214,8 @@ class _Copying:
                 path=self._step.source,
             )
         covered = proof.state == "proven"
+        if not covered:
+            self._require_same_source()
         keys = [key for key in self._arrived if not (covered and "d" in key.split("/")[:-1])]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckptkit-copy") as pool:
             there = pool.map(lambda key: digest_of_object(f"{self._place}/{key}"), keys)
@@ -205,6 +223,18 @@ class _Copying:
                 if found != self._arrived[key]:
                     what = f"{self._place}/{key} is not what was read of {self._step.source}; run it again"
                     raise CorruptCheckpointError(what, path=self._place)
+
+    def _require_same_source(self) -> None:
+        """What stock Orbax wrote has no digests that would show that a part of it is another save's."""
+        place = Place.open(self._step.source, timeout_s=self._timeout_s)
+        if stamp_of(place) != self._step.stamp or sizes_of(place) != self._step.sizes:
+            self._remove()
+            raise CheckpointError(
+                f"{self._step.source} was replaced, or changed, while it was copied, and nothing of it is kept; run it "
+                "again",
+                step=self._step.step,
+                path=self._step.source,
+            )
 
     def _commit(self) -> None:
         store, place = self._store, Place.open(self._place, timeout_s=self._timeout_s)

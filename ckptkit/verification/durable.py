@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -49,6 +51,7 @@ class _Looked:
     checks: tuple[CellCheck, ...]
     findings: tuple[Finding, ...]
     stock_items: tuple[str, ...]
+    bare_items: tuple[str, ...]  # beside items of ours, and nobody kept digests of them
 
 
 def prove_step(place: Place, step: int, limits: Limits, notes: list[str], *, timeout_s: float) -> list[StepProof]:
@@ -66,20 +69,22 @@ def prove_written(place: Place, step: int, limits: Limits, notes: list[str], *, 
     """What `prove_step` gives of a step that is there, whether it is committed or is about to be."""
     before = identity_of(place)
     looked = _look(place, step, timeout_s)
-    total_bytes = sum(check.size_bytes for check in looked.checks)
-    checked, damaged = check_cells(looked.checks, total_bytes, limits, path=place.url, step=step)
+    small_enough = [check for check in looked.checks if check.memory_bytes <= limits.memory_bytes_max]
+    total_bytes = sum(check.size_bytes for check in small_enough)
+    checked, damaged = check_cells(small_enough, total_bytes, limits, path=place.url, step=step)
     findings = (*looked.findings, *damaged)
+    unproven = _unproven(looked, limits)
     if findings and _changes(place, before):
         notes.append(f"{place.url}: the step was pruned or replaced while it was read")
         return []
     proof = StepProof(
         step=step,
-        state="corrupt" if findings else "unproven" if looked.stock_items else "proven",
+        state="corrupt" if findings else "unproven" if unproven else "proven",
         kind="durable",
         path=place.url,
         save_id=looked.save_id,
         checked=checked,
-        reason=f"{len(findings)} damaged" if findings else _unproven(looked.stock_items),
+        reason=f"{len(findings)} damaged" if findings else unproven,
         findings=findings,
     )
     return [proof]
@@ -106,11 +111,23 @@ def step_url_of(place: Place, item: Place) -> str:
     return place.url if item is not place else place.url.rpartition("/")[0]
 
 
-def _unproven(stock_items: Sequence[str]) -> str | None:
-    if not stock_items:
-        return None
-    names = ", ".join(stock_items)
-    return f"unproven: every chunk of {names} decodes, and stock Orbax keeps no digests that would show a changed bit"
+def _unproven(looked: _Looked, limits: Limits) -> str | None:
+    """Why a step without damage is not proven; None for one that is."""
+    large = [check for check in looked.checks if check.memory_bytes > limits.memory_bytes_max]
+    if large:  # not damage: nobody has looked
+        most = max(check.memory_bytes for check in large)
+        return (
+            f"unproven: {len(large)} chunks were not read, leaf {large[0].item}:{large[0].leaf} first: they take up to "
+            f"{most} bytes of memory, and {limits.memory_bytes_max} are allowed"
+        )
+    if looked.stock_items:
+        names = ", ".join(looked.stock_items)
+        return (
+            f"unproven: every chunk of {names} decodes, and stock Orbax keeps no digests that would show a changed bit"
+        )
+    if looked.bare_items:
+        return f"unproven: nobody kept digests of {', '.join(looked.bare_items)}; all else is proven"
+    return None
 
 
 def _look(place: Place, step: int, timeout_s: float) -> _Looked:
@@ -118,6 +135,7 @@ def _look(place: Place, step: int, timeout_s: float) -> _Looked:
     sidecars: dict[str, tuple[Manifest, ...]] = {}
     checks: list[CellCheck] = []
     stock: list[str] = []
+    bare: list[str] = []
     items = items_of(place)
     if not items:
         findings.append(Finding(path=place.url, problem=f"{place.url} is a step without any item"))
@@ -133,15 +151,21 @@ def _look(place: Place, step: int, timeout_s: float) -> _Looked:
             stock.append(item.name)
             _said(findings, item.url, partial(_stock_into, checks, item, timeout_s, findings))
     first = next((manifests[0] for manifests in sidecars.values()), None)
+    saves = sorted({str(manifests[0].save_id) for manifests in sidecars.values()})
+    if len(saves) > 1:  # a restore refuses it, too
+        findings.append(Finding(path=place.url, problem=f"{place.url} has items of saves {', '.join(saves)}"))
     small = _small_items(items, first, findings)
     if first is not None and place not in items:
-        _check_inline(place, first, small, findings)
+        own = next(iter(sidecars.values()))
+        _check_inline(place, own, small, findings)
+        bare += [item.name for item in items if item.name not in {*sidecars, *first.inline, *stock}]
     return _Looked(
         sidecars=sidecars,
         save_id=None if first is None else first.save_id,
         checks=tuple(checks),
         findings=tuple(dict.fromkeys(findings)),
         stock_items=tuple(stock) or (() if first is not None or findings else tuple(sorted(small))),
+        bare_items=tuple(bare),
     )
 
 
@@ -248,30 +272,58 @@ def _small_items(items: Sequence[Place], first: Manifest | None, findings: list[
     for item in items:
         kind = item_kind(item)
         if kind == "json":
-            name = json_name(item) or ""
-            _said(findings, item.url, lambda item=item, name=name: values.update({item.name: json_value(item, name)}))
+            read: dict[str, object] = {}
+            if _said(findings, item.url, partial(_take, read, item, json_name(item) or "")):
+                values[item.name] = next(iter(read.values()))
         elif kind == "grain":
+            states: dict[str, object] = {}
             for name in grain_names(item):
-                _said(findings, item.url, lambda item=item, name=name: json_value(item, name))
-            values[item.name] = None
+                _said(findings, item.url, partial(_take, states, item, name))
+            values[item.name] = states
         elif kind is None and first is None:
             findings.append(Finding(path=item.url, problem=f"{item.url} holds nothing that Orbax writes"))
     return values
 
 
-def _check_inline(place: Place, first: Manifest, small: Mapping[str, object], findings: list[Finding]) -> None:
+def _take(into: dict[str, object], item: Place, name: str) -> None:
+    into[name] = json_value(item, name)
+
+
+def _check_inline(
+    place: Place, manifests: Sequence[Manifest], small: Mapping[str, object], findings: list[Finding]
+) -> None:
     """The sidecars keep small items too, proven: Orbax's own file of each must say the same."""
-    for name, stored in first.inline.items():
+    for name, stored in manifests[0].inline.items():
+        item = place.below(name)
+        said = f"{item.url} is not what was saved"
         if f"{name}/" not in place.names():
             findings.append(Finding(path=place.url, problem=f"{place.url}: item {name} is gone"))
-        elif stored["kind"] != "json":
+        elif stored["kind"] == "grain":
+            findings += _iterator_findings(item, manifests, small.get(name))
+        elif stored["kind"] not in ("json", "metrics"):
             continue
-        elif item_kind(place.below(name)) != "json":
-            findings.append(Finding(path=place.url, problem=f"{place.url}/{name}: its file is gone"))
-        elif name in small and small[name] != stored["value"]:
-            findings.append(
-                Finding(path=f"{place.url}/{name}", problem=f"{place.url}/{name} is not what was saved", item=name)
-            )
+        elif item_kind(item) != "json":
+            findings.append(Finding(path=place.url, problem=f"{item.url}: its file is gone"))
+        elif name in small and _text(small[name]) != _text(stored["value"]):
+            findings.append(Finding(path=item.url, problem=said, item=name))
+
+
+def _iterator_findings(item: Place, manifests: Sequence[Manifest], states: Any) -> Iterator[Finding]:
+    """A data iterator has a state of its own for each process; `states` are those of its files that can be read."""
+    for manifest in manifests:
+        file = f"process_{manifest.writer.process}-of-{manifest.writer.count}.json"
+        saved = None
+        with suppress(KeyError, TypeError, ValueError):
+            saved = _text(json.loads(manifest.inline[item.name]["value"]))
+        if file not in item.names():
+            yield Finding(path=item.url, problem=f"{item.url}/{file} is gone", item=item.name)
+        elif file in (states or {}) and saved is not None and _text(states[file]) != saved:
+            yield Finding(path=item.url, problem=f"{item.url} is not what was saved", item=item.name)
+
+
+def _text(value: object) -> str:
+    """A value of JSON so that equal ones are equal: NaN, which Python's JSON has, is not equal to itself."""
+    return json.dumps(value, sort_keys=True)
 
 
 def identity_of(place: Place) -> object:

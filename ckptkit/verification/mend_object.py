@@ -47,7 +47,7 @@ def mend_object_step(
         rebuilt = _write(store, f"{work}/{name}", place, sidecars, sources)
         copy = Place.open(f"{root}/{work}/{name}", timeout_s=timeout_s)
         proof = next(iter(prove_step(copy, step, limits, [], timeout_s=timeout_s)), None)
-        if proof is None or proof.state != "proven":
+        if proof is None or proof.findings:
             raise CannotMendError(f"it cannot be made whole: {proof.findings[0] if proof else 'it is gone'}")
         if identity_of(place.again()) != before:
             return _REPLACED

@@ -46,7 +46,7 @@ def _mend(
         copy = work / place.name
         _write_step(Path(place.url), copy, place, sources)
         proof = _proof(copy, step, limits, timeout_s)
-        if proof is None or proof.state != "proven":
+        if proof is None or proof.findings:
             raise CannotMendError(f"it cannot be made whole: {proof.findings[0] if proof else 'it is gone'}")
         if identity_of(place.again()) != before:
             return "it was pruned or replaced meanwhile"

@@ -52,8 +52,8 @@ def check_cells(
 ) -> tuple[tuple[int, int], list[Finding]]:
     """Reads every cell, and gives how many cells and bytes were read, and what is wrong with them, in their order.
 
-    Memory: at most `limits.memory_bytes_max`, whatever the cells are; one that is larger than that is a finding of
-    its own. Raises what a read raises other than damage (no permission, no connection): unreachable is not damaged.
+    Memory: at most `limits.memory_bytes_max`, and no cell takes more than that alone. Raises what a read raises other
+    than damage (no permission, no connection): unreachable is not damaged.
     """
     budget = _Budget(limits.memory_bytes_max)
     waiting = iter(enumerate(checks))
@@ -107,10 +107,7 @@ def _look(check: CellCheck, budget: _Budget) -> Finding | None:
             found=found,
         )
 
-    if check.memory_bytes > budget.bytes_max:
-        return finding(
-            f"it takes {check.memory_bytes} bytes of memory to read, more than the {budget.bytes_max} that are allowed"
-        )
+    assert check.memory_bytes <= budget.bytes_max, "it would be waited for without end"
     try:
         with budget.of(check.memory_bytes):
             found = check.read()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ckptkit import layout
+from ckptkit.errors import CheckpointError
 from ckptkit.store.local import make_directory, sync_directory
 
 QUARANTINE_DIR = "_quarantine"  # in a slot directory; below `_ckptkit` in a durable root
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # renameat2(2), Linux 3.15
 
@@ -31,13 +34,13 @@ def move_aside(path: Path, quarantine: Path, name: str) -> Path:
 
 
 @contextmanager
-def arena_lock(directory: Path) -> Iterator[bool]:
-    """Holds a slot directory's lock if it is free; gives whether it was. Never waits.
+def arena_lock(directory: Path, name: str = layout.LOCK_NAME) -> Iterator[bool]:
+    """Holds the lock of a slot directory, or of another one, if it is free; gives whether it was. Never waits.
 
     A job that starts meanwhile takes the next directory, as it does beside one that has not died yet.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(directory / layout.LOCK_NAME, flags, 0o600)
+    fd = os.open(directory / name, flags, 0o600)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -47,6 +50,35 @@ def arena_lock(directory: Path) -> Iterator[bool]:
         yield True
     finally:
         os.close(fd)
+
+
+@contextmanager
+def alone_at(directory: Path, name: str, target: str) -> Iterator[None]:
+    """Holds the lock of this name in a directory, which is made where it is not there: no other process makes the same
+    `target` meanwhile. On a file system without locks it holds nothing.
+
+    Raises `CheckpointError` where another process does.
+    """
+    with ExitStack() as held:
+        while not _locked(held, directory, name, target):
+            pass
+        yield
+
+
+def _locked(held: ExitStack, directory: Path, name: str, target: str) -> bool:
+    """Takes the lock; False where it was removed meanwhile, by one who is done with it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        is_free = held.enter_context(arena_lock(directory, name))
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return True
+        raise
+    if not is_free:
+        raise CheckpointError(f"another process is making {target}; let it end", path=target)
+    return (directory / name).exists()
 
 
 def exchange(a: Path, b: Path) -> None:

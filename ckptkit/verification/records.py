@@ -55,8 +55,9 @@ class StepProof:
     """One save at one place. `save_id` is None for a step of stock Orbax; `reason` says why it is not proven.
 
     `proven`: every cell that the save consists of is there and matches its digest. `corrupt`: something does not.
-    `unproven`: it is readable, and nobody kept digests. `incomplete`: what is here is proven, and is not all of it (a
-    step that was never committed, or a fast tier that holds some processes' shares).
+    `unproven`: nothing of it is damaged, and of some nobody kept digests, or it takes more memory to read than is
+    allowed. `incomplete`: what is here is proven, and is not all of it (a step that was never committed, or a fast tier
+    that holds some processes' shares).
     """
 
     step: int
@@ -85,12 +86,14 @@ class StepProof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Every save at `path`, ascending. `notes` say what was left out; `problems` what belongs to no step."""
+    """Every save at `path`, ascending. `notes` say what was left out; `problems` what belongs to no step. `item` is the
+    name of an item that stands alone: nothing says of which step it is, and the proof of it has step 0."""
 
     path: str
     steps: tuple[StepProof, ...]
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    item: str | None = None
 
     @property
     def corrupt(self) -> bool:
@@ -102,6 +105,7 @@ class Verification:
         return {
             "format": FORMAT,
             "path": self.path,
+            "item": self.item,
             "steps": [step.to_json() for step in self.steps],
             "notes": self.notes,
             "problems": self.problems,

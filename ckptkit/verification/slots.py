@@ -89,7 +89,7 @@ def prove_share(share: Share, limits: Limits) -> ShareProof:
     checked, findings = (0, 0), []
     try:
         with _opened(path) as fd:
-            checks = _checks(manifest, fd, path)
+            checks = _checks(manifest, fd, path, min(_PIECE_BYTES, limits.memory_bytes_max))
             checked, findings = check_cells(
                 checks, manifest.held_bytes, limits, path=str(share.directory), step=manifest.save_id.step
             )
@@ -101,7 +101,7 @@ def prove_share(share: Share, limits: Limits) -> ShareProof:
     )
 
 
-def _checks(manifest: Manifest, fd: int, path: Path) -> Iterator[CellCheck]:
+def _checks(manifest: Manifest, fd: int, path: Path, piece_bytes: int) -> Iterator[CellCheck]:
     for item, leaves in manifest.arrays.items():
         for leaf in leaves:
             for record in leaf.boxes:
@@ -112,25 +112,25 @@ def _checks(manifest: Manifest, fd: int, path: Path) -> Iterator[CellCheck]:
                         leaf=leaf.name,
                         box=cell,
                         size_bytes=stop - start,
-                        memory_bytes=min(stop - start, _PIECE_BYTES),
+                        memory_bytes=min(stop - start, piece_bytes),
                         expected=digest,
-                        read=_reader(fd, record.offset + start, record.offset + stop, record.offset, path),
+                        read=_reader(fd, record.offset + start, record.offset + stop, record.offset, path, piece_bytes),
                     )
 
 
-def _reader(fd: int, start: int, stop: int, offset: int, path: Path) -> Callable[[], str]:
+def _reader(fd: int, start: int, stop: int, offset: int, path: Path, piece_bytes: int) -> Callable[[], str]:
     def read() -> str:
         if offset < 0:
             raise CorruptCheckpointError("the manifest does not say where its bytes stand", path=str(path))
-        return digest_of_range(fd, start, stop, path)
+        return digest_of_range(fd, start, stop, path, piece_bytes)
 
     return read
 
 
-def digest_of_range(fd: int, start: int, stop: int, path: Path) -> str:
+def digest_of_range(fd: int, start: int, stop: int, path: Path, piece_bytes: int = _PIECE_BYTES) -> str:
     """The digest of a part of a file; by reads, because a mapping of a file that is cut short kills the process."""
     state, at = xxhash.xxh3_128(), start
-    piece = bytearray(min(_PIECE_BYTES, stop - start))
+    piece = bytearray(min(piece_bytes, stop - start))
     while at < stop:
         view = memoryview(piece)[: min(len(piece), stop - at)]
         try:

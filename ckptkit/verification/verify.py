@@ -31,9 +31,11 @@ def verify(
 ) -> Verification:
     """Proves every save at `path`, or those of `step`: each cell is read and compared with its digest.
 
-    `path` is a fast tier, or a job's, host's or slot directory in one; a durable root, or a step or an item in one.
+    `path` is a fast tier, or a job's, host's or slot directory in one; a durable root, or a step or an item in one, or
+    an item that stands alone (`Verification.item`).
     A save that is replaced while it is read is superseded (a note), never corrupt. A step of stock Orbax has no
-    digests: its structure is checked, every chunk must be there and decode, and it is called `unproven`.
+    digests: its structure is checked, every chunk must be there and decode, and it is called `unproven`. So is one with
+    a chunk that takes more memory than `memory_bytes_max` to read, or with an item of which nobody kept digests.
 
     Cost: every byte is read once, on `threads` threads, with at most `memory_bytes_max` bytes of array data held;
     `progress` is called after every cell, from any of the threads, one call at a time.
@@ -66,10 +68,11 @@ def _of_durable(place: Place, step: int | None, limits: Limits, timeout_s: float
     if not names:
         raise nothing_at(place.url, "it is empty" if not is_remote(place.url) else "there is nothing; check the path")
     if item_kind(place) is not None or STEP_METADATA in names or COMMIT_MARK in names:
-        found = _step_number(place)
+        found, of_run = _step_number(place)
         proofs = prove_step(place, found, limits, notes, timeout_s=timeout_s) if step in (None, found) else []
         _require(proofs, notes, place.url, step, "no such step")
-        return Verification(path=place.url, steps=tuple(proofs), notes=tuple(notes))
+        item = None if of_run else place.name
+        return Verification(path=place.url, steps=tuple(proofs), notes=tuple(notes), item=item)
     ancestry, problems = read_ancestry(place)
     steps = durable_steps(place, ancestry)
     proofs = [
@@ -79,7 +82,7 @@ def _of_durable(place: Place, step: int | None, limits: Limits, timeout_s: float
         for proof in prove_step(each.place, each.step, limits, notes, timeout_s=timeout_s)
     ]
     if not steps and not problems and step_of_name(place.name) is not None and place.directories():
-        proofs = prove_step(place, _step_number(place), limits, notes, timeout_s=timeout_s)
+        proofs = prove_step(place, _step_number(place)[0], limits, notes, timeout_s=timeout_s)
     if not problems:
         _require(proofs, notes, place.url, step, "neither a step, a root with steps, nor a fast tier with slots")
     return Verification(path=place.url, steps=tuple(proofs), notes=tuple(notes), problems=tuple(problems))
@@ -93,11 +96,14 @@ def _require(proofs: Sequence[StepProof], notes: Sequence[str], url: str, step: 
     raise nothing_at(url, why)
 
 
-def _step_number(place: Place) -> int:
-    """The step of a step directory by its name, of an item by the directory above it or by its sidecar."""
-    step = step_of_name(place.name)
-    if step is None:
-        step = step_of_name(place.url.rstrip("/").rpartition("/")[0].rpartition("/")[2])
-    if step is None and (processes := sidecar_processes(place)):
-        step = read_sidecars(place, processes[:1])[0].save_id.step
-    return 0 if step is None else step
+def _step_number(place: Place) -> tuple[int, bool]:
+    """The step of a step directory by its name, of an item by the directory above it or by its sidecar; and whether
+    that is the step of a run: of an item that stands alone nobody knows it (0, or what a conversion wrote)."""
+    above = place.url.rstrip("/").rpartition("/")[0].rpartition("/")[2]
+    for name in (place.name, above):
+        if (step := step_of_name(name)) is not None:
+            return step, True
+    if processes := sidecar_processes(place):
+        save_id = read_sidecars(place, processes[:1], extent="head")[0].save_id
+        return save_id.step, save_id.epoch > 0  # a run's first is 1
+    return 0, False

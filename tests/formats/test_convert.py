@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ import pytest
 from ckptkit.conversion import convert, plan_convert
 from ckptkit.conversion.destination import Destination
 from ckptkit.conversion.journal import Journal
+from ckptkit.errors import CheckpointError
 from ckptkit.formats import open_checkpoint
+from ckptkit.store import open_store
+from ckptkit.testing.bucket import BucketServer
 from tests.cli.conftest import Ours, Run
 from tests.formats import writers
-from tests.formats.writers import LOW, PLAIN, RARE, flat, same_bits, tree
+from tests.formats.writers import LOW, PLAIN, RARE, dtype_of, flat, same_bits, tree
 from tests.states import make_state, raw
 
 TARGETS = ("orbax", "safetensors", "hf", "npz", "torch")
@@ -153,6 +157,28 @@ def test_rules_and_casts(ckpt: Run, tmp_path: Path) -> None:
     assert same_bits(read(tmp_path / "c.npz")["b0.kv"], kv)
 
 
+def test_a_cast_leaves_small_integers_as_they_are(ckpt: Run, tmp_path: Path) -> None:
+    """`--dtype '*=float8_e5m2'` would round the quantised weights: 9 has no float of that kind."""
+    nested = {"q": np.arange(16).astype(dtype_of("uint4")), "w": np.arange(4, dtype=np.float32)}
+    source = writers.by_flax(tmp_path / "a.msgpack", nested)
+    target = tmp_path / "b.npz"
+    assert ckpt("convert", source, target, "--to", "npz", "--dtype", "*=float8_e5m2").code == 0
+    expected = {"q": nested["q"], "w": nested["w"].astype(dtype_of("float8_e5m2"))}
+    assert_same_bits(read(target), expected)
+
+
+def test_rules_do_not_make_integers_of_keys(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+    """A stacked or split PRNG key would come out as plain integers, without a word."""
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\nfrom = "keys"\nto = ["k0", "k1", "k2", "k3"]\nsplit = 0\n')
+    said = ckpt("convert", ours.root / "4", tmp_path / "b.npz", "--to", "npz", "--map", rules)
+    assert (said.code, "it holds PRNG keys" in said.err) == (1, True), said.err
+    rules.write_text('[[rule]]\nfrom = "keys"\nto = "rngs"\n')
+    assert ckpt("convert", ours.root / "4", tmp_path / "b.npz", "--to", "npz", "--map", rules).code == 0
+    with open_checkpoint(str(tmp_path / "b.npz")) as opened:
+        assert opened.by_name()["rngs"].leaf.key_impl == "threefry2x32"
+
+
 @pytest.mark.parametrize(
     ("rule", "why"),
     [
@@ -188,6 +214,21 @@ def test_dry_run_and_target_that_is_there(ckpt: Run, tmp_path: Path) -> None:
     said = ckpt("convert", source, "memory://somewhere/b", "--to", "orbax")
     assert (said.code, "Orbax's checkpoints are written to disks, gs:// and s3://" in said.err) == (1, True)
     assert ckpt("convert", source, tmp_path / "c", "--to", "npz", "--map", source).code == 1
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_what_cannot_be_written_is_refused_before_anything_is(to: str, ckpt: Run, tmp_path: Path) -> None:
+    """A dry run would promise it, an archive be written that nobody reads again, or half a work be left behind."""
+    wide = writers.by_numpy(tmp_path / "a.npz", {"w": np.arange(3, dtype=np.longdouble)})
+    said = ckpt("convert", wide, tmp_path / "t", "--to", to, "--dry-run")
+    assert (said.code, "which no format can give back" in said.err) == (1, True), said.err
+    assert ckpt("convert", wide, tmp_path / "t", "--to", to, "--dtype", "w=float64").code == 0
+    assert_same_bits(read(tmp_path / "t"), {"w": np.arange(3.0)})
+    if to == "orbax":
+        small = writers.by_flax(tmp_path / "b.msgpack", {"q": np.arange(3).astype(dtype_of("uint4"))})
+        said = ckpt("convert", small, tmp_path / "q", "--to", to, "--dry-run")
+        assert (said.code, "which zarr has no word for" in said.err) == (1, True), said.err
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_npz_name_that_leaves_its_directory(ckpt: Run, tmp_path: Path) -> None:
@@ -288,6 +329,78 @@ def test_damage_leaves_nothing_behind(ckpt: Run, mine: Ours, tmp_path: Path) -> 
         said = ckpt("convert", mine.root / "4", tmp_path / "out/4", "--to", to)
         assert (said.code, len(said.err.splitlines())) == (11, 1), said.err
         assert os.listdir(tmp_path / "out") == []
+
+
+def test_what_is_damaged_and_can_be_converted_is_said(ckpt: Run, stock: Path, tmp_path: Path) -> None:
+    """Keys whose kind cannot be read any more come out as plain integers: nobody would hear of it."""
+    shutil.copytree(stock / "zarr3", tmp_path / "item")
+    for file in (tmp_path / "item/array_metadatas").iterdir():
+        file.write_text("{")
+    said = ckpt("convert", tmp_path / "item", tmp_path / "t", "--to", "orbax").out
+    assert [line for line in said.splitlines() if "damaged: " in line and "array_metadatas" in line], said
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_source_that_is_written_while_it_is_read(to: str, ckpt: Run, tmp_path: Path) -> None:
+    """One half of the old file and one of the new would be a checkpoint that nobody has ever saved."""
+    one, two = ({f"w{at}": np.full(8, at + more, np.float32) for at in range(4)} for more in (0, 10))
+    source = writers.by_flax(tmp_path / "a.msgpack", one)
+    other = writers.by_flax(tmp_path / "b.msgpack", two).read_bytes()
+    (tmp_path / "b.msgpack").unlink()
+
+    def overwrite(written: int, total: int) -> None:
+        del written, total
+        with open(source, "r+b") as file:  # never shorter
+            file.write(other)
+
+    with open_checkpoint(str(source)) as opened:
+        plan = plan_convert(opened, str(tmp_path / "t"), to)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(CheckpointError, match="was changed while it was read"):
+            convert(opened, plan, progress=overwrite)
+    assert os.listdir(tmp_path) == ["a.msgpack"]
+    assert ckpt("convert", source, tmp_path / "t", "--to", to).code == 0
+    assert_same_bits(read(tmp_path / "t"), two)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_that_make_the_same_target(ckpt: Run, tmp_path: Path, resume: bool) -> None:
+    """The second would clear what the first still writes, and the first commit what the second has begun."""
+    nested = tree(("float32",))
+    source = writers.by_flax(tmp_path / "a.msgpack", nested)
+    words = ("convert", source, tmp_path / "t", "--to", "orbax", *["--resume"] * resume)
+    said = []
+
+    def begins(written: int, total: int) -> None:
+        if not said:
+            said.append(ckpt(*words))
+
+    with open_checkpoint(str(source)) as opened:
+        convert(opened, plan_convert(opened, str(tmp_path / "t"), "orbax"), progress=begins)
+    assert (said[0].code, "another process is making" in said[0].err) == (1, True), said
+    assert_same_bits(read(tmp_path / "t"), flat(nested))
+    assert sorted(os.listdir(tmp_path)) == ["a.msgpack", "t"]
+
+
+def test_a_source_in_a_bucket_that_changed_is_not_gone_on_with(
+    ckpt: Run, server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors of two files of the same size would become one checkpoint."""
+    store, words = open_store("gs://runs/run"), ("convert", "gs://runs/run/s.npz", tmp_path / "t", "--to", "npz")
+    one, two = ({f"w{at}": np.full(8, at + more, np.float32) for at in range(4)} for more in (0, 10))
+    store.put("s.npz", writers.by_numpy(tmp_path / "a.npz", one).read_bytes())
+    finish = Destination.commit
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Destination, "commit", dies)
+    assert ckpt(*words).code == 130
+    monkeypatch.setattr(Destination, "commit", finish)
+    store.put("s.npz", writers.by_numpy(tmp_path / "a.npz", two).read_bytes())
+    said = ckpt(*words, "--resume")
+    assert (said.code, "is other work than this" in said.err) == (1, True), said.err
+    assert ckpt(*words).code == 0
+    assert_same_bits(read(tmp_path / "t"), two)
 
 
 @pytest.mark.parametrize("to", ["orbax", "npz", "hf"])

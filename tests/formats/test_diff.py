@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from ckptkit.cli import main
@@ -70,6 +72,17 @@ def test_rules_and_our_step(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     assert (
         ckpt("diff", ours.root / "4", writers.by_numpy(tmp_path / "w.npz", {"kernel": w.T}), "--map", rules).code == 0
     )
+
+
+def test_keys_of_another_implementation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same bits draw other numbers: a run would not go on as before, and `diff` say that nothing differs."""
+    for impl in ("rbg", "unsafe_rbg"):
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / impl, {"key": jax.random.key(1, impl=impl)})
+    one, two = str(tmp_path / "rbg"), str(tmp_path / "unsafe_rbg")
+    assert main(["diff", one, two, "--json"]) == 20
+    assert json.loads(capsys.readouterr().out)["shapes"] == [["key", "rbg[4]", "unsafe_rbg[4]"]]
+    assert main(["diff", one, one]) == 0
 
 
 def test_statistics(ckpt: Run, tmp_path: Path) -> None:

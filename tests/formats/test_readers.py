@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import tensorstore as ts
 
 import ckptkit
+from ckptkit.conversion import plan_convert
 from ckptkit.formats import open_checkpoint
 from ckptkit.sharding import Box
 from tests.cli.conftest import Ours
@@ -82,6 +84,19 @@ def test_torch(tmp_path: Path) -> None:
     assert_reads(tmp_path / "model.pt", {name: leaf.numpy() for name, leaf in model.state_dict().items()})
 
 
+@pytest.mark.parametrize("mark", ["conj", "neg"])
+def test_views_of_torch_that_are_yet_to_be_computed(tmp_path: Path, mark: str) -> None:
+    """The storage has the numbers before they are conjugated, or negated: these would be given out as the tensor's."""
+    torch = pytest.importorskip("torch")
+    base = torch.tensor([1 + 2j, 3 - 4j])
+    view = base.conj() if mark == "conj" else base.conj().imag
+    torch.save({"z": view}, tmp_path / "views.pt")
+    with pytest.raises(ckptkit.CorruptCheckpointError, match=f"{mark}.*resolve_conj"):
+        open_checkpoint(str(tmp_path / "views.pt"))
+    torch.save({"z": view.resolve_conj().resolve_neg()}, tmp_path / "done.pt")
+    assert_reads(tmp_path / "done.pt", {"z": view.resolve_conj().resolve_neg().numpy()})
+
+
 @pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}, {"use_zarr3": True}], ids=["ocdbt", "files", "zarr3"])
 def test_stock_orbax(options: dict[str, Any], tmp_path: Path) -> None:
     """A checkpoint that stock Orbax wrote would be read wrong."""
@@ -125,6 +140,28 @@ def test_a_changed_bit_of_our_step_is_not_given_out(mine: Ours) -> None:
         opened.by_name()["w"].read()
 
 
+@pytest.mark.parametrize("block_bytes", [1 << 20, 64])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_changed_bit_of_npz_is_not_given_out(tmp_path: Path, compressed: bool, block_bytes: int) -> None:
+    """NumPy refuses the file; a conversion would make something of it that looks whole."""
+    path, array = tmp_path / "a.npz", np.arange(1000.0)
+    writers.by_numpy(path, {"w": array}, compressed=compressed)
+    assert_reads(path, {"w": array})
+    with zipfile.ZipFile(path) as archive:
+        data = bytearray(archive.read("w.npy"))
+        (info,) = archive.infolist()
+    data[-5] ^= 1
+    with zipfile.ZipFile(tmp_path / "b.npz", "w", info.compress_type) as archive:
+        archive.writestr("w.npy", bytes(data))
+        archive.infolist()[0].CRC = info.CRC  # what stands in the directory
+    with pytest.raises(zipfile.BadZipFile):
+        np.load(tmp_path / "b.npz")["w"]
+    with open_checkpoint(str(tmp_path / "b.npz")) as opened:
+        (tensor,) = opened.tensors
+        with pytest.raises(ckptkit.CorruptCheckpointError, match="does not match its checksum"):
+            list(map(tensor.read, tensor.blocks(block_bytes)))
+
+
 def test_fortran_order_and_big_endian(tmp_path: Path) -> None:
     """An array that NumPy stored by columns, or in the other byte order, would come out scrambled."""
     array = np.arange(24.0).reshape(2, 3, 4)
@@ -141,6 +178,47 @@ def test_flax_chunks_and_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "checkpoint_3").write_bytes(serialization.to_bytes(state))
     expected = {"big": state["big"], "n": np.array(3), "z": np.array(1 + 2j), "s": np.array(2, np.float32)}
     assert_reads(tmp_path / "checkpoint_3", expected)
+
+
+def test_flax_chunks_out_of_order(tmp_path: Path) -> None:
+    """Flax goes by the chunks' names: a writer that sorts them as text puts "10" before "2", and rows change places."""
+    import msgpack
+    from flax import serialization
+
+    chunks = {str(at): np.full(2, at, np.float32) for at in range(11)}
+    tree = {"__msgpack_chunked_array__": True, "shape": {"0": 22}, "chunks": dict(sorted(chunks.items()))}
+    packed: Any = msgpack.packb({"w": tree}, default=serialization._msgpack_ext_pack, strict_types=True)
+    (tmp_path / "checkpoint_1").write_bytes(packed)
+    with pytest.raises(ckptkit.CorruptCheckpointError, match="entry 2 of an array in chunks is named '10'"):
+        open_checkpoint(str(tmp_path / "checkpoint_1"))
+
+
+def test_hugging_face_directory_that_is_not_whole(tmp_path: Path) -> None:
+    """A model that was uploaded or downloaded in part, its index last, would be taken for a smaller one."""
+    pytest.importorskip("safetensors")
+    for at, of in ((1, 3), (3, 3)):
+        writers.by_safetensors(
+            tmp_path / f"model-{at:05d}-of-{of:05d}.safetensors", {f"w{at}": values("float32", (2,))}
+        )
+    with pytest.raises(ckptkit.CorruptCheckpointError, match=r"1 of the 3 files model-\S+ are gone, or not there yet"):
+        open_checkpoint(str(tmp_path))
+    writers.by_safetensors(tmp_path / "model-00002-of-00003.safetensors", {"w2": values("float32", (2,))})
+    with open_checkpoint(str(tmp_path)) as opened:
+        assert sorted(opened.by_name()) == ["w1", "w2", "w3"]
+
+
+def test_what_of_safetensors_is_not_read_is_said(tmp_path: Path) -> None:
+    """Tensors that an index forgot, and what a writer said besides, would be lost without a word."""
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    name = "model-00001-of-00001.safetensors"
+    save_file({"a": np.zeros(2), "b": np.ones(2)}, tmp_path / name, metadata={"format": "pt", "title": "mine"})
+    expected = ("not read: metadata: title",)
+    assert ckptkit.inspect(str(tmp_path / name)).notes == expected
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    expected = ("not read: tensors that the index does not name: b", *expected)
+    with open_checkpoint(str(tmp_path)) as opened:
+        assert opened.facts.notes == expected
+        assert plan_convert(opened, str(tmp_path / "t.npz"), "npz").notes == expected
 
 
 def test_hugging_face_directory(tmp_path: Path) -> None:

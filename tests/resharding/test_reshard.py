@@ -19,15 +19,18 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.conversion.destination import Destination
 from ckptkit.formats import open_checkpoint
 from ckptkit.formats.tensors import Tensor
 from ckptkit.resharding import Mesh, open_source, plan_reshard, reshard
 from ckptkit.sharding import Box
+from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
+from ckptkit.upkeep import copy, plan_copy
 from ckptkit.verification import verify
 from tests.cli.conftest import Ours, Run
 from tests.multiprocess.starters import environment, run, skip_without
-from tests.states import make_state, raw
+from tests.states import abstract, make_state, raw, restore_args
 from tools.launch.launcher import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +85,45 @@ def test_our_step_keeps_its_name_and_its_proofs(ckpt: Run, ours: Ours, tmp_path:
         for key in path:
             there = there[getattr(key, "key", getattr(key, "idx", None))]
         assert raw(there) == raw(leaf), path
+
+
+def test_small_items_of_our_step_are_restored_by_our_manager(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+    """The position in the data would be in Orbax's files only: our manager would say that there is none, and a run
+    would begin its data anew."""
+    (tmp_path / "root").mkdir()
+    assert ckpt("reshard", ours.root / "8", tmp_path / "root/8", "--mesh", "a=2").code == 0
+    with ckptkit.CheckpointManager(tmp_path / "root") as manager:
+        assert manager.restore(8)["data"] == {"step": 8}
+        found = manager.restore(8, args=restore_args(abstract(make_state(8))))
+    assert found["data"] == {"step": 8}
+    assert {proof.state for proof in verify(str(tmp_path / "root")).steps} == {"proven"}
+
+
+def test_a_source_in_a_bucket_that_changed_is_not_gone_on_with(
+    ckpt: Run, striped: Path, server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of two checkpoints would become one, which proves as whole."""
+    store = open_store("gs://runs/run")
+    for path in striped.rglob("*"):
+        if path.is_file():
+            store.put(f"9/{path.relative_to(striped)}", path.read_bytes())
+    store.put("9/commit_success.txt", b"")
+    words = ("reshard", "gs://runs/run/9", tmp_path / "9", "--mesh", MESH)
+    finish = Destination.commit
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Destination, "commit", dies)
+    assert ckpt(*words).code == 130
+    monkeypatch.setattr(Destination, "commit", finish)
+    name = store.list("9/default/d")[0]
+    store.put(f"9/default/d/{name}", store.get(f"9/default/d/{name}"))  # another object of the same size
+    said = ckpt(*words, "--resume")
+    assert said.code == 1
+    assert "is other work than this" in said.err
+    assert ckpt(*words).code == 0
+    assert read(tmp_path / "9") == read(striped)
 
 
 def test_the_plan_is_printed_and_nothing_is_written(ckpt: Run, striped: Path, tmp_path: Path) -> None:
@@ -296,6 +338,31 @@ def test_into_a_bucket_marker_last(ckpt: Run, striped: Path, server: BucketServe
     left = gcsfs.GCSFileSystem().find("runs")
     assert not [name for name in left if "ckptkit-part" in name]
     assert "is there already" in ckpt("reshard", striped, target, "--mesh", MESH).err
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_step_that_took_the_place_of_an_interrupted_work_in_a_bucket(
+    resume: bool, ckpt: Run, striped: Path, server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be deleted, or written over, although somebody has committed it since."""
+    words = ("reshard", striped, "gs://runs/run/9", "--mesh", MESH, "--memory", "1MB")
+    finish = Destination.commit
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Destination, "commit", dies)
+    assert ckpt(*words).code == 130
+    monkeypatch.setattr(Destination, "commit", finish)
+    store = open_store("gs://runs/run")
+    store.delete_many(store.list_all("9"))
+    copy(plan_copy(str(striped), "gs://runs/run"))
+    before = store.stat_all("9")
+    said = ckpt(*words, *["--resume"] * resume)
+    assert (said.code, "is there already" in said.err) == (1, True), said.err
+    assert {key: stat.generation for key, stat in store.stat_all("9").items()} == {
+        key: stat.generation for key, stat in before.items()
+    }
 
 
 @pytest.mark.parametrize("to", ["orbax", "hf", "safetensors"])

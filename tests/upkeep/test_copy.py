@@ -76,6 +76,52 @@ def test_stock_orbax(tmp_path: Path, server: BucketServer, ocdbt: bool) -> None:
         assert int(manager.restore(5, args=ocp.args.PyTreeRestore())["w"][0]) == 5  # pyright: ignore[reportCallIssue]
 
 
+def test_a_stock_step_that_is_replaced_while_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of two saves of one number would be one step at the target, and no digest would show it."""
+    handler, homes = ocp.PyTreeCheckpointHandler(use_ocdbt=False), (tmp_path / "root", tmp_path / "other")
+    for value, home in enumerate(homes):
+        with ocp.CheckpointManager(home, item_handlers=handler) as manager:
+            tree = {name: jnp.full(64, value) for name in "abcd"}
+            manager.save(5, args=ocp.args.PyTreeSave(tree))  # pyright: ignore[reportCallIssue]
+    real, copied = copying.copy_object, list[str]()
+    monkeypatch.setattr(copying, "_THREADS", 1)
+
+    def replaced(source: str, target: str) -> tuple[int, str]:
+        copied.append(source)
+        if len(copied) == 8:
+            shutil.rmtree(homes[0] / "5")
+            shutil.copytree(homes[1] / "5", homes[0] / "5")
+        return real(source, target)
+
+    monkeypatch.setattr(copying, "copy_object", replaced)
+    plan = plan_copy(str(homes[0] / "5"), str(tmp_path / "into"))
+    with pytest.raises(CheckpointError, match="was replaced, or changed, while it was copied"):
+        copy(plan)
+    assert steps_in(tmp_path / "into") == []
+
+
+def test_two_copies_of_a_step_to_the_same_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Last night's copy may still run when tonight's begins, and each would take away what the other has copied."""
+    root, into = tmp_path / "run", str(tmp_path / "into")
+    make_root(root, (1,))
+    real, refused = copying.copy_object, list[str]()
+
+    def meanwhile(source: str, target: str) -> tuple[int, str]:
+        if not refused:
+            refused.append("")
+            with pytest.raises(CheckpointError, match="another process is making") as caught:
+                copy(plan_copy(str(root), into), resume=True)
+            refused.append(str(caught.value))
+        return real(source, target)
+
+    monkeypatch.setattr(copying, "copy_object", meanwhile)
+    monkeypatch.setattr(copying, "_THREADS", 1)
+    copy(plan_copy(str(root), into))
+    assert len(refused) == 2
+    assert restored(into) == (1, 1)
+    assert sorted(path.name for path in Path(into).iterdir() if path.name.startswith(".")) == []
+
+
 def test_damage_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backup would be as bad as what it is a backup of, and be found so on the day it is needed."""
     root, into = tmp_path / "run", tmp_path / "into"

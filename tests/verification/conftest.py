@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from tests.cli.conftest import ckpt as ckpt
 from tests.states import make_state, save_args
 
 HOST = "h0"

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 
@@ -118,6 +119,26 @@ def test_a_durable_step_from_a_slot(job: Job, how: str) -> None:
     restored(job)
     assert (job.root / "_ckptkit" / QUARANTINE_DIR / "1").is_dir(), "what was damaged is kept"
     assert not list((job.root / "_ckptkit").glob("repair-*"))
+
+
+def test_a_step_of_ours_with_an_item_of_stock_orbax(job: Job) -> None:
+    """The item that nobody kept digests of would keep ours from being mended."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(job.root / "1/extra", {"w": jnp.arange(4)})
+    (job.root / "1/state/manifest.ocdbt").unlink()
+    found = scrubbed(job)
+    assert acts(found) == [(1, "durable", "repair", True)], found
+    assert ckptkit.verify(str(job.root)).steps[1].state == "unproven"
+    restored(job)
+
+
+def test_what_is_too_large_to_be_read_is_not_put_aside(job: Job, stock: Path) -> None:
+    """A step of large chunks would be taken out of its root, although nothing is wrong with it."""
+    for root, tiers in ((job.root, job.tiers), (stock / "root", ())):
+        before = content(root.parent)
+        found = ckptkit.scrub(str(root), tiers, repair=True, host_id=HOST, memory_bytes_max=64)
+        assert acts(found) == []
+        assert content(root.parent) == before
 
 
 @pytest.mark.parametrize("dies_in", ["_proof", "exchange", "move_aside"])

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 
@@ -18,6 +19,7 @@ from ckptkit.sharding import Box
 from ckptkit.slot_reader import read_manifest
 from ckptkit.verification import Progress, Verification
 from ckptkit.verification.pool import CellCheck, Limits, check_cells
+from tests.cli.conftest import Run
 from tests.states import abstract, assert_same, make_state, restore_args
 from tests.verification.conftest import STEPS, Job
 
@@ -137,6 +139,67 @@ def test_a_small_item_that_is_not_what_was_saved(job: Job) -> None:
     )
 
 
+def test_items_of_two_saves(tmp_path: Path) -> None:
+    """A step that no restore takes would be called proven."""
+    for name, steps in (("one", (1,)), ("two", (0, 1))):
+        with ckptkit.CheckpointManager(tmp_path / name) as manager:
+            for step in steps:
+                tree = ocp.args.StandardSave({"w": jnp.arange(4)})
+                manager.save(step, args=ocp.args.Composite(a=tree, b=tree))  # pyright: ignore[reportCallIssue]
+    shutil.rmtree(tmp_path / "one/1/b")
+    shutil.copytree(tmp_path / "two/1/b", tmp_path / "one/1/b")
+    (proof,) = ckptkit.verify(str(tmp_path / "one")).steps
+    assert proof.state == "corrupt"
+    assert "has items of saves 1@1.0, 1@1.1" in str(proof.findings[0])
+
+
+def test_items_of_which_nobody_kept_digests(job: Job) -> None:
+    """What somebody put beside our items would be called proven with them."""
+    (job.root / "1/vocabulary").mkdir()
+    (job.root / "1/vocabulary/words.txt").write_text("a b c")
+    proof = ckptkit.verify(str(job.root)).steps[1]
+    assert (proof.state, proof.findings) == ("unproven", ())
+    assert proof.reason == "unproven: nobody kept digests of vocabulary; all else is proven"
+
+
+def test_the_state_of_a_data_iterator(tmp_path: Path) -> None:
+    """Stock Orbax goes on from its file: a position that is not the one that was saved would be called proven. And
+    JSON with NaN, which is not equal to itself, would be called damaged."""
+    grain = pytest.importorskip("grain")
+    data = iter(grain.MapDataset.range(64).to_iter_dataset())
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        args = {
+            "state": ocp.args.StandardSave({"w": jnp.arange(4)}),
+            "data": grain.checkpoint.CheckpointSave(data),
+            "notes": ocp.args.JsonSave({"loss": float("nan")}),
+        }
+        manager.save(3, args=ocp.args.Composite(**args))
+    assert states(ckptkit.verify(str(tmp_path))) == {3: "proven"}
+    (file,) = (tmp_path / "3/data").glob("process_*")
+    state = json.loads(file.read_text())
+    file.write_text(json.dumps({**state, "next_index": 7}))
+    (proof,) = ckptkit.verify(str(tmp_path)).steps
+    assert [str(finding) for finding in proof.findings] == [f"{tmp_path}/3/data is not what was saved"]
+    file.unlink()
+    (file.parent / "process_1-of-2.json").write_text("{}")
+    (proof,) = ckptkit.verify(str(tmp_path)).steps
+    assert [str(finding) for finding in proof.findings] == [f"{file} is gone"]
+
+
+def test_an_item_that_stands_alone(stock: Path, saved: Job, ckpt: Run, tmp_path: Path) -> None:
+    """It would be called step 0 of a run that there never was."""
+    found = ckptkit.verify(str(stock / "zarr3"))
+    assert (found.item, found.to_json()["item"]) == ("zarr3", "zarr3")
+    assert ckpt("convert", saved.root / "1", tmp_path / "model", "--to", "orbax").code == 0
+    assert ckptkit.verify(str(tmp_path / "model")).item == "model"
+    said = ckpt("verify", tmp_path / "model").out
+    assert "model: item model, of no step: 1 save, 1 proven" in said
+    assert [line.split()[:2] for line in said.splitlines() if "proven" in line][1:] == [["-", "proven"]]
+    shutil.copytree(saved.root / "1/state", tmp_path / "state")
+    found = ckptkit.verify(str(tmp_path / "state"))
+    assert (found.item, states(found)) == (None, {1: "proven"})
+
+
 def test_a_sidecar_of_another_step(job: Job) -> None:
     """An older step's digests would prove an older step's bytes under a newer number."""
     name = "state/_ckptkit/process-0.json"
@@ -225,8 +288,10 @@ def test_a_step_that_is_pruned_meanwhile(job: Job) -> None:
 def test_memory_has_a_bound(saved: Job) -> None:
     """A hostile or huge cell would take all memory of a machine that trains."""
     (proof,) = ckptkit.verify(str(saved.root / "1"), memory_bytes_max=64).steps
-    assert proof.state == "corrupt"
-    assert "more than the 64 that are allowed" in str(proof.findings[0])
+    assert (proof.state, proof.findings) == ("unproven", ()), "nobody has looked: that is no damage, and no proof"
+    assert "chunks were not read" in str(proof.reason)
+    assert "and 64 are allowed" in str(proof.reason)
+    assert states(ckptkit.verify(str(saved.home / "ram"), memory_bytes_max=64)) == dict.fromkeys(STEPS, "proven")
     with pytest.raises(ValueError, match="threads=0, memory_bytes_max"):
         ckptkit.verify(str(saved.root), threads=0)
 
@@ -274,7 +339,7 @@ def test_the_shape_of_the_json(job: Job) -> None:
     flip(path.with_name(read_manifest(path).slot), 0)
     found: dict[str, Any] = json.loads(json.dumps(ckptkit.verify(str(job.home / "ram"), 1).to_json()))
     (step,) = found.pop("steps")
-    assert found == {"format": 1, "path": str(job.home / "ram"), "notes": [], "problems": []}
+    assert found == {"format": 1, "path": str(job.home / "ram"), "item": None, "notes": [], "problems": []}
     (finding,) = step.pop("findings")
     assert set(finding) == {"path", "problem", "item", "leaf", "box", "expected", "found"}
     assert set(step) == {"step", "state", "kind", "path", "save_id", "cells", "bytes", "reason"}
