@@ -104,9 +104,15 @@ class EventLog:
     Cost: one encoded line and one `os.write` per event, no sync; 8 microseconds (bench/LOG.md). The line is written in
     the thread that emits it: a process that is killed loses at most the one that it was writing, which a queue with
     a writer of its own could not say. Safe from several threads. `EventLog()` writes no file.
+
+    `load_run` finds it as `attempt-<a>-process-<p>.jsonl` in the directory of the run. Raises ValueError for a URL,
+    which takes no lines at its end, and OSError for a file that cannot be opened.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, process: int = 0):
+        self.opened_s = clock.wall_s()  # what stands in a log from before is of an earlier attempt
+        if path is not None and "://" in os.fspath(path):
+            raise ValueError(f"EventLog({path!r}): give the path of a local file; copy it to a bucket when it is whole")
         self._process = process
         self._observers: list[Callable[[Event], None]] = []
         self._lock = threading.Lock()

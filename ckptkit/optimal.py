@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import math
 import os
 import threading
@@ -19,8 +20,10 @@ from ckptkit import intervals
 from ckptkit.clock import monotonic_s, time_text
 from ckptkit.events import Event, EventLog, Kind
 from ckptkit.goodput import load_run
+from ckptkit.goodput.runs import attempts_of
 from ckptkit.save_costs import SaveCosts
 
+_log = logging.getLogger("ckptkit")
 _KEPT = 20  # failures back that what was seen weighs 1/e (bench/LOG.md)
 _PRIOR_FAILURES = 2.0
 _COST_MIN_S = 1e-3  # nothing is free: without it the interval would go to 0
@@ -61,7 +64,8 @@ class GoodputOptimal:
     Cost: some list operations per event, and one or two evaluations of the formula per commit (0.1 ms).
 
     Raises ValueError for no tiers, one named twice, or a prior that is no time. No logs in
-    `history` are no error: the first attempt finds none.
+    `history` are no error: the first attempt finds none. Nor are damaged ones: the prior alone counts then, and a line
+    of the `ckptkit` logger says so.
     """
 
     def __init__(
@@ -110,25 +114,19 @@ class GoodputOptimal:
             logs = load_run(history)
         except FileNotFoundError:
             return
-        attempts: dict[int, list[Event]] = {}
-        for log in logs:
-            number = next((e.fields["attempt"] for e in log if e.kind == Kind.STARTED and e.process == 0), None)
-            if number is not None:
-                attempts[number] = list(log)
-        numbers = sorted(attempts)
-        for number, after in zip_longest(numbers, numbers[1:]):
-            log = attempts[number]
-            if log is attempts[numbers[-1]] and len(log) == 1:
-                return  # this run's own, just begun
-            up_s = max(e.at_s for e in log) - min(e.at_s for e in log)
-            fade = math.exp(-1.0 / _KEPT)
-            finished = any(event.kind == Kind.FINISHED for event in log)
-            if finished:
+        except ValueError as error:  # a job must not stand still for its telemetry
+            _log.warning("save intervals begin from the prior: %s", error)
+            return
+        earlier = [[event for event in log if event.at_s < self._events.opened_s] for log in logs]
+        attempts = [attempt for attempt in attempts_of(earlier)[0] if attempt.first_s is not None]
+        for attempt, after in zip_longest(attempts, attempts[1:]):
+            up_s, fade = attempt.up_s, math.exp(-1.0 / _KEPT)
+            if attempt.is_finished:
                 self._up_s += up_s
                 continue
             self._up_s = self._up_s * fade + up_s
             self._failures *= fade
-            self._failures[self._level(attempts[after] if after is not None else [])] += 1.0
+            self._failures[self._level(after.events if after is not None else [])] += 1.0
             self._moments += intervals.moments(up_s, self._up_s / self._failures.sum()) if up_s > 0 else 0.0
 
     def _level(self, log: Sequence[Event]) -> int:
