@@ -9,6 +9,7 @@ import click
 import jax
 
 from ckptkit import EventLog, Kind
+from ckptkit.coordination import make_coordinator
 from ckptkit.goodput import steps_done
 from tools.corpus import build_corpus
 from trainer.checkpoint import (
@@ -22,7 +23,7 @@ from trainer.checkpoint import (
 )
 from trainer.cluster import join
 from trainer.config import MeshConfig, RunConfig
-from trainer.data import Position, open_batches, start_position
+from trainer.data import Position, check_same_data, open_batches, start_position
 from trainer.proof import Proof
 from trainer.sharding import batch_sharding, check_rules, make_mesh, named_leaves
 from trainer.step import State, compile_step, make_program
@@ -54,6 +55,8 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
         join(config.cluster, loop.compile_cache)
         mesh_config = config.mesh or MeshConfig(fsdp=jax.device_count())
         mesh = make_mesh(mesh_config)
+        start = start_position(corpus, global_batch=config.data.global_batch, seed=config.data.seed)
+        check_same_data(start, make_coordinator(), timeout_s=config.cluster.start_timeout_s)
     with events.span("training_prep"):
         program = make_program(model, config.optimizer, mesh, seed=config.data.seed)
         check_rules(
@@ -62,7 +65,6 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
             global_batch=config.data.global_batch,
             accumulate=config.optimizer.accumulate,
         )
-        start = start_position(corpus, global_batch=config.data.global_batch, seed=config.data.seed)
         manager = make_manager(config.checkpoint, events)
         prepare(manager, program.abstract_state, start)
     with events.span("checkpoint_restore"):
@@ -94,7 +96,7 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
         with events.span("data_loading", step):
             batch = next(batches)
         with events.span("step", step):
-            state, loss = take_step(loop_state.state, batch.tokens, lambda: wait_until_staged(manager))
+            state, loss = take_step(loop_state.state, batch.tokens, lambda: wait_until_staged(manager, events))
             loss_nats = float(loss)  # waits: a save that found the step unfinished would count it as its own stall
         loop_state = LoopState(state=state, position=replace(loop_state.position, step=step + 1))
         if proof:
@@ -119,11 +121,11 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
 
 def check_paths(config: RunConfig) -> None:
     """Find out now, not at the first save, that something cannot be written."""
-    check_writable(config.checkpoint.directory, "--checkpoint")
+    check_writable(config.checkpoint.directory, "--checkpoint", remote=True)
     check_writable(config.checkpoint.ram, "--ram")
     check_writable(config.checkpoint.ssd, "--ssd")
     check_writable(config.loop.proof, "--proof")
-    check_writable(config.loop.compile_cache, "--compile-cache")
+    check_writable(config.loop.compile_cache, "--compile-cache", remote=True)
 
 
 class Progress:

@@ -122,7 +122,8 @@ def device_memory(
     """Bytes on one device: float32 weights, gradients and two moments, the gathered block, activations."""
     shards = {path: _bytes(leaf.sharding.shard_shape(leaf.shape), leaf) for path, leaf in leaves.items()}
     parameters = sum(size for path, size in shards.items() if path.startswith("model/"))
-    block = sum(size for path, size in shards.items() if path.startswith("model/blocks/0/"))
+    split = {path for path, leaf in leaves.items() if "fsdp" in axes_of(leaf.sharding.spec)}
+    block = sum(size for path, size in shards.items() if path in split and path.startswith("model/blocks/0/"))
     width = np.dtype(model.compute_dtype).itemsize
     return Memory(
         parameters=parameters,
@@ -271,7 +272,8 @@ def _checkpoint_table(plan: Plan, keep: int) -> Table:
     written = "committed, being written, read by slower tiers"
     table.add_row("ramdisk, per host", _gb(ram * plan.host_bytes), f"{ram} slots: {written}")
     table.add_row("SSD, per host", _gb(ssd * plan.host_bytes), f"{ssd} slots: committed and being written")
-    table.add_row("durable, in all", _gb(keep * plan.checkpoint_bytes), f"{keep} steps kept, one replica writes")
+    durable = f"{keep} steps kept and one being written, each by one replica"
+    table.add_row("durable, in all", _gb((keep + 1) * plan.checkpoint_bytes), durable)
     return table
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
+from tools.launch import ExitCode, Launcher, RestartPolicy
 from trainer.__main__ import main as command
 from trainer.__main__ import read_flags
 from trainer.cluster import join
@@ -27,3 +30,31 @@ def test_the_timeouts_are_those_of_the_flags(monkeypatch: pytest.MonkeyPatch) ->
         "heartbeat_timeout_seconds": 7,
         "shutdown_timeout_seconds": 21,
     }
+
+
+def test_hosts_with_different_text_are_refused(tmp_path: Path) -> None:
+    """Breaks when each host trains on its own text and its own order of it, and nobody notices."""
+    for process in (0, 1):
+        (tmp_path / f"text-{process}").write_text("the quick brown fox\n" * (200 + process))
+    words = ["--data", str(tmp_path / "text-{process}"), "--run-dir", str(tmp_path / "run"), "--steps", "1"]
+    words += ["--coordinator", "{coordinator}", "--processes", "{processes}", "--process", "{process}"]
+    lines: list[str] = []
+    launcher = Launcher(
+        [sys.executable, "-m", "trainer", *words],
+        processes=2,
+        devices_per_process=1,
+        policy=RestartPolicy(restarts=0, grace_s=30.0),
+        on_output=lambda process, line: lines.append(f"{process}: {line}"),
+    )
+    assert launcher.run() == ExitCode.USAGE, lines
+    for process in (0, 1):
+        assert any(
+            line.startswith(f"{process}: Error: process 1 has other data than process 0: source_digest ")
+            for line in lines
+        ), lines
+
+
+def test_a_rate_of_zero_is_one() -> None:
+    """Breaks when a run that is to change nothing trains at the preset's rate."""
+    assert read_flags(command.make_context("trainer", ["--learning-rate", "0"]).params).optimizer.learning_rate == 0.0
+    assert read_flags(command.make_context("trainer", []).params).optimizer.learning_rate == 3e-3
