@@ -29,7 +29,9 @@ class Kind(StrEnum):
     """The kinds of event, in the order in which a run meets them."""
 
     STARTED = "started"  # a process came up: fields attempt, pid
-    SPAN = "span"  # time that was spent: fields span (goodput's kind), duration_s; at_s is its END
+    # time that was spent: fields span (goodput's kind), duration_s, failed (true) where it ended in an exception; at_s
+    # is its END
+    SPAN = "span"
     PLANNED = "restore_planned"  # fields sources: tier -> bytes
     REJECTED = "restore_rejected"  # fields reason
     # fields sources: tier -> bytes, duration_s, verify (and share, seed of a sample); of several processes broadcast
@@ -179,9 +181,10 @@ class _Span(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._start_s = clock.monotonic_s()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         duration_s = round(clock.monotonic_s() - self._start_s, 6)
-        self._log.emit(Kind.SPAN, step=self._step, span=self._name, duration_s=duration_s)
+        failed: dict[str, Any] = {} if error is None else {"failed": True}
+        self._log.emit(Kind.SPAN, step=self._step, span=self._name, duration_s=duration_s, **failed)
 
 
 def _cut_torn_line(fd: int) -> None:

@@ -52,9 +52,8 @@ def steps_done(directory: str | os.PathLike[str]) -> int | None:
     Where a log is damaged or cannot be read it is None too: a run must not stand still for its account.
     """
     paths = Path(directory).glob("attempt-*-process-*.jsonl")
-    spans = (event for path in paths for event in read_events(path) if event.kind == Kind.SPAN)
     try:
-        return max((e.step + 1 for e in spans if e.fields["span"] == "step" and e.step is not None), default=None)
+        return max((step + 1 for path in paths for step, _ in _steps(read_events(path))), default=None)
     except (ValueError, OSError):
         return None
 
@@ -103,12 +102,21 @@ def attempts_of(logs: Sequence[Sequence[Event]]) -> tuple[list[Attempt], list[Ev
     for number, events in reversed(_numbered(lives)):
         primary = [event for event in events if event.process == 0]
         spans = [event for event in primary if event.kind == Kind.SPAN]
-        steps = [(e.step, e) for e in spans if e.fields["span"] == "step" and e.step is not None]
+        steps = list(_steps(spans))
         first_s = min(map(start_s, primary), default=None)
         last_s = max(event.at_s for event in primary or events)
         attempts.append(Attempt(number, events, spans, steps, first_s, last_s, wasted_from))
         wasted_from = min([wasted_from, *(step for step, _ in steps)])
     return attempts[::-1], launcher
+
+
+def _steps(events: Iterable[Event]) -> Iterable[tuple[int, Event]]:
+    """The steps that were done: one that ended in an exception, as when another process was lost, was not."""
+    for event in events:
+        if event.kind != Kind.SPAN or event.fields["span"] != "step" or event.fields.get("failed"):
+            continue
+        if event.step is not None:
+            yield event.step, event
 
 
 def _lives(log: Sequence[Event]) -> Iterable[Sequence[Event]]:
@@ -170,7 +178,8 @@ def intervals(
 
 def _part(span: Event, wasted_from: float) -> Part:
     if span.fields["span"] == "step":
-        return Part.WASTED if span.step is not None and span.step >= wasted_from else Part.PRODUCTIVE
+        lost = span.fields.get("failed") or (span.step is not None and span.step >= wasted_from)
+        return Part.WASTED if lost else Part.PRODUCTIVE
     if span.fields["span"] == "broadcast":  # inside a restore
         return Part.CHECKPOINT_RESTORE
     return next((part for part in Part if part.value == span.fields["span"]), Part.OTHER)

@@ -232,7 +232,7 @@ def test_a_span_lasts_as_the_monotonic_clock_says(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(KeyError), log.span("step", step=4):
         raise KeyError
     assert [(e.kind, e.step, e.at_s, e.fields) for e in seen] == [
-        (Kind.SPAN, 4, 5.0, {"span": "step", "duration_s": 2.5})
+        (Kind.SPAN, 4, 5.0, {"span": "step", "duration_s": 2.5, "failed": True})
     ]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -293,6 +295,28 @@ def test_a_run_that_is_made_longer_has_lost_nothing() -> None:
     report = goodput_report([[*first, at(Kind.FINISHED, 20.0)], second])
     assert report.disruptions == ()
     assert report.mean_time_to_resume_s == {}
+
+
+def test_a_step_that_ended_in_an_exception_was_not_done(tmp_path: Path) -> None:
+    """Breaks when the step that hangs until another process's loss is noticed counts as done, and then as lost."""
+    log = EventLog(tmp_path / "attempt-0-process-0.jsonl")
+    for step in range(4):
+        with suppress(OSError), log.span("step", step=step):
+            time.sleep(0.01)
+            if step == 3:
+                raise OSError("connection reset by peer")
+    log.close()
+    assert steps_done(tmp_path) == 3
+    report = goodput_report(load_run(tmp_path))
+    assert report.goodput.distinct_steps == 3
+    assert report.parts_s[Part.WASTED] >= 0.01
+    again = EventLog(tmp_path / "attempt-1-process-0.jsonl")
+    with again.span("step", step=3):
+        pass
+    again.close()
+    report = goodput_report(load_run(tmp_path))
+    assert [loss.lost_steps for loss in report.disruptions] == [0]
+    assert report.goodput.distinct_steps == 4
 
 
 def test_a_damaged_log_leaves_the_steps_done_unknown(tmp_path: Path) -> None:
