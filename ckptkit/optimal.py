@@ -20,7 +20,7 @@ from ckptkit import intervals
 from ckptkit.clock import monotonic_s, time_text
 from ckptkit.events import Event, EventLog, Kind
 from ckptkit.goodput import load_run
-from ckptkit.goodput.runs import attempts_of
+from ckptkit.goodput.runs import Attempt, attempts_of
 from ckptkit.save_costs import SaveCosts
 
 _log = logging.getLogger("ckptkit")
@@ -53,13 +53,13 @@ class GoodputOptimal:
 
     A save costs its stall and what steps take longer until it is committed, on average over the last 20 of each tier
     (where the loop records `step` spans: `SaveCosts`). Failures and uptime come from the logs of earlier attempts in
-    `history`: an attempt with a successor failed, and the slowest tier that its successor restored from is the one that
-    the failure needed. To that comes a prior of two failures, `prior_mtbf_s` apart, half of them for each tier but the
-    slowest, which has a tenth. Each tier has Daly's interval for the failures that it survives and no faster one does
-    (Young 1974, Daly 2006, Benoit et al. 2017: `ckptkit.intervals`), never below what its last saves took to be
-    committed. Where the attempts' lives say that failures come in clusters, intervals are shorter just after a restart
-    and grow with the time since (Ling et al. 2001). The simulator's `learned` policy is this formula (`ckptkit
-    simulate`). Process 0's answer counts.
+    `history`: an attempt that did not finish failed, and the slowest tier that its successor restored from is the one
+    that the failure needed; a preemption whose last save the successor restored is no failure. To that comes a prior of
+    two failures, `prior_mtbf_s` apart, half of them for each tier but the slowest, which has a tenth. Each tier has
+    Daly's interval for the failures that it survives and no faster one does (Young 1974, Daly 2006, Benoit et al. 2017:
+    `ckptkit.intervals`), never below what its last saves took to be committed. Where the attempts' lives say that
+    failures come in clusters, intervals are shorter just after a restart and grow with the time since (Ling et al.
+    2001). The simulator's `learned` policy is this formula (`ckptkit simulate`). Process 0's answer counts.
 
     Cost: some list operations per event, and one or two evaluations of the formula per commit (0.1 ms).
 
@@ -121,13 +121,22 @@ class GoodputOptimal:
         attempts = [attempt for attempt in attempts_of(earlier)[0] if attempt.first_s is not None]
         for attempt, after in zip_longest(attempts, attempts[1:]):
             up_s, fade = attempt.up_s, math.exp(-1.0 / _KEPT)
-            if attempt.is_finished:
+            if attempt.is_finished or self._was_saved(attempt, after):
                 self._up_s += up_s
                 continue
             self._up_s = self._up_s * fade + up_s
             self._failures *= fade
             self._failures[self._level(after.events if after is not None else [])] += 1.0
             self._moments += intervals.moments(up_s, self._up_s / self._failures.sum()) if up_s > 0 else 0.0
+
+    def _was_saved(self, attempt: Attempt, after: Attempt | None) -> bool:
+        """Whether it was preempted, and the next one went on from its last save: no interval could have been better."""
+        told = next((event for event in attempt.events if event.kind == Kind.PREEMPTED), None)
+        if told is None:
+            return False
+        if after is None:  # nothing is restored yet: the slowest tier is there for every successor
+            return self._tiers[-1] in told.fields["tiers"]
+        return any(event.kind == Kind.RESTORED and event.step == told.step for event in after.events)
 
     def _level(self, log: Sequence[Event]) -> int:
         """The slowest tier that a restart took bytes from; the slowest of all where it began afresh."""

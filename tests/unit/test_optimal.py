@@ -204,6 +204,20 @@ def test_the_slowest_tier_that_any_process_needed_counts(tmp_path: Path, now: Si
     assert best._failures[1] == pytest.approx(1.0 + math.exp(-1 / 20))
 
 
+def test_a_preemption_that_lost_nothing_is_no_failure(tmp_path: Path, now: SimpleNamespace) -> None:
+    """A fleet that is preempted all day, with time for a last save, would save for failures that never cost a step."""
+    del now
+    history(tmp_path, lives_s=[600.0] * 3, served=[None, "durable", "durable"])
+    for attempt, (step, tier) in enumerate([(1, "durable"), (7, "ram"), (9, "durable")]):
+        fields = {"tiers": [tier], "unfinished": [], "left_out": {}, "spent_s": 1.0, "grace_s": 25.0}
+        told = Event(kind=Kind.PREEMPTED, at_s=1.7e9 + 660 * attempt + 600, process=0, step=step, fields=fields)
+        with (tmp_path / f"attempt-{attempt}-process-0.jsonl").open("a") as log:
+            log.write(told.to_json() + "\n")
+    best = GoodputOptimal(EventLog(), tiers=("ram", "durable"), history=tmp_path)
+    assert best._failures.tolist() == [0.0, 1.0], "the second one's host went with its ramdisk: step 1 came back"
+    assert best._up_s == pytest.approx((600.0 * math.exp(-1 / 20) + 600.0) + 600.0)
+
+
 def test_a_damaged_log_keeps_no_job_from_starting(
     tmp_path: Path, now: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
