@@ -55,11 +55,12 @@ class GoodputOptimal:
     (where the loop records `step` spans: `SaveCosts`). Failures and uptime come from the logs of earlier attempts in
     `history`: an attempt that did not finish failed, and the slowest tier that its successor restored from is the one
     that the failure needed; a preemption whose last save the successor restored is no failure. To that comes a prior of
-    two failures, `prior_mtbf_s` apart, half of them for each tier but the slowest, which has a tenth. Each tier has
-    Daly's interval for the failures that it survives and no faster one does (Young 1974, Daly 2006, Benoit et al. 2017:
-    `ckptkit.intervals`), never below what its last saves took to be committed. Where the attempts' lives say that
-    failures come in clusters, intervals are shorter just after a restart and grow with the time since (Ling et al.
-    2001). The simulator's `learned` policy is this formula (`ckptkit simulate`). Process 0's answer counts.
+    two failures, `prior_mtbf_s` apart, a tenth of them for the slowest tier, and of the rest for each tier twice as
+    many as for the next slower one. Each tier has Daly's interval for the failures that it survives and no faster one
+    does (Young 1974, Daly 2006, Benoit et al. 2017: `ckptkit.intervals`), never below what its last saves took to be
+    committed. Where the attempts' lives say that failures come in clusters, intervals are shorter just after a restart
+    and grow with the time since (Ling et al. 2001). The simulator's `learned` policy is this formula (`ckptkit
+    simulate`). Process 0's answer counts.
 
     Cost: some list operations per event, and one or two evaluations of the formula per commit (0.1 ms).
 
@@ -212,7 +213,7 @@ class GoodputOptimal:
 
 
 def _prior_shares(tiers: int) -> list[float]:
-    """Half of the failures for the fastest tier, half of the rest for the next, and so on; a tenth for the slowest."""
+    """A tenth of the failures for the slowest tier; of the rest each tier has twice what the next slower one has."""
     if tiers == 1:
         return [1.0]
     weights = [0.5**place for place in range(1, tiers)]
