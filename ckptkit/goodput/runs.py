@@ -49,9 +49,11 @@ def steps_done(directory: str | os.PathLike[str]) -> int | None:
     """How many steps the run whose logs are in `directory` has come to, over all attempts; None where none says.
 
     A step that was taken and then lost counts: less the step that a run resumes from, it is the work done again.
-    Where a log is damaged or cannot be read it is None too: a run must not stand still for its account.
+    Where a log is damaged or cannot be read it is None too: a run must not stand still for its account. Cost: process
+    0's logs are read (all others say the same), or those that are there where it has none here.
     """
-    paths = Path(directory).glob("attempt-*-process-*.jsonl")
+    root = Path(directory)
+    paths = list(root.glob("attempt-*-process-0.jsonl")) or root.glob("attempt-*-process-*.jsonl")
     try:
         return max((step + 1 for path in paths for step, _ in _steps(read_events(path))), default=None)
     except (ValueError, OSError):
