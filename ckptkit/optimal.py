@@ -60,7 +60,7 @@ class GoodputOptimal:
     does (Young 1974, Daly 2006, Benoit et al. 2017: `ckptkit.intervals`), never below what its last saves took to be
     committed. Where the attempts' lives say that failures come in clusters, intervals are shorter just after a restart
     and grow with the time since (Ling et al. 2001). The simulator's `learned` policy is this formula (`ckptkit
-    simulate`). Process 0's answer counts.
+    simulate`). Process 0's answer counts, so it alone reads `history`.
 
     Cost: some list operations per event, and one or two evaluations of the formula per commit (0.1 ms).
 
@@ -93,7 +93,7 @@ class GoodputOptimal:
         self._moments = np.zeros((2, len(intervals.GROWTHS)))
         self._saved_at_s = dict.fromkeys(self._tiers, 0.0)  # the age of this attempt at the tier's last save
         self._started_s = monotonic_s()
-        if history is not None:
+        if history is not None and events.process == 0:  # whose answer counts: a thousand need not read them
             self._look_back(Path(history))
         self._wanted_s = dict(zip(self._tiers, self._formula(), strict=True))
         events.observe(self._hear)

@@ -179,6 +179,14 @@ def test_what_this_very_run_has_logged_is_no_failure(tmp_path: Path, now: Simple
         (tmp_path / "attempt-3-process-0.jsonl").unlink(missing_ok=True)
 
 
+def test_process_0_alone_looks_back(tmp_path: Path, now: SimpleNamespace) -> None:
+    """Each of a thousand processes would read the logs of all attempts of all of them at each start, for nothing."""
+    del now
+    history(tmp_path, lives_s=[600.0] * 3, served=[None, "ram", "ram"])
+    other = GoodputOptimal(EventLog(process=1), tiers=("ram", "durable"), history=tmp_path)
+    assert other._failures.sum() == 0.0
+
+
 def test_a_loop_that_writes_no_start_is_learned_from(tmp_path: Path, now: SimpleNamespace) -> None:
     """The example in docs/GOODPUT.md writes none: its failures would never count, and its intervals stay a guess."""
     del now
