@@ -82,6 +82,20 @@ def save(manager: Any | None, state: State, position: Position, *, force: bool =
     return bool(manager.save(position.step, args=_args(state, position), force=force))
 
 
+def save_end(manager: Any | None, state: State, position: Position) -> None:
+    """Make the end of a run durable where a restart found it in fast tiers alone: they go with their hosts.
+
+    A step is saved once, so its copies there go first; a loss in between costs the steps since the save before it.
+    All processes call this together.
+    """
+    if not isinstance(manager, ckptkit.CheckpointManager):
+        return  # without fast tiers what was restored is durable
+    found = [record.tiers for record in manager.steps() if record.step == position.step and record.tiers]
+    if found and not any("durable" in tiers for tiers in found):
+        manager.delete(position.step)
+        save(manager, state, position, force=True)
+
+
 class Preempted(Exception):
     """The cluster takes the machines back; `last` is what was saved before that, None without checkpoints."""
 

@@ -19,6 +19,7 @@ from trainer.checkpoint import (
     prepare,
     restore_newest,
     save,
+    save_end,
     wait_until_staged,
 )
 from trainer.cluster import join
@@ -91,6 +92,9 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
         proof = Proof(Path(loop.proof), jax.process_index()) if loop.proof else None
 
     progress = Progress(config, mesh_config, loop_state)
+    if loop_state.position.step == loop.steps:  # a run that was lost between its last step and the end of its save
+        with events.span("checkpoint_save", loop.steps):
+            save_end(manager, loop_state.state, loop_state.position)
     while loop_state.position.step < loop.steps:
         step = loop_state.position.step
         with events.span("data_loading", step):

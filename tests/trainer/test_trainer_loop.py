@@ -1,6 +1,7 @@
 """The loop in one process on the 4 devices of every test: interrupt, resume, compare; and bad input."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -88,6 +89,25 @@ def test_resumed_run_has_the_bits_of_a_straight_one(root: Path, text: str, strai
     assert {kind for kind, _ in spans if kind} == SPANS
     with pytest.raises(InputError, match="seed is 0 in the checkpoint, 1 here"):
         train(run_config(root, text, "other", steps=9, seed=1, checkpoint=True), EventLog())
+
+
+def test_a_run_that_is_lost_before_its_end_is_durable_makes_it_so(root: Path, text: str, tmp_path: Path, straight):
+    """A restart would find the last step in the ramdisk, do nothing and say 0; the ramdisk goes with the job."""
+    places = CheckpointConfig(directory=str(tmp_path / "durable"), ram=str(tmp_path / "ram"), save_every=4, ram_every=1)
+    config = replace(run_config(root, text, "ended", steps=9), checkpoint=places)
+    train(config, EventLog())
+    shutil.rmtree(tmp_path / "durable" / "9")  # as if it had been killed when the ramdisk had it
+    log, heard = EventLog(), []
+    log.observe(heard.append)
+    train(config, log)
+    assert next(e.fields["sources"] for e in heard if e.kind == Kind.RESTORED)["ram"] > 0
+    shutil.rmtree(tmp_path / "ram")
+    log, heard = EventLog(), []
+    log.observe(heard.append)
+    train(config, log)
+    assert [e.step for e in heard if e.kind == Kind.RESTORED] == [9]
+    assert not any(e.kind == Kind.SPAN and e.fields["span"] == "step" for e in heard)
+    assert proof_of(root, "ended")[1] == straight[1]
 
 
 def test_the_wait_for_a_copy_is_the_saves_time(root: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
