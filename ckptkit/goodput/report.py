@@ -202,6 +202,7 @@ def _disruptions(
 def _disruption(
     number: int, loss: Event | None, attempts: Sequence[Attempt], segments: Sequence[Interval]
 ) -> Disruption:
+    preempted = any(event.kind == Kind.PREEMPTED for a in attempts if a.number == number for event in a.events)
     done = {step for a in attempts if a.number <= number for step, _ in a.steps}
     later = [pair for a in attempts if a.number > number for pair in a.steps]
     at_s = loss.at_s if loss else max(a.last_s for a in attempts if a.number == number)
@@ -211,7 +212,7 @@ def _disruption(
     return Disruption(
         attempt=number,
         process=fields.get("lost"),
-        cause=fields.get("cause", "unknown"),
+        cause=fields.get("cause", "preempted" if preempted else "unknown"),
         wiped=tuple(fields.get("wiped", ())),
         lost_steps=_lost_steps(number, attempts),
         # Process 0 may have come back on a host whose clock is behind.

@@ -319,6 +319,13 @@ def test_a_step_that_ended_in_an_exception_was_not_done(tmp_path: Path) -> None:
     assert report.goodput.distinct_steps == 4
 
 
+def test_a_preemption_is_called_one() -> None:
+    """Breaks when a cluster that takes its machines back looks like one that loses them for reasons unknown."""
+    first, _, second, *_ = two_attempts()
+    (loss,) = goodput_report([[*first, at(Kind.PREEMPTED, 20.0, step=5, tiers=["ram"])], second]).disruptions
+    assert loss.cause == "preempted"
+
+
 def test_a_damaged_log_leaves_the_steps_done_unknown(tmp_path: Path) -> None:
     """Breaks when a run cannot go on from its checkpoint because a line of its telemetry is damaged."""
     log = EventLog(tmp_path / "attempt-0-process-0.jsonl")
