@@ -19,9 +19,9 @@ COMPRESSORS: Final[Mapping[Codec, Mapping[str, Any]]] = {
 }
 _UNITS = {"_bytes_per_s": "bytes per second", "_bytes": "bytes", "_s": "seconds"}
 _OPTIONAL = frozenset({"write_bytes_per_s"})
-HELD_IN_FLIGHT = 3  # pieces of copied or encoded cells that are on their way while the next is filled
-_HELD_PIECES = 16  # of all such cells of an item: fewer take more memory, more take more requests
-_HELD_BYTES_MIN = 4 << 20  # of such a piece: a request takes as long for less
+HELD_IN_FLIGHT = 2  # pieces of copied or encoded cells that are on their way while the next is filled
+_HELD_PIECES = 18  # of all such cells of an item: fewer take more memory, more take more requests
+_HELD_BYTES_MIN = 3 << 20  # of such a piece: a request takes as long for less
 _SLOWEST_BYTES_PER_S = 10e6  # of a tier that works: a tenth of what one connection to a bucket gives
 
 
@@ -41,7 +41,7 @@ class DurableProfile:
       read_ahead_bytes: how much of a restore is read before it is asked for; host memory that it may take.
       in_flight_bytes: how much of a save is being written at a time; between pieces of it (`piece_bytes`) the
         writer keeps to its rate and lets a fast tier's commit pass first. Small cells and encoded ones take host
-        memory meanwhile: a quarter of what there is of them, or 16 MiB, but no more than this.
+        memory meanwhile: a sixth of what there is of them, or 9 MiB, but no more than this.
       write_bytes_per_s: the rate of this process's durable writes, on average over some seconds, before encoding; None:
         no limit.
       operation_timeout_s: how long an operation may take that moves no bytes to speak of, before it is given up as
@@ -81,7 +81,7 @@ class DurableProfile:
 
     def held_piece_bytes(self, held_bytes: int) -> int:
         """How much of a piece may be copied or encoded, of `held_bytes` of an item that one process writes so, 0 where
-        that is not known: what is filled and what is on its way is a quarter of them."""
+        that is not known: what is filled and what is on its way is a sixth of them."""
         if not held_bytes:
             return self.in_flight_bytes
         return min(self.piece_bytes, max(_HELD_BYTES_MIN, held_bytes // _HELD_PIECES))

@@ -57,7 +57,7 @@ def test_pieces_make_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert_same(stock.restore(1, args=ocp.args.StandardRestore(abstract(state))), state)  # pyright: ignore[reportCallIssue]
 
 
-def test_small_cells_are_held_a_quarter_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_cells_are_held_a_sixth_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A state of small leaves would stand in memory twice, beside its snapshot."""
     held: list[int] = []
     send = CellWriter._send
@@ -77,8 +77,8 @@ def test_small_cells_are_held_a_quarter_at_a_time(tmp_path: Path, monkeypatch: p
                 manager.wait_until_finished()
         found = manager.restore(2, args=ocp.args.StandardRestore(abstract(state)))  # pyright: ignore[reportCallIssue]
     assert_same(found, state)
-    assert len(list(tmp_path.glob("2/default/d/*"))) == 16
-    assert nbytes / 5 < max(held) < nbytes / 3.8
+    assert len(list(tmp_path.glob("2/default/d/*"))) == 18
+    assert nbytes / 7 < max(held) < nbytes / 5.8
     assert memory.extra_bytes < nbytes / 2
     with ocp.CheckpointManager(tmp_path) as stock:
         assert_same(stock.restore(2, args=ocp.args.StandardRestore(abstract(state))), state)  # pyright: ignore[reportCallIssue]
