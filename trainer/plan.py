@@ -26,13 +26,16 @@ ACTIVATION_SOURCE = "Korthikanti et al. 2022, arXiv:2205.05198, table 2, no sequ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes on one device at the fullest moment of a step."""
+    """Bytes on one device at the fullest moment of a step.
+
+    XLA may hold a second copy of the gradients, while it clips or accumulates them: on CPU it does (bench/LOG.md).
+    """
 
     parameters: int
     gradients: int
     optimizer: int
     gathered: int  # one block's weights in the compute dtype, whole over fsdp
-    activations: int  # an estimate; the other numbers are exact
+    activations: int  # an estimate; the other numbers follow from shapes
 
     @property
     def total(self) -> int:
@@ -224,7 +227,10 @@ def print_plan(plan: Plan, *, keep: int, console: Console | None = None) -> None
     console.print(f"{plan.parameters / 1e9:.2f} B parameters on mesh {plan.mesh}: {plan.mesh.devices} devices")
     console.print(_sharding_table(plan))
     console.print(_memory_table(plan))
-    console.print(f"Activations are an estimate after {ACTIVATION_SOURCE}.")
+    console.print(
+        f"Activations are an estimate after {ACTIVATION_SOURCE}. Not counted: a second copy of the gradients "
+        f"({_gb(plan.memory.gradients)}), which XLA may hold while it clips or accumulates them."
+    )
     console.print(_checkpoint_table(plan, keep))
     console.print(verdict(plan), style="bold")
 

@@ -50,6 +50,7 @@ def test_printed(plan: Plan):
     assert "arXiv:2205.05198" in text
     assert "The smallest fsdp that does is 6" in text
     assert "data=8,fsdp=6,model=8, 384 devices" in text
+    assert "Not counted: a second copy of the gradients (87.29 GB)" in text
     assert "8,379.20 GB │ 3 steps kept and one being written" in text, "a bucket sized for three steps is full"
 
 
