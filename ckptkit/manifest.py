@@ -7,6 +7,7 @@ durable step (a sidecar that stock Orbax ignores); only where a box's bytes stan
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -77,6 +78,11 @@ class LeafRecord:
     def itemsize(self) -> int:
         """Bytes per element in host memory."""
         return np.dtype(self.dtype).itemsize
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of a whole cell in host memory."""
+        return math.prod(self.cell) * self.itemsize
 
     @property
     def held_bytes(self) -> int:

@@ -15,19 +15,22 @@ _AMAZON = ".amazonaws.com"
 def base_of(directory: str) -> str | dict[str, Any]:
     """The key-value store below a directory, a path or a bucket URL, which ends in `/`.
 
-    On `s3://` TensorStore does not read where other clients are led (`AWS_ENDPOINT_URL`, profiles): endpoint and region
-    are those that s3fs has found. Raises what s3fs raises without credentials; ImportError without s3fs.
+    In parts, since a name may have what a URL gives a meaning (`%`, `#`, `?`, a space). On `s3://` TensorStore does not
+    read where other clients are led (`AWS_ENDPOINT_URL`, profiles): endpoint and region are those that s3fs has found.
+    Raises what s3fs raises without credentials; ImportError without s3fs.
     """
     if not is_remote(directory):
-        return f"file://{directory}/"
-    if not directory.startswith("s3://"):
+        return {"driver": "file", "path": f"{directory}/"}
+    scheme, _, rest = directory.partition("://")
+    bucket, _, path = rest.partition("/")
+    within: dict[str, Any] = {"bucket": bucket, "path": f"{path}/" if path else ""}
+    if scheme == "gs":
+        return {"driver": "gcs", **within}
+    if scheme != "s3":
         return f"{directory}/"
-    bucket, _, path = directory.removeprefix("s3://").partition("/")
     endpoint, region = _s3_service()
-    spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": f"{path}/"}
-    if endpoint is not None:
-        spec |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
-    return spec
+    service = {} if endpoint is None else {"endpoint": endpoint, "aws_region": region or "us-east-1"}
+    return {"driver": "s3", **within, **service}
 
 
 @lru_cache(maxsize=1)

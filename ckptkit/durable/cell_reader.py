@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable.cells import cell_key, kvstore_context, kvstore_spec, stored_bytes, zarr_text
+from ckptkit.durable.cells import cell_key, kvstore_context, kvstore_spec, zarr_text
 from ckptkit.durable.encoded import decoded, encoded_bytes
 from ckptkit.durable.waiting import awaited
 from ckptkit.errors import TransientStoreError
@@ -84,7 +84,7 @@ class CellReader:
         finally:
             with self._lock:
                 if expected:
-                    self._started_bytes -= stored_bytes(leaf)
+                    self._started_bytes -= leaf.cell_bytes
                 self._go_on()
         value = found.value if found.state == "value" else b""  # each access makes a copy of all of it
         elements = self._elements(item, leaf, value)
@@ -93,7 +93,7 @@ class CellReader:
         return elements[tuple(slice(rows) for rows in cell.shape)]  # the last cell along an axis may be padded
 
     def _elements(self, item: str, leaf: LeafRecord, value: bytes) -> np.ndarray | None:
-        whole_bytes = stored_bytes(leaf)
+        whole_bytes = leaf.cell_bytes
         if encoded_bytes(value) == whole_bytes:
             # Or a plain cell that begins like an encoded one: what it is, its leaf's metadata says.
             codec = self._codec(item, leaf)
@@ -115,7 +115,7 @@ class CellReader:
         return None
 
     def _found(self, read: _Read) -> Any:
-        moving_bytes = max(self._started_bytes, stored_bytes(read.leaf))
+        moving_bytes = max(self._started_bytes, read.leaf.cell_bytes)
         try:
             return awaited([read.future], self._profile, f"{self._url}/{read.item}", nbytes=moving_bytes)[0]
         except TransientStoreError:
@@ -145,7 +145,7 @@ class CellReader:
                 self._overtaken.discard(key)
             elif key not in self._started:
                 self._started[key] = self._start(item, leaf, cell)
-                self._started_bytes += stored_bytes(leaf)
+                self._started_bytes += leaf.cell_bytes
         if not self._waiting:
             self._overtaken.clear()
 

@@ -9,7 +9,6 @@ says so.
 from __future__ import annotations
 
 import json
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -19,27 +18,29 @@ from typing import Any, final
 import numpy as np
 import tensorstore as ts
 
+from ckptkit.clock import Deadline
 from ckptkit.durable.buckets import base_of
 from ckptkit.durable.pacing import Pace
 from ckptkit.durable.waiting import awaited, small_objects
 from ckptkit.manifest import LeafRecord
-from ckptkit.sharding import Box, cells_of
+from ckptkit.sharding import Box
 from ckptkit.store import PutMode, put_new
 from ckptkit.store.roots import is_remote
-from ckptkit.tuning import COMPRESSORS, HELD_IN_FLIGHT, Codec, DurableProfile
+from ckptkit.tuning import COMPRESSORS, INLINE_BYTES, Codec, DurableProfile, Pieces
 
 _CONFIG = {
-    "max_inline_value_bytes": 1024,  # zarr metadata and tiny cells stand in the tree itself
+    "max_inline_value_bytes": INLINE_BYTES,  # zarr metadata and tiny cells
     "max_decoded_node_bytes": 100_000_000,  # one node, as Orbax has it: a listing or a lookup is one read
     "manifest_kind": "single",
 }
 _MANIFEST = "manifest.ocdbt"  # names the root of an OCDBT database: what is not below it is not in the database
 _UNPUBLISHED = {"driver": "memory", "path": "unpublished/"}
-_NODES = "n/"  # where the trees of parts stand, in memory: only the database that joins them has one in the storage
+_NODES = "n/"  # where the trees of pieces stand, in memory: only the last one's, which joins them, is in the storage
 _CACHE_BYTES = 100_000_000
 _COALESCED_BYTES = 1_000_000  # reads that are nearer than this become one request,
 # With TensorStore's jitter; its own 32 tries take up to 15 minutes: whoever waits for a step hears of it before.
 _RETRIES = {"max_retries": 8, "initial_delay": "200ms", "max_delay": "16s"}
+_GIVE_UP_S = 5.0
 _MERGED_BYTES = 16 << 20  # unless it is this large already: several requests at a time are faster than one
 
 
@@ -86,11 +87,10 @@ def kvstore_spec(directory: str, profile: DurableProfile, *, writing: bool) -> d
 class CellWriter:
     """What one process writes of one item. Nothing is in the storage as a database until `commit` has returned.
 
-    Written in pieces of `DurableProfile.piece_bytes`, up to `in_flight_bytes` of them at a time, and `pace` says when
-    each may go. What TensorStore holds, copied or encoded, goes in pieces of `held_piece_bytes`, of which one is filled
-    while `HELD_IN_FLIGHT` are on their way. Where `expected` says that there will be several, each is a
-    database whose tree stands in memory and whose data files stand where the last one, which is the item's, refers to
-    them: they are written side by side, and cost a file each. Without `expected` each is a commit to that database.
+    Written in pieces (`Pieces`), and `pace` says when each may go. Where `expected` says that there will be several,
+    each but the last is a database of its own whose tree stands in memory: they are written side by side, and cost a
+    data file each. The last one is the item's database, and takes the others in: it refers to their data files. Without
+    `expected` each piece is a commit to the item's database.
 
     A write that is given up, because it does not end, may still land: in a bucket as an object that no database names.
     """
@@ -103,7 +103,7 @@ class CellWriter:
         context: ts.Context | None = None,
         ready: Callable[[], object] = lambda: None,
         *,
-        expected: Iterable[tuple[LeafRecord, Sequence[tuple[Box, np.ndarray]]]] = (),
+        expected: Iterable[tuple[LeafRecord, Iterable[tuple[Box, np.ndarray]]]] = (),
     ):
         """`ready` returns once something may be put into the directory, and raises where that will not be. `expected`
         is what will be added, where that is known."""
@@ -111,16 +111,16 @@ class CellWriter:
         self._directory, self._profile = directory, profile
         self._pace = pace or Pace(profile.write_bytes_per_s)
         self._context = context or kvstore_context(profile)
-        self._left_bytes, self._left_held_bytes = _load_of(expected, profile)
-        self._held_piece_bytes = profile.held_piece_bytes(self._left_held_bytes)
+        self._pieces = Pieces(profile, ((leaf, [box for box, _ in blocks]) for leaf, blocks in expected))
         self._spec = kvstore_spec(directory, profile, writing=True)
-        if not self._is_last():
+        if not self._pieces.is_last:
+            # References to data files can be copied between databases of one base only: the item's has this one too.
             nodes = {"prefix": _NODES, "base": {"driver": "memory", "path": "nodes/"}}
             self._spec["base"] = {"driver": "kvstack", "layers": [{"base": self._spec["base"]}, nodes]}
-        self._parts: list[Any] = []
         self._store = self._opened(self._spec)
-        self._piece = self._next_piece()
-        self._sent: deque[_Piece] = deque()
+        self._databases: list[Any] = []  # of all pieces but the last
+        self._sent: deque[Any] = deque()  # commits, oldest first
+        self._begin_piece()
 
     def add(self, leaf: LeafRecord, blocks: Iterable[tuple[Box, np.ndarray]], *, describe: bool) -> None:
         """Adds the cells of `blocks`, whose memory must not change until `commit` has returned.
@@ -128,26 +128,26 @@ class CellWriter:
         `describe` adds the leaf's metadata too: one process does, for each leaf. Blocks while more is in flight than
         may be; raises what `commit` raises.
         """
-        prefix, cell_bytes = f"{leaf.name}/" if leaf.path else "", stored_bytes(leaf)
-        codec = self._profile.codec_of(cell_bytes)
+        prefix, codec = f"{leaf.name}/" if leaf.path else "", self._profile.codec_of(leaf.cell_bytes)
         if describe:
-            self._write(f"{prefix}.zarray", zarr_text(leaf.dtype, leaf.shape, leaf.cell, codec), nbytes=0)
-        opened, array = None, None
+            text = zarr_text(leaf.dtype, leaf.shape, leaf.cell, codec)
+            self._piece.store.write(f"{prefix}.zarray", text)  # in a transaction: that it failed, the commit says
+            self._pieces.add_text(len(text))
+        array, opened_in = None, None
         for box, block in blocks:
-            if self._profile.copies(cell_bytes, block.nbytes):
-                for cell in cells_of(box, leaf.cell):
-                    source = block[cell.slices(box.start)]
-                    self._write(cell_key(prefix, leaf, cell), _cell_value(leaf, source), nbytes=source.nbytes)
-                continue
-            most_bytes = self._profile.piece_bytes if codec is None else self._held_piece_bytes
-            for part in [box] if block.nbytes <= most_bytes else cells_of(box, leaf.cell):
-                if opened is not self._piece.spec:
-                    opened, array = self._piece.spec, self._array(leaf, prefix, codec)
-                assert array is not None
-                into = array.with_transaction(self._piece.transaction)[part.slices()]
-                source = block[part.slices(box.start)]
-                self._piece.writes.append(into.write(source, can_reference_source_data_indefinitely=True).copy)
-                self._added(source.nbytes, source.nbytes, held=codec is not None)
+            for part in self._pieces.parts_of(leaf, box):
+                source = block[part.box.slices(box.start)]
+                if part.way == "copied":
+                    self._piece.store.write(cell_key(prefix, leaf, part.box), _cell_value(leaf, source))
+                else:
+                    if opened_in is not self._piece.spec:
+                        array, opened_in = self._array(leaf, prefix, codec), self._piece.spec
+                    assert array is not None
+                    into = array.with_transaction(self._piece.transaction)[part.box.slices()]
+                    self._piece.writes.append(into.write(source, can_reference_source_data_indefinitely=True).copy)
+                self._pieces.add(part)
+                if self._pieces.is_full:
+                    self._send()
 
     def commit(self) -> None:
         """Writes everything; raises ValueError as TensorStore does, `TransientStoreError` after the time limit,
@@ -158,70 +158,50 @@ class CellWriter:
 
     def write(self) -> None:
         """Writes everything; in a bucket nothing of it is in the database until it is published."""
-        if self._parts:
-            if self._piece.spec is not self._spec:  # less has come than was expected
-                self._send()
-                self._piece = _Piece(self._store, self._spec)
+        self._pieces.expect_no_more()
+        if not self._pieces.is_last:
+            self._send()
+        if self._databases:
             while self._sent:
                 self._finish_oldest()
-            self._await([part.experimental_copy_range_to(self._piece.store) for part in self._parts], 0)
+            self._await([each.experimental_copy_range_to(self._piece.store) for each in self._databases], 0)
         self._send()
         while self._sent:
             self._finish_oldest()
 
-    def _is_last(self) -> bool:
-        """Whether one piece will do for what is left, as far as that is known."""
-        return self._left_bytes <= self._profile.piece_bytes and self._left_held_bytes <= self._held_piece_bytes
+    def give_up(self) -> None:
+        """After an error: waits some seconds for what is on its way. What lands later makes its directory anew."""
+        deadline = Deadline(_GIVE_UP_S)
+        for commit in self._sent:
+            with suppress(ValueError, TimeoutError):
+                commit.result(timeout=deadline.left_s)
 
-    def _next_piece(self) -> _Piece:
-        if self._is_last():
-            return _Piece(self._store, self._spec)
-        manifest = {"driver": "memory", "path": f"parts/{len(self._parts)}/"}
+    def _begin_piece(self) -> None:
+        if self._pieces.is_last:
+            self._piece = _Piece(self._store, self._spec)
+            return
+        manifest = {"driver": "memory", "path": f"pieces/{len(self._databases)}/"}
         spec = {**self._spec, "manifest": manifest, "btree_node_data_prefix": _NODES}
-        self._parts.append(self._opened(spec))
-        return _Piece(self._parts[-1], spec)
+        self._databases.append(self._opened(spec))
+        self._piece = _Piece(self._databases[-1], spec)
+
+    def _send(self) -> None:
+        while self._pieces.must_wait:
+            self._finish_oldest()
+        self._pace.take(self._pieces.filled_bytes)
+        self._await(self._piece.writes, self._pieces.filled_bytes)
+        self._ready()
+        self._sent.append(self._piece.transaction.commit_async())
+        self._pieces.send()
+        self._begin_piece()
+
+    def _finish_oldest(self) -> None:
+        self._await([self._sent[0]], self._pieces.sent_bytes)
+        self._sent.popleft()
+        self._pieces.finish_oldest()
 
     def _opened(self, spec: dict[str, Any]) -> Any:
         return _opened(spec, self._directory, self._context, self._profile)
-
-    def _write(self, key: str, value: bytes, *, nbytes: int) -> None:
-        self._piece.store.write(key, value)  # in a transaction: that it failed, the commit says
-        self._added(len(value), nbytes, held=True)
-
-    def _added(self, stored_bytes: int, nbytes: int, *, held: bool) -> None:
-        """So much is stored, of `nbytes` that were expected."""
-        self._piece.nbytes += stored_bytes
-        self._left_bytes -= nbytes
-        if held:
-            self._piece.held_bytes += nbytes
-            self._left_held_bytes -= nbytes
-        full = self._piece.nbytes >= self._profile.piece_bytes or self._piece.held_bytes >= self._held_piece_bytes
-        if full and self._left_bytes != 0:  # what is expected to be the last goes with the tree that joins all
-            self._send()
-
-    def _send(self) -> None:
-        piece = self._piece
-        while self._sent and not self._has_room(piece):
-            self._finish_oldest()
-        self._pace.take(piece.nbytes)
-        self._await([*piece.writes], piece.nbytes)
-        self._ready()
-        piece.writes = [piece.transaction.commit_async()]
-        self._sent.append(piece)
-        self._piece = self._next_piece()
-
-    def _has_room(self, piece: _Piece) -> bool:
-        held_bytes = sum(sent.held_bytes for sent in self._sent)
-        fits = self._sent_bytes + piece.nbytes <= self._profile.in_flight_bytes
-        return fits and held_bytes < HELD_IN_FLIGHT * self._held_piece_bytes
-
-    @property
-    def _sent_bytes(self) -> int:
-        return sum(piece.nbytes for piece in self._sent)
-
-    def _finish_oldest(self) -> None:
-        self._await([write for piece in self._sent for write in piece.writes][:1], self._sent_bytes)
-        self._sent.popleft()
 
     def _await(self, futures: Sequence[Any], nbytes: int) -> None:
         awaited(futures, self._profile, self._directory, nbytes=nbytes, needs="create")
@@ -241,9 +221,7 @@ class _Piece:
         self.transaction: Any = ts.Transaction(atomic=True)
         self.spec = spec
         self.store = store.with_transaction(self.transaction)
-        self.writes: list[Any] = []
-        self.nbytes = 0
-        self.held_bytes = 0
+        self.writes: list[Any] = []  # copies of what the array driver does not refer to
 
 
 @final
@@ -331,12 +309,15 @@ def publish(directory: str, context: ts.Context, profile: DurableProfile, *, mod
     """
     if not is_remote(directory):
         return
-    memory = ts.KvStore.open(_UNPUBLISHED, context=context).result()
-    store, manifest = small_objects(directory, profile), memory.read(_MANIFEST).result().value
-    if mode == "create":
-        put_new(store, _MANIFEST, manifest)
+    store = small_objects(directory, profile)
+    found = ts.KvStore.open(_UNPUBLISHED, context=context).result().read(_MANIFEST).result()
+    if found.state == "missing":  # nothing was written: on a disk TensorStore makes no database then either
+        if mode == "replace":
+            store.delete(_MANIFEST)
+    elif mode == "create":
+        put_new(store, _MANIFEST, found.value)
     else:
-        store.put(_MANIFEST, manifest)
+        store.put(_MANIFEST, found.value)
 
 
 def _adopt(directory: str, context: ts.Context, profile: DurableProfile) -> None:
@@ -375,25 +356,6 @@ def _zarr_template(dtype: str) -> dict[str, Any]:
     ts.open(spec, dtype=ts.dtype(np.dtype(dtype)), shape=[1], context=memory).result()
     text = ts.KvStore.open({"driver": "memory"}, context=memory).result().read("a/.zarray").result().value
     return json.loads(text)
-
-
-def stored_bytes(leaf: LeafRecord) -> int:
-    """Bytes of a whole cell of a leaf."""
-    return math.prod(leaf.cell) * leaf.itemsize
-
-
-def _load_of(
-    expected: Iterable[tuple[LeafRecord, Sequence[tuple[Box, np.ndarray]]]], profile: DurableProfile
-) -> tuple[int, int]:
-    """Bytes of these blocks, and of those among them that TensorStore holds until they are written."""
-    all_bytes, held_bytes = 0, 0
-    for leaf, blocks in expected:
-        cell_bytes = stored_bytes(leaf)
-        for _, block in blocks:
-            all_bytes += block.nbytes
-            if profile.holds(cell_bytes, block.nbytes):
-                held_bytes += block.nbytes
-    return all_bytes, held_bytes
 
 
 def _cell_value(leaf: LeafRecord, part: np.ndarray) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -46,7 +45,7 @@ class PlacedCells:
 
     def fill(self, item: str, leaf: LeafRecord, cell: Box, target: np.ndarray) -> bool:
         """Fills flat `target` with the bytes of a cell that is stored as it is, whole; False where it is not."""
-        size_bytes = math.prod(leaf.cell) * leaf.itemsize
+        size_bytes = leaf.cell_bytes
         if target.nbytes != size_bytes or cell.shape != leaf.cell:  # padded, at the end of an axis
             return False
         place = self._places(item).get(cell_key(f"{leaf.name}/" if leaf.path else "", leaf, cell))

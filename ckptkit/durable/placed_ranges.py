@@ -14,7 +14,7 @@ import tensorstore as ts
 
 from ckptkit.durable.buckets import base_of
 from ckptkit.durable.cell_reader import Wanted
-from ckptkit.durable.cells import cell_key, kvstore_context, stored_bytes
+from ckptkit.durable.cells import cell_key, kvstore_context
 from ckptkit.durable.encoded import HEAD_BYTES, may_be_encoded
 from ckptkit.durable.ocdbt_tree import Placed, places
 from ckptkit.durable.waiting import awaited
@@ -131,7 +131,7 @@ class PlacedRanges:
         not all there as they are: padded, encoded, in no tree that is understood."""
         item, leaf, record, box = wanted
         self.open(item)
-        known, prefix, nbytes = self._items[item], f"{leaf.name}/" if leaf.path else "", stored_bytes(leaf)
+        known, prefix, nbytes = self._items[item], f"{leaf.name}/" if leaf.path else "", leaf.cell_bytes
         found = []
         for cell in cells_of(record.box, leaf.cell):
             if record.box != box and cell.intersect(box) is None:

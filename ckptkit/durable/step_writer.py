@@ -193,11 +193,15 @@ class StepWriter:
             if isinstance(leaf, HostShards) or process == 0
         ]
         cells = CellWriter(part, profile, self._pace, ready=ready, expected=own)
-        for record, blocks in own:
-            cells.add(record, blocks, describe=process == 0)
-        cells.commit()
-        for shards in shards_of(tree)[:1]:
-            shards.on_written()
+        try:
+            for record, blocks in own:
+                cells.add(record, blocks, describe=process == 0)
+            cells.commit()
+        except Exception:
+            cells.give_up()
+            raise
+        if shards := shards_of(tree):
+            shards[0].on_written()  # the same on all of them
 
     @collection_paused()
     def _side_files(self, args: Any) -> dict[str, bytes]:

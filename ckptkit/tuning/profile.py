@@ -19,9 +19,6 @@ COMPRESSORS: Final[Mapping[Codec, Mapping[str, Any]]] = {
 }
 _UNITS = {"_bytes_per_s": "bytes per second", "_bytes": "bytes", "_s": "seconds"}
 _OPTIONAL = frozenset({"write_bytes_per_s"})
-HELD_IN_FLIGHT = 2  # pieces of copied or encoded cells that are on their way while the next is filled
-_HELD_PIECES = 18  # of all such cells of an item: fewer take more memory, more take more requests
-_HELD_BYTES_MIN = 3 << 20  # of such a piece: a request takes as long for less
 _SLOWEST_BYTES_PER_S = 10e6  # of a tier that works: a tenth of what one connection to a bucket gives
 
 
@@ -41,7 +38,7 @@ class DurableProfile:
       read_ahead_bytes: how much of a restore is read before it is asked for; host memory that it may take.
       in_flight_bytes: how much of a save is being written at a time; between pieces of it (`piece_bytes`) the
         writer keeps to its rate and lets a fast tier's commit pass first. Small cells and encoded ones take host
-        memory meanwhile: a sixth of what there is of them, or 9 MiB, but no more than this.
+        memory meanwhile: a sixth of what there is of them, or 9 MiB, but about this at most.
       write_bytes_per_s: the rate of this process's durable writes, on average over some seconds, before encoding; None:
         no limit.
       operation_timeout_s: how long an operation may take that moves no bytes to speak of, before it is given up as
@@ -79,24 +76,9 @@ class DurableProfile:
         second = math.inf if self.write_bytes_per_s is None else self.write_bytes_per_s
         return max(1, int(min(max(self.data_file_bytes, self.in_flight_bytes // 4), self.in_flight_bytes, second)))
 
-    def held_piece_bytes(self, held_bytes: int) -> int:
-        """How much of a piece may be copied or encoded, of `held_bytes` of an item that one process writes so, 0 where
-        that is not known: what is filled and what is on its way is a sixth of them."""
-        if not held_bytes:
-            return self.in_flight_bytes
-        return min(self.piece_bytes, max(_HELD_BYTES_MIN, held_bytes // _HELD_PIECES))
-
     def codec_of(self, cell_bytes: int) -> Codec | None:
         """How the cells of a leaf are encoded whose cells have `cell_bytes`."""
         return None if cell_bytes < self.copied_bytes else self.compression
-
-    def copies(self, cell_bytes: int, block_bytes: int) -> bool:
-        """Whether the cells of a block are handed to TensorStore as values."""
-        return self.codec_of(cell_bytes) is None and min(block_bytes, cell_bytes) < self.copied_bytes
-
-    def holds(self, cell_bytes: int, block_bytes: int) -> bool:
-        """Whether a block takes host memory of its own while it is written: its cells are copied, or encoded."""
-        return self.codec_of(cell_bytes) is not None or self.copies(cell_bytes, block_bytes)
 
     def limit_s(self, nbytes: int) -> float:
         """How long an operation that moves `nbytes` may take."""

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 import tensorstore as ts
 
 from ckptkit import layout
+from ckptkit.durable.buckets import base_of
 from ckptkit.durable.leases import PruneGuard
 from ckptkit.durable.pins import pin_reason, pinned_steps
 from ckptkit.errors import CorruptCheckpointError
@@ -270,7 +271,7 @@ def _referenced(item: Place) -> Iterator[str]:
 
     TensorStore's dump names each as `<type>:<directory>:<file>:<offset>:<length>`, percent-encoded.
     """
-    base = ts.KvStore.open(item.url + "/" if "://" in item.url else f"file://{item.url}/").result()
+    base = ts.KvStore.open(base_of(item.url)).result()
     newest = _dumped(base, None, item)["versions"][-1]["root"]
     waiting = [newest["location"]] if "location" in newest else []
     while waiting:

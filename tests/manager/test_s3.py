@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -81,6 +82,22 @@ def test_steps_are_saved_restored_pruned_and_proven(root: str) -> None:
     assert [leaf.name for leaf in ckptkit.inspect(f"{root}/3").items[0].leaves]
     with ckptkit.CheckpointManager(root) as manager:
         assert_same(restored(manager, 2), make_state(2))
+
+
+def test_a_step_in_several_pieces(root: str) -> None:
+    """The pieces are databases that are joined: here too what joins them has to refer to their objects."""
+    profile = ckptkit.DurableProfile(data_file_bytes=1 << 13, in_flight_bytes=1 << 15)
+    args: Any = ocp.args.StandardSave({f"leaf{index}": jnp.arange(900) + index for index in range(12)})  # pyright: ignore[reportCallIssue]
+    with ckptkit.CheckpointManager(root, durable=profile) as manager:
+        manager.save(1, args=args)
+    keys = list(open_store(root).list_all("1"))
+    assert not [key for key in keys if "/n/" in key]
+    said = ckptkit.explain(root, args, durable=profile)
+    assert len([key for key in keys if "/d/" in key]) == said.data_files > 3
+    assert [step.state for step in ckptkit.verify(root).steps] == ["proven"]
+    with ckptkit.CheckpointManager(root) as manager:
+        found: Any = manager.restore(1, args=ocp.args.StandardRestore(abstract(args.item)))  # pyright: ignore[reportCallIssue]
+    assert_same(found, args.item)
 
 
 def test_what_was_not_committed_is_no_step(root: str) -> None:
