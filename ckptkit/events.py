@@ -29,7 +29,9 @@ class Kind(StrEnum):
     """The kinds of event, in the order in which a run meets them."""
 
     STARTED = "started"  # a process came up: fields attempt, pid
-    SPAN = "span"  # time that was spent: fields span (goodput's kind), duration_s; at_s is its END
+    # time that was spent: fields span (goodput's kind), duration_s, failed (true) where it ended in an exception; at_s
+    # is its END
+    SPAN = "span"
     PLANNED = "restore_planned"  # fields sources: tier -> bytes
     REJECTED = "restore_rejected"  # fields reason
     # fields sources: tier -> bytes, duration_s, verify (and share, seed of a sample); of several processes broadcast
@@ -104,9 +106,15 @@ class EventLog:
     Cost: one encoded line and one `os.write` per event, no sync; 8 microseconds (bench/LOG.md). The line is written in
     the thread that emits it: a process that is killed loses at most the one that it was writing, which a queue with
     a writer of its own could not say. Safe from several threads. `EventLog()` writes no file.
+
+    `load_run` finds it as `attempt-<a>-process-<p>.jsonl` in the directory of the run. Raises ValueError for a URL,
+    which takes no lines at its end, and OSError for a file that cannot be opened.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, process: int = 0):
+        self.opened_s = clock.wall_s()  # what stands in a log from before is of an earlier attempt
+        if path is not None and "://" in os.fspath(path):
+            raise ValueError(f"EventLog({path!r}): give the path of a local file; copy it to a bucket when it is whole")
         self._process = process
         self._observers: list[Callable[[Event], None]] = []
         self._lock = threading.Lock()
@@ -173,9 +181,10 @@ class _Span(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._start_s = clock.monotonic_s()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         duration_s = round(clock.monotonic_s() - self._start_s, 6)
-        self._log.emit(Kind.SPAN, step=self._step, span=self._name, duration_s=duration_s)
+        failed: dict[str, Any] = {} if error is None else {"failed": True}
+        self._log.emit(Kind.SPAN, step=self._step, span=self._name, duration_s=duration_s, **failed)
 
 
 def _cut_torn_line(fd: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import math
 import os
 import threading
@@ -19,8 +20,10 @@ from ckptkit import intervals
 from ckptkit.clock import monotonic_s, time_text
 from ckptkit.events import Event, EventLog, Kind
 from ckptkit.goodput import load_run
+from ckptkit.goodput.runs import Attempt, attempts_of
 from ckptkit.save_costs import SaveCosts
 
+_log = logging.getLogger("ckptkit")
 _KEPT = 20  # failures back that what was seen weighs 1/e (bench/LOG.md)
 _PRIOR_FAILURES = 2.0
 _COST_MIN_S = 1e-3  # nothing is free: without it the interval would go to 0
@@ -50,18 +53,20 @@ class GoodputOptimal:
 
     A save costs its stall and what steps take longer until it is committed, on average over the last 20 of each tier
     (where the loop records `step` spans: `SaveCosts`). Failures and uptime come from the logs of earlier attempts in
-    `history`: an attempt with a successor failed, and the slowest tier that its successor restored from is the one that
-    the failure needed. To that comes a prior of two failures, `prior_mtbf_s` apart, half of them for each tier but the
-    slowest, which has a tenth. Each tier has Daly's interval for the failures that it survives and no faster one does
-    (Young 1974, Daly 2006, Benoit et al. 2017: `ckptkit.intervals`), never below what its last saves took to be
+    `history`: an attempt that did not finish failed, and the slowest tier that its successor restored from is the one
+    that the failure needed; a preemption whose last save the successor restored is no failure. To that comes a prior of
+    two failures, `prior_mtbf_s` apart, a tenth of them for the slowest tier, and of the rest for each tier twice as
+    many as for the next slower one. Each tier has Daly's interval for the failures that it survives and no faster one
+    does (Young 1974, Daly 2006, Benoit et al. 2017: `ckptkit.intervals`), never below what its last saves took to be
     committed. Where the attempts' lives say that failures come in clusters, intervals are shorter just after a restart
     and grow with the time since (Ling et al. 2001). The simulator's `learned` policy is this formula (`ckptkit
-    simulate`). Process 0's answer counts.
+    simulate`). Process 0's answer counts, so it alone reads `history`.
 
     Cost: some list operations per event, and one or two evaluations of the formula per commit (0.1 ms).
 
     Raises ValueError for no tiers, one named twice, or a prior that is no time. No logs in
-    `history` are no error: the first attempt finds none.
+    `history` are no error: the first attempt finds none. Nor are damaged ones: the prior alone counts then, and a line
+    of the `ckptkit` logger says so.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class GoodputOptimal:
         self._moments = np.zeros((2, len(intervals.GROWTHS)))
         self._saved_at_s = dict.fromkeys(self._tiers, 0.0)  # the age of this attempt at the tier's last save
         self._started_s = monotonic_s()
-        if history is not None:
+        if history is not None and events.process == 0:  # whose answer counts: a thousand need not read them
             self._look_back(Path(history))
         self._wanted_s = dict(zip(self._tiers, self._formula(), strict=True))
         events.observe(self._hear)
@@ -110,26 +115,29 @@ class GoodputOptimal:
             logs = load_run(history)
         except FileNotFoundError:
             return
-        attempts: dict[int, list[Event]] = {}
-        for log in logs:
-            number = next((e.fields["attempt"] for e in log if e.kind == Kind.STARTED and e.process == 0), None)
-            if number is not None:
-                attempts[number] = list(log)
-        numbers = sorted(attempts)
-        for number, after in zip_longest(numbers, numbers[1:]):
-            log = attempts[number]
-            if log is attempts[numbers[-1]] and len(log) == 1:
-                return  # this run's own, just begun
-            up_s = max(e.at_s for e in log) - min(e.at_s for e in log)
-            fade = math.exp(-1.0 / _KEPT)
-            finished = any(event.kind == Kind.FINISHED for event in log)
-            if finished:
+        except ValueError as error:  # a job must not stand still for its telemetry
+            _log.warning("save intervals begin from the prior: %s", error)
+            return
+        earlier = [[event for event in log if event.at_s < self._events.opened_s] for log in logs]
+        attempts = [attempt for attempt in attempts_of(earlier)[0] if attempt.first_s is not None]
+        for attempt, after in zip_longest(attempts, attempts[1:]):
+            up_s, fade = attempt.up_s, math.exp(-1.0 / _KEPT)
+            if attempt.is_finished or self._was_saved(attempt, after):
                 self._up_s += up_s
                 continue
             self._up_s = self._up_s * fade + up_s
             self._failures *= fade
-            self._failures[self._level(attempts[after] if after is not None else [])] += 1.0
+            self._failures[self._level(after.events if after is not None else [])] += 1.0
             self._moments += intervals.moments(up_s, self._up_s / self._failures.sum()) if up_s > 0 else 0.0
+
+    def _was_saved(self, attempt: Attempt, after: Attempt | None) -> bool:
+        """Whether it was preempted, and the next one went on from its last save: no interval could have been better."""
+        told = next((event for event in attempt.events if event.kind == Kind.PREEMPTED), None)
+        if told is None:
+            return False
+        if after is None:  # nothing is restored yet: the slowest tier is there for every successor
+            return self._tiers[-1] in told.fields["tiers"]
+        return any(event.kind == Kind.RESTORED and event.step == told.step for event in after.events)
 
     def _level(self, log: Sequence[Event]) -> int:
         """The slowest tier that a restart took bytes from; the slowest of all where it began afresh."""
@@ -205,7 +213,7 @@ class GoodputOptimal:
 
 
 def _prior_shares(tiers: int) -> list[float]:
-    """Half of the failures for the fastest tier, half of the rest for the next, and so on; a tenth for the slowest."""
+    """A tenth of the failures for the slowest tier; of the rest each tier has twice what the next slower one has."""
     if tiers == 1:
         return [1.0]
     weights = [0.5**place for place in range(1, tiers)]

@@ -16,6 +16,8 @@ _QUIET_MIN = 5  # steps that say how long a step is
 _OUTLIER = 2.0  # times the median: a compilation, an evaluation
 _OPEN_MAX = 8  # saves of which no more may be heard
 _OVER = (Kind.COMMITTED, Kind.SKIPPED, Kind.FAILED, Kind.DEGRADED)
+_DROPPED = (Kind.SKIPPED, Kind.FAILED)
+_SLOWER = ("ssd", "peer", "durable")  # than the slots that feed them: what is dropped there is dropped everywhere
 
 
 @dataclass(slots=True)
@@ -95,7 +97,7 @@ class SaveCosts:
         save = self._on_its_way.get(event.step)
         if save is not None:
             save.left.discard(tier)
-            if not save.left:
+            if not save.left or (event.kind in _DROPPED and tier not in _SLOWER):
                 del self._on_its_way[event.step]
         if event.kind != Kind.COMMITTED or tier not in self._commits:
             return False

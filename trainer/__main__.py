@@ -15,7 +15,7 @@ from ckptkit.broadcast import BroadcastMode
 from ckptkit.events import EventLog, Kind
 from tools.corpus import CorpusError
 from tools.launch import ExitCode
-from trainer.checkpoint import Preempted
+from trainer.checkpoint import Preempted, check_writable
 from trainer.cluster import detect_rank, leave
 from trainer.config import (
     PRESETS,
@@ -46,7 +46,7 @@ Dtype = Literal["float32", "bfloat16"]
 @click.option("--mesh", help="Axis sizes, like data=1,fsdp=2,model=2.  [default: all devices on fsdp]")
 @click.option("--global-batch", type=click.IntRange(1), help="Rows per step.  [default: the preset's]")
 @click.option("--accumulate", type=click.IntRange(1), default=1, help="Microbatches per step.")
-@click.option("--learning-rate", type=float, help="Peak rate.  [default: the preset's]")
+@click.option("--learning-rate", type=click.FloatRange(0), help="Peak rate.  [default: the preset's]")
 @click.option("--schedule-steps", type=click.IntRange(1), help="Length of the rate schedule.  [default: --steps]")
 @click.option("--compute-dtype", type=DTYPES, help="What matmuls run in.  [default: the preset's]")
 @click.option("--split-step", is_flag=True, help="Gradient and update apart; same bits.")
@@ -73,7 +73,9 @@ Dtype = Literal["float32", "bfloat16"]
 @click.option("--cluster", type=click.Choice(["detect"]), help="Ask srun or mpirun who the processes are.")
 @click.option("--heartbeat-s", type=click.IntRange(1), default=10, help="Silence after which a peer is lost.")
 @click.option("--start-timeout-s", type=click.IntRange(1), default=300, help="How long the start waits for a peer.")
-@click.option("--grace-s", type=float, default=25.0, help="From SIGTERM to the end: time for a last save.")
+@click.option(
+    "--grace-s", type=click.FloatRange(0, min_open=True), default=25.0, help="From SIGTERM to the end: for a last save."
+)
 @click.option("--events", help="Write event logs here, for goodput.  [default: none]")
 @click.option("--attempt", type=click.IntRange(0), default=0, help="Which start of this run it is, for the logs.")
 @click.option("--proof", help="Write record ids, losses and state digests here.  [default: none]")
@@ -114,6 +116,7 @@ def main(context: click.Context, **flags: Any) -> None:
 @contextmanager
 def event_log(directory: str | None, attempt: int, process: int) -> Iterator[EventLog]:
     """This process's log of this attempt, where `ckptkit.goodput.load_run` finds it; without a directory, no file."""
+    check_writable(directory, "--events")
     path = Path(directory) / f"attempt-{attempt}-process-{process}.jsonl" if directory else None
     log = EventLog(path, process=process)
     log.emit(Kind.STARTED, attempt=attempt, pid=os.getpid())
@@ -129,7 +132,7 @@ def read_flags(flags: dict[str, Any]) -> RunConfig:
     return RunConfig(
         model=chosen.model,
         optimizer=OptimizerConfig(
-            learning_rate=flags["learning_rate"] or chosen.learning_rate,
+            learning_rate=chosen.learning_rate if flags["learning_rate"] is None else flags["learning_rate"],
             schedule_steps=flags["schedule_steps"] or flags["steps"],
             accumulate=flags["accumulate"],
         ),

@@ -82,6 +82,20 @@ def save(manager: Any | None, state: State, position: Position, *, force: bool =
     return bool(manager.save(position.step, args=_args(state, position), force=force))
 
 
+def save_end(manager: Any | None, state: State, position: Position) -> None:
+    """Make the end of a run durable where a restart found it in fast tiers alone: they go with their hosts.
+
+    A step is saved once, so its copies there go first; a loss in between costs the steps since the save before it.
+    All processes call this together.
+    """
+    if not isinstance(manager, ckptkit.CheckpointManager):
+        return  # without fast tiers what was restored is durable
+    found = [record.tiers for record in manager.steps() if record.step == position.step and record.tiers]
+    if found and not any("durable" in tiers for tiers in found):
+        manager.delete(position.step)
+        save(manager, state, position, force=True)
+
+
 class Preempted(Exception):
     """The cluster takes the machines back; `last` is what was saved before that, None without checkpoints."""
 
@@ -121,16 +135,25 @@ def _args(state: State, position: Position) -> Any:
     )
 
 
-def wait_until_staged(manager: Any | None) -> None:
-    """Wait for the last save's copy out of the device memory that the coming update will donate."""
+def wait_until_staged(manager: Any | None, events: ckptkit.EventLog) -> None:
+    """Wait for the last save's copy out of the device memory that the coming update will donate.
+
+    It is within a step and yet the save's time: a span of its own keeps it from counting as productive.
+    """
     if manager is not None:
-        manager.wait_until_staged()
+        with events.span("checkpoint_save"):
+            manager.wait_until_staged()
 
 
-def check_writable(directory: str | None, flag: str) -> None:
-    """Refuse a local directory that cannot be made or written, naming the flag; URLs are checked by the store."""
-    if directory is None or "://" in directory:
+def check_writable(directory: str | None, flag: str, *, remote: bool = False) -> None:
+    """Refuse a local directory that cannot be made or written, naming the flag, and a URL where none is of use.
+
+    `remote`: a URL is, and whoever writes there checks it.
+    """
+    if directory is None or (remote and "://" in directory):
         return
+    if "://" in directory:  # or it would be made below the working directory
+        raise InputError(f"{flag} {directory}: give a directory of this host, no URL")
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=directory):

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from ckptkit.coordination import Coordinator, gather
 from tools.corpus import Corpus
 from trainer.config import InputError
 
@@ -46,6 +47,24 @@ class Batch(NamedTuple):
 def start_position(corpus: Corpus, *, global_batch: int, seed: int) -> Position:
     """The position before the first step."""
     return Position(step=0, global_batch=global_batch, seed=seed, source_digest=corpus.digest, records=corpus.records)
+
+
+def check_same_data(start: Position, coordinator: Coordinator, *, timeout_s: float) -> None:
+    """Refuse a job whose hosts have different text, on all processes alike: each would train on its own, unnoticed.
+
+    Raises:
+        InputError: the first process that differs from process 0, and in what.
+        ckptkit.CoordinationError: a process did not come within `timeout_s`.
+    """
+    first, *others = gather(coordinator, "data", start.to_json(), timeout_s=timeout_s)
+    for process, other in enumerate(others, start=1):
+        names = [name for name, value in first.items() if other[name] != value]
+        if names:
+            differences = [f"{name} {other[name]!r} against {first[name]!r}" for name in names]
+            raise InputError(
+                f"process {process} has other data than process 0: {', '.join(differences)}; give every host the same "
+                "text (stdlib is that of each host's own Python) and the same flags"
+            )
 
 
 def resume_position(saved: dict[str, Any], start: Position) -> Position:

@@ -9,6 +9,7 @@ import click
 import jax
 
 from ckptkit import EventLog, Kind
+from ckptkit.coordination import make_coordinator
 from ckptkit.goodput import steps_done
 from tools.corpus import build_corpus
 from trainer.checkpoint import (
@@ -18,11 +19,12 @@ from trainer.checkpoint import (
     prepare,
     restore_newest,
     save,
+    save_end,
     wait_until_staged,
 )
 from trainer.cluster import join
 from trainer.config import MeshConfig, RunConfig
-from trainer.data import Position, open_batches, start_position
+from trainer.data import Position, check_same_data, open_batches, start_position
 from trainer.proof import Proof
 from trainer.sharding import batch_sharding, check_rules, make_mesh, named_leaves
 from trainer.step import State, compile_step, make_program
@@ -54,6 +56,8 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
         join(config.cluster, loop.compile_cache)
         mesh_config = config.mesh or MeshConfig(fsdp=jax.device_count())
         mesh = make_mesh(mesh_config)
+        start = start_position(corpus, global_batch=config.data.global_batch, seed=config.data.seed)
+        check_same_data(start, make_coordinator(), timeout_s=config.cluster.start_timeout_s)
     with events.span("training_prep"):
         program = make_program(model, config.optimizer, mesh, seed=config.data.seed)
         check_rules(
@@ -62,7 +66,6 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
             global_batch=config.data.global_batch,
             accumulate=config.optimizer.accumulate,
         )
-        start = start_position(corpus, global_batch=config.data.global_batch, seed=config.data.seed)
         manager = make_manager(config.checkpoint, events)
         prepare(manager, program.abstract_state, start)
     with events.span("checkpoint_restore"):
@@ -89,12 +92,15 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
         proof = Proof(Path(loop.proof), jax.process_index()) if loop.proof else None
 
     progress = Progress(config, mesh_config, loop_state)
+    if loop_state.position.step == loop.steps:  # a run that was lost between its last step and the end of its save
+        with events.span("checkpoint_save", loop.steps):
+            save_end(manager, loop_state.state, loop_state.position)
     while loop_state.position.step < loop.steps:
         step = loop_state.position.step
         with events.span("data_loading", step):
             batch = next(batches)
         with events.span("step", step):
-            state, loss = take_step(loop_state.state, batch.tokens, lambda: wait_until_staged(manager))
+            state, loss = take_step(loop_state.state, batch.tokens, lambda: wait_until_staged(manager, events))
             loss_nats = float(loss)  # waits: a save that found the step unfinished would count it as its own stall
         loop_state = LoopState(state=state, position=replace(loop_state.position, step=step + 1))
         if proof:
@@ -119,11 +125,11 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
 
 def check_paths(config: RunConfig) -> None:
     """Find out now, not at the first save, that something cannot be written."""
-    check_writable(config.checkpoint.directory, "--checkpoint")
+    check_writable(config.checkpoint.directory, "--checkpoint", remote=True)
     check_writable(config.checkpoint.ram, "--ram")
     check_writable(config.checkpoint.ssd, "--ssd")
     check_writable(config.loop.proof, "--proof")
-    check_writable(config.loop.compile_cache, "--compile-cache")
+    check_writable(config.loop.compile_cache, "--compile-cache", remote=True)
 
 
 class Progress:

@@ -26,13 +26,16 @@ ACTIVATION_SOURCE = "Korthikanti et al. 2022, arXiv:2205.05198, table 2, no sequ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes on one device at the fullest moment of a step."""
+    """Bytes on one device at the fullest moment of a step.
+
+    XLA may hold a second copy of the gradients, while it clips or accumulates them: on CPU it does (bench/LOG.md).
+    """
 
     parameters: int
     gradients: int
     optimizer: int
     gathered: int  # one block's weights in the compute dtype, whole over fsdp
-    activations: int  # an estimate; the other numbers are exact
+    activations: int  # an estimate; the other numbers follow from shapes
 
     @property
     def total(self) -> int:
@@ -122,7 +125,8 @@ def device_memory(
     """Bytes on one device: float32 weights, gradients and two moments, the gathered block, activations."""
     shards = {path: _bytes(leaf.sharding.shard_shape(leaf.shape), leaf) for path, leaf in leaves.items()}
     parameters = sum(size for path, size in shards.items() if path.startswith("model/"))
-    block = sum(size for path, size in shards.items() if path.startswith("model/blocks/0/"))
+    split = {path for path, leaf in leaves.items() if "fsdp" in axes_of(leaf.sharding.spec)}
+    block = sum(size for path, size in shards.items() if path in split and path.startswith("model/blocks/0/"))
     width = np.dtype(model.compute_dtype).itemsize
     return Memory(
         parameters=parameters,
@@ -223,7 +227,10 @@ def print_plan(plan: Plan, *, keep: int, console: Console | None = None) -> None
     console.print(f"{plan.parameters / 1e9:.2f} B parameters on mesh {plan.mesh}: {plan.mesh.devices} devices")
     console.print(_sharding_table(plan))
     console.print(_memory_table(plan))
-    console.print(f"Activations are an estimate after {ACTIVATION_SOURCE}.")
+    console.print(
+        f"Activations are an estimate after {ACTIVATION_SOURCE}. Not counted: a second copy of the gradients "
+        f"({_gb(plan.memory.gradients)}), which XLA may hold while it clips or accumulates them."
+    )
     console.print(_checkpoint_table(plan, keep))
     console.print(verdict(plan), style="bold")
 
@@ -271,7 +278,8 @@ def _checkpoint_table(plan: Plan, keep: int) -> Table:
     written = "committed, being written, read by slower tiers"
     table.add_row("ramdisk, per host", _gb(ram * plan.host_bytes), f"{ram} slots: {written}")
     table.add_row("SSD, per host", _gb(ssd * plan.host_bytes), f"{ssd} slots: committed and being written")
-    table.add_row("durable, in all", _gb(keep * plan.checkpoint_bytes), f"{keep} steps kept, one replica writes")
+    durable = f"{keep} steps kept and one being written, each by one replica"
+    table.add_row("durable, in all", _gb((keep + 1) * plan.checkpoint_bytes), durable)
     return table
 
 

@@ -18,6 +18,7 @@ from ckptkit.cli.goodput_export import prometheus_text, write_picture, write_ten
 from ckptkit.cli.outputs import OutputFile, needed, write_whole
 from ckptkit.cli.text import count_text, print_json, print_line, print_table
 from ckptkit.clock import monotonic_s, time_text
+from ckptkit.errors import CorruptCheckpointError
 from ckptkit.events import Event, Kind
 from ckptkit.goodput import GoodputReport, goodput_page, goodput_report, load_run, timeline_of
 
@@ -60,7 +61,7 @@ def goodput(
         needed("tensorboardX", "tensorboard")
     if follow:
         _follow(run_dir)
-    logs = load_run(run_dir)
+    logs = _load(run_dir)
     report = _report(run_dir, logs)
     name = run_dir.resolve().name
     if html:
@@ -79,6 +80,13 @@ def goodput(
     return Exit.OK
 
 
+def _load(run_dir: Path) -> list[list[Event]]:
+    try:
+        return load_run(run_dir)
+    except ValueError as error:
+        raise CorruptCheckpointError(str(error), path=str(run_dir)) from error
+
+
 def _report(run_dir: Path, logs: Sequence[Sequence[Event]]) -> GoodputReport:
     try:
         return goodput_report(logs)
@@ -95,7 +103,8 @@ def _follow(run_dir: Path) -> None:
                 try:
                     logs = load_run(run_dir)
                     live.update(Group(*_tables(goodput_report(logs))))
-                    if any(event.kind == Kind.FINISHED and event.process < 0 for log in logs for event in log):
+                    launcher = [event for log in logs for event in log if event.process < 0]
+                    if launcher and launcher[-1].kind == Kind.FINISHED:  # an earlier launch may have ended too
                         return
                 except (FileNotFoundError, ValueError) as error:
                     live.update(Text(f"waiting: {error}"))

@@ -58,7 +58,7 @@ def stalls(facts: Facts) -> list[Advice]:
 def waits(facts: Facts) -> list[Advice]:
     """A tenth of the durable saves or more held the loop for a second or more until the one before was done.
 
-    From what `wait`, the default of `Backpressure.durable_busy`, does; a second is what a person notices.
+    From what `wait`, the default of `durable_busy`, does; a second is what a person notices.
     """
     staged = [event for event in facts.of(Kind.STAGED) if event.process == 0]
     waited = [event for event in staged if float(event.fields.get("waited_s", 0.0)) >= WAITED_S_MIN]
@@ -68,7 +68,7 @@ def waits(facts: Facts) -> list[Advice]:
     longest = max(float(event.fields["waited_s"]) for event in waited)
     saves = count_text(len(waited), "save")
     what = f"{saves} waited for the durable tier to finish the one before, up to {clock.time_text(longest)}"
-    advice = "raise `save_interval_steps`, or leave such saves out with `Backpressure(durable_busy='skip')`"
+    advice = "raise `save_interval_steps`, or leave such saves out: `CheckpointManager(durable_busy='skip')`"
     return _said("waits", "slow", what, advice)
 
 

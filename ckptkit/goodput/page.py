@@ -286,7 +286,8 @@ def _lane_name(name: str, top: float) -> str:
 
 
 def _x(at_s: float, run: Timeline) -> float:
-    return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (at_s / run.wall_s if run.wall_s else 0.0)
+    share = at_s / run.wall_s if run.wall_s else 0.0
+    return _LEFT + (_WIDTH - _LEFT - _RIGHT) * min(max(share, 0.0), 1.0)  # another host's clock may be off
 
 
 def _name(part: Part) -> str:

@@ -191,30 +191,33 @@ def _without(stretches: Sequence[tuple[float, float]], pauses: Sequence[Event]) 
 def _disruptions(
     attempts: Sequence[Attempt], launcher: Sequence[Event], segments: Sequence[Interval]
 ) -> tuple[Disruption, ...]:
-    """One per loss that the launcher saw; without a launcher one per attempt that had a successor."""
+    """One per loss that the launcher saw; without a launcher one per attempt that had a successor and had not
+    finished: a run that is made longer has lost nothing.
+    """
     losses = {event.fields["attempt"]: event for event in launcher if event.kind == Kind.DISRUPTED}
-    lost = losses if launcher else [attempt.number for attempt in attempts[:-1]]
+    lost = losses if launcher else [attempt.number for attempt in attempts[:-1] if not attempt.is_finished]
     return tuple(_disruption(number, losses.get(number), attempts, segments) for number in sorted(lost))
 
 
 def _disruption(
     number: int, loss: Event | None, attempts: Sequence[Attempt], segments: Sequence[Interval]
 ) -> Disruption:
-    own = [a for a in attempts if a.number == number]
+    preempted = any(event.kind == Kind.PREEMPTED for a in attempts if a.number == number for event in a.events)
     done = {step for a in attempts if a.number <= number for step, _ in a.steps}
     later = [pair for a in attempts if a.number > number for pair in a.steps]
-    at_s = loss.at_s if loss else max(event.at_s for a in own for event in a.events)
+    at_s = loss.at_s if loss else max(a.last_s for a in attempts if a.number == number)
     resumed_s = min((span.at_s for _, span in later), default=None)
     caught_up_s = min((span.at_s for step, span in later if step > max(done, default=-1)), default=None)
     fields = loss.fields if loss else {}
     return Disruption(
         attempt=number,
         process=fields.get("lost"),
-        cause=fields.get("cause", "unknown"),
+        cause=fields.get("cause", "preempted" if preempted else "unknown"),
         wiped=tuple(fields.get("wiped", ())),
         lost_steps=_lost_steps(number, attempts),
-        resume_s=None if resumed_s is None else resumed_s - at_s,
-        caught_up_s=None if caught_up_s is None else caught_up_s - at_s,
+        # Process 0 may have come back on a host whose clock is behind.
+        resume_s=None if resumed_s is None else max(0.0, resumed_s - at_s),
+        caught_up_s=None if caught_up_s is None else max(0.0, caught_up_s - at_s),
         resume_parts_s={} if resumed_s is None else sum_parts(segments, at_s, resumed_s),
     )
 

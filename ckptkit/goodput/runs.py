@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.events import Event, Kind, read_events
 from ckptkit.goodput.parts import Interval, Part
 
+_NAME = re.compile(r"attempt-(\d+)-process-(\d+)\.jsonl", re.ASCII)
+
 
 def load_run(directory: str | os.PathLike[str]) -> list[list[Event]]:
-    """The logs of a run: `launcher.jsonl` and `attempt-<a>-process-<p>.jsonl`; other files are not read."""
+    """The logs of a run: `launcher.jsonl` and `attempt-<a>-process-<p>.jsonl`; other files are not read.
+
+    The process is the one in the name, and so is the attempt where no `started` event says it: loops that write none
+    are common, and a full disk loses it.
+    """
     root = Path(directory)
     paths = sorted(chain(root.glob("launcher.jsonl"), root.glob("attempt-*-process-*.jsonl")))
     if not paths:
@@ -23,17 +31,33 @@ def load_run(directory: str | os.PathLike[str]) -> list[list[Event]]:
             f"no event logs in {root}: expected launcher.jsonl or attempt-<a>-process-<p>.jsonl; "
             "name the directory that the run was given as --events"
         )
-    return [read_events(path) for path in paths]
+    return [_as_named(path, read_events(path)) for path in paths]
+
+
+def _as_named(path: Path, log: list[Event]) -> list[Event]:
+    named = _NAME.fullmatch(path.name)
+    if named is None or not log:
+        return log
+    attempt, process = int(named[1]), int(named[2])
+    log = [event if event.process == process else replace(event, process=process) for event in log]
+    if any(event.kind == Kind.STARTED for event in log):
+        return log
+    return [Event(kind=Kind.STARTED, at_s=log[0].at_s, process=process, fields={"attempt": attempt}), *log]
 
 
 def steps_done(directory: str | os.PathLike[str]) -> int | None:
     """How many steps the run whose logs are in `directory` has come to, over all attempts; None where none says.
 
     A step that was taken and then lost counts: less the step that a run resumes from, it is the work done again.
+    Where a log is damaged or cannot be read it is None too: a run must not stand still for its account. Cost: process
+    0's logs are read (all others say the same), or those that are there where it has none here.
     """
-    paths = Path(directory).glob("attempt-*-process-*.jsonl")
-    spans = (event for path in paths for event in read_events(path) if event.kind == Kind.SPAN)
-    return max((e.step + 1 for e in spans if e.fields["span"] == "step" and e.step is not None), default=None)
+    root = Path(directory)
+    paths = list(root.glob("attempt-*-process-0.jsonl")) or root.glob("attempt-*-process-*.jsonl")
+    try:
+        return max((step + 1 for path in paths for step, _ in _steps(read_events(path))), default=None)
+    except (ValueError, OSError):
+        return None
 
 
 class Attempt(NamedTuple):
@@ -44,28 +68,74 @@ class Attempt(NamedTuple):
     spans: list[Event]
     steps: list[tuple[int, Event]]
     first_s: float | None  # process 0's first sign of life
+    last_s: float  # its last one; where it gave none, the other processes', whose clocks may differ
     wasted_from: float  # later attempts did this step, and all above it, again
+
+    @property
+    def up_s(self) -> float:
+        """From process 0's first sign of life to its last."""
+        return 0.0 if self.first_s is None else self.last_s - self.first_s
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it came to the end of the run as that was then."""
+        return any(event.kind == Kind.FINISHED for event in self.events)
 
 
 def attempts_of(logs: Sequence[Sequence[Event]]) -> tuple[list[Attempt], list[Event]]:
-    """The attempts in order, and the events of the launcher."""
-    by_number: dict[int, list[Event]] = defaultdict(list)
+    """The attempts in order, and the events of the launcher.
+
+    Where a number was given twice (a container that starts again with the same arguments, a job that was submitted
+    again), each start is an attempt of its own, and all are numbered in the order of time.
+    """
+    lives: dict[tuple[int, int], list[Event]] = defaultdict(list)  # by number, and which start with that number
     launcher: list[Event] = []
     for log in logs:
         if any(event.process < 0 for event in log):
             launcher.extend(log)
-        elif log:
-            by_number[next((e.fields["attempt"] for e in log if e.kind == Kind.STARTED), 0)].extend(log)
+            continue
+        starts: Counter[int] = Counter()
+        for life in _lives(log):
+            number = next((e.fields["attempt"] for e in life if e.kind == Kind.STARTED), 0)
+            lives[number, starts[number]].extend(life)
+            starts[number] += 1
     attempts: list[Attempt] = []
     wasted_from = math.inf
-    for number, events in sorted(by_number.items(), reverse=True):
+    for number, events in reversed(_numbered(lives)):
         primary = [event for event in events if event.process == 0]
         spans = [event for event in primary if event.kind == Kind.SPAN]
-        steps = [(e.step, e) for e in spans if e.fields["span"] == "step" and e.step is not None]
+        steps = list(_steps(spans))
         first_s = min(map(start_s, primary), default=None)
-        attempts.append(Attempt(number, events, spans, steps, first_s, wasted_from))
+        last_s = max(event.at_s for event in primary or events)
+        attempts.append(Attempt(number, events, spans, steps, first_s, last_s, wasted_from))
         wasted_from = min([wasted_from, *(step for step, _ in steps)])
     return attempts[::-1], launcher
+
+
+def _steps(events: Iterable[Event]) -> Iterable[tuple[int, Event]]:
+    """The steps that were done: one that ended in an exception, as when another process was lost, was not."""
+    for event in events:
+        if event.kind != Kind.SPAN or event.fields["span"] != "step" or event.fields.get("failed"):
+            continue
+        if event.step is not None:
+            yield event.step, event
+
+
+def _lives(log: Sequence[Event]) -> Iterable[Sequence[Event]]:
+    """The log of a process, cut where it started anew; what stands before its first `started` is of its first life."""
+    starts = [place for place, event in enumerate(log) if event.kind == Kind.STARTED]
+    return [log[begin:end] for begin, end in pairwise([0, *starts[1:], len(log)]) if begin < end]
+
+
+def _numbered(lives: dict[tuple[int, int], list[Event]]) -> list[tuple[int, list[Event]]]:
+    if all(again == 0 for _, again in lives):
+        return [(number, events) for (number, _), events in sorted(lives.items(), key=lambda life: life[0])]
+
+    def began_s(events: list[Event]) -> float:
+        return min(map(start_s, [event for event in events if event.process == 0] or events))
+
+    first = min(number for number, _ in lives)
+    return list(enumerate(sorted(lives.values(), key=began_s), start=first))
 
 
 def start_s(event: Event) -> float:
@@ -76,14 +146,15 @@ def start_s(event: Event) -> float:
 def clock_of(attempts: Sequence[Attempt], launcher: Sequence[Event]) -> tuple[float, float]:
     """When the run began and ended. Raises ValueError where no process logged an event.
 
-    A run that finished ends with the last word of its processes, as a job does that reports its own end; what the
-    launcher takes to see them gone is no part of it.
+    A run that finished ends with the last word of its process 0, as a job does that reports its own end; what the
+    launcher takes to see it gone is no part of it. Other processes count only where process 0 said nothing at all:
+    their hosts' clocks may be off by hours.
     """
     if not attempts:
         raise ValueError("no process of the run logged an event: there is nothing to account for")
     own = list(chain.from_iterable(attempt.events for attempt in attempts))
-    finished = any(event.kind == Kind.FINISHED for event in attempts[-1].events)
-    told = [event for event in launcher if not (finished and event.kind == Kind.FINISHED)]
+    own = [event for event in own if event.process == 0] or own
+    told = [event for event in launcher if not (attempts[-1].is_finished and event.kind == Kind.FINISHED)]
     events = [*own, *told]
     return min(map(start_s, events)), max(event.at_s for event in events)
 
@@ -109,7 +180,8 @@ def intervals(
 
 def _part(span: Event, wasted_from: float) -> Part:
     if span.fields["span"] == "step":
-        return Part.WASTED if span.step is not None and span.step >= wasted_from else Part.PRODUCTIVE
+        lost = span.fields.get("failed") or (span.step is not None and span.step >= wasted_from)
+        return Part.WASTED if lost else Part.PRODUCTIVE
     if span.fields["span"] == "broadcast":  # inside a restore
         return Part.CHECKPOINT_RESTORE
     return next((part for part in Part if part.value == span.fields["span"]), Part.OTHER)

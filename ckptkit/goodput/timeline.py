@@ -69,7 +69,7 @@ def timeline_of(logs: Sequence[Sequence[Event]]) -> Timeline:
     origin_s, end_s = clock_of(attempts, launcher)
     events = [(attempt.number, event) for attempt in attempts for event in attempt.events]
     lost_at = {e.fields["attempt"]: e.at_s for e in launcher if e.kind == Kind.DISRUPTED}
-    last_at = {attempt.number: max(event.at_s for event in attempt.events) for attempt in attempts}
+    last_at = {attempt.number: attempt.last_s for attempt in attempts}
     return Timeline(
         origin_s=origin_s,
         wall_s=end_s - origin_s,

@@ -32,7 +32,7 @@ class DurableProfile:
       copied_bytes: cells below this are handed to TensorStore as keys and values, copied once, at some microseconds
         each; larger ones through its array driver, which opens each leaf (about a millisecond) and copies nothing.
       compression: how the cells of leaves whose cells are `copied_bytes` or larger are encoded (`COMPRESSORS`); None:
-        not at all. Takes a core 2 to 20 s for each GB of floats, so it is for storage that is slower than that, or
+        not at all. Takes a core 1 to 5 s for each GB of floats, so it is for storage that is slower than that, or
         paid by the byte. Process 0's counts. Steps that Orbax has to write, and repaired ones, are not encoded.
       write_concurrency, read_concurrency: files or requests on their way at a time.
       read_ahead_bytes: how much of a restore is read before it is asked for; host memory that it may take.

@@ -60,6 +60,16 @@ def test_the_table_says_goodput_and_what_each_loss_cost(run_dir: Path, capsys: p
     assert "peer 75%, ram 25%" in out
 
 
+def test_a_damaged_log_is_named(run_dir: Path, capsys: pytest.CaptureFixture[str]):
+    """A person would report a block that a power failure took as an error of ours."""
+    path = run_dir / "attempt-0-process-0.jsonl"
+    path.write_text(path.read_text().replace('"compile"', "\0\0\0\0", 1))
+    assert main(["goodput", str(run_dir)]) == 11
+    err = capsys.readouterr().err
+    assert f"corrupt: {path}:2: " in err
+    assert "report it" not in err
+
+
 def test_json_adds_up(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     """Programs take the same numbers as people."""
     assert main(["goodput", str(run_dir), "--json"]) == 0
@@ -109,6 +119,27 @@ def test_following_ends_with_the_run(run_dir: Path, capsys: pytest.CaptureFixtur
     finally:
         thread.join()
     assert "9 steps kept, 1 loss;" in capsys.readouterr().out
+
+
+def test_following_does_not_end_with_an_earlier_launch(run_dir: Path):
+    """A job that was preempted and launched again would be shown as over."""
+    launcher = EventLog(run_dir / "launcher.jsonl", process=-1)
+    launcher.emit(Kind.STARTED, attempt=2, pid=1)
+    ended = threading.Event()
+
+    def end() -> None:
+        time.sleep(1.0)
+        ended.set()
+        launcher.emit(Kind.FINISHED, code=0)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    try:
+        assert main(["goodput", str(run_dir), "--follow"]) == 0
+        assert ended.is_set()
+    finally:
+        thread.join()
+        launcher.close()
 
 
 @pytest.mark.parametrize("command", ["goodput", "simulate", "tune"])

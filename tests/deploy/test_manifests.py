@@ -56,6 +56,8 @@ def test_the_pod_has_what_the_tiers_need(job: dict[str, Any]) -> None:
     assert f"--ram {mounts['ram']} " in script
     assert f"--ssd {mounts['ssd']} " in script
     assert pod["restartPolicy"] == "OnFailure", "the emptyDir outlives the container"
+    spec = job["spec"]
+    assert spec["backoffLimit"] >= 100 * spec["parallelism"], "a loss restarts every container, and each one counts"
     grace_s = float(script.split("--grace-s ")[1].split()[0])
     assert grace_s < pod["terminationGracePeriodSeconds"]
     assert f"--processes {job['spec']['completions']} " in script

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from tools.launch import ExitCode
+from tools.launch import ExitCode, Launcher, RestartPolicy
 from trainer.__main__ import main as command
 from trainer.__main__ import read_flags
 from trainer.cluster import detect_rank, join
@@ -62,3 +62,31 @@ def test_who_is_ended_on_its_way_out_ends_as_it_meant_to(code: int) -> None:
     script would start it again on machines that are taken away, and not queue it."""
     done = subprocess.run([sys.executable, "-c", LEAVES, str(int(code))], timeout=120, cwd=ROOT)
     assert done.returncode == code
+
+
+def test_hosts_with_different_text_are_refused(tmp_path: Path) -> None:
+    """Breaks when each host trains on its own text and its own order of it, and nobody notices."""
+    for process in (0, 1):
+        (tmp_path / f"text-{process}").write_text("the quick brown fox\n" * (200 + process))
+    words = ["--data", str(tmp_path / "text-{process}"), "--run-dir", str(tmp_path / "run"), "--steps", "1"]
+    words += ["--coordinator", "{coordinator}", "--processes", "{processes}", "--process", "{process}"]
+    lines: list[str] = []
+    launcher = Launcher(
+        [sys.executable, "-m", "trainer", *words],
+        processes=2,
+        devices_per_process=1,
+        policy=RestartPolicy(restarts=0, grace_s=30.0),
+        on_output=lambda process, line: lines.append(f"{process}: {line}"),
+    )
+    assert launcher.run() == ExitCode.USAGE, lines
+    for process in (0, 1):
+        assert any(
+            line.startswith(f"{process}: Error: process 1 has other data than process 0: source_digest ")
+            for line in lines
+        ), lines
+
+
+def test_a_rate_of_zero_is_one() -> None:
+    """Breaks when a run that is to change nothing trains at the preset's rate."""
+    assert read_flags(command.make_context("trainer", ["--learning-rate", "0"]).params).optimizer.learning_rate == 0.0
+    assert read_flags(command.make_context("trainer", []).params).optimizer.learning_rate == 3e-3

@@ -1,9 +1,12 @@
 """The loop in one process on the 4 devices of every test: interrupt, resume, compare; and bad input."""
 
 import json
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,7 +14,8 @@ import pytest
 from click.testing import CliRunner
 from jax.experimental.compilation_cache import compilation_cache
 
-from ckptkit import EventLog
+from ckptkit import CheckpointManager, EventLog, Kind
+from ckptkit.goodput import Part, goodput_report
 from trainer.__main__ import main
 from trainer.config import (
     CheckpointConfig,
@@ -87,6 +91,42 @@ def test_resumed_run_has_the_bits_of_a_straight_one(root: Path, text: str, strai
         train(run_config(root, text, "other", steps=9, seed=1, checkpoint=True), EventLog())
 
 
+def test_a_run_that_is_lost_before_its_end_is_durable_makes_it_so(root: Path, text: str, tmp_path: Path, straight):
+    """A restart would find the last step in the ramdisk, do nothing and say 0; the ramdisk goes with the job."""
+    places = CheckpointConfig(directory=str(tmp_path / "durable"), ram=str(tmp_path / "ram"), save_every=4, ram_every=1)
+    config = replace(run_config(root, text, "ended", steps=9), checkpoint=places)
+    train(config, EventLog())
+    shutil.rmtree(tmp_path / "durable" / "9")  # as if it had been killed when the ramdisk had it
+    log, heard = EventLog(), []
+    log.observe(heard.append)
+    train(config, log)
+    assert next(e.fields["sources"] for e in heard if e.kind == Kind.RESTORED)["ram"] > 0
+    shutil.rmtree(tmp_path / "ram")
+    log, heard = EventLog(), []
+    log.observe(heard.append)
+    train(config, log)
+    assert [e.step for e in heard if e.kind == Kind.RESTORED] == [9]
+    assert not any(e.kind == Kind.SPAN and e.fields["span"] == "step" for e in heard)
+    assert proof_of(root, "ended")[1] == straight[1]
+
+
+def test_the_wait_for_a_copy_is_the_saves_time(root: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The step that waits until it may donate would count what saves cost as productive."""
+    wait = CheckpointManager.wait_until_staged
+
+    def slowly(manager: CheckpointManager) -> None:
+        time.sleep(0.2)
+        wait(manager)
+
+    monkeypatch.setattr(CheckpointManager, "wait_until_staged", slowly)
+    log, heard = EventLog(), []
+    log.observe(heard.append)
+    config = run_config(root, text, "gated", steps=3)
+    train(replace(config, checkpoint=CheckpointConfig(directory=str(tmp_path), save_every=1)), log)
+    steps_s = sum(e.fields["duration_s"] for e in heard if e.kind == Kind.SPAN and e.fields["span"] == "step")
+    assert goodput_report([heard]).parts_s[Part.PRODUCTIVE] <= steps_s - 3 * 0.2 + 0.01
+
+
 def test_proof_sees_another_seed(root: Path, text: str, straight):
     """Equal proofs would mean nothing."""
     train(run_config(root, text, "one", steps=2, seed=1), EventLog())
@@ -113,6 +153,10 @@ def test_help_names_every_flag():
         (["--mesh", "fsdp=3"], "--mesh data=1,fsdp=3,model=1 needs 3 devices, this job has 4"),
         (["--data", "/no/such/text"], "Error: --data /no/such/text: there is no such file or directory"),
         (["--checkpoint", "/proc/none"], "Error: --checkpoint /proc/none:"),
+        (["--grace-s", "0"], "--grace-s"),
+        (["--events", "/proc/none"], "Error: --events /proc/none:"),
+        (["--events", "gs://bucket/logs"], "Error: --events gs://bucket/logs: give a directory of this host, no URL"),
+        (["--checkpoint", "/tmp/x", "--ram", "gs://bucket/ram"], "--ram gs://bucket/ram: give a directory"),
         (["--ram", "/tmp"], "also give --checkpoint"),
         (["--checkpoint", "/tmp/x", "--peer-copies", "1"], "--peer-copies are of what --ram holds: also give --ram"),
         (["--checkpoint", "/tmp/x", "--ram", "/tmp", "--manager", "orbax"], "--manager orbax has no tiers"),

@@ -50,6 +50,20 @@ def test_printed(plan: Plan):
     assert "arXiv:2205.05198" in text
     assert "The smallest fsdp that does is 6" in text
     assert "data=8,fsdp=6,model=8, 384 devices" in text
+    assert "Not counted: a second copy of the gradients (87.29 GB)" in text
+    assert "8,379.20 GB │ 3 steps kept and one being written" in text, "a bucket sized for three steps is full"
+
+
+def test_what_is_whole_on_every_device_is_not_gathered():
+    """Norms would be counted once for each way of fsdp. By hand: 12 d^2 of a block, over model=8, in bfloat16."""
+    plan = make_plan(
+        preset("gpt3-175b").model,
+        MeshConfig(fsdp=1536, model=8),
+        microbatch_rows=1,
+        device_bytes=80 * 10**9,
+        devices_per_host=8,
+    )
+    assert plan.memory.gathered == 12 * 12288**2 // 8 * 2
 
 
 @pytest.mark.parametrize("name", ["tiny", "25m"])

@@ -232,7 +232,7 @@ def test_a_span_lasts_as_the_monotonic_clock_says(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(KeyError), log.span("step", step=4):
         raise KeyError
     assert [(e.kind, e.step, e.at_s, e.fields) for e in seen] == [
-        (Kind.SPAN, 4, 5.0, {"span": "step", "duration_s": 2.5})
+        (Kind.SPAN, 4, 5.0, {"span": "step", "duration_s": 2.5, "failed": True})
     ]
 
 
@@ -274,3 +274,11 @@ def test_an_observer_that_fails_is_heard_of_and_stops_nobody(caplog: pytest.LogC
     log.emit(Kind.COMMITTED, step=1, tier="ram")
     assert [event.kind for event in seen] == [Kind.COMMITTED]
     assert "dashboard: committed" in caplog.text
+
+
+def test_a_log_in_a_bucket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it failed, the log would stand in a directory called gs: of a pod, and go with it."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="give the path of a local file"):
+        EventLog("gs://bucket/events/attempt-0-process-0.jsonl")
+    assert not list(tmp_path.iterdir())

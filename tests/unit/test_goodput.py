@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.events import Event, EventLog, Kind
-from ckptkit.goodput import GoodputReport, Part, Phase, goodput_report, load_run, resumes, timeline_of
+from ckptkit.goodput import GoodputReport, Part, Phase, goodput_report, load_run, resumes, steps_done, timeline_of
+from ckptkit.goodput.runs import attempts_of
 
 
 def at(
@@ -237,6 +240,107 @@ def test_load_run_reads_what_event_logs_write(tmp_path: Path) -> None:
     report = goodput_report(load_run(tmp_path))
     assert [(d.process, d.lost_steps) for d in report.disruptions] == [(1, 1)]
     assert report.goodput.distinct_steps == 1
+
+
+def test_a_log_without_a_start_is_of_the_attempt_and_process_in_its_name(tmp_path: Path) -> None:
+    """Breaks when a loop that writes no `started` has one attempt for ever: steps taken again would be productive."""
+    for attempt, steps in enumerate((range(6), range(3, 9))):
+        for process in (0, 1):
+            log = EventLog(tmp_path / f"attempt-{attempt}-process-{process}.jsonl")  # each says that it is process 0
+            for step in steps:
+                with log.span("step", step=step):
+                    pass
+            log.close()
+    logs = load_run(tmp_path)
+    report = goodput_report(logs)
+    assert [loss.lost_steps for loss in report.disruptions] == [3]
+    assert report.goodput.distinct_steps == 9
+    assert [len(attempt.steps) for attempt in attempts_of(logs)[0]] == [6, 6]
+
+
+def test_a_start_under_a_number_that_was_used_is_an_attempt_of_its_own() -> None:
+    """Breaks when a container that starts again with the same arguments counts what it repeats as productive."""
+
+    def life(begin_s: float, steps: range, number: int) -> list[Event]:
+        spans = [span("step", begin_s + k, begin_s + k + 1, step=step) for k, step in enumerate(steps)]
+        return [at(Kind.STARTED, begin_s, attempt=number), *spans]
+
+    submitted_again = life(40.0, range(5, 9), 0)
+    report = goodput_report([[*life(0.0, range(6), 0), *submitted_again], life(20.0, range(3, 8), 1)])
+    assert [(loss.attempt, loss.lost_steps) for loss in report.disruptions] == [(0, 3), (1, 3)]
+    assert report.goodput.distinct_steps == 9
+    assert parts(report) == {
+        "productive": 3 + 2 + 4,
+        "wasted_progress_from_disruption": 3 + 3,
+        "infrastructure_recovery_from_disruption": 14 + 15,
+    }
+
+
+def test_the_clock_of_another_host_moves_nothing() -> None:
+    """Breaks when a host whose clock is an hour ahead adds an hour to the run, or a loss is over before it began."""
+    logs = two_attempts()
+    ahead = [[replace(e, at_s=e.at_s + 3600.0 * (e.process == 1)) for e in log] for log in logs]
+    assert goodput_report(ahead).wall_s == 35.5
+    assert parts(goodput_report(ahead)) == parts(goodput_report(logs))
+    (loss,) = goodput_report(ahead[:-1]).disruptions
+    assert loss.resume_s == pytest.approx(10.0)
+    moved = [replace(event, at_s=event.at_s - 60.0) for event in logs[2]]  # process 0 came back on another host
+    (loss,) = goodput_report([logs[0], moved]).disruptions
+    assert loss.resume_s == loss.caught_up_s == 0.0
+
+
+def test_a_run_that_is_made_longer_has_lost_nothing() -> None:
+    """Breaks when an attempt that came to its end counts as a loss, and the weekend after it as the time to resume."""
+    first, _, second, *_ = two_attempts()
+    report = goodput_report([[*first, at(Kind.FINISHED, 20.0)], second])
+    assert report.disruptions == ()
+    assert report.mean_time_to_resume_s == {}
+
+
+def test_a_step_that_ended_in_an_exception_was_not_done(tmp_path: Path) -> None:
+    """Breaks when the step that hangs until another process's loss is noticed counts as done, and then as lost."""
+    log = EventLog(tmp_path / "attempt-0-process-0.jsonl")
+    for step in range(4):
+        with suppress(OSError), log.span("step", step=step):
+            time.sleep(0.01)
+            if step == 3:
+                raise OSError("connection reset by peer")
+    log.close()
+    assert steps_done(tmp_path) == 3
+    report = goodput_report(load_run(tmp_path))
+    assert report.goodput.distinct_steps == 3
+    assert report.parts_s[Part.WASTED] >= 0.01
+    again = EventLog(tmp_path / "attempt-1-process-0.jsonl")
+    with again.span("step", step=3):
+        pass
+    again.close()
+    report = goodput_report(load_run(tmp_path))
+    assert [loss.lost_steps for loss in report.disruptions] == [0]
+    assert report.goodput.distinct_steps == 4
+
+
+def test_a_preemption_is_called_one() -> None:
+    """Breaks when a cluster that takes its machines back looks like one that loses them for reasons unknown."""
+    first, _, second, *_ = two_attempts()
+    (loss,) = goodput_report([[*first, at(Kind.PREEMPTED, 20.0, step=5, tiers=["ram"])], second]).disruptions
+    assert loss.cause == "preempted"
+
+
+def test_a_damaged_log_leaves_the_steps_done_unknown(tmp_path: Path) -> None:
+    """Breaks when a run cannot go on from its checkpoint because a line of its telemetry is damaged."""
+    log = EventLog(tmp_path / "attempt-0-process-0.jsonl")
+    for step in range(3):
+        with log.span("step", step=step):
+            pass
+    log.close()
+    # Nobody reads the logs of a thousand processes at each start of each of them.
+    (tmp_path / "attempt-0-process-1.jsonl").write_text("not an event\nnor this\n")
+    assert steps_done(tmp_path) == 3
+    path = tmp_path / "attempt-0-process-0.jsonl"
+    path.write_text(path.read_text().replace('"step":1', "\0\0\0\0"))  # a block that a power failure took
+    assert steps_done(tmp_path) is None
+    with pytest.raises(ValueError, match=r"attempt-0-process-0\.jsonl:2"):
+        load_run(tmp_path)
 
 
 def test_the_mean_time_to_resume_has_phases_that_add_up() -> None:

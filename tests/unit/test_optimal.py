@@ -163,6 +163,82 @@ def test_an_empty_history_is_none(tmp_path: Path, now: SimpleNamespace) -> None:
     events.close()
 
 
+def test_what_this_very_run_has_logged_is_no_failure(tmp_path: Path, now: SimpleNamespace) -> None:
+    """A loop that times its start before it makes the policy would add a failure of the slowest tier at each start."""
+    del now
+    history(tmp_path, lives_s=[600.0] * 3, served=[None, "ram", "ram"])
+    before = GoodputOptimal(EventLog(), tiers=("ram", "durable"), history=tmp_path)
+    with_start, without = (EventLog(tmp_path / f"attempt-{number}-process-0.jsonl") for number in (3, 4))
+    with_start.emit(Kind.STARTED, attempt=3, pid=1)
+    for events in (with_start, without):
+        events.emit(Kind.SPAN, span="initialization", duration_s=5.0)
+        best = GoodputOptimal(events, tiers=("ram", "durable"), history=tmp_path)
+        assert best._failures.tolist() == before._failures.tolist()
+        assert best._up_s == before._up_s
+        events.close()
+        (tmp_path / "attempt-3-process-0.jsonl").unlink(missing_ok=True)
+
+
+def test_process_0_alone_looks_back(tmp_path: Path, now: SimpleNamespace) -> None:
+    """Each of a thousand processes would read the logs of all attempts of all of them at each start, for nothing."""
+    del now
+    history(tmp_path, lives_s=[600.0] * 3, served=[None, "ram", "ram"])
+    other = GoodputOptimal(EventLog(process=1), tiers=("ram", "durable"), history=tmp_path)
+    assert other._failures.sum() == 0.0
+
+
+def test_a_loop_that_writes_no_start_is_learned_from(tmp_path: Path, now: SimpleNamespace) -> None:
+    """The example in docs/GOODPUT.md writes none: its failures would never count, and its intervals stay a guess."""
+    del now
+    history(tmp_path, lives_s=[600.0] * 3, served=[None, "ram", "ram"])
+    expected = GoodputOptimal(EventLog(), tiers=("ram", "durable"), history=tmp_path)
+    for path in tmp_path.iterdir():
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    found = GoodputOptimal(EventLog(), tiers=("ram", "durable"), history=tmp_path)
+    assert found._failures.tolist() == expected._failures.tolist()
+    assert found._failures.sum() > 2.0
+
+
+def test_the_slowest_tier_that_any_process_needed_counts(tmp_path: Path, now: SimpleNamespace) -> None:
+    """Process 0 keeps its ramdisk when another host is lost: the failure would be one that the ramdisk survives."""
+    del now
+    history(tmp_path, lives_s=[600.0] * 2, served=[None, "ram"])
+    other = EventLog(tmp_path / "attempt-1-process-1.jsonl", process=1)
+    other.emit(Kind.STARTED, attempt=1, pid=1)
+    other.emit(Kind.RESTORED, step=1, sources={"durable": 100}, duration_s=1.0)
+    other.close()
+    best = GoodputOptimal(EventLog(), tiers=("ram", "durable"), history=tmp_path)
+    assert best._failures[0] == 0.0
+    assert best._failures[1] == pytest.approx(1.0 + math.exp(-1 / 20))
+
+
+def test_a_preemption_that_lost_nothing_is_no_failure(tmp_path: Path, now: SimpleNamespace) -> None:
+    """A fleet that is preempted all day, with time for a last save, would save for failures that never cost a step."""
+    del now
+    history(tmp_path, lives_s=[600.0] * 3, served=[None, "durable", "durable"])
+    for attempt, (step, tier) in enumerate([(1, "durable"), (7, "ram"), (9, "durable")]):
+        fields = {"tiers": [tier], "unfinished": [], "left_out": {}, "spent_s": 1.0, "grace_s": 25.0}
+        told = Event(kind=Kind.PREEMPTED, at_s=1.7e9 + 660 * attempt + 600, process=0, step=step, fields=fields)
+        with (tmp_path / f"attempt-{attempt}-process-0.jsonl").open("a") as log:
+            log.write(told.to_json() + "\n")
+    best = GoodputOptimal(EventLog(), tiers=("ram", "durable"), history=tmp_path)
+    assert best._failures.tolist() == [0.0, 1.0], "the second one's host went with its ramdisk: step 1 came back"
+    assert best._up_s == pytest.approx((600.0 * math.exp(-1 / 20) + 600.0) + 600.0)
+
+
+def test_a_damaged_log_keeps_no_job_from_starting(
+    tmp_path: Path, now: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A line of telemetry that a power failure took would end every restart with a traceback."""
+    del now
+    history(tmp_path, lives_s=[600.0] * 3, served=[None, "ram", "ram"])
+    path = tmp_path / "attempt-1-process-0.jsonl"
+    path.write_text(path.read_text().replace('"step":1', "\0\0\0\0"))
+    best = GoodputOptimal(EventLog(), tiers=("ram",), history=tmp_path)
+    assert best.interval_s("ram") == GoodputOptimal(EventLog(), tiers=("ram",)).interval_s("ram")
+    assert "attempt-1-process-0.jsonl:2" in caplog.text
+
+
 def test_as_orbaxs_policy_it_saves_first_at_a_preemption_and_by_the_clock(now: SimpleNamespace) -> None:
     """The durable tier is ruled by Orbax's protocol: a missed preemption or a first step not taken loses work."""
     del now

@@ -106,6 +106,22 @@ def test_steps_after_a_save_that_came_to_nothing_are_quiet(kind: Kind) -> None:
     assert loop.costs.costs_s()[0] == pytest.approx(0.25, abs=0.01), "half a second in one of two saves"
 
 
+@pytest.mark.parametrize("kind", [Kind.SKIPPED, Kind.FAILED])
+@pytest.mark.parametrize("staged", ["ram", "memory"])
+def test_a_save_that_is_dropped_before_any_tier_has_it_is_over(kind: Kind, staged: str) -> None:
+    """One veto of another process, and no step would be quiet again: steps that become longer would be a save's."""
+    loop = Loop("durable")
+    loop.steps(*[1.0] * 10)
+    loop.stage(1, "ssd", "durable")
+    loop.end(1, staged, kind)
+    loop.steps(*[2.0] * 300)
+    loop.stage(2, "durable")
+    loop.steps(2.0)
+    loop.end(2, "durable")
+    loop.steps(2.0)
+    assert loop.costs.costs_s() == pytest.approx([0.0])
+
+
 def test_saves_of_which_nothing_more_is_heard_are_forgotten() -> None:
     """A log that lacks an end must not grow the state for ever, nor keep steps from being quiet."""
     loop = Loop("ram")
