@@ -46,6 +46,21 @@ def ckpt(capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
+@pytest.fixture
+def ended_at(ckpt: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Runs the command and ends it, as Ctrl-C does, where it calls `name` of `owner`."""
+
+    def run(owner: object, name: str, *arguments: object) -> None:
+        def ends(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as broken:
+            broken.setattr(owner, name, ends)
+            assert ckpt(*arguments).code == 130
+
+    return run
+
+
 @dataclass(frozen=True, slots=True)
 class Ours:
     """A root with steps 0 to 8 and a rollback to 4: durable 4 and 8; on the ramdisk 7 and 8, and 5 of after it."""

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,20 +158,13 @@ def test_lora(ckpt: Run, tmp_path: Path, kind: str) -> None:
     assert same_bits(found["o"], other)
 
 
-def test_another_alpha_is_other_work(ckpt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_alpha_is_other_work(ckpt: Run, tmp_path: Path, ended_at: Callable[..., None]) -> None:
     """Half of the layers would have the update at another strength."""
     base = by_safetensors(tmp_path / "b.safetensors", {"q.kernel": RNG.standard_normal((8, 6)).astype(np.float32)})
     update = {"q.lora_a": np.ones((8, 2), np.float32), "q.lora_b": np.ones((2, 6), np.float32)}
     adapter = by_safetensors(tmp_path / "a.safetensors", update)
     words = ("merge", base, adapter, tmp_path / "m", "--lora", "--to", "safetensors", "--lora-alpha")
-    rename = converting.os.rename
-
-    def dies(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(converting.os, "rename", dies)
-    assert ckpt(*words, 8).code == 130
-    monkeypatch.setattr(converting.os, "rename", rename)
+    ended_at(converting.os, "rename", *words, 8)
     said = ckpt(*words, 16, "--resume")
     assert (said.code, "is other work than this" in said.err) == (1, True)
     assert re.fullmatch(rf"{tmp_path}/m: 1 leaf, \d+ B written as safetensors\n", ckpt(*words, 8, "--resume").out)
@@ -203,20 +197,13 @@ def test_updates_that_do_not_fit(tmp_path: Path) -> None:
             conversion.lora_merged(one, two)
 
 
-def test_resume_and_changed_sources(ckpt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_and_changed_sources(ckpt: Run, tmp_path: Path, ended_at: Callable[..., None]) -> None:
     """The halves of two different models would become one."""
     one = by_safetensors(tmp_path / "one.safetensors", {"a": np.arange(3.0)})
     two = by_safetensors(tmp_path / "two.safetensors", {"b": np.arange(3.0)})
     arguments = ("merge", one, two, tmp_path / "dst", "--to", "safetensors")
-    rename = converting.os.rename
-
-    def dies(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(converting.os, "rename", dies)
-    assert ckpt(*arguments).code == 130
+    ended_at(converting.os, "rename", *arguments)
     assert not (tmp_path / "dst").exists()
-    monkeypatch.setattr(converting.os, "rename", rename)
     by_safetensors(tmp_path / "two.safetensors", {"b": np.arange(3.0) + 1})
     said = ckpt(*arguments, "--resume")
     assert said.code == 1

@@ -14,7 +14,7 @@ from ckptkit.durable import DurableSteps
 from ckptkit.durable.epochs import Ancestry
 from ckptkit.errors import CoordinationError, TransientStoreError
 from ckptkit.manifest import SaveId
-from tests.unit.test_coordination import FakeJob
+from tests.unit.fake_service import FakeJob
 
 
 def test_one_listing_that_fails_on_one_process_costs_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,8 @@ from ckptkit.peers.server import PeerServer
 from ckptkit.peers.shelf import Shelf
 from ckptkit.slot_reader import read_manifests
 from tests.peers.conftest import LIMITS, SECRET, manifest_of, values
-from tests.peers.test_server import say, wait_until_cut
+from tests.peers.test_server import say
+from tests.peers.test_server_load import wait_until_cut
 
 SENDER = 1
 FIRST = SaveId(2, 7, 4)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_small_items_of_our_step_are_restored_by_our_manager(ckpt: Run, ours: Ou
 
 
 def test_a_source_in_a_bucket_that_changed_is_not_gone_on_with(
-    ckpt: Run, striped: Path, server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ckpt: Run, striped: Path, server: BucketServer, tmp_path: Path, ended_at: Callable[..., None]
 ) -> None:
     """Blocks of two checkpoints would become one, which proves as whole."""
     store = open_store("gs://runs/run")
@@ -109,14 +110,7 @@ def test_a_source_in_a_bucket_that_changed_is_not_gone_on_with(
             store.put(f"9/{path.relative_to(striped)}", path.read_bytes())
     store.put("9/commit_success.txt", b"")
     words = ("reshard", "gs://runs/run/9", tmp_path / "9", "--mesh", MESH)
-    finish = Destination.commit
-
-    def dies(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Destination, "commit", dies)
-    assert ckpt(*words).code == 130
-    monkeypatch.setattr(Destination, "commit", finish)
+    ended_at(Destination, "commit", *words)
     name = store.list("9/default/d")[0]
     store.put(f"9/default/d/{name}", store.get(f"9/default/d/{name}"))  # another object of the same size
     said = ckpt(*words, "--resume")
@@ -342,18 +336,11 @@ def test_into_a_bucket_marker_last(ckpt: Run, striped: Path, server: BucketServe
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_step_that_took_the_place_of_an_interrupted_work_in_a_bucket(
-    resume: bool, ckpt: Run, striped: Path, server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    resume: bool, ckpt: Run, striped: Path, server: BucketServer, tmp_path: Path, ended_at: Callable[..., None]
 ) -> None:
     """It would be deleted, or written over, although somebody has committed it since."""
     words = ("reshard", striped, "gs://runs/run/9", "--mesh", MESH, "--memory", "1MB")
-    finish = Destination.commit
-
-    def dies(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Destination, "commit", dies)
-    assert ckpt(*words).code == 130
-    monkeypatch.setattr(Destination, "commit", finish)
+    ended_at(Destination, "commit", *words)
     store = open_store("gs://runs/run")
     store.delete_many(store.list_all("9"))
     copy(plan_copy(str(striped), "gs://runs/run"))
