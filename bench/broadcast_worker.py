@@ -53,14 +53,14 @@ class Job:
     """The measurements, in the same order on every process."""
 
     def __init__(self, process: int, replicas: int):
-        from ckptkit.coordination import make_coordinator
+        from ckptkit.job.coordination import make_coordinator
 
         self._process, self._replicas = process, replicas
         self._coordinator = make_coordinator()
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's word; also where all meet before and after what is timed."""
-        from ckptkit.coordination import gather
+        from ckptkit.job.coordination import gather
 
         return gather(self._coordinator, "bench", value, timeout_s=600.0)
 

@@ -84,8 +84,8 @@ def resharding(
     source: Path, target: Path, mesh: str, memory_bytes: int, spec: tuple[tuple[str, ...], ...] = ()
 ) -> None:
     """What `ckptkit reshard` does, without rules or with one for all leaves."""
-    from ckptkit.resharding import Mesh, open_source, plan_reshard, reshard
-    from ckptkit.resharding.choosing import SpecRule
+    from ckptkit.conversion.resharding import Mesh, open_source, plan_reshard, reshard
+    from ckptkit.conversion.resharding.choosing import SpecRule
 
     opened = open_source(str(source), timeout_s=20.0)
     with opened.opened:
@@ -121,7 +121,7 @@ def obvious_reshard(source: Path, target: Path, mesh: str, memory_bytes: int) ->
     import jax
     import orbax.checkpoint as ocp
 
-    from ckptkit.resharding.meshes import Mesh, default_spec
+    from ckptkit.conversion.resharding.meshes import Mesh, default_spec
 
     del memory_bytes
     words = Mesh.parse(mesh)
@@ -157,7 +157,7 @@ def main() -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    import ckptkit.resharding  # imports are not what is measured
+    import ckptkit.conversion.resharding  # imports are not what is measured
     from ckptkit.cli.memory import keep_freed_memory
 
     assert ckptkit.resharding is not None

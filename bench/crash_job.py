@@ -20,12 +20,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import ckptkit
-from ckptkit import arena, disk_file
-from ckptkit.durable.attempts import make_attempt
-from ckptkit.manifest import SaveId
-from ckptkit.slot_reader import read_manifests
+from ckptkit.durable.commit import make_attempt
+from ckptkit.model.manifest import SaveId
+from ckptkit.slots import arena
+from ckptkit.slots.reader import read_manifests
 from ckptkit.store import open_store
 from ckptkit.testing.crash import Notes
+from ckptkit.util import disk_file
 
 HOST = "host"
 TIERS = ("ram", "ssd", "durable")

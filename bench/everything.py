@@ -14,7 +14,7 @@ import click
 
 from bench.render import write
 from bench.rows import RESULTS
-from ckptkit.clock import Deadline
+from ckptkit.util.clock import Deadline
 
 _ROOT = Path(__file__).parent.parent
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.victims import durable_files
-from ckptkit.slot_reader import read_manifests
+from ckptkit.slots.reader import read_manifests
 
 CONTENDERS: Mapping[str, str] = {
     "ckptkit": "ramdisk, SSD and durable tier",

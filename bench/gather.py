@@ -19,11 +19,12 @@ from typing import Any
 import click
 import jax
 
-from ckptkit import clock, coordination
-from ckptkit.coordination import JaxCoordinator
-from ckptkit.gathered import Held, holders_of, to_runs
-from ckptkit.manifest import SaveId
-from ckptkit.plan import rank_candidates
+from ckptkit.job import coordination
+from ckptkit.job.coordination import JaxCoordinator
+from ckptkit.model.manifest import SaveId
+from ckptkit.restore.inventory import Held, holders_of, to_runs
+from ckptkit.restore.plan import rank_candidates
+from ckptkit.util import clock
 
 _SAVES = [SaveId(3, 1000 + step, step) for step in range(5)]  # as many as three ramdisk and two disk slots hold
 

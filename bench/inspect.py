@@ -18,7 +18,7 @@ from rich.table import Table
 from bench.bars import INSPECT_OCDBT_S, INSPECT_OF_ORBAX, INSPECT_S
 from bench.environment import environment
 from bench.measure import whole_process
-from ckptkit import layout
+from ckptkit.model import paths as layout
 
 _ROOT = Path(__file__).parent.parent
 _PARTS = ("attention.query.kernel", "attention.out.kernel", "mlp.up.kernel", "mlp.down.kernel", "norm.scale")

@@ -16,7 +16,7 @@ from typing import final
 
 import click
 
-from ckptkit import clock
+from ckptkit.util import clock
 
 _ROOT = Path(__file__).parent.parent
 _SAMPLE_S = 0.01  # one read of /proc/self/status takes about 40 microseconds: below 1 % of a core

@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import ckptkit
-from ckptkit.slot_reader import read_manifests
+from ckptkit.slots.reader import read_manifests
 
 STEPS = (0, 1, 2)
 NEWEST = STEPS[-1]

@@ -2,17 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from ckptkit.lazy import lazy_names
+from ckptkit.util.lazy import lazy_names
 
 if TYPE_CHECKING:
     from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError as StepAlreadyExistsError
 
     from ckptkit import surgery as surgery
     from ckptkit import v1 as v1
-    from ckptkit.abstract import abstract_state as abstract_state
-    from ckptkit.broadcast import BroadcastOptions as BroadcastOptions
     from ckptkit.conversion import diff as diff
-    from ckptkit.durable.listing import latest_step as latest_step
+    from ckptkit.durable.cells.forecast import SaveForecast as SaveForecast
+    from ckptkit.durable.lifecycle.listing import latest_step as latest_step
     from ckptkit.errors import CheckpointError as CheckpointError
     from ckptkit.errors import CoordinationError as CoordinationError
     from ckptkit.errors import CorruptCheckpointError as CorruptCheckpointError
@@ -31,31 +30,32 @@ if TYPE_CHECKING:
     from ckptkit.events import EventLog as EventLog
     from ckptkit.events import Kind as Kind
     from ckptkit.events import read_events as read_events
-    from ckptkit.following import FollowedStep as FollowedStep
-    from ckptkit.following import follow as follow
     from ckptkit.formats import inspect as inspect
     from ckptkit.formats import open_checkpoint as open_checkpoint
     from ckptkit.inspection import list_steps as list_steps
     from ckptkit.manager import CheckpointManager as CheckpointManager
     from ckptkit.manager import RestoreHandle as RestoreHandle
     from ckptkit.manager import StepRecord as StepRecord
-    from ckptkit.optimal import GoodputOptimal as GoodputOptimal
-    from ckptkit.optimal import IntervalBounds as IntervalBounds
-    from ckptkit.policy import EverySeconds as EverySeconds
-    from ckptkit.policy import EverySteps as EverySteps
-    from ckptkit.policy import FailurePolicy as FailurePolicy
-    from ckptkit.policy import KeepBytes as KeepBytes
-    from ckptkit.policy import KeepNewest as KeepNewest
-    from ckptkit.policy import KeepUnflushed as KeepUnflushed
-    from ckptkit.policy import PeerOptions as PeerOptions
-    from ckptkit.policy import ReplicaPolicy as ReplicaPolicy
-    from ckptkit.policy import Tier as Tier
-    from ckptkit.preemption import LastSave as LastSave
-    from ckptkit.proving import Sample as Sample
+    from ckptkit.manager.follow import FollowedStep as FollowedStep
+    from ckptkit.manager.follow import follow as follow
+    from ckptkit.model.broadcast_options import BroadcastOptions as BroadcastOptions
+    from ckptkit.model.durable_profile import DurableProfile as DurableProfile
+    from ckptkit.model.policies import FailurePolicy as FailurePolicy
+    from ckptkit.model.policies import PeerOptions as PeerOptions
+    from ckptkit.model.policies import ReplicaPolicy as ReplicaPolicy
+    from ckptkit.model.tiers import EverySeconds as EverySeconds
+    from ckptkit.model.tiers import EverySteps as EverySteps
+    from ckptkit.model.tiers import KeepBytes as KeepBytes
+    from ckptkit.model.tiers import KeepNewest as KeepNewest
+    from ckptkit.model.tiers import KeepUnflushed as KeepUnflushed
+    from ckptkit.model.tiers import Tier as Tier
+    from ckptkit.model.verify_mode import Sample as Sample
+    from ckptkit.schedule.goodput_policy import GoodputOptimal as GoodputOptimal
+    from ckptkit.schedule.goodput_policy import IntervalBounds as IntervalBounds
+    from ckptkit.schedule.preemption import LastSave as LastSave
+    from ckptkit.snapshot.abstract import abstract_state as abstract_state
     from ckptkit.tuner import explain as explain
     from ckptkit.tuner import tune as tune
-    from ckptkit.tuning import DurableProfile as DurableProfile
-    from ckptkit.tuning import SaveForecast as SaveForecast
     from ckptkit.verification import scrub as scrub
     from ckptkit.verification import verify as verify
 
@@ -66,10 +66,9 @@ __getattr__, __dir__, __all__ = lazy_names(
             "surgery",
             "v1",
         ),
-        "ckptkit.abstract": ("abstract_state",),
-        "ckptkit.broadcast": ("BroadcastOptions",),
         "ckptkit.conversion": ("diff",),
-        "ckptkit.durable.listing": ("latest_step",),
+        "ckptkit.durable.cells.forecast": ("SaveForecast",),
+        "ckptkit.durable.lifecycle.listing": ("latest_step",),
         "ckptkit.errors": (
             "CheckpointError",
             "CoordinationError",
@@ -92,10 +91,6 @@ __getattr__, __dir__, __all__ = lazy_names(
             "Kind",
             "read_events",
         ),
-        "ckptkit.following": (
-            "FollowedStep",
-            "follow",
-        ),
         "ckptkit.formats": (
             "inspect",
             "open_checkpoint",
@@ -106,30 +101,35 @@ __getattr__, __dir__, __all__ = lazy_names(
             "RestoreHandle",
             "StepRecord",
         ),
-        "ckptkit.optimal": (
-            "GoodputOptimal",
-            "IntervalBounds",
+        "ckptkit.manager.follow": (
+            "FollowedStep",
+            "follow",
         ),
-        "ckptkit.policy": (
+        "ckptkit.model.broadcast_options": ("BroadcastOptions",),
+        "ckptkit.model.durable_profile": ("DurableProfile",),
+        "ckptkit.model.policies": (
+            "FailurePolicy",
+            "PeerOptions",
+            "ReplicaPolicy",
+        ),
+        "ckptkit.model.tiers": (
             "EverySeconds",
             "EverySteps",
-            "FailurePolicy",
             "KeepBytes",
             "KeepNewest",
             "KeepUnflushed",
-            "PeerOptions",
-            "ReplicaPolicy",
             "Tier",
         ),
-        "ckptkit.preemption": ("LastSave",),
-        "ckptkit.proving": ("Sample",),
+        "ckptkit.model.verify_mode": ("Sample",),
+        "ckptkit.schedule.goodput_policy": (
+            "GoodputOptimal",
+            "IntervalBounds",
+        ),
+        "ckptkit.schedule.preemption": ("LastSave",),
+        "ckptkit.snapshot.abstract": ("abstract_state",),
         "ckptkit.tuner": (
             "explain",
             "tune",
-        ),
-        "ckptkit.tuning": (
-            "DurableProfile",
-            "SaveForecast",
         ),
         "ckptkit.verification": (
             "scrub",

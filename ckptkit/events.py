@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ckptkit import clock
+from ckptkit.util import clock
 
 _log = logging.getLogger(__name__)
 _LINE_BYTES_MAX = 1 << 20  # no event is longer

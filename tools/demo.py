@@ -24,9 +24,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.clock import monotonic_s
 from ckptkit.events import EventLog
 from ckptkit.goodput import GoodputReport, goodput_page, goodput_report, load_run, timeline_of
+from ckptkit.util.clock import monotonic_s
 from tools.demo_screen import PlannedLoss, Screen, account
 from tools.launch import ExitCode, Launcher, RestartPolicy
 from tools.proof import Verdict, compare

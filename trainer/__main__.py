@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 import click
 
 from ckptkit import CheckpointError, StoreError, TierUnusableError, TransientStoreError, TreeMismatchError
-from ckptkit.broadcast import BroadcastMode
 from ckptkit.events import EventLog, Kind
+from ckptkit.model.broadcast_options import BroadcastMode
 from tools.corpus import CorpusError
 from tools.launch import ExitCode
 from trainer.checkpoint import Preempted, check_writable

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from ckptkit.coordination import Coordinator, gather
+from ckptkit.job.coordination import Coordinator, gather
 from tools.corpus import Corpus
 from trainer.config import InputError
 

@@ -9,8 +9,8 @@ import click
 import jax
 
 from ckptkit import EventLog, Kind
-from ckptkit.coordination import make_coordinator
 from ckptkit.goodput import steps_done
+from ckptkit.job.coordination import make_coordinator
 from tools.corpus import build_corpus
 from trainer.checkpoint import (
     check_writable,

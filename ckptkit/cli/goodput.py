@@ -17,10 +17,10 @@ from ckptkit.cli.exits import Exit
 from ckptkit.cli.goodput_export import prometheus_text, write_picture, write_tensorboard
 from ckptkit.cli.outputs import OutputFile, needed, write_whole
 from ckptkit.cli.text import count_text, print_json, print_line, print_table
-from ckptkit.clock import monotonic_s, time_text
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.events import Event, Kind
 from ckptkit.goodput import GoodputReport, goodput_page, goodput_report, load_run, timeline_of
+from ckptkit.util.clock import monotonic_s, time_text
 
 _FILE = OutputFile()
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.cli.outputs import needed, write_figure
-from ckptkit.clock import time_text
 from ckptkit.goodput import GoodputReport, Timeline
+from ckptkit.util.clock import time_text
 
 _HELP = {
     "ckptkit_run_seconds": "Wall clock of the run, by kind of time; the kinds add up to the whole.",

@@ -10,9 +10,9 @@ from ckptkit.cli.exits import exit_with
 from ckptkit.cli.options import JSON, MEMORY, TIMEOUT
 from ckptkit.cli.show_inspection import matching, show_inspection
 from ckptkit.cli.text import print_json
-from ckptkit.collector import collection_paused
 from ckptkit.formats import inspect as inspect_path
 from ckptkit.inspection import Inspection
+from ckptkit.util.gc_pause import collection_paused
 
 
 @click.command()

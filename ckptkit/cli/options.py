@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from ckptkit import layout
 from ckptkit.cli.text import size_text
 from ckptkit.formats import MEMORY_BYTES
+from ckptkit.model import paths
 from ckptkit.store.roots import is_remote
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -66,6 +66,6 @@ def fast_tiers(tiers: Sequence[str], host_id: str | None) -> str:
         if is_remote(tier):
             raise click.BadParameter(f"{tier!r} is no local directory, as a fast tier is", param_hint="--tier")
     try:
-        return layout.checked_name(host_id or socket.gethostname(), "host id")
+        return paths.checked_name(host_id or socket.gethostname(), "host id")
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--host-id") from error

@@ -12,8 +12,7 @@ from ckptkit.cli.memory import keep_freed_memory
 from ckptkit.cli.options import JSON, MEMORY, TIMEOUT, SizeType
 from ckptkit.cli.progress import progress_bar
 from ckptkit.cli.text import count_text, print_json, print_line, print_table, shape_text, size_text
-from ckptkit.coordination import make_coordinator
-from ckptkit.resharding import (
+from ckptkit.conversion.resharding import (
     Amplification,
     Mesh,
     ReshardPlan,
@@ -22,9 +21,10 @@ from ckptkit.resharding import (
     read_spec_rules,
     specs_like,
 )
-from ckptkit.resharding import reshard as reshard_source
-from ckptkit.resharding.meshes import spec_text
-from ckptkit.sharding import CELL_BYTES
+from ckptkit.conversion.resharding import reshard as reshard_source
+from ckptkit.conversion.resharding.meshes import spec_text
+from ckptkit.job.coordination import make_coordinator
+from ckptkit.model.boxes import CELL_BYTES
 
 
 class MeshType(click.ParamType):

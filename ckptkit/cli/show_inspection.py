@@ -7,10 +7,10 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ckptkit import clock
 from ckptkit.cli.text import age_text, count_text, print_line, print_table, shape_text, short_json, size_text
 from ckptkit.errors import StepNotFoundError
 from ckptkit.inspection import Inspection, Item, Leaf, totals
+from ckptkit.util import clock
 
 
 def matching(found: Inspection, pattern: str | None, sort: str | None) -> Inspection:

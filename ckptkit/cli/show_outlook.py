@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ckptkit.cli.text import print_line, print_table, shape_text, size_text
-from ckptkit.inspection import Outlook
-from ckptkit.plan import BoxRead, RestorePlan
+from ckptkit.restore.outlook import Outlook
+from ckptkit.restore.plan import BoxRead, RestorePlan
 
 _COLUMNS = [("leaf", False), ("from", True), ("to", True), ("bytes", True), ("tier", False)]
 

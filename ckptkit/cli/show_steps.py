@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptkit import clock
 from ckptkit.cli.text import age_text, count_text, print_line, print_table, short_json, size_text
 from ckptkit.inspection import Listing, StepEntry
+from ckptkit.util import clock
 
 _COLUMNS = [
     ("step", True),

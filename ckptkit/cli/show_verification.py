@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ckptkit import clock
 from ckptkit.cli.text import count_text, print_line, print_table, printable, size_text
+from ckptkit.util import clock
 from ckptkit.verification import Progress, Scrub, StepProof, Treatment, Verification
 
 _COLUMNS = [

@@ -15,7 +15,7 @@ from ckptkit.cli.exits import Exit
 from ckptkit.cli.outputs import OutputFile, needed, write_figure
 from ckptkit.cli.progress import counting_bar
 from ckptkit.cli.text import print_json, print_line, print_table, size_text
-from ckptkit.clock import time_text
+from ckptkit.util.clock import time_text
 
 _DAY_S = 86400.0
 _PROJECT_MAX = 1_000_000  # hosts, as for --hosts

@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from ckptkit import clock
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import HOST_ID, JSON, fast_tiers
 from ckptkit.cli.text import age_text, count_text, print_json, print_line, print_table, size_text
 from ckptkit.inspection.records import FORMAT
 from ckptkit.upkeep import ArenaEntry, clean_arenas, list_arenas, require_tiers
+from ckptkit.util import clock
 
 _COLUMNS = [(title, title in ("slots", "bytes")) for title in ("arena", "held", "slots", "bytes", "newest", "used")]
 _AGE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)(s|min|h|d)")

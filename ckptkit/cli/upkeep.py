@@ -12,7 +12,7 @@ from ckptkit.cli.options import DRY_RUN, HOST_ID, JSON, TIERS, TIMEOUT, SizeType
 from ckptkit.cli.show_upkeep import show_prune, show_rollback, show_usage
 from ckptkit.cli.show_verification import progress_line
 from ckptkit.cli.text import print_json, print_line
-from ckptkit.policy import EverySteps, KeepBytes, KeepNewest
+from ckptkit.model.tiers import EverySteps, KeepBytes, KeepNewest
 from ckptkit.upkeep import Keep, Pinning, plan_prune, plan_rollback
 from ckptkit.upkeep import pin as pin_step
 from ckptkit.upkeep import prune as prune_root

@@ -21,10 +21,10 @@ from ckptkit.conversion.mapping import MapRule, Tensors, is_floating, mapped
 from ckptkit.conversion.stamps import fingerprint
 from ckptkit.errors import CheckpointError, MergeError, StepNotFoundError
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, Facts, Tensor
-from ckptkit.manifest import describe
-from ckptkit.sharding import Box
+from ckptkit.model.boxes import Box
+from ckptkit.model.leaf_patterns import matches
+from ckptkit.model.manifest import describe
 from ckptkit.store.roots import is_remote
-from ckptkit.surgery.rules import matches
 
 ADAPTER_CONFIG = "adapter_config.json"  # PEFT's, beside an adapter's weights
 

@@ -17,11 +17,11 @@ from ckptkit.conversion.journal import Journal
 from ckptkit.conversion.mapping import MapRule, Tensors, cast, mapped, tensors_bytes
 from ckptkit.conversion.orbax_step import require_tree, write_step
 from ckptkit.conversion.stamps import fingerprint
-from ckptkit.disk_file import FileWrites
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.safetensors import INDEX, SUFFIX
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, block_bytes
 from ckptkit.store.roots import is_remote
+from ckptkit.util.disk_file import FileWrites
 
 Target = Literal["orbax", "safetensors", "hf", "npz", "torch"]
 

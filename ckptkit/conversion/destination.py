@@ -11,10 +11,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, final
 
-from ckptkit import layout
 from ckptkit.conversion.journal import Journal
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreFullError
 from ckptkit.formats.safetensors import INDEX
+from ckptkit.model import paths
 from ckptkit.store import Store, open_store, put_new
 from ckptkit.store.local import LocalStore, sync_directory, sync_tree
 from ckptkit.store.remote import RemoteStore
@@ -98,7 +98,7 @@ class Destination:
         left there would be cleared, or gone on with, on top of it. Cost: two requests."""
         if not self.remote:
             return
-        ends = (layout.COMMIT_MARK, INDEX)  # what is put last of a directory
+        ends = (paths.COMMIT_MARK, INDEX)  # what is put last of a directory
         if open_store(self._above).stat(self._name) is not None or any(
             name.endswith(ends) for name in self.store().list("")
         ):
@@ -179,9 +179,9 @@ class Destination:
     def commit(self, marker: str | None = None) -> None:
         """Makes what was written the target. A directory of Orbax's is one, in a bucket, when `marker` is in it."""
         if marker is not None and self.remote:
-            put_new(self.store(), layout.COMMIT_MARK, marker.encode())
+            put_new(self.store(), paths.COMMIT_MARK, marker.encode())
         elif marker is not None:
-            self.store().put(layout.COMMIT_MARK, marker.encode())
+            self.store().put(paths.COMMIT_MARK, marker.encode())
         if self.remote:
             notes = self.journal_store()
             notes.delete_many(notes.list_all(""))

@@ -20,7 +20,6 @@ import numpy as np
 
 from ckptkit.conversion.ahead import read_ahead
 from ckptkit.conversion.mapping import Tensors
-from ckptkit.disk_file import FileWrites
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.dtypes import SAFETENSORS_WORDS, TORCH_WORDS, note_of, stored_as
 from ckptkit.formats.npz import known_dtypes
@@ -29,8 +28,9 @@ from ckptkit.formats.safetensors import NOTES
 from ckptkit.formats.tensors import Tensor
 from ckptkit.formats.torch import NOTES as TORCH_NOTES
 from ckptkit.formats.torch import STORAGE_OF
-from ckptkit.layout import PAGE_BYTES
-from ckptkit.sharding import Box
+from ckptkit.model.boxes import Box
+from ckptkit.util.disk_file import FileWrites
+from ckptkit.util.pages import PAGE_BYTES
 
 FlatFormat = Literal["safetensors", "npz", "torch"]
 

@@ -11,15 +11,15 @@ from typing import Any, final
 
 import numpy as np
 
-from ckptkit import layout
 from ckptkit.conversion.ahead import read_ahead
 from ckptkit.conversion.journal import Journal
-from ckptkit.durable import HostShards
-from ckptkit.durable.cells import CellStream
-from ckptkit.durable.orbax_files import ARRAY_METADATAS, SHARDINGS, array_metadatas_text, shardings_text
+from ckptkit.durable.cells.writer import CellStream
+from ckptkit.durable.orbax.files import ARRAY_METADATAS, SHARDINGS, array_metadatas_text, shardings_text
+from ckptkit.durable.orbax.host_shards import HostShards
 from ckptkit.formats.tensors import Tensor
-from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
-from ckptkit.sharding import Box, boxes_of_cells, cells_of
+from ckptkit.model import paths
+from ckptkit.model.boxes import Box, boxes_of_cells, cells_of
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
 from ckptkit.store.local import sync_tree
 from ckptkit.store.roots import is_remote
 
@@ -149,10 +149,10 @@ def side_files(
     ]
     text = array_metadatas_text(arrays)
     if not provable:
-        text = json.dumps({key: value for key, value in json.loads(text).items() if key != layout.SIDECAR_SIGN})
+        text = json.dumps({key: value for key, value in json.loads(text).items() if key != paths.SIDECAR_SIGN})
     files = {f"{ARRAY_METADATAS}/process_{writer.process}": text}
     if provable:
-        files[f"{layout.SIDECAR_DIR}/{layout.sidecar_name(writer.process)}"] = manifest.to_bytes().decode()
+        files[f"{paths.SIDECAR_DIR}/{paths.sidecar_name(writer.process)}"] = manifest.to_bytes().decode()
     if writer.process == 0 and (shardings := shardings_text(arrays)) is not None:
         files[SHARDINGS] = shardings
     return files

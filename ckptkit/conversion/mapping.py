@@ -20,8 +20,8 @@ from ckptkit.formats.dtypes import plain_dtype
 from ckptkit.formats.tensors import Tensor
 from ckptkit.inspection.places import local_kind, nothing_at, require_regular
 from ckptkit.inspection.records import Leaf
-from ckptkit.sharding import Box
-from ckptkit.surgery.rules import Rename, matches
+from ckptkit.model.boxes import Box
+from ckptkit.model.leaf_patterns import Rename, matches
 
 _T = TypeVar("_T")
 _WHAT_A_RULE_HAS = "a rule has `from` and `to`, or `from` and `drop = true`"

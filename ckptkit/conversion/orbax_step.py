@@ -13,14 +13,14 @@ from ckptkit.conversion.item_writer import ItemWriter, Work, side_files
 from ckptkit.conversion.journal import Journal
 from ckptkit.conversion.mapping import Tensors
 from ckptkit.conversion.passes import block_shape, blocks_of, pieces_of
-from ckptkit.durable import HostShards
-from ckptkit.durable.orbax_files import TREE_METADATA, tree_text
-from ckptkit.durable.shardings import sharding_text
+from ckptkit.durable.orbax.files import TREE_METADATA, tree_text
+from ckptkit.durable.orbax.host_shards import HostShards
+from ckptkit.durable.orbax.shardings import sharding_text
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.tensors import CELL_SHARE, Tensor, block_bytes
 from ckptkit.inspection.directories import step_of_name
-from ckptkit.manifest import LeafRecord, SaveId, Writer
-from ckptkit.sharding import cell_shape
+from ckptkit.model.boxes import cell_shape
+from ckptkit.model.manifest import LeafRecord, SaveId, Writer
 
 DTYPES = frozenset(
     ["bool", "bfloat16", "complex64", "complex128", "int4", *(f"float{bits}" for bits in (16, 32, 64))]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from ckptkit.sharding import Box
+from ckptkit.model.boxes import Box
 
 _SIZES_MAX = 4096  # of the search
 

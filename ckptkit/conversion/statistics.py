@@ -11,8 +11,8 @@ import numpy as np
 
 from ckptkit.conversion.mapping import Tensors
 from ckptkit.formats.tensors import MEMORY_BYTES, Tensor
-from ckptkit.manifest import describe
-from ckptkit.sharding import Box, cells_of
+from ckptkit.model.boxes import Box, cells_of
+from ckptkit.model.manifest import describe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

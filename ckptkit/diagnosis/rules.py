@@ -10,14 +10,15 @@ from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
 
-from ckptkit import clock, intervals
 from ckptkit.diagnosis.records import Advice, AdviceKind, Facts
 from ckptkit.events import Event, Kind
 from ckptkit.inspection.words import count_text, size_text
+from ckptkit.model.tiers import DURABLE
+from ckptkit.schedule import intervals
+from ckptkit.util import clock
 
 Rule = Callable[[Facts], list[Advice]]
 
-DURABLE = "durable"
 STALL_SHARE_MAX = 0.035
 SKIPPED_SHARE_MAX = 0.1
 WAITED_S_MIN = 1.0
@@ -73,7 +74,7 @@ def waits(facts: Facts) -> list[Advice]:
 
 
 def staging(facts: Facts) -> list[Advice]:
-    """Saves stop the device until it is copied (`block`), which every other strategy avoids (staging.py)."""
+    """Saves stop the device until it is copied (`block`), which every other strategy avoids (snapshot/staging.py)."""
     blocked = [event for event in facts.of(Kind.STAGED) if event.fields.get("strategy") == "block"]
     if not blocked:
         return []
@@ -278,7 +279,8 @@ def dead_weight(facts: Facts) -> list[Advice]:
 def many_steps(facts: Facts) -> list[Advice]:
     """More than 50 durable steps: nobody falls back so far, and every start lists them.
 
-    50: at 1,000 steps a look at a bucket takes a request for each (durable/listing.py); restores look at 8 first.
+    50: at 1,000 steps a look at a bucket takes a request for each (durable/lifecycle/listing.py);
+    restores look at 8 first.
     """
     whole = [each for each in facts.usage.steps if each.state == "committed"]
     if len(whole) <= STEPS_MAX:

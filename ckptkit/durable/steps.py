@@ -12,22 +12,15 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
-from ckptkit.coordination import Coordinator, Occasions
-from ckptkit.durable.epochs import Ancestry
-from ckptkit.durable.handlers import handler_name, make_writer
-from ckptkit.durable.leases import PruneGuard
-from ckptkit.durable.leftovers import clean_left
-from ckptkit.durable.listing import Looked
-from ckptkit.durable.orbax_views import Views
-from ckptkit.durable.pacing import Pace
-from ckptkit.durable.pins import pinned_steps
-from ckptkit.durable.preservation import BranchPreservation, prunes, replaced_options
-from ckptkit.durable.pruning import Pruner, Said
-from ckptkit.durable.reader import DurableReader, identity_metadata
-from ckptkit.durable.root_options import finishes_in_its_own_way, make_root, read_by_one, without_collectives
-from ckptkit.durable.shards import has_host_shards
-from ckptkit.durable.step_writer import StepWriter, is_writable
-from ckptkit.durable.stock import (
+from ckptkit.durable.abandoned import clean_left
+from ckptkit.durable.cells.pacing import Pace
+from ckptkit.durable.lifecycle.epochs import Ancestry
+from ckptkit.durable.lifecycle.leases import PruneGuard
+from ckptkit.durable.lifecycle.listing import Looked
+from ckptkit.durable.lifecycle.pins import pinned_steps
+from ckptkit.durable.orbax.handlers import handler_name, make_writer
+from ckptkit.durable.orbax.host_shards import has_host_shards
+from ckptkit.durable.orbax.manager import (
     DEFAULT_ITEM,
     METRICS_ITEM,
     Setup,
@@ -38,12 +31,19 @@ from ckptkit.durable.stock import (
     delete_directory,
     forget,
 )
+from ckptkit.durable.orbax.options import finishes_in_its_own_way, make_root, read_by_one, without_collectives
+from ckptkit.durable.orbax.preservation import BranchPreservation, prunes, replaced_options
+from ckptkit.durable.orbax.refresh import Views
+from ckptkit.durable.prune import Pruner, Said
+from ckptkit.durable.read_step import DurableReader, identity_metadata
+from ckptkit.durable.write_step import StepWriter, is_writable
 from ckptkit.errors import CorruptCheckpointError, StoreError
-from ckptkit.manifest import Proves, SaveId, prove_all
+from ckptkit.job.coordination import Coordinator, Occasions
+from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.model.manifest import Proves, SaveId, prove_all
 from ckptkit.store import open_store
 from ckptkit.store.remote import forget_listings
 from ckptkit.store.roots import root_url
-from ckptkit.tuning import DurableProfile
 
 _LEASE_DEADLINE_S = 20.0  # for small objects: a save that waits longer prunes nothing
 # Orbax numbers operations per process: two saves that begin at once mistake each other's directories.

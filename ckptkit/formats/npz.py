@@ -20,7 +20,7 @@ from ckptkit.formats.tensors import Checkpoint, Span, Tensor
 from ckptkit.formats.zips import Entry, EntryRanges, read_entries
 from ckptkit.inspection.places import readable
 from ckptkit.inspection.records import Leaf
-from ckptkit.sharding import Box
+from ckptkit.model.boxes import Box
 
 SUFFIX = ".npy"
 _MAGIC = b"\x93NUMPY"

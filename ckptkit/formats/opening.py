@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import stat
 
-from ckptkit import layout
-from ckptkit.collector import collection_paused
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.formats.msgpack import open_msgpack
 from ckptkit.formats.npz import open_npz
@@ -17,8 +15,10 @@ from ckptkit.formats.zips import read_entries
 from ckptkit.inspection import Inspection, Item
 from ckptkit.inspection import inspect as inspect_orbax
 from ckptkit.inspection.places import Place, local_kind, nothing_at
+from ckptkit.model import paths
 from ckptkit.store.remote import RemoteStore
 from ckptkit.store.roots import is_remote, root_url
+from ckptkit.util.gc_pause import collection_paused
 
 _MSGPACK_MAPS = (*range(0x80, 0x90), 0xDE, 0xDF)
 _PICKLES = b"\x80"
@@ -110,7 +110,7 @@ def _open_orbax(path: str, timeout_s: float) -> Checkpoint:
 def _is_manifest(url: str) -> bool:
     """Whether a file's name is that of a record of ours."""
     name = url.rpartition("/")[2]
-    return layout.save_of_manifest(name) is not None or layout.process_of_sidecar(name) is not None
+    return paths.save_of_manifest(name) is not None or paths.process_of_sidecar(name) is not None
 
 
 def _is_file(url: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable import DurableReader
+from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.tensors import Checkpoint, Facts, Tensor
 from ckptkit.inspection import Inspection, Item, Leaf
@@ -24,10 +24,10 @@ from ckptkit.inspection.shares import (
     read_sidecars,
     sidecar_processes,
 )
-from ckptkit.manifest import BoxRecord, LeafRecord
-from ckptkit.pages import empty_block
-from ckptkit.sharding import Box, missing_elements
-from ckptkit.slot_reader import SlotReader, slot_directories
+from ckptkit.model.boxes import Box, missing_elements
+from ckptkit.model.manifest import BoxRecord, LeafRecord
+from ckptkit.slots.reader import SlotReader, slot_directories
+from ckptkit.util.pages import empty_block
 
 _READ_TIMEOUT_S = 600.0  # of one block
 _CACHE_BYTES = 32 << 20  # of OCDBT's nodes; chunks are read once

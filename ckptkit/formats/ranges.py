@@ -11,7 +11,7 @@ import numpy as np
 
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import nothing_at, require_regular
-from ckptkit.sharding import Box
+from ckptkit.model.boxes import Box
 from ckptkit.store.remote import RemoteStore
 from ckptkit.store.roots import is_remote, root_url
 

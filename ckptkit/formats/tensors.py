@@ -13,7 +13,7 @@ import numpy as np
 
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.inspection.records import Leaf, Origin
-from ckptkit.sharding import Box, cell_shape
+from ckptkit.model.boxes import Box, cell_shape
 
 Format = Literal["orbax", "slot", "safetensors", "npz", "msgpack", "torch"]
 

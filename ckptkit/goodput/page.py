@@ -7,10 +7,11 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 
-from ckptkit.clock import time_text
 from ckptkit.goodput.parts import Part
 from ckptkit.goodput.report import GoodputReport
 from ckptkit.goodput.timeline import SaveMark, Stretch, Timeline
+from ckptkit.model.tiers import DURABLE, PEER, RAM, SSD
+from ckptkit.util.clock import time_text
 
 _WIDTH = 1120.0  # of the drawings, in their own units; the page scales them
 _LEFT, _RIGHT = 96.0, 24.0  # for the names of lanes, and half of the last label
@@ -104,7 +105,7 @@ def _figures(report: GoodputReport) -> str:
 
 
 def _timeline(run: Timeline) -> str:
-    lanes = sorted({mark.tier for mark in run.saves}, key=lambda t: ("ram", "ssd", "peer", "durable", t).index(t))
+    lanes = sorted({mark.tier for mark in run.saves}, key=lambda t: (RAM, SSD, PEER, DURABLE, t).index(t))
     height = 44 + (_LANE + _GAP) * (1 + len(lanes)) + 22
     drawn = [f'<svg id="timeline" viewBox="0 0 {_WIDTH:g} {height:g}" role="img" aria-label="timeline of the run">']
     top = 40.0

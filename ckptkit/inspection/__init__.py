@@ -2,12 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from ckptkit.lazy import lazy_names
+from ckptkit.util.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ckptkit.inspection.look import inspect as inspect
-    from ckptkit.inspection.planning import Outlook as Outlook
-    from ckptkit.inspection.planning import outlook as outlook
     from ckptkit.inspection.records import Holding as Holding
     from ckptkit.inspection.records import Inspection as Inspection
     from ckptkit.inspection.records import Item as Item
@@ -22,10 +20,6 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "ckptkit.inspection.look": ("inspect",),
-        "ckptkit.inspection.planning": (
-            "Outlook",
-            "outlook",
-        ),
         "ckptkit.inspection.records": (
             "Holding",
             "Inspection",

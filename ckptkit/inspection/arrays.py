@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable.buckets import base_of
-from ckptkit.durable.ocdbt_tree import inline_values
-from ckptkit.durable.waiting import words_of
+from ckptkit.durable.cells.kvstore import base_of
+from ckptkit.durable.cells.ocdbt import inline_values
+from ckptkit.durable.cells.tensorstore_wait import words_of
 from ckptkit.errors import CorruptCheckpointError, StoreError, TransientStoreError
 from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.records import Leaf
 from ckptkit.inspection.words import dtype_name, sharding_words
-from ckptkit.leaf_checks import BYTES_MAX
+from ckptkit.model.manifest_checks import BYTES_MAX
 from ckptkit.store.roots import is_remote
 
 METADATA = "_METADATA"

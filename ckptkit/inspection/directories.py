@@ -6,9 +6,9 @@ import json
 import re
 from typing import Any, Literal
 
-from ckptkit import layout
 from ckptkit.inspection.arrays import ARRAY_METADATAS, METADATA, OCDBT, SHARDINGS
 from ckptkit.inspection.places import Place, readable
+from ckptkit.model import paths
 from ckptkit.store.roots import is_remote
 
 STEP_METADATA = "_CHECKPOINT_METADATA"
@@ -24,7 +24,7 @@ _STEP_NAME = re.compile(r"(?:[^/]*_)?(\d{1,18})")
 
 def step_of_name(name: str) -> int | None:
     """The step of a directory's name (`12`, `00012`, `step_12`), of a temporary one too; None for other names."""
-    match = _STEP_NAME.fullmatch(name.partition(layout.TEMPORARY)[0])
+    match = _STEP_NAME.fullmatch(name.partition(paths.TEMPORARY)[0])
     return int(match[1]) if match else None
 
 
@@ -62,19 +62,19 @@ def grain_names(place: Place) -> list[str]:
 
 def step_items(place: Place) -> list[str]:
     """The directories in a step that are its items."""
-    return [name for name in place.directories() if name != layout.SIDECAR_DIR]
+    return [name for name in place.directories() if name != paths.SIDECAR_DIR]
 
 
 def is_slot_directory(names: list[str]) -> bool:
     """Whether these are the names of a fast tier's slot directory."""
-    return any(layout.slot_index(name) is not None or layout.save_of_manifest(name) for name in names)
+    return any(paths.slot_index(name) is not None or paths.save_of_manifest(name) for name in names)
 
 
 def is_committed(place: Place) -> bool:
     """Whether Orbax has committed a step: by its name on a disk, by a file in it on a bucket."""
     if is_remote(place.url):
-        return layout.COMMIT_MARK in place.names()
-    return layout.TEMPORARY not in place.name
+        return paths.COMMIT_MARK in place.names()
+    return paths.TEMPORARY not in place.name
 
 
 def committed_at_s(place: Place) -> float | None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from ckptkit import layout
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.arrays import ARRAY_METADATAS, read_arrays
 from ckptkit.inspection.directories import (
@@ -38,7 +37,8 @@ from ckptkit.inspection.shares import (
     sidecar_processes,
 )
 from ckptkit.inspection.steps import durable_steps, newest_committed, read_ancestry
-from ckptkit.manifest import Manifest
+from ckptkit.model import paths
+from ckptkit.model.manifest import Manifest
 from ckptkit.store.roots import is_remote, root_url
 
 
@@ -68,7 +68,7 @@ def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
         return _slot_directory(Path(url))
     if item_kind(place) is not None:
         return _directory(place, "item", [place], timeout_s)
-    if STEP_METADATA in names or layout.COMMIT_MARK in names:
+    if STEP_METADATA in names or paths.COMMIT_MARK in names:
         return _step(place, timeout_s)
     return _newest_of_root(place, timeout_s) or _bare_step(place, timeout_s)
 
@@ -225,9 +225,9 @@ def _slot_directory(directory: Path) -> Inspection:
 
 
 def _manifest_file(path: Path) -> Inspection:
-    if layout.save_of_manifest(path.name) is not None:
+    if paths.save_of_manifest(path.name) is not None:
         return _slot(read_share(path))
-    if layout.process_of_sidecar(path.name) is None:
+    if paths.process_of_sidecar(path.name) is None:
         raise nothing_at(
             str(path), "a file that is no manifest; inspect takes step and item directories, roots, slots, manifests"
         )
@@ -240,7 +240,7 @@ def _manifest_file(path: Path) -> Inspection:
 
 def _slot(share: Share) -> Inspection:
     save = share.manifest.save_id
-    path = share.directory / layout.manifest_name(save.step, save.epoch, save.number)
+    path = share.directory / paths.manifest_name(save.step, save.epoch, save.number)
     return _of_manifest(path, share.manifest, "slot", share.committed_at_s)
 
 

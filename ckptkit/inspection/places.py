@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, final
 
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StoreError
-from ckptkit.manifest import MANIFEST_BYTES_MAX
+from ckptkit.model.manifest import MANIFEST_BYTES_MAX
 from ckptkit.store import Stat, Store, open_store
 from ckptkit.store.base import PutMode
 from ckptkit.store.roots import is_remote

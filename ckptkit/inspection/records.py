@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ckptkit.manifest import SaveId
+from ckptkit.model.manifest import SaveId
 
 FORMAT = 1  # of the JSON shapes: grows when a field goes or changes its meaning, not when one is added
 

@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit import layout
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, readable, require_regular
 from ckptkit.inspection.records import Item, Leaf
 from ckptkit.inspection.words import dtype_name, sharding_words
-from ckptkit.manifest import Extent, LeafRecord, Manifest
-from ckptkit.newest import lost_newest
-from ckptkit.slot_reader import read_manifest
+from ckptkit.model import paths
+from ckptkit.model.manifest import Extent, LeafRecord, Manifest
+from ckptkit.slots.latest_pointer import lost_newest
+from ckptkit.slots.reader import read_manifest
 
 _READ_THREADS = 8
 
@@ -36,7 +36,7 @@ def read_shares(directory: Path) -> tuple[list[Share], list[CorruptCheckpointErr
     """
     shares, damaged = [], []
     for name in _listed(directory):
-        if layout.save_of_manifest(name) is None:
+        if paths.save_of_manifest(name) is None:
             continue
         try:
             shares.append(read_share(directory / name))
@@ -65,10 +65,10 @@ def read_share(path: Path) -> Share:
 def read_sidecars(item: Place, processes: Iterable[int], *, extent: Extent = "all") -> list[Manifest]:
     """The sidecars of these processes in a durable item, as far as `extent` of them; raises `CorruptCheckpointError`
     for a damaged one."""
-    directory = item.below(layout.SIDECAR_DIR)
+    directory = item.below(paths.SIDECAR_DIR)
 
     def read(process: int) -> Manifest:
-        name = layout.sidecar_name(process)
+        name = paths.sidecar_name(process)
         data = directory.read(name)
         where = f"{directory.url}/{name}"
         if data is None:
@@ -82,10 +82,10 @@ def read_sidecars(item: Place, processes: Iterable[int], *, extent: Extent = "al
 
 def sidecar_processes(item: Place) -> list[int]:
     """The processes whose sidecars are in a durable item; none in one that stock Orbax wrote."""
-    if f"{layout.SIDECAR_DIR}/" not in item.names():
+    if f"{paths.SIDECAR_DIR}/" not in item.names():
         return []
-    names = item.below(layout.SIDECAR_DIR).names()
-    return sorted(process for name in names if (process := layout.process_of_sidecar(name)) is not None)
+    names = item.below(paths.SIDECAR_DIR).names()
+    return sorted(process for name in names if (process := paths.process_of_sidecar(name)) is not None)
 
 
 def own_processes(item: Place, first: Manifest, present: Sequence[int]) -> list[int]:

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptkit import layout
-from ckptkit.durable import EpochRecords
-from ckptkit.durable.epochs import Ancestry
+from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.directories import (
     METRICS,
@@ -25,11 +23,11 @@ from ckptkit.inspection.directories import (
 from ckptkit.inspection.places import Place, no_directory, readable
 from ckptkit.inspection.records import Holding, Listing, State, StepEntry
 from ckptkit.inspection.shares import Share, incomplete, own_processes, read_shares, read_sidecars, sidecar_processes
-from ckptkit.manifest import SaveId
-from ckptkit.slot_reader import slot_directories
+from ckptkit.model import paths
+from ckptkit.model.manifest import SaveId
+from ckptkit.model.tiers import DURABLE
+from ckptkit.slots.reader import slot_directories
 from ckptkit.store.roots import root_url
-
-DURABLE = "durable"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +82,7 @@ def list_steps(root: str, *, tiers: Sequence[str] = (), host_id: str, timeout_s:
 def read_ancestry(place: Place) -> tuple[Ancestry, list[str]]:
     """The rollbacks that a root records; where the record is damaged, none and the reason."""
     try:
-        with readable(f"{place.url}/{layout.EPOCHS_DIR}"):
+        with readable(f"{place.url}/{paths.EPOCHS_DIR}"):
             ancestry, problems = EpochRecords(place.store).check()
             return ancestry, [f"{problem}; the other copy was read" for problem in problems]
     except CorruptCheckpointError as error:
@@ -96,7 +94,7 @@ def durable_steps(place: Place, ancestry: Ancestry) -> list[DurableStep]:
     found = []
     for name in place.directories():
         step = step_of_name(name)
-        if step is not None and name != layout.SIDECAR_DIR:
+        if step is not None and name != paths.SIDECAR_DIR:
             found += _durable_step(place.below(name), step, ancestry)
     return sorted(found, key=lambda each: (each.step, each.place.name))
 
@@ -112,7 +110,7 @@ def _durable_step(place: Place, step: int, ancestry: Ancestry) -> list[DurableSt
     names = place.names()
     items = [name for name in step_items(place) if item_kind(place.below(name))]
     whole = item_kind(place) is not None  # saved without a manager: the step is the item
-    if is_slot_directory(names) or layout.LOCK_NAME in names or (not names and not os.path.isdir(place.url)):
+    if is_slot_directory(names) or paths.LOCK_NAME in names or (not names and not os.path.isdir(place.url)):
         return []
     if not is_committed(place):
         return [DurableStep(place=place, step=step, state="unfinished", identity=ancestry.of_stock(step))]
@@ -191,7 +189,7 @@ def tier_shares(
     tier: str, url: str, host_id: str, notes: list[str]
 ) -> tuple[list[Share], list[CorruptCheckpointError]]:
     """What this host's processes hold of the jobs that save to `url`, whatever name those jobs have."""
-    ending = layout.job_name(url).removeprefix("job")
+    ending = paths.job_name(url).removeprefix("job")
     try:
         jobs = [name for name in sorted(os.listdir(tier)) if name.endswith(ending)]
         directories = [path for job in jobs for path in slot_directories(Path(tier) / job / host_id)]
@@ -224,7 +222,7 @@ def no_slots(tier: str, host_id: str | None) -> str:
 
 def _damaged_entry(tier: str, error: CorruptCheckpointError) -> StepEntry:
     path = Path(error.path or "")
-    step, epoch, number = layout.save_of_manifest(path.name) or (0, 0, 0)
+    step, epoch, number = paths.save_of_manifest(path.name) or (0, 0, 0)
     holding = Holding(tier=tier, path=str(path), held_bytes=0)
     return StepEntry(
         step=step,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ckptkit.coordination import Coordinator
 from ckptkit.errors import StepNotFoundError
-from ckptkit.manager.known import durable_infos
+from ckptkit.job.coordination import Coordinator
+from ckptkit.manager.build import Parts
+from ckptkit.manager.metadata import durable_infos
 from ckptkit.manager.opening import take_stock
-from ckptkit.manager.parts import Parts
 
 
 class Catalog:

@@ -11,28 +11,29 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from ckptkit import clock
-from ckptkit.broadcast import BroadcastOptions
-from ckptkit.coordination import make_coordinator
-from ckptkit.durable.stock import Setup, checked_options
+from ckptkit.durable.orbax.manager import Setup, checked_options
 from ckptkit.events import EventLog
-from ckptkit.manager.book import StepRecord
+from ckptkit.job.coordination import make_coordinator
+from ckptkit.manager.build import make_parts
 from ckptkit.manager.catalog import Catalog
-from ckptkit.manager.entries import Began, save_entry
-from ckptkit.manager.inner import Inner
-from ckptkit.manager.intake import Intake, Request
-from ckptkit.manager.last_save import LastSaver
-from ckptkit.manager.parts import Settings, make_parts
-from ckptkit.manager.pending import RestoreHandle
-from ckptkit.manager.resuming import Resumer
-from ckptkit.manager.scrubbing import Scrubber
-from ckptkit.manager.step_number import saved_step_number, step_number
-from ckptkit.manifest import SaveId
-from ckptkit.policy import Backpressure, DurableBusy, FailurePolicy, PeerOptions, ReplicaPolicy, Tier, checked_tiers
-from ckptkit.preemption import LastSave
-from ckptkit.proving import Verify
+from ckptkit.manager.internal import Inner
+from ckptkit.manager.orbax_compat import Began, save_entry, saved_step_number, step_number
+from ckptkit.manager.preemption import LastSaver
+from ckptkit.manager.restore import Resumer
+from ckptkit.manager.restore_handle import RestoreHandle
+from ckptkit.manager.save import Intake, Request
+from ckptkit.manager.scrub import Scrubber
+from ckptkit.manager.settings import Settings
+from ckptkit.model.broadcast_options import BroadcastOptions
+from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.model.manifest import SaveId
+from ckptkit.model.policies import Backpressure, DurableBusy, FailurePolicy, PeerOptions, ReplicaPolicy
+from ckptkit.model.tiers import Tier, checked_tiers
+from ckptkit.model.verify_mode import Verify
+from ckptkit.save.ledger import StepRecord
+from ckptkit.schedule.preemption import LastSave
 from ckptkit.store.roots import root_url
-from ckptkit.tuning import DurableProfile
+from ckptkit.util import clock
 from ckptkit.verification import Scrub
 
 _log = logging.getLogger("ckptkit")
@@ -54,8 +55,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
       tiers: `Tier.ram(...)`, `Tier.ssd(...)`.
       host_id: names this host below a tier's path (default: the host's name); it must outlive a restart.
       events: where to record what happens (default: nowhere).
-      staging: how a save keeps the state alive (`ckptkit.staging`): `auto`, or a strategy by name. With `gate` the
-        state may be donated only after `wait_until_staged`.
+      staging: how a save keeps the state alive (`ckptkit.snapshot.staging`): `auto`, or a strategy by name. With
+        `gate` the state may be donated only after `wait_until_staged`.
       timeout_s: the longest wait for other processes, and for the previous durable save.
       in_flight_max: how many snapshots may be on their way to their first commit by all processes. A save that comes
         while there are as many is skipped everywhere, with an event; one that is due in the durable tier waits.
@@ -371,9 +372,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Saves `step` where `reached_preemption(step)` was true, and waits for it, `grace_s` after the signal at most.
 
         The fastest tier is always saved to; each slower one where the rates of this run's earlier saves say that it
-        fits in what is left of the grace, or nothing was measured (`ckptkit.preemption`). All processes call this
-        together, and agree. A step that was saved already is only waited for. Items that only Orbax's own handlers
-        hold are written by Orbax, which keeps no time. Raises what `save` raises; what a background thread could not
+        fits in what is left of the grace, or nothing was measured (`ckptkit.schedule.preemption`). All processes
+        call this together, and agree. A step that was saved already is only waited for. Items that only Orbax's own
+        handlers hold are written by Orbax, which keeps no time. Raises what `save` raises; what a background thread could not
         do is in the result, and raised by `check_for_errors`.
         """
         self._resumer.refuse_while_pending("save_last")

@@ -1,10 +1,11 @@
-"""What a manager does when it is made: look at the durable root, open this host's tiers, agree on what they hold."""
+"""When a manager is made: look at the durable root, open this host's tiers, link its hosts, agree on what they hold."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,28 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from ckptkit.arena import Arena
-from ckptkit.coordination import Coordinator, gather
-from ckptkit.durable import DurableSteps, EpochRecords
-from ckptkit.durable.epochs import Ancestry
-from ckptkit.durable.leftovers import left_behind
-from ckptkit.durable.root_options import make_root
+from ckptkit.durable.abandoned import left_behind
+from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
+from ckptkit.durable.orbax.options import make_root
+from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, heard_from
 from ckptkit.events import EventLog, Kind
-from ckptkit.gathered import Held, distinct_shares, hole_in, is_whole
-from ckptkit.host_memory import HostMemory
-from ckptkit.layout import PAGE_BYTES
-from ckptkit.manager.restoring import Restorer
-from ckptkit.manager.taken import DURABLE, MEMORY, Buddies, Tiers
-from ckptkit.manifest import SaveId
+from ckptkit.job.coordination import Coordinator, gather
+from ckptkit.manager.settings import Settings
+from ckptkit.model.boxes import Box, boxes_by_process
+from ckptkit.model.manifest import SaveId
+from ckptkit.model.tiers import DURABLE, MEMORY, PEER, RAM, SSD, Tier, kept_beside
+from ckptkit.peers import PeerLink, open_link
 from ckptkit.peers.client import PeerClient
-from ckptkit.policy import Tier, kept_beside
-from ckptkit.sharding import Box, boxes_by_process
+from ckptkit.peers.intake import Intake
+from ckptkit.peers.ring import Seat, keepers, kept_for
+from ckptkit.restore.inventory import Held, distinct_shares, hole_in, is_whole
+from ckptkit.restore.restorer import Restorer
+from ckptkit.save.records import Buddies, Tiers
+from ckptkit.slots.arena import Arena
+from ckptkit.slots.host_memory import HostMemory
 from ckptkit.store import open_store
+from ckptkit.util.pages import PAGE_BYTES
 
 UNKNOWN_BYTES = 1 << 60  # of a state before the first save: slots that follow from bytes begin with the fewest
 _LOOKED_INTO_MAX = 256  # manifests of one save, when all is looked at on one process
@@ -66,7 +71,7 @@ def first_look(
 
 def say_what_was_left(durable: DurableSteps, events: EventLog, coordinator: Coordinator) -> None:
     """Process 0 names what a run that died did not commit. It is removed once this run saves, which fences its writer
-    off (`ckptkit.durable.leftovers`)."""
+    off (`ckptkit.durable.abandoned`)."""
     if coordinator.process != 0:
         return
     names = left_behind(open_store(durable.url, deadline_s=STORE_DEADLINE_S), durable.steps())
@@ -97,10 +102,10 @@ def open_arenas(
     failure: CheckpointError | None = None
     try:
         for tier in tiers:
-            if tier.medium == "peer":
+            if tier.medium == PEER:
                 for lane in range(lanes):
                     arenas[lane_name(lane)] = Arena.open(
-                        host_dirs["ram"],
+                        host_dirs[RAM],
                         f"{lane_name(rank[0])}-{lane}",
                         slots=tier.slots_for(UNKNOWN_BYTES, in_flight_max),
                         synced=False,
@@ -111,8 +116,8 @@ def open_arenas(
                 host_dirs[tier.name],
                 rank[0],
                 slots=tier.slots_for(UNKNOWN_BYTES, in_flight_max, beside=kept_beside(tier, tiers)),
-                synced=tier.medium == "ssd",
-                memory=memory if tier.medium == "ram" else None,
+                synced=tier.medium == SSD,
+                memory=memory if tier.medium == RAM else None,
                 keeps_found=tier.keep is not None,
             )
     except CheckpointError as error:
@@ -158,11 +163,11 @@ def make_tiers(
     buddies: Buddies | None = None,
 ) -> Tiers:
     """Where saves go: staged in the ramdisk's slots, or without one in host memory for as many as may be in flight."""
-    staging = arenas.get("ram") or Arena(None, slots=in_flight_max, synced=False, memory=memory)
+    staging = arenas.get(RAM) or Arena(None, slots=in_flight_max, synced=False, memory=memory)
     return Tiers(
         staging=staging,
-        staging_name="ram" if "ram" in arenas else MEMORY,
-        disk=arenas.get("ssd"),
+        staging_name=RAM if RAM in arenas else MEMORY,
+        disk=arenas.get(SSD),
         durable=durable,
         epochs=epochs,
         buddies=buddies,
@@ -239,3 +244,64 @@ def _covered(client: PeerClient, reports: Sequence[Sequence[Held]], saves: Seque
             if hole_in([client.manifest(holder, save, share)[0] for holder, share in distinct]) is None:
                 return [save]
     return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crew:
+    """The processes of the job as one of them sees them."""
+
+    hosts: tuple[str, ...]  # by process
+    rank: tuple[int, int]  # of this one on its host, of how many
+    tiers: tuple[Tier, ...]  # those that can be had among these hosts
+    keepers: tuple[int, ...]  # of this one's copies
+    kept_for: tuple[int, ...]  # whose copies it keeps
+
+
+def gather_crew(settings: Settings, coordinator: Coordinator) -> Crew:
+    """Who is there, and where; called by all processes together. A peer tier that no other host can hold is left out,
+    with an event."""
+    mine = next((tier for tier in settings.tiers if tier.medium == PEER), None)
+    said = gather(
+        coordinator, "hosts", [settings.host_id, mine.rack if mine is not None else None], timeout_s=settings.timeout_s
+    )
+    seats = [Seat(*each) for each in said]
+    hosts, process, tiers = tuple(seat.host for seat in seats), coordinator.process, settings.tiers
+    copies = mine.copies if mine is not None else 0
+    if mine is not None and (len(set(hosts)) < 2 or settings.peers is None):
+        why = "peers=None" if settings.peers is None else f"every process is on host {hosts[0]}"
+        settings.events.emit(Kind.DEGRADED, tier=PEER, reason=f"no copies are kept on other hosts: {why}")
+        tiers, copies = tuple(tier for tier in tiers if tier is not mine), 0
+    return Crew(
+        hosts=hosts,
+        rank=rank_on_host(hosts, process),
+        tiers=tiers,
+        keepers=keepers(seats, copies)[process] if copies else (),
+        kept_for=kept_for(seats, copies, process) if copies else (),
+    )
+
+
+def open_peers(
+    crew: Crew, host_dirs: Mapping[str, Path], arenas: Mapping[str, Arena], settings: Settings, coordinator: Coordinator
+) -> tuple[PeerLink | None, Buddies | None]:
+    """The link to the other processes, where there are any with fast tiers; and the copies, where there is such a tier.
+
+    Called by all processes together.
+    """
+    if settings.peers is None or not host_dirs or coordinator.count == 1:
+        return None, None
+    has_copies = bool(arenas) and any(tier.medium == PEER for tier in crew.tiers)  # none for who only reads
+    lanes = {sender: arenas[lane_name(lane)] for lane, sender in enumerate(crew.kept_for) if arenas}
+    intake = Intake(lanes) if has_copies else None
+    link = open_link(
+        host_dirs,
+        list(arenas.values()),
+        crew.hosts,
+        settings.peers,
+        coordinator,
+        settings.events,
+        timeout_s=settings.timeout_s,
+        also=intake,
+    )
+    if intake is None:
+        return link, None
+    return link, Buddies(keepers=crew.keepers, lanes=tuple(lanes.values()), intake=intake, client=link.client)

@@ -6,18 +6,19 @@ from dataclasses import dataclass, field
 
 import orbax.checkpoint as ocp
 
-from ckptkit import layout
-from ckptkit.broadcast import BroadcastOptions
 from ckptkit.events import EventLog
-from ckptkit.policy import Backpressure, FailurePolicy, PeerOptions, ReplicaPolicy, Tier
-from ckptkit.proving import Verify, checked_verify
-from ckptkit.staging import checked_choice
-from ckptkit.tuning import DurableProfile
+from ckptkit.model import paths
+from ckptkit.model.broadcast_options import BroadcastOptions
+from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.model.policies import Backpressure, FailurePolicy, PeerOptions, ReplicaPolicy
+from ckptkit.model.tiers import Tier
+from ckptkit.model.verify_mode import Verify, checked_verify
+from ckptkit.snapshot.staging import checked_choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the caller asked for, checked. `staging` is a choice of `ckptkit.staging`."""
+    """What the caller asked for, checked. `staging` is a choice of `ckptkit.snapshot.staging`."""
 
     options: ocp.CheckpointManagerOptions
     tiers: tuple[Tier, ...]  # fastest first
@@ -34,7 +35,7 @@ class Settings:
     broadcast: BroadcastOptions = field(default_factory=BroadcastOptions)
 
     def __post_init__(self) -> None:
-        layout.checked_name(self.host_id, "host_id")
+        paths.checked_name(self.host_id, "host_id")
         checked_choice(self.staging)
         checked_verify(self.verify)
         self.backpressure.check_tiers(self.tiers)

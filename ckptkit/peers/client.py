@@ -11,9 +11,9 @@ from typing import Any, final
 
 import numpy as np
 
-from ckptkit.clock import Deadline
 from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError, StoreError, StoreFullError
-from ckptkit.manifest import (
+from ckptkit.model.boxes import Box
+from ckptkit.model.manifest import (
     MANIFEST_BYTES_MAX,
     BoxRecord,
     LeafRecord,
@@ -24,8 +24,8 @@ from ckptkit.manifest import (
     prove_all,
 )
 from ckptkit.peers.shelf import RANGE_BYTES_MAX, slot_bytes_of
-from ckptkit.sharding import Box
-from ckptkit.slot_reader import within
+from ckptkit.slots.reader import within
+from ckptkit.util.clock import Deadline
 
 _PAUSE_S = 0.1  # between tries
 _TRY_S = 10.0  # for one step of one try: a connection, a piece of an answer

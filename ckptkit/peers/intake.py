@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-from ckptkit.arena import Arena, Slot
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.manifest import Manifest, SaveId, cell_ranges, digest_of
+from ckptkit.model.manifest import Manifest, SaveId, cell_ranges, digest_of
 from ckptkit.peers.server import Answer
 from ckptkit.peers.shelf import RANGE_BYTES_MAX
+from ckptkit.slots.arena import Arena, Slot
 
 _COPY = re.compile(r"/copies/([0-9]{1,8})\.([0-9]{1,12})\.([0-9]{1,8})/([0-9]{1,6})(|/bytes|/manifest)")
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/\*")

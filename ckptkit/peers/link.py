@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from ckptkit.arena import Arena
-from ckptkit.clock import Deadline
-from ckptkit.coordination import Coordinator, coordinator_address
 from ckptkit.events import EventLog, Kind
+from ckptkit.job.coordination import Coordinator, coordinator_address
+from ckptkit.model.policies import PeerOptions
+from ckptkit.model.tiers import PEER
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.server import Also, PeerServer
 from ckptkit.peers.shelf import Shelf
-from ckptkit.policy import PeerOptions
+from ckptkit.slots.arena import Arena
+from ckptkit.util.clock import Deadline
 
 _NAME_S, _PAUSE_S = 20.0, 0.5  # for a name server that says "again", and between tries
 # Reserved for documents (RFC 5737, RFC 3849): only asked which interface would lead there.
@@ -64,7 +65,7 @@ def open_link(
         address = server.address
     except OSError as error:
         reason = f"this host serves nothing to others: {error}; give its address with PeerOptions(host=...)"
-        events.emit(Kind.DEGRADED, tier="peer", reason=reason)
+        events.emit(Kind.DEGRADED, tier=PEER, reason=reason)
 
     def introduce(addresses: list[Any]) -> dict[str, Any]:
         return {"secret": secrets.token_hex(32), "addresses": addresses}

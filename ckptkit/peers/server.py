@@ -24,10 +24,10 @@ from typing import Any, final
 
 from aiohttp import web
 
-from ckptkit import clock
 from ckptkit.errors import CheckpointError, StoreFullError
-from ckptkit.manifest import SaveId
+from ckptkit.model.manifest import SaveId
 from ckptkit.peers.shelf import BadRangeError, NotHeldError, Shelf, SupersededError
+from ckptkit.util import clock
 
 _SAVE = re.compile(r"/saves/([0-9]{1,8})\.([0-9]{1,12})\.([0-9]{1,8})/([0-9]{1,6})/(manifest|bytes)")
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from ckptkit.arena import Arena
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
-from ckptkit.manifest import Manifest, SaveId, digest_of
-from ckptkit.slot_reader import manifest_name_of, read_manifest, slot_directories
+from ckptkit.model.manifest import Manifest, SaveId, digest_of
+from ckptkit.slots.arena import Arena
+from ckptkit.slots.reader import manifest_name_of, read_manifest, slot_directories
 
 RANGE_BYTES_MAX = 8 << 20  # of one answer, which stands in memory: a client that stalls keeps no slot from its job
 _KNOWN_MAX = 16

@@ -1,6 +1,6 @@
 """What a job's goodput would be: failures drawn or replayed, against declared tiers and a policy for the intervals."""
 
-from ckptkit.simulation.cluster import FAILURES, TIER_NAMES, Cluster, Failure, TierModel, TierName, default_tier
+from ckptkit.simulation.cluster import FAILURES, TIER_NAMES, Cluster, Failure, TierModel, default_tier
 from ckptkit.simulation.compare import Result, compare, find_oracle, mean_ci
 from ckptkit.simulation.cycle import Schedule
 from ckptkit.simulation.engine import Outcome, Policy, Seen, simulate, simulate_all
@@ -24,7 +24,6 @@ __all__ = [
     "Schedule",
     "Seen",
     "TierModel",
-    "TierName",
     "Trace",
     "compare",
     "continuous",

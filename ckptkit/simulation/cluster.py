@@ -9,19 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from ckptkit.model.tiers import DURABLE, PEER, RAM, SSD
+
 Failure = Literal["process", "host", "job"]
 FAILURES: tuple[Failure, ...] = get_args(Failure)
-TierName = Literal["ram", "ssd", "peer", "durable"]
-TIER_NAMES: tuple[TierName, ...] = get_args(TierName)
+TIER_NAMES = (RAM, SSD, PEER, DURABLE)
 
 # What a copy in a tier outlives: a process that dies, a host that is lost with its disk, a job that loses every host.
-_SURVIVES: Mapping[TierName, frozenset[Failure]] = {
-    "ram": frozenset({"process"}),
-    "ssd": frozenset({"process"}),
-    "peer": frozenset({"process", "host"}),
-    "durable": frozenset(FAILURES),
+_SURVIVES: Mapping[str, frozenset[Failure]] = {
+    RAM: frozenset({"process"}),
+    SSD: frozenset({"process"}),
+    PEER: frozenset({"process", "host"}),
+    DURABLE: frozenset(FAILURES),
 }
-_RATE_PER_HOST: Mapping[TierName, float] = {"ram": 8e9, "ssd": 2e9, "peer": 5e9, "durable": 0.5e9}  # bytes/s
+_RATE_PER_HOST: Mapping[str, float] = {RAM: 8e9, SSD: 2e9, PEER: 5e9, DURABLE: 0.5e9}  # bytes/s
 _DURABLE_RATE_MAX = 200e9  # bytes/s that one bucket gives a job, however many hosts it has
 _COPY_RATE = 10e9  # bytes/s from device to host, per host
 _COPY_CONTENTION = 0.1  # share of that copy that the step loop feels: an overlapped copy takes memory bandwidth
@@ -93,15 +94,15 @@ class Cluster:
         return tuple(found)
 
 
-def default_tier(name: TierName, *, hosts: int, state_bytes: float) -> TierModel:
+def default_tier(name: str, *, hosts: int, state_bytes: float) -> TierModel:
     """A tier of a job with `state_bytes` in total, spread over `hosts`.
 
     Rates per host: 8 GB/s into memory, 2 to an SSD, 5 to a peer, 0.5 to a bucket that gives a job 200 at most; a save
     is copied once from the device at 10 GB/s, of which the step loop feels a tenth, and every tier adds 10 ms.
     """
     share = state_bytes / hosts
-    rate = _RATE_PER_HOST[name] if name != "durable" else min(_RATE_PER_HOST[name], _DURABLE_RATE_MAX / hosts)
-    copied_s = _COPY_CONTENTION * share / _COPY_RATE if name in ("ram", "durable") else 0.0
+    rate = _RATE_PER_HOST[name] if name != DURABLE else min(_RATE_PER_HOST[name], _DURABLE_RATE_MAX / hosts)
+    copied_s = _COPY_CONTENTION * share / _COPY_RATE if name in (RAM, DURABLE) else 0.0
     return TierModel(
         name=name,
         stall_s=_STALL_MIN_S + copied_s,

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ckptkit.intervals import GROWTHS, moments
+from ckptkit.schedule.intervals import GROWTHS, moments
 from ckptkit.simulation.cluster import FAILURES, Cluster
 from ckptkit.simulation.cycle import Cycle, Schedule
 from ckptkit.simulation.failures import Failures
@@ -29,7 +29,9 @@ class Seen:
 
     up_s: np.ndarray  # time in which steps were taken, the older the less it weighs
     failures: np.ndarray  # (runs, tiers): what the tier survived and no faster one did, weighed alike
-    moments: np.ndarray  # (runs, 2, growths): of every uptime that a failure ended, see `ckptkit.intervals.moments`
+    moments: (
+        np.ndarray
+    )  # (runs, 2, growths): of every uptime that a failure ended, see `ckptkit.schedule.intervals.moments`
 
 
 class Policy(Protocol):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptkit import intervals
+from ckptkit.schedule import intervals
 from ckptkit.simulation.cluster import Cluster
 from ckptkit.simulation.cycle import Schedule
 from ckptkit.simulation.engine import Seen

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, final
 
-from ckptkit.clock import Deadline
 from ckptkit.errors import TransientStoreError
 from ckptkit.store.base import PutMode, Stat, Store
+from ckptkit.util.clock import Deadline
 
 T = TypeVar("T")
 _jitter = random.Random()  # its own: a job that seeds `random` gets the same numbers with us in the background

@@ -13,17 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from ckptkit.abstract import state_of
 from ckptkit.errors import StepNotFoundError, SurgeryError
 from ckptkit.inspection.directories import STEP_METADATA, item_kind, step_of_name
 from ckptkit.inspection.places import Place
-from ckptkit.manager.asked import Choose
 from ckptkit.manager.checkpoint_manager import CheckpointManager
-from ckptkit.manager.partly import choose_of_stock
-from ckptkit.manifest import LeafRecord
+from ckptkit.model.leaf_patterns import Rule
+from ckptkit.model.manifest import LeafRecord
+from ckptkit.restore.request import Choose
+from ckptkit.restore.stock_restore import choose_of_stock
+from ckptkit.snapshot.abstract import state_of
 from ckptkit.store.roots import root_url
 from ckptkit.surgery.planning import Leaf, SurgeryPlan, plan_surgery
-from ckptkit.surgery.rules import Rule
 
 _LOOK_S = 60.0  # for the listing that tells a root from a step
 

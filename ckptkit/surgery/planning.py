@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ckptkit.errors import SurgeryError
-from ckptkit.manifest import describe
-from ckptkit.snapshot import leaf_path
-from ckptkit.surgery.rules import Cast, Init, Rename, Rule, Skip, Take, matches
+from ckptkit.model.leaf_patterns import Cast, Init, Rename, Rule, Skip, Take, matches
+from ckptkit.model.manifest import describe
+from ckptkit.snapshot.describe import leaf_path
 
 Act = Literal["taken", "initialised"]
 _NNX_LEAF = "value"  # NNX ends every path with it

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from ckptkit.durable.cells.forecast import SaveForecast, forecast
 from ckptkit.formats import open_checkpoint
-from ckptkit.manifest import BoxRecord, LeafRecord
-from ckptkit.sharding import Box, boxes_by_process, cell_shape
+from ckptkit.model.boxes import Box, boxes_by_process, cell_shape
+from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.model.manifest import BoxRecord, LeafRecord
 from ckptkit.store.roots import is_remote, root_url
-from ckptkit.tuning import DurableProfile
-from ckptkit.tuning.forecast import SaveForecast, forecast
 
 
 def explain(

@@ -12,14 +12,15 @@ from statistics import median
 
 import numpy as np
 
-from ckptkit import clock, layout
-from ckptkit.durable.cell_reader import CellReader
-from ckptkit.durable.cells import CellWriter
-from ckptkit.durable.waiting import small_objects
-from ckptkit.manifest import BoxRecord, LeafRecord
-from ckptkit.sharding import Box
+from ckptkit.durable.cells.reader import CellReader
+from ckptkit.durable.cells.tensorstore_wait import small_objects
+from ckptkit.durable.cells.writer import CellWriter
+from ckptkit.model import paths
+from ckptkit.model.boxes import Box
+from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.model.manifest import BoxRecord, LeafRecord
 from ckptkit.store.roots import is_remote
-from ckptkit.tuning import DurableProfile
+from ckptkit.util import clock
 
 _LATENCY_TRIES = 5
 _ITEM = "probe"
@@ -103,7 +104,7 @@ class Probe:
 
     @contextmanager
     def _place(self) -> Iterator[str]:
-        place = f"{self._url}/{layout.SIDECAR_DIR}/tune-{uuid.uuid4().hex[:8]}"
+        place = f"{self._url}/{paths.SIDECAR_DIR}/tune-{uuid.uuid4().hex[:8]}"
         new = not is_remote(place) and not os.path.isdir(self._url)
         if not is_remote(place):
             os.makedirs(f"{place}/{_ITEM}")

@@ -10,10 +10,10 @@ from typing import Any, get_args
 import numpy as np
 
 from ckptkit.formats import open_checkpoint
+from ckptkit.model.durable_profile import Codec, DurableProfile
 from ckptkit.store.roots import is_remote, root_url
 from ckptkit.tuner.probing import Latency, Probe, Trial
 from ckptkit.tuner.sampling import Compression, Samples, compressibility, leaves_of, take_samples
-from ckptkit.tuning import Codec, DurableProfile
 
 PROBE_BYTES = 256 << 20
 _LARGE_BYTES = 64 << 20  # a leaf of a probe without a state: the largest cell

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import tensorstore as ts
 
-from ckptkit import clock
 from ckptkit.formats.tensors import Tensor
-from ckptkit.tuning import COMPRESSORS, Codec
+from ckptkit.model.durable_profile import COMPRESSORS, Codec
+from ckptkit.util import clock
 
 SAMPLE_BYTES = 4 << 20  # of one leaf
 _LEAVES_MAX = 16  # the largest: they are what a save writes

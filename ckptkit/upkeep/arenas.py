@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit import clock, layout
 from ckptkit.errors import StoreError
 from ckptkit.inspection.places import local_kind, nothing_at
 from ckptkit.inspection.records import FORMAT
-from ckptkit.slot_files import remove_slots
-from ckptkit.slot_reader import slot_directories
+from ckptkit.model import paths
+from ckptkit.slots.files import remove_slots
+from ckptkit.slots.reader import slot_directories
 from ckptkit.store.roots import root_url
+from ckptkit.util import clock
 from ckptkit.verification.quarantine import QUARANTINE_DIR, arena_lock
 
 
@@ -82,7 +83,7 @@ def list_arenas(
     Whether one is live is asked of its lock for a moment, shared: a job that starts in just that moment takes the next
     directory, and finds what is in this one all the same. Writes nothing. Raises `StoreError` for what it may not read.
     """
-    ending = None if root is None else layout.job_name(root_url(root)).removeprefix("job")
+    ending = None if root is None else paths.job_name(root_url(root)).removeprefix("job")
     found = []
     for tier in tiers:
         for directory, name, host in _directories(tier):
@@ -176,7 +177,7 @@ def _directories(tier: str) -> Iterator[tuple[Path, str, str]]:
         for job in _subdirectories(Path(tier)):
             for host in _subdirectories(job):
                 for directory in slot_directories(host):
-                    if os.path.lexists(directory / layout.LOCK_NAME):
+                    if os.path.lexists(directory / paths.LOCK_NAME):
                         yield directory, job.name, host.name
 
 
@@ -190,10 +191,10 @@ def _entry(tier: str, job: str, host: str, directory: Path) -> ArenaEntry | None
     """None for one that is empty and free: what `clean_arenas` and a job that ended well leave."""
     with _told(str(directory)):
         names = os.listdir(directory)
-        saves = [save for name in names if (save := layout.save_of_manifest(name)) is not None]
-        slots = [name for name in names if layout.slot_index(name) is not None]
+        saves = [save for name in names if (save := paths.save_of_manifest(name)) is not None]
+        slots = [name for name in names if paths.slot_index(name) is not None]
         sizes, times = _stats(directory, slots)
-        _, saved = _stats(directory, [name for name in names if layout.save_of_manifest(name) is not None])
+        _, saved = _stats(directory, [name for name in names if paths.save_of_manifest(name) is not None])
         aside = [path for path in (directory / QUARANTINE_DIR).rglob("*") if path.is_file()]
         quarantine, _ = _stats(directory, [str(path.relative_to(directory)) for path in aside])
         live = _is_live(directory)
@@ -225,7 +226,7 @@ def _stats(directory: Path, names: Sequence[str]) -> tuple[list[int], list[float
 
 
 def _is_live(directory: Path) -> bool:
-    fd = os.open(directory / layout.LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    fd = os.open(directory / paths.LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from ckptkit import layout
-from ckptkit.durable import EpochRecords
-from ckptkit.durable.epochs import Ancestry
+from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from ckptkit.inspection.directories import STEP_METADATA, item_kind
 from ckptkit.inspection.places import Place, no_directory
 from ckptkit.inspection.records import FORMAT
 from ckptkit.inspection.steps import DurableStep, durable_steps
-from ckptkit.manifest import SaveId, digest_of
+from ckptkit.model import paths
+from ckptkit.model.manifest import SaveId, digest_of
 from ckptkit.store.roots import root_url
 
 Act = Literal["copy", "skip", "leave"]
@@ -101,7 +100,7 @@ def plan_copy(source: str, target: str, *, timeout_s: float = 20.0) -> CopyPlan:
     place = Place.open(url, timeout_s=timeout_s)
     if not place.names():
         raise no_directory(url, "there is nothing to copy; check the path")
-    whole = not (item_kind(place) is not None or STEP_METADATA in place.names() or layout.COMMIT_MARK in place.names())
+    whole = not (item_kind(place) is not None or STEP_METADATA in place.names() or paths.COMMIT_MARK in place.names())
     root = url if whole else url.rpartition("/")[0]
     if into == root:
         raise CheckpointError(f"{target} is where the step is; name another root", path=into)

@@ -13,25 +13,25 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, final
 
-from ckptkit import clock, layout
-from ckptkit.durable import EpochRecords
-from ckptkit.durable.epochs import Ancestry
-from ckptkit.durable.leases import Lease
+from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
+from ckptkit.durable.lifecycle.leases import Lease
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError, StoreFullError
 from ckptkit.inspection.directories import step_items
 from ckptkit.inspection.places import Place
+from ckptkit.model import paths
 from ckptkit.store import open_store, put_new
 from ckptkit.store.local import sync_directory
 from ckptkit.store.roots import is_remote
 from ckptkit.upkeep.copy_planning import JOURNAL, CopyPlan, CopyStep, sizes_of, stamp_of
 from ckptkit.upkeep.objects import copy_object, digest_of_object
+from ckptkit.util import clock
 from ckptkit.verification.durable import prove_written
 from ckptkit.verification.pool import Limits
 from ckptkit.verification.quarantine import alone_at
 
 Moved = Callable[[int, int], None]  # bytes copied, bytes in all
 
-_PART = f"{layout.TEMPORARY}-copy"  # in the name of a step that is on its way, on a disk
+_PART = f"{paths.TEMPORARY}-copy"  # in the name of a step that is on its way, on a disk
 _JOURNAL_S = 5.0  # between two writes of it
 _THREADS = 8
 _LEASE_S = 120.0
@@ -108,7 +108,7 @@ def _leased(each: CopyStep, timeout_s: float, notes: list[str]) -> Iterator[bool
     """Keeps the source from being pruned; gives False where it is being deleted already."""
     root = each.source.rpartition("/")[0]
     lease = None
-    if f"{layout.SIDECAR_DIR}/" in Place.open(root, timeout_s=timeout_s).names():
+    if f"{paths.SIDECAR_DIR}/" in Place.open(root, timeout_s=timeout_s).names():
         try:
             lease = Lease(open_store(root, deadline_s=timeout_s), each.step, lease_s=_LEASE_S)
         except StoreError as error:
@@ -155,7 +155,7 @@ class _Copying:
 
     def _run(self, resume: bool) -> None:
         self._begin(resume)
-        keys = [key for key in self._step.sizes if key not in self._arrived and key != layout.COMMIT_MARK]
+        keys = [key for key in self._step.sizes if key not in self._arrived and key != paths.COMMIT_MARK]
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="ckptkit-copy")
         try:
             for _ in pool.map(self._copy, keys):
@@ -239,19 +239,19 @@ class _Copying:
     def _commit(self) -> None:
         store, place = self._store, Place.open(self._place, timeout_s=self._timeout_s)
         text = f"Checkpoint commit was successful to {self._step.target}".encode()
-        marked = layout.COMMIT_MARK in self._step.sizes
+        marked = paths.COMMIT_MARK in self._step.sizes
         if marked:  # the same save: its mark says so
-            text = open_store(self._step.source, deadline_s=self._timeout_s).get(layout.COMMIT_MARK)
+            text = open_store(self._step.source, deadline_s=self._timeout_s).get(paths.COMMIT_MARK)
         if is_remote(self._place):
             for item in step_items(place):  # a disk's items of stock Orbax have none
-                if f"{item}/{layout.COMMIT_MARK}" not in self._arrived:
-                    store.put(f"{item}/{layout.COMMIT_MARK}", text)
+                if f"{item}/{paths.COMMIT_MARK}" not in self._arrived:
+                    store.put(f"{item}/{paths.COMMIT_MARK}", text)
             store.delete(JOURNAL)
-            put_new(store, layout.COMMIT_MARK, text)
+            put_new(store, paths.COMMIT_MARK, text)
             return
         store.delete(JOURNAL)
         if marked:
-            store.put(layout.COMMIT_MARK, text)
+            store.put(paths.COMMIT_MARK, text)
         _sync_below(self._place)
         try:
             os.rename(self._place, self._step.target)

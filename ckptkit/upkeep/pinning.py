@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckptkit.durable.pins import pinned_steps, put_pin, take_pin
+from ckptkit.durable.lifecycle.pins import pinned_steps, put_pin, take_pin
 from ckptkit.errors import StepNotFoundError
 from ckptkit.inspection.places import Place
 from ckptkit.inspection.records import FORMAT

@@ -12,20 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from ckptkit import clock
-from ckptkit.durable import DurableReader, EpochRecords
-from ckptkit.durable.deletion import move_away, remove_step
-from ckptkit.durable.epochs import Ancestry
-from ckptkit.durable.leases import Doom, PruneGuard
-from ckptkit.durable.pins import pinned_steps
+from ckptkit.durable.lifecycle.delete import move_away, remove_step
+from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
+from ckptkit.durable.lifecycle.leases import Doom, PruneGuard
+from ckptkit.durable.lifecycle.pins import pinned_steps
+from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, no_directory
 from ckptkit.inspection.records import FORMAT, State
 from ckptkit.inspection.steps import DurableStep, durable_steps
-from ckptkit.manifest import SaveId
-from ckptkit.policy import EverySteps, KeepBytes, KeepNewest
+from ckptkit.model.manifest import SaveId
+from ckptkit.model.tiers import EverySteps, KeepBytes, KeepNewest
 from ckptkit.store import open_store
 from ckptkit.store.roots import is_remote, root_url
+from ckptkit.util import clock
 from ckptkit.verification.durable import prove_step
 from ckptkit.verification.pool import Limits
 from ckptkit.verification.records import Progress

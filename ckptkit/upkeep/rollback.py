@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ckptkit.durable import EpochRecords
-from ckptkit.durable.epochs import Ancestry
-from ckptkit.durable.pins import pinned_steps
+from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
+from ckptkit.durable.lifecycle.pins import pinned_steps
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from ckptkit.inspection.places import Place
 from ckptkit.inspection.records import FORMAT, StepEntry
-from ckptkit.inspection.steps import DURABLE, list_steps
-from ckptkit.manifest import SaveId
+from ckptkit.inspection.steps import list_steps
+from ckptkit.model.manifest import SaveId
+from ckptkit.model.tiers import DURABLE
 from ckptkit.store import open_store
 from ckptkit.upkeep.arenas import list_arenas
 from ckptkit.verification import verify

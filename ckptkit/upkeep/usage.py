@@ -12,16 +12,16 @@ from urllib.parse import unquote
 
 import tensorstore as ts
 
-from ckptkit import layout
-from ckptkit.durable.buckets import base_of
-from ckptkit.durable.leases import PruneGuard
-from ckptkit.durable.pins import pin_reason, pinned_steps
+from ckptkit.durable.cells.kvstore import base_of
+from ckptkit.durable.lifecycle.leases import PruneGuard
+from ckptkit.durable.lifecycle.pins import pin_reason, pinned_steps
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.arrays import ARRAY_METADATAS, METADATA, OCDBT, SHARDINGS
 from ckptkit.inspection.directories import STEP_METADATA, item_kind, step_of_name
 from ckptkit.inspection.places import Place, local_kind, no_directory
 from ckptkit.inspection.records import FORMAT, State
 from ckptkit.inspection.steps import DurableStep, durable_steps, no_slots, no_tier, read_ancestry
+from ckptkit.model import paths
 from ckptkit.store.roots import root_url
 from ckptkit.upkeep.arenas import ArenaEntry, list_arenas
 from ckptkit.verification.quarantine import QUARANTINE_DIR
@@ -29,10 +29,8 @@ from ckptkit.verification.quarantine import QUARANTINE_DIR
 Kind = Literal["arrays", "digests", "small", "metadata"]
 DeadKind = Literal["leftover", "superseded", "quarantine", "stray", "unreferenced"]
 
-_METADATA = frozenset(
-    {METADATA, OCDBT, SHARDINGS, STEP_METADATA, layout.COMMIT_MARK, ".zarray", ".zattrs", "zarr.json"}
-)
-_LEAVING = layout.LEAVING_DIR.rpartition("/")[2]
+_METADATA = frozenset({METADATA, OCDBT, SHARDINGS, STEP_METADATA, paths.COMMIT_MARK, ".zarray", ".zattrs", "zarr.json"})
+_LEAVING = paths.LEAVING_DIR.rpartition("/")[2]
 _ROOT_FILES = frozenset({"metadata", "array_metadatas", "descriptor"})  # what Orbax's manager keeps beside steps
 
 
@@ -78,7 +76,7 @@ class Usage:
     def stored_bytes(self) -> int:
         """Everything below the durable root, dead weight too."""
         inside = [each.stored_bytes for each in self.dead if each.kind in ("leftover", "stray")]
-        own = f"{self.root}/{layout.SIDECAR_DIR}/"
+        own = f"{self.root}/{paths.SIDECAR_DIR}/"
         aside = [each.stored_bytes for each in self.dead if each.kind == "quarantine" and each.path.startswith(own)]
         return sum(each.stored_bytes for each in self.steps) + sum(inside) + sum(aside) + self.record_bytes
 
@@ -185,7 +183,7 @@ def _step_usage(each: DurableStep, pinned: set[int], used: set[int], root: Place
 def _kind(item: Place, key: str, *, inside: bool) -> Kind:
     """What a file is, by its path in an item."""
     parts = key.split("/")
-    if layout.SIDECAR_DIR in parts:
+    if paths.SIDECAR_DIR in parts:
         return "digests"
     if parts[-1] in _METADATA or parts[0] == ARRAY_METADATAS or (not inside and item_kind(item) is None):
         return "metadata"
@@ -204,7 +202,7 @@ def _root_dead(place: Place, found: Sequence[DurableStep]) -> list[DeadWeight]:
     dead: list[DeadWeight] = []
     for name in place.directories():
         below = place.below(name)
-        if name == layout.SIDECAR_DIR:
+        if name == paths.SIDECAR_DIR:
             aside = below.below(QUARANTINE_DIR)
             if aside.names():
                 dead.append(_dead("quarantine", aside, "delete it when nobody wants to look into it"))
@@ -239,7 +237,7 @@ def _dead(kind: DeadKind, place: Place, remedy: str) -> DeadWeight:
 
 
 def _record_bytes(place: Place) -> int:
-    sizes = place.below(layout.SIDECAR_DIR).sizes() if f"{layout.SIDECAR_DIR}/" in place.names() else {}
+    sizes = place.below(paths.SIDECAR_DIR).sizes() if f"{paths.SIDECAR_DIR}/" in place.names() else {}
     root = [place.below(name).stored_bytes() for name in place.directories() if name in _ROOT_FILES]
     records = (size for key, size in sizes.items() if key.partition("/")[0] not in (QUARANTINE_DIR, _LEAVING))
     return sum(records) + sum(root)

@@ -14,7 +14,7 @@ from orbax.checkpoint.experimental.v1.training import preservation_policies as p
 from orbax.checkpoint.experimental.v1.training import save_decision_policies as deciding
 from typing_extensions import deprecated
 
-from ckptkit.durable import newer
+from ckptkit.durable.orbax import v1 as newer
 from ckptkit.errors import ItemNotFoundError, StepNotFoundError
 from ckptkit.manager import CheckpointManager
 from ckptkit.v1.items import restore_args, save_args

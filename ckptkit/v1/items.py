@@ -8,7 +8,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from ckptkit.durable.newer import is_tree
+from ckptkit.durable.orbax.v1 import is_tree
 from ckptkit.inspection.directories import item_kind, step_items
 from ckptkit.inspection.places import Place
 

@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit import layout
-from ckptkit.durable import DurableReader
-from ckptkit.durable.orbax_files import ARRAY_METADATAS
-from ckptkit.durable.reader import has_sidecar_sign
+from ckptkit.durable.orbax.files import ARRAY_METADATAS
+from ckptkit.durable.read_step import DurableReader, has_sidecar_sign
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.arrays import read_arrays
 from ckptkit.inspection.directories import (
@@ -31,8 +29,9 @@ from ckptkit.inspection.directories import (
 )
 from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.shares import incomplete, leaf_of_record, own_processes, read_sidecars, sidecar_processes
-from ckptkit.manifest import LeafRecord, Manifest, SaveId, cell_ranges, digest_of
-from ckptkit.sharding import Box
+from ckptkit.model import paths
+from ckptkit.model.boxes import Box
+from ckptkit.model.manifest import LeafRecord, Manifest, SaveId, cell_ranges, digest_of
 from ckptkit.store.roots import is_remote
 from ckptkit.verification.pool import CellCheck, Limits, check_cells
 from ckptkit.verification.records import Finding, StepProof
@@ -195,11 +194,11 @@ def _sidecars_into(sidecars: dict[str, tuple[Manifest, ...]], item: Place, step:
     """Reads the sidecars of an item, which must be those of every process of one save, and cover every leaf."""
     present = sidecar_processes(item)
     if not present:
-        if f"{layout.SIDECAR_DIR}/" in item.names():
-            raise CorruptCheckpointError(f"{item.url}/{layout.SIDECAR_DIR} has no sidecar of any process")
+        if f"{paths.SIDECAR_DIR}/" in item.names():
+            raise CorruptCheckpointError(f"{item.url}/{paths.SIDECAR_DIR} has no sidecar of any process")
         signs = item.below(ARRAY_METADATAS).read("process_0") if f"{ARRAY_METADATAS}/" in item.names() else None
         if signs is not None and has_sidecar_sign(signs):
-            raise CorruptCheckpointError(f"{item.url} has lost its {layout.SIDECAR_DIR}, which every item of ours has")
+            raise CorruptCheckpointError(f"{item.url} has lost its {paths.SIDECAR_DIR}, which every item of ours has")
         return
     found = dict(zip(present, read_sidecars(item, present), strict=True))
     present = own_processes(item, found[present[0]], present)

@@ -12,13 +12,13 @@ import uuid
 from collections.abc import Mapping, Set
 from contextlib import suppress
 
-from ckptkit import layout
-from ckptkit.clock import wall_s
-from ckptkit.durable.deletion import remove_step
+from ckptkit.durable.lifecycle.delete import remove_step
 from ckptkit.errors import StoreError
 from ckptkit.inspection.arrays import OCDBT
 from ckptkit.inspection.places import Place
+from ckptkit.model import paths
 from ckptkit.store import PutMode, Store, open_store
+from ckptkit.util.clock import wall_s
 from ckptkit.verification.durable import identity_of, prove_step
 from ckptkit.verification.pool import Limits
 from ckptkit.verification.quarantine import QUARANTINE_DIR
@@ -40,7 +40,7 @@ def mend_object_step(
     hold what it takes, `StoreError`.
     """
     store, name = open_store(root), place.name
-    work = f"{layout.SIDECAR_DIR}/{_PREFIX}{wall_s():.0f}-{uuid.uuid4().hex}"
+    work = f"{paths.SIDECAR_DIR}/{_PREFIX}{wall_s():.0f}-{uuid.uuid4().hex}"
     generations = _generations(store, name)
     try:
         sidecars = sidecars_for(place, sources)
@@ -66,12 +66,12 @@ def clean_object_repairs(root: str) -> None:
     Raises `StoreError`.
     """
     store = open_store(root)
-    for name in store.list(layout.SIDECAR_DIR):
+    for name in store.list(paths.SIDECAR_DIR):
         if not (name.startswith(_PREFIX) and name.endswith("/")):
             continue
         began, _, own_name = name.removeprefix(_PREFIX).partition("-")
         if own_name and began.isdecimal() and wall_s() - int(began) > _DEAD_AFTER_S:
-            store.delete_many(store.list_all(f"{layout.SIDECAR_DIR}/{name.rstrip('/')}"))
+            store.delete_many(store.list_all(f"{paths.SIDECAR_DIR}/{name.rstrip('/')}"))
 
 
 def put_object_step_aside(place: Place, before: object, root: str) -> str | None:
@@ -85,7 +85,7 @@ def put_object_step_aside(place: Place, before: object, root: str) -> str | None
 
 def put_copy_aside(store: Store, name: str) -> None:
     """Copies every object of a step into the quarantine, beside what was put there before."""
-    quarantine = f"{layout.SIDECAR_DIR}/{QUARANTINE_DIR}"
+    quarantine = f"{paths.SIDECAR_DIR}/{QUARANTINE_DIR}"
     taken = {each.rstrip("/") for each in store.list(quarantine)}
     target = next(
         each for number in range(len(taken) + 1) if (each := f"{name}.{number}" if number else name) not in taken
@@ -105,8 +105,8 @@ def _write(store: Store, work: str, place: Place, sidecars: Sidecars, sources: S
     for item, manifests in sidecars.items():
         write_arrays(f"{store.url}/{work}/{item}", item, manifests, sources)
         for manifest in manifests:
-            name = layout.sidecar_name(manifest.writer.process)
-            files[f"{item}/{layout.SIDECAR_DIR}/{name}"] = manifest.to_bytes()
+            name = paths.sidecar_name(manifest.writer.process)
+            files[f"{item}/{paths.SIDECAR_DIR}/{name}"] = manifest.to_bytes()
     for key, data in files.items():
         store.put(f"{work}/{key}", data)
     return set(files)

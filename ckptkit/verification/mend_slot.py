@@ -9,15 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptkit import layout
-from ckptkit.arena import Arena
 from ckptkit.inspection.places import local_kind
 from ckptkit.inspection.shares import Share, read_shares
-from ckptkit.manifest import LeafRecord, SaveId, cell_ranges
-from ckptkit.newest import forget_newest
-from ckptkit.sharding import Box
-from ckptkit.slot_reader import manifest_name_of
+from ckptkit.model import paths
+from ckptkit.model.boxes import Box
+from ckptkit.model.manifest import LeafRecord, SaveId, cell_ranges
+from ckptkit.slots.arena import Arena
+from ckptkit.slots.latest_pointer import forget_newest
+from ckptkit.slots.reader import manifest_name_of
 from ckptkit.store.local import sync_directory
+from ckptkit.util.pages import PAGE_BYTES
 from ckptkit.verification.pool import Limits
 from ckptkit.verification.quarantine import QUARANTINE_DIR, arena_lock, move_aside
 from ckptkit.verification.slots import ShareProof, prove_share
@@ -89,7 +90,7 @@ def put_manifest_aside(path: Path) -> str | None:
     with arena_lock(path.parent) as held:
         if not held:
             return HELD
-        save = layout.save_of_manifest(path.name)
+        save = paths.save_of_manifest(path.name)
         missed = save is not None and forget_newest(path.parent, SaveId(save[1], save[0], save[2]))
         if os.path.lexists(path):
             move_aside(path, path.parent / QUARANTINE_DIR, path.name)
@@ -177,4 +178,4 @@ def _slot_bytes(share: Share) -> int:
         for leaf in leaves
         for record in leaf.boxes
     ]
-    return -(-max(ends, default=1) // layout.PAGE_BYTES) * layout.PAGE_BYTES
+    return -(-max(ends, default=1) // PAGE_BYTES) * PAGE_BYTES

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from ckptkit import layout
 from ckptkit.inspection.arrays import OCDBT
 from ckptkit.inspection.places import Place
+from ckptkit.model import paths
 from ckptkit.store.local import sync_directory
 from ckptkit.verification.durable import identity_of, prove_step
 from ckptkit.verification.pool import Limits
@@ -62,7 +62,7 @@ def _mend(
             exchange(copy, Path(place.url))
             return "it was replaced meanwhile"
         sync_directory(root)
-        move_aside(copy, root / layout.SIDECAR_DIR / QUARANTINE_DIR, place.name)
+        move_aside(copy, root / paths.SIDECAR_DIR / QUARANTINE_DIR, place.name)
         return None
     except FileNotFoundError:
         if os.path.isdir(place.url):
@@ -76,7 +76,7 @@ def clean_repairs(root: Path) -> None:
 
     A repair that lives holds a lock, and is left alone. Raises OSError.
     """
-    for work in sorted((root / layout.SIDECAR_DIR).glob(f"{_PREFIX}*")):
+    for work in sorted((root / paths.SIDECAR_DIR).glob(f"{_PREFIX}*")):
         if work.is_symlink():
             continue
         with suppress(FileNotFoundError), arena_lock(work) as is_dead:  # another one may clean, too
@@ -84,7 +84,7 @@ def clean_repairs(root: Path) -> None:
                 continue
             for copy in sorted(work.iterdir()) if (work / _SWAPPING).exists() else ():
                 if copy.is_dir():
-                    move_aside(copy, root / layout.SIDECAR_DIR / QUARANTINE_DIR, copy.name)
+                    move_aside(copy, root / paths.SIDECAR_DIR / QUARANTINE_DIR, copy.name)
             shutil.rmtree(work)
 
 
@@ -94,7 +94,7 @@ def _workplace(root: Path) -> Iterator[Path]:
     with ExitStack() as held:
         work = None
         while work is None:
-            made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_made(root / layout.SIDECAR_DIR)))
+            made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_made(root / paths.SIDECAR_DIR)))
             with suppress(FileNotFoundError):  # removed before it was locked
                 work = made if held.enter_context(arena_lock(made)) and made.exists() else None
         try:
@@ -110,7 +110,7 @@ def put_step_aside(place: Place, before: object, root: Path) -> str | None:
     if identity_of(place.again()) != before:
         return "it was pruned or replaced meanwhile"
     try:
-        move_aside(Path(place.url), root / layout.SIDECAR_DIR / QUARANTINE_DIR, place.name)
+        move_aside(Path(place.url), root / paths.SIDECAR_DIR / QUARANTINE_DIR, place.name)
     except FileNotFoundError:
         if os.path.isdir(place.url):
             raise
@@ -130,7 +130,7 @@ def _write_step(source: Path, copy: Path, place: Place, sources: Sources) -> Non
     for name, manifests in sidecars.items():
         write_arrays(str(_made(copy / name)), name, manifests, sources)
         for manifest in manifests:
-            path = _made(copy / name / layout.SIDECAR_DIR) / layout.sidecar_name(manifest.writer.process)
+            path = _made(copy / name / paths.SIDECAR_DIR) / paths.sidecar_name(manifest.writer.process)
             path.write_bytes(manifest.to_bytes())
     for key, data in small_files(place, sidecars).items():
         (_made((copy / key).parent) / (copy / key).name).write_bytes(data)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import final
 
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.sharding import Box
+from ckptkit.model.boxes import Box
 from ckptkit.verification.records import Finding, Progress
 
 THREADS = 8  # a disk or a bucket answers several reads at once; digests release the GIL

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ckptkit import layout
 from ckptkit.errors import CheckpointError
+from ckptkit.model import paths
 from ckptkit.store.local import make_directory, sync_directory
 
 QUARANTINE_DIR = "_quarantine"  # in a slot directory; below `_ckptkit` in a durable root
@@ -34,7 +34,7 @@ def move_aside(path: Path, quarantine: Path, name: str) -> Path:
 
 
 @contextmanager
-def arena_lock(directory: Path, name: str = layout.LOCK_NAME) -> Iterator[bool]:
+def arena_lock(directory: Path, name: str = paths.LOCK_NAME) -> Iterator[bool]:
     """Holds the lock of a slot directory, or of another one, if it is free; gives whether it was. Never waits.
 
     A job that starts meanwhile takes the next directory, as it does beside one that has not died yet.

@@ -9,13 +9,13 @@ from contextlib import suppress
 
 import numpy as np
 
-from ckptkit.durable.cells import CellStream
+from ckptkit.durable.cells.writer import CellStream
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.directories import json_name
 from ckptkit.inspection.places import Place
 from ckptkit.inspection.shares import read_sidecars, sidecar_processes
-from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, Writer, cell_ranges, digest_of
-from ckptkit.sharding import Box, cells_of, missing_elements
+from ckptkit.model.boxes import Box, cells_of, missing_elements
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, Writer, cell_ranges, digest_of
 from ckptkit.verification.sources import Sources
 
 _COMMIT_BYTES = 256 << 20  # held in memory before they are written: a commit of its own for every cell is slow

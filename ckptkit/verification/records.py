@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ckptkit.manifest import SaveId
-from ckptkit.sharding import Box
+from ckptkit.model.boxes import Box
+from ckptkit.model.manifest import SaveId
 
 FORMAT = 1  # of the JSON shapes: grows when a field goes or changes its meaning, not when one is added
 

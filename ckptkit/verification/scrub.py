@@ -9,17 +9,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
-from ckptkit import layout
-from ckptkit.durable import EpochRecords
-from ckptkit.durable.epochs import Ancestry
-from ckptkit.durable.leases import doomed_steps
+from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
+from ckptkit.durable.lifecycle.leases import doomed_steps
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, nothing_at
 from ckptkit.inspection.shares import read_shares
 from ckptkit.inspection.steps import durable_steps, no_slots, no_tier, read_ancestry
-from ckptkit.manifest import SaveId
-from ckptkit.newest import LostManifestError
-from ckptkit.slot_reader import slot_directories
+from ckptkit.model import paths
+from ckptkit.model.manifest import SaveId
+from ckptkit.slots.latest_pointer import LostManifestError
+from ckptkit.slots.reader import slot_directories
 from ckptkit.store import open_store
 from ckptkit.store.roots import is_remote, root_url
 from ckptkit.verification.durable import identity_of, items_of, prove_step
@@ -171,7 +170,7 @@ class _Scrubber:
         return ancestry, problems
 
     def _directories(self) -> list[Path]:
-        ending = layout.job_name(self._place.url).removeprefix("job")
+        ending = paths.job_name(self._place.url).removeprefix("job")
         found: list[Path] = []
         for tier in self._tiers:
             try:
@@ -213,7 +212,7 @@ class _Scrubber:
         return intact_sources(place, step, [each for _, found in items for each in found.values()])
 
     def _treat_manifest(self, path: Path) -> Treatment:
-        epoch_step = layout.save_of_manifest(path.name) or (0, 0, 0)
+        epoch_step = paths.save_of_manifest(path.name) or (0, 0, 0)
         gone = not os.path.lexists(path)
         reason = put_manifest_aside(path) if self._repair else None
         return Treatment(

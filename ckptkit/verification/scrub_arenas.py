@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ckptkit.arena import Arena
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.shares import read_share
-from ckptkit.manifest import SaveId
-from ckptkit.slot_reader import manifest_name_of
+from ckptkit.model.manifest import SaveId
+from ckptkit.slots.arena import Arena
+from ckptkit.slots.reader import manifest_name_of
 from ckptkit.verification.mend_slot import can_mend, mend_own
 from ckptkit.verification.pool import Limits
 from ckptkit.verification.records import Finding

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import xxhash
 
-from ckptkit import layout
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.places import local_kind
 from ckptkit.inspection.shares import Share, read_shares
-from ckptkit.manifest import Manifest, SaveId, cell_ranges
-from ckptkit.newest import LostManifestError
-from ckptkit.sharding import Box, missing_elements
-from ckptkit.slot_reader import manifest_name_of
+from ckptkit.model import paths
+from ckptkit.model.boxes import Box, missing_elements
+from ckptkit.model.manifest import Manifest, SaveId, cell_ranges
+from ckptkit.slots.latest_pointer import LostManifestError
+from ckptkit.slots.reader import manifest_name_of
 from ckptkit.verification.pool import CellCheck, Limits, check_cells
 from ckptkit.verification.records import Finding, StepProof
 
@@ -52,9 +52,9 @@ def slot_directories_below(path: Path) -> list[Path]:
             except (FileNotFoundError, NotADirectoryError):
                 continue
             names = [entry.name for entry in entries]
-            if any(layout.slot_index(name) is not None or layout.save_of_manifest(name) for name in names):
+            if any(paths.slot_index(name) is not None or paths.save_of_manifest(name) for name in names):
                 found.append(directory)
-            elif layout.LOCK_NAME not in names:
+            elif paths.LOCK_NAME not in names:
                 below += [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
         level = below
     return found
@@ -211,7 +211,7 @@ def not_covered(manifests: Sequence[Manifest]) -> str | None:
 
 def _damaged_manifest(error: CorruptCheckpointError, step: int | None) -> list[StepProof]:
     path = Path(error.path or "")
-    save = layout.save_of_manifest(path.name)
+    save = paths.save_of_manifest(path.name)
     lost = isinstance(error, LostManifestError)
     if save is None or not (lost or os.path.lexists(path)) or (step is not None and save[0] != step):
         return []

@@ -8,14 +8,14 @@ from typing import final
 
 import numpy as np
 
-from ckptkit.durable import DurableReader
+from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
 from ckptkit.inspection.places import Place
 from ckptkit.inspection.shares import Share
-from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, digest_of
+from ckptkit.model.boxes import Box, missing_elements
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, digest_of
 from ckptkit.peers.client import PeerClient
-from ckptkit.sharding import Box, missing_elements
-from ckptkit.slot_reader import SlotReader, within
+from ckptkit.slots.reader import SlotReader, within
 from ckptkit.verification.pool import MEMORY_BYTES_MAX
 
 Read = Callable[[str, LeafRecord, BoxRecord, Box, np.ndarray], None]

@@ -13,7 +13,7 @@ import tensorstore as ts
 from ckptkit.inspection.arrays import OCDBT, finished, open_array, open_kvstore, read_arrays, stores_all
 from ckptkit.inspection.places import Place
 from ckptkit.inspection.records import Leaf
-from ckptkit.sharding import Box, cells_of
+from ckptkit.model.boxes import Box, cells_of
 from ckptkit.verification.pool import CellCheck
 from ckptkit.verification.records import Finding
 

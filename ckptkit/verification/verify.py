@@ -12,7 +12,7 @@ from ckptkit.inspection.directories import STEP_METADATA, item_kind, step_of_nam
 from ckptkit.inspection.places import Place, local_kind, no_directory, nothing_at
 from ckptkit.inspection.shares import read_sidecars, sidecar_processes
 from ckptkit.inspection.steps import durable_steps, read_ancestry
-from ckptkit.layout import COMMIT_MARK
+from ckptkit.model.paths import COMMIT_MARK
 from ckptkit.store.roots import is_remote, root_url
 from ckptkit.verification.durable import prove_step
 from ckptkit.verification.pool import MEMORY_BYTES_MAX, THREADS, Limits

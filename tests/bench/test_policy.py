@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from bench import policy
 from ckptkit import simulation as sim
-from ckptkit.intervals import daly_s
+from ckptkit.schedule.intervals import daly_s
 
 
 def test_the_judgement_of_exponential_failures_is_what_theory_says() -> None:

@@ -16,7 +16,7 @@ from ckptkit.diagnosis import RULES, Facts, rules
 from ckptkit.events import Event, Kind
 from ckptkit.goodput import goodput_report
 from ckptkit.inspection import Holding, StepEntry
-from ckptkit.manifest import SaveId
+from ckptkit.model.manifest import SaveId
 from ckptkit.upkeep import ArenaEntry, Usage
 from ckptkit.upkeep.usage import DeadWeight, StepUsage
 from tests.cli.conftest import HOST, Ours, Run

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.cli import inspect as inspect_module
-from ckptkit.manifest import digest_of
+from ckptkit.model.manifest import digest_of
 from tests.cli.conftest import HOST, Ours, Run
 
 SEED = 20

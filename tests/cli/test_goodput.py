@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit import clock
 from ckptkit.cli import main
 from ckptkit.events import EventLog, Kind
 from ckptkit.goodput import goodput_page, goodput_report, load_run, timeline_of
+from ckptkit.util import clock
 from tests.browser import in_browser, needs_browser
 
 

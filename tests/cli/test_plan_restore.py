@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.slot_reader import read_manifest
+from ckptkit.slots.reader import read_manifest
 from tests.cli.conftest import HOST, Ours, Run
 from tests.states import make_state, save_args
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ckptkit.slot_reader import read_manifest
+from ckptkit.slots.reader import read_manifest
 from tests.cli.conftest import HOST, Ours, Run
 
 

@@ -14,9 +14,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit import layout
-from ckptkit.manifest import Manifest, Writer
-from ckptkit.slot_reader import read_manifest
+from ckptkit.model import paths
+from ckptkit.model.manifest import Manifest, Writer
+from ckptkit.slots.reader import read_manifest
 from tests.cli.conftest import HOST, Ours, Run
 from tests.states import make_state, save_args
 
@@ -166,7 +166,7 @@ def test_looking_changes_nothing(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
         return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in mine.home.rglob("*")}
 
     before = facts()
-    with (mine.slots / layout.LOCK_NAME).open("rb") as lock:  # as a running job holds it
+    with (mine.slots / paths.LOCK_NAME).open("rb") as lock:  # as a running job holds it
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert ckpt("steps", mine.root, *tiers(mine), "--tier", tmp_path / "none").code == 0
         assert ckpt("inspect", mine.slots).code == 0

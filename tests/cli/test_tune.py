@@ -15,13 +15,13 @@ import pytest
 
 import ckptkit
 from ckptkit.cli import main
+from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer, FaultPlan
 from ckptkit.tuner import proposing
 from ckptkit.tuner.probing import Trial
 from ckptkit.tuner.proposing import propose
 from ckptkit.tuner.sampling import Compression, Samples
-from ckptkit.tuning import DurableProfile
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.cli import verify as verify_module
-from ckptkit.slot_reader import read_manifest
+from ckptkit.slots.reader import read_manifest
 from tests.cli.conftest import HOST, Ours, Run
 from tests.cli.test_inspect import CHECK_BACKEND
 

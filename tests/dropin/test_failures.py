@@ -149,7 +149,7 @@ def test_a_durable_tier_that_fails_for_too_long_is_an_error_at_save(
     manager._pipeline.wait()
     assert manager.save(1, args=state(1))  # not for long enough yet
     manager._pipeline.wait()
-    monkeypatch.setattr("ckptkit.clock.monotonic_s", lambda: time.monotonic() + 700)
+    monkeypatch.setattr("ckptkit.util.clock.monotonic_s", lambda: time.monotonic() + 700)
     with pytest.raises(
         ckptkit.SaveFailedError, match=r"step 2 is not saved: every durable save of the last 70\d\.\d s has"
     ):
@@ -167,7 +167,7 @@ def test_a_durable_save_that_works_ends_the_count(tmp_path: Path, monkeypatch: p
             manager.wait_until_finished()
         assert manager.save(1, args=state(1))
         manager.wait_until_finished()
-        monkeypatch.setattr("ckptkit.clock.monotonic_s", lambda: time.monotonic() + 700)
+        monkeypatch.setattr("ckptkit.util.clock.monotonic_s", lambda: time.monotonic() + 700)
         assert manager.save(2, args=state(2))
 
 

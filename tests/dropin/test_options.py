@@ -16,7 +16,8 @@ from orbax.checkpoint import checkpoint_managers as policies
 from orbax.checkpoint._src.futures import future
 
 import ckptkit
-from ckptkit.durable import pruning, stock
+from ckptkit.durable import prune
+from ckptkit.durable.orbax import manager as stock
 
 args: Any = ocp.args
 Options = ocp.CheckpointManagerOptions
@@ -207,13 +208,13 @@ def test_background_deletion_ends_with_close(job: Callable[[], Job]) -> None:
 def test_deletion_never_runs_on_the_path_of_a_save(job: Callable[[], Job], monkeypatch: Any) -> None:
     """A save would take as long as the deletion of an old step: minutes in a bucket."""
     seen: list[str] = []
-    real = pruning.delete_directory
+    real = prune.delete_directory
 
     def recorded(path: str, options: Any) -> None:
         seen.append(threading.current_thread().name)
         real(path, options)
 
-    monkeypatch.setattr(pruning, "delete_directory", recorded)
+    monkeypatch.setattr(prune, "delete_directory", recorded)
     for options in ({}, {"enable_background_delete": True}):
         each = job()
         assert each.run(max_to_keep=1, **options) == ["3"]
@@ -356,7 +357,7 @@ def test_lightweight_initialize(job: Callable[[], Job]) -> None:
 
 def hold_the_durable_tier(monkeypatch: Any, release: threading.Event, *, wait_s: float) -> None:
     """Durable saves begin only when `release` is set, or `wait_s` later."""
-    from ckptkit.durable import DurableSteps
+    from ckptkit.durable.steps import DurableSteps
 
     real = DurableSteps.save
 

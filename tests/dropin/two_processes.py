@@ -21,7 +21,7 @@ class Job:
     def __init__(self, process: int, root: Path):
         import jax
 
-        from ckptkit import clock
+        from ckptkit.util import clock
 
         self.process = process
         self.root = root
@@ -252,7 +252,7 @@ def nnx_state(job: Job) -> None:
 def overdue(job: Job) -> None:
     """Both processes raise at the same save, by process 0's clock; none by process 1's alone."""
     import ckptkit
-    from ckptkit.durable import DurableSteps
+    from ckptkit.durable.steps import DurableSteps
 
     def refused(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")

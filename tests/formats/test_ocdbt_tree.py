@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import tensorstore as ts
 
-from ckptkit.durable import ocdbt_tree
-from ckptkit.durable.ocdbt_tree import inline_values
+from ckptkit.durable.cells import ocdbt
+from ckptkit.durable.cells.ocdbt import inline_values
 
 
 def make_tree(path: Path, node_bytes: int, inline_bytes: int = 20) -> tuple[Any, dict[str, bytes]]:
@@ -57,6 +57,6 @@ def test_a_tree_that_names_its_nodes_again_and_again(tmp_path: Path, monkeypatch
             return {"versions": [{"root": {"location": "top"}, "root_height": 9}]}
         return {"height": 9 if location == "top" else 8, "entries": [entry] * 1000}
 
-    monkeypatch.setattr(ocdbt_tree.ts.ocdbt, "dump", dump)
+    monkeypatch.setattr(ocdbt.ts.ocdbt, "dump", dump)
     assert inline_values(None, ["a"], lambda value: value) == {}
     assert dumped == [None, "top", "below"]

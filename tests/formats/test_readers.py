@@ -16,7 +16,7 @@ import tensorstore as ts
 import ckptkit
 from ckptkit.conversion import plan_convert
 from ckptkit.formats import open_checkpoint
-from ckptkit.sharding import Box
+from ckptkit.model.boxes import Box
 from tests.cli.conftest import Ours
 from tests.formats import writers
 from tests.formats.writers import LOW, PLAIN, Write, flat, same_bits, tree, values

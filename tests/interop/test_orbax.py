@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ckptkit
-from ckptkit.sharding import cell_shape
+from ckptkit.model.boxes import cell_shape
 from tests.states import abstract, assert_same, make_state, restore_args, save_args
 
 
@@ -169,7 +169,7 @@ def test_max_to_keep_rules_the_durable_tier(tmp_path: Path) -> None:
 def test_large_leaves_are_cut_into_cells_that_orbax_reads(tmp_path: Path, monkeypatch: Any) -> None:
     """Cells smaller than a box would be written in the wrong place or order."""
     monkeypatch.setattr(
-        "ckptkit.snapshot.cell_shape", lambda shape, box, itemsize: cell_shape(shape, box, itemsize, 256)
+        "ckptkit.snapshot.describe.cell_shape", lambda shape, box, itemsize: cell_shape(shape, box, itemsize, 256)
     )
     state = make_state(3)
     with ckptkit.CheckpointManager(tmp_path) as manager:

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.durable.orbax_files import tree_text
+from ckptkit.durable.orbax.files import tree_text
 from tests.states import make_state
 
 

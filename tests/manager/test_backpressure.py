@@ -15,7 +15,7 @@ import pytest
 import ckptkit
 from ckptkit import Kind
 from ckptkit.errors import CoordinationError
-from ckptkit.manager.outcomes import Refusal
+from ckptkit.save.outcomes import Refusal
 from tests.mounts import Mounts, fill
 
 STATE = {"w": np.arange(5000.0), "b": np.ones(7, np.int8)}
@@ -377,7 +377,7 @@ def test_a_ramdisk_that_fills_up_later_degrades_the_tier_and_never_the_job(
 
 
 def _items() -> Any:
-    from ckptkit.manager.items import save_items
+    from ckptkit.snapshot.items import save_items
 
     items = save_items(
         {"default": ocp.args.StandardSave({**STATE, "step": 0})},  # pyright: ignore[reportCallIssue]

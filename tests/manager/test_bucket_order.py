@@ -14,10 +14,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit import layout
-from ckptkit.durable import listing
-from ckptkit.durable.attempts import intents
-from ckptkit.durable.leftovers import clean_left
+from ckptkit.durable.abandoned import clean_left
+from ckptkit.durable.commit import intents
+from ckptkit.durable.lifecycle import listing
+from ckptkit.model import paths
 from ckptkit.store import MemoryStore, RemoteStore
 from ckptkit.testing.bucket import BucketServer, Delay, Fault, FaultPlan, Kind, Uniform
 
@@ -25,10 +25,10 @@ ITEM = "3/default"
 SMALL = [
     f"{ITEM}/{name}" for name in ("_METADATA", "_sharding", "array_metadatas/process_0", "_ckptkit/process-0.json")
 ]
-DATA, DATABASE, INTENT, MARK = f"{ITEM}/d/*", f"{ITEM}/manifest.ocdbt", "intent", f"3/{layout.COMMIT_MARK}"
-ITEM_MARK, STEP_FILE = f"{ITEM}/{layout.COMMIT_MARK}", "3/_CHECKPOINT_METADATA"
-LOOKS = ["list 3", f"list {layout.INTENTS_DIR}"]
-EPOCH = f"list {layout.EPOCHS_DIR}"  # the second: the first is before all
+DATA, DATABASE, INTENT, MARK = f"{ITEM}/d/*", f"{ITEM}/manifest.ocdbt", "intent", f"3/{paths.COMMIT_MARK}"
+ITEM_MARK, STEP_FILE = f"{ITEM}/{paths.COMMIT_MARK}", "3/_CHECKPOINT_METADATA"
+LOOKS = ["list 3", f"list {paths.INTENTS_DIR}"]
+EPOCH = f"list {paths.EPOCHS_DIR}"  # the second: the first is before all
 BEGUN = {INTENT, *LOOKS}
 WHOLE = {*BEGUN, *SMALL, DATA, DATABASE}
 AFTER: dict[str, set[str]] = {
@@ -45,7 +45,7 @@ AFTER: dict[str, set[str]] = {
 
 def name_of(kind: Kind, name: str) -> str:
     name = name.removeprefix("run/")
-    if layout.INTENTS_DIR in name:
+    if paths.INTENTS_DIR in name:
         return MARK if kind is Kind.COPY else "delete intent" if kind is Kind.DELETE else INTENT
     return DATA if "/d/" in name else name
 
@@ -112,8 +112,8 @@ def test_a_save_that_dies_between_any_two_requests_is_no_step_and_is_removed(mon
     assert enumerated[-1] == frozenset(AFTER), "some requests wait for each other"
     for done in enumerated:
         store = MemoryStore("gs://runs/run")
-        store.put(f"1/{layout.COMMIT_MARK}", b"mark")
-        intent = f"{layout.INTENTS_DIR}/{layout.intent_name('3', 1, 'a' * 32)}"
+        store.put(f"1/{paths.COMMIT_MARK}", b"mark")
+        intent = f"{paths.INTENTS_DIR}/{paths.intent_name('3', 1, 'a' * 32)}"
         for name in done:
             if name == INTENT and "delete intent" not in done:
                 store.put(intent, b"mark")

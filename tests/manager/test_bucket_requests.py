@@ -11,8 +11,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.durable.listing import latest_step
-from ckptkit.layout import COMMIT_MARK
+from ckptkit.durable.lifecycle.listing import latest_step
+from ckptkit.model.paths import COMMIT_MARK
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer, Delay, Fault, FaultPlan, Fixed, Kind, Reset, Status
 from tests.states import abstract, assert_same

@@ -12,8 +12,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.manifest import Writer
-from ckptkit.slot_reader import read_manifest
+from ckptkit.model.manifest import Writer
+from ckptkit.slots.reader import read_manifest
 from tests.states import abstract, assert_same, make_state
 
 

@@ -15,10 +15,11 @@ import pytest
 from etils import epath
 
 import ckptkit
-from ckptkit import layout
-from ckptkit.durable import deletion, leases, pruning
-from ckptkit.durable.leftovers import clean_left
-from ckptkit.durable.preservation import BranchPreservation
+from ckptkit.durable import prune
+from ckptkit.durable.abandoned import clean_left
+from ckptkit.durable.lifecycle import delete, leases
+from ckptkit.durable.orbax.preservation import BranchPreservation
+from ckptkit.model import paths
 from ckptkit.store import MemoryStore, open_store
 from ckptkit.testing import FaultyStore, StoreCrash, StoreFault
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
@@ -59,7 +60,7 @@ def test_an_abandoned_number_is_saved_again_where_steps_are_deleted_in_the_backg
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each save of the new branch would meet the old step of its number and fail, or be deleted in its place."""
-    move_away = deletion.move_away
+    move_away = delete.move_away
 
     def late(where: str) -> str:
         time.sleep(0.3)
@@ -68,7 +69,7 @@ def test_an_abandoned_number_is_saved_again_where_steps_are_deleted_in_the_backg
     with make_manager(tmp_path, enable_background_delete=True) as manager:
         for step in (1, 2, 3):
             save(manager, step, step)
-        monkeypatch.setattr(deletion, "move_away", late)
+        monkeypatch.setattr(delete, "move_away", late)
         manager.restore(1)
         for step in (2, 3):
             save(manager, step, 10 * step)
@@ -89,7 +90,7 @@ def test_a_deletion_in_the_background_that_fails_says_so_to_the_save_that_takes_
     manager = make_manager(tmp_path, enable_background_delete=True)
     save(manager, 1, 1)
     save(manager, 2, 2)
-    monkeypatch.setattr(deletion, "move_away", refused)
+    monkeypatch.setattr(delete, "move_away", refused)
     manager.restore(1)
     with pytest.raises(ckptkit.SaveFailedError, match="step 2 was not committed to tier durable: PermissionError"):
         save(manager, 2, 20)
@@ -192,12 +193,12 @@ def test_what_a_deletion_in_a_bucket_has_left_is_removed_by_the_next_run(
             save(manager, 3, 3)
             assert manager.all_steps() == [2, 3]
         assert store.list_all("1") == []
-        assert store.list(layout.INTENTS_DIR) == []
+        assert store.list(paths.INTENTS_DIR) == []
 
 
 def test_a_deletion_in_a_bucket_that_dies_anywhere_is_done_by_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same after each of its requests: what is left is the whole step, or is gone with the next run."""
-    keys = [f"{step}/{name}" for step in (4, 40) for name in (layout.COMMIT_MARK, "_CHECKPOINT_METADATA", "a/d/x")]
+    keys = [f"{step}/{name}" for step in (4, 40) for name in (paths.COMMIT_MARK, "_CHECKPOINT_METADATA", "a/d/x")]
 
     def made() -> MemoryStore:
         store = MemoryStore("gs://runs/run")
@@ -206,16 +207,16 @@ def test_a_deletion_in_a_bucket_that_dies_anywhere_is_done_by_the_next_run(monke
         return store
 
     counted = FaultyStore(made())
-    monkeypatch.setattr(deletion, "open_store", lambda url: {"gs://runs/run": counted}[url])
-    deletion.remove_step("gs://runs/run/4", lambda place: None)
+    monkeypatch.setattr(delete, "open_store", lambda url: {"gs://runs/run": counted}[url])
+    delete.remove_step("gs://runs/run/4", lambda place: None)
     operations = counted.operations
     assert counted.list_all("") == sorted(keys[3:])
     for died_after in range(operations):
         store = made()
         dying = FaultyStore(store, [StoreFault(effect="crash", skip=died_after)])
-        monkeypatch.setattr(deletion, "open_store", lambda url, dying=dying: dying)
+        monkeypatch.setattr(delete, "open_store", lambda url, dying=dying: dying)
         with pytest.raises(StoreCrash):
-            deletion.remove_step("gs://runs/run/4", lambda place: None)
+            delete.remove_step("gs://runs/run/4", lambda place: None)
         left = store.list_all("4")
         clean_left(store, 1, lambda place: None)  # the next run
         assert store.list_all("") == sorted(keys if keys[0] in left else keys[3:]), died_after
@@ -224,11 +225,11 @@ def test_a_deletion_in_a_bucket_that_dies_anywhere_is_done_by_the_next_run(monke
 def test_a_bucket_that_takes_nothing_any_more_can_be_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a quota is reached a deletion would wait for room that only it can make."""
     store = MemoryStore("gs://runs/run")
-    for name in (layout.COMMIT_MARK, "default/d/x"):
+    for name in (paths.COMMIT_MARK, "default/d/x"):
         store.put(f"4/{name}", b"1")
     full = FaultyStore(store, [StoreFault(effect="full")])
-    monkeypatch.setattr(deletion, "open_store", lambda url: full)
-    deletion.remove_step("gs://runs/run/4", lambda place: None)
+    monkeypatch.setattr(delete, "open_store", lambda url: full)
+    delete.remove_step("gs://runs/run/4", lambda place: None)
     assert store.list_all("") == []
 
 
@@ -238,16 +239,16 @@ def test_every_deletion_is_announced_until_it_is_done(
 ) -> None:
     """A scrub beside it would take a step that is half deleted for damaged, and put it aside or mend it."""
     announced: list[str] = []
-    move_away = deletion.move_away
+    move_away = delete.move_away
 
     def moved(where: str) -> str:
-        announced.append((tmp_path / layout.DOOMED_KEY).read_text())
+        announced.append((tmp_path / paths.DOOMED_KEY).read_text())
         return move_away(where)
 
     with make_manager(tmp_path) as manager:
         save(manager, 1, 1)
         save(manager, 2, 2)
-        monkeypatch.setattr(deletion, "move_away", moved)
+        monkeypatch.setattr(delete, "move_away", moved)
         if replaced:
             manager.restore(1)
             save(manager, 2, 22)
@@ -256,7 +257,7 @@ def test_every_deletion_is_announced_until_it_is_done(
             manager.delete(2)
             assert restored(manager) == 1
         assert announced == ['{"steps": [2]}']
-        assert not (tmp_path / layout.DOOMED_KEY).exists()
+        assert not (tmp_path / paths.DOOMED_KEY).exists()
 
 
 def test_a_deletion_that_cannot_be_announced_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,13 +291,13 @@ def test_a_prune_that_fails_is_said_and_done_later(tmp_path: Path, monkeypatch: 
     announced: list[str] = []
 
     def refused(path: str, options: Any) -> None:
-        announced.append((tmp_path / layout.DOOMED_KEY).read_text())
+        announced.append((tmp_path / paths.DOOMED_KEY).read_text())
         raise PermissionError(path)
 
     manager, reasons = make_listening(tmp_path)
     with manager:
         save(manager, 1, 1)
-        monkeypatch.setattr(pruning, "delete_directory", refused)
+        monkeypatch.setattr(prune, "delete_directory", refused)
         save(manager, 2, 2)
         assert [reason.partition(": ")[0] for reason in reasons] == ["step 1 is to be deleted, and is not yet"]
         assert announced == ['{"steps": [1]}'], "a scrub would take it for damaged"
@@ -304,7 +305,7 @@ def test_a_prune_that_fails_is_said_and_done_later(tmp_path: Path, monkeypatch: 
         monkeypatch.undo()
         save(manager, 3, 3)
         assert sorted(path.name for path in tmp_path.iterdir() if path.name != "_ckptkit") == ["3"]
-        assert not (tmp_path / layout.DOOMED_KEY).exists()
+        assert not (tmp_path / paths.DOOMED_KEY).exists()
 
 
 def test_a_number_that_is_saved_again_is_not_pruned_for_what_it_was(
@@ -318,7 +319,7 @@ def test_a_number_that_is_saved_again_is_not_pruned_for_what_it_was(
     manager, reasons = make_listening(tmp_path)
     with manager:
         save(manager, 1, 1)
-        monkeypatch.setattr(pruning, "delete_directory", refused)
+        monkeypatch.setattr(prune, "delete_directory", refused)
         save(manager, 2, 2)
         monkeypatch.undo()
         assert len(reasons) == 1

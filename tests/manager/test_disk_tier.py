@@ -13,8 +13,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.arena import Arena
-from ckptkit.manifest import SaveId
+from ckptkit.model.manifest import SaveId
+from ckptkit.slots.arena import Arena
 
 
 @pytest.fixture

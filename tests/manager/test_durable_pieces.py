@@ -15,13 +15,14 @@ import tensorstore as ts
 import ckptkit
 from bench.measure import PeakMemory, settle
 from ckptkit import DurableProfile
-from ckptkit.durable.cell_reader import CellReader
-from ckptkit.durable.encoded import encoded_bytes
-from ckptkit.durable.pacing import Pace
-from ckptkit.durable.reader import DurableReader
-from ckptkit.durable.step_writer import StepWriter
-from ckptkit.manifest import SaveId
-from ckptkit.tuning import COMPRESSORS, Codec, Pieces
+from ckptkit.durable.cells.blosc import encoded_bytes
+from ckptkit.durable.cells.pacing import Pace
+from ckptkit.durable.cells.pieces import Pieces
+from ckptkit.durable.cells.reader import CellReader
+from ckptkit.durable.read_step import DurableReader
+from ckptkit.durable.write_step import StepWriter
+from ckptkit.model.durable_profile import COMPRESSORS, Codec
+from ckptkit.model.manifest import SaveId
 from tests.states import abstract, assert_same, make_state
 
 PROFILES = [

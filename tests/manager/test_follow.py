@@ -17,8 +17,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit import following, layout
-from ckptkit.durable import leases
+from ckptkit.durable.lifecycle import leases
+from ckptkit.manager import follow
+from ckptkit.model import paths
 from ckptkit.testing.bucket import BucketServer
 from tests.states import abstract, assert_same, make_state, put, restore_args, save_args
 
@@ -76,7 +77,7 @@ def test_a_step_is_not_pruned_while_it_is_evaluated(tmp_path: Path) -> None:
         steps.close()  # pyright: ignore[reportAttributeAccessIssue]
         save(manager, 5)
         assert steps_on_disk(tmp_path) == [5]
-        assert list((tmp_path / layout.LEASES_DIR).iterdir()) == []
+        assert list((tmp_path / paths.LEASES_DIR).iterdir()) == []
 
 
 EVALUATOR = """
@@ -103,7 +104,7 @@ def test_an_evaluator_that_is_killed_holds_its_step_for_its_lease_alone(tmp_path
         time.sleep(1.1)
         save(manager, 4)
         assert steps_on_disk(tmp_path) == [4]
-    assert not (tmp_path / layout.DOOMED_KEY).exists()
+    assert not (tmp_path / paths.DOOMED_KEY).exists()
 
 
 def test_what_is_damaged_is_passed_over_and_said(tmp_path: Path) -> None:
@@ -185,14 +186,14 @@ def test_a_step_whose_lease_was_lost_while_it_was_proven_is_not_given(
     """The writer may have begun to prune it: the evaluation would end in half a step."""
     with ckptkit.CheckpointManager(tmp_path) as manager:
         save(manager, 1)
-    real, away = following._Follower._proven, [True]
+    real, away = follow._Follower._proven, [True]
 
     def proven(*args: Any) -> bool:
         if away.pop():
             time.sleep(0.5)  # longer than the lease, which nobody can renew meanwhile
         return real(*args)
 
-    monkeypatch.setattr(following._Follower, "_proven", proven)
+    monkeypatch.setattr(follow._Follower, "_proven", proven)
     monkeypatch.setattr(leases._Beating, "_keep", lambda self: self._released.wait())
     assert followed(tmp_path, lease_s=0.2) == []
     away += [False]
@@ -205,7 +206,7 @@ def test_an_evaluator_writes_nothing_but_its_lease(tmp_path: Path) -> None:
         save(manager, 1)
         before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
         for found in ckptkit.follow(tmp_path, poll_s=0.01, idle_timeout_s=0.0):
-            (lease,) = (tmp_path / layout.LEASES_DIR).iterdir()
+            (lease,) = (tmp_path / paths.LEASES_DIR).iterdir()
             assert json.loads(lease.read_text())["step"] == found.step == 1
             found.restore()
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before

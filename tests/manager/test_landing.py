@@ -12,10 +12,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit import restore
-from ckptkit.landing import landings, lands
-from ckptkit.manager import own_part
-from ckptkit.restore import landings_of
+from ckptkit.restore import execute, tree
+from ckptkit.restore.device_buffers import landings, lands
+from ckptkit.restore.place import landings_of
 
 LARGE = 1 << 19  # float32: 2 MiB, a leaf with a block of its own
 
@@ -38,7 +37,7 @@ def test_a_donating_step_does_not_copy_what_was_restored(
         landed.update(block.ctypes.data for block in blocks.values())
         return blocks
 
-    monkeypatch.setattr(own_part, "landings_of", recorded)
+    monkeypatch.setattr(execute, "landings_of", recorded)
     tiers = {"ram": [ckptkit.Tier.ram(str(tmp_path / "fast"))], "ssd": [ckptkit.Tier.ssd(str(tmp_path / "fast"))]}
     with ckptkit.CheckpointManager(tmp_path / "durable", tiers=tiers.get(medium, [])) as manager:
         manager.save(1, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
@@ -87,7 +86,7 @@ def test_without_such_a_program_arrays_take_over_what_was_read(tmp_path: Path, m
     def gone(*_: Any) -> Any:
         raise ImportError("no buffer_callback here")
 
-    monkeypatch.setattr(restore, "landings", gone)
+    monkeypatch.setattr(tree, "landings", gone)
     state = {"w": jnp.arange(LARGE, dtype=jnp.float32)}
     with ckptkit.CheckpointManager(tmp_path / "durable", tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"))]) as manager:
         manager.save(1, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]

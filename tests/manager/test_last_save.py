@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.durable import DurableSteps
+from ckptkit.durable.steps import DurableSteps
 
 
 @pytest.fixture

@@ -15,19 +15,19 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit import layout
-from ckptkit.coordination import make_coordinator
-from ckptkit.durable import attempts
-from ckptkit.durable.attempts import BucketAttempt
-from ckptkit.durable.deletion import move_away
-from ckptkit.durable.leftovers import clean_left, left_behind
-from ckptkit.durable.step_writer import StepWriter
+from ckptkit.durable import commit
+from ckptkit.durable.abandoned import clean_left, left_behind
+from ckptkit.durable.commit import BucketAttempt
+from ckptkit.durable.lifecycle.delete import move_away
+from ckptkit.durable.write_step import StepWriter
 from ckptkit.errors import CheckpointError
-from ckptkit.manifest import Manifest, SaveId
+from ckptkit.job.coordination import make_coordinator
+from ckptkit.model import paths
+from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.store import MemoryStore, open_store
 from ckptkit.testing import FaultyStore, StoreCrash, StoreFault
 from ckptkit.testing.bucket import BucketServer
-from ckptkit.tuning import DurableProfile
 
 
 @pytest.fixture(params=["disk", "bucket"])
@@ -97,7 +97,7 @@ class Stopped:
 def test_a_directory_that_was_made_again_is_not_committed(tmp_path: Path) -> None:
     """A disk gives its number to the next directory: half a step of a run that was fenced off would be committed."""
     for step in range(20):
-        attempt = attempts.make_attempt(str(tmp_path), str(step), SaveId(1, step, 0), 0o777)
+        attempt = commit.make_attempt(str(tmp_path), str(step), SaveId(1, step, 0), 0o777)
         attempt.begin()
         shutil.rmtree(attempt.place)
         os.makedirs(attempt.place)
@@ -129,7 +129,7 @@ def test_a_writer_that_stopped_cannot_commit_what_a_later_run_has_cleaned(
         assert restored(manager) == (1, 1.0)
         save(manager, 3, 3.0)
         (cleaned,) = [event for event in events if event.kind == ckptkit.Kind.CLEANED]
-        assert [name.partition(layout.TEMPORARY)[0] for name in cleaned.fields["names"]] == [str(step)]
+        assert [name.partition(paths.TEMPORARY)[0] for name in cleaned.fields["names"]] == [str(step)]
         error = stopped.go_on()
         assert isinstance(error, CheckpointError | OSError | ValueError), error
         manager.reload()
@@ -195,20 +195,20 @@ def test_a_run_that_is_superseded_in_mid_save_does_not_commit(root: str, monkeyp
 def make_left() -> MemoryStore:
     """A bucket with a committed step, one that epoch 1 has begun, one that epoch 3 writes, and one of Orbax's."""
     store = MemoryStore("gs://runs/run")
-    for key in ("4/d/x", f"4/{layout.COMMIT_MARK}", "5/d/x", "5/d/y", "5/_METADATA", "6/d/x", "7/d/x"):
+    for key in ("4/d/x", f"4/{paths.COMMIT_MARK}", "5/d/x", "5/d/y", "5/_METADATA", "6/d/x", "7/d/x"):
         store.put(key, b"1")
     for step, epoch in (("4", 1), ("5", 1), ("6", 1), ("6", 3)):
-        store.put(f"{layout.INTENTS_DIR}/{layout.intent_name(step, epoch, f'{epoch:032x}')}", b"mark")
+        store.put(f"{paths.INTENTS_DIR}/{paths.intent_name(step, epoch, f'{epoch:032x}')}", b"mark")
     return store
 
 
 def without_intents(store: Any) -> list[str]:
-    return [key for key in store.list_all("") if not key.startswith(layout.INTENTS_DIR)]
+    return [key for key in store.list_all("") if not key.startswith(paths.INTENTS_DIR)]
 
 
 def test_a_cleaning_that_dies_anywhere_is_done_by_the_next() -> None:
     """What it had begun to remove would be nobody's for ever, or could still be committed."""
-    whole = [f"4/{layout.COMMIT_MARK}", "4/d/x", "6/d/x", "7/d/x"]
+    whole = [f"4/{paths.COMMIT_MARK}", "4/d/x", "6/d/x", "7/d/x"]
     count = FaultyStore(make_left())
     assert clean_left(count, 2, lambda place: None) == ["5"]
     for died_after in range(count.operations):
@@ -216,21 +216,21 @@ def test_a_cleaning_that_dies_anywhere_is_done_by_the_next() -> None:
         dying = FaultyStore(store, [StoreFault(effect="crash", skip=died_after)])
         with pytest.raises(StoreCrash):
             clean_left(dying, 2, lambda place: None)
-        of_one = [name for name in store.list(layout.INTENTS_DIR) if name.startswith("e00000001") and "-5" in name]
+        of_one = [name for name in store.list(paths.INTENTS_DIR) if name.startswith("e00000001") and "-5" in name]
         assert of_one or died_after > 1, "nothing is taken before it can be found again"
         if len(without_intents(store)) < len(without_intents(make_left())):
             assert not of_one, "an object went while its writer could still commit"
         clean_left(store, 4, lambda place: None)  # the next run
         assert set(without_intents(store)) >= {*whole[:2], "7/d/x"}
         assert not [key for key in without_intents(store) if key.startswith("5/")]
-        assert store.list(layout.INTENTS_DIR) == []
+        assert store.list(paths.INTENTS_DIR) == []
 
 
 def test_what_an_attempt_could_not_remove_is_removed_by_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the intents of those before it first: without its own the objects would be nobody's, and stay."""
     store = make_left()
     refuses = FaultyStore(store, [StoreFault(effect="io error", operations=("delete",), keys="5/*")])
-    monkeypatch.setattr(attempts, "open_store", lambda url: refuses)
+    monkeypatch.setattr(commit, "open_store", lambda url: refuses)
     attempt = BucketAttempt("gs://runs/run", "5", SaveId(2, 5, 0))
     with pytest.raises(ckptkit.StoreError):
         attempt.begin()
@@ -238,18 +238,18 @@ def test_what_an_attempt_could_not_remove_is_removed_by_the_next_run(monkeypatch
     assert store.list_all("5") == ["5/_METADATA", "5/d/x", "5/d/y"]
     assert sorted(clean_left(store, 4, lambda place: None)) == ["5", "6"]
     assert store.list_all("5") == []
-    assert store.list(layout.INTENTS_DIR) == []
+    assert store.list(paths.INTENTS_DIR) == []
 
 
 def test_an_attempt_that_another_has_the_step_of_leaves_no_intent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every later run would look into a step that is whole."""
     store = make_left()
-    monkeypatch.setattr(attempts, "open_store", lambda url: store)
+    monkeypatch.setattr(commit, "open_store", lambda url: store)
     with pytest.raises(ckptkit.StepAlreadyExistsError):
         BucketAttempt("gs://runs/run", "4", SaveId(2, 4, 0)).begin()
     with pytest.raises(CheckpointError, match="a later run than epoch 2"):
         BucketAttempt("gs://runs/run", "6", SaveId(2, 6, 0)).begin()
-    assert not [name for name in store.list(layout.INTENTS_DIR) if name.startswith("e00000002")]
+    assert not [name for name in store.list(paths.INTENTS_DIR) if name.startswith("e00000002")]
 
 
 class SaysItsOwnIsThere:
@@ -284,17 +284,17 @@ def test_a_late_record_of_a_larger_run_that_was_fenced_off_is_no_part_of_the_ste
         with make_manager("gs://runs/run") as manager:
             save(manager, 1, 1.0)
             save(manager, 2, 2.0)
-        store, directory = open_store("gs://runs/run"), f"2/default/{layout.SIDECAR_DIR}"
-        found = Manifest.from_bytes(store.get(f"{directory}/{layout.sidecar_name(0)}"), path="2")
+        store, directory = open_store("gs://runs/run"), f"2/default/{paths.SIDECAR_DIR}"
+        found = Manifest.from_bytes(store.get(f"{directory}/{paths.sidecar_name(0)}"), path="2")
         writer = dataclasses.replace(found.writer, process=1, count=2)
         late = dataclasses.replace(found, save_id=SaveId(0, 2, 0), writer=writer)
-        store.put(f"{directory}/{layout.sidecar_name(1)}", late.to_bytes())
+        store.put(f"{directory}/{paths.sidecar_name(1)}", late.to_bytes())
         with make_manager("gs://runs/run") as manager:
             assert restored(manager) == (2, 2.0)
         assert [proof.state for proof in ckptkit.verify("gs://runs/run").steps] == ["proven", "proven"]
         assert ckptkit.inspect("gs://runs/run/2").origin.proven
         # Without a marker that says which of them is the step's, nobody knows.
-        store.put(f"2/{layout.COMMIT_MARK}", b"Checkpoint commit was successful")
+        store.put(f"2/{paths.COMMIT_MARK}", b"Checkpoint commit was successful")
         with make_manager("gs://runs/run") as manager:
             assert restored(manager)[1] == 1.0
 
@@ -309,7 +309,7 @@ def test_a_cleaning_of_a_disk_that_dies_is_done_by_the_next(tmp_path: Path) -> N
     def dies(place: str) -> None:
         raise Died(place)
 
-    mine, orbax = layout.temporary_name("5", 1, "a" * 32), "6.orbax-checkpoint-tmp"
+    mine, orbax = paths.temporary_name("5", 1, "a" * 32), "6.orbax-checkpoint-tmp"
     for name in (mine, orbax, "4"):
         (tmp_path / name).mkdir()
     store = open_store(tmp_path)
@@ -323,7 +323,7 @@ def test_a_cleaning_of_a_disk_that_dies_is_done_by_the_next(tmp_path: Path) -> N
 
 def test_the_directory_of_an_attempt_that_was_taken_away_is_not_committed_when_it_comes_back(tmp_path: Path) -> None:
     """A writer makes the directories that it needs: an empty step would be committed."""
-    attempt = attempts.make_attempt(str(tmp_path), "5", SaveId(1, 5, 0), 0o777)
+    attempt = commit.make_attempt(str(tmp_path), "5", SaveId(1, 5, 0), 0o777)
     attempt.begin()
     move_away(attempt.place)
     with pytest.raises(CheckpointError, match="a later run than epoch 1 has taken its place away"):

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.durable import DurableSteps
+from ckptkit.durable.steps import DurableSteps
 from tests.manager.runs import Run, restored_step
 from tests.states import abstract, assert_same, make_state, put, restore_args, save_args
 
@@ -261,7 +261,7 @@ def test_slots_are_made_from_the_abstract_state_as_large_as_from_the_real_one(ru
 
 def test_a_ramdisk_that_is_too_small_is_refused_with_numbers(run: Run, monkeypatch: Any) -> None:
     """The job would find out in the middle of a save, slot by slot."""
-    monkeypatch.setattr("ckptkit.host_memory._mount_bytes", lambda _: (1 << 30, 8192))
+    monkeypatch.setattr("ckptkit.slots.host_memory._mount_bytes", lambda _: (1 << 30, 8192))
     said = r"needs \d+ more bytes for 3 slots of \d+, 8192 are free"
     with run.manager() as manager, pytest.raises(ckptkit.StoreFullError, match=said):
         manager.prepare(save_args(make_state(0), 0))

@@ -10,10 +10,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from ckptkit.durable import DurableSteps
-from ckptkit.durable.epochs import Ancestry
+from ckptkit.durable.lifecycle.epochs import Ancestry
+from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import CoordinationError, TransientStoreError
-from ckptkit.manifest import SaveId
+from ckptkit.model.manifest import SaveId
 from tests.unit.fake_service import FakeJob
 
 

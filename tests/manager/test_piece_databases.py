@@ -17,16 +17,16 @@ import tensorstore as ts
 
 import ckptkit
 from ckptkit import DurableProfile
-from ckptkit.durable import cells
-from ckptkit.durable.cells import CellStream, CellWriter, merge_processes, process_directory
-from ckptkit.durable.ocdbt_tree import Placed, places
-from ckptkit.durable.step_writer import StepWriter
+from ckptkit.durable.cells import writer as cells
+from ckptkit.durable.cells.forecast import forecast
+from ckptkit.durable.cells.ocdbt import Placed, places
+from ckptkit.durable.cells.writer import CellStream, CellWriter, merge_processes, process_directory
+from ckptkit.durable.write_step import StepWriter
 from ckptkit.errors import StoreError, TransientStoreError
-from ckptkit.manifest import BoxRecord, LeafRecord, SaveId
-from ckptkit.sharding import Box
+from ckptkit.model.boxes import Box
+from ckptkit.model.manifest import BoxRecord, LeafRecord, SaveId
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer, Delay, Fault, FaultPlan, Fixed, Hang, Kind, Status
-from ckptkit.tuning.forecast import forecast
 from ckptkit.upkeep.usage import usage
 from tests.states import assert_same
 

@@ -10,9 +10,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.durable.cell_reader import CellReader
-from ckptkit.durable.ocdbt_tree import Placed, places
-from ckptkit.tuning import DurableProfile
+from ckptkit.durable.cells.ocdbt import Placed, places
+from ckptkit.durable.cells.reader import CellReader
+from ckptkit.model.durable_profile import DurableProfile
 
 STATE = {
     "large": jnp.arange(3 << 20, dtype=jnp.float32).reshape(3, 1 << 20),

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptkit
-from ckptkit.durable import placed_ranges
-from ckptkit.durable.cell_reader import CellReader
-from ckptkit.durable.ocdbt_tree import Placed
-from ckptkit.durable.placed_ranges import _joined
+from ckptkit.durable.cells import range_reader
+from ckptkit.durable.cells.ocdbt import Placed
+from ckptkit.durable.cells.range_reader import _joined
+from ckptkit.durable.cells.reader import CellReader
+from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Hang, Kind
-from ckptkit.tuning import DurableProfile
 
 STATE = {
     "large": jnp.arange(3 << 20, dtype=jnp.float32).reshape(3, 1 << 20),
@@ -62,7 +62,7 @@ def test_cells_are_read_in_few_requests_within_the_memory_that_may_be_taken(
     state = STATE if range_bytes < SMALL_BYTES else {**STATE, **PADDED}
     save(state)
     asked: list[str] = []
-    fetch, begin = CellReader.fetch, placed_ranges.PlacedRanges._begin
+    fetch, begin = CellReader.fetch, range_reader.PlacedRanges._begin
     held: list[tuple[int, int]] = []
 
     def fetched(self: CellReader, item: str, leaf: Any, cell: Any) -> Any:
@@ -74,8 +74,8 @@ def test_cells_are_read_in_few_requests_within_the_memory_that_may_be_taken(
         held.append((self._begun_bytes, made.nbytes))
 
     monkeypatch.setattr(CellReader, "fetch", fetched)
-    monkeypatch.setattr(placed_ranges.PlacedRanges, "_begin", begun)
-    monkeypatch.setattr(placed_ranges, "_RANGE_BYTES", range_bytes)
+    monkeypatch.setattr(range_reader.PlacedRanges, "_begin", begun)
+    monkeypatch.setattr(range_reader, "_RANGE_BYTES", range_bytes)
     server.log.clear()
     restore(state, durable=DurableProfile(read_ahead_bytes=read_ahead_bytes))
     assert set(asked) == set(state) - set(STATE), "a last cell that is padded is TensorStore's"
@@ -112,7 +112,7 @@ def test_what_is_not_known_or_does_not_come_is_left_to_tensorstore(
     """A shortcut that fails would fail the restore."""
     save()
     with monkeypatch.context() as patch:
-        patch.setattr(placed_ranges, "_KEYS_MAX", 1)
+        patch.setattr(range_reader, "_KEYS_MAX", 1)
         restore()
     server.faults = FaultPlan(faults=(Fault(effect=Hang(), kinds=(Kind.READ,), objects="*/d/*", skip=1, count=1),))
     restore(durable=DurableProfile(operation_timeout_s=1.0))
@@ -136,6 +136,6 @@ def test_every_expected_cell_is_in_one_range_and_ranges_are_bounded(data: st.Dat
         assert each.start == min(placed.start for _, placed in each.cells)
         assert each.stop == max(placed.start + placed.length for _, placed in each.cells)
         assert {placed.path for _, placed in each.cells} == {each.path}
-        assert each.nbytes <= placed_ranges._RANGE_BYTES or len(each.cells) == 1
+        assert each.nbytes <= range_reader._RANGE_BYTES or len(each.cells) == 1
     first = [min(expected.index(cell) for cell in each.cells) for each in made]
     assert first == sorted(first)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import ckptkit
-from ckptkit import layout
-from ckptkit.durable import attempts
-from ckptkit.durable.attempts import BucketAttempt
-from ckptkit.durable.leftovers import clean_left
+from ckptkit.durable import commit
+from ckptkit.durable.abandoned import clean_left
+from ckptkit.durable.commit import BucketAttempt
 from ckptkit.errors import CheckpointError
-from ckptkit.manifest import SaveId
+from ckptkit.model import paths
+from ckptkit.model.manifest import SaveId
 from ckptkit.store import MemoryStore
 
 ORDERS = ["the step first", "the step between", "the step last"]
@@ -41,7 +41,7 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         announce()
         return [found[0] if found else look(), None]
 
-    monkeypatch.setattr(attempts, "side_by_side", in_order)
+    monkeypatch.setattr(commit, "side_by_side", in_order)
 
 
 class Overtaken:
@@ -62,7 +62,7 @@ class Overtaken:
         def operation(*args: Any, **kwargs: Any) -> Any:
             self._left -= 1
             if self._left == 0:
-                self._patch.setattr(attempts, "open_store", lambda url: self._store)
+                self._patch.setattr(commit, "open_store", lambda url: self._store)
                 with suppress(ckptkit.StepAlreadyExistsError):
                     later = BucketAttempt("gs://runs/run", "5", SaveId(2, 5, 0))
                     later.begin()
@@ -79,7 +79,7 @@ def test_two_runs_that_begin_one_step_at_once_do_not_both_commit(number: int, mo
     """Each order of their first operations: the older one fails, unless it had committed before the other looked."""
     store = MemoryStore("gs://runs/run")
     overtaken = Overtaken(store, number, monkeypatch)
-    monkeypatch.setattr(attempts, "open_store", lambda url: overtaken)
+    monkeypatch.setattr(commit, "open_store", lambda url: overtaken)
     ended, error = list[str](), None
     try:
         older = BucketAttempt("gs://runs/run", "5", SaveId(1, 5, 0))
@@ -95,7 +95,7 @@ def test_two_runs_that_begin_one_step_at_once_do_not_both_commit(number: int, mo
         ended.append("later")
     assert ended == (["later"] if number <= 5 else ["older"]), (ended, error)
     assert error is None or "a later run than epoch 1" in error
-    assert store.stat(f"5/{layout.COMMIT_MARK}") is not None
+    assert store.stat(f"5/{paths.COMMIT_MARK}") is not None
 
 
 @pytest.mark.parametrize("commits", [True, False], ids=["and commits", "and has not committed"])
@@ -109,7 +109,7 @@ def test_a_run_that_stops_before_it_deletes_takes_nothing_of_a_later_one(
     before, so the later run's step would be committed with holes."""
     store = MemoryStore("gs://runs/run")
     store.put("5/d/x", b"left")
-    store.put(f"{layout.INTENTS_DIR}/{layout.intent_name('5', 0, 'a' * 32)}", b"left")
+    store.put(f"{paths.INTENTS_DIR}/{paths.intent_name('5', 0, 'a' * 32)}", b"left")
 
     def goes_on(later: BucketAttempt) -> None:
         for key in ("5/d/x", "5/d/y"):
@@ -118,7 +118,7 @@ def test_a_run_that_stops_before_it_deletes_takes_nothing_of_a_later_one(
             later.commit()
 
     overtaken = Overtaken(store, number, monkeypatch, goes_on)
-    monkeypatch.setattr(attempts, "open_store", lambda url: overtaken)
+    monkeypatch.setattr(commit, "open_store", lambda url: overtaken)
     with suppress(CheckpointError, ckptkit.StepAlreadyExistsError):
         if cleans:
             clean_left(overtaken, 1, lambda place: None)  # pyright: ignore[reportArgumentType]
@@ -130,4 +130,4 @@ def test_a_run_that_stops_before_it_deletes_takes_nothing_of_a_later_one(
     if not commits:
         overtaken.later.commit()
     assert store.get("5/d/x") == store.get("5/d/y") == b"later"
-    assert store.stat(f"5/{layout.COMMIT_MARK}") is not None
+    assert store.stat(f"5/{paths.COMMIT_MARK}") is not None

@@ -14,7 +14,7 @@ import pytest
 
 import ckptkit
 from ckptkit import Kind, ReplicaPolicy
-from ckptkit.replicas import Rotation, Twin, minority
+from ckptkit.snapshot.replicas import Rotation, Twin, minority
 from tests.states import make_state, put
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import ckptkit
 from ckptkit import Kind
-from ckptkit.manager.restoring import Restorer
+from ckptkit.restore.restorer import Restorer
 from ckptkit.testing.bucket import BucketServer
 from ckptkit.testing.damage import inflict
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptkit
-from ckptkit import staging
+from ckptkit.snapshot import staging
 from tests.states import assert_same, make_state, put
 
 
@@ -123,11 +123,11 @@ def test_a_device_copy_does_not_wait_for_the_step_in_flight(tmp_path: Path) -> N
 
 def test_a_device_copy_of_a_state_at_rest_is_not_made_on_the_loop() -> None:
     """XLA's CPU client runs what it takes for cheap on the caller's thread: here, a copy of half a gigabyte."""
-    from ckptkit import snapshot
+    from ckptkit.snapshot import describe
 
     state = {"w": jnp.ones((128 << 20,), jnp.float32).block_until_ready()}
     trees = {"default": state}
-    description = snapshot.describe_items(trees)
+    description = describe.describe_items(trees)
     memory = np.empty(description.slot_bytes, np.uint8)
     staging.begin("device_copy", description, trees, memory).finish()  # compiled now
     begun = staging.begin("device_copy", description, trees, memory)
@@ -139,10 +139,10 @@ def test_a_device_copy_of_a_state_at_rest_is_not_made_on_the_loop() -> None:
 
 def test_boxes_that_do_not_fit_on_the_device_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state larger than half of the memory would end the job, or be copied as a whole with a full stall."""
-    from ckptkit import snapshot
+    from ckptkit.snapshot import describe
 
     state = begin_state()
-    description = snapshot.describe_items({"default": state})
+    description = describe.describe_items({"default": state})
     memory = np.zeros(description.slot_bytes, np.uint8)
     free = dict.fromkeys(jax.devices(), 9000)
     monkeypatch.setattr(staging, "_free_bytes", free.get)

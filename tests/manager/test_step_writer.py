@@ -11,10 +11,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from ckptkit.durable.step_writer import StepWriter
+from ckptkit.durable.write_step import StepWriter
 from ckptkit.errors import TransientStoreError
-from ckptkit.manifest import SaveId
-from ckptkit.tuning import DurableProfile
+from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.model.manifest import SaveId
 
 
 class Meeting:

@@ -16,7 +16,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit import Kind, slot_reader
+from ckptkit import Kind
+from ckptkit.slots import reader
 from ckptkit.store import LocalStore
 from ckptkit.testing import bucket
 from ckptkit.testing.bucket import BucketServer, FaultPlan
@@ -214,7 +215,7 @@ def test_what_may_not_be_read_stops_a_restart(tmp_path: Path, monkeypatch: pytes
     job = Job(tmp_path)
     assert job.save(1) == []
     job.manager.close()
-    open_file, read = os.open, slot_reader.read_manifest
+    open_file, read = os.open, reader.read_manifest
 
     def refused(path: Any) -> None:
         if str(path).startswith(str(tmp_path / "ram")):
@@ -233,7 +234,7 @@ def test_what_may_not_be_read_stops_a_restart(tmp_path: Path, monkeypatch: pytes
         if what == "slot":
             patch.setattr(os, "open", open_or_refuse)
         else:
-            patch.setattr(slot_reader, "read_manifest", read_or_refuse)
+            patch.setattr(reader, "read_manifest", read_or_refuse)
         again = Job(tmp_path)
         with pytest.raises(
             ckptkit.CheckpointError, match=r"^process 0: .*ram.*Permission denied.*give this user access"

@@ -14,9 +14,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit import clock
-from ckptkit.manager import parts
+from ckptkit.manager import build
 from ckptkit.store import LocalStore
+from ckptkit.util import clock
 
 args: Any = ocp.args
 SLOT_BYTES = 4096  # of the state here: one page
@@ -210,7 +210,7 @@ def test_a_step_that_failed_in_the_durable_tier_stays_in_the_fast_one(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The only copy of a step whose upload failed would be overwritten two saves later."""
-    from ckptkit.durable import DurableSteps
+    from ckptkit.durable.steps import DurableSteps
 
     def refused(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -282,7 +282,7 @@ def test_a_manager_that_could_not_be_made_holds_no_slots(job: Job, monkeypatch: 
         raise ckptkit.StoreError("the bucket is away")
 
     with monkeypatch.context() as broken:
-        broken.setattr(parts, "take_stock", away)
+        broken.setattr(build, "take_stock", away)
         with pytest.raises(ckptkit.StoreError, match="the bucket is away"):
             job.manager(ram={})
     with pytest.raises(ValueError, match="staging 'gated'"):

@@ -11,10 +11,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.manifest import LeafRecord
-from ckptkit.proving import Proving, Verify, begin
-from ckptkit.sharding import Box
-from ckptkit.slot_reader import read_manifest
+from ckptkit.model.boxes import Box
+from ckptkit.model.manifest import LeafRecord
+from ckptkit.model.verify_mode import Proving, Verify, begin
+from ckptkit.slots.reader import read_manifest
 from tests.states import abstract, assert_same
 
 LEAVES = 40

@@ -131,7 +131,7 @@ class Job:
         return found
 
     def meet(self) -> None:
-        from ckptkit.coordination import make_coordinator
+        from ckptkit.job.coordination import make_coordinator
 
         self._met += 1
         make_coordinator().agree(f"meet-{self._met}", None, lambda _: None, timeout_s=60)
@@ -195,17 +195,17 @@ class Job:
 
     def the_result_is_wanted_late(self) -> None:
         """`auto` on a state that is worth it, while nobody asks for the result: all is read, and `done` says so."""
-        from ckptkit import broadcast
+        from ckptkit.restore.broadcast import cost_model
 
         def once_done(handle: Any) -> Any:
             while not handle.done():
                 time.sleep(0.05)
             return handle.result()
 
-        least_bytes, startup_s = broadcast.LEAST_BYTES, broadcast.STARTUP_S
-        broadcast.LEAST_BYTES = broadcast.STARTUP_S = 0
+        least_bytes, startup_s = cost_model.LEAST_BYTES, cost_model.STARTUP_S
+        cost_model.LEAST_BYTES = cost_model.STARTUP_S = 0
         self.restore("late", "plain", plain(2), "auto", later=once_done)
-        broadcast.LEAST_BYTES, broadcast.STARTUP_S = least_bytes, startup_s
+        cost_model.LEAST_BYTES, cost_model.STARTUP_S = least_bytes, startup_s
 
     def the_result_is_never_wanted(self) -> None:
         """One process closes its manager instead."""
@@ -219,7 +219,7 @@ class Job:
 
     def damage_on_the_way(self) -> None:
         """What one process receives in one round has a flipped bit."""
-        from ckptkit.interconnect import AllGather
+        from ckptkit.restore.broadcast.collective import AllGather
 
         gather, calls = AllGather.__call__, [0]
 
@@ -237,7 +237,7 @@ class Job:
 
     def a_read_that_fails_once(self) -> None:
         """One process reads damage in the middle of its stream, and not the next time."""
-        from ckptkit.durable.reader import DurableReader
+        from ckptkit.durable.read_step import DurableReader
         from ckptkit.errors import CorruptCheckpointError
 
         self._fail_read(DurableReader, CorruptCheckpointError("a cell that was damaged once"), process=1)
@@ -246,7 +246,7 @@ class Job:
 
     def no_collective_here(self) -> None:
         """One process has no room for the collective."""
-        from ckptkit.interconnect import AllGather
+        from ckptkit.restore.broadcast.collective import AllGather
 
         put = AllGather.put
 
@@ -279,7 +279,7 @@ class Job:
 
     def a_permission_that_is_missing(self) -> None:
         """What is fatal for one is raised by all."""
-        from ckptkit.durable.reader import DurableReader
+        from ckptkit.durable.read_step import DurableReader
         from ckptkit.errors import StoreError
 
         self._fail_read(DurableReader, StoreError("PERMISSION_DENIED"), process=1)
@@ -357,7 +357,7 @@ class ReadBytes:
     """What this process has read from files so far: TensorStore, and ckptkit past it."""
 
     def __init__(self) -> None:
-        from ckptkit.disk_file import FileReads
+        from ckptkit.util.disk_file import FileReads
 
         self._filled: list[int] = []
         real = FileReads.fill

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptkit.arena import Arena
-from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
+from ckptkit.model.boxes import Box
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.server import PeerServer, ServerLimits
 from ckptkit.peers.shelf import Shelf
-from ckptkit.sharding import Box
+from ckptkit.slots.arena import Arena
 
 SAVE = SaveId(2, 7, 4)
 SECRET = "the secret of this job"

@@ -123,15 +123,15 @@ class Job:
 
     def meet(self) -> None:
         """Everybody has come here: what one of them changes is changed for all."""
-        from ckptkit.coordination import make_coordinator
+        from ckptkit.job.coordination import make_coordinator
 
         self._met += 1
         make_coordinator().agree(f"meet-{self._met}", None, lambda _: None, timeout_s=60)
 
     def slots(self, act: str, process: int) -> Path:
-        from ckptkit import layout
+        from ckptkit.model import paths
 
-        return self._root / "ram" / layout.job_name(str(self._root / act)) / f"host-{process}"
+        return self._root / "ram" / paths.job_name(str(self._root / act)) / f"host-{process}"
 
     def only(self, process: int, act: Callable[[], Any]) -> None:
         self.meet()
@@ -332,7 +332,7 @@ def told(scrubbed: Any) -> dict[str, Any]:
 
 def slot_of(directory: Path, step: int) -> tuple[Path, Any]:
     """The file that holds a step in a slot directory, and its manifest."""
-    from ckptkit.slot_reader import read_manifest
+    from ckptkit.slots.reader import read_manifest
 
     (path,) = directory.glob(f"step-{step:012d}-*.json")
     manifest = read_manifest(path)

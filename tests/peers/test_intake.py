@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit.arena import Arena
 from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError, StoreError, StoreFullError
-from ckptkit.manifest import SaveId
+from ckptkit.model.manifest import SaveId
 from ckptkit.peers import client as client_module
 from ckptkit.peers import intake as intake_module
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.intake import Intake
 from ckptkit.peers.server import PeerServer
 from ckptkit.peers.shelf import Shelf
-from ckptkit.slot_reader import read_manifests
+from ckptkit.slots.arena import Arena
+from ckptkit.slots.reader import read_manifests
 from tests.peers.conftest import LIMITS, SECRET, manifest_of, values
 from tests.peers.test_server import say
 from tests.peers.test_server_load import wait_until_cut

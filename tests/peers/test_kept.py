@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptkit.arena import Arena
-from ckptkit.durable.epochs import Ancestry
-from ckptkit.manager.book import Book
-from ckptkit.manager.keeping import Keeper
-from ckptkit.manager.taken import PEER
-from ckptkit.manifest import SaveId
-from ckptkit.policy import KeepNewest, KeepUnflushed, Tier
+from ckptkit.durable.lifecycle.epochs import Ancestry
+from ckptkit.model.manifest import SaveId
+from ckptkit.model.tiers import PEER, KeepNewest, KeepUnflushed, Tier
+from ckptkit.save.ledger import Book
+from ckptkit.save.retention import Keeper
+from ckptkit.slots.arena import Arena
 from tests.peers.conftest import commit
 
 

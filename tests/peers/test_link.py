@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from ckptkit.arena import Arena
-from ckptkit.coordination import LocalCoordinator
 from ckptkit.events import Event, EventLog
+from ckptkit.job.coordination import LocalCoordinator
+from ckptkit.model.policies import PeerOptions
 from ckptkit.peers import link, open_link
 from ckptkit.peers.link import job_interface
-from ckptkit.policy import PeerOptions
+from ckptkit.slots.arena import Arena
 from tests.peers.conftest import SAVE
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit.arena import Arena
 from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
-from ckptkit.manifest import SaveId
+from ckptkit.model.manifest import SaveId
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.server import PeerServer
 from ckptkit.peers.shelf import BadRangeError, NotHeldError, Shelf, SupersededError
+from ckptkit.slots.arena import Arena
 from tests.peers.conftest import LIMITS, SAVE, SECRET, commit, manifest_of, values
 
 MANIFEST = "/saves/2.7.4/0/manifest"

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.conversion.passes import block_shape, blocks_of, pieces_of, reads
-from ckptkit.resharding.amplification import amplification, read_by_devices
-from ckptkit.resharding.chunks import chunk_shape, worst_amplification
-from ckptkit.resharding.executing import share_of
-from ckptkit.resharding.meshes import (
+from ckptkit.conversion.resharding.amplification import amplification, read_by_devices
+from ckptkit.conversion.resharding.chunks import chunk_shape, worst_amplification
+from ckptkit.conversion.resharding.executing import share_of
+from ckptkit.conversion.resharding.meshes import (
     Mesh,
     Spec,
     box_shape,
@@ -25,7 +25,7 @@ from ckptkit.resharding.meshes import (
     sharding_json,
     sharding_of_json,
 )
-from ckptkit.sharding import Box, boxes_of_cells, cells_of
+from ckptkit.model.boxes import Box, boxes_of_cells, cells_of
 
 SIZES = st.integers(1, 12)
 GRIDS = st.integers(1, 3).flatmap(

@@ -21,10 +21,10 @@ import pytest
 
 import ckptkit
 from ckptkit.conversion.destination import Destination
+from ckptkit.conversion.resharding import Mesh, open_source, plan_reshard, reshard
 from ckptkit.formats import open_checkpoint
 from ckptkit.formats.tensors import Tensor
-from ckptkit.resharding import Mesh, open_source, plan_reshard, reshard
-from ckptkit.sharding import Box
+from ckptkit.model.boxes import Box
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
 from ckptkit.upkeep import copy, plan_copy

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 from fsspec.config import conf as fsspec_conf
 
-from ckptkit import clock
 from ckptkit.store import LocalStore, MemoryStore, RemoteStore, RetryStore, Store
 from ckptkit.store import retry as retry_module
 from ckptkit.testing import FaultyStore, StoreFault
+from ckptkit.util import clock
 
 serial = itertools.count()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.durable.epochs import Ancestry, EpochRecords
+from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.errors import StoreError, StoreFullError, TransientStoreError
 from ckptkit.store import MemoryStore, RetryStore, Store
 from ckptkit.testing import FaultyStore, StoreCrash, StoreFault

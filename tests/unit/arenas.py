@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptkit.arena import Arena, Slot
-from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, cell_ranges, digest_of
-from ckptkit.sharding import Box
-from ckptkit.slot_reader import SlotReader, read_manifests
+from ckptkit.model.boxes import Box
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, cell_ranges, digest_of
+from ckptkit.slots.arena import Arena, Slot
+from ckptkit.slots.reader import SlotReader, read_manifests
 
 PAGE = 4096
 _serial = itertools.count()

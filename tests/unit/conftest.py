@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.arena import Arena
+from ckptkit.slots.arena import Arena
 from tests.unit.arenas import new_host
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import pytest
 
-from ckptkit import coordination
-from ckptkit.coordination import make_coordinator
+from ckptkit.job import coordination
+from ckptkit.job.coordination import make_coordinator
 
 
 class FakeService:

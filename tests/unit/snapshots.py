@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ckptkit import snapshot
-from ckptkit.arena import Arena
-from ckptkit.manifest import Manifest, SaveId, Writer
-from ckptkit.plan import Source, plan_restore
-from ckptkit.reading import execute
-from ckptkit.restore import place, targets_of
-from ckptkit.slot_reader import SlotReader
+from ckptkit.model.manifest import Manifest, SaveId, Writer
+from ckptkit.restore.place import place
+from ckptkit.restore.plan import Source, plan_restore
+from ckptkit.restore.read import execute
+from ckptkit.restore.tree import targets_of
+from ckptkit.slots.arena import Arena
+from ckptkit.slots.reader import SlotReader
+from ckptkit.snapshot import describe
 
 SAVE = SaveId(1, 5, 0)
 
@@ -86,16 +87,16 @@ def big_tree(seed: int) -> dict[str, jax.Array]:
 
 def save(arena: Arena, tree: Any, save_id: SaveId = SAVE) -> Manifest:
     """What the manager does with a state: describe, stage, digest, commit."""
-    description = snapshot.describe_items({"state": tree})
+    description = describe.describe_items({"state": tree})
     slot = arena.acquire(description.slot_bytes)
     assert slot is not None
     slot.memory[:] = 0xEE
-    digests = snapshot.copy_shards(snapshot.local_shards(description, {"state": tree}), slot.memory)
+    digests = describe.copy_shards(describe.local_shards(description, {"state": tree}), slot.memory)
     manifest = Manifest(
         save_id=save_id,
         writer=Writer(process=0, count=1, host="h"),
         slot=slot.name,
-        arrays=snapshot.with_digests(description, digests),
+        arrays=describe.with_digests(description, digests),
         inline={},
     )
     arena.commit(slot, manifest.save_id, manifest.to_bytes())

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit import slot_reader
-from ckptkit.arena import Arena
 from ckptkit.errors import CorruptCheckpointError, StoreError, StoreFullError, TierUnusableError
-from ckptkit.manifest import Manifest
-from ckptkit.slot_reader import SlotReader, read_manifest, read_manifests, slot_directories
+from ckptkit.model.manifest import Manifest
+from ckptkit.slots import reader as slot_reader
+from ckptkit.slots.arena import Arena
+from ckptkit.slots.reader import SlotReader, read_manifest, read_manifests, slot_directories
 from ckptkit.store import LocalStore
 from tests.mounts import Mounts
 from tests.unit.arenas import PAGE, commit, die, fill, prove, proven, save_of, write
@@ -31,7 +31,7 @@ CHILD = textwrap.dedent(
     """
     import sys
     from pathlib import Path
-    from ckptkit.arena import Arena
+    from ckptkit.slots.arena import Arena
     arena = Arena.open(Path(sys.argv[1]), 0, slots=2, synced=False)
     print(arena.directory.name, flush=True)
     sys.stdin.read()
@@ -77,7 +77,7 @@ FORKED = textwrap.dedent(
     """
     import os, signal, sys, time
     from pathlib import Path
-    from ckptkit.arena import Arena
+    from ckptkit.slots.arena import Arena
     arena = Arena.open(Path(sys.argv[1]), 0, slots=1, synced=False)
     begun, begins = os.pipe()
     child = os.fork()

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit import arena as arena_module
-from ckptkit.arena import Arena
 from ckptkit.errors import StoreError, StoreFullError
+from ckptkit.slots import arena as arena_module
+from ckptkit.slots.arena import Arena
 from tests.unit.arenas import PAGE, commit, die, fill, proven, save_of, write
 
 

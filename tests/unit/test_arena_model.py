@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ckptkit.arena import Arena, Slot
-from ckptkit.manifest import SaveId
-from ckptkit.newest import lost_newest
+from ckptkit.model.manifest import SaveId
+from ckptkit.slots.arena import Arena, Slot
+from ckptkit.slots.latest_pointer import lost_newest
 from tests.unit.arenas import PAGE, commit, die, fill, new_host, proven, save_of
 
 

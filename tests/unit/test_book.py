@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ckptkit.durable.epochs import Ancestry
-from ckptkit.manager.book import Book, StepRecord
-from ckptkit.manifest import SaveId
+from ckptkit.durable.lifecycle.epochs import Ancestry
+from ckptkit.model.manifest import SaveId
+from ckptkit.save.ledger import Book, StepRecord
 
 SAVES = st.builds(SaveId, st.integers(1, 3), st.integers(0, 6), st.just(0))
 TIERS = st.sampled_from(["ram", "ssd", "durable"])

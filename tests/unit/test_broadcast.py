@@ -12,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit import BroadcastOptions
-from ckptkit.assembly import Assembly
-from ckptkit.broadcast import LEAST_BYTES, STARTUP_S, Left, Rates, choose, rate_of
-from ckptkit.coordination import LocalCoordinator
 from ckptkit.errors import PeerUnreachableError
 from ckptkit.events import EventLog
-from ckptkit.manager import sending
-from ckptkit.manager.broadcasting import Broadcaster
-from ckptkit.manifest import SaveId
-from ckptkit.plan import BoxRead, RestorePlan
-from ckptkit.restore import Target
-from ckptkit.rounds import Common, Groups, Piece, Stream, by_groups, groups_of, pieces_of, share_out
-from ckptkit.sharding import Box, missing_elements
+from ckptkit.job.coordination import LocalCoordinator
+from ckptkit.model.boxes import Box, missing_elements
+from ckptkit.model.manifest import SaveId
+from ckptkit.restore.broadcast import stream as sending
+from ckptkit.restore.broadcast.assembly import Assembly
+from ckptkit.restore.broadcast.coordinator import Broadcaster
+from ckptkit.restore.broadcast.cost_model import LEAST_BYTES, STARTUP_S, Left, Rates, choose, rate_of
+from ckptkit.restore.broadcast.schedule import Common, Groups, Piece, Stream, by_groups, groups_of, pieces_of, share_out
+from ckptkit.restore.plan import BoxRead, RestorePlan
+from ckptkit.restore.tree import Target
 
 PAIRS: Groups = ((0, 2), (1, 3))
 ALL: Groups = ((0, 1, 2, 3),)

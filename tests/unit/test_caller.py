@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ckptkit.coordination import Decide
 from ckptkit.errors import CheckpointError
-from ckptkit.manager import caller as caller_module
-from ckptkit.manager.caller import Caller, all_come
+from ckptkit.job.coordination import Decide
+from ckptkit.restore import caller_thread as caller_module
+from ckptkit.restore.caller_thread import Caller, all_come
 
 LIMIT_S = 60.0
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ckptkit.collector import collection_paused
+from ckptkit.util.gc_pause import collection_paused
 
 
 def test_the_collector_runs_again_when_the_last_pause_ends() -> None:

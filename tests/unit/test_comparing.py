@@ -8,14 +8,14 @@ from typing import Any, final
 
 import pytest
 
-from ckptkit.coordination import Decide
 from ckptkit.errors import CoordinationError
 from ckptkit.events import Event, EventLog, Kind
-from ckptkit.manager.comparing import ReplicaComparison
-from ckptkit.manifest import BoxRecord, LeafRecord, SaveId
-from ckptkit.policy import ReplicaPolicy
-from ckptkit.sharding import Box
-from ckptkit.snapshot import Description, Extent, LeafSource
+from ckptkit.job.coordination import Decide
+from ckptkit.model.boxes import Box
+from ckptkit.model.manifest import BoxRecord, LeafRecord, SaveId
+from ckptkit.model.policies import ReplicaPolicy
+from ckptkit.save.replica_check import ReplicaComparison
+from ckptkit.snapshot.describe import Description, Extent, LeafSource
 
 COUNT = 10_000
 SAVE = SaveId(1, 5, 2)

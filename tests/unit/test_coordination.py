@@ -9,8 +9,6 @@ from typing import Any
 import jax
 import pytest
 
-from ckptkit import coordination
-from ckptkit.coordination import JaxCoordinator, LocalCoordinator, Occasions, gather, make_coordinator
 from ckptkit.errors import (
     CheckpointError,
     CoordinationError,
@@ -18,6 +16,8 @@ from ckptkit.errors import (
     StoreError,
     TransientStoreError,
 )
+from ckptkit.job import coordination
+from ckptkit.job.coordination import JaxCoordinator, LocalCoordinator, Occasions, gather, make_coordinator
 from tests.unit.fake_service import FakeJob, FakeService
 
 MOVED = (

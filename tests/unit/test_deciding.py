@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from orbax.checkpoint import checkpoint_managers as policies
 from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
-from ckptkit.manager.deciding import Decider
-from ckptkit.manager.taken import DURABLE
-from ckptkit.policy import EverySteps, Tier
+from ckptkit.model.tiers import DURABLE, EverySteps, Tier
+from ckptkit.schedule.decider import Decider
 
 Options = ocp.CheckpointManagerOptions
 

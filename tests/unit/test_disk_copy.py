@@ -14,13 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptkit import disk_file, flush
-from ckptkit.arena import Arena, Slot
-from ckptkit.disk_file import DiskFile
 from ckptkit.errors import StoreFullError
-from ckptkit.flush import DiskCopy
-from ckptkit.manifest import Manifest, SaveId, Writer
-from ckptkit.snapshot import Extent
+from ckptkit.model.manifest import Manifest, SaveId, Writer
+from ckptkit.save import worker
+from ckptkit.save.disk_copy import DiskCopy
+from ckptkit.slots.arena import Arena, Slot
+from ckptkit.snapshot.describe import Extent
+from ckptkit.util import disk_file
+from ckptkit.util.disk_file import DiskFile
 
 PAGE = 4096
 _serial = itertools.count()
@@ -156,7 +157,7 @@ def test_the_copy_has_every_byte_however_the_source_is_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int], order: Any
 ) -> None:
     """If a piece were written before its last box was there, the disk tier would hold parts of two saves."""
-    monkeypatch.setattr(flush, "PIECE_BYTES", 2 * PAGE)
+    monkeypatch.setattr(worker, "PIECE_BYTES", 2 * PAGE)
     arena = Arena.open(tmp_path / str(next(_serial)), 0, slots=2, synced=True)
     source = Source(sizes)
     copy = DiskCopy(source.slot, source.extents, source.size, arena)
@@ -198,7 +199,7 @@ def test_an_abandoned_copy_ends_and_gives_its_slot_back(tmp_path: Path) -> None:
 def test_a_copy_that_fails_ends_both_writers_and_gives_its_slot_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flush, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(worker, "PIECE_BYTES", PAGE)
     arena = Arena.open(tmp_path, 0, slots=2, synced=True)
     source = Source([4 * PAGE])
     copy = DiskCopy(source.slot, source.extents, source.size, arena)
@@ -217,7 +218,7 @@ def test_a_copy_that_fails_ends_both_writers_and_gives_its_slot_back(
 
 
 def test_a_full_arena_is_said_with_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flush, "SLOT_WAIT_S", 0.1)
+    monkeypatch.setattr(worker, "SLOT_WAIT_S", 0.1)
     arena = Arena.open(tmp_path, 0, slots=2, synced=True)
     taken = [arena.acquire(1), arena.acquire(1)]
     assert None not in taken

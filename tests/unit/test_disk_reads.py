@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit.disk_file import FileReads
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.layout import PAGE_BYTES
-from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
-from ckptkit.pages import empty_block, is_cached
-from ckptkit.sharding import Box
-from ckptkit.slot_reader import SlotReader
+from ckptkit.model.boxes import Box
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
+from ckptkit.slots.reader import SlotReader
+from ckptkit.util.disk_file import FileReads
+from ckptkit.util.pages import PAGE_BYTES, empty_block, is_cached
 
 BYTES = (3 << 20) + 1234
 UINT8 = np.dtype(np.uint8)

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptkit import disk_file
-from ckptkit.disk_file import PIECE_BYTES, FileWrites
-from ckptkit.layout import PAGE_BYTES
-from ckptkit.pages import empty_block, is_cached
+from ckptkit.util import disk_file
+from ckptkit.util.disk_file import PIECE_BYTES, FileWrites
+from ckptkit.util.pages import PAGE_BYTES, empty_block, is_cached
 
 SIZE = PIECE_BYTES + (3 << 20) + 123
 UINT8 = np.dtype(np.uint8)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ckptkit.coordination import LocalCoordinator
-from ckptkit.durable.epochs import Ancestry, EpochRecords
+from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.errors import CheckpointError, TransientStoreError
-from ckptkit.manager.epoch_claim import EpochClaim
-from ckptkit.manifest import SaveId
+from ckptkit.job.coordination import LocalCoordinator
+from ckptkit.model.manifest import SaveId
+from ckptkit.save.fence import EpochClaim
 from ckptkit.store import MemoryStore
 
 SAVE = SaveId(2, 40, 7)

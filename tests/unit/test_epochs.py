@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.durable.epochs import Ancestry, EpochRecords
+from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.errors import CorruptCheckpointError, TransientStoreError
-from ckptkit.manifest import SaveId
-from ckptkit.plan import rank_candidates
+from ckptkit.model.manifest import SaveId
+from ckptkit.restore.plan import rank_candidates
 from ckptkit.store import MemoryStore, RetryStore
 from ckptkit.store.base import PutMode, Stat, Store
 

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit import clock, events
+from ckptkit import events
 from ckptkit.events import Event, EventLog, Kind, read_events
+from ckptkit.util import clock
 
 RESERVED = {"kind", "at_s", "process", "step", "tier"}
 VALUES = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8)

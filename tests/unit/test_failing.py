@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ckptkit.coordination import Coordinator, Decide, LocalCoordinator
 from ckptkit.errors import SaveFailedError, StoreError, TransientStoreError
 from ckptkit.events import Event, EventLog, Kind
-from ckptkit.manager.failing import DurableUpkeep
-from ckptkit.policy import FailurePolicy
+from ckptkit.job.coordination import Coordinator, Decide, LocalCoordinator
+from ckptkit.model.policies import FailurePolicy
+from ckptkit.save.circuit_breaker import DurableUpkeep
 
 
 class Told:
@@ -77,7 +77,7 @@ def test_one_process_decides_by_its_own_clock() -> None:
 def paused(monkeypatch: pytest.MonkeyPatch, pauses: int) -> tuple[DurableUpkeep, list[Event], list[float]]:
     """A tier that is paused after two failures, and a clock that stands."""
     now_s = [1000.0]
-    monkeypatch.setattr("ckptkit.clock.monotonic_s", lambda: now_s[0])
+    monkeypatch.setattr("ckptkit.util.clock.monotonic_s", lambda: now_s[0])
     events: list[Event] = []
     log = EventLog()
     log.observe(events.append)

@@ -8,7 +8,8 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.gathered import (
+from ckptkit.model.manifest import SaveId
+from ckptkit.restore.inventory import (
     GIVERS_MAX,
     REPORT_BYTES_MAX,
     Held,
@@ -24,8 +25,7 @@ from ckptkit.gathered import (
     part_of,
     to_runs,
 )
-from ckptkit.manifest import SaveId
-from ckptkit.plan import rank_candidates
+from ckptkit.restore.plan import rank_candidates
 from tests.unit.test_plan import manifest, never, rows
 
 SAVE = SaveId(2, 7, 4)

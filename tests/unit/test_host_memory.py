@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.arena import Arena
 from ckptkit.errors import StoreFullError
-from ckptkit.host_memory import CONTAINER_SHM_BYTES, HostMemory, mount_room
-from ckptkit.layout import PAGE_BYTES as PAGE
-from ckptkit.manifest import SaveId
+from ckptkit.model.manifest import SaveId
+from ckptkit.slots.arena import Arena
+from ckptkit.slots.host_memory import CONTAINER_SHM_BYTES, HostMemory, mount_room
+from ckptkit.util.pages import PAGE_BYTES as PAGE
 from tests.mounts import Mounts
 
 GIB = 1 << 30

@@ -15,8 +15,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit import layout
 from ckptkit.errors import CheckpointError
+from ckptkit.model import paths
 from ckptkit.store import LocalStore
 from tests.states import make_state, save_args
 from tests.unit.hostile import HOST, HOSTILE, bounded, changed, places, sealed
@@ -182,10 +182,10 @@ def test_links_in_a_durable_root_are_not_followed_by_a_deletion(tmp_path: Path) 
     with ckptkit.CheckpointManager(root) as manager:
         manager.save(1, args=save_args(make_state(1), 1))
         manager.wait_until_finished()
-    leaving = root / layout.LEAVING_DIR
+    leaving = root / paths.LEAVING_DIR
     leaving.mkdir(exist_ok=True)
     (leaving / "1-link").symlink_to(canary)
-    (root / layout.temporary_name("5", 0, "a" * 32)).symlink_to(canary)
+    (root / paths.temporary_name("5", 0, "a" * 32)).symlink_to(canary)
     with ckptkit.CheckpointManager(root) as manager:
         manager.save(2, args=save_args(make_state(2), 2))
         manager.wait_until_finished()

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptkit.durable.epochs import Ancestry, EpochRecords
+from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.manifest import Manifest
+from ckptkit.model.manifest import Manifest
 from ckptkit.store import MemoryStore
 from tests.unit.hostile import ANYTHING, HOSTILE, body, bounded, changed, places, refused, sealed
 

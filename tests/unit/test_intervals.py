@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.intervals import GROWTHS, daly_s, first_s, growth, levels_s, moments, next_s, overhead, young_s
+from ckptkit.schedule.intervals import GROWTHS, daly_s, first_s, growth, levels_s, moments, next_s, overhead, young_s
 
 COSTS = st.floats(1e-2, 1e3)
 MTBFS = st.floats(1e3, 1e7)

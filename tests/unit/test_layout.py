@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ckptkit import layout
+from ckptkit.model import paths
 
 NUMBERS = st.integers(0, 10**8 - 1)
 
@@ -17,7 +17,7 @@ NUMBERS = st.integers(0, 10**8 - 1)
 @settings(deadline=None)
 def test_a_manifest_name_says_which_save_it_is(step: int, epoch: int, number: int) -> None:
     """If it failed, a committed save would not be found after a restart."""
-    assert layout.save_of_manifest(layout.manifest_name(step, epoch, number)) == (step, epoch, number)
+    assert paths.save_of_manifest(paths.manifest_name(step, epoch, number)) == (step, epoch, number)
 
 
 @given(step=st.integers(-(10**14), 10**14))
@@ -27,20 +27,20 @@ def test_a_manifest_name_says_which_save_it_is(step: int, epoch: int, number: in
 def test_a_step_that_has_no_name_is_refused_rather_than_hidden(step: int) -> None:
     """If it failed, a save would be reported as committed under a name that no reader looks at."""
     try:
-        name = layout.manifest_name(step, 1, 0)
+        name = paths.manifest_name(step, 1, 0)
     except ValueError as error:
         assert str(step) in str(error)  # noqa: PT017  refusing is one of two right answers
         return
-    assert layout.save_of_manifest(name) == (step, 1, 0)
+    assert paths.save_of_manifest(name) == (step, 1, 0)
 
 
 @given(index=st.integers(0, 999))
 @settings(deadline=None)
 def test_slots_sidecars_and_epochs_are_found_by_name(index: int) -> None:
     """If it failed, a slot, a sidecar or an epoch record would be written and never read."""
-    assert layout.slot_index(layout.slot_name(index)) == index
-    assert layout.process_of_sidecar(layout.sidecar_name(index)) == index
-    assert layout.epoch_of_name(layout.epoch_name(index)) == index
+    assert paths.slot_index(paths.slot_name(index)) == index
+    assert paths.process_of_sidecar(paths.sidecar_name(index)) == index
+    assert paths.epoch_of_name(paths.epoch_name(index)) == index
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_slots_sidecars_and_epochs_are_found_by_name(index: int) -> None:
 )
 def test_other_names_are_nobodys(name: str) -> None:
     """If it failed, an unfinished put or a user's file would be taken for a save."""
-    found = layout.save_of_manifest, layout.slot_index, layout.process_of_sidecar, layout.epoch_of_name
+    found = paths.save_of_manifest, paths.slot_index, paths.process_of_sidecar, paths.epoch_of_name
     assert [parse(name) for parse in found] == [None] * 4
 
 
@@ -72,20 +72,20 @@ def test_other_names_are_nobodys(name: str) -> None:
 def test_a_name_that_could_leave_its_directory_is_refused(name: str) -> None:
     """If it failed, a host id or a job name could point a tier anywhere on the machine."""
     with pytest.raises(ValueError, match=rf"host id {re.escape(repr(name))} cannot be a directory name: use letters"):
-        layout.checked_name(name, "host id")
+        paths.checked_name(name, "host id")
 
 
 @given(name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", fullmatch=True))
 @settings(deadline=None)
 def test_safe_names_are_kept_as_they_are(name: str) -> None:
     """If it failed, a host would not find its own directory after a restart."""
-    assert layout.checked_name(name, "host id") == name
+    assert paths.checked_name(name, "host id") == name
 
 
 def test_jobs_of_different_roots_never_share_a_directory() -> None:
     """If it failed, two jobs on one host would restore each other's ramdisk."""
-    assert layout.job_name("gs://bucket/run") != layout.job_name("gs://bucket/run2")
-    assert layout.job_name("gs://bucket/run/") == layout.job_name("gs://bucket/run")
-    assert layout.job_name("/data/run", "big").startswith("big-")
+    assert paths.job_name("gs://bucket/run") != paths.job_name("gs://bucket/run2")
+    assert paths.job_name("gs://bucket/run/") == paths.job_name("gs://bucket/run")
+    assert paths.job_name("/data/run", "big").startswith("big-")
     with pytest.raises(ValueError, match=r"job name 'a/b' cannot be a directory name"):
-        layout.job_name("/data/run", "a/b")
+        paths.job_name("/data/run", "a/b")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ckptkit import layout
-from ckptkit.durable.leases import Lease, PruneGuard, doomed_steps
+from ckptkit.durable.lifecycle.leases import Lease, PruneGuard, doomed_steps
 from ckptkit.errors import TransientStoreError
+from ckptkit.model import paths
 from ckptkit.store import MemoryStore
 
 
@@ -42,7 +42,7 @@ def test_a_leased_step_is_spared_until_it_is_released(store: MemoryStore) -> Non
         assert guard.spare([1, 2]) == {2}
         assert doomed_steps(store) == {1}
     assert guard.spare([2]) == set()
-    assert store.list(layout.LEASES_DIR) == []
+    assert store.list(paths.LEASES_DIR) == []
 
 
 def test_a_doomed_step_is_not_granted(store: MemoryStore) -> None:
@@ -105,21 +105,21 @@ def test_a_dead_reader_holds_a_step_for_its_lease_and_no_longer(store: MemorySto
     """An evaluator that was killed would fill the bucket."""
     clock = Clock()
     guard = PruneGuard(store, monotonic_s=clock)
-    store.put(f"{layout.LEASES_DIR}/dead.json", json.dumps({"step": 2, "beat": 5, "lease_s": 60}).encode())
+    store.put(f"{paths.LEASES_DIR}/dead.json", json.dumps({"step": 2, "beat": 5, "lease_s": 60}).encode())
     clock.now_s += 1e6  # the age of the lease on any clock does not matter, only how long it does not change
     assert guard.spare([2]) == {2}
     clock.now_s += 59
     assert guard.spare([2]) == {2}
     clock.now_s += 2
     assert guard.spare([2]) == set()
-    assert store.list(layout.LEASES_DIR) == []
+    assert store.list(paths.LEASES_DIR) == []
 
 
 def test_a_lease_that_is_renewed_lives_on(store: MemoryStore) -> None:
     """A long evaluation would lose its step."""
     clock = Clock()
     guard = PruneGuard(store, monotonic_s=clock)
-    key = f"{layout.LEASES_DIR}/live.json"
+    key = f"{paths.LEASES_DIR}/live.json"
     for beat in range(5):
         store.put(key, json.dumps({"step": 2, "beat": beat, "lease_s": 60}).encode())
         assert guard.spare([2]) == {2}
@@ -131,8 +131,8 @@ def test_a_lease_renews_itself(store: MemoryStore) -> None:
     beats = set()
     with take(store, 2, lease_s=0.03):
         while len(beats) < 3:
-            (name,) = store.list(layout.LEASES_DIR)
-            beats.add(json.loads(store.get(f"{layout.LEASES_DIR}/{name}"))["beat"])
+            (name,) = store.list(paths.LEASES_DIR)
+            beats.add(json.loads(store.get(f"{paths.LEASES_DIR}/{name}"))["beat"])
 
 
 def test_a_reader_knows_that_its_lease_is_lost_before_the_writer_drops_it(store: MemoryStore) -> None:
@@ -148,7 +148,7 @@ def test_a_damaged_lease_stands_for_every_step(store: MemoryStore) -> None:
     """The step that it was for cannot be known."""
     clock = Clock()
     guard = PruneGuard(store, monotonic_s=clock)
-    store.put(f"{layout.LEASES_DIR}/x.json", b"{")
+    store.put(f"{paths.LEASES_DIR}/x.json", b"{")
     assert guard.spare([1, 2]) == {1, 2}
     clock.now_s += 61
     assert guard.spare([1, 2]) == set()

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.manifest import (
+from ckptkit.model.boxes import Box, cell_shape, cells_of
+from ckptkit.model.manifest import (
     BoxRecord,
     LeafRecord,
     Manifest,
@@ -27,7 +28,6 @@ from ckptkit.manifest import (
     describe,
     digest_of,
 )
-from ckptkit.sharding import Box, cell_shape, cells_of
 
 DTYPES = [
     "float32",

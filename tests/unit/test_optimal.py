@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ckptkit import optimal
 from ckptkit.events import Event, EventLog, Kind
-from ckptkit.intervals import daly_s
-from ckptkit.optimal import GoodputOptimal, IntervalBounds
+from ckptkit.schedule import goodput_policy
+from ckptkit.schedule.goodput_policy import GoodputOptimal, IntervalBounds
+from ckptkit.schedule.intervals import daly_s
 
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(s=1000.0)
-    monkeypatch.setattr(optimal, "monotonic_s", lambda: clock.s)
+    monkeypatch.setattr(goodput_policy, "monotonic_s", lambda: clock.s)
     return clock
 
 

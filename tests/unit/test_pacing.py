@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from ckptkit import clock
-from ckptkit.durable import pacing
-from ckptkit.durable.pacing import Pace
+from ckptkit.durable.cells import pacing
+from ckptkit.durable.cells.pacing import Pace
+from ckptkit.util import clock
 
 
 def test_a_rate_is_kept_on_average() -> None:

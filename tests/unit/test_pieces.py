@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit import DurableProfile
-from ckptkit.manifest import LeafRecord
-from ckptkit.sharding import Box
-from ckptkit.tuning import Pieces
-from ckptkit.tuning.pieces import _whole
+from ckptkit.durable.cells.pieces import Pieces, _whole
+from ckptkit.model.boxes import Box
+from ckptkit.model.manifest import LeafRecord
 
 MB = 1 << 20
 Share = list[tuple[LeafRecord, list[Box]]]

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
-from ckptkit.manager.local_tiers import together
-from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, copy_proven, digest_of
-from ckptkit.plan import Candidate, RestorePlan, Source, plan_restore, rank_candidates
-from ckptkit.proving import Proving
-from ckptkit.reading import execute
-from ckptkit.sharding import Box, cells_of
+from ckptkit.model.boxes import Box, cells_of
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, copy_proven, digest_of
+from ckptkit.model.verify_mode import Proving
+from ckptkit.restore.local_tiers import together
+from ckptkit.restore.plan import Candidate, RestorePlan, Source, plan_restore, rank_candidates
+from ckptkit.restore.read import execute
 
 SAVES = st.builds(SaveId, st.integers(0, 3), st.integers(0, 5), st.integers(0, 2))
 SAVE = SaveId(2, 7, 4)

@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.policy import (
-    Backpressure,
+from ckptkit.model.policies import Backpressure, PeerOptions
+from ckptkit.model.tiers import (
     EverySeconds,
     EverySteps,
     KeepBytes,
     KeepNewest,
     KeepUnflushed,
-    PeerOptions,
     Tier,
     TierKeep,
     checked_tiers,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.events import Event, Kind
-from ckptkit.preemption import MARGIN, POLL_S, Pace, Rates, plan_last_save
+from ckptkit.schedule.preemption import MARGIN, POLL_S, Pace, Rates, plan_last_save
 
 TIERS = ("ram", "peer", "ssd", "durable")
 

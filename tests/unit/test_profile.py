@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.tuning import DurableProfile
+from ckptkit.model.durable_profile import DurableProfile
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(DurableProfile)])

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit import reading
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError
-from ckptkit.manager.local_tiers import together
-from ckptkit.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, copy_proven, digest_of
-from ckptkit.pages import ALIGNMENT_BYTES
-from ckptkit.plan import Key, RestorePlan, Source, plan_restore
-from ckptkit.proving import Proving
-from ckptkit.sharding import Box, cells_of
+from ckptkit.model.boxes import Box, cells_of
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, copy_proven, digest_of
+from ckptkit.model.verify_mode import Proving
+from ckptkit.restore import read as reading
+from ckptkit.restore.local_tiers import together
+from ckptkit.restore.plan import Key, RestorePlan, Source, plan_restore
+from ckptkit.util.pages import ALIGNMENT_BYTES
 
 SAVE = SaveId(1, 5, 1)
 DTYPES = ["uint8", "bfloat16", "float32", "complex64"]

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit import snapshot
-from ckptkit.arena import Arena
+from ckptkit.slots.arena import Arena
+from ckptkit.snapshot import describe
 from tests.states import abstract
 from tests.unit.snapshots import SHARDINGS, big_tree, named, plain, restore, save
 
@@ -76,12 +76,12 @@ def test_a_donating_step_on_what_was_restored_computes_what_it_should(arena: Are
 def test_donating_steps_after_a_save_never_change_what_was_saved(seed: int) -> None:
     """If it failed, a checkpoint would hold parts of two steps, and its digests would prove it whole."""
     tree = finite_tree(seed)
-    slots: list[tuple[snapshot.Description, np.ndarray, Any]] = []
+    slots: list[tuple[describe.Description, np.ndarray, Any]] = []
     for n in range(6):
-        description = snapshot.describe_items({"state": tree})
+        description = describe.describe_items({"state": tree})
         memory = np.empty(description.slot_bytes, np.uint8)
         expected = jax.tree.map(lambda leaf: np.array(leaf, copy=True), tree)
-        snapshot.copy_shards(snapshot.local_shards(description, {"state": tree}), memory)
+        describe.copy_shards(describe.local_shards(description, {"state": tree}), memory)
         tree = step(tree, jnp.int32(n + 1))  # at once, as a training loop does
         tree = step(tree, jnp.int32(n + 2))
         slots.append((description, memory, expected))
@@ -89,7 +89,7 @@ def test_donating_steps_after_a_save_never_change_what_was_saved(seed: int) -> N
     for description, memory, expected in slots:
         for source in description.items["state"]:
             for box in source.record.boxes:
-                stored = snapshot.box_array(box, source.record, memory)
+                stored = describe.box_array(box, source.record, memory)
                 np.testing.assert_array_equal(stored, expected[source.record.path[0]][box.box.slices()])
 
 
@@ -103,9 +103,9 @@ def test_staging_keeps_no_hold_on_the_state(sharding: str) -> None:
     reused = pointers(jax.block_until_ready(double(unstaged))) == before
     assert reused, "donation itself does not reuse memory here: this test cannot tell"
     value = jax.block_until_ready(double(value))
-    description = snapshot.describe_items({"state": {"w": value}})
-    snapshot.copy_shards(
-        snapshot.local_shards(description, {"state": {"w": value}}), np.empty(description.slot_bytes, np.uint8)
+    description = describe.describe_items({"state": {"w": value}})
+    describe.copy_shards(
+        describe.local_shards(description, {"state": {"w": value}}), np.empty(description.slot_bytes, np.uint8)
     )
     del description
     before = pointers(value)

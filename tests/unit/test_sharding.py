@@ -11,15 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ckptkit.sharding import (
-    Box,
-    boxes_by_process,
-    cell_shape,
-    cells_of,
-    choose_writers,
-    in_rows,
-    missing_elements,
-)
+from ckptkit.model.boxes import Box, boxes_by_process, cell_shape, cells_of, choose_writers, in_rows, missing_elements
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit import simulation as sim
-from ckptkit.intervals import overhead
+from ckptkit.schedule.intervals import overhead
 
 DAY_S = 86400.0
 

@@ -16,14 +16,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptkit import manifest as manifest_module
-from ckptkit import snapshot
-from ckptkit.arena import Arena
-from ckptkit.durable.shardings import sharding_text
+from ckptkit.durable.orbax.shardings import sharding_text
 from ckptkit.errors import CorruptCheckpointError, TreeMismatchError
-from ckptkit.manifest import LeafRecord, SaveId, digest_of
-from ckptkit.restore import Target, abstract_of, targets_of
-from ckptkit.slot_reader import read_manifests
+from ckptkit.model import manifest as manifest_module
+from ckptkit.model.manifest import LeafRecord, SaveId, digest_of
+from ckptkit.restore.tree import Target, abstract_of, targets_of
+from ckptkit.slots.arena import Arena
+from ckptkit.slots.reader import read_manifests
+from ckptkit.snapshot import describe
 from tests.states import abstract
 from tests.unit.snapshots import (
     DTYPES,
@@ -82,7 +82,7 @@ def test_any_shape_is_restored_on_any_mesh_with_any_cells(
     wanted = named(*target[: len(shape)])
     values = bits(dtype, shape)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(snapshot, "cell_shape", functools.partial(snapshot.cell_shape, limit_bytes=cell_bytes))
+        monkeypatch.setattr(describe, "cell_shape", functools.partial(describe.cell_shape, limit_bytes=cell_bytes))
         manifest = save(arena, {"w": jax.device_put(values, source)}, SaveId(1, next(_steps), 0))
     found = restore(arena, manifest, {"w": jax.ShapeDtypeStruct(shape, values.dtype, sharding=wanted)})["w"]
     assert (found.shape, found.dtype) == (shape, values.dtype)
@@ -164,7 +164,7 @@ def test_other_byte_orders_keep_their_values(arena: Arena) -> None:
 def test_leaves_that_cannot_come_back_are_refused_before_anything_is_taken(arena: Arena, leaf: Any) -> None:
     """If it failed, the save would fail in the background, or be restored as something else."""
     with pytest.raises(TypeError, match=r"^state:bad is a \w+.*; a leaf to be saved is an array or a number"):
-        snapshot.describe_items({"state": {"bad": leaf}})
+        describe.describe_items({"state": {"bad": leaf}})
     assert arena.held() == []
 
 
@@ -176,15 +176,15 @@ def test_uneven_splits_are_refused_by_name() -> None:
             del shape
             return {jax.devices()[0]: (slice(0, 3),), jax.devices()[1]: (slice(3, 8),)}
 
-    from ckptkit.sharding import boxes_by_process
+    from ckptkit.model.boxes import boxes_by_process
 
     boxes = boxes_by_process(Uneven(), (8,))  # pyright: ignore[reportArgumentType]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(snapshot, "boxes_by_process", lambda *_: boxes)
+        monkeypatch.setattr(describe, "boxes_by_process", lambda *_: boxes)
         with pytest.raises(
             ValueError, match=r"^state:w is split unevenly over its devices .*; pad it or replicate it$"
         ):
-            snapshot.describe_items({"state": {"w": jnp.zeros(8)}})
+            describe.describe_items({"state": {"w": jnp.zeros(8)}})
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_uneven_splits_are_refused_by_name() -> None:
 def test_two_leaves_with_one_name_are_refused(tree: Any) -> None:
     """If it failed, both would be written to one zarr array, and the step could never be restored."""
     with pytest.raises(ValueError, match=r"a\.(b|0)"):
-        snapshot.describe_items({"state": tree})
+        describe.describe_items({"state": tree})
 
 
 def test_boxes_lie_on_pages_and_never_overlap() -> None:
@@ -206,7 +206,7 @@ def test_boxes_lie_on_pages_and_never_overlap() -> None:
     tree = {f"{n}": jnp.zeros((n,), jnp.int8) for n in (0, 1, 4095, 4096, 4097)} | {
         "split": jax.device_put(jnp.zeros((8, 3), jnp.int16), named("x", None))
     }
-    description = snapshot.describe_items({"state": tree, "more": {"w": np.zeros(5)}})
+    description = describe.describe_items({"state": tree, "more": {"w": np.zeros(5)}})
     spans = sorted(
         (box.offset, box.offset + box.box.size * source.record.itemsize)
         for sources in description.items.values()
@@ -221,23 +221,23 @@ def test_boxes_lie_on_pages_and_never_overlap() -> None:
 def test_large_states_are_copied_by_several_threads_without_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, a cell would be copied by nobody, or a piece of it would be left out of its digest."""
     monkeypatch.setattr(manifest_module, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(snapshot, "_SHARED_BYTES", 1)
-    monkeypatch.setattr(snapshot, "SMALL_BYTES", 1001)
-    monkeypatch.setattr(snapshot, "COPY_THREADS", 4)
+    monkeypatch.setattr(describe, "_SHARED_BYTES", 1)
+    monkeypatch.setattr(describe, "SMALL_BYTES", 1001)
+    monkeypatch.setattr(describe, "COPY_THREADS", 4)
     tree = {f"{n}": bits("uint8", (n,), seed=n) for n in (1, 999, 1000, 1001, 0, 5000, 12345)}
-    description = snapshot.describe_items({"state": tree})
+    description = describe.describe_items({"state": tree})
     memory = np.full(description.slot_bytes, 0xEE, np.uint8)
     said: list[tuple[int, int]] = []
-    digests = snapshot.copy_shards(
-        snapshot.local_shards(description, {"state": tree}), memory, lambda start, stop: said.append((start, stop))
+    digests = describe.copy_shards(
+        describe.local_shards(description, {"state": tree}), memory, lambda start, stop: said.append((start, stop))
     )
     assert sorted(said) == sorted(cell for extent in description.extents for cell in extent.cells)
-    for leaf in snapshot.with_digests(description, digests)["state"]:
+    for leaf in describe.with_digests(description, digests)["state"]:
         expected = tree[leaf.path[0]].tobytes()
         assert [box.digests for box in leaf.boxes] == [(digest_of(expected),) if expected else ()]
     for source in description.items["state"]:
         (box,) = source.record.boxes
-        assert snapshot.box_array(box, source.record, memory).tobytes() == tree[source.record.path[0]].tobytes()
+        assert describe.box_array(box, source.record, memory).tobytes() == tree[source.record.path[0]].tobytes()
         end = box.offset + box.box.size
         assert (memory[end : -(-end // 4096) * 4096] == 0xEE).all()  # the padding is nobody's
 
@@ -249,7 +249,7 @@ def test_every_difference_is_named_at_once() -> None:
     """If it failed, a changed model would be mended one restart per leaf."""
     stored = [
         source.record
-        for source in snapshot.describe_items(
+        for source in describe.describe_items(
             {
                 "state": {
                     "a": jnp.zeros((2, 3)),

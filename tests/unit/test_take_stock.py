@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
-from ckptkit.gathered import Held
 from ckptkit.manager.opening import _covered
-from ckptkit.manifest import Manifest, SaveId
+from ckptkit.model.manifest import Manifest, SaveId
+from ckptkit.restore.inventory import Held
 from tests.unit.test_plan import manifest, rows
 
 OLD, NEW = SaveId(2, 6, 3), SaveId(2, 7, 4)

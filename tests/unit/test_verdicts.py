@@ -7,9 +7,9 @@ from typing import Any, final
 
 import pytest
 
-from ckptkit.coordination import Decide
 from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
-from ckptkit.manager.verdicts import REJECTING, act_together
+from ckptkit.job.coordination import Decide
+from ckptkit.job.vote import REJECTING, act_together
 
 COUNT = 10_000
 

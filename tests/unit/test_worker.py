@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ckptkit.flush import Worker
+from ckptkit.save.worker import Worker
 
 LONG_S = 60.0  # only ever waited out by a test that fails
 

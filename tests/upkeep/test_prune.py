@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit import layout
-from ckptkit.durable.leases import Doom, Lease, doomed_steps
-from ckptkit.durable.pins import pinned_steps, put_pin
+from ckptkit.durable.lifecycle.leases import Doom, Lease, doomed_steps
+from ckptkit.durable.lifecycle.pins import pinned_steps, put_pin
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
-from ckptkit.policy import EverySteps, KeepBytes, KeepNewest
+from ckptkit.model import paths
+from ckptkit.model.tiers import EverySteps, KeepBytes, KeepNewest
 from ckptkit.store import MemoryStore, open_store
 from ckptkit.testing.bucket import BucketServer
 from ckptkit.upkeep import pin, plan_prune, prune, pruning, unpin
@@ -70,7 +70,7 @@ def test_rules_pins_and_what_is_left(tmp_path: Path) -> None:
     pin(str(root), 3, reason="the paper's")
     (root / "9.orbax-checkpoint-tmp").mkdir()
     flip(root, 7)  # not the newest: nobody reads it for a pruning
-    (root / "6" / "default" / layout.SIDECAR_DIR / "process-0.json").write_text("{")
+    (root / "6" / "default" / paths.SIDECAR_DIR / "process-0.json").write_text("{")
     plan = plan_prune(str(root), [KeepNewest(1), EverySteps(4)])
     assert acts(plan) == {
         1: ("delete", ("no rule keeps it",)),
@@ -134,11 +134,11 @@ def test_what_is_read_stays(tmp_path: Path) -> None:
         assert lease.granted()
         assert acts(prune(plan))[1] == ("keep", ("in use, or pinned",))
     assert steps_in(root) == [1, 3]
-    store.put(f"{layout.LEASES_DIR}/{'0' * 32}.json", json.dumps({"step": 1, "beat": 4, "lease_s": 0.05}).encode())
+    store.put(f"{paths.LEASES_DIR}/{'0' * 32}.json", json.dumps({"step": 1, "beat": 4, "lease_s": 0.05}).encode())
     assert acts(plan_prune(str(root), [KeepNewest(1)]))[1] == ("keep", ("in use",)), "one look cannot tell"
-    store.delete(f"{layout.LEASES_DIR}/{'0' * 32}.json")
+    store.delete(f"{paths.LEASES_DIR}/{'0' * 32}.json")
     plan = plan_prune(str(root), [KeepNewest(1)])
-    store.put(f"{layout.LEASES_DIR}/{'0' * 32}.json", json.dumps({"step": 1, "beat": 4, "lease_s": 0.05}).encode())
+    store.put(f"{paths.LEASES_DIR}/{'0' * 32}.json", json.dumps({"step": 1, "beat": 4, "lease_s": 0.05}).encode())
     assert acts(prune(plan, wait_s=30.0))[1][0] == "delete"
     assert steps_in(root) == [3]
 
@@ -204,7 +204,7 @@ def test_the_save_that_takes_a_number_while_it_is_deleted(tmp_path: Path, monkey
     monkeypatch.setattr(os, "rename", replaced_before)
     assert acts(prune(plan))[1] == ("leave", ("it was saved anew meanwhile",))
     assert steps_in(root) == [1, 2]
-    assert not list((root / layout.LEAVING_DIR).iterdir())
+    assert not list((root / paths.LEAVING_DIR).iterdir())
 
 
 def test_a_deletion_that_dies_leaves_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_a_deletion_that_dies_leaves_no_step(tmp_path: Path, monkeypatch: pytest
     plan = plan_prune(str(root), [KeepNewest(1)])
 
     def interrupted(path: str) -> None:
-        assert str(path).startswith(str(root / layout.LEAVING_DIR / "1-"))
+        assert str(path).startswith(str(root / paths.LEAVING_DIR / "1-"))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(shutil, "rmtree", interrupted)
@@ -269,7 +269,7 @@ def test_pins(tmp_path: Path) -> None:
     assert pinned_steps(open_store(root)) == set()
     assert pin(str(root), 1).changed
     assert not pin(str(root), 1, reason="again").changed
-    (root / layout.LEASES_DIR / layout.pin_name(1)).write_bytes(b"\xff")
+    (root / paths.LEASES_DIR / paths.pin_name(1)).write_bytes(b"\xff")
     assert acts(plan_prune(str(root), [KeepNewest(1)]))[1] == ("keep", ("pinned",)), "its name alone holds"
     with pytest.raises(StepNotFoundError, match="no pin of step 2; pinned are: 1"):
         unpin(str(root), 2)
@@ -282,7 +282,7 @@ def test_records_that_cannot_be_read(tmp_path: Path) -> None:
     """Which steps are abandoned is not known then: nothing may go."""
     root = tmp_path / "run"
     make_root(root, (1, 2))
-    for path in (root / layout.EPOCHS_DIR).iterdir():
+    for path in (root / paths.EPOCHS_DIR).iterdir():
         path.write_text("{}")
     with pytest.raises(CorruptCheckpointError, match="epoch record"):
         plan_prune(str(root), [KeepNewest(1)])

@@ -7,7 +7,7 @@ from pathlib import Path
 import orbax.checkpoint as ocp
 import pytest
 
-from ckptkit.durable import EpochRecords
+from ckptkit.durable.lifecycle.epochs import EpochRecords
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from ckptkit.inspection import list_steps
 from ckptkit.store import open_store

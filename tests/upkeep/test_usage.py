@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from ckptkit import layout
-from ckptkit.durable.cells import CellWriter, merge_processes, process_directory
-from ckptkit.durable.leases import Lease
+from ckptkit.durable.cells.writer import CellWriter, merge_processes, process_directory
+from ckptkit.durable.lifecycle.leases import Lease
 from ckptkit.errors import StepNotFoundError
-from ckptkit.manifest import LeafRecord
-from ckptkit.sharding import Box
+from ckptkit.model import paths
+from ckptkit.model.boxes import Box
+from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.model.manifest import LeafRecord
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer
-from ckptkit.tuning import DurableProfile
 from ckptkit.upkeep import pin, plan_rollback, rollback, usage
 from ckptkit.verification import verify
 from tests.upkeep.conftest import HOST, make_root, restored
@@ -45,8 +45,8 @@ def test_every_byte_is_counted_once(tmp_path: Path) -> None:
     (root / "notes").mkdir()
     (root / "notes/a.txt").write_bytes(bytes(70))
     (root / "stray.bin").write_bytes(bytes(7))
-    (root / layout.SIDECAR_DIR / "_quarantine/5").mkdir(parents=True)
-    (root / layout.SIDECAR_DIR / "_quarantine/5/x").write_bytes(bytes(500))
+    (root / paths.SIDECAR_DIR / "_quarantine/5").mkdir(parents=True)
+    (root / paths.SIDECAR_DIR / "_quarantine/5/x").write_bytes(bytes(500))
     with Lease(open_store(root), 2, lease_s=60.0):
         found = usage(str(root), tiers=[str(ram)], host_id=HOST)
         assert found.stored_bytes == bytes_below(root)

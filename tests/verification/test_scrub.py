@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.slot_reader import read_manifest
+from ckptkit.slots.reader import read_manifest
 from ckptkit.verification import Scrub, mend_step
 from ckptkit.verification.quarantine import QUARANTINE_DIR, arena_lock
 from tests.states import abstract, assert_same, make_state, restore_args

@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit import layout
+from ckptkit.model import paths
 from ckptkit.store import RetryStore, Store, open_store
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
 from ckptkit.verification import Scrub, mend_object
@@ -158,7 +158,7 @@ def test_a_slot_from_a_bucket(home: Path) -> None:
 def test_a_damaged_epoch_record_in_a_bucket(home: Path) -> None:
     """A second fault would leave a root that nobody can open."""
     store = open_store(ROOT)
-    record = f"{layout.EPOCHS_DIR}/{layout.epoch_name(1)}"
+    record = f"{paths.EPOCHS_DIR}/{paths.epoch_name(1)}"
     whole = store.get(record)
     store.put(record, b"{")
     assert scrubbed(home, repair=False).damaged

@@ -14,9 +14,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.manifest import Manifest
-from ckptkit.sharding import Box
-from ckptkit.slot_reader import read_manifest
+from ckptkit.model.boxes import Box
+from ckptkit.model.manifest import Manifest
+from ckptkit.slots.reader import read_manifest
 from ckptkit.verification import Progress, Verification
 from ckptkit.verification.pool import CellCheck, Limits, check_cells
 from tests.cli.conftest import Run

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ckptkit.clock import Deadline, monotonic_s
 from ckptkit.events import EventLog, Kind
+from ckptkit.util.clock import Deadline, monotonic_s
 from tools.launch.child import Child, child_env
 from tools.launch.policy import ExitCode, Loss, RestartPolicy
 from tools.launch.printer import OncePrinter

@@ -1,0 +1,302 @@
+"""`reshard`: an Orbax checkpoint in other chunks, by one process or by all of a job together; whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ckptkit.conversion.destination import Destination, begin, require_orbax_target, require_unchanged, target_url
+from ckptkit.conversion.item_writer import ItemWriter, Work, side_files, this_writer
+from ckptkit.conversion.journal import Journal
+from ckptkit.conversion.orbax_step import DTYPES, works_of
+from ckptkit.conversion.resharding.choosing import SpecRule
+from ckptkit.conversion.resharding.meshes import Mesh, Spec
+from ckptkit.conversion.resharding.planning import LeafPlan, ReshardPlan, make_plan, plan_leaves
+from ckptkit.conversion.resharding.source import Source, SourceItem
+from ckptkit.conversion.stamps import fingerprint
+from ckptkit.durable.cells.writer import merge_processes, process_directory
+from ckptkit.durable.orbax.files import SHARDINGS, TREE_METADATA, marker_text
+from ckptkit.errors import CheckpointError
+from ckptkit.formats.tensors import MEMORY_BYTES
+from ckptkit.inspection.arrays import OCDBT
+from ckptkit.inspection.directories import step_of_name
+from ckptkit.inspection.places import Place
+from ckptkit.job.coordination import Coordinator, LocalCoordinator
+from ckptkit.model import paths
+from ckptkit.model.boxes import CELL_BYTES, Box
+from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.model.manifest import SaveId
+from ckptkit.store import Store
+from ckptkit.store.roots import is_remote
+
+Progress = Callable[[int, int], None]  # bytes written by this process, bytes that it will write
+
+_REPLACED = frozenset({TREE_METADATA, OCDBT, SHARDINGS, paths.COMMIT_MARK})
+
+
+def plan_reshard(
+    source: Source,
+    target: str,
+    meshes: Sequence[Mesh],
+    *,
+    rules: Sequence[SpecRule] = (),
+    like: Mapping[str, Spec] | None = None,
+    chunk_bytes: int = CELL_BYTES,
+    memory_bytes: int = MEMORY_BYTES,
+) -> ReshardPlan:
+    """What `reshard` would write. Raises `CheckpointError` for what does not fit, and a local target that is there."""
+    url = target_url(target)
+    require_orbax_target(url)
+    records = {item.name: item.records for item in source.items}
+    for record in (record for leaves in records.values() for record in leaves):
+        if record.dtype not in DTYPES:
+            raise CheckpointError(f"{record.name} is {record.dtype}, which zarr 2 has no word for")
+    leaves = plan_leaves(records, meshes, rules=rules, like=like, chunk_bytes=chunk_bytes, memory_bytes=memory_bytes)
+    notes = [
+        f"item {item.name} has text or other leaves that a record of ours has no place for: it gets no digests"
+        for item in source.items
+        if not item.provable
+    ]
+    notes += [
+        f"item {name} is the state of a data iterator of {len(source.small)} processes: its files come along, and "
+        f"ckptkit's manager takes it only of a reshard by {len(source.small)} processes"
+        for name in source.iterators
+        if len(source.small) > 1
+    ]
+    return make_plan(source.opened.path, url, meshes, leaves, notes)
+
+
+def reshard(
+    source: Source,
+    plan: ReshardPlan,
+    *,
+    memory_bytes: int = MEMORY_BYTES,
+    resume: bool = False,
+    coordinator: Coordinator | None = None,
+    timeout_s: float = 3600.0,
+    progress: Progress | None = None,
+) -> None:
+    """Writes what the plan says; returns once the target is committed, on every process of `coordinator`'s job.
+
+    Bits are those of the source; of a step of ours every cell that is read is proven, and every cell that is written
+    gets a digest. The processes divide the blocks evenly by bytes, each writes its own database, and process 0 joins
+    them and commits: on a disk by a rename, in a bucket by the marker. What an interrupted run left is gone on with by
+    `resume`, with as many processes, and deleted by another run. Cost: `plan.read_bytes` are read and
+    `plan.written_bytes` written, over all processes; each holds at most `memory_bytes` of array data.
+
+    Raises `CheckpointError` where processes have different plans, or another job makes the same target,
+    `TransientStoreError` or `CoordinationError` where another process failed, and what reading and writing raise.
+    """
+    job = coordinator or LocalCoordinator()
+    target = Destination(plan.target)
+    now = partial(fingerprint, {**plan.to_json(), "processes": job.count}, [plan.source])
+    known_by = now()
+    journal = Journal(target.journal_store(), job.process)
+
+    def start(seen: list[str]) -> bool:
+        if len(set(seen)) > 1:
+            raise CheckpointError(f"the processes see {plan.source} in different ways; is it on a shared file system?")
+        target.require_room(plan.written_bytes)
+        held.enter_context(target.alone())
+        return begin(target, journal, known_by, resume=resume)
+
+    with ExitStack() as held:
+        job.agree("reshard-begun", known_by, start, timeout_s=timeout_s)
+        with target.kept(after_damage=job.count > 1 or is_remote(plan.source)):
+            unchanged = partial(require_unchanged, known_by, now, plan.source)
+            _write_and_commit(source, plan, target, journal, memory_bytes, job, timeout_s, progress, unchanged)
+
+
+def _write_and_commit(
+    source: Source,
+    plan: ReshardPlan,
+    target: Destination,
+    journal: Journal,
+    memory_bytes: int,
+    job: Coordinator,
+    timeout_s: float,
+    progress: Progress | None,
+    unchanged: Callable[[], None],
+) -> None:
+    """This process's part, and when all have theirs the commit."""
+    error = None
+    try:
+        _write_part(source, plan, target, journal, memory_bytes, job, progress)
+    except Exception as caught:  # noqa: BLE001  said to the others, who would wait for this part
+        error = caught
+
+    def finish(failures: list[str | None]) -> None:
+        for process, failure in enumerate(failures):
+            if failure is not None:
+                raise CheckpointError(f"process {process} could not write its part of {plan.target}: {failure}")
+        _finish(source, plan, target, job.count, unchanged)
+
+    try:
+        job.agree(
+            "reshard-written",
+            None if error is None else f"{type(error).__name__}: {error}",
+            finish,
+            timeout_s=timeout_s,
+        )
+    finally:
+        if error is not None:
+            raise error  # what it was, where it happened
+
+
+def share_of(sizes: Sequence[int], process: int, count: int) -> range:
+    """Which of the blocks a process writes: a run of them, so that all have about as many bytes. Pure."""
+    total, before = sum(sizes), 0
+    mine = []
+    for at, size in enumerate(sizes):
+        middle = before + size / 2
+        if min(count - 1, int(middle * count / total) if total else 0) == process:
+            mine.append(at)
+        before += size
+    return range(mine[0], mine[-1] + 1) if mine else range(0)
+
+
+def _write_part(
+    source: Source,
+    plan: ReshardPlan,
+    target: Destination,
+    journal: Journal,
+    memory_bytes: int,
+    job: Coordinator,
+    progress: Progress | None,
+) -> None:
+    """Everything that this process writes: its blocks of every item, and its records."""
+    noted = list(journal.entries())
+    works = _works(source, plan, memory_bytes)
+    chosen = share_of([work.block.size * work.record.itemsize for _, work in works], job.process, job.count)
+    mine = [works[at] for at in chosen]
+    total, written = sum(work.block.size * work.record.itemsize for _, work in mine), 0
+
+    def count(done: int) -> None:
+        nonlocal written
+        written += done
+        if progress is not None:
+            progress(written, total)
+
+    store = target.store()
+    for item in source.items:
+        above = _key(source, item)
+        directory = f"{target.url}/{above}".rstrip("/")
+        part = directory if job.count == 1 else process_directory(directory, job.process)
+        writer = ItemWriter(part, item.name, journal, noted, memory_bytes, describes=job.process == 0)
+        leaves = [leaf for leaf in plan.leaves if leaf.item == item.name]
+        records = [leaf.target(plan.meshes[0]) for leaf in leaves]
+        own = [work for name, work in mine if name == item.name]
+        writer.write(records, own, count)
+        blocks: dict[str, list[Box]] = {}
+        for work in own:
+            blocks.setdefault(work.record.name, []).append(work.block)
+        proven = [writer.written(record, blocks.get(record.name, ())) for record in records]
+        name, small = _name(source, item, plan), source.small_of(job.process, job.count)
+        files = side_files(
+            name,
+            proven,
+            _identity(source, plan),
+            this_writer(job.process, job.count),
+            small if item.structure is None else {**small, name: item.structure},
+            provable=item.provable,
+        )
+        for file, text in files.items():
+            store.put(f"{above}{file}", text.encode())
+
+
+def _works(source: Source, plan: ReshardPlan, memory_bytes: int) -> list[tuple[str, Work]]:
+    """The blocks of all leaves in the plan's order, the same on every process."""
+    tensors = {(item.name, tensor.leaf.path): tensor for item in source.items for tensor in item.tensors}
+    return [
+        (leaf.item, work)
+        for leaf in plan.leaves
+        for work in works_of(
+            tensors[leaf.item, leaf.record.path],
+            leaf.target(plan.meshes[0]),
+            memory_bytes=memory_bytes,
+            block=leaf.block,
+        )
+    ]
+
+
+def _finish(source: Source, plan: ReshardPlan, target: Destination, count: int, unchanged: Callable[[], None]) -> None:
+    """Joins the parts, copies what is no array, and commits, if the source is still what it was."""
+    store = target.store()
+    provable = all(item.provable for item in source.items)
+    for item in source.items:
+        above = _key(source, item)
+        directory = f"{target.url}/{above}".rstrip("/")
+        if count > 1:
+            if target.remote:  # joined by a run that was interrupted before the marker
+                store.delete(f"{above}{OCDBT}")
+            merge_processes(directory, count, DurableProfile())
+        leaves = [leaf for leaf in plan.leaves if leaf.item == item.name]
+        text = json.dumps(_described(item.described, leaves))
+        store.put(f"{above}{TREE_METADATA}", text.encode())
+        _copy(item.place, store, above, _small_files(item.place))
+        if above:
+            _mark(store, f"{above}{paths.COMMIT_MARK}", f"{plan.target}/{item.name}")
+    if source.opened.facts.kind == "item":
+        unchanged()
+        target.commit(_words(plan.target))
+        return
+    for other in source.others:
+        keys = [key.removeprefix(f"{other.name}/") for key in source.place.store.list_all(other.name)]
+        _copy(other, store, f"{other.name}/", keys)
+    _copy(source.place, store, "", _small_files(source.place))
+    unchanged()
+    target.commit(marker_text(plan.target, _identity(source, plan)) if provable else _words(plan.target))
+
+
+def _identity(source: Source, plan: ReshardPlan) -> SaveId:
+    """The save that the source is, under the number that the target's name has: readers compare the two."""
+    return replace(source.save_id, step=step_of_name(plan.target.rpartition("/")[2]) or 0)
+
+
+def _described(described: Any, leaves: Iterable[LeafPlan]) -> Any:
+    """Orbax's `_METADATA` with the new chunks: the tree stays as it was."""
+    cells = {leaf.record.path: leaf.cell for leaf in leaves}
+    nodes = {}
+    for key, node in described["tree_metadata"].items():
+        path = tuple(str(part["key"]) for part in node["key_metadata"])
+        value = dict(node["value_metadata"])
+        if path in cells and value.get("write_shape") is not None:
+            value["write_shape"] = list(cells[path])
+        nodes[key] = {**node, "value_metadata": value}
+    stored = {"use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}
+    return {**described, "tree_metadata": nodes, **stored}
+
+
+def _small_files(place: Place) -> list[str]:
+    """The files right in a directory that are not written anew: texts of a tree, records of other tools."""
+    return [name for name in place.names() if not name.endswith("/") and name not in _REPLACED]
+
+
+def _copy(place: Place, store: Store, above: str, names: Iterable[str]) -> None:
+    for name in names:
+        data = place.read(name)
+        if data is not None:
+            store.put(f"{above}{name}", data)
+
+
+def _mark(store: Store, key: str, where: str) -> None:
+    """What Orbax leaves in each item that it has finished."""
+    store.put(key, _words(where).encode())
+
+
+def _words(where: str) -> str:
+    return f"Checkpoint commit was successful to {where}"
+
+
+def _name(source: Source, item: SourceItem, plan: ReshardPlan) -> str:
+    """Under which name the sidecars know an item: that of its directory."""
+    return item.name if source.opened.facts.kind == "step" else plan.target.rpartition("/")[2]
+
+
+def _key(source: Source, item: SourceItem) -> str:
+    """Before the names of an item's files in the target."""
+    return f"{item.name}/" if source.opened.facts.kind == "step" else ""

@@ -1,0 +1,88 @@
+"""What a run that died left in a durable root: recognised, named, and removed once nobody can commit it any more.
+
+A durable root has no lock, and whether a writer lives nobody can know. What can be known is whether it can still
+commit: an attempt of ours says its epoch (`attempts`), and when a later epoch has begun, taking the attempt's name or
+intent away fences its writer off in one operation. Bytes that it writes after that are in nobody's step. What does not
+say its epoch is Orbax's, which has no fence: it is named and left. The next save of its number takes its place in a
+bucket; Orbax's `cleanup_tmp_directories` removes it, on the caller's word.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from collections.abc import Callable, Collection
+
+from ckptkit.durable.commit import intents, remove_uncommitted
+from ckptkit.durable.lifecycle.delete import move_away
+from ckptkit.model import paths
+from ckptkit.store import Store, put_new
+from ckptkit.store.roots import is_remote
+
+_STEP_NAME = re.compile(r"(?:[^/]*_)?(\d{1,18})/")
+
+
+def left_behind(store: Store, committed: Collection[int]) -> list[str]:
+    """The names of directories in a root that are steps without a commit: temporary by name on a disk, without the
+    mark on a bucket; and of deletions that were cut off. `committed`: the steps that have a commit.
+
+    Cost: two listings, in a bucket one. Raises `StoreError`.
+    """
+    names = store.list("")
+    if not is_remote(store.url):
+        left = [name.rstrip("/") for name in names if paths.TEMPORARY in name]
+        return [*left, *(f"{paths.LEAVING_DIR}/{name.rstrip('/')}" for name in store.list(paths.LEAVING_DIR))]
+    steps = ((name, _STEP_NAME.fullmatch(name)) for name in names)
+    return [name.rstrip("/") for name, match in steps if match and int(match[1]) not in committed]
+
+
+def clean_left(store: Store, epoch: int, remove_directory: Callable[[str], None]) -> list[str]:
+    """Removes what attempts before `epoch` have left, and what deletions have; gives the names of what went.
+
+    For process 0 of the run that has recorded `epoch`, while it writes and deletes nothing itself. The commit is taken
+    away first, so a writer that still lives fails, and a crash in between leaves less of the same. Cost: two listings,
+    in a bucket one and six requests for each that is found. Raises `StoreError`, `OSError`.
+    """
+    return _clean_bucket(store, epoch) if is_remote(store.url) else _clean_disk(store, epoch, remove_directory)
+
+
+def _clean_disk(store: Store, epoch: int, remove_directory: Callable[[str], None]) -> list[str]:
+    cleaned = []
+    for name in (name.rstrip("/") for name in store.list("")):
+        of = paths.epoch_of_temporary(name)
+        if of is not None and of < epoch:
+            move_away(f"{store.url}/{name}")
+            cleaned.append(name)
+    for name in store.list(paths.LEAVING_DIR):
+        place = f"{store.url}/{paths.LEAVING_DIR}/{name.rstrip('/')}"
+        if os.path.islink(place) or not os.path.isdir(place):
+            os.unlink(place)
+        else:
+            remove_directory(place)
+    return cleaned
+
+
+def _clean_bucket(store: Store, epoch: int) -> list[str]:
+    found: dict[str, list[tuple[int, str]]] = {}
+    for of, name in intents(store):
+        _, step_name = paths.intent_of_name(name) or (0, "")
+        found.setdefault(step_name, []).append((of, name))
+    cleaned = []
+    for step_name, left in found.items():
+        if any(of >= epoch for of, _ in left):  # somebody writes it now
+            continue
+        # One of our own first: a crash before the last object is gone has to leave what says whose it is.
+        own = f"{paths.INTENTS_DIR}/{paths.intent_name(step_name, epoch, uuid.uuid4().hex)}"
+        put_new(store, own, b"")  # nobody else has its name
+        store.delete_many([f"{paths.INTENTS_DIR}/{name}" for _, name in left])
+        objects = store.stat_all(step_name)
+        if not _is_later(store, step_name, epoch) and remove_uncommitted(store, step_name, objects):
+            cleaned.append(step_name)
+        store.delete(own)
+    return cleaned
+
+
+def _is_later(store: Store, step_name: str, epoch: int) -> bool:
+    """Whether a run of a later epoch has begun to write the step meanwhile."""
+    return any(of > epoch and (paths.intent_of_name(name) or ("", ""))[1] == step_name for of, name in intents(store))

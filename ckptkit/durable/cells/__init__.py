@@ -1,0 +1,1 @@
+"""Zarr cells in an OCDBT database: written from host memory, read back cell by cell."""

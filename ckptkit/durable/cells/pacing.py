@@ -1,0 +1,52 @@
+"""When the next bytes may go to the durable tier: at the rate that is allowed, and after a fast tier's commit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from typing import final
+
+from ckptkit.util import clock
+
+YIELD_S_MAX = (
+    5.0  # of one wait for a fast tier: a loop that saves without a pause slows the durable tier and does not stop it
+)
+
+
+@final
+class Pace:
+    """What all durable writes of a process keep to. Safe from several threads.
+
+    `write_bytes_per_s` None: as fast as it goes.
+    """
+
+    def __init__(self, write_bytes_per_s: float | None = None):
+        self._rate = write_bytes_per_s
+        self._changed = threading.Condition()
+        self._urgent: set[Hashable] = set()
+        self._free_s = 0.0  # monotonic: when what was taken so far has gone at the rate that is allowed
+
+    def begin_urgent(self, key: Hashable) -> None:
+        """A save is on its way to its first commit: durable writes let it pass, until `end_urgent`."""
+        with self._changed:
+            self._urgent.add(key)
+
+    def end_urgent(self, key: Hashable) -> None:
+        """It has passed; nothing where it had before."""
+        with self._changed:
+            self._urgent.discard(key)
+            self._changed.notify_all()
+
+    def take(self, nbytes: int) -> float:
+        """Waits until `nbytes` may go, and returns how long that was in seconds: `YIELD_S_MAX` at most for fast tiers,
+        and for the rate until what was taken before has gone."""
+        began_s = clock.monotonic_s()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._urgent, YIELD_S_MAX)
+            if self._rate is not None:
+                # Whoever comes meanwhile goes after this one.
+                start_s = max(self._free_s, clock.monotonic_s())
+                self._free_s = start_s + nbytes / self._rate
+                while (left_s := start_s - clock.monotonic_s()) > 0:
+                    self._changed.wait(left_s)
+        return clock.monotonic_s() - began_s

@@ -1,0 +1,235 @@
+"""Zarr cells of a step in a bucket, many in one request: neighbours in a data object are read together, ahead of those
+who ask for them. TensorStore would have a future, two copies and a search in the tree for each cell."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, final
+
+import numpy as np
+import tensorstore as ts
+
+from ckptkit.durable.cells.blosc import HEAD_BYTES, may_be_encoded
+from ckptkit.durable.cells.kvstore import base_of
+from ckptkit.durable.cells.ocdbt import Placed, places
+from ckptkit.durable.cells.reader import Wanted
+from ckptkit.durable.cells.tensorstore_wait import awaited
+from ckptkit.durable.cells.writer import cell_key, kvstore_context
+from ckptkit.errors import CheckpointError, TransientStoreError
+from ckptkit.model.boxes import Box, cells_of
+from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.model.manifest import LeafRecord
+
+_RANGE_BYTES = 8 << 20  # of a request, unless one cell has more: several at a time are faster than one
+_GAP_BYTES = 1 << 20  # that nobody asked for, read along rather than asked around
+_KEYS_MAX = 500_000  # of a database whose places are read as a whole; of a larger one TensorStore finds those wanted
+
+_Item = dict[str, Placed | bytes]
+_Key = tuple[str, str]  # item, key of a cell
+
+
+class _Range:
+    """Bytes of one data object that are read together, and how many of the cells in it are still to be given."""
+
+    def __init__(self, item: str, path: str, start: int):
+        self.item, self.path, self.start, self.stop = item, path, start, start
+        self.cells: list[tuple[_Key, Placed]] = []
+        self.begun = False
+        self.arriving = threading.Lock()  # one thread takes what arrives, the others have it then
+        self.reading: Any = None  # until it is taken: TensorStore holds the bytes too
+        self.value: memoryview | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the request."""
+        return self.stop - self.start
+
+
+@final
+class PlacedRanges:
+    """The cells of one step in a bucket as the bytes that stand in its data objects.
+
+    A shortcut that may give up: what it cannot have, or does not understand, is left to `CellReader`, which says why.
+    Whether bytes are right, a digest has to say. Holds up to `DurableProfile.read_ahead_bytes`. Safe from several
+    threads.
+    """
+
+    def __init__(self, step_url: str, profile: DurableProfile):
+        self._url, self._profile = step_url, profile
+        self._context = kvstore_context(profile)
+        self._lock = threading.Lock()
+        self._bases: dict[str, Any] = {}
+        self._items: dict[str, _Item] = {}
+        self._waiting: deque[_Range] = deque()
+        self._ranges: dict[_Key, tuple[_Range, Placed]] = {}
+        self._begun_bytes = 0
+        self._given_up = False
+
+    def open(self, item: str) -> None:
+        """Reads where the cells of an item stand, once. Cost: two round trips, and 5 microseconds for each cell."""
+        with self._lock:
+            if item in self._items:
+                return
+        found = self._read_places(item)
+        with self._lock:
+            self._items.setdefault(item, found)
+
+    def expect(self, wanted: Iterable[Wanted]) -> list[Wanted]:
+        """Begins to read what `fill` will be asked for, in about that order; gives back what it will not fill."""
+        if self._given_up:
+            return list(wanted)
+        left: list[Wanted] = []
+        expected: list[tuple[_Key, Placed]] = []
+        for each in wanted:
+            found = self._placed(each)
+            if found is None:
+                left.append(each)
+            else:
+                expected += found
+        with self._lock:
+            # One that several pieces are cut from is expected once, as it is given once.
+            for made in _joined([each for each in expected if each[0] not in self._ranges]):
+                self._waiting.append(made)
+                self._ranges |= {key: (made, placed) for key, placed in made.cells}
+            self._go_on()
+        return left
+
+    def fill(self, item: str, leaf: LeafRecord, cell: Box, target: np.ndarray) -> bool:
+        """Fills flat `target` with the bytes of a cell that was expected; False where it cannot."""
+        key = item, cell_key(f"{leaf.name}/" if leaf.path else "", leaf, cell)
+        with self._lock:
+            made, placed = self._ranges.pop(key, (None, None))
+        if made is None or placed is None:
+            return self._fill_inline(key, target)
+        try:
+            value = self._value(made)
+            if value is None or placed.length != target.nbytes:
+                return False
+            start = placed.start - made.start
+            part = value[start : start + placed.length]
+            if may_be_encoded(bytes(part[:HEAD_BYTES]), placed.length, placed.length):
+                return False
+            target[:] = np.frombuffer(part, np.uint8)
+            return True
+        finally:
+            self._given(made)
+
+    def _fill_inline(self, key: _Key, target: np.ndarray) -> bool:
+        found = self._items.get(key[0], {}).get(key[1])
+        if not isinstance(found, bytes) or len(found) != target.nbytes:
+            return False
+        if may_be_encoded(found[:HEAD_BYTES], len(found), len(found)):
+            return False
+        target[:] = np.frombuffer(found, np.uint8)
+        return True
+
+    def _placed(self, wanted: Wanted) -> list[tuple[_Key, Placed]] | None:
+        """Where the cells of a box stand that are wanted, but for those in the tree itself; None where they are
+        not all there as they are: padded, encoded, in no tree that is understood."""
+        item, leaf, record, box = wanted
+        self.open(item)
+        known, prefix, nbytes = self._items[item], f"{leaf.name}/" if leaf.path else "", leaf.cell_bytes
+        found = []
+        for cell in cells_of(record.box, leaf.cell):
+            if record.box != box and cell.intersect(box) is None:
+                continue
+            place = known.get(key := cell_key(prefix, leaf, cell))
+            if cell.shape != leaf.cell or place is None:
+                return None
+            if isinstance(place, bytes):
+                continue
+            if place.length != nbytes:
+                return None
+            found.append(((item, key), place))
+        return found
+
+    def _value(self, made: _Range) -> memoryview | None:
+        """The bytes of a range; None where they do not come, are not there, or too few."""
+        with self._lock:
+            if self._given_up:
+                return None
+            if not made.begun:  # asked for before its turn
+                self._waiting.remove(made)
+                self._begin(made)
+        with made.arriving:
+            if made.reading is not None:
+                made.value, made.reading = self._arrived(made), None
+            return made.value
+
+    def _arrived(self, made: _Range) -> memoryview | None:
+        where = f"{self._url}/{made.item}"
+        try:
+            found = awaited([made.reading], self._profile, where, nbytes=self._begun_bytes)[0]
+        except TransientStoreError:
+            self._give_up()  # another client begins all of it again
+            return None
+        except ValueError:
+            return None
+        value = found.value if found.state == "value" else b""  # each access makes a copy of all of it
+        return memoryview(value) if len(value) == made.nbytes else None
+
+    def _give_up(self) -> None:
+        with self._lock:
+            self._given_up = True
+            self._waiting.clear()
+
+    def _given(self, made: _Range) -> None:
+        """One cell of a range was given: the bytes of a range that has no more are let go, and others begun."""
+        with self._lock:
+            made.cells.pop()
+            if not made.cells:
+                made.value = None
+                self._begun_bytes -= made.nbytes * made.begun
+                self._go_on()
+
+    def _go_on(self) -> None:
+        while self._waiting and (
+            not self._begun_bytes or self._begun_bytes + self._waiting[0].nbytes <= self._profile.read_ahead_bytes
+        ):
+            self._begin(self._waiting.popleft())
+
+    def _begin(self, made: _Range) -> None:
+        made.begun = True
+        made.reading = self._base(made.item).read(made.path, byte_range=slice(made.start, made.stop))
+        self._begun_bytes += made.nbytes
+
+    def _base(self, item: str) -> Any:
+        if item not in self._bases:
+            opened = ts.KvStore.open(base_of(f"{self._url}/{item}"), context=self._context)
+            self._bases[item] = awaited([opened], self._profile, f"{self._url}/{item}")[0]
+        return self._bases[item]
+
+    def _read_places(self, item: str) -> _Item:
+        def finished(future: Any) -> Any:
+            return awaited([future], self._profile, f"{self._url}/{item}")[0]
+
+        with suppress(CheckpointError, OSError, ValueError, KeyError, TypeError, IndexError):
+            with self._lock:
+                base = self._base(item)
+            return places(base, finished, keys_max=_KEYS_MAX)
+        return {}
+
+
+def _joined(expected: Iterable[tuple[_Key, Placed]]) -> list[_Range]:
+    """Ranges of neighbours, in the order in which the first cell of each is expected; no cell is in two."""
+    in_order = {key: (at, placed) for at, (key, placed) in enumerate(expected)}
+    made: list[tuple[int, _Range]] = []
+    for key, (at, placed) in sorted(in_order.items(), key=lambda each: (each[0][0], each[1][1])):
+        last = made[-1][1] if made else None
+        stop = placed.start + placed.length
+        near = (
+            last is not None
+            and (last.item, last.path) == (key[0], placed.path)
+            and placed.start - last.stop <= _GAP_BYTES
+            and stop - last.start <= _RANGE_BYTES
+        )
+        if last is None or not near:
+            last = _Range(key[0], placed.path, placed.start)
+            made.append((at, last))
+        last.cells.append((key, placed))
+        last.stop = max(last.stop, stop)
+        made[-1] = min(at, made[-1][0]), last
+    return [each for _, each in sorted(made, key=lambda pair: pair[0])]

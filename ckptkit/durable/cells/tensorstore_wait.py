@@ -1,0 +1,75 @@
+"""Waits for TensorStore with a deadline, and says its errors in ours.
+
+An operation that is given up is not over: no API ends it. What it was reading may then be overwritten, and what it
+writes may land at any time, so nothing may name what it writes: see `cells.publish`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from ckptkit.errors import StoreError, TransientStoreError
+from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.store import Store, open_store
+from ckptkit.store.refused import Needed, is_refusal, refused
+from ckptkit.store.roots import is_remote
+from ckptkit.util.clock import Deadline
+
+UNREACHABLE = ("UNAVAILABLE", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
+_SMALL_TIMEOUT_S = 20.0  # of one request for a small object,
+_SMALL_TRIES = 3  # and for how many times that it is tried
+_LEAST_WAIT_S = 1e-3  # what has ended is taken also when no time is left
+
+_T = TypeVar("_T")
+
+
+def small_objects(url: str, profile: DurableProfile) -> Store:
+    """The store of a step's small objects, under the profile's limit for an operation."""
+    timeout_s = min(_SMALL_TIMEOUT_S, profile.operation_timeout_s)
+    return open_store(url, deadline_s=_SMALL_TRIES * timeout_s, timeout_s=timeout_s)
+
+
+def awaited(
+    futures: Sequence[Any], profile: DurableProfile, where: str, *, nbytes: int = 0, needs: Needed = "get"
+) -> list[Any]:
+    """What TensorStore's futures give, which move `nbytes` together and need this permission.
+
+    Raises `StoreError` where a permission is refused, `TransientStoreError` where the service does not answer, fails
+    or takes longer than `DurableProfile.limit_s`; what else TensorStore raises, ValueError, as it is.
+    """
+    limit_s = profile.limit_s(nbytes)
+    deadline = Deadline(limit_s)
+    try:
+        return [translated(lambda each=each: each.result(timeout=_left_s(deadline)), where, needs) for each in futures]
+    except TimeoutError as error:
+        raise TransientStoreError(
+            f"{where}: no end within {limit_s:g} s; look at the network and at the service, or raise "
+            "DurableProfile.operation_timeout_s",
+            path=where,
+        ) from error
+
+
+def translated(operation: Callable[[], _T], where: str, needs: Needed = "get") -> _T:
+    """TensorStore raises ValueError for everything. The status name in its text tells access problems apart, which
+    become ours; what names none is left to the caller, who knows whether it is damage."""
+    try:
+        return operation()
+    except ValueError as error:
+        text = words_of(error)
+        if is_remote(where) and is_refusal(text):
+            raise refused(where, text, needs=needs) from error
+        if is_refusal(text):
+            raise StoreError(f"{where}: {text}", path=where) from error
+        if any(status in text for status in UNREACHABLE):
+            raise TransientStoreError(f"{where}: {text}", path=where) from error
+        raise
+
+
+def words_of(error: BaseException) -> str:
+    """What TensorStore says of an error, without the whole spec that it adds."""
+    return str(error).partition(" [tensorstore_spec=")[0].strip()
+
+
+def _left_s(deadline: Deadline) -> float:
+    return max(_LEAST_WAIT_S, deadline.left_s)

@@ -1,0 +1,199 @@
+"""One attempt to write a step, on process 0: where it stands until it is committed, and the operation that commits it.
+
+On a disk that is a directory whose name no other attempt has, and one rename commits it. In a bucket a step is written
+in its place; what commits it is a copy of an object of this attempt, its intent, to the name of the step's mark. Who
+moves the directory away, or deletes the intent, has taken the commit from its writer for good, whether that one lives
+or not: so a later run fences off an earlier one (`leftovers`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import final
+
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
+
+from ckptkit.durable.lifecycle.delete import move_away
+from ckptkit.durable.orbax import files as orbax_files
+from ckptkit.errors import CheckpointError, StoreError
+from ckptkit.model import paths
+from ckptkit.model.manifest import SaveId
+from ckptkit.store import Stat, Store, open_store, put_new, side_by_side
+from ckptkit.store.local import LocalStore, sync_directory
+from ckptkit.store.roots import is_remote
+
+
+def make_attempt(url: str, name: str, save_id: SaveId, mode: int) -> DiskAttempt | BucketAttempt:
+    """An attempt that is not begun yet: it has touched nothing."""
+    return BucketAttempt(url, name, save_id) if is_remote(url) else DiskAttempt(url, name, save_id, mode)
+
+
+@final
+class DiskAttempt:
+    """A directory beside the step's; `place` is where its files go."""
+
+    def __init__(self, url: str, name: str, save_id: SaveId, mode: int):
+        self._where, self._save_id, self._mode = f"{url}/{name}", save_id, mode
+        self.place = f"{url}/{paths.temporary_name(name, save_id.epoch, uuid.uuid4().hex)}"
+        self._directory: int | None = None
+
+    def begin(self) -> None:
+        """Makes the place; raises `StepAlreadyExistsError` where the step is there."""
+        if os.path.lexists(self._where):
+            raise _exists(self._where, self._save_id)
+        os.makedirs(self.place, mode=self._mode)
+        # Kept open: a disk gives the number of a directory that is gone to the next one that is made.
+        self._directory = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def commit(self) -> None:
+        """The step is there from now on, whole, and survives power loss. Raises `StepAlreadyExistsError`,
+        `CheckpointError` where a later run has moved the directory away."""
+        try:
+            self._commit()
+        finally:
+            self._close()
+
+    def _commit(self) -> None:
+        mark = orbax_files.marker_text(self._where, self._save_id).encode()
+        LocalStore(self.place).put(paths.COMMIT_MARK, mark)
+        if not self._is_in_place():  # a put makes the directory that it needs, and that would be committed
+            raise _fenced(self._where, self._save_id)
+        try:
+            os.rename(self.place, self._where)
+        except FileNotFoundError as error:
+            raise _fenced(self._where, self._save_id) from error
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise _exists(self._where, self._save_id) from error
+            raise
+        sync_directory(os.path.dirname(self._where))
+
+    def tidy(self) -> None:
+        """Nothing is left of it."""
+
+    def _is_in_place(self) -> bool:
+        if self._directory is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._directory), os.stat(self.place))
+        except OSError:  # gone; on a network's disk the open one may be stale
+            return False
+
+    def _close(self) -> None:
+        if self._directory is not None:
+            os.close(self._directory)
+            self._directory = None
+
+    def give_up(self) -> None:
+        """Removes what was written, unless it is committed: a disk that is full has to have its room back."""
+        self._close()
+        with suppress(OSError, StoreError):
+            shutil.rmtree(move_away(self.place), ignore_errors=True)
+
+
+@final
+class BucketAttempt:
+    """The step's own prefix, empty; `place` is where its files go."""
+
+    def __init__(self, url: str, name: str, save_id: SaveId):
+        self.place, self._save_id = f"{url}/{name}", save_id
+        self._name = name
+        self._store = open_store(url)
+        self._mark = orbax_files.marker_text(self.place, save_id).encode()
+        self._intent = f"{paths.INTENTS_DIR}/{paths.intent_name(name, save_id.epoch, uuid.uuid4().hex)}"
+
+    def begin(self) -> None:
+        """Says that the step is being written, and removes what an earlier attempt at it has left. Nothing may be put
+        into `place` before this has returned.
+
+        Raises `StepAlreadyExistsError` where the step is there, `CheckpointError` where a later run writes it. Cost:
+        two round trips: a put and then a listing, beside one of the step; more where something was left.
+        """
+        try:
+            left, _ = side_by_side([lambda: self._store.stat_all(self._name), self._announce])
+            if left:  # deletions want a look at the intents that came after what is to be deleted was found
+                self._meet_others()
+            if not remove_uncommitted(self._store, self._name, left):
+                raise _exists(self.place, self._save_id)
+        except (StepAlreadyExistsError, CheckpointError) as error:
+            # Another has the step. Where the store failed the intent stays, as in `give_up`: what earlier attempts have
+            # left may have lost theirs by now.
+            if not isinstance(error, StoreError):
+                self._drop_intent()
+            raise
+
+    def _announce(self) -> None:
+        # First said, then looked: of two runs that begin the same step at once, one at least sees the other.
+        put_new(self._store, self._intent, self._mark)  # no other attempt has its name: what is there is this one's
+        self._meet_others()
+
+    def _meet_others(self) -> None:
+        """Takes the commit from earlier runs' attempts at the step; raises where a later run's is there."""
+        mine = self._intent.rpartition("/")[2]
+        for epoch, name in intents(self._store):
+            if (found := paths.intent_of_name(name)) is None or found[1] != self._name or name == mine:
+                continue
+            if epoch > self._save_id.epoch:
+                raise _fenced(self.place, self._save_id)
+            self._store.delete(f"{paths.INTENTS_DIR}/{name}")
+
+    def commit(self) -> None:
+        """The step is there from now on. Raises `StepAlreadyExistsError`, `CheckpointError` where a later run has
+        deleted the intent."""
+        mark = f"{self._name}/{paths.COMMIT_MARK}"
+        try:
+            self._store.copy(self._intent, mark, mode="create")
+        except FileExistsError as error:
+            if self._store.get(mark) != self._mark:  # else the answer of the first copy was lost
+                raise _exists(self.place, self._save_id) from error
+        except FileNotFoundError as error:
+            raise _fenced(self.place, self._save_id) from error
+
+    def tidy(self) -> None:
+        """Removes the intent of a step that is committed: it means nothing any more. Nobody has to wait for it."""
+        self._drop_intent()
+
+    def give_up(self) -> None:
+        """Leaves what was written, with the intent: it says to the next attempt, and to the next run, whose it is."""
+
+    def _drop_intent(self) -> None:
+        with suppress(StoreError):  # the next run deletes it
+            self._store.delete(self._intent)
+
+
+def intents(store: Store) -> list[tuple[int, str]]:
+    """The epoch and name of each intent in a bucket. Cost: a listing."""
+    names = store.list(paths.INTENTS_DIR)
+    return [(found[0], name) for name in names if (found := paths.intent_of_name(name)) is not None]
+
+
+def remove_uncommitted(store: Store, name: str, left: Mapping[str, Stat]) -> bool:
+    """Deletes `left`, what was found below a step's prefix in a bucket; False, and nothing is deleted, where the step
+    is committed.
+
+    `left` has to be older than the caller's look at the intents, in which it saw nobody with a right to the step: who
+    had put one of these objects had put its intent before, and has committed since where that is gone.
+    """
+    mark = f"{name}/{paths.COMMIT_MARK}"
+    if mark in left or (left and store.stat(mark) is not None):
+        return False
+    store.delete_unchanged(left)
+    return True
+
+
+def _exists(where: str, save_id: SaveId) -> StepAlreadyExistsError:
+    return StepAlreadyExistsError(f"step {save_id.step} is in {where} already")
+
+
+def _fenced(where: str, save_id: SaveId) -> CheckpointError:
+    return CheckpointError(
+        f"step {save_id.step} is not committed to {where}: a later run than epoch {save_id.epoch} has taken its place "
+        "away; stop this run",
+        step=save_id.step,
+        path=where,
+    )

@@ -1,0 +1,68 @@
+"""Every deletion of a step: what makes it a committed one goes before its bytes.
+
+A run that dies meanwhile, or a storage that refuses, leaves what is no step for anybody.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from ckptkit.errors import StoreError
+from ckptkit.model.paths import COMMIT_MARK, INTENTS_DIR, LEAVING_DIR, going_name
+from ckptkit.store import Store, open_store
+from ckptkit.store.local import make_directory, sync_directory
+from ckptkit.store.roots import is_remote
+
+
+def remove_step(where: str, remove_directory: Callable[[str], None], is_it: Callable[[], bool] = lambda: True) -> bool:
+    """Deletes the step at `where`: its mark, then the rest, in a bucket in batches, on a disk by `remove_directory`.
+    False, and nothing is deleted, where in a bucket it is gone already, or `is_it` says so: asked once it is known what
+    would be deleted.
+
+    A bucket is asked afresh what there is: what Orbax remembers of its listings may be out of date. What is gone
+    already is no error, and what is put after that look stays (see `Store.delete_unchanged`). What is left where this
+    dies, the next run removes (`leftovers`). Raises `StoreError`, `OSError`, what `remove_directory` raises.
+    """
+    if is_remote(where):
+        root, _, name = where.rstrip("/").rpartition("/")
+        return _remove_objects(open_store(root), name, is_it)
+    with suppress(FileNotFoundError):
+        remove_directory(move_away(where))
+    return True
+
+
+def _remove_objects(store: Store, name: str, is_it: Callable[[], bool]) -> bool:
+    found = store.stat_all(name)
+    if not found or not is_it():
+        return False
+    going = f"{INTENTS_DIR}/{going_name(name)}"
+    with suppress(StoreError):  # a bucket whose quota is reached takes nothing, and has to be emptied all the same
+        store.put(going, b"")
+    if (mark := found.pop(f"{name}/{COMMIT_MARK}", None)) is not None:
+        store.delete_unchanged({f"{name}/{COMMIT_MARK}": mark})
+    store.delete_unchanged(found)
+    with suppress(StoreError):  # the next run deletes it
+        store.delete(going)
+    return True
+
+
+def move_away(where: str) -> str:
+    """Takes its name from a directory right below a root on a disk, in one rename; returns where its bytes stand then.
+
+    Nobody reads or writes there, so whoever finds it may remove it. Raises `FileNotFoundError` where there is nothing,
+    `OSError`, `StoreError`. Cost: a rename and a sync.
+    """
+    root, name = os.path.split(where)
+    os.lstat(where)
+    leaving = Path(root, LEAVING_DIR)
+    if os.path.realpath(leaving) != os.path.join(os.path.realpath(root), LEAVING_DIR):
+        raise StoreError(f"{leaving} is a link, or below one; remove it: nothing was moved there", path=str(leaving))
+    make_directory(leaving, synced=False)  # what is lost of it with the power is garbage
+    target = leaving / f"{name}-{uuid.uuid4().hex}"
+    os.rename(where, target)
+    sync_directory(root)
+    return str(target)

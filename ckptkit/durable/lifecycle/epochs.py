@@ -1,0 +1,216 @@
+"""Epoch records: which run saved from which base, so that an abandoned branch can never win.
+
+One small object per run that saved, and a copy of it: `{"epoch": E, "ancestry": [[epoch, base step], ...], "stock":
+[[step, epoch], ...], "run": ..., "digest": ...}`. A save of an epoch before `E` at a step above `base step` was
+abandoned when epoch `E` began from there.
+Steps of stock Orbax have no identity of their own: a step that is first seen when epoch `E` begins was written after
+the epoch before it, and is recorded as of that one; one that no record names was written since.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.errors import CorruptCheckpointError, StoreError
+from ckptkit.model import paths
+from ckptkit.model.manifest import SaveId, digest_of
+from ckptkit.store import Store
+
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestry:
+    """Every rollback that is known: `(epoch, base step)` pairs. `epoch` is the newest epoch that saved."""
+
+    epoch: int = 0
+    rollbacks: tuple[tuple[int, int], ...] = ()
+    stock: tuple[tuple[int, int], ...] = ()  # steps of stock Orbax, each with the epoch that it counts for
+
+    def of_stock(self, step: int) -> SaveId:
+        """The identity of a durable step that stock Orbax wrote."""
+        return SaveId(dict(self.stock).get(step, self.epoch), step, -1)
+
+    def superseded(self, save: SaveId) -> bool:
+        """Whether `save` belongs to a branch that a later epoch abandoned."""
+        return any(save.epoch < epoch and save.step > base for epoch, base in self.rollbacks)
+
+    def begin(self, epoch: int, base_step: int | None, stock_steps: Iterable[int] = ()) -> Ancestry:
+        """The ancestry once `epoch` saves after it restored `base_step` (None: it restored nothing).
+
+        `stock_steps` are the steps of stock Orbax that are there now.
+        """
+        added = () if base_step is None else ((epoch, base_step),)
+        # A rollback to a step at or below an earlier one's makes that one's record redundant for good.
+        kept = tuple(pair for pair in self.rollbacks if base_step is None or pair[1] < base_step)
+        stock = tuple((step, self.of_stock(step).epoch) for step in sorted(set(stock_steps)))
+        return Ancestry(epoch, kept + added, stock)
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as plain values."""
+        return {
+            "epoch": self.epoch,
+            "ancestry": [list(pair) for pair in self.rollbacks],
+            "stock": [list(pair) for pair in self.stock],
+        }
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Ancestry:
+        """The ancestry of a record; raises ValueError, KeyError or TypeError for what is none."""
+        rollbacks = tuple((int(epoch), int(step)) for epoch, step in record["ancestry"])
+        return cls(int(record["epoch"]), rollbacks, tuple((int(step), int(epoch)) for step, epoch in record["stock"]))
+
+
+_FIELDS = {"epoch", "ancestry", "stock", "run"}
+
+
+def _sealed(record: dict[str, Any]) -> bytes:
+    return json.dumps({**record, "digest": _digest(record)}).encode()
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return digest_of(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _unsealed(data: bytes, epoch: int) -> Ancestry:
+    """Raises ValueError, KeyError, TypeError and the like for what is no record, or not that of `epoch`."""
+    record = json.loads(data)
+    digest = record.pop("digest", None)
+    if set(record) - _FIELDS:  # a damaged name would else make it one of those that had no digest yet
+        raise ValueError(f"it has fields {sorted(record)}")
+    if digest is not None and digest != _digest(record):
+        raise ValueError("it does not match its own digest")
+    ancestry = Ancestry.from_json(record)
+    numbers = (ancestry.epoch, *sum((*ancestry.rollbacks, *ancestry.stock), ()))
+    if not all(0 <= number < _NUMBER_MAX for number in numbers):
+        raise ValueError("it has numbers that no run has")
+    if ancestry.epoch != epoch:
+        raise ValueError(f"it is of epoch {ancestry.epoch}")
+    return ancestry
+
+
+_NUMBER_MAX = 10**18  # beyond every step: Orbax's names have 18 digits at most
+
+
+class EpochRecords:
+    """The records under one durable root. Reading costs one listing and one small get.
+
+    A record that is damaged or gone is read from its copy; `said` hears of it, once.
+    """
+
+    def __init__(self, store: Store, said: Callable[[str], None] = lambda problem: None):
+        self._store = store
+        self._run = uuid.uuid4().hex
+        self._said = said
+        self._known: set[str] = set()
+
+    def read(self) -> Ancestry:
+        """The newest record; an empty one where nothing was ever saved.
+
+        Raises `CorruptCheckpointError` where neither the record nor its copy can be read.
+        """
+        ancestry, problems = self._look(stop_at_first=True)
+        for problem in problems:
+            if str(problem) not in self._known:
+                self._known.add(str(problem))
+                self._said(f"{problem}; its copy was read")
+        return ancestry
+
+    def newest_epoch(self) -> int:
+        """The newest epoch that a run has begun, 0 for none: the names of the records say it. Cost: one listing."""
+        return self._newest()[0]
+
+    def check(self) -> tuple[Ancestry, list[CorruptCheckpointError]]:
+        """What `read` gives or raises, with what is wrong with the record or its copy. Cost: one small get more."""
+        return self._look(stop_at_first=False)
+
+    def mend(self) -> list[str]:
+        """Writes the newest record again where it is damaged or gone, and its copy where that is damaged, each from
+        the other; gives their keys. Raises `CorruptCheckpointError` where neither can be read."""
+        epoch, names = self._newest()
+        good: bytes | None = None
+        bad: list[str] = []
+        for key in self._keys(epoch) if names else ():
+            try:
+                data = self._store.get(key)
+                _unsealed(data, epoch)
+                good = good or data
+            except FileNotFoundError:
+                bad += [key] if key == self._keys(epoch)[0] else []
+            except _UNREADABLE:
+                bad.append(key)
+        if bad and good is None:
+            self._look(stop_at_first=True)
+        for key in bad:
+            assert good is not None
+            self._store.put(key, good)
+        return bad
+
+    def _look(self, *, stop_at_first: bool) -> tuple[Ancestry, list[CorruptCheckpointError]]:
+        epoch, names = self._newest()
+        if not names:
+            return Ancestry(), []
+        found: Ancestry | None = None
+        problems: list[CorruptCheckpointError] = []
+        record, copy = self._keys(epoch)
+        for key in (record, copy):
+            if stop_at_first and found is not None:
+                break
+            path = f"{self._store.url}/{key}"
+            try:
+                found = _unsealed(self._store.get(key), epoch) if found is None else found
+                if key == copy:
+                    _unsealed(self._store.get(key), epoch)
+            except FileNotFoundError:
+                if key == record:
+                    problems.append(CorruptCheckpointError(f"epoch record {path} is gone", path=path))
+            except _UNREADABLE as error:
+                problems.append(CorruptCheckpointError(f"epoch record {path} cannot be read: {error}", path=path))
+        if found is None:
+            raise problems[0] from problems[0].__cause__
+        return found, problems
+
+    def _newest(self) -> tuple[int, list[str]]:
+        names = [name for name in self._store.list(paths.EPOCHS_DIR) if paths.epoch_of_name(name) is not None]
+        return max((paths.epoch_of_name(name) or 0 for name in names), default=0), names
+
+    def _keys(self, epoch: int) -> tuple[str, str]:
+        return tuple(f"{paths.EPOCHS_DIR}/{name(epoch)}" for name in (paths.epoch_name, paths.epoch_copy_name))  # pyright: ignore[reportReturnType]
+
+    def probe(self) -> None:
+        """Writes and deletes a small object: better now than at the first save.
+
+        Raises `StoreError` where the root cannot be written, naming it and what to do.
+        """
+        key = f"{paths.SIDECAR_DIR}/probe"
+        try:
+            self._store.put(key, b"")
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"{self._store.url} cannot be written: {error}; create the bucket, or correct its name",
+                path=self._store.url,
+            ) from error
+        self._store.delete(key)
+
+    def write(self, ancestry: Ancestry) -> None:
+        """Claims `ancestry.epoch`; raises `FileExistsError` where another run has claimed it.
+
+        The record is the claim; its copy follows, and is written again by the next call where it did not land.
+        """
+        key, copy = self._keys(ancestry.epoch)
+        # Named, so that a repeated put can tell its own record from the same words of another run.
+        record = _sealed({**ancestry.to_json(), "run": self._run})
+        names = self._store.list(paths.EPOCHS_DIR)
+        alone = copy.rpartition("/")[2] in names and key.rpartition("/")[2] not in names
+        if alone and self._store.get(copy) != record:
+            raise FileExistsError(f"{self._store.url}/{copy} exists")  # of a claim whose record is gone
+        try:
+            self._store.put(key, record, mode="create")
+        except FileExistsError:
+            if self._store.get(key) != record:  # a put that landed and reported an error is this run's own
+                raise
+        self._store.put(copy, record)

@@ -1,0 +1,230 @@
+"""Leases: what a reader in another process is using, so that the writer does not prune it meanwhile.
+
+Small objects in the durable root. A reader keeps one per step that it uses, `{"step": S, "beat": N, "lease_s": T,
+"holder": ...}`, and counts the beat up while it lives. The writer names the steps that it is about to delete in
+`doomed.json` *before* it looks for leases, and a reader looks there *after* its lease is written: of two that meet, at
+least one sees the other, and then the step is kept, or the reader gives it up.
+
+A command that deletes beside the job, or without one, announces it in an object of its own among the leases, which it
+renews as a reader does (`Doom`). A pin (`pins`) is there too: a lease without an end. So the one listing that a writer
+makes shows all of it.
+
+No two clocks are compared. The writer holds a lease dead when its beat has not changed for `lease_s` of the writer's
+own time, and the reader holds it lost `lease_s` after it began its last successful renewal, which is earlier.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, final
+
+from ckptkit.errors import StoreError
+from ckptkit.model import paths
+from ckptkit.store import Store
+from ckptkit.util import clock
+
+LEASE_S_MAX = 3600.0  # how long a reader that died may hold up a deletion
+_LEASE_S = 60.0  # of a lease that cannot be read
+_RENEWALS = 3  # in the life of a lease: two may fail
+
+
+@final
+class _Beating:
+    """A small object whose beat a thread counts up until `release`."""
+
+    def __init__(self, store: Store, key: str, record: Mapping[str, Any], lease_s: float, now_s: Callable[[], float]):
+        if not 0 < lease_s <= LEASE_S_MAX:
+            raise ValueError(f"lease_s is {lease_s}; it must be above 0 and at most {LEASE_S_MAX:g}")
+        self._store = store
+        self._key = key
+        self._record = {**record, "lease_s": lease_s, "holder": f"{socket.gethostname()}:{os.getpid()}"}
+        self._lease_s = lease_s
+        self._now_s = now_s
+        self._beat = 0
+        self._released = threading.Event()
+        self._renew()
+        self._thread = threading.Thread(target=self._keep, name="ckptkit-lease", daemon=True)
+        self._thread.start()
+
+    @property
+    def lost(self) -> bool:
+        """Whether others may take it for dead by now: it could not be renewed in time."""
+        return self._now_s() > self._until_s
+
+    def release(self) -> None:
+        """Ends it. A store that cannot be reached lets it lapse by itself."""
+        self._released.set()
+        self._thread.join()
+        with suppress(StoreError):
+            self._store.delete(self._key)
+
+    def _renew(self) -> None:
+        begun_s = self._now_s()
+        self._store.put(self._key, json.dumps({**self._record, "beat": self._beat}).encode())
+        self._beat += 1
+        self._until_s = begun_s + self._lease_s
+
+    def _keep(self) -> None:
+        while not self._released.wait(self._lease_s / _RENEWALS):
+            if self.lost:  # the writer may have removed it: it is never renewed again
+                return
+            with suppress(StoreError):  # tried again until it is lost
+                self._renew()
+
+
+@final
+class Lease:
+    """A step that this process reads. Renewed by a thread until `release`; context manager.
+
+    Raises `StoreError` where it cannot be written, ValueError for a `lease_s` outside (0, 3600].
+    """
+
+    def __init__(
+        self, store: Store, step: int, *, lease_s: float, monotonic_s: Callable[[], float] = clock.monotonic_s
+    ):
+        self.step = step
+        self._store = store
+        # A name of its own for each: one that lapsed can never be taken for the one that follows it.
+        key = f"{paths.LEASES_DIR}/{uuid.uuid4().hex}.json"
+        self._beating = _Beating(store, key, {"step": step}, lease_s, monotonic_s)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the step may be pruned by now: the lease could not be renewed in time."""
+        return self._beating.lost
+
+    def granted(self) -> bool:
+        """Whether the writer will keep the step: asked once, after the lease was written."""
+        return self.step not in doomed_steps(self._store) and not self.lost
+
+    def release(self) -> None:
+        """Ends the lease; the writer may prune the step. A store that cannot be reached lets it lapse by itself."""
+        self._beating.release()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+@final
+class Doom:
+    """Steps that a command is about to delete, announced until `release`; context manager.
+
+    The steps that somebody reads, or has pinned, are looked for after it is written: `PruneGuard.leased`. Raises
+    `StoreError` where it cannot be written.
+    """
+
+    def __init__(self, store: Store, steps: Iterable[int], *, monotonic_s: Callable[[], float] = clock.monotonic_s):
+        key = f"{paths.LEASES_DIR}/doomed-{uuid.uuid4().hex}.json"
+        self._beating = _Beating(store, key, {"steps": sorted(steps)}, _LEASE_S, monotonic_s)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a reader may not see it any more: nothing more may be deleted."""
+        return self._beating.lost
+
+    def release(self) -> None:
+        """Nothing more is deleted."""
+        self._beating.release()
+
+    def __enter__(self) -> Doom:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class PruneGuard:
+    """The side of whoever deletes (of a job, process 0): which of the steps that are to go must stay for now."""
+
+    def __init__(self, store: Store, *, monotonic_s: Callable[[], float] = clock.monotonic_s):
+        self._store = store
+        self._monotonic_s = monotonic_s
+        self._seen: dict[str, tuple[bytes, float]] = {}  # lease -> its content, and when it was first seen so
+        self._announced = True  # by a run before this one, perhaps
+
+    def spare(self, doomed: Iterable[int]) -> set[int]:
+        """Those of `doomed` that somebody reads; all of them where that cannot be known.
+
+        Cost: a put and a listing, and a small read per lease; nothing where nothing is doomed.
+        """
+        steps = set(doomed)
+        if not steps:
+            return set()
+        try:
+            self.announce(steps)
+            spared = self.leased(steps)
+            if spared:
+                self.announce(steps - spared)
+        except StoreError:  # nothing is deleted that may be in use: the next save prunes it
+            return steps
+        return spared
+
+    def settle(self) -> None:
+        """Nothing is about to be deleted any more: the numbers of those that went may be saved again."""
+        if self._announced:
+            with suppress(StoreError):  # a reader passes over steps that are doomed no more, until the next save
+                self._store.delete(paths.DOOMED_KEY)
+                self._announced = False
+
+    def announce(self, steps: set[int]) -> None:
+        """Says that `steps` are about to be deleted, whoever reads them. Cost: a put. Raises `StoreError`."""
+        self._announced = True
+        self._store.put(paths.DOOMED_KEY, json.dumps({"steps": sorted(steps)}).encode())
+
+    def leased(self, steps: Collection[int]) -> set[int]:
+        """Those of `steps` that a reader uses, or that are pinned. Cost: a listing, a small read per lease.
+
+        Raises `StoreError`. Leases whose holders have died count until this has watched them for their life.
+        """
+        names, leased = self._store.list(paths.LEASES_DIR), set[int]()
+        for gone in set(self._seen) - set(names):
+            del self._seen[gone]
+        for name in names:
+            pinned = paths.step_of_pin(name)
+            if pinned is not None:  # its name says all: what became of its content does not count
+                leased |= {pinned} & set(steps)
+                continue
+            with suppress(FileNotFoundError):  # released meanwhile
+                leased |= self._held(name, set(steps))
+        return leased
+
+    def _held(self, name: str, steps: set[int]) -> set[int]:
+        data, now_s = self._store.get(f"{paths.LEASES_DIR}/{name}"), self._monotonic_s()
+        if self._seen.get(name, (b"", 0.0))[0] != data:
+            self._seen[name] = (data, now_s)
+        step, lease_s = _read_lease(data)
+        if now_s - self._seen[name][1] > lease_s:
+            self._store.delete(f"{paths.LEASES_DIR}/{name}")  # its holder has died, or knows that it is lost
+            return set()
+        if paths.is_announcement(name):  # of another that deletes: nobody reads for it
+            return set()
+        return steps if step is None else steps & {step}
+
+
+def doomed_steps(store: Store) -> set[int]:
+    """The steps that the writer, or a command, is about to delete. Cost: a small read, a listing, one small read for
+    each command that deletes. Raises `StoreError`."""
+    names = [name for name in store.list(paths.LEASES_DIR) if paths.is_announcement(name)]
+    found = set[int]()
+    for key in (paths.DOOMED_KEY, *(f"{paths.LEASES_DIR}/{name}" for name in names)):
+        with suppress(FileNotFoundError):
+            found |= set(json.loads(store.get(key))["steps"])
+    return found
+
+
+def _read_lease(data: bytes) -> tuple[int | None, float]:
+    """The step and the life of a lease; None for one that cannot be read, which stands for every step."""
+    try:
+        record: dict[str, Any] = json.loads(data)
+        return int(record["step"]), min(float(record["lease_s"]), LEASE_S_MAX)
+    except (ValueError, KeyError, TypeError):
+        return None, _LEASE_S

@@ -1,0 +1,1 @@
+"""Orbax's managers, handlers and files: the only package that uses its private names."""

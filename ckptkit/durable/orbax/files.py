@@ -1,0 +1,148 @@
+"""The small files of an Orbax step, as Orbax would write them. Pure: nothing here touches a disk.
+
+Private names of Orbax: `InternalTreeMetadata` and its entries, the words for empty nodes, the step's serialization.
+Where they move, `tests/interop/test_orbax_files.py` says so: it compares every file with stock Orbax's.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint._src.metadata import empty_values, step_metadata_serialization, value_metadata_entry
+from orbax.checkpoint._src.metadata import tree as orbax_tree
+from orbax.checkpoint._src.metadata.pytree_metadata_options import PYTREE_METADATA_OPTIONS
+from orbax.checkpoint._src.tree import utils as tree_utils
+
+from ckptkit.durable.orbax.host_shards import HostShards
+from ckptkit.model import paths
+from ckptkit.model.manifest import SaveId, digest_of
+
+STEP_METADATA = "_CHECKPOINT_METADATA"
+TREE_METADATA = "_METADATA"
+SHARDINGS = "_sharding"
+ARRAY_METADATAS = "array_metadatas"
+JSON_VALUE = "metadata"  # in an item of JSON
+_MARKED = re.compile(r"\(ckptkit save (\d+ \d+ \d+ [0-9a-f]{32}) ([0-9a-f]{32})\)$")
+_TYPES = {HostShards: "jax.Array", np.ndarray: "np.ndarray", int: "scalar", float: "scalar", bool: "scalar"}
+
+
+def tree_text(tree: Any, custom_metadata: Any = None) -> str:
+    """`_METADATA` of a tree whose leaves are `HostShards`, NumPy arrays and numbers.
+
+    The text for a structure is remembered: a training loop saves the same one again and again.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten(tree)
+    kinds = tuple(_Kind(_typestr(leaf), leaf.record.cell if isinstance(leaf, HostShards) else None) for leaf in leaves)
+    try:
+        return _tree_text(treedef, kinds, json.dumps(custom_metadata))
+    except (TypeError, ValueError):  # a node's own data that has no hash, or cannot be compared
+        return _tree_text.__wrapped__(treedef, kinds, json.dumps(custom_metadata))
+
+
+class _Kind(NamedTuple):
+    """What a leaf says of itself: the name of its type, and the cell of one that is ours."""
+
+    typestr: str
+    cell: tuple[int, ...] | None
+
+
+@lru_cache(maxsize=8)
+def _tree_text(treedef: Any, kinds: tuple[_Kind, ...], custom_metadata: str) -> str:
+    numbers = jax.tree_util.tree_unflatten(treedef, range(len(kinds)))  # a leaf is the place of its kind
+    entries = []
+    for keypath, value in jax.tree_util.tree_flatten_with_path(numbers, is_leaf=tree_utils.is_empty_or_leaf)[0]:
+        kind = kinds[value] if type(value) is int else _Kind(_typestr(value), None)
+        entry = value_metadata_entry.ValueMetadataEntry(
+            value_type=kind.typestr,
+            skip_deserialize=empty_values.is_empty_typestr(kind.typestr),
+            write_shape=kind.cell,
+        )
+        names = str(tuple(str(tree_utils.get_key_name(key)) for key in keypath))
+        entries.append(orbax_tree.InternalTreeMetadataEntry(names, orbax_tree.KeyMetadataEntry.build(keypath), entry))
+    metadata = orbax_tree.InternalTreeMetadata(
+        tree_metadata_entries=entries,
+        use_ocdbt=True,
+        use_zarr3=False,
+        custom_metadata=json.loads(custom_metadata),
+        store_array_data_equal_to_fill_value=True,
+        pytree_metadata_options=PYTREE_METADATA_OPTIONS,
+    )
+    return json.dumps(metadata.to_json())
+
+
+def _typestr(value: Any) -> str:
+    if (known := _TYPES.get(type(value))) is not None:
+        return known
+    if empty_values.is_supported_empty_value(value):
+        return empty_values.get_empty_value_typestr(value, PYTREE_METADATA_OPTIONS)
+    return empty_values.RESTORE_TYPE_NONE  # a named tuple without fields
+
+
+def array_metadatas_text(shards: Sequence[HostShards]) -> str:
+    """`array_metadatas/process_<i>`: without it typed keys come back as plain integers. And the sign of sidecars."""
+    # Leaf by leaf: the encoder holds thrice the text in pieces until it has all of it.
+    entries = [
+        json.dumps(
+            {
+                "array_metadata": {
+                    "param_name": each.record.name,
+                    "write_shape": list(each.record.cell),
+                    "chunk_shape": list(each.record.cell),
+                    "ext_metadata": {"random_key_impl": impl} if (impl := each.record.extra.get("key_impl")) else None,
+                }
+            }
+        )
+        for each in shards
+    ]
+    # Orbax reads the one key. The other says that a sidecar belongs to the item, wherever that is.
+    sign = f', "{paths.SIDECAR_SIGN}": true' if shards else ""
+    return f'{{"array_metadatas": [{", ".join(entries)}]{sign}}}'
+
+
+def shardings_text(shards: Sequence[HostShards]) -> str | None:
+    """`_sharding`: what a restore without a template takes; None where no leaf has words for its sharding."""
+    shardings = {
+        base64.urlsafe_b64encode(each.record.name.encode()).decode(): each.record.extra["sharding"]
+        for each in shards
+        if "sharding" in each.record.extra
+    }
+    return json.dumps(shardings) if shardings else None
+
+
+def marker_text(where: str, save_id: SaveId) -> str:
+    """`commit_success.txt` of a step: Orbax's words, and the save's identity, which Orbax ignores.
+
+    No two are equal, so that a put whose answer was lost can tell its own marker from another writer's.
+    """
+    identity = f"{save_id.epoch} {save_id.step} {save_id.number} {uuid.uuid4().hex}"
+    return f"Checkpoint commit was successful to {where} (ckptkit save {identity} {digest_of(identity.encode())})"
+
+
+def marked_save(text: str) -> SaveId | None:
+    """The identity in a step's marker; None where there is none, or a damaged one."""
+    match = _MARKED.search(text)
+    if match is None or digest_of(match[1].encode()) != match[2]:
+        return None
+    return SaveId(*map(int, match[1].split()[:3]))
+
+
+def step_text(handlers: Mapping[str, str], init_ns: int, commit_ns: int, custom_metadata: Any) -> str:
+    """`_CHECKPOINT_METADATA`; `handlers` are the names of Orbax's handlers by item."""
+    recorded = step_metadata_serialization.serialize(
+        ocp.metadata.StepMetadata(  # pyright: ignore[reportAttributeAccessIssue]
+            item_handlers=dict(handlers),
+            init_timestamp_nsecs=init_ns,
+            commit_timestamp_nsecs=commit_ns,
+            custom_metadata=dict(custom_metadata or {}),
+        )
+    )
+    return json.dumps(recorded)

@@ -1,0 +1,147 @@
+"""Orbax's handlers for our own steps: those that write where Orbax has to, and the names of those that read."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from orbax.checkpoint import future as orbax_future
+from orbax.checkpoint import type_handlers
+
+from ckptkit.durable.orbax import files as orbax_files
+from ckptkit.durable.orbax.host_shards import HostShards, StandardTreeSave
+from ckptkit.durable.orbax.manager import QuietLogger, delete_mark_first
+from ckptkit.model import paths
+
+
+class HostShardsHandler(type_handlers.TypeHandler):
+    """Writes `HostShards` as zarr arrays in one OCDBT transaction per process (so a bucket sees one commit)."""
+
+    def typestr(self) -> str:
+        """What stock Orbax takes the leaves for."""
+        return "jax.Array"
+
+    async def metadata(self, infos: Sequence[Any]) -> Any:
+        """Metadata is read by stock Orbax's own handler, never through this one."""
+        raise TypeError("HostShards are written, never read: restore through jax.Array")
+
+    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Any:
+        """Arrays are read by `DurableReader` or stock Orbax's own handler, never through this one."""
+        raise TypeError("HostShards are written, never read: restore through jax.Array")
+
+    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Any:
+        """Starts the write; Orbax waits for the future before it commits the item."""
+        write = self._write(values, infos, args or [None] * len(values))
+        return [orbax_future.CommitFutureAwaitingContractedSignals(write, name="ckptkit_host_shards")]
+
+    async def _write(self, values: Sequence[HostShards], infos: Sequence[Any], args: Sequence[Any]) -> None:
+        for info in infos:
+            await info.await_path_creation()
+        directory = infos[0].parent_dir
+        transaction = ts.Transaction(atomic=True)
+        await asyncio.gather(
+            *(_write_leaf(value, info, arg, transaction) for value, info, arg in zip(values, infos, args, strict=True))
+        )
+        await asyncio.to_thread(write_side_files, directory, values)
+        await transaction.commit_async()
+        values[0].on_written()
+
+
+async def _write_leaf(value: HostShards, info: Any, arg: Any, transaction: ts.Transaction) -> None:
+    record, process = value.record, jax.process_index()
+    spec = type_handlers.get_json_tspec_write(
+        info,
+        use_ocdbt=True,
+        global_shape=record.shape,
+        local_shape=record.cell,
+        dtype=np.dtype(record.dtype),
+        process_index=process,
+        arg=arg,
+    )
+    chunk = list(spec["metadata"]["chunks"])
+    if tuple(chunk) != record.cell:
+        raise ValueError(f"leaf {record.name}: Orbax chose chunks of {chunk} where cells of {record.cell} were given")
+    opening = {"open": True, "context": info.ts_context, "transaction": transaction}
+    if process == 0:  # only process 0 writes .zarray
+        await ts.open(ts.Spec(spec), create=True, **opening)
+    array = await ts.open(ts.Spec(spec), assume_metadata=True, **opening)
+    for box, block in value.blocks:
+        await array[box.slices()].write(block, can_reference_source_data_indefinitely=True)
+
+
+def write_side_files(directory: Any, values: Sequence[HostShards]) -> None:
+    """Two files of Orbax's own (without them typed keys and shardings are lost), and our sidecar."""
+    process = jax.process_index()
+    array_metadatas = orbax_files.array_metadatas_text(values)
+    _write_text(directory / orbax_files.ARRAY_METADATAS, f"process_{process}", array_metadatas)
+    if process == 0 and (shardings := orbax_files.shardings_text(values)) is not None:
+        (directory / orbax_files.SHARDINGS).write_text(shardings)
+    _write_text(directory / paths.SIDECAR_DIR, paths.sidecar_name(process), values[0].sidecar.decode())
+
+
+def _write_text(directory: Any, name: str, text: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)  # every process: on a bucket there are no directories to wait for
+    (directory / name).write_text(text)
+
+
+class _StandardTreeHandler(ocp.PyTreeCheckpointHandler):
+    """Writes what Orbax's handler for `StandardSave` writes, and goes by its name in the step's metadata."""
+
+    @classmethod
+    def typestr(cls) -> str:
+        """The name of Orbax's own handler."""
+        return ocp.StandardCheckpointHandler.typestr()
+
+
+def handler_name(item: Any) -> str:
+    """The handler of Orbax that reads an item, as the step's metadata names it."""
+    if isinstance(item, StandardTreeSave):
+        return ocp.StandardCheckpointHandler.typestr()
+    return (ocp.JsonCheckpointHandler if isinstance(item, ocp.args.JsonSave) else ocp.PyTreeCheckpointHandler).typestr()
+
+
+def make_writer(url: str, options: ocp.CheckpointManagerOptions, multiprocessing: Any) -> ocp.CheckpointManager:
+    """A manager of Orbax's that writes our steps where Orbax has to: synchronous, on the thread that makes it."""
+    options = dataclasses.replace(
+        options,
+        enable_async_checkpointing=False,
+        async_options=dataclasses.replace(options.async_options, post_finalization_callback=None),  # pyright: ignore[reportArgumentType]
+        cleanup_tmp_directories=False,
+        save_root_metadata=False,
+    )
+    writer = ocp.CheckpointManager(
+        url, options=options, handler_registry=_handlers_of_writer(multiprocessing), logger=QuietLogger()
+    )
+    delete_mark_first(writer)
+    return writer
+
+
+def _handlers_of_writer(multiprocessing: Any) -> Any:
+    """`HostShards` beside what Orbax knows."""
+    types = type_handlers.create_type_handler_registry(
+        (int, type_handlers.ScalarHandler()),
+        (float, type_handlers.ScalarHandler()),
+        (str, type_handlers.StringHandler()),
+        (np.number, type_handlers.ScalarHandler()),
+        (np.ndarray, type_handlers.NumpyHandler()),
+        (HostShards, HostShardsHandler()),
+        (jax.Array, type_handlers.get_type_handler(jax.Array)),  # last: restores, and write shapes in the metadata
+    )
+    settings: Any = {
+        "multiprocessing_options": multiprocessing,
+        "type_handler_registry": types,
+        "use_compression": False,
+    }
+    json_handler = ocp.JsonCheckpointHandler(multiprocessing_options=multiprocessing)
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    registry.add(None, ocp.args.PyTreeSave, ocp.PyTreeCheckpointHandler(**settings))
+    registry.add(None, StandardTreeSave, _StandardTreeHandler(**settings))
+    registry.add(None, ocp.args.JsonSave, json_handler)
+    registry.add(None, ocp.args.JsonRestore, json_handler)
+    return registry

@@ -1,0 +1,93 @@
+"""What this process writes of an array item: leaves of host memory, as save arguments that Orbax takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from ckptkit.model.boxes import Box, choose_writers
+from ckptkit.model.manifest import LeafRecord, Manifest
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class HostShards:
+    """The boxes of one leaf that this process writes: disjoint over all processes, whole cells each.
+
+    `blocks` are views of host memory that must not change until the save has finished. `sidecar` is what this
+    process records of the whole item, and `on_written` is called once its bytes are written and before Orbax
+    commits the item: the same two objects on every leaf of an item.
+    """
+
+    record: LeafRecord
+    blocks: list[tuple[Box, np.ndarray]]
+    sidecar: bytes
+    on_written: Callable[[], None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this process writes of the leaf."""
+        return sum(block.nbytes for _, block in self.blocks)
+
+
+def shards_of(tree: Any) -> list[HostShards]:
+    """The leaves of a tree that are `HostShards`, in its order."""
+    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, HostShards)]
+
+
+def has_host_shards(args: Any) -> bool:
+    """Whether save arguments are a tree with `HostShards`, so that a sidecar is written with it."""
+    return bool(shards_of(getattr(args, "item", None)))
+
+
+class StandardTreeSave(ocp.args.PyTreeSave):
+    """A tree that the caller saved with `StandardSave`: the step's metadata says so."""
+
+
+def host_tree(
+    leaves: Sequence[tuple[LeafRecord, Mapping[Box, tuple[int, ...]], Mapping[Box, np.ndarray]]],
+    treedef: Any,
+    manifest: Manifest,
+    item: str,
+    on_written: Callable[[], None],
+    *,
+    standard: bool = False,
+    custom_metadata: Any = None,
+) -> ocp.args.PyTreeSave:
+    """The save arguments of one array item: the boxes that this process is to write, and its sidecar.
+
+    `leaves` has for each leaf its record with digests, who holds each box, and this process's blocks. `standard`:
+    the caller saved it with `StandardSave`, not `PyTreeSave`; `custom_metadata` is the item's own.
+    """
+    process = jax.process_index()
+    writers = choose_writers([holders for _, holders, _ in leaves], [leaf.itemsize for leaf, _, _ in leaves])
+    written = [
+        dataclasses.replace(
+            leaf,
+            boxes=tuple(dataclasses.replace(box, offset=-1) for box in leaf.boxes if chosen.get(box.box) == process),
+        )
+        for (leaf, _, _), chosen in zip(leaves, writers, strict=True)
+    ]
+    sidecar = dataclasses.replace(manifest, slot="", arrays={item: tuple(written)}).to_bytes()
+    values = [
+        HostShards(
+            record=leaf,
+            blocks=[(box.box, blocks[box.box]) for box in leaf.boxes if box.box.size],
+            sidecar=sidecar,
+            on_written=on_written,
+        )
+        if leaf.kind == "jax"
+        else _plain_value(leaf, next(iter(blocks.values())))
+        for leaf, (_, _, blocks) in zip(written, leaves, strict=True)
+    ]
+    kind = StandardTreeSave if standard else ocp.args.PyTreeSave
+    return kind(jax.tree_util.tree_unflatten(treedef, values), custom_metadata=custom_metadata)
+
+
+def _plain_value(leaf: LeafRecord, block: np.ndarray) -> Any:
+    return block if leaf.kind == "numpy" else block.item()

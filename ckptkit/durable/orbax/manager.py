@@ -1,0 +1,333 @@
+"""Orbax's own `CheckpointManager`, made as the caller asked: its checks, handlers, metadata and reads are Orbax's.
+
+The private names of Orbax that the drop-in needs are used here and nowhere else; those of its files, in `orbax_files`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint import checkpoint_manager
+from orbax.checkpoint._src.logging import step_statistics
+from orbax.checkpoint._src.metadata import tree as orbax_tree
+from orbax.checkpoint._src.path import deleter
+
+from ckptkit.durable.lifecycle.delete import remove_step
+from ckptkit.durable.lifecycle.listing import Looked, committed_steps
+from ckptkit.store.remote import forget_listings
+from ckptkit.store.roots import is_remote, root_url
+
+DEFAULT_ITEM = checkpoint_manager.DEFAULT_ITEM_NAME  # the item of a step that was saved without Composite
+METRICS_ITEM = checkpoint_manager.METRIC_ITEM_NAME
+_KEY_HANDLERS = (ocp.handlers.JaxRandomKeyCheckpointHandler, ocp.handlers.NumpyRandomKeyCheckpointHandler)
+_TREE_LAYOUT = ("_use_ocdbt", "_use_zarr3", "_type_handler_registry", "_primary_host", "_pytree_metadata_options")
+_TREE_KINDS = {"StandardCheckpointHandler": ocp.args.StandardRestore, "PyTreeCheckpointHandler": ocp.args.PyTreeRestore}
+_LOOK_S = 0.2  # how often a wait looks whether the other side lives
+_NAMING = ("_filename", "_checkpoint_name", "_key_name")  # the settings of the small handlers
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What Orbax's constructor takes beside directory and options."""
+
+    checkpointers: Any = None
+    metadata: Mapping[str, Any] | None = None
+    item_names: Any = None
+    item_handlers: Any = None
+    handler_registry: Any = None
+
+
+class QuietLogger(ocp.logging.AbstractLogger):
+    """Says nothing: the manager logs each save and restore once, whoever writes it."""
+
+    def log_entry(self, entry: Any) -> None:
+        """Drops the entry."""
+
+
+def checked_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManagerOptions:
+    """`options`; raises ValueError for a combination that Orbax's constructor refuses."""
+    if options.preservation_policy and (options.keep_time_interval or options.max_to_keep or options.keep_period):
+        raise ValueError("`preservation_policy` and `delete options` are mutually exclusive - do not use together.")
+    return options
+
+
+def delete_mark_first(manager: ocp.CheckpointManager) -> None:
+    """Makes a manager take the mark of a commit away before the bytes, where it deletes a step for good.
+
+    Orbax removes a directory file by file, and a run that dies meanwhile leaves what looks like a committed step.
+    """
+    inner: Any = manager._checkpoint_deleter
+    inner = getattr(inner, "_standard_deleter", inner)  # the one that deletes in the background holds another
+    delete, delete_for_good = inner.delete, inner._delete_step_permanently
+
+    def mark_first(step: int, path: Any) -> None:
+        remove_step(str(path), lambda place: delete_for_good(step, epath.Path(place)))
+
+    def delete_or_say(step: int) -> None:
+        if isinstance(step, _Behind):
+            step.reached.set()
+        else:
+            delete(step)
+
+    inner._delete_step_permanently, inner.delete = mark_first, delete_or_say
+
+
+class _Behind(int):
+    """Comes after the steps in the queue of the thread that deletes, and says that its turn has come."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+
+
+def delete_at_once(manager: ocp.CheckpointManager, step: int) -> None:
+    """Deletes a step, on process 0, and returns when it is gone, also where the options leave that to a thread: its
+    number is to be saved again, and that thread goes by numbers.
+
+    Meets nobody, and leaves the step in the books (`forget`). Raises what the deletion raises; Orbax's thread makes no
+    more after that.
+    """
+    deletes: Any = manager._checkpoint_deleter
+    deletes.delete(step)
+    if not hasattr(deletes, "_standard_deleter"):
+        return
+    behind = _Behind()
+    deletes.delete(behind)
+    while not behind.reached.wait(_LOOK_S):
+        if not deletes._delete_thread.is_alive():
+            raise deletes._exception or RuntimeError("Orbax's thread that deletes steps has ended")
+
+
+def forget(manager: ocp.CheckpointManager, step: int) -> None:
+    """Strikes a step that was deleted beside a manager out of its books."""
+    manager._checkpoints.delete_if(lambda info: info.step == step)
+
+
+def committed_by_mark(options: ocp.CheckpointManagerOptions, url: str) -> ocp.CheckpointManagerOptions:
+    """`options`, for a bucket that Orbax does not know for one, as `s3://`, with marks: it would take every name there
+    for a committed step, and rename what it writes object by object. What the caller chose stays."""
+    if not is_remote(url) or url.startswith("gs://"):
+        return options
+    mark, names = ocp.path.atomicity.CommitFileTemporaryPath, options.step_name_format
+    names = ocp.path.step.standard_name_format() if names is None else names
+    if getattr(names, "temporary_path_cls", mark) is None and getattr(names, "atomicity_options", None) is None:
+        names = dataclasses.replace(names, temporary_path_cls=mark)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    chosen = options.temporary_path_class is not None or options.atomicity_options is not None
+    return dataclasses.replace(
+        options,
+        step_name_format=names,
+        temporary_path_class=options.temporary_path_class if chosen else mark,
+    )
+
+
+def look_afresh(manager: ocp.CheckpointManager) -> None:
+    """Has Orbax's manager look for its steps in the storage, not in what this process remembers of a bucket's listings:
+    it would take the steps of back then for those that are there, and never prune the others."""
+    forget_listings(root_url(str(manager.directory)))
+    manager.reload()
+
+
+class StockManager:
+    """A plain `ocp.CheckpointManager` over the durable root, and the questions that the drop-in has for it.
+
+    Raises what Orbax's constructor raises, for the same arguments.
+    """
+
+    def __init__(self, url: str, options: ocp.CheckpointManagerOptions, setup: Setup):
+        self.orbax = ocp.CheckpointManager(
+            url,
+            setup.checkpointers,
+            options=options,
+            metadata=setup.metadata,
+            item_names=setup.item_names,
+            item_handlers=setup.item_handlers,
+            handler_registry=setup.handler_registry,
+            logger=QuietLogger(),
+        )
+        delete_mark_first(self.orbax)
+
+    @property
+    def default_item(self) -> bool | None:
+        """Whether steps have one unnamed item; None while that is open."""
+        return self.orbax._default_item.get()
+
+    def lock_default_item(self, default_item: bool) -> None:
+        """Settles `default_item` for good, if it is open."""
+        self.orbax._default_item.set_if_none(default_item)
+
+    def save_args(self, items: Any, save_kwargs: Any, args: Any) -> tuple[dict[str, Any], bool]:
+        """The arguments of a save by item, and whether it is one unnamed item; raises as Orbax's `save` does."""
+        if items is None and args is None:
+            raise ValueError("Must provide `args` for `save`.")
+        self.lock_default_item(checkpoint_manager.determine_default_item_mode_from_args(args))
+        default_item = bool(self.default_item)
+        self.orbax._validate_args(items, args)
+        if args is None:
+            return self._legacy(items, save_kwargs, default_item, for_save=True), default_item
+        return ({DEFAULT_ITEM: args} if default_item else dict(args.items())), default_item
+
+    def restore_args(self, items: Any, restore_kwargs: Any, args: Any) -> dict[str, Any] | None:
+        """The arguments of a restore by item, None for every item of the step; raises as Orbax's `restore` does."""
+        default_item = self.default_item
+        if default_item is not None or not isinstance(args, ocp.args.CheckpointArgs):
+            self.orbax._validate_args(items, args)
+        if args is None:
+            if items is None and restore_kwargs is None:
+                return None
+            return self._legacy(items, restore_kwargs, bool(default_item), for_save=False)
+        if not isinstance(args, ocp.args.Composite):
+            return {DEFAULT_ITEM: args}
+        return dict(args.items()) or None
+
+    def handler(self, item: str, args: Any) -> Any:
+        """Orbax's handler for an item, remembered as after a save or restore of it.
+
+        Raises ValueError as Orbax does, for arguments that go with none.
+        """
+        return self.orbax._checkpointer.handler._get_or_set_handler(item, args)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def learn_kinds(self, kinds: Any) -> None:
+        """Settles the handlers of trees that have none yet, by the kinds that a step's metadata names."""
+        for item, kind in (kinds if isinstance(kinds, Mapping) else {DEFAULT_ITEM: kinds or ""}).items():
+            if (args := _TREE_KINDS.get(kind.rsplit(".", 1)[-1])) is not None:
+                with suppress(ValueError):  # the caller gave another handler
+                    self.handler(item, args())
+
+    def is_plain(self, handler: Any) -> bool:
+        """Whether our own writer writes what this handler would: one of Orbax's kinds (or Grain's), as it comes."""
+        kind = type(handler)
+        if kind in (ocp.JsonCheckpointHandler, ocp.ArrayCheckpointHandler, *_KEY_HANDLERS):
+            return all(getattr(handler, name, None) == getattr(_plain(kind), name, None) for name in _NAMING)
+        if kind.__module__.split(".")[0] == "grain":
+            return True
+        tree = handler._impl if kind is ocp.StandardCheckpointHandler else handler
+        if type(tree) is not ocp.PyTreeCheckpointHandler:
+            return False
+        ours, plain = tree._handler_impl, _plain(ocp.PyTreeCheckpointHandler)._handler_impl
+        return all(getattr(ours, name) == getattr(plain, name) for name in _TREE_LAYOUT)
+
+    def listed(self) -> Looked:
+        """The committed steps that the storage has now, ascending, with what was seen below them on the way; changes
+        nothing that is cached.
+
+        Cost: a listing, and in a bucket a look at each step that is not known here. A name format of the caller's
+        own lists them itself.
+        """
+        root, names = self.orbax.directory, self.orbax._step_name_format
+        marked = ocp.path.atomicity.CommitFileTemporaryPath if is_remote(root_url(str(root))) else None
+        if type(names) is type(ocp.path.step.standard_name_format()) and not (
+            names.temporary_path_cls not in (None, marked) or names.atomicity_options  # pyright: ignore[reportAttributeAccessIssue]
+        ):
+            return committed_steps(root_url(str(root)), names, self.orbax.all_steps())
+        return dict.fromkeys(sorted({found.step for found in names.find_all(root)})) if root.exists() else {}
+
+    def look_again(self) -> None:
+        """After a save of ours that failed, and whose step may be there all the same: has Orbax's manager look for its
+        steps where the storage has others than it knows. Cost: a listing under our limits of time, where Orbax's own
+        have none. Raises `StoreError`, and what Orbax raises."""
+        forget_listings(root_url(str(self.orbax.directory)))
+        if list(self.listed()) != sorted(self.orbax.all_steps()):
+            look_afresh(self.orbax)
+
+    def name(self, step: int) -> str:
+        """The name of the directory in which a step is written."""
+        return self.orbax._get_write_step_directory(step, self.orbax.directory).name
+
+    @property
+    def stored_metrics(self) -> bool:
+        """Whether a step's metrics are an item of it."""
+        return bool(self.orbax._track_best and not self.orbax._options.prevent_write_metrics)
+
+    def add(self, step: int, metrics: Any) -> list[int]:
+        """Books a step that was committed without Orbax; returns those that the policies do not keep any more."""
+        self.orbax._add_checkpoint_info(step, metrics)
+        doomed = self.orbax._get_old_steps_to_remove()
+        self.orbax._checkpoints.delete_if(lambda info: info.step in doomed)
+        return doomed
+
+    def delete_as_asked(self, steps: Sequence[int]) -> None:
+        """Deletes steps as the options say (`todelete_subdir`, `todelete_full_path`)."""
+        self.orbax._checkpoint_deleter.delete_steps(steps)
+
+    def path(self, step: int) -> Any:
+        """The directory of a step, under whichever of its names it has."""
+        return self.orbax._get_read_step_directory(step, self.orbax.directory)
+
+    def adopt_handlers(self, other: StockManager) -> None:
+        """Restores through the handlers of `other`, as one manager does for another directory."""
+        self.orbax._checkpointer = other.orbax._checkpointer
+        self.orbax._default_item = other.orbax._default_item
+
+    def infos(self) -> list[tuple[int, Any, Any]]:
+        """Step, commit time and metrics of each step that is known, in Orbax's order."""
+        return [(info.step, info.time, info.metrics) for info in self.orbax._checkpoints]
+
+    def settle(self) -> None:
+        """Waits for a save that is on its way, without raising: its failure was reported where it was waited for."""
+        try:
+            self.orbax.wait_until_finished()
+        except Exception:  # noqa: BLE001  Orbax raises it once per thread; it was said already
+            look_afresh(self.orbax)
+
+    def close(self) -> None:
+        """Ends Orbax's manager."""
+        self.settle()
+        self.orbax.close()
+
+    def _legacy(self, items: Any, kwargs: Any, default_item: bool, *, for_save: bool) -> dict[str, Any]:
+        """The arguments of the form without `args`, as Orbax makes them from the handlers that it was given."""
+        items = {DEFAULT_ITEM: items} if default_item and items is not None else items or {}
+        kwargs = {DEFAULT_ITEM: kwargs} if default_item and kwargs is not None else kwargs or {}
+        made = {}
+        for name in items if for_save else {**items, **kwargs}:
+            kinds = checkpoint_manager._get_args_for_key(self.orbax._checkpointer.handler, name)
+            made[name] = kinds[0 if for_save else 1](items.get(name), **(kwargs.get(name) or {}))  # pyright: ignore[reportCallIssue]
+        return made
+
+
+@lru_cache(maxsize=8)
+def _plain(kind: Any) -> Any:
+    """A handler of a kind as it comes, made once: it is compared with at every save."""
+    return kind()
+
+
+def delete_directory(path: str, options: ocp.CheckpointManagerOptions) -> None:
+    """Deletes a directory of a disk, with as many threads as the options say."""
+    target = epath.Path(path)
+    deleter.PathDeleter(target.parent, num_threads=options.num_deletion_threads).delete(target)
+
+
+def step_metadata(**known: Any) -> Any:
+    """Orbax's record of what is known of a step."""
+    return checkpoint_manager.StepMetadata(**known)
+
+
+def sharding_metadata(sharding: jax.sharding.Sharding) -> Any:
+    """Orbax's words for a sharding; None for the kinds that it has none for."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding)
+    return None
+
+
+def tree_metadata(tree: Any) -> Any:
+    """Orbax's record of the metadata of a tree."""
+    return orbax_tree.build_default_tree_metadata(tree)
+
+
+def save_statistics(**known: Any) -> dict[str, Any]:
+    """The entry that Orbax's managers give their logger after each save."""
+    return dataclasses.asdict(step_statistics.SaveStepStatistics(**known))
+
+
+def restore_statistics(**known: Any) -> dict[str, Any]:
+    """The entry that Orbax's managers give their logger after each restore."""
+    return dataclasses.asdict(step_statistics.RestoreStepStatistics(**known))

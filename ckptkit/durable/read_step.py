@@ -1,0 +1,344 @@
+"""Reads boxes of a durable step that has our sidecars, and proves every cell that it returns."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from ckptkit.durable.cells.kvstore import base_of
+from ckptkit.durable.cells.local_reader import PlacedCells
+from ckptkit.durable.cells.range_reader import PlacedRanges
+from ckptkit.durable.cells.reader import CellReader, Wanted
+from ckptkit.durable.cells.tensorstore_wait import UNREACHABLE, awaited, small_objects, translated, words_of
+from ckptkit.durable.orbax.files import ARRAY_METADATAS, STEP_METADATA, marked_save
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, TransientStoreError
+from ckptkit.model import paths
+from ckptkit.model.boxes import Box
+from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, Proves, SaveId, copy_proven, prove_all
+from ckptkit.model.paths import COMMIT_MARK
+from ckptkit.store import Store, all_of
+from ckptkit.store.refused import is_refusal
+from ckptkit.store.roots import is_remote
+from ckptkit.util.gc_pause import collection_paused
+
+READ_THREADS = 8
+_DAMAGED = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "FAILED_PRECONDITION", "Error decoding", "Truncated")
+_TRANSIENT_ERRNOS = (
+    errno.EAGAIN,
+    errno.EINTR,
+    errno.EIO,  # of a network mount
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENETUNREACH,
+    errno.ENETRESET,
+    errno.EHOSTUNREACH,
+)
+
+_IDENTITY = "ckptkit_save_id"
+
+
+def has_sidecar_sign(array_metadatas: bytes) -> bool:
+    """Whether a file of an item's `array_metadatas` says that the item has sidecars; False for one that is damaged."""
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        return json.loads(array_metadatas)[paths.SIDECAR_SIGN] is True
+    return False
+
+
+def identity_metadata(save_id: SaveId) -> dict[str, Any]:
+    """What names a save in Orbax's own step metadata, for a step without arrays and so without a sidecar."""
+    return {_IDENTITY: [save_id.epoch, save_id.step, save_id.number]}
+
+
+def without_identity(metadata: Any) -> Any:
+    """The custom metadata of a step as the caller gave it."""
+    if not isinstance(metadata, dict):
+        return metadata
+    return {name: value for name, value in metadata.items() if name != _IDENTITY}
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether what stock Orbax raised while it restored says that the step is damaged, rather than refused."""
+    if isinstance(error, FileNotFoundError | json.JSONDecodeError | KeyError):
+        return True
+    text = str(error)
+    return any(word in text for word in _DAMAGED) and not (
+        is_refusal(text) or any(word in text for word in UNREACHABLE)
+    )
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether a failed write may succeed when it is tried again: the store did not answer, throttled or hung up."""
+    if isinstance(error, TransientStoreError | ConnectionError):
+        return True
+    if isinstance(error, CheckpointError):
+        return False
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _TRANSIENT_ERRNOS
+    status = getattr(error, "code", getattr(error, "status", None))
+    if isinstance(status, int):
+        return status in (408, 429) or 500 <= status < 600
+    return isinstance(error, TimeoutError) or any(word in str(error) for word in UNREACHABLE)
+
+
+class DurableReader:
+    """One step directory. `manifests` are the sidecars of all processes that wrote it, by item."""
+
+    def __init__(
+        self,
+        step_url: str,
+        *,
+        step: int,
+        proves: Proves = prove_all,
+        profile: DurableProfile = DurableProfile(),  # noqa: B008  frozen
+    ):
+        self._proves = proves
+        self._url = step_url.rstrip("/")
+        self._step = step
+        self._profile = profile
+        self._store: Store = small_objects(self._url, profile)
+        self._cells = CellReader(self._url, profile)
+        self._placed = PlacedCells(self._url, profile)
+        self._ranges = PlacedRanges(self._url, profile) if self.is_remote else None
+        self._ahead: Future[list[Manifest]] | None = None
+        self._lock = threading.Lock()
+        self._arrays: dict[tuple[str, str], ts.TensorStore] = {}
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})
+
+    @property
+    def url(self) -> str:
+        """The step's directory."""
+        return self._url
+
+    def look_ahead(self, names: Sequence[str] | None = None) -> None:
+        """`manifests(to_read=True)` now: what it gives or raises is kept for whoever asks first. `names` are those
+        right below the step, where somebody has listed them already."""
+        self._ahead = Future()
+        try:
+            self._ahead.set_result(self._manifests(names, to_read=True))
+        except Exception as error:  # noqa: BLE001  raised to whoever asks
+            self._ahead.set_exception(error)
+
+    def manifests(self, *, to_read: bool = False) -> list[Manifest]:
+        """The sidecars of every process, all items; empty for a step that stock Orbax wrote. Before cells are read
+        (`to_read`), where they stand is looked up on the way.
+
+        Cost in a bucket: three round trips. Raises `CorruptCheckpointError` where one is damaged, or a process's
+        sidecar is missing, or all of an item's.
+        """
+        ahead, self._ahead = self._ahead, None
+        return self._manifests(None, to_read) if ahead is None else ahead.result()
+
+    def _manifests(self, names: Sequence[str] | None, to_read: bool) -> list[Manifest]:
+        items = self.item_names() if names is None else _directories(names)
+        by_item = all_of(self._url, [partial(self._sidecars, item, to_read) for item in items])
+        found = [sidecar for sidecars in by_item for sidecar in sidecars]
+        self._require_sidecars(items, {item for item, _, _ in found})
+        if not found:
+            return []
+        with ThreadPoolExecutor(READ_THREADS) as pool:
+            manifests = self._of_one_save(list(pool.map(lambda each: each[2] or self._manifest(each[1]), found)))
+        self._check_complete(manifests)
+        return manifests
+
+    def _sidecars(self, item: str, to_read: bool) -> list[tuple[str, str, Manifest | None]]:
+        """The item's sidecars by their keys. Most have one, which is read while they are listed."""
+        directory = f"{item}/{paths.SIDECAR_DIR}"
+        first = f"{directory}/{paths.sidecar_name(0)}"
+
+        def listed() -> list[str]:
+            names = self._store.list(directory)
+            keys = [f"{directory}/{name}" for name in names if paths.process_of_sidecar(name) is not None]
+            if keys and to_read and self._ranges is not None:
+                self._ranges.open(item)
+            return keys
+
+        def read() -> Manifest | None:
+            with suppress(FileNotFoundError):
+                return self._manifest(first)
+            return None
+
+        keys, manifest = all_of(self._url, [listed, read])
+        return [(item, key, manifest if key == first else None) for key in keys]
+
+    def _require_sidecars(self, items: Sequence[str], present: set[str]) -> None:
+        """An item without sidecars is stock Orbax's, unless it says of itself that it had some."""
+        lost = [item for item in items if item not in present and self._is_ours(item)]
+        if lost:
+            raise CorruptCheckpointError(
+                f"step {self._step} in {self._url}: items {lost} have lost their sidecars, which alone prove them",
+                step=self._step,
+                path=self._url,
+            )
+
+    def _is_ours(self, item: str) -> bool:
+        with suppress(FileNotFoundError):
+            return has_sidecar_sign(self._store.get(f"{item}/{ARRAY_METADATAS}/process_0"))
+        return False
+
+    def newest_manifest(self, item: str) -> Manifest | None:
+        """Process 0's sidecar of one item: enough to name the save. None for a step that stock Orbax wrote."""
+        try:
+            return self._manifest(f"{item}/{paths.SIDECAR_DIR}/{paths.sidecar_name(0)}")
+        except FileNotFoundError:
+            return None
+
+    def save_id(self) -> SaveId | None:
+        """Which save the step is; None for one that stock Orbax wrote.
+
+        Cost: a small read, of the marker; where that names no save, a listing and a read of a sidecar. Raises
+        `CorruptCheckpointError` where the marker names none, and a sidecar is damaged or all of them are gone.
+        """
+        named = self._marked()
+        if named is not None and named.step == self._step:
+            return named
+        items = self.item_names()
+        for item in items:
+            manifest = self.newest_manifest(item)
+            if manifest is not None:
+                return manifest.save_id
+        self._require_sidecars(items, set())
+        return self.save_id_in_metadata()
+
+    def _marked(self) -> SaveId | None:
+        with suppress(FileNotFoundError, UnicodeDecodeError):
+            return marked_save(self._store.get(COMMIT_MARK).decode())
+        return None
+
+    def save_id_in_metadata(self) -> SaveId | None:
+        """The identity of a step of ours without arrays, which has no sidecar; None where Orbax's file has none."""
+        try:
+            record = json.loads(self._store.get(STEP_METADATA))["custom_metadata"][_IDENTITY]
+            return SaveId(*map(int, record))
+        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def item_names(self) -> list[str]:
+        """The items of the step: its directories."""
+        return _directories(self._store.list(""))
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether reads wait for an answer: many at a time."""
+        return is_remote(self._url)
+
+    def expect(self, wanted: Iterable[Wanted]) -> None:
+        """Begins to read what `read` will be asked for, within `DurableProfile.read_ahead_bytes`."""
+        if self._ranges is not None:
+            self._cells.expect(self._ranges.expect(wanted))
+        else:
+            self._cells.expect(each for each in wanted if not self._placed.has(each[0]))
+
+    def read(self, item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
+        """Copies `wanted` (a part of `record.box`) into `into`, whose shape is `wanted.shape`.
+
+        Reads whole cells and checks each against its digest; raises `CorruptCheckpointError` naming leaf and box.
+        """
+
+        def fetch(cell: Box, start: int, stop: int, target: np.ndarray) -> np.ndarray:
+            del start, stop
+            placed = self._placed if self._ranges is None else self._ranges
+            if placed.fill(item, leaf, cell, target):
+                return target
+            stored = _proven_readable(lambda: self._cells.fetch(item, leaf, cell), self._url, leaf)
+            return self.read_cell(item, leaf, cell) if stored is None else stored
+
+        where = f"step {self._step} in {self._url}, item {item}"
+        copy_proven(leaf, record, wanted, into, fetch, where=where, proves=self._proves)
+
+    def read_cell(self, item: str, leaf: LeafRecord, cell: Box) -> np.ndarray:
+        """The elements of one cell as they stand, which nothing has proven yet: to compare with a digest.
+
+        Raises `CorruptCheckpointError` where they cannot be decoded, `StoreError` where they cannot be reached.
+        """
+        array = self._open(item, leaf)
+        return _proven_readable(lambda: self._awaited(array[cell.slices()].read()), self._url, leaf)
+
+    def _awaited(self, future: Any) -> Any:
+        return awaited([future], self._profile, self._url, nbytes=self._profile.read_ahead_bytes)[0]
+
+    def _manifest(self, key: str) -> Manifest:
+        data = self._store.get(key)
+        with collection_paused():  # records of every leaf, which stay
+            manifest = Manifest.from_bytes(data, path=f"{self._url}/{key}")
+        if manifest.save_id.step != self._step:
+            raise CorruptCheckpointError(
+                f"{self._url}/{key} belongs to step {manifest.save_id.step}, found in step {self._step}",
+                step=self._step,
+                path=self._url,
+            )
+        return manifest
+
+    def _of_one_save(self, manifests: list[Manifest]) -> list[Manifest]:
+        """Those of the save that the marker names. A run of more processes that was fenced off, and goes on, may still
+        put a sidecar into a bucket under a name that the step has no use for."""
+        if len({manifest.save_id for manifest in manifests}) == 1:
+            return manifests
+        named = self._marked()
+        own = [manifest for manifest in manifests if manifest.save_id == named]
+        items, of_own = ({item for manifest in some for item in manifest.arrays} for some in (manifests, own))
+        return own if of_own == items else manifests
+
+    def _check_complete(self, manifests: list[Manifest]) -> None:
+        by_item: dict[str, set[int]] = {}
+        for manifest in manifests:
+            for item in manifest.arrays:
+                by_item.setdefault(item, set()).add(manifest.writer.process)
+        saves = {manifest.save_id for manifest in manifests}
+        for item, processes in by_item.items():
+            expected = set(range(manifests[0].writer.count))
+            if len(saves) > 1 or processes != expected:
+                raise CorruptCheckpointError(
+                    f"step {self._step} in {self._url}: item {item} has sidecars of processes {sorted(processes)} and "
+                    f"saves {sorted(map(str, saves))}, expected processes {sorted(expected)} and one save",
+                    step=self._step,
+                    path=self._url,
+                )
+
+    def _open(self, item: str, leaf: LeafRecord) -> Any:
+        with self._lock:
+            key = (item, leaf.name)
+            if key not in self._arrays:
+                spec = {
+                    "driver": "zarr",
+                    "kvstore": {
+                        "driver": "ocdbt",
+                        "base": base_of(f"{self._url}/{item}"),
+                        "path": f"{leaf.name}/",
+                    },
+                }
+                self._arrays[key] = _proven_readable(
+                    lambda: self._awaited(ts.open(spec, open=True, read=True, context=self._context)), self._url, leaf
+                )
+            array = self._arrays[key]
+        if tuple(array.shape) != leaf.shape or array.dtype.numpy_dtype != np.dtype(leaf.dtype):
+            raise CorruptCheckpointError(
+                f"step {self._step} in {self._url}: leaf {item}:{leaf.name} is {array.dtype.name}{list(array.shape)} "
+                f"in its zarr metadata, {leaf.describe()} in the sidecar",
+                step=self._step,
+                path=self._url,
+            )
+        return array
+
+
+def _directories(names: Iterable[str]) -> list[str]:
+    return [name.rstrip("/") for name in names if name.endswith("/")]
+
+
+def _proven_readable(operation: Callable[[], Any], url: str, leaf: LeafRecord) -> Any:
+    """What `operation` of TensorStore gives: a damaged B-tree node has no status name, so what names no access problem
+    is damage."""
+    where = f"{url}: leaf {leaf.name}"
+    try:
+        return translated(operation, url)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{where}: {words_of(error)}", path=url) from error

@@ -1,0 +1,285 @@
+"""Writes one Orbax step with as few operations as it has parts: data, side files, then the marker that commits it.
+
+On a disk the step is written beside its place and renamed; in a bucket it is written in place, and is a step once
+`commit_success.txt` is there, which only one writer can create (`attempts`). There, each object is created and never
+replaced: a writer that was given up long ago cannot change what a later one has written. What a crash leaves is no step
+for stock Orbax, and is removed by the next run that saves (`leftovers`), or as Orbax removes its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, final
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from ckptkit.durable.cells.pacing import Pace
+from ckptkit.durable.cells.tensorstore_wait import small_objects
+from ckptkit.durable.cells.writer import CellWriter, merge_processes, process_directory
+from ckptkit.durable.commit import BucketAttempt, DiskAttempt, make_attempt
+from ckptkit.durable.orbax import files as orbax_files
+from ckptkit.durable.orbax.host_shards import HostShards, shards_of
+from ckptkit.durable.orbax.manager import METRICS_ITEM
+from ckptkit.errors import TransientStoreError
+from ckptkit.job.coordination import Coordinator
+from ckptkit.model import paths
+from ckptkit.model.boxes import Box
+from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.model.manifest import LeafRecord, SaveId
+from ckptkit.store import Store, all_of, put_new
+from ckptkit.store.local import LocalStore
+from ckptkit.store.roots import is_remote
+from ckptkit.util.gc_pause import collection_paused
+
+_PUTS = 8  # small files on their way at a time, beside the data
+
+
+def is_writable(items: Mapping[str, Any]) -> bool:
+    """Whether these save arguments are of the kinds that are written here: trees of `host_tree`, and JSON."""
+    return all(isinstance(item, ocp.args.PyTreeSave | ocp.args.JsonSave) for item in items.values())
+
+
+@final
+class StepWriter:
+    """Writes steps below one root, all processes together. Raises what stores and TensorStore raise."""
+
+    def __init__(
+        self,
+        url: str,
+        coordinator: Coordinator,
+        profile: DurableProfile,
+        *,
+        timeout_s: float,
+        mode: int | None = None,
+        pace: Pace | None = None,
+    ):
+        self._url = url
+        self._coordinator = coordinator
+        self._profile = profile
+        self._pace = pace or Pace(profile.write_bytes_per_s)
+        self._timeout_s = timeout_s
+        self._mode = 0o777 if mode is None else mode  # of directories; the process's umask applies
+
+    def write(
+        self,
+        name: str,
+        save_id: SaveId,
+        items: Mapping[str, Any],
+        handlers: Mapping[str, str],
+        custom_metadata: Any,
+        check_epoch: Callable[[], None] = lambda: None,
+    ) -> Callable[[], None]:
+        """Writes and commits the step in the directory `name`; returns once it is committed, on every process.
+
+        What it returns removes what the attempt needs no more: on process 0, at any time, or never. `handlers` are the
+        names of Orbax's handlers by item; `check_epoch` is asked on process 0 right before the commit, and raises where
+        a later run has begun. Cost in a bucket: three listings, five requests for each item of arrays and one for
+        another, the data, and four; one after the other are the data and six. Raises `StepAlreadyExistsError`, and
+        `TransientStoreError` where another process could not write its part: the step is not committed then.
+        """
+        init_ns = time.time_ns()
+        begun: list[DiskAttempt | BucketAttempt] = []  # on process 0
+        beginning: Future[None] | None = None
+
+        def start(_: list[Any]) -> tuple[str, Any, int]:
+            nonlocal beginning
+            attempt = make_attempt(self._url, name, save_id, self._mode)
+            begun.append(attempt)
+            beginning = aside.submit(attempt.begin)
+            if self._coordinator.count > 1 or not is_remote(self._url):
+                beginning.result()  # others put into the place as soon as they hear of it, or it has to be there
+            return attempt.place, self._profile.compression, self._profile.copied_bytes
+
+        def finish(place: str) -> None:
+            self._finish(place, items, handlers, init_ns, custom_metadata, check_epoch)
+            begun[0].commit()
+
+        with ThreadPoolExecutor(1, thread_name_prefix="ckptkit-attempt") as aside:
+            try:
+                # Process 0 describes the leaves: what the others write has to be encoded as it says.
+                place, compression, copied_bytes = self._agree("step-begun", None, start)
+                profile = dataclasses.replace(self._profile, compression=compression, copied_bytes=copied_bytes)
+                ready = beginning.result if beginning is not None else lambda: None
+                self._write_at(place, items, profile, ready, finish)
+            except BaseException:
+                for attempt in begun:
+                    attempt.give_up()
+                raise
+        return begun[0].tidy if begun else lambda: None
+
+    def _write_at(
+        self,
+        place: str,
+        items: Mapping[str, Any],
+        profile: DurableProfile,
+        ready: Callable[[], None],
+        finish: Callable[[str], None],
+    ) -> None:
+        error = None
+        try:
+            self._write_part(place, items, profile, ready)
+        except Exception as caught:  # noqa: BLE001  said to the others, who would wait for this part
+            error = caught
+
+        def finish_together(failures: list[str | None]) -> None:
+            for process, failure in enumerate(failures):
+                if failure is not None:
+                    # Raised everywhere: whoever wrote its own part well would take the step for committed, and prune.
+                    raise TransientStoreError(f"process {process} has not written its part of {place}: {failure}")
+            finish(place)
+
+        try:
+            self._agree("step-written", None if error is None else f"{type(error).__name__}: {error}", finish_together)
+        finally:
+            if error is not None:
+                raise error  # what it was; whether it may be tried again is for all to say together
+
+    def _agree(self, channel: str, value: Any, decide: Any) -> Any:
+        return self._coordinator.agree(channel, value, decide, timeout_s=self._timeout_s)
+
+    def _small(self, place: str) -> Store:
+        return small_objects(place, self._profile)
+
+    # On every process.
+
+    def _write_part(
+        self, place: str, items: Mapping[str, Any], profile: DurableProfile, ready: Callable[[], None]
+    ) -> None:
+        """Everything of this process, encoded meanwhile, once `ready` has returned."""
+        # On a disk all is synced at the end, side by side: one by one takes a turn of the disk for each file.
+        store = self._small(place) if is_remote(place) else LocalStore(place, durable=False)
+        with ThreadPoolExecutor(_PUTS, thread_name_prefix="ckptkit-step") as pool:
+            puts: list[Future[None]] = []
+
+            def put(key: str, data: bytes) -> None:
+                ready()
+                _put(store, key, data)
+
+            for item, args in items.items():
+                if isinstance(args, ocp.args.JsonSave):
+                    if self._coordinator.process == 0:
+                        # Orbax names the file of its metrics after their item.
+                        file = METRICS_ITEM if item == METRICS_ITEM else orbax_files.JSON_VALUE
+                        puts.append(pool.submit(put, f"{item}/{file}", json.dumps(args.item).encode()))
+                        puts.append(pool.submit(put, *_item_mark(item, place)))
+                    continue
+                files = self._side_files(args)
+                puts += [pool.submit(put, f"{item}/{file}", data) for file, data in files.items()]
+                del files  # a manifest and more: it goes with the put
+                self._write_arrays(f"{place}/{item}", args.item, profile, ready)
+            ready()
+            for each in puts:
+                each.result()
+            if not is_remote(place):
+                list(pool.map(_sync, _written_below(place)))
+
+    def _write_arrays(self, directory: str, tree: Any, profile: DurableProfile, ready: Callable[[], None]) -> None:
+        process, count = self._coordinator.process, self._coordinator.count
+        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+        part = directory if count == 1 else process_directory(directory, process)
+        if not is_remote(part):
+            os.makedirs(part, mode=self._mode, exist_ok=True)
+        own = [
+            (leaf.record, leaf.blocks) if isinstance(leaf, HostShards) else _host_leaf(keypath, leaf)
+            for keypath, leaf in leaves
+            if isinstance(leaf, HostShards) or process == 0
+        ]
+        cells = CellWriter(part, profile, self._pace, ready=ready, expected=own)
+        try:
+            for record, blocks in own:
+                cells.add(record, blocks, describe=process == 0)
+            cells.commit()
+        except Exception:
+            cells.give_up()
+            raise
+        if shards := shards_of(tree):
+            shards[0].on_written()  # the same on all of them
+
+    @collection_paused()
+    def _side_files(self, args: Any) -> dict[str, bytes]:
+        process, shards = self._coordinator.process, shards_of(args.item)
+        files = {f"{orbax_files.ARRAY_METADATAS}/process_{process}": orbax_files.array_metadatas_text(shards).encode()}
+        if shards:
+            files[f"{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}"] = shards[0].sidecar
+        if process == 0:
+            files[orbax_files.TREE_METADATA] = orbax_files.tree_text(args.item, args.custom_metadata).encode()
+            shardings = orbax_files.shardings_text(shards)
+            if shardings is not None:
+                files[orbax_files.SHARDINGS] = shardings.encode()
+        return files
+
+    # On process 0.
+
+    def _finish(
+        self,
+        place: str,
+        items: Mapping[str, Any],
+        handlers: Mapping[str, str],
+        init_ns: int,
+        custom_metadata: Any,
+        check_epoch: Callable[[], None],
+    ) -> None:
+        """Joins the parts, and says of each item and of the step that it is whole; it is not committed yet."""
+        store = self._small(place)
+        trees = [item for item, args in items.items() if not isinstance(args, ocp.args.JsonSave)]
+        if self._coordinator.count > 1:
+            for item in trees:
+                merge_processes(f"{place}/{item}", self._coordinator.count, self._profile)
+                if not is_remote(place):  # the names that the merge has made
+                    for directory in (f"{place}/{item}/d", f"{place}/{item}"):
+                        _sync(directory)
+        text = orbax_files.step_text(handlers, init_ns, time.time_ns(), custom_metadata)
+        puts = [*(_item_mark(item, place) for item in trees), (orbax_files.STEP_METADATA, text.encode())]
+        all_of(place, [*(partial(_put, store, *each) for each in puts), check_epoch])
+
+
+def _item_mark(item: str, place: str) -> tuple[str, bytes]:
+    """What Orbax leaves in each item that it has finished, for those who read one by itself."""
+    return f"{item}/{paths.COMMIT_MARK}", f"Checkpoint commit was successful to {place}/{item}".encode()
+
+
+def _put(store: Store, key: str, data: bytes) -> None:
+    """On a disk nobody else knows the directory."""
+    if is_remote(store.url):
+        put_new(store, key, data)
+    else:
+        store.put(key, data)
+
+
+def _written_below(place: str) -> list[str]:
+    """The files and directories of a step on a disk that TensorStore has not synced itself."""
+    found = []
+    for directory, _, names in os.walk(place):
+        found.append(directory)
+        if not os.path.exists(os.path.join(os.path.dirname(directory), "manifest.ocdbt")):
+            found += [os.path.join(directory, name) for name in names]
+    return found
+
+
+def _sync(path: str) -> None:
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:  # another process's, under its temporary name: that process syncs it
+        return
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _host_leaf(keypath: Any, leaf: Any) -> tuple[LeafRecord, list[tuple[Box, np.ndarray]]]:
+    """A leaf of host memory as Orbax stores it: one cell."""
+    block = np.ascontiguousarray(leaf).reshape(np.shape(leaf))
+    path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keypath)
+    record = LeafRecord(
+        path=path, keys="", kind="numpy", shape=block.shape, dtype=block.dtype.name, cell=tuple(map(int, block.shape))
+    )
+    return record, [(Box.whole(block.shape), block)]

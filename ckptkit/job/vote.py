@@ -1,0 +1,56 @@
+"""One verdict of all processes on what each of them tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ckptkit.errors import CorruptCheckpointError, ItemNotFoundError, heard_from
+from ckptkit.job.coordination import Coordinator
+
+_T = TypeVar("_T")
+# Only what is proven bad or absent falls back to something older; unreachable is not absent.
+REJECTING = (CorruptCheckpointError, FileNotFoundError, ItemNotFoundError)
+_TOLD_MAX = 4  # reasons: thousands of processes reject a damaged step alike, and each of them hears all of it
+_CHARS_MAX = 2000  # of a reason; who has it raises all of it
+
+
+def act_together(
+    coordinator: Coordinator,
+    channel: str,
+    act: Callable[[], _T],
+    *,
+    timeout_s: float,
+    rejecting: tuple[type[Exception], ...] = REJECTING,
+) -> tuple[str | None, _T | None]:
+    """Does its part and votes: why all reject, or what `act` gave. What is fatal anywhere raises everywhere: all but
+    `rejecting`."""
+    error: Exception | None = None
+    done = None
+    try:
+        done = act()
+    except Exception as caught:  # noqa: BLE001  voted on: who does not vote leaves the others waiting
+        error = caught
+    is_fatal = error is not None and not isinstance(error, rejecting)
+    verdict = _vote(coordinator, channel, error, is_fatal, timeout_s)
+    if verdict["fatal"] is not None:
+        if error is not None and is_fatal:
+            raise error
+        raise heard_from(*verdict["fatal"])
+    return verdict["reject"], done
+
+
+def _vote(
+    coordinator: Coordinator, channel: str, error: Exception | None, is_fatal: bool, timeout_s: float
+) -> dict[str, Any]:
+    """One verdict for all: a fatal error raises everywhere, a rejection sends everybody to the next candidate."""
+    value = None if error is None else [is_fatal, type(error).__name__, str(error)[:_CHARS_MAX]]
+
+    def worst(values: list[Any]) -> dict[str, Any]:
+        said = [(process, *each) for process, each in enumerate(values) if each is not None]
+        fatal = [[process, name, text] for process, is_fatal, name, text in said if is_fatal]
+        reject = [f"process {process}: {name}: {text}" for process, is_fatal, name, text in said if not is_fatal]
+        more = [f"{len(reject) - _TOLD_MAX} more processes"] if len(reject) > _TOLD_MAX else []
+        return {"fatal": fatal[0] if fatal else None, "reject": "; ".join([*reject[:_TOLD_MAX], *more]) or None}
+
+    return coordinator.agree(channel, value, worst, timeout_s=timeout_s)

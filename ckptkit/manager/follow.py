@@ -1,0 +1,239 @@
+"""The steps of a running job, one after another, for an evaluator in another process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
+from ckptkit.durable.lifecycle.leases import Lease
+from ckptkit.durable.read_step import DurableReader
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, TransientStoreError
+from ckptkit.events import EventLog, Kind
+from ckptkit.inspection.directories import is_committed, step_of_name
+from ckptkit.inspection.places import Place
+from ckptkit.job.coordination import make_coordinator
+from ckptkit.manager import CheckpointManager
+from ckptkit.model.manifest import SaveId, cell_ranges
+from ckptkit.model.tiers import DURABLE
+from ckptkit.store import open_store
+from ckptkit.store.roots import root_url
+from ckptkit.util.clock import Deadline
+
+_STORE_DEADLINE_S = 20.0
+_AGREE_S = 24 * 3600.0  # while process 0 proves a step, the others wait
+
+
+def follow(
+    root: str | os.PathLike[str],
+    *,
+    after: int | None = None,
+    newest_only: bool = False,
+    prove: bool = True,
+    poll_s: float = 5.0,
+    idle_timeout_s: float | None = None,
+    lease_s: float = 60.0,
+    events: EventLog | None = None,
+) -> Iterator[FollowedStep]:
+    """Yields each new committed step of the durable root of a running job, oldest first, as it appears.
+
+    It follows the durable root alone, a directory or a bucket: steps that only the job's fast tiers hold are private to
+    its hosts, and are reused without asking anybody.
+
+    A step that is yielded has been read whole and met its digests (`prove=False`: its metadata is whole; the bytes are
+    proven by `restore`). It is not pruned by a ckptkit writer until the loop asks for the next one, is left, or this
+    process dies and its lease runs out. Damaged steps and steps of abandoned branches are passed over, the former with
+    a `restore_rejected` event; after a rollback of the job the steps of the new branch follow, whatever their numbers.
+    Steps of stock Orbax are yielded with `proven=False`, and a job that runs stock Orbax respects no lease.
+
+    Args:
+      root: the durable root; it need not exist yet.
+      after: leave out the steps up to this number that are there at the start (default: none).
+      newest_only: where several are new, yield the newest alone.
+      prove: read every byte before a step is yielded.
+      poll_s: seconds between looks at the root. Cost of a look: one listing, small reads for what is new.
+      idle_timeout_s: end when nothing new has come for so long (default: never).
+      lease_s: how long the writer keeps a step after this process has died.
+      events: where to record what is passed over.
+
+    In an evaluator of several processes all iterate together; process 0 looks, and leases.
+    Raises `StoreError` for a root that cannot be read (one that cannot be reached is tried again).
+    """
+    follower = _Follower(root_url(root), after, newest_only, prove, lease_s, events or EventLog())
+    return _iterate(follower, poll_s, idle_timeout_s)
+
+
+@dataclass(slots=True, kw_only=True)
+class FollowedStep:
+    """A committed step that nobody prunes while it is the current one of its loop."""
+
+    step: int
+    save_id: SaveId
+    root: str
+    proven: bool
+    _manager: CheckpointManager = field(repr=False)
+
+    def restore(self, args: Any = None) -> Any:
+        """What `CheckpointManager.restore` gives for `args`, every byte proven. All processes call it together.
+
+        Raises what that raises, and `CorruptCheckpointError` where the job has saved the step anew meanwhile.
+        """
+        found = self._manager.restore(self.step, args=args)
+        if self._manager.restored_save_id != self.save_id:
+            raise CorruptCheckpointError(
+                f"step {self.step} in {self.root} was save {self.save_id} when it was found, and is save "
+                f"{self._manager.restored_save_id} now: the job went back and saved it anew; go on to the next",
+                step=self.step,
+                path=self.root,
+            )
+        return found
+
+
+def _iterate(follower: _Follower, poll_s: float, idle_timeout_s: float | None) -> Iterator[FollowedStep]:
+    coordinator, manager = make_coordinator(), None
+    idle = Deadline(idle_timeout_s if idle_timeout_s is not None else float("inf"))
+
+    def look(_: list[Any]) -> list[Any]:
+        found = follower.next()
+        return [found, found is None and idle.passed]
+
+    try:
+        while True:
+            found, ended = coordinator.agree("follow", None, look, timeout_s=_AGREE_S)
+            if found is not None:
+                manager = manager or _reader(follower.url)
+                step, *identity, proven = found
+                save_id = SaveId(*identity)
+                yield FollowedStep(step=step, save_id=save_id, root=follower.url, proven=proven, _manager=manager)
+                idle.begin_again()
+            elif ended:
+                return
+            else:
+                time.sleep(poll_s)
+    finally:
+        follower.release()
+        if manager is not None:
+            manager.close()
+
+
+def _reader(url: str) -> CheckpointManager:
+    return CheckpointManager(url, options=ocp.CheckpointManagerOptions(read_only=True, create=False))
+
+
+class _Follower:
+    """What has been yielded, and the lease on the current step. Used on process 0 alone."""
+
+    def __init__(self, url: str, after: int | None, newest_only: bool, prove: bool, lease_s: float, events: EventLog):
+        self.url = url
+        self.events = events
+        self._after = after
+        self._newest_only = newest_only
+        self._prove = prove
+        self._lease_s = lease_s
+        self._store = open_store(url, deadline_s=_STORE_DEADLINE_S)
+        self._saves: dict[str, SaveId | None] = {}  # by directory; None for one that is damaged
+        self._ancestry = Ancestry()
+        self._last: SaveId | None = None
+        self._lease: Lease | None = None
+
+    def next(self) -> list[Any] | None:
+        """The next step, leased: its number, identity and whether it is proven. None where there is nothing new."""
+        self.release()
+        try:
+            new = self._new()
+            for name, save_id in reversed(new) if self._newest_only else new:
+                proven = self._take(name, save_id)
+                if proven is not None:
+                    self._last = save_id
+                    return [save_id.step, save_id.epoch, save_id.step, save_id.number, proven]
+        except TransientStoreError as error:  # looked at again at the next poll
+            self.events.emit(Kind.DEGRADED, tier=DURABLE, reason=str(error))
+        return None
+
+    def release(self) -> None:
+        """Gives up the lease on the current step."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    def _new(self) -> list[tuple[str, SaveId]]:
+        """The committed steps of the job's own branch that were not yielded, oldest first."""
+        place = Place.open(self.url, timeout_s=_STORE_DEADLINE_S)
+        names = [name for name in place.directories() if step_of_name(name) is not None]
+        ancestry = EpochRecords(self._store).read()
+        if ancestry != self._ancestry:  # the job was restarted or went back: numbers may be saved again
+            self._ancestry = ancestry
+            self._saves.clear()
+        found = []
+        for name in names:
+            save_id = self._identity(place.below(name), name)
+            if save_id is not None:
+                found.append((name, save_id))
+        if names and self._after is not None:
+            self._last = max((save_id for _, save_id in found if save_id.step <= self._after), default=None)
+            self._after = None
+        return sorted((pair for pair in found if self._last is None or pair[1] > self._last), key=lambda pair: pair[1])
+
+    def _identity(self, place: Place, name: str) -> SaveId | None:
+        """Which save a directory holds; None for one that is damaged, not committed yet or abandoned."""
+        step = step_of_name(name)
+        assert step is not None
+        if name in self._saves:
+            return self._saves[name]
+        try:
+            if not is_committed(place):
+                return None
+            save_id = self._reader(name, step).save_id() or self._ancestry.of_stock(step)
+            if self._ancestry.superseded(save_id):
+                return None  # looked at again: its number may be saved anew
+            self._saves[name] = save_id
+        except CorruptCheckpointError as error:
+            self._reject(name, step, error)
+        return self._saves[name]
+
+    def _take(self, name: str, save_id: SaveId) -> bool | None:
+        """Leases a step and proves it; whether it is proven, or None where it cannot be had."""
+        lease = Lease(self._store, save_id.step, lease_s=self._lease_s)
+        proven = None
+        try:
+            reader = self._reader(name, save_id.step)
+            if lease.granted() and (reader.save_id() or save_id) == save_id and reader.item_names():
+                proven = self._proven(reader, save_id)
+                if lease.lost:  # while it was read: the writer may prune it; looked at again at the next poll
+                    proven = None
+        except CorruptCheckpointError as error:
+            self._reject(name, save_id.step, error)
+        except FileNotFoundError:  # pruned before it was leased
+            self._saves.pop(name, None)
+        finally:
+            if proven is None:
+                lease.release()
+        if proven is not None:
+            self._lease = lease
+        return proven
+
+    def _proven(self, reader: DurableReader, save_id: SaveId) -> bool:
+        """Reads every cell of our steps. False for one of stock Orbax, which has no digests."""
+        manifests = reader.manifests()
+        if not manifests:
+            return save_id.ours
+        for manifest in manifests if self._prove else ():
+            for item, leaves in manifest.arrays.items():
+                for leaf in leaves:
+                    for record in leaf.boxes:
+                        for cell, _, _ in cell_ranges(record, leaf):
+                            reader.read(item, leaf, record, cell, np.empty(cell.shape, np.dtype(leaf.dtype)))
+        return True
+
+    def _reject(self, name: str, step: int, error: CheckpointError) -> None:
+        self._saves[name] = None
+        self.events.emit(Kind.REJECTED, step=step, tier=DURABLE, reason=str(error))
+
+    def _reader(self, name: str, step: int) -> DurableReader:
+        return DurableReader(f"{self.url}/{name}", step=step)

@@ -1,0 +1,136 @@
+"""What is known of steps beside their bytes: metrics and metadata, from whichever tier holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from ckptkit.durable.orbax.manager import DEFAULT_ITEM, METRICS_ITEM, sharding_metadata, step_metadata, tree_metadata
+from ckptkit.durable.read_step import without_identity
+from ckptkit.durable.steps import DurableSteps
+from ckptkit.errors import StepNotFoundError
+from ckptkit.model.manifest import Manifest
+from ckptkit.model.tiers import DURABLE
+from ckptkit.restore.local_tiers import LocalSave
+from ckptkit.restore.request import stored_tree
+from ckptkit.restore.restorer import Restorer
+from ckptkit.restore.tree import merged_leaves
+from ckptkit.save.ledger import Book
+from ckptkit.schedule.decider import StepInfo
+from ckptkit.snapshot.small_items import STRUCTURE
+
+
+class KnownSteps:
+    """Answers about steps. Reads on this process alone."""
+
+    def __init__(self, options: ocp.CheckpointManagerOptions, durable: DurableSteps, restorer: Restorer):
+        self._options = options
+        self._durable = durable
+        self._restorer = restorer
+        self._metrics: dict[int, Any] = {}
+        self._as_saved = False  # a step was restored as it was saved, and Orbax was not told its kinds yet
+
+    def restored_as_saved(self) -> None:
+        """A step was restored without arguments: Orbax's metadata knows its trees from then on."""
+        self._as_saved = True
+
+    def refill(self, steps: Iterable[int]) -> None:
+        """The tiers were looked at afresh: they hold these steps."""
+        durable = {step: metrics for step, _, metrics in self._durable.stock.infos()}
+        if self._options.best_fn is None or self._options.lightweight_initialize:
+            self._metrics = durable
+            return
+        fast = {save_id.step: _metrics_in(save.manifests) for save_id, save in self._restorer.local_saves().items()}
+        self._metrics = {step: durable.get(step) if durable.get(step) is not None else fast.get(step) for step in steps}
+
+    def taken(self, step: int, metrics: Any) -> None:
+        """A save of `step` was taken with these metrics."""
+        self._metrics[step] = metrics
+
+    def best_of(self, steps: Sequence[int]) -> int | None:
+        """The best of `steps` by the options' `best_fn`, the last saved of equals; None where none has metrics."""
+        assert self._options.best_fn is not None
+        with_metrics = [step for step in steps if self._metrics.get(step) is not None]
+        by_quality = sorted(
+            with_metrics,
+            key=lambda step: self._options.best_fn(self._metrics[step]),  # pyright: ignore[reportOptionalCall]
+            reverse=self._options.best_mode == "min",
+        )
+        return by_quality[-1] if by_quality else None
+
+    def cached_metrics(self, step: int) -> Any:
+        """The metrics of `step` that were seen so far, None where none were."""
+        return self._metrics.get(step)
+
+    def metrics(self, step: int) -> Any:
+        """The metrics that a tier has of `step`, None where there are none."""
+        found = self._durable.stock.orbax.metrics(step)
+        if found is None and (save := self._local(step)) is not None:
+            found = _metrics_in(save.manifests)
+        return found
+
+    def metadata(self, step: int) -> Any:
+        """Orbax's `StepMetadata`; raises `StepNotFoundError` where no tier has the step whole."""
+        try:
+            found = self._durable.stock.orbax.metadata(step)
+        except (FileNotFoundError, ValueError) as error:
+            save = self._local(step)
+            if save is None:
+                raise StepNotFoundError(
+                    f"step {step} is not in {self._durable.url} or in the fast tiers of this host", step=step
+                ) from error
+            return self._of_manifests(save.manifests)
+        if self._as_saved:
+            self._as_saved = False
+            self._durable.stock.learn_kinds(found.item_handlers)
+            found = self._durable.stock.orbax.metadata(step)
+        found.custom_metadata = without_identity(found.custom_metadata)
+        return found
+
+    def _local(self, step: int) -> LocalSave | None:
+        saves = [save for save_id, save in self._restorer.local_saves().items() if save_id.step == step]
+        return max(saves, key=lambda save: save.save_id, default=None)
+
+    def _of_manifests(self, manifests: Sequence[Manifest]) -> Any:
+        trees = {name: _tree_metadata(manifests, name) for manifest in manifests for name in manifest.arrays}
+        small = {n: None for m in manifests for n, stored in m.inline.items() if stored["kind"] != STRUCTURE}
+        items = {**small, **trees}
+        default_item = set(items) - {METRICS_ITEM} == {DEFAULT_ITEM}
+        return step_metadata(
+            item_metadata=items[DEFAULT_ITEM] if default_item else ocp.args.Composite(**items),
+            metrics=_metrics_in(manifests) or {},
+        )
+
+
+def durable_infos(book: Book, durable: DurableSteps) -> list[StepInfo]:
+    """What policies look at of the steps that the durable tier holds."""
+    held = {record.step for record in book.records() if DURABLE in record.tiers}
+    return [StepInfo(step, time, metrics) for step, time, metrics in durable.stock.infos() if step in held]
+
+
+def _metrics_in(manifests: Sequence[Manifest]) -> Any:
+    stored = next((m.inline[METRICS_ITEM] for m in manifests if METRICS_ITEM in m.inline), None)
+    return stored["value"] if stored is not None and stored["kind"] == "metrics" else None
+
+
+def _tree_metadata(manifests: Sequence[Manifest], item: str) -> Any:
+    stored = merged_leaves(manifests, item)
+    whole = stored_tree(manifests, item, stored)
+    names = {leaf.path: leaf.name for leaf in stored}
+
+    def of(keypath: Any, leaf: Any) -> Any:
+        path = tuple(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in keypath)
+        name = names.get(path, ".".join(path))
+        if isinstance(leaf, bool | int | float):
+            return ocp.metadata.ScalarMetadata(name=name, directory=None, dtype=np.asarray(leaf).dtype)  # pyright: ignore[reportArgumentType]
+        sharding = getattr(leaf, "sharding", None)
+        words = None if sharding is None else sharding_metadata(sharding)
+        return ocp.metadata.ArrayMetadata(
+            name=name, directory=None, shape=tuple(leaf.shape), sharding=words, dtype=leaf.dtype
+        )  # pyright: ignore[reportArgumentType]
+
+    return tree_metadata(jax.tree_util.tree_map_with_path(of, whole))

@@ -1,0 +1,58 @@
+"""What Orbax's callers expect: numbers of steps in any integer type, log entries of saves and restores."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptkit.durable.orbax.manager import restore_statistics, save_statistics
+from ckptkit.util import clock
+
+
+def step_number(step: Any) -> Any:
+    """A step as an int: NumPy's and JAX's scalars too, a training loop's counter often is one; whole floats.
+
+    What is no number is given back as it is: no step has it, and a save refuses it.
+    """
+    try:
+        return operator.index(step)
+    except TypeError:
+        return int(step) if isinstance(step, float) and step.is_integer() else step
+
+
+def saved_step_number(step: Any) -> int:
+    """The same for a save; raises TypeError for what is no whole number."""
+    number = step_number(step)
+    if not isinstance(number, int):
+        raise TypeError(f"step {step!r} is no whole number")
+    return number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Began:
+    """When a call began, by both clocks."""
+
+    monotonic_s: float = field(default_factory=clock.monotonic_s)
+    wall_s: float = field(default_factory=clock.wall_s)
+
+
+def save_entry(began: Began, step: int, directory: Any, *, synchronous: bool) -> dict[str, Any]:
+    """The entry of a `save` that returns now."""
+    return save_statistics(
+        step=step,
+        directory=str(directory),
+        synchronous=synchronous,
+        checkpoint_manager_blocking_start_time=began.wall_s,
+        checkpoint_manager_blocking_duration_secs=clock.monotonic_s() - began.monotonic_s,
+    )
+
+
+def restore_entry(began: Began, step: int, directory: Any) -> dict[str, Any]:
+    """The entry of a `restore` that returns now."""
+    return restore_statistics(
+        step=step,
+        directory=str(directory),
+        checkpoint_manager_start_time=began.wall_s,
+        checkpoint_manager_duration_secs=clock.monotonic_s() - began.monotonic_s,
+    )

@@ -1,0 +1,118 @@
+"""The last save before a preemption: agreed by all processes, for the tiers that the grace has room for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.errors import CheckpointError
+from ckptkit.events import EventLog, Kind
+from ckptkit.job.coordination import Coordinator
+from ckptkit.manager.build import Parts
+from ckptkit.manager.save import Intake, LastTurn, Request
+from ckptkit.manager.settings import Settings
+from ckptkit.model.tiers import DURABLE
+from ckptkit.schedule.preemption import LastSave, LastSavePlan, Pace, Rates, plan_last_save
+from ckptkit.snapshot.items import save_items
+from ckptkit.util import clock
+from ckptkit.util.clock import Deadline
+
+_LEAST_S = 1.0  # for the fastest tier: what has gone of the grace is an upper bound
+_ANSWER_S = 5.0  # of the grace, at least, for the agreement itself
+
+
+class LastSaver:
+    """Belongs to the step loop's thread; called by all processes together."""
+
+    def __init__(self, settings: Settings, parts: Parts, intake: Intake, coordinator: Coordinator):
+        self._tiers = (*(tier.name for tier in parts.tiers), DURABLE)
+        self._read_only = settings.options.read_only
+        self._stock = parts.durable.stock
+        self._events: EventLog = settings.events
+        self._rates, self.pace = Rates(), Pace()
+        self._events.observe(self._rates)
+        self._pipeline = parts.pipeline
+        self._branch = parts.branch
+        self._intake = intake
+        self._coordinator = coordinator
+
+    def save(self, step: int, args: Any, grace_s: float) -> LastSave:
+        """See `CheckpointManager.save_last`."""
+        if self._read_only:
+            raise CheckpointError("save_last: the options say read_only", step=step)
+        if not grace_s > 0:
+            raise ValueError(f"grace_s is {grace_s}: give the seconds between the signal and the end, more than 0")
+        request = self._request(step, args)
+        held = save_items(request.args, default_item=request.default_item)
+        size_bytes = 0 if isinstance(held, str) else self._pipeline.describe(held).held_bytes
+        return self._save(request, size_bytes, grace_s)
+
+    def _request(self, step: int, args: Any) -> Request:
+        start_s = clock.monotonic_s()
+        by_name, default_item = self._stock.save_args(None, None, args)
+        return Request(
+            step=step,
+            args=by_name,
+            default_item=default_item,
+            metrics=None,
+            force=True,
+            custom_metadata=None,
+            start_s=start_s,
+        )
+
+    def _save(self, request: Request, size_bytes: int, grace_s: float) -> LastSave:
+        spent_s = self.pace.spent_s(clock.monotonic_s())
+        plan, spent_s = self._agree(self._rates.needs_s(size_bytes), spent_s, grace_s)
+        deadline = Deadline(max(_LEAST_S, grace_s - spent_s))
+        was_there = self._was_there(request.step, deadline)
+        if not was_there:
+            last = LastTurn(tiers=frozenset(plan.tiers), deadline=deadline)
+            self._intake.take(replace(request, force=True, last=last))
+        # A slow tier that is not done must not cost the step that faster ones have: nothing is raised here.
+        self._pipeline.settle(deadline)
+        held = {tier for record in self._branch.records() if record.step == request.step for tier in record.tiers}
+        lacking = tuple(tier for tier in plan.tiers if tier not in held)
+        unfinished = lacking if self._pipeline.busy else ()
+        why = "the step was saved before, and not to this tier"
+        result = LastSave(
+            step=request.step,
+            tiers=tuple(tier for tier in self._tiers if tier in held),
+            unfinished=unfinished,
+            left_out={**plan.left_out, **(dict.fromkeys(lacking, why) if was_there and not unfinished else {})},
+            spent_s=round(spent_s, 3),
+            grace_s=grace_s,
+        )
+        self._say(result)
+        return result
+
+    def _was_there(self, step: int, deadline: Deadline) -> bool:
+        """Whether this run has saved the step before, and not the branch that it left: the same on every process. A
+        save that is on its way may have come too early, and be dropped: then this one is made."""
+        self._pipeline.wait_decided(deadline)
+        there = any(record.step == step for record in self._branch.records())
+        wait_s = max(_ANSWER_S, deadline.left_s)
+        return bool(self._coordinator.agree("last-save-there", there, any, timeout_s=wait_s))
+
+    def _agree(self, needs_s: dict[str, float], spent_s: float, grace_s: float) -> tuple[LastSavePlan, float]:
+        """One plan for all: by the slowest process, and by the one that was told first."""
+
+        def decide(values: list[list[Any]]) -> list[Any]:
+            needs = {tier: max(v[0].get(tier, 0.0) for v in values) for tier in self._tiers}
+            spent = max(v[1] for v in values)
+            plan = plan_last_save(self._tiers, needs, max(0.0, min(v[2] for v in values) - spent))
+            return [list(plan.tiers), dict(plan.left_out), spent]
+
+        wait_s = max(_ANSWER_S, grace_s - spent_s)
+        said = self._coordinator.agree("last-save", [needs_s, spent_s, grace_s], decide, timeout_s=wait_s)
+        return LastSavePlan(tiers=tuple(said[0]), left_out=said[1]), said[2]
+
+    def _say(self, last: LastSave) -> None:
+        self._events.emit(
+            Kind.PREEMPTED,
+            step=last.step,
+            tiers=last.tiers,
+            unfinished=last.unfinished,
+            left_out=last.left_out,
+            spent_s=last.spent_s,
+            grace_s=last.grace_s,
+        )

@@ -1,0 +1,73 @@
+"""A restore that is under way while its caller does something else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, final
+
+from ckptkit.restore.caller_thread import Caller
+from ckptkit.restore.restorer import Restored
+
+
+@final
+class RestoreHandle:
+    """What `CheckpointManager.restore_async` gives: the items come in on a thread of its own.
+
+    The thread reads, proves and places bytes, and meets the other processes through the coordination service. It
+    launches no device collective: where replicas share what they read, it waits for `result`, whose thread sends and
+    receives. The handle keeps the restored items: drop it once they are taken over.
+    """
+
+    def __init__(
+        self,
+        restore: Callable[[Caller], Restored],
+        adopt: Callable[[Restored], Any],
+        settled: Callable[[RestoreHandle], None],
+    ):
+        self._adopt = adopt
+        self._settled = settled
+        self._caller = Caller()
+        self._restored: Future[Restored] = Future()
+        self._lock = threading.Lock()
+        self._items: Any = None
+        self._is_adopted = False
+        self._thread = threading.Thread(target=self._run, args=(restore,), name="ckptkit-restore", daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether `result` would return, or raise, without a wait for storage: at once, or once replicas have sent each
+        other what they have read. A local matter: decide nothing by it that all processes have to decide alike."""
+        return self._restored.done() or self._caller.is_all_that_is_missing
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What `restore` returns, or raises; waits for it, at most `timeout` seconds (None: as long as it takes).
+
+        Only with it the run continues from the restored step: until it has returned or raised, the manager saves and
+        restores nothing else. All processes call it at the same point, on the thread that saves: replicas share what
+        they have read there, once all have come, and from then on until that is done `timeout` does not count. One
+        that comes later than the manager's `timeout_s` after the first makes all read for themselves. Raises
+        `TimeoutError` where time runs out first; the restore goes on.
+        """
+        self._caller.serve(self._restored.done, timeout)
+        if not self._restored.done():
+            raise TimeoutError(f"the restore is not finished after {timeout:g} s; it goes on")
+        with self._lock:
+            self._settled(self)
+            if not self._is_adopted:
+                self._items = self._adopt(self._restored.result())
+                self._is_adopted = True
+        return self._items
+
+    def join(self) -> None:
+        """Waits for the thread's end, which nobody waits for in `result` any more; raises nothing."""
+        self._caller.leave()
+        self._thread.join()
+
+    def _run(self, restore: Callable[[Caller], Restored]) -> None:
+        try:
+            self._restored.set_result(restore(self._caller))
+        except BaseException as error:  # noqa: BLE001  the top of a thread: kept, and raised by `result`
+            self._restored.set_exception(error)
+        self._caller.wake()

@@ -1,0 +1,227 @@
+"""The step loop's side of a save: is it due, who can hold it, is it time; then on to the pipeline, or to Orbax."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
+
+from ckptkit.durable.orbax.manager import DEFAULT_ITEM
+from ckptkit.durable.orbax.preservation import prunes
+from ckptkit.events import Kind
+from ckptkit.manager.build import Parts
+from ckptkit.manager.opening import abstract_slot_bytes
+from ckptkit.manager.settings import Settings
+from ckptkit.model.manifest import SaveId
+from ckptkit.model.tiers import DURABLE
+from ckptkit.snapshot.describe import Description
+from ckptkit.snapshot.items import SaveItems, abstract_trees, as_it_is, save_items
+from ckptkit.util.clock import Deadline
+
+_log = logging.getLogger("ckptkit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastTurn:
+    """A save that no other follows: it is for these tiers alone, and waits for earlier ones until `deadline`."""
+
+    tiers: frozenset[str]
+    deadline: Deadline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What `save` was called with; `args` are Orbax's, by item."""
+
+    step: int
+    args: Mapping[str, Any]
+    default_item: bool
+    metrics: Any
+    force: bool
+    custom_metadata: dict[str, Any] | None
+    start_s: float  # monotonic, when the step loop was stopped
+    last: LastTurn | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Captured:
+    """What a request holds. `held` None: only Orbax can hold all of it; `foreign`: some of its handlers are not plain,
+    so the durable step is theirs to write."""
+
+    held: SaveItems | None
+    description: Description | None
+    foreign: bool
+
+    def by_orbax(self, due: frozenset[str]) -> bool:
+        """Whether Orbax writes the durable step itself."""
+        return DURABLE in due and (self.held is None or self.foreign)
+
+
+class Intake:
+    """Decides about saves and begins them. Belongs to the step loop's thread; called by all processes together."""
+
+    def __init__(self, settings: Settings, parts: Parts):
+        self._options = settings.options
+        self._tiers = settings.tiers
+        self._events = settings.events
+        self._timeout_s = settings.timeout_s
+        self._durable = parts.durable
+        self._decider = parts.decider
+        self._book = parts.book
+        self._branch = parts.branch
+        self._known = parts.known
+        self._pipeline = parts.pipeline
+        self._said: set[str] = set()  # items of which it was said that fast tiers do not hold them
+
+    def is_due(self, step: int) -> bool:
+        """Whether an un-forced save of `step` would be taken for any tier."""
+        return self._decider.refusal(step, last=self._book.latest_step(), force=False) is None and bool(
+            self._due(step, force=False, reached=self._reached_preemption(step))
+        )
+
+    def prepare(self, args: Any) -> None:
+        """Makes the slots that saves of `args` need. See `CheckpointManager.prepare`."""
+        default_item = not isinstance(args, ocp.args.Composite)
+        by_name = {DEFAULT_ITEM: args} if default_item else dict(args.items())
+        trees = abstract_trees(by_name)
+        if trees is not None:
+            self._pipeline.prepare(*abstract_slot_bytes(trees))
+            return
+        captured = save_items(by_name, default_item=default_item)
+        if not isinstance(captured, str):
+            description = self._pipeline.describe(captured)
+            self._pipeline.prepare(description.slot_bytes, description.share_bytes)
+
+    def take(self, request: Request) -> bool:
+        """Takes a step for the tiers in which it is due; returns whether it was taken. See `CheckpointManager.save`."""
+        step, force = request.step, request.force
+        refusal = self._decider.refusal(step, last=self._book.latest_step(), force=force)
+        if refusal is not None:
+            _log.warning("step %d is not saved: %s", step, refusal)
+            self._events.emit(Kind.SKIPPED, step=step, reason=refusal)
+            return False
+        if step < 0:
+            raise ValueError(f"step {step} cannot be saved: steps are 0 or more")
+        reached = self._reached_preemption(step)
+        due = self._due(step, force=force, reached=reached)
+        if request.last is not None:
+            due &= request.last.tiers
+        if not due:
+            return False
+        metrics, custom_metadata = as_it_is(request.metrics), as_it_is(request.custom_metadata)
+        request = replace(request, metrics=metrics, custom_metadata=custom_metadata)
+        if request.last is None and self._decider.refusal(step, last=self._book.latest_step(), force=False) is not None:
+            # It may have been taken before, and may come to nothing yet: all processes have to know that alike.
+            self._pipeline.settle(Deadline(self._timeout_s))
+        try:
+            self._pipeline.raise_if_closed()
+            if any(record.step == step for record in self._branch.records()):
+                raise StepAlreadyExistsError(f"step {step} exists already in {self._durable.url} or its fast tiers")
+            _refuse_unordered(self._options, request.metrics)
+            captured, due = self._capture(request, due)
+            if captured.by_orbax(due):  # what the pipeline takes it vetoes itself, where it has to
+                self._pipeline.raise_if_stopped()
+        except BaseException:
+            self._branch.pass_over()
+            raise
+        if not due:
+            return False
+        # What Orbax writes it writes on this thread, and with nothing else on its way: such a save always waits.
+        must_wait = force or reached or captured.by_orbax(due)
+        last = None if request.last is None else request.last.deadline
+        turn = self._pipeline.await_turn(due, must_wait=must_wait, last=last)
+        if last is None:
+            self._pipeline.raise_if_overdue(step, due)
+        save_id = self._branch.next_save(step)
+        self._decider.taken(step, due, request.metrics)
+        self._known.taken(step, request.metrics)
+        by_orbax = captured.by_orbax(due)
+        if by_orbax:
+            self._begin_by_orbax(save_id, request)
+        ours = due - {DURABLE} if by_orbax else due
+        try:
+            if ours and captured.held is not None and captured.description is not None:
+                self._pipeline.submit(
+                    save_id, captured.held, captured.description, ours, request.metrics, request.start_s, turn
+                )
+        except BaseException:
+            if not by_orbax:
+                self._decider.not_taken(step)
+            raise
+        finally:
+            if by_orbax:
+                self._pipeline.follow(save_id)
+        return True
+
+    def _due(self, step: int, *, force: bool, reached: bool) -> frozenset[str]:
+        last = self._book.latest_step()
+        return self._decider.due(
+            step, last=last, reached_preemption=reached, force=force, is_saving=self._pipeline.busy
+        )
+
+    def _reached_preemption(self, step: int) -> bool:
+        return self._durable.stock.orbax.reached_preemption(step)
+
+    def _capture(self, request: Request, due: frozenset[str]) -> tuple[_Captured, frozenset[str]]:
+        """What the save holds, taken now, and the tiers that can hold it of those in which it is due."""
+        stock = self._durable.stock
+        handlers = [stock.handler(name, arg) for name, arg in request.args.items()]
+        kept_metrics = self._options.best_fn is not None and not self._options.prevent_write_metrics
+        held = save_items(
+            request.args,
+            default_item=request.default_item,
+            metrics=request.metrics if kept_metrics else None,
+            custom_metadata=request.custom_metadata,
+        )
+        foreign = any(not stock.is_plain(handler) for handler in handlers)
+        if isinstance(held, str):
+            captured = _Captured(held=None, description=None, foreign=foreign)
+            return captured, self._durable_only(request.step, held, due)
+        description = self._pipeline.describe(held)
+        if DURABLE in due and not foreign:
+            _refuse_empty_arrays(description)
+        return _Captured(held=held, description=description, foreign=foreign), due
+
+    def _durable_only(self, step: int, item: str, due: frozenset[str]) -> frozenset[str]:
+        """What is left of `due` for a step with an item that slots cannot hold."""
+        if self._tiers and item not in self._said:
+            self._said.add(item)
+            reason = f"item {item!r} is of a kind that only Orbax's handlers hold: steps with it are durable-only"
+            _log.warning("step %d: %s", step, reason)
+            self._events.emit(Kind.DEGRADED, step=step, tier=self._tiers[0].name, reason=reason)
+        return due & {DURABLE}
+
+    def _begin_by_orbax(self, save_id: SaveId, request: Request) -> None:
+        self._book.begin(save_id)
+        try:
+            self._durable.save_by_orbax(
+                save_id,
+                request.args,
+                metrics=request.metrics,
+                default_item=request.default_item,
+                ancestry=self._book.ancestry,
+                custom_metadata=request.custom_metadata,
+            )
+        except BaseException:
+            self._book.fail(save_id)
+            self._decider.forget(save_id.step)
+            raise
+
+
+def _refuse_unordered(options: Any, metrics: Any) -> None:
+    """Raises what `best_fn` raises for metrics by which steps are to be kept: later it would end every save."""
+    if metrics is not None and options.best_fn is not None and prunes(options):
+        value = options.best_fn(metrics)
+        _ = value < value  # as sorting will ask
+
+
+def _refuse_empty_arrays(description: Description) -> None:
+    """Orbax's steps cannot hold them: said by `save`, not by a failure in the background."""
+    records = [source.record for sources in description.items.values() for source in sources]
+    empty = [record.name for record in records if record.kind == "jax" and 0 in record.shape]
+    if empty:
+        raise ValueError(f"arrays without elements cannot be saved to the durable tier: {', '.join(sorted(empty))}")

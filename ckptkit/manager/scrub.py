@@ -1,0 +1,114 @@
+"""A scrub of the job's own slots: each process proves its own, and mends them from this host, other processes, or the
+durable tier."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from ckptkit.errors import CorruptCheckpointError, StepNotFoundError
+from ckptkit.events import EventLog, Kind
+from ckptkit.inspection.shares import read_share
+from ckptkit.job.coordination import Coordinator, Occasions
+from ckptkit.job.vote import act_together
+from ckptkit.manager.build import Parts
+from ckptkit.manager.settings import Settings
+from ckptkit.model.manifest import SaveId
+from ckptkit.restore.inventory import Held, box_set_hash, givers_of
+from ckptkit.slots.reader import manifest_name_of
+from ckptkit.verification import Scrub
+from ckptkit.verification.pool import Limits
+from ckptkit.verification.scrub_arenas import ArenaProofs, mend_arenas, prove_arenas
+from ckptkit.verification.slots import ShareProof
+from ckptkit.verification.sources import Source, Sources, peer_sources, slot_source
+
+Givers = dict[int, list[tuple[int, int]]]  # by the place among this process's damaged shares
+
+
+class Scrubber:
+    """Belongs to the caller's thread; called by all processes together, with no save on its way."""
+
+    def __init__(self, settings: Settings, parts: Parts, coordinator: Coordinator):
+        self._parts = parts
+        self._coordinator = Occasions(coordinator)
+        self._scrubs = map("scrub-{}".format, itertools.count())  # the name of each
+        self._events: EventLog = settings.events
+        self._timeout_s = settings.timeout_s
+
+    def scrub(self, *, repair: bool) -> Scrub:
+        """See `CheckpointManager.scrub`."""
+        self._coordinator.begin(next(self._scrubs))
+        limits, arenas = Limits(), list(self._parts.arenas.values())
+        _, found = self._together("scrub-prove", lambda: prove_arenas(arenas, limits))
+        assert found is not None, "damage is a finding, and everything else raises"
+        givers = self._who_gives(found)
+        places = {id(proof): place for place, (_, proof) in enumerate(found.damaged)}
+
+        def sources_of(proof: ShareProof) -> Sources:
+            save_id = proof.share.manifest.save_id
+            more = self._elsewhere(save_id, givers.get(places[id(proof)], []))
+            return Sources(self._here(save_id), limits.memory_bytes_max, more=more)
+
+        root = self._parts.durable.url
+        # Nobody goes on, and perhaps ends, while others still read from it.
+        _, scrubbed = self._together("scrub-mend", lambda: mend_arenas(root, found, sources_of, limits, repair=repair))
+        assert scrubbed is not None
+        for each in scrubbed.treatments:
+            reason, sources = each.reason or "mended", each.sources
+            self._events.emit(
+                Kind.SCRUBBED, step=each.step, path=each.path, done=each.done, reason=reason, sources=sources
+            )
+        return scrubbed
+
+    def _together(self, channel: str, act: Any) -> tuple[str | None, Any]:
+        return act_together(self._coordinator, channel, act, timeout_s=self._timeout_s)
+
+    def _who_gives(self, found: ArenaProofs) -> Givers:
+        """Which other processes hold what is damaged here; one meeting, of a few KiB from each process."""
+        manifests = [proof.share.manifest for _, proof in found.damaged]
+        wanted = [
+            [m.save_id.epoch, m.save_id.step, m.save_id.number, m.writer.process, box_set_hash(m)] for m in manifests
+        ]
+
+        def chosen(said: list[list[Any]]) -> list[list[list[tuple[int, int]]]]:
+            reports = [[Held.from_json(values) for values in held] for held, _ in said]
+            return [
+                [
+                    givers_of(reports, SaveId(epoch, step, number), writer=writer, boxes=boxes)
+                    for epoch, step, number, writer, boxes in asked
+                ]
+                for _, asked in said
+            ]
+
+        mine = [self._parts.restorer.reports(), wanted]
+        told = self._coordinator.agree("scrub-givers", mine, chosen, timeout_s=self._timeout_s)
+        own = self._coordinator.process
+        return {
+            place: [(process, share) for process, share in givers if process != own]
+            for place, givers in enumerate(told[own])
+        }
+
+    def _here(self, save_id: SaveId) -> list[Source]:
+        """What this host's slots hold of the save."""
+        found: list[Source] = []
+        local = self._parts.restorer.local_saves().get(save_id)
+        for pairs in local.held.values() if local is not None else ():
+            for directory, _ in pairs:
+                with suppress(CorruptCheckpointError, FileNotFoundError):
+                    source = slot_source(read_share(directory / manifest_name_of(save_id)))
+                    found += [source] if source is not None else []
+        return found
+
+    def _elsewhere(self, save_id: SaveId, givers: list[tuple[int, int]]) -> Iterator[Source]:
+        """Other processes, then the durable step."""
+        client, durable = self._parts.restorer.client, self._parts.durable
+        if client is not None:
+            client.try_again()
+            yield from peer_sources(client, save_id, givers)
+        with suppress(CorruptCheckpointError, FileNotFoundError, StepNotFoundError):
+            if durable.holds(save_id):
+                reader = durable.reader(save_id.step)
+                for manifest in reader.manifests():
+                    yield Source(name=durable.url, manifest=manifest, read=reader.read)

@@ -1,0 +1,1 @@
+"""Pure values, without JAX: boxes, manifests, names on disk, tiers and policies."""

@@ -1,0 +1,93 @@
+"""What no writer of a manifest says of a leaf is refused, before anything is made of it. Pure.
+
+The leaves of a state are much alike: what depends on shapes, dtypes and words alone is checked once for all that share
+it, and their boxes are the same objects. A manifest of 100,000 leaves took 1.9 s to read without, 0.8 s with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+import ml_dtypes  # registers bfloat16, fp8 and the small integers with np.dtype
+import numpy as np
+
+from ckptkit.model.boxes import Box
+
+LeafKind = Literal["jax", "numpy", "int", "float", "bool"]
+
+BYTES_MAX = 1 << 62  # of a leaf, and of a slot: beyond every machine, so a damaged shape or offset
+_KINDS = frozenset(get_args(LeafKind))
+_INTS, _TEXTS, _KEYS = frozenset([int]), frozenset([str]), frozenset("dsa")  # a bool is an int to `isinstance`
+_REMEMBERED_BOXES = 64  # of a leaf: a hostile one may have any number
+assert ml_dtypes.bfloat16 is not None
+
+
+def check_leaf(
+    path: tuple[str, ...], keys: str, kind: str, dtype: str, sizes: Sequence[tuple[int, ...]], extra: dict[str, str]
+) -> None:
+    """Raises ValueError or TypeError for a leaf that no writer writes; `sizes` are its shape and its cell."""
+    shape, cell = sizes
+    both = shape + cell
+    if not _INTS.issuperset(map(type, both)) or (both and min(both) < 0):
+        raise ValueError(f"has shape {list(shape)}, cells of {list(cell)}")
+    words = (*path, keys, kind, dtype, *extra, *extra.values())
+    if not _TEXTS.issuperset(map(type, words)) or len(keys) != len(path) or not _KEYS.issuperset(keys):
+        raise ValueError("is no leaf")
+    _check_facts(kind, dtype, shape, cell, extra.get("sharding", "{}"))
+
+
+def boxes_within(
+    shape: tuple[int, ...], cell: tuple[int, ...], bounds: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+) -> tuple[tuple[Box, int], ...]:
+    """The boxes of a leaf, each with the number of its cells. Raises ValueError for what no devices hold."""
+    for start, stop in bounds:
+        if not _INTS.issuperset(map(type, start + stop)):
+            raise ValueError(f"has a box from {start} to {stop}")
+    check: Callable[..., Any] = _boxes_within if len(bounds) <= _REMEMBERED_BOXES else _boxes_within.__wrapped__
+    return check(shape, cell, bounds)
+
+
+def check_held(cells: int, offset: int, digests: Sequence[str]) -> None:
+    """Raises ValueError for what no writer says of a box of so many cells."""
+    if not _TEXTS.issuperset(map(type, digests)):
+        raise ValueError(f"has digests {digests[:3]}")
+    if len(digests) != cells:
+        raise ValueError(f"has {len(digests)} digests for {cells} cells")
+    if type(offset) is not int or not -1 <= offset < BYTES_MAX:
+        raise ValueError(f"has a box at offset {offset}")
+
+
+@lru_cache(maxsize=4096)
+def _check_facts(kind: str, dtype: str, shape: tuple[int, ...], cell: tuple[int, ...], sharding: str) -> None:
+    found = np.dtype(dtype)
+    if kind not in _KINDS or found.hasobject or found.itemsize == 0:
+        raise ValueError(f"is a {kind} of {dtype}")
+    if math.prod(shape) * found.itemsize > BYTES_MAX:
+        raise ValueError(f"has shape {shape}")
+    if not isinstance(json.loads(sharding), dict):
+        raise ValueError(f"has the sharding {sharding[:100]}")
+    if len(cell) != len(shape) or any(rows < 1 for rows in cell):
+        raise ValueError(f"has cells of {cell}")
+
+
+@lru_cache(maxsize=4096)
+def _boxes_within(
+    shape: tuple[int, ...], cell: tuple[int, ...], bounds: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+) -> tuple[tuple[Box, int], ...]:
+    boxes = [Box(start, stop) for start, stop in bounds]
+    if len(set(boxes)) != len(boxes):
+        raise ValueError("has a box twice")
+    whole = Box.whole(shape)
+    for box in boxes:
+        inside = box.intersect(whole) == box or box.size == 0
+        if len(box.start) != len(shape) or not inside:
+            raise ValueError(f"has a box {box} outside its shape {shape}")
+        # Devices split evenly; boxes that overlap each other could take for ever to subtract.
+        first = boxes[0].shape
+        if box.shape != first or any(a % n for a, n in zip(box.start, first, strict=True) if n):
+            raise ValueError(f"has boxes {boxes[0]} and {box}, which do not tile it")
+    return tuple((box, math.prod(-(-n // rows) for n, rows in zip(box.shape, cell, strict=True))) for box in boxes)

@@ -1,0 +1,159 @@
+"""Names and paths: where everything lives, and which names are allowed. Nothing here touches a disk.
+
+```
+<tier root>/<job>/<host id>/<local rank>/lock, slot-<k>.bin, <manifests>, newest.json   fast tiers
+<durable root>/<step>/<item>/_ckptkit/process-<i>.json                            our sidecars in Orbax's steps
+<durable root>/_ckptkit/epochs/<epoch>.json, <epoch>.copy.json                    one record per run that saved
+<durable root>/_ckptkit/leases/<id>.json, doomed.json                             what is read, what is to be deleted
+<durable root>/_ckptkit/leases/pin-<step>.json, doomed-<id>.json                  the same, by people and commands
+<durable root>/<step>.orbax-checkpoint-tmp-e<epoch>-<attempt>                     a step that is written, on a disk
+<durable root>/_ckptkit/intents/e<epoch>-<attempt>-<step>                         the same, in a bucket; or it goes
+<durable root>/_ckptkit/leaving/                                                  what is no step any more, on a disk
+```
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+
+LOCK_NAME = "lock"
+NEWEST_NAME = "newest.json"  # beside the manifests: which of them was committed last
+SIDECAR_DIR = "_ckptkit"
+SIDECAR_SIGN = "ckptkit_sidecars"  # in an item's `array_metadatas`: it has sidecars, and one without has lost them
+EPOCHS_DIR = f"{SIDECAR_DIR}/epochs"
+LEASES_DIR = f"{SIDECAR_DIR}/leases"
+COMMIT_MARK = "commit_success.txt"  # an object in what Orbax has committed, on a bucket
+TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of what it has not committed yet, on a disk
+DOOMED_KEY = f"{SIDECAR_DIR}/doomed.json"
+INTENTS_DIR = f"{SIDECAR_DIR}/intents"
+LEAVING_DIR = f"{SIDECAR_DIR}/leaving"
+
+_MANIFEST = re.compile(r"step-([0-9]{12})-e([0-9]{8})-n([0-9]{8})\.json")
+_SIDECAR = re.compile(r"process-([0-9]{1,6})\.json")
+_EPOCH = re.compile(r"([0-9]{8})(?:\.copy)?\.json")
+_PIN = re.compile(r"pin-([0-9]{18})\.json")
+_DOOMED = re.compile(r"doomed-[0-9a-f]{32}\.json")
+_OWNED = re.compile(r".+" + re.escape(TEMPORARY) + r"-e([0-9]{8})-[0-9a-f]{32}")
+_INTENT = re.compile(r"e([0-9]{8})-[0-9a-f]{32}-(.+)")
+_SLOT = re.compile(r"slot-([0-9]{1,3})\.bin")
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def job_name(durable_url: str, name: str = "job") -> str:
+    """The directory of a job under a tier root: a readable name and a hash of where its durable steps live."""
+    digest = hashlib.sha256(os.fsencode(durable_url.rstrip("/"))).hexdigest()[:12]
+    return f"{checked_name(name, 'job name')}-{digest}"
+
+
+def checked_name(name: str, what: str) -> str:
+    """`name` if it can stand in a path as one component; raises ValueError otherwise."""
+    if not _SAFE_NAME.fullmatch(name):
+        raise ValueError(
+            f"{what} {name!r} cannot be a directory name: use letters, digits, '.', '_' and '-', "
+            "at most 128, beginning with a letter or digit"
+        )
+    return name
+
+
+def manifest_name(step: int, epoch: int, number: int) -> str:
+    """The file name of a fast-tier manifest: one per save, so that a save never replaces another's manifest."""
+    if not (0 <= step < 10**12 and 0 <= epoch < 10**8 and 0 <= number < 10**8):
+        raise ValueError(
+            f"step {step}, epoch {epoch}, save {number}: a manifest's name has room for 12, 8 and 8 digits"
+        )
+    return f"step-{step:012d}-e{epoch:08d}-n{number:08d}.json"
+
+
+def save_of_manifest(name: str) -> tuple[int, int, int] | None:
+    """`(step, epoch, number)` of a fast-tier manifest's file name; None for any other name."""
+    match = _MANIFEST.fullmatch(name)
+    return (int(match[1]), int(match[2]), int(match[3])) if match else None
+
+
+def slot_name(index: int) -> str:
+    """The file name of slot `index`."""
+    return f"slot-{index}.bin"
+
+
+def slot_index(name: str) -> int | None:
+    """The index of a slot's file name; None for any other name."""
+    match = _SLOT.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def sidecar_name(process: int) -> str:
+    """The file name of one process's sidecar in a durable item."""
+    return f"process-{process}.json"
+
+
+def process_of_sidecar(name: str) -> int | None:
+    """The process of a sidecar's file name; None for any other name."""
+    match = _SIDECAR.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def epoch_name(epoch: int) -> str:
+    """The file name of an epoch record."""
+    return f"{epoch:08d}.json"
+
+
+def epoch_copy_name(epoch: int) -> str:
+    """The file name of the second copy of an epoch record."""
+    return f"{epoch:08d}.copy.json"
+
+
+def epoch_of_name(name: str) -> int | None:
+    """The epoch of the file name of a record, or of its copy; None for any other name."""
+    match = _EPOCH.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def pin_name(step: int) -> str:
+    """The file name of a pin, beside the leases: one per step."""
+    if not 0 <= step < 10**18:
+        raise ValueError(f"step {step}: a step has 18 digits at most")
+    return f"pin-{step:018d}.json"
+
+
+def step_of_pin(name: str) -> int | None:
+    """The step of a pin's file name; None for any other name."""
+    match = _PIN.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_announcement(name: str) -> bool:
+    """Whether a file beside the leases names steps that a command is about to delete."""
+    return _DOOMED.fullmatch(name) is not None
+
+
+def temporary_name(step_name: str, epoch: int, attempt: str) -> str:
+    """The name of a step's directory while it is written on a disk: no other attempt has it, of this run or another.
+
+    Orbax takes whatever contains `TEMPORARY` for a step that is not committed.
+    """
+    return f"{step_name}{TEMPORARY}-e{epoch:08d}-{attempt}"
+
+
+def epoch_of_temporary(name: str) -> int | None:
+    """The epoch of a temporary name of ours; None for any other name, Orbax's own temporary ones too."""
+    match = _OWNED.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def intent_name(step_name: str, epoch: int, attempt: str) -> str:
+    """The name of the object that becomes a step's mark in a bucket, while the step is written."""
+    return f"e{epoch:08d}-{attempt}-{step_name}"
+
+
+def going_name(step_name: str) -> str:
+    """The name of the object that stands beside the intents while a step in a bucket is deleted: one of no run's, so
+    that the next run removes what a deletion that was cut off has left."""
+    return intent_name(step_name, 0, "0" * 32)
+
+
+def intent_of_name(name: str) -> tuple[int, str] | None:
+    """The epoch and the step's directory of an intent's name; None for any other name."""
+    match = _INTENT.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None

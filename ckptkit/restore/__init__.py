@@ -1,0 +1,1 @@
+"""How a restore finds, plans, reads, proves and places the bytes of a save."""

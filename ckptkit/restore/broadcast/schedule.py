@@ -1,0 +1,170 @@
+"""Who reads what for whom: boxes that processes want alike, cut into pieces, and shared out between them. Pure.
+
+Processes that want the same boxes of a leaf form a *group*; a leaf whose groups are of one size and take in every
+process can be shared. What one process reads for its group is a *stream*: pieces one after the other. Streams are
+sent in windows of equal width, one window of every process in each round.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
+from typing import final
+
+from ckptkit.model.boxes import Box
+from ckptkit.restore.plan import Key
+
+Groups = tuple[tuple[int, ...], ...]  # each ascending, in order of their first
+
+CARRIED_BYTES = 16 << 20  # leaves of coarser groups, up to so much of them, go with the others: no rounds of their own
+DROPPED_BYTES = 1 << 20  # what cannot be carried and is less than this each process reads for itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """A leaf that can be shared: the `boxes` of it that this process wants, and all of its group."""
+
+    key: Key
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    cell: tuple[int, ...]
+    itemsize: int
+    groups: Groups
+
+    @property
+    def global_bytes(self) -> int:
+        """Bytes of the whole leaf: the same on every process."""
+        return math.prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is read at a time: the part of a wanted box that lies in one cell."""
+
+    key: Key
+    wanted: Box
+    box: Box
+    nbytes: int
+
+
+def groups_of(holders: Mapping[Box, tuple[int, ...]], count: int) -> Groups | None:
+    """The groups of a leaf by who holds its boxes, out of `count` processes.
+
+    None where nothing can be shared: groups of one, of several sizes, that overlap, or that leave somebody out.
+    """
+    groups = sorted(set(holders.values()))
+    members = [process for group in groups for process in group]
+    alike = len({len(group) for group in groups}) == 1 and len(groups[0]) > 1
+    return tuple(groups) if alike and sorted(members) == list(range(count)) else None
+
+
+def pieces_of(box: Box, cell: Sequence[int]) -> list[Box]:
+    """A box cut at the borders of cells, in C order; a box without elements has no pieces.
+
+    Every cell that the box meets gives one piece, so that each is read, and proven, once.
+    """
+    if box.size == 0:
+        return []
+    cuts = [
+        [(max(a, at), min(b, at + rows)) for at in range(a // rows * rows, b, rows)]
+        for a, b, rows in zip(box.start, box.stop, cell, strict=True)
+    ]
+    return [Box(tuple(a for a, _ in part), tuple(b for _, b in part)) for part in product(*cuts)]
+
+
+def by_groups(leaves: Iterable[Common]) -> dict[Groups, list[Common]]:
+    """The leaves by the groups that share them, those of most bytes first: one series of rounds for each entry.
+
+    A few bytes of coarser groups are carried by the finest ones (then each of these reads them); few bytes that cannot
+    be carried are left out. The same on every process.
+    """
+    found: dict[Groups, list[Common]] = {}
+    for leaf in leaves:
+        found.setdefault(leaf.groups, []).append(leaf)
+    sizes = {groups: sum(leaf.global_bytes for leaf in found[groups]) for groups in found}
+    ordered = sorted(found, key=lambda groups: (-sizes[groups], groups))
+    kept: dict[Groups, list[Common]] = {}
+    for groups in ordered:
+        carrier = next((each for each in kept if sizes[groups] <= CARRIED_BYTES and _divides(each, groups)), None)
+        if carrier is not None:
+            kept[carrier] += found[groups]
+        elif not kept or sizes[groups] >= DROPPED_BYTES:
+            kept[groups] = found[groups]
+    return kept
+
+
+def share_out(
+    leaves: Iterable[Common], group: Sequence[int], needs: Callable[[Key, int], bool]
+) -> dict[int, list[Piece]]:
+    """What each process of a group reads for all of it, each piece once, in the order of the leaves.
+
+    A piece is read by a process that has it nearer than the durable tier (it does not `needs` the leaf from there), if
+    there is one. Those among whom there is a choice take equal parts, each a run of neighbours: a store joins their
+    reads. Every process of the group computes the same.
+    """
+    by_readers: dict[tuple[int, ...], list[Piece]] = {}
+    for leaf in leaves:
+        readers = tuple(process for process in group if not needs(leaf.key, process)) or tuple(group)
+        by_readers.setdefault(readers, []).extend(
+            Piece(leaf.key, wanted, box, box.size * leaf.itemsize)
+            for wanted in leaf.boxes
+            for box in pieces_of(wanted, leaf.cell)
+        )
+    streams: dict[int, list[Piece]] = {process: [] for process in group}
+    for readers, pieces in by_readers.items():
+        total = sum(piece.nbytes for piece in pieces)
+        start = 0
+        for piece in pieces:  # to whom the middle of it belongs
+            at = (2 * start + piece.nbytes) * len(readers) // (2 * total)
+            streams[readers[min(at, len(readers) - 1)]].append(piece)
+            start += piece.nbytes
+    return streams
+
+
+@final
+class Stream:
+    """The `pieces` of one process one after the other, seen through windows of `width` bytes."""
+
+    def __init__(self, pieces: Sequence[Piece], width: int):
+        self.pieces = [piece for piece in pieces if piece.nbytes]
+        self._starts = list(accumulate((piece.nbytes for piece in self.pieces), initial=0))
+        self._width = width
+
+    @property
+    def placed(self) -> list[tuple[int, Piece]]:
+        """The pieces, each behind the byte at which it begins."""
+        return list(zip(self._starts[:-1], self.pieces, strict=True))
+
+    def in_window(self, number: int) -> list[tuple[Piece, int, int, int]]:
+        """What a window shows: each piece, from where to where in its bytes, and where in the window that begins."""
+        low, high = number * self._width, (number + 1) * self._width
+        shown = []
+        for index in range(max(0, bisect_right(self._starts, low) - 1), len(self.pieces)):
+            start, stop = self._starts[index], self._starts[index + 1]
+            if start >= high:
+                break
+            begin, end = max(start, low), min(stop, high)
+            shown.append((self.pieces[index], begin - start, end - start, begin - low))
+        return shown
+
+    def begins_in(self, number: int) -> list[Piece]:
+        """The pieces whose first byte a window shows: what has to be read for it that was not read before."""
+        return [piece for piece, start, _, _ in self.in_window(number) if start == 0]
+
+    def windows_until(self, wanted: Callable[[Piece], bool]) -> int:
+        """How many windows, from the first, show all of the pieces that are wanted."""
+        stops = [stop for piece, stop in zip(self.pieces, self._starts[1:], strict=True) if wanted(piece)]
+        return -(-max(stops, default=0) // self._width)
+
+    def filled(self, number: int) -> int:
+        """How many bytes of a window are used."""
+        return max(0, min(self._width, self._starts[-1] - number * self._width))
+
+
+def _divides(fine: Groups, coarse: Groups) -> bool:
+    """Whether each group of `fine` lies in one of `coarse`."""
+    of = {process: number for number, group in enumerate(coarse) for process in group}
+    return all(len({of[process] for process in group}) == 1 for group in fine)

@@ -1,0 +1,143 @@
+"""The thread that launches a job's collectives, lent to a restore that is under way on a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, final
+
+from ckptkit.errors import CheckpointError
+from ckptkit.job.coordination import Coordinator
+from ckptkit.util.clock import Deadline
+
+_T = TypeVar("_T")
+_LOOK_S = 10.0  # how often those who have come hear who has not: nobody waits for it who comes meanwhile
+
+
+@final
+class Caller:
+    """Where a background thread asks its caller's thread to do something, which does it while it waits in `serve`.
+
+    The caller comes and goes as it likes until `come` has found it there; then it stays until `release`.
+    """
+
+    def __init__(self) -> None:
+        self.is_all_that_is_missing = False  # nothing goes on before the caller comes
+        self._changed = threading.Condition()
+        self._present = False
+        self._kept = False
+        self._gone = False
+        self._act: Callable[[], Any] | None = None
+        self._outcome: list[Any] = []  # what the last act gave, and its error
+
+    # What the caller's thread calls.
+
+    def serve(self, over: Callable[[], bool], timeout_s: float | None) -> None:
+        """Does what it is asked for until `over` (see `wake`), or leaves after `timeout_s` unless it is kept."""
+        deadline = None if timeout_s is None else Deadline(timeout_s)
+        with self._changed:
+            self._present = True
+            self._changed.notify_all()
+            try:
+                while not over():
+                    if self._act is not None:
+                        self._do()
+                    elif deadline is None or not deadline.passed:
+                        self._changed.wait(None if deadline is None else deadline.left_s)
+                    elif self._kept:
+                        self._present = False  # it is not found there again
+                        self._changed.wait()
+                    else:
+                        return
+            finally:
+                self._present = False
+                self._gone |= self._kept and not over()  # it was interrupted
+                self._changed.notify_all()
+
+    def leave(self) -> None:
+        """It never comes (again)."""
+        with self._changed:
+            self._gone = True
+            self._changed.notify_all()
+
+    # What the background thread calls.
+
+    def come(self, wait_s: float) -> str:
+        """`here` once the caller is there, and keeps it; `later` if it does not come in time, `gone` if never."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._present or self._gone, wait_s)
+            if self._gone:
+                return "gone"
+            self._kept = self._present
+            return "here" if self._present else "later"
+
+    def release(self) -> None:
+        """The caller may go."""
+        with self._changed:
+            self._kept = False
+            self._changed.notify_all()
+
+    def run(self, act: Callable[[], _T]) -> _T:
+        """What `act` gives, or raises, on the caller's thread. Raises `CheckpointError` where it was interrupted."""
+        with self._changed:
+            self._outcome = []
+            self._act = act
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._outcome or self._gone)
+            if not self._outcome:
+                self._act = None
+                raise CheckpointError("the thread that launches collectives was interrupted")
+            result, error = self._outcome
+        if error is not None:
+            raise error
+        return result
+
+    def wake(self) -> None:
+        """Has the caller look whether it is over."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _do(self) -> None:
+        act, self._act = self._act, None
+        assert act is not None
+        self._changed.release()  # others may look meanwhile
+        try:
+            outcome = [act(), None]
+        except Exception as error:  # noqa: BLE001  raised where it was asked for
+            outcome = [None, error]
+        finally:
+            self._changed.acquire()
+        self._outcome = outcome
+        self._changed.notify_all()
+
+
+def all_come(caller: Caller, left: Callable[[], bool], coordinator: Coordinator, *, timeout_s: float) -> str | None:
+    """Waits until the callers of all processes are there, and keeps them; or says why they are not waited for.
+
+    That is when one is gone, when nothing is `left` for anybody, and when one comes `timeout_s` later than the first:
+    it may be waiting for something that the first would do after the restore. The same on every process.
+    """
+    first: list[Deadline] = []  # on process 0, since somebody has come
+
+    def verdict(said: list[list[Any]]) -> list[Any]:
+        words = [word for word, _ in said]
+        late = [str(process) for process, word in enumerate(words) if word == "later"]
+        if "gone" in words:
+            return [False, f"process {words.index('gone')} gave the restore up"]
+        if not late:
+            return [False, None]
+        if not any(is_left for _, is_left in said):
+            return [False, "all was read before everybody asked for the result"]
+        if "here" in words and not first:
+            first.append(Deadline(timeout_s))
+        if first and first[0].passed:
+            return [False, f"process {', '.join(late[:20])} did not ask for the result within {timeout_s:g} s"]
+        return [True, None]
+
+    while True:
+        said = [caller.come(min(_LOOK_S, timeout_s / 4)), left()]
+        waits, why = coordinator.agree("broadcast-callers", said, verdict, timeout_s=timeout_s)
+        if waits or why is not None:
+            caller.release()
+        if not waits:
+            return why

@@ -1,0 +1,133 @@
+"""What one process reads of a save once it is planned: proven, placed, and put together into items."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+import numpy as np
+
+from ckptkit.durable.steps import DurableSteps
+from ckptkit.errors import CheckpointError, CorruptCheckpointError
+from ckptkit.events import EventLog, Kind
+from ckptkit.model.boxes import Box
+from ckptkit.model.manifest import SaveId
+from ckptkit.model.verify_mode import Proving
+from ckptkit.restore import stock_restore
+from ckptkit.restore.broadcast.assembly import Assembly
+from ckptkit.restore.place import landings_of, place
+from ckptkit.restore.plan import Key, RestorePlan, plan_restore
+from ckptkit.restore.prepare import Prepared
+from ckptkit.restore.read import Rejected, execute
+from ckptkit.restore.request import RestoreItems
+from ckptkit.snapshot.small_items import give_back
+from ckptkit.util.gc_pause import collection_paused
+from ckptkit.util.pages import empty_block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proven:
+    """What one process has read and proven of a save, on its devices. `prepared` None: `stock` is what Orbax gave."""
+
+    prepared: Prepared | None = None
+    leaves: Mapping[Key, Any] = field(default_factory=dict)
+    read_bytes: Mapping[str, int] = field(default_factory=lambda: {"durable (orbax)": 0})
+    proves: Proving = field(default_factory=lambda: Proving(mode="never"))  # a step of stock Orbax has no digests
+    stock: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What replicas have read for each other: whole leaves, pieces of others, and the bytes by where they came from."""
+
+    assembly: Assembly
+    read_bytes: Mapping[str, int]
+    announced: frozenset[tuple[Key, Box]]  # that the durable tier was told to read ahead
+    failure: Exception | None = None  # of this process, that the others have not heard of yet
+
+
+@final
+class Reading:
+    """Reads, proves and places one process's part; launches no collective, and meets nobody."""
+
+    def __init__(self, durable: DurableSteps, events: EventLog):
+        self._durable = durable
+        self._events = events
+
+    def read(self, prepared: Prepared, proves: Proving, shared: Shared | None = None) -> Proven:
+        """All that `prepared` plans, less what `shared` has already."""
+        if shared is not None and shared.failure is not None:
+            raise shared.failure
+        by_key = {target.key: target for target in prepared.targets}
+        leaves: dict[Key, Any] = {}
+        assembly = shared.assembly if shared is not None else None
+
+        def proven(key: Key, blocks: Mapping[Box, np.ndarray]) -> None:
+            if assembly is not None and key in assembly:
+                assembly.deliver(key, blocks)
+            elif key[0] in prepared.asked.trees:  # what Orbax gives back is only proven
+                leaves[key] = place(by_key[key], blocks)
+
+        def make_block(key: Key, box: Box, dtype: np.dtype) -> np.ndarray:
+            landing = landed.get(key)
+            if landing is None or landing.shape != box.shape or landing.dtype != dtype:
+                return empty_block(box.shape, dtype)
+            return landed.pop(key)  # once: who reads it again after a bad source has memory of its own
+
+        plan = prepared.plan if shared is None else _rest(prepared, shared)
+        whole = dict.fromkeys(read.key for read in plan.reads if read.key[0] in prepared.asked.trees)
+        landed = landings_of(by_key[key] for key in whole if assembly is None or key not in assembly)
+        durable = len(plan.tiers) - 1
+        if (expect := prepared.holdings.expect) is not None:
+            announced = shared.announced if shared is not None else ()
+            wanted = plan.first_reads(durable)
+            # A future for each cell: the collector would look through all of them, for nothing.
+            with collection_paused():
+                expect([each for each in wanted if ((each[0], each[1].path), each[3]) not in announced])
+        rejected = self.rejected(plan.save_id, proves)
+        told = frozenset({durable} if expect is not None else ())
+        read_bytes = execute(plan, prepared.holdings.readers, rejected, proven, make_block, announced=told)
+        if shared is not None:
+            leaves |= shared.assembly.leaves
+            read_bytes = {
+                tier: read_bytes.get(tier, 0) + shared.read_bytes.get(tier, 0)
+                for tier in (*shared.read_bytes, *read_bytes)
+            }
+        return Proven(prepared=prepared, leaves=leaves, read_bytes=read_bytes, proves=proves)
+
+    def by_orbax(self, step: int, wanted: RestoreItems) -> Proven:
+        """A step that stock Orbax wrote."""
+        return Proven(stock=stock_restore.restore_stock(self._durable, step, wanted))
+
+    def assemble(self, proven: Proven, save_id: SaveId) -> dict[str, Any]:
+        """The trees of what is proven; sets the iterators: nothing before this changes what the caller has."""
+        prepared = proven.prepared
+        if prepared is None:
+            return dict(proven.stock)
+        items: dict[str, Any] = {}
+        for item in prepared.asked.trees:
+            placed = [proven.leaves[target.key] for target in prepared.targets if target.key[0] == item]
+            items[item] = prepared.answers[item].finished(placed)
+        for name, stored in prepared.inline.items():
+            items[name] = give_back(stored, prepared.asked.inline[name])
+        if prepared.asked.orbax:
+            items |= stock_restore.restore_items(self._durable, save_id.step, prepared.asked.orbax)
+        return items
+
+    def rejected(self, save_id: SaveId, proves: Proving) -> Rejected:
+        """What is told of sources that prove bad: an event. What a sample finds is raised at once."""
+
+        def emit(tier: str, error: CheckpointError) -> None:
+            self._events.emit(Kind.REJECTED, step=save_id.step, tier=tier, reason=str(error))
+            if proves.is_sample and isinstance(error, CorruptCheckpointError):
+                raise error
+
+        return emit
+
+
+def _rest(prepared: Prepared, shared: Shared) -> RestorePlan:
+    """The plan of what is still missing."""
+    others = tuple(read for read in prepared.plan.reads if read.key not in shared.assembly)
+    pieces = plan_restore(prepared.plan.save_id, shared.assembly.missing(), prepared.holdings.sources)
+    return replace(prepared.plan, reads=(*others, *pieces.reads))

@@ -1,0 +1,191 @@
+"""What the processes say they hold of each save, in a few bytes; and what follows from it. Pure.
+
+A *share* is what one process wrote of one save. Within a save its writer's index names it, and so its boxes. What a
+process says of a save is bounded (`REPORT_BYTES_MAX`); the boxes themselves are asked for only of the save that is
+restored, from those who hold them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import xxhash
+
+from ckptkit.model.boxes import Box, missing_elements
+from ckptkit.model.manifest import Manifest, SaveId
+
+REPORT_BYTES_MAX = 4096  # of what one process says of one save
+GIVERS_MAX = 16  # whose manifests are looked into for one damaged share
+_REFUSAL_CHARS_MAX = 500  # of a reason: escaped, six bytes of JSON for each at the most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What one process says of one save: the shares that it can give to others, and why it cannot have its own part
+    from its own host alone (None: it can, or has not looked)."""
+
+    save_id: SaveId
+    count: int  # how many processes wrote it
+    shares: tuple[tuple[int, str], ...] = ()  # writer, hash of its set of boxes
+    tiers: tuple[str, ...] = ()
+    refusal: str | None = None
+
+    def to_json(self) -> list[Any]:
+        """The report as plain values, at most `REPORT_BYTES_MAX` of JSON: shares that find no room are left out."""
+        refusal = None if self.refusal is None else self.refusal[:_REFUSAL_CHARS_MAX]
+        head = [self.save_id.epoch, self.save_id.step, self.save_id.number, self.count, list(self.tiers), refusal]
+        room = REPORT_BYTES_MAX - len(json.dumps([*head, []])) - 2
+        shares = []
+        for share in self.shares:
+            room -= len(json.dumps(list(share))) + 2
+            if room < 0:
+                break
+            shares.append(list(share))
+        return [*head, shares]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Held:
+        """The report of `to_json`."""
+        epoch, step, number, count, tiers, refusal, shares = values
+        return cls(
+            save_id=_save_id(epoch, step, number),
+            count=count,
+            shares=tuple(map(tuple, shares)),
+            tiers=tuple(tiers),
+            refusal=refusal,
+        )
+
+
+_save_id = lru_cache(maxsize=1024)(SaveId)  # thousands of processes say the same few: one object, hashed at once
+
+Holders = Mapping[int, tuple[int, ...]]  # share -> the processes that can give it
+
+
+def box_set_hash(manifest: Manifest) -> str:
+    """Names the leaves and boxes of a share, whatever their bytes: the same for data replicas. 3 us per leaf."""
+    boxes = [
+        [item, leaf.path, leaf.shape, leaf.dtype, [[record.box.start, record.box.stop] for record in leaf.boxes]]
+        for item, leaves in sorted(manifest.arrays.items())
+        for leaf in leaves
+    ]
+    return xxhash.xxh3_64_hexdigest(json.dumps(boxes).encode())
+
+
+def holders_of(reports: Sequence[Sequence[Held]], save_id: SaveId) -> dict[int, tuple[int, ...]]:
+    """Who can give each share of a save; `reports[p]` is what process `p` says."""
+    found: dict[int, list[int]] = {}
+    for process, report in enumerate(reports):
+        for held in report:
+            if held.save_id == save_id:
+                for writer, _ in held.shares:
+                    found.setdefault(writer, []).append(process)
+    return {share: tuple(found[share]) for share in sorted(found)}
+
+
+def writers_of(reports: Sequence[Sequence[Held]], save_id: SaveId) -> int:
+    """How many processes wrote a save; 1 where nobody holds any of it."""
+    return max((held.count for report in reports for held in report if held.save_id == save_id), default=1)
+
+
+def is_whole(reports: Sequence[Sequence[Held]], save_id: SaveId) -> bool:
+    """Whether every share of a save is held by somebody."""
+    counts = {held.count for report in reports for held in report if held.save_id == save_id}
+    held = holders_of(reports, save_id)
+    # Counted first: a manifest may say any number.
+    return len(counts) == 1 and min(counts) <= len(held) and all(share in held for share in range(min(counts)))
+
+
+def distinct_shares(reports: Sequence[Sequence[Held]], save_id: SaveId) -> list[tuple[int, int]]:
+    """One `(holder, share)` for each different set of boxes that somebody holds of a save."""
+    chosen: dict[str, tuple[int, int]] = {}
+    for process, report in enumerate(reports):
+        for held in report:
+            if held.save_id == save_id:
+                for writer, boxes in held.shares:
+                    chosen.setdefault(boxes, (process, writer))
+    return sorted(chosen.values())
+
+
+def givers_of(reports: Sequence[Sequence[Held]], save_id: SaveId, *, writer: int, boxes: str) -> list[tuple[int, int]]:
+    """Which (process, share) are likely to hold what the share of `writer`, with the box set `boxes`, holds; the
+    likeliest first, `GIVERS_MAX` at the most.
+
+    First copies of the share itself, then those with the same boxes (data replicas), then the nearest: what a mesh
+    splits along one axis only is held by neighbours too.
+    """
+    held = [
+        (share, share_boxes, process)
+        for process, report in enumerate(reports)
+        for each in report
+        if each.save_id == save_id
+        for share, share_boxes in each.shares
+    ]
+    held.sort(key=lambda each: (each[0] != writer, each[1] != boxes, abs(each[0] - writer)))
+    return [(process, share) for share, _, process in held[:GIVERS_MAX]]
+
+
+def hole_in(manifests: Sequence[Manifest]) -> str | None:
+    """The first leaf that the shares together do not cover, with what is missing; None where they are the whole."""
+    boxes: dict[tuple[str, tuple[str, ...]], tuple[tuple[int, ...], list[Box]]] = {}
+    for manifest in manifests:
+        for item, leaves in manifest.arrays.items():
+            for leaf in leaves:
+                _, held = boxes.setdefault((item, leaf.path), (leaf.shape, []))
+                held.extend(record.box for record in leaf.boxes)
+    for (item, path), (shape, held) in boxes.items():
+        missing = missing_elements(Box.whole(shape), dict.fromkeys(held))
+        if missing or not held:
+            return f"{missing} elements of leaf {item}:{'.'.join(path)} are held by nobody"
+    return None
+
+
+def to_runs(holders: Holders) -> list[list[int]]:
+    """Who holds what, as `[holder, share, how many]`: both count up together. One run where everybody holds its own."""
+    runs: list[list[int]] = []
+    for process, share in sorted((process, share) for share, given in holders.items() for process in given):
+        last = runs[-1] if runs else None
+        if last is not None and (process, share) == (last[0] + last[2], last[1] + last[2]):
+            last[2] += 1
+        else:
+            runs.append([process, share, 1])
+    return runs
+
+
+def from_runs(runs: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """What `to_runs` was given."""
+    found: dict[int, list[int]] = {}
+    for process, share, length in runs:
+        for more in range(length):
+            found.setdefault(share + more, []).append(process + more)
+    return {share: tuple(sorted(found[share])) for share in sorted(found)}
+
+
+def in_order_of_use(shares: Iterable[int], *, mine: int, of: int, count: int, alike: Sequence[int] = ()) -> list[int]:
+    """In which order process `mine` `of` so many looks into the shares of a save that `count` processes wrote.
+
+    Its own index first, then `alike` (those that hold most of what it wants), then by distance: a mesh is cut in order,
+    so what it wants lies about as far along as it does itself.
+    """
+    at = mine * count / of
+    preferred = dict.fromkeys([mine, *alike] if of == count else alike)
+    first = {share: rank for rank, share in enumerate(preferred)}
+    return sorted(shares, key=lambda share: (first.get(share, len(first)), abs(share + 0.5 - at - 0.5 * count / of)))
+
+
+def in_batches(shares: Sequence[int]) -> Iterator[Sequence[int]]:
+    """One share, then two, then four, ...: few are asked for where few are enough."""
+    start, length = 0, 1
+    while start < len(shares):
+        yield shares[start : start + length]
+        start, length = start + length, length * 2
+
+
+def part_of(directory_name: str, rank: int, of: int) -> bool:
+    """Whether process `rank` of `of` on a host is the one that tells others of a slot directory: just one does."""
+    number = re.search(r"\d+", directory_name)
+    return (int(number[0]) if number else 0) % of == rank

@@ -1,0 +1,169 @@
+"""What this host's fast tiers hold, whoever wrote it, and how a restore reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckptkit.durable.cells.reader import Wanted
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError
+from ckptkit.events import EventLog, Kind
+from ckptkit.model.boxes import Box
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId
+from ckptkit.model.tiers import SSD
+from ckptkit.model.verify_mode import Proving
+from ckptkit.restore.inventory import Held, box_set_hash, part_of
+from ckptkit.restore.plan import Source
+from ckptkit.restore.read import BoxReader
+from ckptkit.slots.reader import ManifestCache, SlotReader, read_manifests, slot_directories, within
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSave:
+    """A save as this host's fast tiers hold it: by tier, the slot directories with their manifests."""
+
+    save_id: SaveId
+    held: Mapping[str, tuple[tuple[Path, Manifest], ...]]
+
+    @property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """All manifests of the save on this host."""
+        return tuple(manifest for pairs in self.held.values() for _, manifest in pairs)
+
+    def report(self, rank: tuple[int, int], refusal: str | None = None) -> Held:
+        """What this process, the `rank`-th of so many on its host, tells the others of the save."""
+        mine = {
+            manifest.writer.process: box_set_hash(manifest)
+            for pairs in self.held.values()
+            for directory, manifest in pairs
+            if part_of(directory.name, *rank)
+        }
+        return Held(
+            save_id=self.save_id,
+            count=max(manifest.writer.count for manifest in self.manifests),
+            shares=tuple(sorted(mine.items())),
+            tiers=tuple(self.held),
+            refusal=refusal,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """Sources of one save in order of cost, and how the boxes of each are read."""
+
+    sources: tuple[Source, ...]
+    readers: tuple[BoxReader, ...]
+    expect: Callable[[Sequence[Wanted]], None] | None = None  # of the last source: told what it will be asked for
+
+    @property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """Every manifest of every source."""
+        return tuple(manifest for source in self.sources for manifest in source.manifests)
+
+
+class LocalTiers:
+    """The slot directories of this host's own id; no other host's are opened. Safe from several threads."""
+
+    def __init__(self, host_dirs: Mapping[str, Path], events: EventLog):
+        self._host_dirs = host_dirs
+        self._events = events
+        self._manifests = ManifestCache()
+        self.refused: str | None = None  # what may not be read, at the last look: it is not absent
+
+    def saves(self) -> dict[SaveId, LocalSave]:
+        """Every save of which a readable manifest stands here. What is damaged is said in events."""
+        found: dict[SaveId, dict[str, list[tuple[Path, Manifest]]]] = {}
+        self.refused = None
+        for tier, host_dir in self._host_dirs.items():
+            pairs, damaged = read_manifests(slot_directories(host_dir), self._manifests)
+            for error in damaged:
+                self._events.emit(Kind.REJECTED, step=error.step, tier=tier, reason=str(error))
+                self._note_refusal(error.__cause__, str(error))
+            for directory, manifest in pairs:
+                found.setdefault(manifest.save_id, {}).setdefault(tier, []).append((directory, manifest))
+        self._manifests.keep_only(pair for tiers in found.values() for pairs in tiers.values() for pair in pairs)
+        return {
+            save: LocalSave(save_id=save, held={tier: tuple(pairs) for tier, pairs in tiers.items()})
+            for save, tiers in found.items()
+        }
+
+    def holdings(self, save: LocalSave | None, proves: Proving = Proving()) -> Holdings:  # noqa: B008  frozen
+        """One source per slot directory, so that a reader knows where a record's bytes stand."""
+        sources: list[Source] = []
+        readers: list[BoxReader] = []
+        for tier, pairs in (save.held if save is not None else {}).items():
+            for directory, manifest in pairs:
+                try:
+                    slot = SlotReader(directory, manifest, proves, on_disk=tier == SSD)
+                except (OSError, ValueError) as error:  # the slot is gone or empty: the next source is taken
+                    self._events.emit(Kind.REJECTED, step=manifest.save_id.step, tier=tier, reason=str(error))
+                    self._note_refusal(error, f"slot {directory / manifest.slot}: {error}")
+                    continue
+                inside = within(manifest, slot.size_bytes)
+                if inside != manifest:
+                    reason = f"slot {directory / manifest.slot} has {slot.size_bytes} bytes, and boxes beyond its end"
+                    self._events.emit(Kind.REJECTED, step=manifest.save_id.step, tier=tier, reason=reason)
+                sources.append(Source(tier=tier, manifests=(inside,)))
+                readers.append(_slot_reader(slot, directory, manifest, proves))
+        if len({source.manifests[0].writer for source in sources}) > 1:  # a box may lie in parts of several shares
+            joined = together(list(zip(sources, readers, strict=True)), sources[-1].tier, proves)
+            sources.append(joined[0])
+            readers.append(joined[1])
+        return Holdings(sources=tuple(sources), readers=tuple(readers))
+
+    def _note_refusal(self, error: BaseException | None, text: str) -> None:
+        if isinstance(error, PermissionError):
+            self.refused = self.refused or text
+
+
+def together(
+    pairs: Sequence[tuple[Source, BoxReader]], tier: str, proves: Proving, *, remote: bool = False
+) -> tuple[Source, BoxReader]:
+    """Several sources as one, that covers what they cover together; what it reads counts as read from `tier`.
+
+    Of a box that several hold, the first that proves whole is given; what a sample finds damaged is raised at once.
+    Where none does, one that did not answer is the reason: it may have it whole.
+    """
+    by_box: dict[tuple[str, tuple[str, ...], Box], list[tuple[LeafRecord, BoxRecord, BoxReader]]] = {}
+    for source, reader in pairs:
+        for manifest in source.manifests:
+            for item, leaves in manifest.arrays.items():
+                for leaf in leaves:
+                    for record in leaf.boxes:
+                        by_box.setdefault((item, leaf.path, record.box), []).append((leaf, record, reader))
+
+    def read(item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
+        failed: CheckpointError | None = None
+        for theirs, stored, reader in by_box[item, leaf.path, record.box]:
+            try:
+                return reader(item, theirs, stored, wanted, into)
+            except (CorruptCheckpointError, PeerUnreachableError) as error:
+                if proves.is_sample and isinstance(error, CorruptCheckpointError):
+                    raise
+                failed = failed if isinstance(failed, PeerUnreachableError) else error
+        assert failed is not None, "a box is of some source"
+        raise failed
+
+    manifests = tuple(manifest for source, _ in pairs for manifest in source.manifests)
+    return Source(tier=tier, manifests=manifests, remote=remote), read
+
+
+def _slot_reader(slot: SlotReader, directory: Path, manifest: Manifest, proves: Proving) -> BoxReader:
+    superseded = f"{directory}: save {manifest.save_id} was superseded while it was read"
+
+    def read(item: str, leaf: Any, record: Any, wanted: Any, into: Any) -> None:
+        del item
+        try:
+            slot.read(leaf, record, wanted, into)
+        except CorruptCheckpointError as error:
+            if slot.gone():  # reused for a newer save in the meantime: not damage
+                raise CorruptCheckpointError(superseded, path=str(directory)) from error
+            raise
+        if not proves.proves_all and slot.gone():  # no digest would have shown it
+            raise CorruptCheckpointError(superseded, path=str(directory))
+
+    return read

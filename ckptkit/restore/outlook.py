@@ -1,0 +1,177 @@
+"""What a restore would take and from where, as one host sees it: the restore's own decisions over what stands there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.durable.read_step import DurableReader
+from ckptkit.errors import CorruptCheckpointError, NoRestorableStepError, StepNotFoundError, TreeMismatchError
+from ckptkit.inspection.directories import is_slot_directory, step_of_name
+from ckptkit.inspection.places import Place, nothing_at
+from ckptkit.inspection.shares import Share, read_share, read_shares
+from ckptkit.inspection.steps import durable_steps, read_ancestry, tier_shares
+from ckptkit.model.boxes import Box
+from ckptkit.model.manifest import LeafRecord, Manifest, SaveId
+from ckptkit.model.tiers import DURABLE
+from ckptkit.restore.plan import Candidate, Key, RestorePlan, Source, plan_restore, rank_candidates
+from ckptkit.store.roots import root_url
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """The plan for the newest save that this host can have. `plan` None: a step that stock Orbax wrote and restores."""
+
+    root: str
+    host_id: str
+    chosen: Candidate
+    plan: RestorePlan | None
+    rejected: tuple[tuple[str, int, str], ...] = ()  # tier, step, reason: newer ones
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        save = self.chosen.save_id
+        return {
+            "format": FORMAT,
+            "root": self.root,
+            "host_id": self.host_id,
+            "step": save.step,
+            "save_id": {"epoch": save.epoch, "step": save.step, "number": save.number} if save.ours else None,
+            "where": self.chosen.where,
+            "plan": None if self.plan is None else self.plan.to_json(),
+            "rejected": [{"tier": tier, "step": step, "reason": reason} for tier, step, reason in self.rejected],
+            "notes": self.notes,
+            "problems": self.problems,
+        }
+
+
+def outlook(
+    root: str,
+    *,
+    tiers: Sequence[str] = (),
+    host_id: str,
+    like: str | None = None,
+    step: int | None = None,
+    timeout_s: float = 20.0,
+) -> Outlook:
+    """Which save of `root` a restart on this host alone would take, and the source of each box.
+
+    What is wanted is every leaf whole, or with `like` (a slot directory, a manifest, or a step of the run's own) the
+    leaves and boxes that are recorded there. Reads only metadata, and asks no other host: a job reads what this one
+    lacks from its other processes before it asks the durable tier. Raises `StepNotFoundError`, `NoRestorableStepError`,
+    `TreeMismatchError` where `like` has other leaves, `StoreError` for what cannot be reached.
+    """
+    url = root_url(root)
+    place = Place.open(url, timeout_s=timeout_s)
+    names = place.names()
+    ancestry, problems = read_ancestry(place)
+    durable = {each.identity: each.place for each in durable_steps(place, ancestry) if each.state == "committed"}
+    notes: list[str] = []
+    fast: dict[SaveId, list[tuple[str, Share]]] = {}
+    for tier in tiers:
+        found, damaged = tier_shares(tier, url, host_id, notes)
+        problems += map(str, damaged)
+        for share in found:
+            fast.setdefault(share.manifest.save_id, []).append((tier, share))
+    wanted = None if like is None else _wanted_like(like, timeout_s)
+    rejected: list[tuple[str, int, str]] = []
+    for candidate in rank_candidates([dict.fromkeys(fast)], list(durable), ancestry.superseded, step, linked=True):
+        save = candidate.save_id
+        try:
+            plan = _plan(candidate, _sources(fast.get(save, ()), durable.get(save), save.step), wanted)
+        except CorruptCheckpointError as error:
+            rejected.append((candidate.where, save.step, str(error)))
+            continue
+        return Outlook(
+            root=url,
+            host_id=host_id,
+            chosen=candidate,
+            plan=plan,
+            rejected=tuple(rejected),
+            notes=tuple(notes),
+            problems=tuple(problems),
+        )
+    if rejected:
+        raise NoRestorableStepError(rejected, path=url)
+    if names and step is not None:
+        raise StepNotFoundError(f"step {step} is not in {url} or in this host's tiers", step=step, path=url)
+    raise nothing_at(url, "there is no step that could be restored, here or in a tier that was given")
+
+
+def _sources(shares: Sequence[tuple[str, Share]], place: Place | None, step: int) -> list[Source]:
+    sources = [Source(tier=tier, manifests=(share.manifest,)) for tier, share in shares]
+    if len(sources) > 1:  # a box may lie in parts of several shares
+        sources.append(Source(tier=sources[-1].tier, manifests=tuple(share.manifest for _, share in shares)))
+    if place is not None and (durable := tuple(DurableReader(place.url, step=step).manifests())):
+        sources.append(Source(tier=DURABLE, manifests=durable, remote=True))
+    return sources
+
+
+def _plan(
+    candidate: Candidate, sources: Sequence[Source], wanted: Mapping[Key, tuple[LeafRecord, list[Box]]] | None
+) -> RestorePlan | None:
+    if not sources and candidate.durable:
+        return None
+    stored: dict[Key, LeafRecord] = {}
+    for source in sources:
+        for manifest in source.manifests:
+            stored |= {(item, leaf.path): leaf for item, leaves in manifest.arrays.items() for leaf in leaves}
+    if wanted is None:
+        whole = {key: [Box.whole(leaf.shape)] for key, leaf in stored.items()}
+        return plan_restore(candidate.save_id, whole, sources)
+    _compare(candidate, stored, wanted)
+    return plan_restore(candidate.save_id, {key: boxes for key, (_, boxes) in wanted.items()}, sources)
+
+
+def _compare(
+    candidate: Candidate, stored: Mapping[Key, LeafRecord], wanted: Mapping[Key, tuple[LeafRecord, list[Box]]]
+) -> None:
+    def named(key: Key) -> str:
+        return f"{key[0]}:{'.'.join(key[1])}"
+
+    differences = [
+        f"{named(key)} is {stored[key].describe()} on disk, and not wanted" for key in stored.keys() - wanted
+    ]
+    for key, (leaf, _) in wanted.items():
+        if key not in stored:
+            differences.append(f"{named(key)} is wanted, and not on disk")
+        elif stored[key].describe() != leaf.describe():
+            differences.append(f"{named(key)} is {stored[key].describe()} on disk, {leaf.describe()} is wanted")
+    if differences:
+        raise TreeMismatchError(differences, step=candidate.save_id.step, where=candidate.where)
+
+
+def _wanted_like(like: str, timeout_s: float) -> dict[Key, tuple[LeafRecord, list[Box]]]:
+    wanted: dict[Key, tuple[LeafRecord, list[Box]]] = {}
+    for manifest, whole in _manifests_at(like, timeout_s):
+        for item, leaves in manifest.arrays.items():
+            for leaf in leaves:
+                boxes = [Box.whole(leaf.shape)] if whole else [record.box for record in leaf.boxes]
+                wanted.setdefault((item, leaf.path), (leaf, boxes))
+    return wanted
+
+
+def _manifests_at(like: str, timeout_s: float) -> list[tuple[Manifest, bool]]:
+    """The records there, and whether their leaves are wanted whole."""
+    path = Path(like)
+    if path.is_file():
+        return [(read_share(path).manifest, False)]
+    place = Place.open(root_url(like), timeout_s=timeout_s)
+    if is_slot_directory(place.names()):
+        shares, damaged = read_shares(path)
+        if not shares:
+            raise next(iter(damaged), nothing_at(like, "there is no committed save in it"))
+        return [(shares[0].manifest, False)]
+    step = step_of_name(place.name)
+    if not place.names() or step is None:
+        raise nothing_at(like, "it is no slot directory, no manifest, and no step")
+    manifests = DurableReader(place.url, step=step).manifests()
+    if not manifests:
+        raise nothing_at(like, "stock Orbax wrote it, without records of its leaves")
+    return [(manifest, True) for manifest in manifests]

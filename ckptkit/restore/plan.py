@@ -1,0 +1,216 @@
+"""What to restore, and from where: pure decisions over what the processes say they hold.
+
+Two steps. `rank_candidates` (process 0, for all) orders the saves that every process can have; `plan_restore`
+(each process, for itself) chooses the source of every box of the chosen save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.model.boxes import Box, missing_elements
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId
+
+Key = tuple[str, tuple[str, ...]]  # item, path of the leaf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A save that might be restored: in a durable step, in fast tiers, or both. `refusal` says why it cannot be."""
+
+    save_id: SaveId
+    durable: bool
+    fast: bool
+    refusal: str | None = None
+
+    @property
+    def where(self) -> str:
+        """The tiers, for messages."""
+        return "+".join(["fast"] * self.fast + ["durable"] * self.durable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What one tier holds of one save, readable by this process. Sources are given in order of cost."""
+
+    tier: str
+    manifests: tuple[Manifest, ...]
+    remote: bool = False  # reads wait for an answer: many at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoxRead:
+    """One wanted box and the sources that cover it, cheapest first: (index of the source, the records to read)."""
+
+    key: Key
+    wanted: Box
+    nbytes: int  # of the wanted box
+    sources: tuple[tuple[int, tuple[tuple[LeafRecord, BoxRecord], ...]], ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of its elements."""
+        return np.dtype(self.sources[0][1][0][0].dtype)
+
+
+def in_reading_order(reads: Iterable[BoxRead]) -> list[BoxRead]:
+    """The largest first: what is still being read at the end is small."""
+    return sorted(reads, key=lambda read: -read.nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestorePlan:
+    """Where each wanted box of one save comes from. No box is read twice; no two saves are mixed."""
+
+    save_id: SaveId
+    tiers: tuple[str, ...]
+    remote: tuple[bool, ...]  # of the sources, as `tiers`
+    reads: tuple[BoxRead, ...]
+
+    def first_reads(self, source: int) -> list[tuple[str, LeafRecord, BoxRecord, Box]]:
+        """What is asked of a source if every first choice proves whole, in that order: item, leaf, record, box."""
+        asked = [read for read in in_reading_order(self.reads) if read.sources[0][0] == source]
+        return [(read.key[0], *record, read.wanted) for read in asked for record in read.sources[0][1]]
+
+    def bytes_by_tier(self) -> dict[str, int]:
+        """Bytes that the plan reads from each tier if every first choice proves whole."""
+        read_bytes: dict[str, int] = {}
+        for read in self.reads:
+            tier = self.tiers[read.sources[0][0]]
+            read_bytes[tier] = read_bytes.get(tier, 0) + read.nbytes
+        return read_bytes
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{nbytes} bytes from {tier}" for tier, nbytes in self.bytes_by_tier().items())
+        return f"save {self.save_id}: {len(self.reads)} boxes, {parts or 'nothing to read'}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain values."""
+        return {
+            "save_id": [self.save_id.epoch, self.save_id.step, self.save_id.number],
+            "boxes": [
+                {
+                    "item": read.key[0],
+                    "leaf": ".".join(read.key[1]),
+                    "start": list(read.wanted.start),
+                    "stop": list(read.wanted.stop),
+                    "tier": self.tiers[read.sources[0][0]],
+                }
+                for read in self.reads
+            ],
+            "bytes_by_tier": self.bytes_by_tier(),
+        }
+
+
+def rank_candidates(
+    fast: Sequence[Mapping[SaveId, str | None]],
+    durable: Sequence[SaveId],
+    superseded: Callable[[SaveId], bool],
+    step: int | None = None,
+    *,
+    linked: bool = False,
+) -> list[Candidate]:
+    """The saves in the order in which they are to be tried: newest first, abandoned branches left out.
+
+    `fast[p]` says for each save that process `p` finds on its host why it cannot be restored from there (None: it
+    can). A save is a candidate without refusal when it is durable, or when every process can have it from its
+    own fast tiers; where processes are `linked`, so that each reads the others' tiers too, when anybody holds any of
+    it: whether that is enough each finds out before anything is read. With `step`, only saves of that step are
+    candidates.
+    """
+    saves = {save for report in fast for save in report} | set(durable)
+    ranked = []
+    for save in sorted(saves, reverse=True):
+        if superseded(save) or (step is not None and save.step != step):
+            continue
+        refusals = [
+            f"process {process}: {report.get(save, 'its host does not hold it')}"
+            for process, report in enumerate(fast)
+            if report.get(save, "") is not None
+        ]
+        in_durable = save in durable
+        ranked.append(
+            Candidate(
+                save_id=save,
+                durable=in_durable,
+                fast=any(save in report for report in fast) if linked else len(refusals) < len(fast),
+                refusal=None if in_durable or linked or not refusals else _joined(refusals),
+            )
+        )
+    return ranked
+
+
+def plan_restore(save_id: SaveId, wanted: Mapping[Key, Sequence[Box]], sources: Sequence[Source]) -> RestorePlan:
+    """The sources of every wanted box, in the given order of cost.
+
+    Raises `CorruptCheckpointError` naming the first box that nothing covers.
+    """
+    held = [_records_by_leaf(source, save_id) for source in sources]
+    reads = []
+    for key, boxes in wanted.items():
+        for box in boxes:
+            covering = tuple(
+                (index, records)
+                for index, leaves in enumerate(held)
+                if (records := _covering(leaves.get(key, ()), box)) is not None
+            )
+            if not covering:
+                raise CorruptCheckpointError(
+                    f"save {save_id}: nothing that this process can reach covers leaf {key[0]}:{'.'.join(key[1])}, box "
+                    f"{box.start} to {box.stop}",
+                    step=save_id.step,
+                )
+            records = covering[0][1]
+            nbytes = box.size * records[0][0].itemsize if records else 0
+            reads.append(BoxRead(key=key, wanted=box, nbytes=nbytes, sources=covering))
+    return RestorePlan(
+        save_id=save_id,
+        tiers=tuple(source.tier for source in sources),
+        remote=tuple(source.remote for source in sources),
+        reads=tuple(reads),
+    )
+
+
+def _records_by_leaf(source: Source, save_id: SaveId) -> dict[Key, list[tuple[LeafRecord, BoxRecord]]]:
+    """The boxes of a source by leaf, each distinct box once."""
+    if len(source.manifests) == 1:  # a manifest names no box twice
+        (manifest,) = source.manifests
+        assert manifest.save_id == save_id, "two saves are never mixed"
+        return {
+            (item, leaf.path): [(leaf, record) for record in leaf.boxes]
+            for item, records in manifest.arrays.items()
+            for leaf in records
+        }
+    leaves: dict[Key, dict[Box, tuple[LeafRecord, BoxRecord]]] = {}
+    for manifest in source.manifests:
+        assert manifest.save_id == save_id, "two saves are never mixed"
+        for item, records in manifest.arrays.items():
+            for leaf in records:
+                boxes = leaves.setdefault((item, leaf.path), {})
+                for record in leaf.boxes:
+                    boxes.setdefault(record.box, (leaf, record))
+    return {key: list(boxes.values()) for key, boxes in leaves.items()}
+
+
+def _covering(
+    records: Sequence[tuple[LeafRecord, BoxRecord]], wanted: Box
+) -> tuple[tuple[LeafRecord, BoxRecord], ...] | None:
+    """The records that `wanted` needs if together they cover it, else None."""
+    for leaf, record in records:
+        if record.box == wanted:
+            return ((leaf, record),)
+    if wanted.size == 0:
+        return tuple(records[:1]) or None
+    if missing_elements(wanted, [record.box for _, record in records]):
+        return None
+    return tuple((leaf, record) for leaf, record in records if record.box.intersect(wanted))
+
+
+def _joined(refusals: Sequence[str]) -> str:
+    more = f"; and {len(refusals) - 4} more processes" if len(refusals) > 4 else ""
+    return "; ".join(refusals[:4]) + more

@@ -1,0 +1,114 @@
+"""What a process would restore of a save: the tree is compared, and every box that it wants has a source."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.job.coordination import Coordinator
+from ckptkit.model.boxes import boxes_by_process
+from ckptkit.model.manifest import Manifest, SaveId
+from ckptkit.restore.local_tiers import Holdings
+from ckptkit.restore.plan import Candidate, RestorePlan, plan_restore
+from ckptkit.restore.request import Asked, RestoreItems, TreeAnswer, asked_of, tree_answer
+from ckptkit.restore.tree import Target, targets_of
+from ckptkit.util.gc_pause import collection_paused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What a process would restore of a save, and from where: the tree is compared, every box has a source."""
+
+    asked: Asked
+    answers: Mapping[str, TreeAnswer]
+    targets: Sequence[Target]
+    inline: Mapping[str, Any]
+    plan: RestorePlan
+    holdings: Holdings
+
+
+@final
+class Preparer:
+    """Compares and plans, for one process; reads nothing."""
+
+    def __init__(self, where: str, coordinator: Coordinator):
+        self._where = where
+        self._coordinator = coordinator
+
+    def prepared(self, candidate: Candidate, holdings: Holdings, wanted: RestoreItems) -> Prepared:
+        """How to have a candidate from `holdings`.
+
+        Raises `CorruptCheckpointError` where they do not cover it, `TreeMismatchError` where it is another tree.
+        """
+        asked = self.asked(holdings.manifests, wanted)
+        if asked.orbax and not candidate.durable:
+            raise CorruptCheckpointError(only_by_orbax(asked), step=candidate.save_id.step)
+        return self.prepare(candidate.save_id, holdings, asked)
+
+    def prepare(self, save_id: SaveId, holdings: Holdings, asked: Asked) -> Prepared:
+        """The same for what was sorted out already."""
+        with collection_paused():
+            answers = self._answers(save_id, holdings.manifests, asked)
+            targets = self._targets(save_id, answers)
+            inline = self._inline(holdings.manifests, asked)
+            plan = plan_restore(save_id, {target.key: target.boxes for target in targets}, holdings.sources)
+        return Prepared(asked=asked, answers=answers, targets=targets, inline=inline, plan=plan, holdings=holdings)
+
+    def alike(self, save_id: SaveId, manifests: Sequence[Manifest], wanted: RestoreItems) -> list[int]:
+        """The processes that want boxes which this one wants too, those that want most of them first."""
+        shared: Counter[int] = Counter()
+        for target in self._targets(save_id, self._answers(save_id, manifests, self.asked(manifests, wanted))):
+            if target.sharding is not None:
+                for processes in boxes_by_process(target.sharding, target.shape).values():
+                    shared.update(processes if self._coordinator.process in processes else ())
+        return [process for process, _ in shared.most_common()]
+
+    def asked(self, manifests: Sequence[Manifest], wanted: RestoreItems) -> Asked:
+        """What is wanted, sorted by who can give it."""
+        return asked_of(wanted, manifests, where=self._where)
+
+    def _answers(self, save_id: SaveId, manifests: Sequence[Manifest], asked: Asked) -> dict[str, TreeAnswer]:
+        """How each tree is given back. One that Orbax is to give back is read and proven as it was saved."""
+        proven_only = dict.fromkeys(name for name in asked.orbax if any(name in m.arrays for m in manifests))
+        return {
+            item: tree_answer(arg, manifests, item, step=save_id.step, where=self._where)
+            for item, arg in {**asked.trees, **proven_only}.items()
+        }
+
+    def _targets(self, save_id: SaveId, answers: Mapping[str, TreeAnswer]) -> list[Target]:
+        where = self._where
+        return [
+            target
+            for item, answer in answers.items()
+            for target in targets_of(item, answer.abstract, answer.leaves, step=save_id.step, where=where)
+        ]
+
+    def _inline(self, manifests: Sequence[Manifest], asked: Asked) -> dict[str, Any]:
+        """The small items. A data iterator's state belongs to one process out of as many as there were."""
+        inline = {}
+        for name in asked.inline:
+            holders = [manifest for manifest in manifests if name in manifest.inline]
+            if holders[0].inline[name]["kind"] == "grain":
+                holders = [m for m in holders if m.writer.process == self._coordinator.process]
+                count = manifests[0].writer.count
+                if count == self._coordinator.count and not holders:
+                    raise CorruptCheckpointError(
+                        f"item {name!r} is a data iterator, and nobody who can be reached holds the state that process "
+                        f"{self._coordinator.process} of {count} saved; keep copies on other hosts (Tier.peer), or one "
+                        "global position in a JSON item"
+                    )
+                if count != self._coordinator.count:
+                    raise CorruptCheckpointError(
+                        f"item {name!r} is a data iterator saved by {count} processes, and this job has "
+                        f"{self._coordinator.count}: restore on {count}, or keep one global position in a JSON item"
+                    )
+            inline[name] = holders[0].inline[name]
+        return inline
+
+
+def only_by_orbax(asked: Asked) -> str:
+    """Why fast tiers alone cannot give what was asked."""
+    return f"only Orbax restores {sorted(asked.orbax)} in this form, and only from a durable step"

@@ -1,0 +1,272 @@
+"""What a restore asks for, in Orbax's words, and how a stored tree answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from ckptkit.durable.orbax.manager import DEFAULT_ITEM, StockManager
+from ckptkit.errors import ItemNotFoundError, TreeMismatchError
+from ckptkit.model.manifest import LeafRecord, Manifest
+from ckptkit.model.verify_mode import Proving
+from ckptkit.restore.casting import Finish, as_template
+from ckptkit.restore.tree import abstract_of, merged_leaves
+from ckptkit.snapshot.describe import leaf_path
+from ckptkit.snapshot.empty_nodes import empties_of
+from ckptkit.snapshot.small_items import STRUCTURE, gives_back
+
+# From the stored leaves, by item, to nested dicts of those that are wanted: the same answer whenever it is asked.
+Choose = Callable[[Mapping[str, Sequence[LeafRecord]]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreItems:
+    """What is asked for. `args` None means every item, as it was saved, or what `choose` picks; None for one item
+    means as it was saved."""
+
+    args: Mapping[str, Any] | None
+    default_item: bool | None  # None: as the step was saved
+    choose: Choose | None = None
+    proves: Proving = field(default_factory=Proving)
+
+    def check_mode(self, held: set[str]) -> None:
+        """Raises ValueError, as Orbax does, where named items are asked of a step of an unnamed one, or the reverse."""
+        if self.default_item is None or not held or self.default_item == (DEFAULT_ITEM in held):
+            return
+        if self.default_item:
+            raise ValueError(
+                "Must provide `args` of type `Composite` when dealing with multiple checkpointable objects."
+            )
+        raise ValueError(
+            "Cannot provide `args` of type `Composite` when dealing with a single, unnamed (default) checkpointable "
+            "object."
+        )
+
+
+def wanted_of(stock: StockManager, items: Any, restore_kwargs: Any, args: Any) -> RestoreItems:
+    """What the arguments of `restore` ask for; raises what Orbax raises for those that do not go together."""
+    by_name = stock.restore_args(items, restore_kwargs, args)
+    default_item = stock.default_item
+    if by_name is not None:
+        if default_item is None:
+            default_item = DEFAULT_ITEM in by_name and not isinstance(args, ocp.args.Composite)
+        for name, arg in by_name.items():
+            stock.handler(name, arg)
+    return RestoreItems(args=by_name, default_item=default_item)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some leaves of a stored tree, as nested dicts; the others are left where they are."""
+
+    tree: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is asked of one stored save: trees and small items that we give back, and what only Orbax can."""
+
+    trees: Mapping[str, Any] = field(default_factory=dict)  # item -> Orbax's argument, or None
+    inline: Mapping[str, Any] = field(default_factory=dict)
+    orbax: Mapping[str, Any] = field(default_factory=dict)
+
+
+def asked_of(wanted: RestoreItems, manifests: Sequence[Manifest], *, where: str) -> Asked:
+    """Sorts what is wanted by who can give it; raises `ItemNotFoundError` for an item that the save has not."""
+    trees = {name for manifest in manifests for name in manifest.arrays}
+    inline = {n: s["kind"] for m in manifests for n, s in m.inline.items() if s["kind"] != STRUCTURE}
+    wanted.check_mode(trees | set(inline))
+    if wanted.choose is not None:
+        chosen = wanted.choose({item: merged_leaves(manifests, item) for item in sorted(trees)})
+        return Asked(trees={item: Part(tree) for item, tree in chosen.items()})
+    if wanted.args is None:
+        names = {DEFAULT_ITEM} if wanted.default_item else trees | set(inline)
+        return Asked(trees=dict.fromkeys(sorted(trees & names)), inline={n: None for n in sorted(inline) if n in names})
+    sorted_out: dict[str, dict[str, Any]] = {"trees": {}, "inline": {}, "orbax": {}}
+    for name, arg in wanted.args.items():
+        if name not in trees and name not in inline:
+            found = sorted(trees | set(inline))
+            raise ItemNotFoundError(f'Item "{name}" was not found in {where}. Available items: {found}', path=where)
+        if name in trees:
+            sorted_out["trees" if _gives_back_tree(arg) else "orbax"][name] = arg
+        else:
+            sorted_out["inline" if gives_back(inline[name], arg) else "orbax"][name] = arg
+    return Asked(**sorted_out)
+
+
+def stored_tree(manifests: Sequence[Manifest], item: str, stored: Sequence[LeafRecord]) -> Any:
+    """The abstract tree of all that was saved of an array item, nested dicts and lists, from its merged leaves.
+
+    Cost: 15 microseconds per leaf.
+    """
+    empty = next((m.inline[item]["value"] for m in manifests if m.inline.get(item, {}).get("kind") == STRUCTURE), [])
+    return abstract_of(stored, empties_of(empty))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeAnswer:
+    """How a tree is given back: what to place, and what is then made of each placed leaf."""
+
+    abstract: Any  # the leaves to read, with the shapes and dtypes that are stored
+    leaves: Sequence[LeafRecord]  # of the stored ones, those that have to be in `abstract`
+    finishes: Sequence[Finish | None]  # one for each leaf of `abstract`
+    tree: Any  # what is returned: a tree whose leaves are indices into `abstract`'s, or `...`
+
+    def finished(self, placed: Sequence[Any]) -> Any:
+        """The tree, from the placed leaves of `abstract`."""
+        made = [finish(leaf) if finish else leaf for finish, leaf in zip(self.finishes, placed, strict=True)]
+        return jax.tree.map(lambda at: made[at] if isinstance(at, int) else at, self.tree)
+
+
+def tree_answer(arg: Any, manifests: Sequence[Manifest], item: str, *, step: int, where: str) -> TreeAnswer:
+    """What `arg` asks of a stored tree. Raises `TreeMismatchError` with all differences."""
+    stored = merged_leaves(manifests, item)
+    if isinstance(arg, Part):
+        picked = {leaf_path(path)[0] for path, _ in jax.tree_util.tree_flatten_with_path(arg.tree)[0]}
+        return _plainly(arg.tree, [leaf for leaf in stored if leaf.path in picked])
+    if isinstance(arg, ocp.args.PyTreeRestore) and not (arg.item is None and arg.restore_args is None):
+        whole = stored_tree(manifests, item, stored)
+        return _pytree_answer(arg, stored, whole, item, step=step, where=where)
+    wanted = getattr(arg, "item", None)
+    if wanted is None:
+        return _plainly(stored_tree(manifests, item, stored), stored)
+    return _as_templates(wanted, stored)
+
+
+def _gives_back_tree(arg: Any) -> bool:
+    """Whether we give a tree back as `arg` asks; transformations, padding and layouts are Orbax's."""
+    if arg is None:
+        return True
+    if isinstance(arg, ocp.args.StandardRestore):
+        return arg.strict and not arg.support_layout and arg.fallback_sharding is None
+    if not isinstance(arg, ocp.args.PyTreeRestore) or arg.transforms is not None or arg.legacy_transform_fn is not None:
+        return False
+    wishes = jax.tree.leaves(arg.restore_args, is_leaf=lambda node: isinstance(node, ocp.RestoreArgs))
+    return all(isinstance(wish, ocp.RestoreArgs) and _plain_wish(wish) for wish in wishes)
+
+
+def _plain_wish(wish: Any) -> bool:
+    known = (None, jax.Array, np.ndarray, int, float)
+    shape = getattr(wish, "global_shape", None) or getattr(wish, "shape", None)
+    return wish.restore_type in known and shape is None and getattr(wish, "strict", True)
+
+
+def _plainly(abstract: Any, stored: Sequence[LeafRecord]) -> TreeAnswer:
+    leaves, treedef = jax.tree_util.tree_flatten(abstract)
+    numbered = jax.tree_util.tree_unflatten(treedef, range(len(leaves)))
+    return TreeAnswer(abstract=abstract, leaves=stored, finishes=[None] * len(leaves), tree=numbered)
+
+
+def _as_templates(template: Any, stored: Sequence[LeafRecord]) -> TreeAnswer:
+    """As Orbax's StandardRestore: each leaf becomes what the template's is; a None there is left out."""
+    by_path = {record.path: record for record in stored}
+    flat, _ = jax.tree_util.tree_flatten_with_path(template, is_leaf=lambda leaf: leaf is None)
+    left_out = {leaf_path(path)[0] for path, leaf in flat if leaf is None}
+    plain = _plainly(template, [record for record in stored if record.path not in left_out])
+    targets, finishes = [], []
+    for path, leaf in flat:
+        if leaf is not None:
+            record = by_path.get(leaf_path(path)[0])
+            target, finish = (leaf, None) if record is None else as_template(leaf, record)
+            targets.append(target)
+            finishes.append(finish)
+    abstract = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(template), targets)
+    return replace(plain, abstract=abstract, finishes=finishes)
+
+
+def _pytree_answer(
+    arg: Any, stored: Sequence[LeafRecord], whole: Any, item: str, *, step: int, where: str
+) -> TreeAnswer:
+    """As Orbax's PyTreeRestore: `item` gives the structure alone, `restore_args` says what becomes of each leaf."""
+    as_saved = {leaf_path(path)[0]: leaf for path, leaf in jax.tree_util.tree_flatten_with_path(whole)[0]}
+    shape = arg.item if arg.item is not None else whole
+    flat, treedef = jax.tree_util.tree_flatten_with_path(shape)
+    wishes: list[Any] = [None] * len(flat)
+    if arg.restore_args is not None:
+        wishes = treedef.flatten_up_to(arg.restore_args)
+    abstract: list[Any] = []
+    finishes: list[Finish | None] = []
+    numbered: list[Any] = []
+    differences, asked, left_out = [], set(), []
+    for (keypath, leaf), wish in zip(flat, wishes, strict=True):
+        path = leaf_path(keypath)[0]
+        if leaf is ...:
+            numbered.append(...)
+            left_out.append(path)
+        elif path not in as_saved:
+            differences.append(f"{item}:{'.'.join(path)} is in the restore item, and not on disk")
+        else:
+            asked.add(path)
+            numbered.append(len(abstract))
+            target, finish = _wished(as_saved[path], wish)
+            abstract.append(target)
+            finishes.append(finish)
+    if not arg.partial_restore:
+        missing = [path for path in as_saved if path not in asked and path not in left_out]
+        differences += [f"{item}:{'.'.join(path)} is on disk, and not in the restore item" for path in missing]
+    if differences:
+        raise TreeMismatchError(differences, step=step, where=where)
+    names = [leaf_path(keypath)[0] for keypath, leaf in flat if leaf is not ...]
+    by_path = {record.path: record for record in stored}
+    nested: dict[str, Any] = {}
+    for path, target in zip(names, abstract, strict=True):
+        _put(nested, path, target)
+    flat_order = [leaf_path(keypath)[0] for keypath, _ in jax.tree_util.tree_flatten_with_path(nested)[0]]
+    at = {path: index for index, path in enumerate(flat_order)}
+    order = [at[path] for path in names]  # dicts are flattened in the order of their keys
+    by_index = dict(zip(order, finishes, strict=True))
+    tree = jax.tree_util.tree_unflatten(treedef, [each if each is ... else order[each] for each in numbered])
+    return TreeAnswer(
+        abstract=nested if names != [()] else abstract[0],
+        leaves=[by_path[path] for path in names],
+        finishes=[by_index[index] for index in range(len(order))],
+        tree=tree,
+    )
+
+
+def _put(nested: dict[str, Any], path: Sequence[str], target: Any) -> None:
+    for name in path[:-1]:
+        nested = nested.setdefault(name, {})
+    if path:
+        nested[path[-1]] = target
+
+
+def _wished(saved: Any, wish: Any) -> tuple[Any, Finish | None]:
+    """What to place of a stored leaf, and what to make of it, for one `RestoreArgs`."""
+    if wish is None:
+        return saved, None
+    kind, dtype = wish.restore_type, wish.dtype
+    if kind is None and isinstance(wish, ocp.ArrayRestoreArgs):
+        kind = jax.Array
+    on_device = kind is jax.Array or (kind is None and isinstance(saved, jax.ShapeDtypeStruct))
+    shape, stored_dtype = np.shape(saved) if not hasattr(saved, "shape") else saved.shape, _dtype_of(saved)
+    if on_device:
+        sharding = _sharding(wish) or getattr(saved, "sharding", None)
+        sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        target = jax.ShapeDtypeStruct(shape, stored_dtype, sharding=sharding)
+        return target, None if dtype is None else lambda leaf: leaf.astype(dtype)
+    if kind is None and isinstance(saved, bool | int | float):
+        return saved, None if dtype is None else lambda leaf: np.asarray(leaf).astype(dtype).item()
+    target = np.empty(shape, stored_dtype)
+    if kind in (int, float):
+        return target, lambda leaf: kind(np.asarray(leaf).astype(dtype or leaf.dtype).item())
+    return target, None if dtype is None else lambda leaf: leaf.astype(dtype)
+
+
+def _dtype_of(saved: Any) -> Any:
+    return saved.dtype if hasattr(saved, "dtype") else np.asarray(saved).dtype
+
+
+def _sharding(wish: Any) -> Any:
+    sharding = getattr(wish, "sharding", None)
+    if sharding is not None:
+        return sharding if isinstance(sharding, jax.sharding.Sharding) else sharding.to_jax_sharding()
+    mesh = getattr(wish, "mesh", None)
+    if mesh is not None and getattr(wish, "mesh_axes", None) is not None:
+        return jax.sharding.NamedSharding(mesh, wish.mesh_axes)
+    return None

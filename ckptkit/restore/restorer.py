@@ -1,0 +1,384 @@
+"""The life of a restore: gather, rank, plan, read and prove, vote; the next candidate when the vote fails."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
+from ckptkit.durable.orbax.manager import DEFAULT_ITEM
+from ckptkit.durable.steps import DurableSteps
+from ckptkit.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    ItemNotFoundError,
+    NoRestorableStepError,
+    PeerUnreachableError,
+    StepNotFoundError,
+    TreeMismatchError,
+)
+from ckptkit.events import EventLog, Kind
+from ckptkit.job.coordination import Coordinator, Occasions
+from ckptkit.job.vote import act_together
+from ckptkit.model.broadcast_options import BroadcastOptions
+from ckptkit.model.manifest import SaveId
+from ckptkit.model.verify_mode import Proving, Verify, begin
+from ckptkit.peers.client import PeerClient
+from ckptkit.restore.broadcast.coordinator import Broadcaster
+from ckptkit.restore.broadcast.cost_model import Choice
+from ckptkit.restore.caller_thread import Caller
+from ckptkit.restore.durable_candidates import DurableSaves
+from ckptkit.restore.execute import Proven, Reading, Shared
+from ckptkit.restore.inventory import Held, from_runs, holders_of, to_runs, writers_of
+from ckptkit.restore.local_tiers import Holdings, LocalSave, LocalTiers
+from ckptkit.restore.plan import Candidate, RestorePlan, rank_candidates
+from ckptkit.restore.prepare import Prepared, Preparer, only_by_orbax
+from ckptkit.restore.request import RestoreItems
+from ckptkit.restore.sources import Reach
+from ckptkit.restore.tree import Target
+from ckptkit.store import all_of
+from ckptkit.util import clock
+from ckptkit.util.pages import PAGE_BYTES
+
+_T = TypeVar("_T")
+_log = logging.getLogger("ckptkit")
+LISTED_DURABLE_STEPS = 8  # how many durable steps, newest first, are looked into before older ones are asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What a restore gave: items by name, the save they are of, and whether it was saved without names."""
+
+    items: Mapping[str, Any]
+    save_id: SaveId
+    default_item: bool
+    slot_bytes: int  # that a save of the same would take
+    read_bytes: Mapping[str, int] = field(default_factory=dict)  # by tier
+    proven: bool = True  # every cell, by its digest; False for a step of stock Orbax, which has none
+
+
+class Restorer:
+    """Restores saves. Every method is called by all processes together, in the same order."""
+
+    def __init__(
+        self,
+        host_dirs: Mapping[str, Path],
+        durable: DurableSteps,
+        epochs: EpochRecords,
+        coordinator: Coordinator,
+        events: EventLog,
+        timeout_s: float,
+        verify: Verify = "always",
+        *,
+        client: PeerClient | None = None,
+        rank: tuple[int, int] = (0, 1),
+        broadcast: BroadcastOptions = BroadcastOptions(),  # noqa: B008  frozen
+        name: str = "restore",
+    ):
+        """`client` reads other processes' tiers; `rank` is this process's place on its host, of how many. `name` is
+        another for each that meets over the same coordinator."""
+        self._verify: Verify = verify
+        self._local = LocalTiers(host_dirs, events)
+        self._client = client
+        self._rank = rank
+        self._restores = map((name + "-{}").format, itertools.count())  # the name of each, for the meetings
+        self._coordinator = coordinator = Occasions(coordinator)
+        self._preparer = Preparer(durable.url, coordinator)
+        self._reports: list[list[Held]] = []  # on process 0, of the last gathering
+        self._durable = durable
+        self._durable_saves = DurableSaves(durable, events)
+        self._epochs = epochs
+        self._events = events
+        self._timeout_s = timeout_s
+        self._reading = Reading(durable, events)
+        self._broadcaster = Broadcaster(broadcast, self._reading, coordinator, events, timeout_s)
+
+    @property
+    def client(self) -> PeerClient | None:
+        """How other processes' tiers are read; None where they are not."""
+        return self._client
+
+    def reports(self) -> list[list[Any]]:
+        """What this process tells the others of the saves on its host."""
+        return [save.report(self._rank).to_json() for save in self.local_saves().values()]
+
+    def local_saves(self) -> dict[SaveId, LocalSave]:
+        """What this host's fast tiers hold; a local look, for any thread."""
+        return self._local.saves()
+
+    def restore(self, step: int | None, wanted: RestoreItems, *, caller: Caller | None = None) -> Restored:
+        """The newest save that every process can have and that proves whole (`step`: only that one).
+
+        `caller` launches collectives, where this is not the thread that may.
+
+        Raises `StepNotFoundError` where there is no candidate, `NoRestorableStepError` where all were rejected;
+        a tree mismatch, a missing permission and a tier that cannot be reached raise at once and never fall back.
+        """
+        self._coordinator.begin(next(self._restores))
+        wanted = replace(wanted, proves=begin(self._verify))
+        local = {save: held for save, held in self.local_saves().items() if step is None or save.step == step}
+        prepared: dict[SaveId, Prepared] = {}
+        rejected: list[tuple[str, int, str]] = []
+        if self._client is not None:
+            self._client.try_again()
+        tried: set[SaveId] = set()
+        for looked_into in (LISTED_DURABLE_STEPS, None):
+            for candidate in self._candidates(local, prepared, wanted, step, looked_into):
+                if candidate.save_id in tried:
+                    continue
+                tried.add(candidate.save_id)
+                held = local.get(candidate.save_id), prepared.pop(candidate.save_id, None)
+                outcome = candidate.refusal or self._try(candidate, *held, wanted, caller)
+                if isinstance(outcome, Restored):
+                    return outcome
+                rejected.append((candidate.where, candidate.save_id.step, outcome))
+                self._events.emit(Kind.REJECTED, step=candidate.save_id.step, tier=candidate.where, reason=outcome)
+        if not rejected:
+            what = f"step {step} was not found" if step is not None else "no step was found"
+            raise StepNotFoundError(
+                f"{what} in {self._durable.url} or in the fast tiers of any host; list what there is with "
+                f"`ckptkit steps {self._durable.url}`",
+                step=step,
+                path=self._durable.url,
+            )
+        if all(ItemNotFoundError.__name__ in reason for _, _, reason in rejected):
+            raise ItemNotFoundError("; ".join(dict.fromkeys(r for _, _, r in rejected)), path=self._durable.url)
+        raise NoRestorableStepError(rejected, path=self._durable.url)
+
+    def _candidates(
+        self,
+        local: Mapping[SaveId, LocalSave],
+        prepared: dict[SaveId, Prepared],
+        wanted: RestoreItems,
+        step: int | None,
+        looked_into: int | None,
+    ) -> list[Candidate]:
+        report = self._report(local, prepared, wanted)
+
+        def rank(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            refused = [
+                f"process {process}: {each['refused']}" for process, each in enumerate(reports) if each["refused"]
+            ]
+            if refused:
+                raise CheckpointError(
+                    f"{refused[0]}. Nothing is restored while it may hold the newest step: give this user access, or "
+                    "remove it"
+                )
+            self._reports = [[Held.from_json(entry) for entry in each["held"]] for each in reports]
+            fast = [{held.save_id: held.refusal for held in report} for report in self._reports]
+            ahead = wanted.proves if not any(self._reports) else None  # it will be read: nothing else holds anything
+            look = partial(self._durable_saves.look, step, ahead)
+            ancestry, looked = all_of(self._durable.url, [self._epochs.read, look])
+            durable = self._durable_saves.newest(ancestry, looked, looked_into)
+            ranked = rank_candidates(fast, durable, ancestry.superseded, step, linked=self._client is not None)
+            return [{**asdict(candidate), "save_id": list(asdict(candidate.save_id).values())} for candidate in ranked]
+
+        said = {"held": report, "refused": self._local.refused}
+        agreed = self._coordinator.agree("candidates", said, rank, timeout_s=self._timeout_s)
+        return [Candidate(**{**entry, "save_id": SaveId(*entry["save_id"])}) for entry in agreed]
+
+    def identity(self, step: int, ancestry: Ancestry) -> SaveId:
+        """Which save a durable step is, on process 0. A damaged step is of unknown age: the oldest there is."""
+        return self._durable_saves.identity(step, ancestry)
+
+    def _report(
+        self, local: Mapping[SaveId, LocalSave], prepared: dict[SaveId, Prepared], wanted: RestoreItems
+    ) -> list[list[Any]]:
+        """What this host's fast tiers hold, newest first, each with why it cannot be had from them alone, or None.
+
+        Looked into until one can be had: those behind it are rarely asked for, and then refused when they are tried.
+        """
+        report = []
+        for save in sorted(local, reverse=True):
+            refusal = None
+            if not prepared:
+                prepared_or_why = self._prepare_fast(local[save], wanted)
+                if isinstance(prepared_or_why, Prepared):
+                    prepared[save] = prepared_or_why
+                else:
+                    refusal = prepared_or_why
+            report.append(local[save].report(self._rank, refusal).to_json())
+        return report
+
+    def _prepare_fast(self, save: LocalSave, wanted: RestoreItems) -> Prepared | str | None:
+        """How to have `save` from its own host's fast tiers alone, or why that cannot be; None: raised when tried."""
+        try:
+            holdings = self._local.holdings(save, wanted.proves)
+            if not holdings.manifests:
+                return f"the slots of save {save.save_id} are gone"
+            asked = self._preparer.asked(holdings.manifests, wanted)
+            return only_by_orbax(asked) if asked.orbax else self._preparer.prepare(save.save_id, holdings, asked)
+        except (TreeMismatchError, ItemNotFoundError):
+            return None  # it is held; the mismatch is raised when the candidate is tried
+        except Exception as error:  # noqa: BLE001  said in the vote: who does not come leaves the others waiting
+            return f"{type(error).__name__}: {error}"
+
+    def _try(
+        self,
+        candidate: Candidate,
+        local: LocalSave | None,
+        prepared: Prepared | None,
+        wanted: RestoreItems,
+        caller: Caller | None,
+    ) -> Restored | str:
+        """The restored items, or why the processes together reject this candidate.
+
+        Two verdicts: that everybody has a source for all that it wants, before anything is read, and that all of it
+        proved whole, before anything is given back.
+        """
+        start_s = clock.monotonic_s()
+        save_id = candidate.save_id
+        own = prepared.holdings if prepared is not None else self._local.holdings(local, wanted.proves)
+        reach = self._reach(candidate, own, wanted)
+        rejection, planned = self._together("plan", lambda: self._plan(candidate, reach, prepared, wanted))
+        if rejection is not None:
+            return rejection
+        shared, choice = self._broadcaster.share(planned, wanted.proves, caller)
+        rejection, proven = self._together(
+            "restore", lambda: self._read(candidate, local, reach, planned, wanted, shared)
+        )
+        if rejection is not None:
+            return rejection
+        assert proven is not None
+        items = self._reading.assemble(proven, save_id)
+        self._events.emit(
+            Kind.RESTORED,
+            step=save_id.step,
+            sources=proven.read_bytes,
+            save_id=str(save_id),
+            duration_s=round(clock.monotonic_s() - start_s, 6),
+            **proven.proves.words(),
+            **self._said(choice),
+        )
+        return Restored(
+            items=items,
+            save_id=save_id,
+            default_item=DEFAULT_ITEM in items,
+            slot_bytes=0 if proven.prepared is None else _slot_bytes(proven.prepared.targets),
+            read_bytes=proven.read_bytes,
+            proven=proven.proves.proves_all,
+        )
+
+    def _together(self, channel: str, act: Callable[[], _T]) -> tuple[str | None, _T | None]:
+        return act_together(self._coordinator, channel, act, timeout_s=self._timeout_s)
+
+    def _reach(self, candidate: Candidate, own: Holdings, wanted: RestoreItems) -> Reach:
+        """Where the save's boxes can be had; what others hold of it is heard from process 0."""
+        count, runs = 1, list[list[int]]()
+        if self._client is not None and candidate.fast:
+            count, runs = self._coordinator.tell("holders", lambda: self._told(candidate), timeout_s=self._timeout_s)
+        coordinator = self._coordinator
+        return Reach(
+            candidate,
+            own,
+            (count, from_runs(runs)),
+            self._client,
+            self._durable,
+            self._events,
+            proves=wanted.proves,
+            ahead=self._durable_saves.take_reader(candidate.save_id.step),
+            process=(coordinator.process, coordinator.count),
+            alike=lambda manifests: self._preparer.alike(candidate.save_id, manifests, wanted),
+        )
+
+    def _told(self, candidate: Candidate) -> list[Any]:
+        save_id = candidate.save_id
+        return [writers_of(self._reports, save_id), to_runs(holders_of(self._reports, save_id))]
+
+    def _plan(
+        self, candidate: Candidate, reach: Reach, prepared: Prepared | None, wanted: RestoreItems
+    ) -> Prepared | None:
+        """Reaches as far as every wanted box has a source; None: stock Orbax restores it. Reads nothing but manifests.
+
+        The durable tier is asked only for what the fast ones do not cover, or hold damaged. What does not answer is
+        not absent: it raises where it might have been what is missing.
+        """
+        error: Exception | None = None
+        for holdings in reach.holdings:
+            try:
+                prepared = prepared or self._preparer.prepared(candidate, holdings, wanted)
+                self._say_planned(prepared.plan)
+                return prepared
+            except (CorruptCheckpointError, ValueError) as caught:
+                if isinstance(caught, TreeMismatchError):
+                    raise
+                error = caught
+        if reach.stock:
+            return None
+        if reach.unreachable is not None:
+            raise reach.unreachable
+        raise error or CorruptCheckpointError(
+            f"the slots of save {candidate.save_id} are gone or damaged", step=candidate.save_id.step
+        )
+
+    def _read(
+        self,
+        candidate: Candidate,
+        local: LocalSave | None,
+        reach: Reach,
+        prepared: Prepared | None,
+        wanted: RestoreItems,
+        shared: Shared | None,
+    ) -> Proven:
+        """Reads, proves and places this process's part; launches no collective, and meets nobody."""
+        try:
+            return self._read_reaching(candidate, reach, prepared, wanted, shared)
+        except CorruptCheckpointError:
+            if not wanted.proves.is_sample:
+                raise
+        # What is damaged in one place may be in others, which the sample has passed over.
+        wanted = replace(wanted, proves=Proving())
+        reach = reach.proving_all(self._local.holdings(local, wanted.proves))
+        return self._read_reaching(candidate, reach, self._plan(candidate, reach, None, wanted), wanted)
+
+    def _read_reaching(
+        self,
+        candidate: Candidate,
+        reach: Reach,
+        prepared: Prepared | None,
+        wanted: RestoreItems,
+        shared: Shared | None = None,
+    ) -> Proven:
+        """Reaches further where what was planned does not prove whole, or does not answer."""
+        while prepared is not None:
+            try:
+                return self._reading.read(prepared, wanted.proves, shared)
+            except (CorruptCheckpointError, PeerUnreachableError, ValueError) as error:
+                sampled = wanted.proves.is_sample and isinstance(error, CorruptCheckpointError)
+                if sampled or isinstance(error, TreeMismatchError):
+                    raise
+                reach.damaged, shared = True, None
+                try:
+                    prepared = self._plan(candidate, reach, None, wanted)
+                except CorruptCheckpointError:
+                    raise error from None  # no source is left: what the last one had is the reason
+        return self._reading.by_orbax(candidate.save_id.step, wanted)
+
+    def _say_planned(self, plan: RestorePlan) -> None:
+        _log.info("restore plan: %s", plan)
+        self._events.emit(
+            Kind.PLANNED,
+            step=plan.save_id.step,
+            sources=plan.bytes_by_tier(),
+            save_id=str(plan.save_id),
+            boxes=len(plan.reads),
+        )
+
+    def _said(self, choice: Choice) -> dict[str, Any]:
+        """Of several processes, whether replicas read for each other, and why."""
+        if self._coordinator.count == 1:
+            return {}
+        _log.info("restore, broadcast: %s: %s", "yes" if choice.broadcast else "no", choice.why)
+        return {"broadcast": choice.broadcast, "broadcast_why": choice.why}
+
+
+def _slot_bytes(targets: Sequence[Target]) -> int:
+    page, sizes = PAGE_BYTES, [(t.boxes, np.dtype(t.dtype).itemsize) for t in targets]
+    return sum(-(-box.size * itemsize // page) * page for boxes, itemsize in sizes for box in boxes)

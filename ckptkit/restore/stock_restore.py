@@ -1,0 +1,131 @@
+"""What Orbax restores for us: whole steps by its own manager, or parts of them where that manager cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from ckptkit.durable.orbax.manager import DEFAULT_ITEM
+from ckptkit.durable.orbax.partial import elsewhere, read_item, read_leaves
+from ckptkit.durable.orbax.v1 import NEWER_HANDLER
+from ckptkit.durable.read_step import is_damage
+from ckptkit.durable.steps import DurableSteps
+from ckptkit.errors import CorruptCheckpointError, ItemNotFoundError
+from ckptkit.inspection.arrays import read_arrays
+from ckptkit.inspection.directories import STEP_METADATA, item_kind, json_name, step_items
+from ckptkit.inspection.places import Place, readable
+from ckptkit.model.manifest import LeafRecord
+from ckptkit.model.tiers import DURABLE
+from ckptkit.restore.request import Choose, RestoreItems
+
+_TIMEOUT_S = 60.0
+
+
+def choose_of_stock(step_url: str, choose: Choose) -> dict[str, Any]:
+    """What `choose` picks of a step (or of one item's own directory), by item; nothing else of it is read.
+
+    The bytes cannot be proven: stock Orbax keeps no digests.
+    """
+    items = _array_items(step_url)
+    chosen = choose({name: stock_records(place) for name, place in items.items()})
+    found = {}
+    for name, tree in chosen.items():
+        if name not in items:
+            raise CorruptCheckpointError(f"{step_url} has no array item {name!r}, only {sorted(items)}", path=step_url)
+        flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        wanted = {tuple(str(key.key) for key in path): leaf for path, leaf in flat}
+        leaves = read_leaves(items[name].url, wanted) if wanted else {}
+        found[name] = jax.tree_util.tree_unflatten(treedef, [leaves[path] for path in wanted])
+    return found
+
+
+def whole_step(step_url: str) -> dict[str, Any] | None:
+    """Every item of a step that Orbax's manager does not restore by itself: one was saved on devices that are not
+    there today, or by Orbax's newer API. None for any other step. Locks no item to a handler."""
+    arrays = _array_items(step_url)
+    moved = {name: elsewhere(place.url) for name, place in arrays.items()}
+    step = Place.open(step_url, timeout_s=_TIMEOUT_S)
+    if not any(moved.values()) and not _by_newer_api(step):
+        return None
+    files = {name: json_name(step.below(name)) for name in step_items(step)}
+    small = {name: step.below(name).json(file) for name, file in files.items() if file == "metadata"}
+    return {**small, **{name: read_item(place.url, moved[name]) for name, place in arrays.items()}}
+
+
+def _by_newer_api(step: Place) -> bool:
+    recorded = step.json(STEP_METADATA)
+    with readable(f"{step.url}/{STEP_METADATA}"):
+        handlers = (recorded or {}).get("item_handlers") or {}
+        names = handlers.values() if isinstance(handlers, dict) else [handlers]
+        return any(NEWER_HANDLER in str(name) for name in names)
+
+
+def stock_records(place: Place) -> list[LeafRecord]:
+    """The leaves of an item of stock Orbax, as records without boxes. Cost: a small read per leaf."""
+    _, leaves, _ = read_arrays(place, timeout_s=_TIMEOUT_S)
+    return [
+        LeafRecord(
+            path=leaf.path,
+            keys="d" * len(leaf.path),
+            kind="jax" if leaf.kind == "jax" else "numpy",
+            shape=leaf.shape,
+            dtype=leaf.dtype,
+            cell=leaf.cell,
+            extra={"key_impl": leaf.key_impl} if leaf.key_impl else {},
+        )
+        for leaf in leaves
+        if leaf.shape is not None and leaf.dtype is not None and leaf.cell is not None
+    ]
+
+
+def _array_items(step_url: str) -> dict[str, Place]:
+    place = Place.open(step_url, timeout_s=_TIMEOUT_S)
+    if item_kind(place) == "arrays":  # an item's own directory, or a step that was saved without a manager
+        return {"default": place}
+    return {name: place.below(name) for name in step_items(place) if item_kind(place.below(name)) == "arrays"}
+
+
+def restore_stock(durable: DurableSteps, step: int, wanted: RestoreItems) -> dict[str, Any]:
+    """A step that stock Orbax wrote, read by stock Orbax: correct bytes cannot be proven, only readability.
+
+    Raises `CorruptCheckpointError` for what cannot be read, `ItemNotFoundError`, and what Orbax raises beside that.
+    """
+    if not durable.reader(step).item_names():
+        raise CorruptCheckpointError(f"step {step} in {durable.url} holds no item", step=step, tier=DURABLE)
+    try:
+        return _restored(durable, step, wanted)
+    except ItemNotFoundError:
+        raise
+    except Exception as error:
+        if is_damage(error):
+            message = f"step {step} in {durable.url}: {type(error).__name__}: {error}"
+            raise CorruptCheckpointError(message, step=step, tier=DURABLE) from error
+        raise
+
+
+def restore_items(durable: DurableSteps, step: int, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Some items of a durable step, by Orbax's manager and the caller's handlers."""
+    orbax = durable.stock.orbax
+    if set(args) == {DEFAULT_ITEM}:
+        return {DEFAULT_ITEM: orbax.restore(step, args=args[DEFAULT_ITEM])}
+    return dict(orbax.restore(step, args=ocp.args.Composite(**args)).items())
+
+
+def _restored(durable: DurableSteps, step: int, wanted: RestoreItems) -> dict[str, Any]:
+    held = set(durable.reader(step).item_names())
+    wanted.check_mode(held)
+    if wanted.args is not None:
+        if missing := sorted(set(wanted.args) - held):
+            raise ItemNotFoundError(
+                f'Item "{missing[0]}" was not found in step {step}. Available items: {sorted(held)}', step=step
+            )
+        return restore_items(durable, step, wanted.args)
+    if wanted.choose is not None:
+        return choose_of_stock(durable.reader(step).url, wanted.choose)
+    if (found := whole_step(durable.reader(step).url)) is not None:
+        return found
+    found = durable.stock.orbax.restore(step)
+    return dict(found.items()) if isinstance(found, ocp.args.Composite) else {DEFAULT_ITEM: found}

@@ -1,0 +1,202 @@
+"""Both ends of a restore: the tree that is asked for against the stored one, and proven boxes onto devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ckptkit.durable.orbax.partial import anywhere, on_every_process
+from ckptkit.durable.orbax.shardings import sharding_of_text
+from ckptkit.errors import TreeMismatchError
+from ckptkit.model.boxes import Box, boxes_held
+from ckptkit.model.manifest import LeafKind, LeafRecord, Manifest, describe
+from ckptkit.restore.plan import Key
+from ckptkit.snapshot.describe import kind_of_number, leaf_path
+from ckptkit.snapshot.empty_nodes import Empty, empty_value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One leaf that is wanted: what it must be, and where it goes (`sharding` None: host memory)."""
+
+    key: Key
+    kind: LeafKind
+    shape: tuple[int, ...]  # of the stored array: for typed keys, of the key data
+    dtype: str
+    sharding: jax.sharding.Sharding | None
+    process: int  # whose boxes they are
+    key_impl: str | None = None
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The distinct boxes that this process needs."""
+        if self.sharding is None:
+            return (Box.whole(self.shape),)
+        return boxes_held(self.sharding, self.shape, self.process)
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole leaf."""
+        return math.prod(self.shape)
+
+
+def targets_of(item: str, abstract: Any, stored: Sequence[LeafRecord], *, step: int, where: str) -> list[Target]:
+    """The leaves of `abstract`, each checked against what is stored; all differences are raised at once.
+
+    Raises `TreeMismatchError`: shapes, dtypes, leaves missing on either side. Nothing is cast, padded or cut.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(abstract)
+    on_disk = {leaf.path: leaf for leaf in stored}
+    differences, targets, asked = [], [], set()
+    process = jax.process_index()
+    for keypath, leaf in flat:
+        path, _ = leaf_path(keypath)
+        asked.add(path)
+        name = ".".join(path)
+        if path not in on_disk:
+            differences.append(f"{item}:{name} is {_describe_abstract(leaf)} in abstract_state, and not on disk")
+            continue
+        record = on_disk[path]
+        if not _same(leaf, record):
+            differences.append(
+                f"{item}:{name} is {record.describe()} on disk, {_describe_abstract(leaf)} in abstract_state"
+            )
+            continue
+        targets.append(_target(item, leaf, record, process))
+    differences += [
+        f"{item}:{leaf.name} is {leaf.describe()} on disk, and not in abstract_state"
+        for path, leaf in on_disk.items()
+        if path not in asked
+    ]
+    if differences:
+        raise TreeMismatchError(differences, step=step, where=where)
+    return targets
+
+
+def abstract_of(stored: Sequence[LeafRecord], empties: Sequence[Empty] = ()) -> Any:
+    """An abstract tree made from the records alone: nested dicts and lists, with the shardings of the save where
+    today's devices allow it, else everything on the first device, or whole on every device of several processes.
+
+    `empties` are the nodes without leaves (`ckptkit.snapshot.empty_nodes`).
+    """
+    root: dict[str, Any] = {}
+    for leaf in stored:
+        node = root
+        for name in leaf.path[:-1]:
+            node = node.setdefault(name, {})
+        if not leaf.path:
+            return _abstract_leaf(leaf)
+        node[leaf.path[-1]] = _abstract_leaf(leaf)
+    for path, _, kind in empties:
+        node = root
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = empty_value(kind)
+    letters = {path: letters for path, letters, _ in empties}
+    return _with_sequences(root, {leaf.path: leaf.keys for leaf in stored} | letters)
+
+
+def merged_leaves(manifests: Iterable[Manifest], item: str) -> list[LeafRecord]:
+    """Every leaf of an item once, in the order of the save, without boxes."""
+    leaves: dict[tuple[str, ...], LeafRecord] = {}
+    for manifest in manifests:
+        for leaf in manifest.arrays.get(item, ()):
+            leaves.setdefault(leaf.path, leaf)
+    return list(leaves.values())
+
+
+def _target(item: str, leaf: Any, record: LeafRecord, process: int) -> Target:
+    key, impl = (item, record.path), record.extra.get("key_impl")
+    kind: LeafKind = "jax"
+    sharding = None
+    if isinstance(leaf, bool | int | float):
+        kind, impl = kind_of_number(leaf), None
+    elif isinstance(leaf, np.ndarray | np.generic):
+        kind, impl = "numpy", None
+    else:
+        sharding = getattr(leaf, "sharding", None) or _stored_sharding(record)
+        if impl is not None and isinstance(sharding, jax.sharding.NamedSharding):
+            # The key data has trailing dimensions of its own, which are never split.
+            spec = jax.sharding.PartitionSpec(*sharding.spec, *([None] * (len(leaf.shape) - len(sharding.spec))))
+            sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
+    return Target(
+        key=key,
+        kind=kind,
+        shape=record.shape,
+        dtype=record.dtype,
+        sharding=sharding,
+        process=process,
+        key_impl=impl,
+    )
+
+
+def _same(leaf: Any, record: LeafRecord) -> bool:
+    if isinstance(leaf, bool | int | float):
+        return record.kind == kind_of_number(leaf)
+    impl = record.extra.get("key_impl")
+    if not isinstance(leaf.dtype, np.dtype) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return impl is not None and f"key<{_short_impl(impl)}>" == leaf.dtype.name and _starts(record, leaf)
+    return impl is None and tuple(leaf.shape) == record.shape and _name_of(leaf.dtype) == record.dtype
+
+
+@lru_cache
+def _name_of(dtype: Any) -> str:
+    """NumPy works the name out each time it is asked."""
+    return dtype.name
+
+
+def _short_impl(impl: str) -> str:
+    """Keys' dtypes are named by a tag (`key<fry>`), their implementations by a name (`threefry2x32`)."""
+    return jax.random.key(0, impl=impl).dtype.name.removeprefix("key<").removesuffix(">")
+
+
+def _starts(record: LeafRecord, leaf: Any) -> bool:
+    return record.shape[: len(leaf.shape)] == tuple(leaf.shape)
+
+
+def _describe_abstract(leaf: Any) -> str:
+    if isinstance(leaf, bool | int | float):
+        return type(leaf).__name__
+    dtype = getattr(leaf, "dtype", None)
+    return describe(dtype.name, leaf.shape) if dtype is not None else type(leaf).__name__
+
+
+def _abstract_leaf(leaf: LeafRecord) -> Any:
+    if leaf.kind != "jax":
+        block = np.empty(leaf.shape, np.dtype(leaf.dtype))
+        return block if leaf.kind == "numpy" else block.item()
+    impl = leaf.extra.get("key_impl")
+    if impl:
+        key = jax.random.key(0, impl=impl)
+        trailing = jax.random.key_data(key).ndim
+        return jax.ShapeDtypeStruct(
+            leaf.shape[: len(leaf.shape) - trailing], key.dtype, sharding=_stored_sharding(leaf)
+        )
+    return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=_stored_sharding(leaf))
+
+
+def _stored_sharding(leaf: LeafRecord) -> jax.sharding.Sharding:
+    sharding = sharding_of_text(leaf.extra.get("sharding", "{}"))
+    return sharding if sharding is not None and on_every_process(sharding) else anywhere()
+
+
+def _with_sequences(root: Any, keys: Mapping[tuple[str, ...], str]) -> Any:
+    """Turns the levels that were sequences back into lists."""
+    kinds = {path[:depth]: letters[depth] for path, letters in keys.items() for depth in range(len(path))}
+
+    def rebuild(node: Any, at: tuple[str, ...]) -> Any:
+        if not isinstance(node, dict):
+            return node
+        children = {name: rebuild(child, (*at, name)) for name, child in node.items()}
+        if kinds.get(at) == "s":
+            return [children[name] for name in sorted(children, key=int)]
+        return children
+
+    return rebuild(root, ())

@@ -1,0 +1,177 @@
+"""What becomes of a durable save that fails: tried again, given up, paused, an error at last. Process 0 decides."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ckptkit.durable.read_step import is_transient
+from ckptkit.errors import CheckpointError, SaveFailedError, StoreError, heard_from
+from ckptkit.events import EventLog, Kind
+from ckptkit.job.coordination import Coordinator
+from ckptkit.model.policies import FailurePolicy
+from ckptkit.model.tiers import DURABLE
+from ckptkit.util import clock
+
+_PAUSES_MAX = 4  # doublings of a pause
+_jitter = random.Random()  # its own: a job that seeds `random` gets the same numbers with us in the background
+
+
+class DurableUpkeep:
+    """Attempts durable saves, knows for how long they have been failing, and pauses a tier that fails again and again.
+
+    `attempt` runs in the durable thread of every process. What it counts is process 0's, heard at each save: a process
+    that missed a verdict would try on its own what the others leave alone.
+    """
+
+    def __init__(self, policy: FailurePolicy, coordinator: Coordinator, events: EventLog, timeout_s: float):
+        self._policy = policy
+        self._coordinator = coordinator
+        self._events = events
+        self._timeout_s = timeout_s
+        self._failing_from_s: float | None = None  # monotonic; the same None or not on every process
+        self._failed_in_row = 0  # saves
+        self._failed_tries = 0  # of the save on its way
+        self._paused_until_s = 0.0  # monotonic; only process 0's counts
+        self._last_reason = ""
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last durable save has failed, or the one on its way more than once: not worth waiting for."""
+        return self._failed_in_row > 0 or self._failed_tries > 1
+
+    def attempt(
+        self,
+        step: int,
+        write: Callable[[], None],
+        landed: Callable[[], bool],
+        *,
+        repeatable: bool = True,
+        forced: bool = False,
+        about: str = "",
+    ) -> None:
+        """Runs `write` until all processes have succeeded, or no retry is left or can help; then raises its error.
+
+        `landed` says on process 0 whether the step is there although a process has reported an error. In a pause
+        nothing is run, and `StoreError` raised, unless the save is `forced` or not `repeatable`: begun already. `about`
+        names the save, for the meetings.
+        """
+        began_s = clock.monotonic_s()
+        left_s = self._hear_of_pause(about)
+        paused = self._failed_in_row >= self._policy.pause_after
+        if paused and left_s > 0 and repeatable and not forced:
+            raise StoreError(
+                f"the tier is paused for {left_s:.1f} s more, after {self._failed_in_row} failed saves in a row: "
+                f"{self._last_reason}",
+                step=step,
+                tier=DURABLE,
+            )
+        retries_left = self._policy.retries if repeatable and not paused else 0
+        delay_s = self._policy.retry_delay_s
+        while True:
+            error = None
+            try:
+                write()
+            except Exception as caught:  # noqa: BLE001  voted on: who does not vote leaves the others waiting
+                error = caught
+            verdict = self._verdict(error, landed, about)
+            if verdict["done"]:
+                self._succeeded(step, verdict)
+                return
+            self._failed_tries += 1
+            if retries_left == 0 or not verdict["transient"]:
+                break
+            # Processes of one job agree on it, and several jobs do not come back to a bucket at the same time.
+            wait_s = delay_s * verdict["jitter"]
+            self._events.emit(Kind.RETRIED, step=step, tier=DURABLE, reason=verdict["reason"], delay_s=round(wait_s, 6))
+            time.sleep(wait_s)
+            retries_left -= 1
+            delay_s *= 2
+        self._failed(step, began_s, verdict["reason"])
+        raise error or heard_from(verdict["process"], verdict["name"], verdict["reason"])
+
+    def _hear_of_pause(self, about: str) -> float:
+        """How long a pause lasts by process 0's clock, and how many saves it has seen fail. Cost: one small read."""
+
+        def know() -> list[float]:
+            return [self._failed_in_row, self._paused_until_s - clock.monotonic_s()]
+
+        said = self._coordinator.tell("durable-pause", know, timeout_s=self._timeout_s, about=about)
+        self._failed_in_row = int(said[0])
+        return float(said[1])
+
+    def _succeeded(self, step: int, verdict: dict[str, Any]) -> None:
+        if self._failing_from_s is not None:
+            failed_s = round(clock.monotonic_s() - self._failing_from_s, 6)
+            self._events.emit(Kind.RECOVERED, step=step, tier=DURABLE, failures=self._failed_in_row, failed_s=failed_s)
+        self._failing_from_s = None
+        self._failed_in_row = self._failed_tries = 0
+        if "reason" in verdict:  # the step is there, and what was to be deleted after it perhaps too
+            reason = f"step {step} is committed, and then: {verdict['name']}: {verdict['reason']}"
+            self._events.emit(Kind.DEGRADED, step=step, tier=DURABLE, reason=reason)
+
+    def _failed(self, step: int, began_s: float, reason: str) -> None:
+        self._failed_in_row += 1
+        self._failed_tries = 0
+        self._last_reason = reason
+        if self._failing_from_s is None:
+            self._failing_from_s = began_s
+            self._events.emit(Kind.DEGRADED, step=step, tier=DURABLE, reason=reason)
+        if self._failed_in_row < self._policy.pause_after:
+            return
+        pause_s = self._policy.pause_s * 2 ** min(self._failed_in_row - self._policy.pause_after, _PAUSES_MAX)
+        self._paused_until_s = clock.monotonic_s() + pause_s
+        said = f"{self._failed_in_row} saves in a row have failed; the next is tried in {pause_s:g} s. {reason}"
+        self._events.emit(Kind.DEGRADED, step=step, tier=DURABLE, reason=said, pause_s=pause_s)
+
+    def raise_if_overdue(self, step: int) -> None:
+        """Raises `SaveFailedError` where durable saves have been failing for too long, on every process or on none.
+
+        Called by all processes, whatever is on its way: what process 0 knows by now decides, with its clock. Without
+        a limit nobody asks; with one, process 0 waits for nobody, and the others for its word.
+        """
+        limit_s = self._policy.durable_max_age_s
+        if limit_s is None:
+            return
+        age_s = self._coordinator.tell("overdue", self._failing_for_s, timeout_s=self._timeout_s)
+        if age_s > limit_s:
+            raise SaveFailedError(
+                f"step {step} is not saved: every durable save of the last {age_s:.1f} s has failed, and "
+                f"durable_max_age_s is {limit_s:g}; mend the durable tier, or raise durable_max_age_s",
+                step=step,
+                tier=DURABLE,
+            )
+
+    def _failing_for_s(self) -> float:
+        from_s = self._failing_from_s  # the durable thread may set it meanwhile
+        return 0.0 if from_s is None else clock.monotonic_s() - from_s
+
+    def _verdict(self, error: Exception | None, landed: Callable[[], bool], about: str) -> dict[str, Any]:
+        mine = None if error is None else [is_transient(error), type(error).__name__, str(error)]
+
+        def judge(said: list[Any]) -> dict[str, Any]:
+            failed = [(process, *each) for process, each in enumerate(said) if each is not None]
+            if not failed:
+                return {"done": True}
+            process, _, name, reason = failed[0]
+            transient = all(each[1] for each in failed)
+            return {
+                "done": _is_there(landed),
+                "transient": transient,
+                "process": process,
+                "name": name,
+                "reason": reason,
+                "jitter": _jitter.uniform(0.5, 1.0),
+            }
+
+        return self._coordinator.agree("durable-outcome", mine, judge, timeout_s=self._timeout_s, about=about)
+
+
+def _is_there(landed: Callable[[], bool]) -> bool:
+    """What `landed` says; not there where it cannot be looked: the next try meets what is there, and then it is."""
+    try:
+        return landed()
+    except (CheckpointError, OSError):
+        return False

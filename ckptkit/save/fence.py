@@ -1,0 +1,84 @@
+"""That this run, and no other, commits under its epoch."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from ckptkit.errors import CheckpointError, TransientStoreError
+from ckptkit.job.coordination import Coordinator
+from ckptkit.model.manifest import SaveId
+from ckptkit.model.tiers import DURABLE
+from ckptkit.save.ledger import Book
+from ckptkit.save.outcomes import Outcomes
+from ckptkit.save.records import Tiers
+
+
+class EpochClaim:
+    """The record of this run's epoch in the durable root, and the check that no later run has begun.
+
+    `claim` is safe from several threads; `fence` is a meeting, and belongs to the durable thread.
+    """
+
+    def __init__(self, tiers: Tiers, coordinator: Coordinator, book: Book, outcomes: Outcomes, timeout_s: float):
+        self._tiers = tiers
+        self._coordinator = coordinator
+        self._book = book
+        self._outcomes = outcomes
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._claimed: int | None = None
+
+    def claim(self, save_id: SaveId) -> None:
+        """Process 0 records the run's epoch before its first save can be committed anywhere.
+
+        Raises `CheckpointError` where another run has it. A root that cannot be reached degrades the durable tier:
+        it is tried again with the next save, and training goes on.
+        """
+        if self._coordinator.process != 0:
+            return
+        with self._lock:
+            if self._claimed is not None and self._claimed >= save_id.epoch:
+                return
+            try:
+                self._tiers.epochs.write(self._book.ancestry)
+                self._claimed = save_id.epoch
+            except FileExistsError as error:
+                raise CheckpointError(
+                    f"another run has begun epoch {save_id.epoch} in {self._tiers.durable.url}; stop one of the two",
+                    step=save_id.step,
+                    path=self._tiers.durable.url,
+                ) from error
+            except CheckpointError as error:
+                self._outcomes.degraded(save_id.step, DURABLE, error)
+
+    def fence(self, save_id: SaveId) -> None:
+        """Refuses to commit durably once a later run has begun: its branch must not be overtaken by this one. And
+        before this run has recorded its epoch: another one could take the same.
+
+        Called by all processes; raises `CheckpointError` on all of them.
+        """
+
+        def check(_: list[Any]) -> None:
+            self.claim(save_id)  # where the root could not be reached when the save was committed here
+            if self._claimed is None:
+                raise TransientStoreError(
+                    f"step {save_id.step} is not committed to {self._tiers.durable.url}: epoch {save_id.epoch} of this "
+                    "run could not be recorded there",
+                    step=save_id.step,
+                    tier=DURABLE,
+                )
+            self.check(save_id)
+
+        self._coordinator.agree("fence", None, check, timeout_s=self._timeout_s, about=str(save_id))
+
+    def check(self, save_id: SaveId) -> None:
+        """On process 0: raises `CheckpointError` where a later run has begun. Cost: a listing."""
+        epoch = self._tiers.epochs.newest_epoch()
+        if epoch > save_id.epoch:
+            raise CheckpointError(
+                f"step {save_id.step} is not committed to {self._tiers.durable.url}: this run has epoch "
+                f"{save_id.epoch}, and a later run has begun epoch {epoch} there; stop this run",
+                step=save_id.step,
+                tier=DURABLE,
+            )

@@ -1,0 +1,189 @@
+"""The steps that a run has, over all tiers, as this process knows them; and the identity of the next save."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ckptkit.durable.lifecycle.epochs import Ancestry
+from ckptkit.model.manifest import SaveId
+from ckptkit.util import clock
+
+State = Literal["in_flight", "committed", "failed"]
+FAILURES_MAX = 100  # how many failed saves are remembered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One save: its state and the tiers that hold it whole.
+
+    `held_bytes` is what this process holds of it (None: written by an earlier run), `verified_s` when its digests
+    were last proven or made here (wall clock; None: not by this run).
+    """
+
+    step: int
+    save_id: SaveId
+    state: State
+    tiers: tuple[str, ...] = ()
+    held_bytes: int | None = None
+    verified_s: float | None = None
+
+
+class Book:
+    """Saves by identity, in the order in which they came. Safe from several threads; abandoned branches are left out
+    of every answer."""
+
+    def __init__(self, ancestry: Ancestry):
+        self._lock = threading.Lock()
+        self._records: dict[SaveId, StepRecord] = {}
+        self._failed: dict[SaveId, StepRecord] = {}
+        self.ancestry = ancestry
+
+    def begin(self, save_id: SaveId) -> None:
+        """A save was taken and is under way."""
+        with self._lock:
+            self._records[save_id] = StepRecord(step=save_id.step, save_id=save_id, state="in_flight")
+
+    def commit(self, save_id: SaveId, tier: str, held_bytes: int | None = None) -> None:
+        """`tier` holds the save, on all processes; with `held_bytes`, this process has just proven its part."""
+        with self._lock:
+            record = self._records.get(save_id) or StepRecord(step=save_id.step, save_id=save_id, state="committed")
+            record = replace(record, state="committed", tiers=tuple(sorted({*record.tiers, tier})))
+            if held_bytes is not None:
+                record = replace(record, held_bytes=held_bytes, verified_s=clock.wall_s())
+            self._records[save_id] = record
+            self._failed.pop(save_id, None)
+
+    def verified(self, save_id: SaveId) -> None:
+        """Every cell that this process needs of the save was proven just now."""
+        with self._lock:
+            if save_id in self._records:
+                self._records[save_id] = replace(self._records[save_id], verified_s=clock.wall_s())
+
+    def fail(self, save_id: SaveId, *, remembered: bool = True) -> None:
+        """A save is over and no tier holds it: it is no step any more, older ones are; `failed` gives it where it is
+        `remembered`."""
+        with self._lock:
+            record = self._records.get(save_id)
+            if record is not None and not record.tiers:
+                del self._records[save_id]
+                if remembered:
+                    self._failed[save_id] = replace(record, state="failed")
+                while len(self._failed) > FAILURES_MAX:
+                    del self._failed[next(iter(self._failed))]
+
+    def keep_only(self, tier: str, held: Iterable[SaveId]) -> None:
+        """`tier` holds nothing but `held` any more: slots were reused, steps pruned."""
+        kept = set(held)
+        with self._lock:
+            for save_id, record in list(self._records.items()):
+                if tier not in record.tiers or save_id in kept:
+                    continue
+                tiers = tuple(name for name in record.tiers if name != tier)
+                if tiers:
+                    self._records[save_id] = replace(record, tiers=tiers)
+                else:
+                    del self._records[save_id]
+
+    def refill(self, held: Mapping[SaveId, Iterable[str]]) -> None:
+        """The tiers were looked at afresh: they hold `held` and no more, ascending; what is under way comes after."""
+        with self._lock:
+            known, self._records = self._records, {}
+            for save_id in sorted(held):
+                record = known.pop(save_id, None) or StepRecord(step=save_id.step, save_id=save_id, state="committed")
+                self._records[save_id] = replace(record, state="committed", tiers=tuple(sorted(held[save_id])))
+            self._records |= {save_id: record for save_id, record in known.items() if record.state == "in_flight"}
+
+    def committed_in(self, tier: str) -> set[SaveId]:
+        """Every save that `tier` holds on all processes, those of abandoned branches too."""
+        with self._lock:
+            return {save_id for save_id, record in self._records.items() if tier in record.tiers}
+
+    def forget(self, step: int) -> None:
+        """The step was deleted from every tier."""
+        with self._lock:
+            for save_id in [each for each in self._records if each.step == step]:
+                del self._records[save_id]
+
+    def records(self) -> list[StepRecord]:
+        """Every save that is committed or under way, oldest first."""
+        return sorted(self._visible(), key=lambda record: record.save_id)
+
+    def failed(self) -> list[StepRecord]:
+        """The saves that failed and are held nowhere, oldest first: of the last ones, a bounded number."""
+        with self._lock:
+            return sorted(self._failed.values(), key=lambda record: record.save_id)
+
+    def stock_steps(self) -> list[int]:
+        """Steps that stock Orbax wrote, those of abandoned branches too: what an epoch record has to name."""
+        with self._lock:
+            return sorted(record.step for record in self._records.values() if not record.save_id.ours)
+
+    def steps(self) -> list[int]:
+        """The steps in Orbax's order: those found at the start ascending, then as they were saved."""
+        return list(dict.fromkeys(record.step for record in self._visible()))
+
+    def latest_step(self) -> int | None:
+        """The step of the newest save, as Orbax counts it: the one saved last, one under way too."""
+        visible = self._visible()
+        return visible[-1].step if visible else None
+
+    def _visible(self) -> list[StepRecord]:
+        with self._lock:
+            return [record for record in self._records.values() if not self.ancestry.superseded(record.save_id)]
+
+
+class Branch:
+    """Gives saves their identity. Belongs to the step loop's thread; the same on every process."""
+
+    def __init__(self, book: Book, epoch: int):
+        self._book = book
+        self._epoch = epoch
+        self._number = 0
+        self._has_saved = False
+        self._base: SaveId | None = None
+
+    @property
+    def base(self) -> SaveId | None:
+        """What was restored last, and the next save continues from; None where it continues from the last save."""
+        return self._base
+
+    def continue_from(self, save_id: SaveId) -> None:
+        """The run goes on from `save_id`: the next save is a rollback, where that is not the newest one."""
+        self._base = save_id
+
+    def records(self) -> list[StepRecord]:
+        """The records that the next save would stand beside: without what a rollback is about to abandon."""
+        records = self._book.records()
+        if self._base is None:
+            return records
+        return [record for record in records if record.step <= self._base.step]
+
+    def next_save(self, step: int) -> SaveId:
+        """The identity of a save that is taken now; begins an epoch where one is due."""
+        self._begin_epoch()
+        save_id = SaveId(self._epoch, step, self._number)
+        self._number += 1
+        return save_id
+
+    def pass_over(self) -> None:
+        """A save raised here before it was taken. On other processes it may be taken, and all have to count alike."""
+        self._number += 1
+
+    def _begin_epoch(self) -> None:
+        """The first save after a start or a rollback begins an epoch, and abandons what was above its base."""
+        if self._has_saved and (self._base is None or self._is_newest(self._base)):
+            self._base = None  # it is no rollback: the saves that follow abandon nothing
+            return
+        if self._has_saved:
+            self._epoch += 1
+        base_step = self._base.step if self._base is not None else None
+        self._book.ancestry = self._book.ancestry.begin(self._epoch, base_step, self._book.stock_steps())
+        self._has_saved = True
+        self._base = None
+
+    def _is_newest(self, save_id: SaveId) -> bool:
+        records = self._book.records()
+        return bool(records) and records[-1].step == save_id.step

@@ -1,0 +1,132 @@
+"""A save that was taken, and where it goes: the records that the threads of the pipeline hand to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from ckptkit.durable.lifecycle.epochs import EpochRecords
+from ckptkit.durable.orbax.shardings import sharding_text
+from ckptkit.durable.steps import DurableSteps
+from ckptkit.model.manifest import Manifest, ManifestText, SaveId, Writer
+from ckptkit.peers.client import PeerClient
+from ckptkit.peers.intake import Intake
+from ckptkit.save.disk_copy import DiskCopy
+from ckptkit.slots.arena import Arena, Slot
+from ckptkit.snapshot import describe, staging
+from ckptkit.snapshot.items import SaveItems
+from ckptkit.snapshot.replicas import Twin
+from ckptkit.util.clock import Deadline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """One save on its way through the tiers. `slot` is None where this process had no room for it."""
+
+    save_id: SaveId
+    items: SaveItems
+    description: describe.Description
+    slot: Slot | None
+    staging: staging.Staging | None
+    disk: DiskFlush | None  # None where the disk was busy when the save began, or the tier is not due
+    due: frozenset[str]
+    forced: bool  # tried in the durable tier also while that is paused, on every process alike
+    metrics: Any
+    twins: tuple[Twin, ...]  # the local copies that were digested beside what is stored
+    staged_s: float  # monotonic, when the step loop was let go
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """How a save waited for earlier ones, before it was taken. `in_time`: they were done, or it does not wait."""
+
+    waits: bool  # a local matter: a process that has heard of a failure does not wait for the durable tier
+    forced: bool  # the same on every process
+    was_busy: bool
+    in_time: bool
+    waited_s: float
+    deadline: Deadline  # past, for one that does not wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskFlush:
+    """A copy to the disk tier that began with the save, and what was decided of the save: None to leave it out."""
+
+    copy: DiskCopy
+    decided: Future[tuple[Save, Sealed] | None] = field(default_factory=Future)
+
+    def leave_out(self) -> None:
+        """Ends the copy for nothing, unless the save goes on to the disk already."""
+        self.copy.abandon()
+        if not self.decided.done():
+            self.decided.set_result(None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sealed:
+    """What one process's manifests of a staged save say, whatever the slot. `text` is that of the description."""
+
+    save_id: SaveId
+    writer: Writer
+    description: describe.Description
+    digests: Mapping[int, describe.Digests]
+    inline: Mapping[str, Mapping[str, Any]]
+    text: ManifestText
+
+    def text_for(self, slot: Slot) -> bytes:
+        """The manifest that makes `slot` a committed one."""
+        return self.text_for_name(slot.name)
+
+    def text_for_name(self, slot: str) -> bytes:
+        """The same for a slot of that name, on whatever host."""
+        digests = (self.digests[number] for number in range(len(self.description.extents)))
+        return self.text.to_bytes(self.save_id, self.writer, slot, digests, self.inline)
+
+    def manifest(self, slot: Slot) -> Manifest:
+        """The same as records, for a tier that has another layout."""
+        arrays = describe.with_digests(self.description, self.digests)
+        return Manifest(save_id=self.save_id, writer=self.writer, slot=slot.name, arrays=arrays, inline=self.inline)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buddies:
+    """Which processes keep copies of this one's slots, and the lanes in which it keeps others'."""
+
+    keepers: tuple[int, ...]
+    lanes: tuple[Arena, ...]
+    intake: Intake
+    client: PeerClient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers:
+    """Where saves go: the staging arena (a fast tier's, or anonymous memory), other hosts, a slower arena, the durable
+    root."""
+
+    staging: Arena
+    staging_name: str
+    disk: Arena | None
+    durable: DurableSteps
+    epochs: EpochRecords
+    buddies: Buddies | None = None
+
+
+def with_shardings(description: describe.Description) -> describe.Description:
+    """Adds the words for each leaf's sharding to its record; the same sharding is put into words once."""
+    words: dict[jax.sharding.Sharding, str | None] = {}
+
+    def added(source: describe.LeafSource) -> describe.LeafSource:
+        if source.sharding is None:
+            return source
+        if source.sharding not in words:
+            words[source.sharding] = sharding_text(source.sharding)
+        text = words[source.sharding]
+        if text is None:
+            return source
+        return replace(source, record=replace(source.record, extra={**source.record.extra, "sharding": text}))
+
+    return replace(description, items={item: tuple(map(added, sources)) for item, sources in description.items.items()})

@@ -1,0 +1,270 @@
+"""Do data replicas agree? Asked at each save, after staging and before commit, by hashes that processes exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+from ckptkit.errors import CheckpointError, ReplicaMismatchError
+from ckptkit.events import EventLog, Kind
+from ckptkit.job.coordination import Coordinator
+from ckptkit.model.manifest import SaveId, digest_of
+from ckptkit.model.policies import ReplicaPolicy
+from ckptkit.save.outcomes import Outcomes, Refusal
+from ckptkit.snapshot.describe import Description, Digests, Shard
+from ckptkit.snapshot.replicas import (
+    Holders,
+    Rotation,
+    SharedBox,
+    Twin,
+    differing_twins,
+    has_replicas,
+    hash_of,
+    minority,
+    shared_boxes,
+    twin_shards,
+    twins_of,
+)
+
+FANOUT = 32  # into so many parts a differing range of boxes is cut
+FOLLOWED = 8  # differences that are looked into, of each kind; more are not named
+_SAID_HOLDERS = 16
+
+_Range = tuple[str, int, int]  # of the boxes `start` to `stop` that the processes of a set of that name hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """What a description says of replicas; remembered, as descriptions are."""
+
+    description: Description
+    twins: tuple[Twin, ...]
+    boxes: Mapping[str, list[SharedBox]]  # by the name of the set of processes that hold them
+    holders: Mapping[str, Holders]  # the same
+    compared: bool
+
+
+@final
+class ReplicaComparison:
+    """Compares the replicas of each save. `shards` belongs to the step loop, `compare` to the writer thread.
+
+    What meets: one hash for each set of processes that hold boxes in common (about 50 bytes each; a state has as many
+    sets as it has ways of being replicated), whatever the number of leaves. Only where hashes differ, the processes of
+    those sets are asked again, for `FANOUT` hashes of each of at most `FOLLOWED` ranges (10 kB per process), until
+    single boxes are named. No device collective is launched.
+    """
+
+    def __init__(
+        self,
+        policy: ReplicaPolicy | None,
+        coordinator: Coordinator,
+        outcomes: Outcomes,
+        events: EventLog,
+        host: str,
+        timeout_s: float,
+    ):
+        self._policy = policy
+        self._coordinator = coordinator
+        self._outcomes = outcomes
+        self._events = events
+        self._host = host
+        self._timeout_s = timeout_s
+        self._rotation = None if policy is None else Rotation(policy)
+        self._known: _Shared | None = None
+
+    def shards(self, description: Description, trees: Mapping[str, Any]) -> tuple[tuple[Twin, ...], list[Shard]]:
+        """The local copies that this save digests beside what it stores."""
+        if self._rotation is None:
+            return (), []
+        twins = self._rotation.choose(self._of(description).twins)
+        return twins, twin_shards(description, trees, twins)
+
+    def compare(
+        self, save_id: SaveId, description: Description, twins: Sequence[Twin], digests: Mapping[int, Digests] | None
+    ) -> Refusal | None:
+        """Meets with all processes; says what differs, and refuses the save where the policy says so.
+
+        `digests` None: this process has staged nothing, and the others compare without it. Raises `CheckpointError`
+        where the meeting fails.
+        """
+        shared = self._of(description)
+        if self._policy is None or not shared.compared:
+            return None
+        found = self._meet(save_id, shared, twins, digests)
+        for each in found:
+            self._events.emit(Kind.REPLICAS_DIFFER, step=save_id.step, policy=self._policy.on_difference, **each)
+        if not found or self._policy.on_difference == "report":
+            return None
+        words = [_words(each) for each in found]
+        if self._policy.on_difference == "stop":
+            self._outcomes.stop(ReplicaMismatchError(words, step=save_id.step))
+        return Refusal(policy="veto", reason=f"replicas differ: {words[0]}")
+
+    def _of(self, description: Description) -> _Shared:
+        if self._known is None or self._known.description is not description:
+            boxes = shared_boxes(description, self._coordinator.process)
+            names = {holders: _name_of(holders) for holders in boxes}
+            self._known = _Shared(
+                description=description,
+                twins=twins_of(description),
+                boxes={names[holders]: found for holders, found in boxes.items()},
+                holders={name: holders for holders, name in names.items()},
+                compared=has_replicas(description),
+            )
+        return self._known
+
+    def _meet(
+        self, save_id: SaveId, shared: _Shared, twins: Sequence[Twin], digests: Mapping[int, Digests] | None
+    ) -> list[dict[str, Any]]:
+        """The differences, on every process the same."""
+        process = self._coordinator.process
+        mine = None
+        if digests is not None:
+            sets = {name: boxes for name, boxes in shared.boxes.items() if process in shared.holders[name]}
+            local = differing_twins(shared.description, twins, digests)[:FOLLOWED]
+            mine = {
+                "sets": {name: hash_of(boxes, digests) for name, boxes in sets.items()},
+                "local": [self._local(shared.description, twins, twin, digests) for twin in local],
+            }
+        verdict = self._coordinator.agree("replicas", mine, _first_look, timeout_s=self._timeout_s, about=str(save_id))
+        found: list[dict[str, Any]] = verdict["local"]
+        ranges: list[_Range] = [(name, 0, len(shared.boxes[name])) for name in verdict["sets"]]
+        return [*found, *self._look_into(save_id, shared, ranges, digests)]
+
+    def _look_into(
+        self, save_id: SaveId, shared: _Shared, ranges: list[_Range], digests: Mapping[int, Digests] | None
+    ) -> list[dict[str, Any]]:
+        """The boxes that differ in `ranges`, at most `FOLLOWED`. A channel of its own: where these meetings fail, the
+        next save's comparison is none the worse, and what differs is named by its processes alone."""
+        found: list[dict[str, Any]] = []
+        while ranges:
+            asked = [*map(list, ranges)]
+            mine = {"save": str(save_id), "ranges": asked, "host": self._host, "hashes": {}}
+            if digests is not None:
+                mine["hashes"] = self._hashes(shared, ranges, digests)
+            try:
+                verdict = self._coordinator.agree(
+                    "replica-details",
+                    mine,
+                    partial(_narrowed, shared.holders),
+                    timeout_s=self._timeout_s,
+                    about=str(save_id),
+                )
+            except CheckpointError as error:
+                return [*found, *(_unnamed(shared.holders[name], str(error)) for name, _, _ in ranges)]
+            found += [_named(shared, each) for each in verdict["boxes"]]
+            ranges = [(name, start, stop) for name, start, stop in verdict["ranges"]]
+        return found[:FOLLOWED]
+
+    def _hashes(self, shared: _Shared, ranges: Sequence[_Range], digests: Mapping[int, Digests]) -> dict[str, Any]:
+        hashes = {}
+        for at, (name, start, stop) in enumerate(ranges):
+            if self._coordinator.process in shared.holders[name]:
+                boxes = shared.boxes[name]
+                hashes[str(at)] = [hash_of(boxes[a:b], digests) for a, b in _parts(start, stop)]
+        return hashes
+
+    def _local(
+        self, description: Description, twins: Sequence[Twin], twin: Twin, digests: Mapping[int, Digests]
+    ) -> dict[str, Any]:
+        """One box that differs between devices of this process, with every copy of it that this save digested."""
+        first = len(description.extents)
+        stored = description.items[twin.item][twin.leaf]
+        (at,) = (i for i, record in enumerate(stored.record.boxes) if record.box == twin.box)
+        held = {stored.devices[at].id: digests[twin.number]}
+        held |= {each.device.id: digests[first + i] for i, each in enumerate(twins) if each.number == twin.number}
+        by_hash = {device: "+".join(cells) for device, cells in held.items()}
+        process = self._coordinator.process
+        suspects = [f"device {device} of {self._host}" for device in minority(by_hash)]
+        holders = [
+            {"process": process, "host": self._host, "device": device, "digest": digest[:32]}
+            for device, digest in by_hash.items()
+        ]
+        return _difference(twin.item, twin.record.name, twin.box, holders, suspects)
+
+
+def _first_look(values: list[Any]) -> dict[str, Any]:
+    said = [value for value in values if value is not None]
+    sets: dict[str, set[str]] = {}
+    for value in said:
+        for name, found in value["sets"].items():
+            sets.setdefault(name, set()).add(found)
+    every = [each for value in said for each in value["local"]]
+    local = list(
+        {(each["item"], each["leaf"], str(each["box"]), str(each["holders"])): each for each in every}.values()
+    )
+    return {"sets": [name for name in sorted(sets) if len(sets[name]) > 1][:FOLLOWED], "local": local[:FOLLOWED]}
+
+
+def _narrowed(holders: Mapping[str, Holders], values: list[Any]) -> dict[str, Any]:
+    """From the hashes of ranges to the parts that differ: ranges to be asked for next, and single boxes."""
+    if any((value["save"], value["ranges"]) != (values[0]["save"], values[0]["ranges"]) for value in values):
+        raise CheckpointError("the processes compare different saves: one of them was late")
+    ranges: list[list[Any]] = []
+    boxes: list[dict[str, Any]] = []
+    for at, (name, start, stop) in enumerate(values[0]["ranges"]):
+        columns = {p: values[p]["hashes"][str(at)] for p in holders[name] if str(at) in values[p]["hashes"]}
+        for part, (a, b) in enumerate(_parts(start, stop)):
+            held = {process: hashes[part] for process, hashes in columns.items()}
+            if len(set(held.values())) < 2:
+                continue
+            if b - a > 1:
+                ranges.append([name, a, b])
+                continue
+            # Those that differ from the others first: of thousands, only some are said.
+            suspects = set(minority(held))
+            said = sorted(held, key=lambda process: process not in suspects)[:_SAID_HOLDERS]
+            who = [[process, values[process]["host"], held[process], process in suspects] for process in said]
+            boxes.append({"set": name, "at": a, "held": who})
+    return {"ranges": ranges[:FOLLOWED], "boxes": boxes[:FOLLOWED]}
+
+
+def _parts(start: int, stop: int) -> list[tuple[int, int]]:
+    """The range in at most `FANOUT` parts."""
+    step = -(-(stop - start) // FANOUT)
+    return [(at, min(at + step, stop)) for at in range(start, stop, step)]
+
+
+def _named(shared: _Shared, found: Mapping[str, Any]) -> dict[str, Any]:
+    box = shared.boxes[found["set"]][found["at"]]
+    holders = [{"process": process, "host": host, "digest": digest} for process, host, digest, _ in found["held"]]
+    suspects = [f"host {host}" for _, host, _, suspected in found["held"] if suspected]
+    return _difference(box.item, box.leaf, box.box, holders, suspects)
+
+
+def _difference(
+    item: str, leaf: str, box: Any, holders: Sequence[Mapping[str, Any]], suspects: Sequence[str]
+) -> dict[str, Any]:
+    return {
+        "item": item,
+        "leaf": leaf,
+        "box": [list(box.start), list(box.stop)],
+        "holders": list(holders[:_SAID_HOLDERS]),
+        "suspects": list(dict.fromkeys(suspects))[:_SAID_HOLDERS],
+    }
+
+
+def _unnamed(processes: Holders, why: str) -> dict[str, Any]:
+    holders = [{"process": process} for process in processes[:_SAID_HOLDERS]]
+    return {"item": None, "leaf": None, "box": None, "holders": holders, "suspects": [], "reason": why}
+
+
+def _words(found: Mapping[str, Any]) -> str:
+    if found["leaf"] is None:
+        processes = [each["process"] for each in found["holders"]]
+        return f"processes {processes} differ; in which boxes is not known: {found['reason']}"
+    start, stop = found["box"]
+    who = [
+        f"process {each['process']} on {each['host']}"
+        + (f", device {each['device']}" if "device" in each else "")
+        + f" has {each['digest'][:12]}"
+        for each in found["holders"][:4]
+    ]
+    return f"leaf {found['item']}:{found['leaf']}, box {tuple(start)} to {tuple(stop)}: {'; '.join(who)}"
+
+
+def _name_of(holders: Holders) -> str:
+    """A set of processes in 16 letters: all of thousands have the scalars in common, and each says so at each save."""
+    return digest_of(",".join(map(str, holders)).encode())[:16]

@@ -1,0 +1,145 @@
+"""What each fast tier keeps of what all processes have committed to it, and how many slots that takes."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+
+from ckptkit.errors import CheckpointError
+from ckptkit.model.manifest import SaveId
+from ckptkit.model.tiers import DURABLE, PEER, KeepBytes, Tier, kept_beside
+from ckptkit.save.ledger import Book
+from ckptkit.slots.arena import Arena
+
+_log = logging.getLogger("ckptkit")
+
+
+class Keeper:
+    """Says to arenas which saves are protected, and which are given up. Safe from several threads.
+
+    What it decides follows from the book: what all processes have committed. So the newest such save is never given up,
+    and one that is still being written, or of which nobody knows the verdict, is not touched. Nor is the newest one
+    with copies on other hosts, here or in the lanes (arenas of no tier's name) with others' copies.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], arenas: Mapping[str, Arena], book: Book, in_flight_max: int):
+        # Copies are in memory as the ramdisk is: what is only there was not flushed.
+        names = [*(tier.name for tier in tiers if tier.medium != PEER), DURABLE]
+        self._tiers = {tier.name: tier for tier in tiers}
+        self._beside = {tier.name: kept_beside(tier, tiers) for tier in tiers}
+        self._slower = dict(itertools.pairwise(names))
+        self._arenas = {name: arena for name, arena in arenas.items() if name in self._tiers}
+        self._lanes = [arena for name, arena in arenas.items() if name not in self._tiers]
+        self._book = book
+        self._in_flight_max = in_flight_max
+        self._share_bytes: int | None = None  # the largest of all processes, in a slot
+        self._lock = threading.Lock()
+
+    def opened(self) -> None:
+        """The tiers were looked at: what their policies keep is protected. Nothing is given up: nothing newer came."""
+        with self._lock:
+            for name in self._arenas:
+                self._protect(name)
+
+    def restored(self, save_id: SaveId) -> None:
+        """The run goes on from this save: it is kept wherever it is held."""
+        with self._lock:
+            for name, arena in self._arenas.items():
+                if save_id not in arena.held():
+                    continue
+                if not self._waits_for_size(self._tiers[name]):
+                    arena.protect(save_id, *self._kept(name))
+                if self._beside[name]:
+                    arena.protect(save_id, why=PEER)  # until a newer one has its copies elsewhere
+            for lane in self._lanes:
+                if save_id in lane.held():
+                    lane.protect(save_id)
+
+    def sized(self, share_bytes: int, slot_bytes: int) -> bool:
+        """A save takes `slot_bytes` of a slot here and at most `share_bytes` on any process; returns whether a tier has
+        another number of slots now."""
+        with self._lock:
+            if self._share_bytes == share_bytes:
+                return False
+            self._share_bytes = share_bytes
+            changed = [self._resize(name, arena, slot_bytes) for name, arena in self._arenas.items()]
+            return any(changed)
+
+    def committed(self, save_id: SaveId, tier: str) -> list[tuple[str, Exception]]:
+        """All processes hold the save in `tier`, and the book says so: what it replaces is given up.
+
+        Returns what could not be, by tier: a disk that fails costs no other tier its save, and the next commit tries
+        again.
+        """
+        problems: list[tuple[str, Exception]] = []
+        with self._lock:
+            for name, arena in self._arenas.items():
+                if not self._give_up(name, problems) and name == tier:
+                    arena.protect(save_id)
+                self._book.keep_only(name, arena.held())
+        return problems
+
+    def copied(self, save_id: SaveId) -> list[tuple[str, Exception]]:
+        """Every process's slot of the save stands on other hosts too, and the book says so: it is kept, here and there,
+        until a newer one does. Returns what `committed` does."""
+        problems: list[tuple[str, Exception]] = []
+        with self._lock:
+            for name, arena in self._arenas.items():
+                if self._beside[name]:
+                    arena.protect(save_id, why=PEER)
+                    self._give_up(name, problems)
+                    self._book.keep_only(name, arena.held())
+            for lane in self._lanes:
+                lane.protect(save_id)
+            self._book.keep_only(PEER, [save_id, *(held for lane in self._lanes for held in lane.held())])
+        return problems
+
+    def _give_up(self, name: str, problems: list[tuple[str, Exception]]) -> bool:
+        """Forgets what neither the tier's policy nor another reason keeps; False where no policy has a say yet."""
+        kept, arena = self._protect(name), self._arenas[name]
+        if kept:
+            try:
+                arena.forget(self._book.committed_in(name) - arena.protected)
+            except (CheckpointError, OSError) as error:
+                problems.append((name, error))
+        return bool(kept)
+
+    def _protect(self, name: str) -> list[SaveId]:
+        kept = self._kept(name)
+        if kept:
+            self._arenas[name].protect(*kept)
+        return kept
+
+    def _kept(self, name: str) -> list[SaveId]:
+        """What a policy keeps of a tier, newest first; nothing where there is none, or it cannot be said yet."""
+        tier = self._tiers[name]
+        if tier.keep is None or self._waits_for_size(tier):
+            return []
+        held = set(self._arenas[name].held())
+        records = [record for record in reversed(self._book.records()) if name in record.tiers]
+        flushed = {record.save_id for record in records if self._slower[name] in record.tiers}
+        newest_first = [record.save_id for record in records if record.save_id in held]
+        return tier.keep.kept(newest_first, flushed, tier.kept_max(self._share_bytes or 0))
+
+    def _waits_for_size(self, tier: Tier) -> bool:
+        """Whether the size of the state has to be known first: until then everything that was found is protected."""
+        return isinstance(tier.keep, KeepBytes) and self._share_bytes is None
+
+    def _resize(self, name: str, arena: Arena, slot_bytes: int) -> bool:
+        tier, share_bytes = self._tiers[name], self._share_bytes or 0
+        slots = tier.slots_for(share_bytes, self._in_flight_max, beside=self._beside[name])
+        changed = arena.resize(slots)
+        self._protect(name)
+        _log.info(
+            "tier %s: %d slots of %d bytes are %d bytes in this process: %d for steps that are kept (%s), "
+            "the others for those being written, read by slower tiers, or copied to other hosts",
+            name,
+            slots,
+            slot_bytes,
+            slots * slot_bytes,
+            tier.kept_max(share_bytes),
+            tier.keep or "the newest one",
+        )
+        return changed

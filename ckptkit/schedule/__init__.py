@@ -1,0 +1,1 @@
+"""When a save is due: policies, intervals from costs and failure rates, preemption."""

@@ -1,0 +1,216 @@
+"""Whether a step is taken, and for which tiers: the same on every process.
+
+What depends on the step alone every process decides for itself. A policy that looks at a clock, at saves on their
+way or at anything else that processes may see differently is asked on process 0; the others hear what it said.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
+
+from ckptkit.job.coordination import Coordinator, LocalCoordinator
+from ckptkit.model.tiers import DURABLE, Tier, TierClockPolicy, TierSavePolicy
+from ckptkit.util import clock
+
+_LOOKED_BACK_STEPS = 10_000  # a bound on what a restart looks through
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What Orbax's policies look at of a step (`PolicyCheckpointInfo`)."""
+
+    step: int
+    time: datetime.datetime = field(default_factory=lambda: datetime.datetime.now(datetime.UTC))
+    metrics: Any = None
+    is_locked: bool = False
+
+
+class _ShouldSaveFunction:
+    """`CheckpointManagerOptions.should_save_fn` as a policy."""
+
+    def __init__(self, function: Any):
+        self._function = function
+
+    def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
+        """Asks the function with the step and the one saved last."""
+        del context
+        return bool(self._function(step.step, previous_steps[-1].step if previous_steps else None))
+
+
+class _Continuous:
+    """Orbax's `ContinuousCheckpointingPolicy` for one process that is asked for all.
+
+    Orbax's own has its primary process tell the others, who are not asked here; and it counts an operation on each of
+    them, by whose number Orbax's saves then wait for each other.
+    """
+
+    def __init__(self, policy: policies.ContinuousCheckpointingPolicy):
+        self._least_s = policy.minimum_interval_secs or 0
+
+    def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
+        """Whether no save is on its way, and long enough has passed since the last one."""
+        if context.is_saving_in_progress:
+            return False
+        if not self._least_s or not previous_steps:
+            return True
+        return (step.time - previous_steps[-1].time).total_seconds() >= self._least_s
+
+
+class Decider:
+    """Remembers what was taken, so that a decision never depends on how far a background save has come."""
+
+    def __init__(
+        self,
+        options: ocp.CheckpointManagerOptions,
+        tiers: Sequence[Tier],
+        durable_steps: Iterable[StepInfo | int],
+        coordinator: Coordinator | None = None,
+        timeout_s: float = 600.0,
+    ):
+        self._tiers = tiers
+        self._options = options
+        self._read_only = options.read_only
+        self._asks_user = options.save_decision_policy is not None or options.should_save_fn is not None
+        self._policy = options.save_decision_policy or _default_policy(options)
+        self._coordinator = coordinator or LocalCoordinator()
+        self._alone = self._coordinator.count == 1 or _is_of_the_step_alone(self._policy)
+        if not self._alone:
+            self._policy = _asked_by_one(self._policy)
+        self._timeout_s = timeout_s
+        self._last: int | None = None
+        self._base: int | None = None  # the step from which the run goes on, until it saves
+        self._durable_owed = False
+        self._by_clock = any(isinstance(tier.save, TierClockPolicy) for tier in tiers)
+        self._taken_s: dict[str, float] = {}  # by tier, when it last took a step, or one was restored; monotonic
+        self.refill(durable_steps)
+
+    def refill(self, durable_steps: Iterable[StepInfo | int]) -> None:
+        """The durable tier was looked at afresh: it holds these."""
+        infos = [StepInfo(each) if isinstance(each, int) else each for each in durable_steps]
+        kept = [info for info in infos if self._base is None or info.step <= self._base]
+        self._durable = sorted(kept, key=lambda info: info.step)
+        self._last = self._base
+
+    def forget(self, step: int) -> None:
+        """The step was deleted: it does not count any more."""
+        self._durable = [info for info in self._durable if info.step != step]
+        self._base = None if step == self._base else self._base
+        self._last = self._base
+
+    def not_taken(self, step: int) -> None:
+        """The save of `step` raised here: it may be tried again. Of several processes none forgets: the others may not
+        have raised, and what one knows alone must decide nothing."""
+        if self._coordinator.count == 1:
+            self.forget(step)
+
+    def continue_from(self, step: int) -> None:
+        """The run goes on from `step`: later ones, of an abandoned branch, do not count any more.
+
+        Where a fast tier gave a step that the durable tier was due and does not have (the process died in the
+        upload), the next save is durable too: the next lost host must not fall back further than one interval.
+        """
+        self._durable = [info for info in self._durable if info.step <= step]
+        self._last = self._base = step
+        self._taken_s = {tier.name: clock.monotonic_s() for tier in self._tiers}
+        if self._asks_user:  # a policy or function of the caller's is asked once per step, in order, and only then
+            self._durable_owed = step not in [info.step for info in self._durable]
+            return
+        behind_from = max(self._durable[-1].step + 1 if self._durable else 0, step - _LOOKED_BACK_STEPS)
+        self._durable_owed = any(self._durable_due(each, False, False) for each in range(behind_from, step + 1))
+
+    def refusal(self, step: int, *, last: int | None, force: bool) -> str | None:
+        """Why no tier would take `step`, whatever its policy says; None where the policies are to be asked."""
+        last = self._last if self._last is not None else last
+        if self._read_only:
+            return "the options say read_only"
+        if last is not None and step <= last and not force:
+            return f"step {last} is saved already, and a save at or below it needs force=True"
+        return None
+
+    def due(
+        self, step: int, *, last: int | None, reached_preemption: bool, force: bool, is_saving: bool = False
+    ) -> frozenset[str]:
+        """The tiers that take `step`; none for a step at or below the last one, unless `force`.
+
+        `is_saving` is whether a save is on its way, as this process sees it.
+        """
+        if self.refusal(step, last=last, force=force) is not None:
+            return frozenset()
+        due = {tier.name for tier in self._tiers} if force else self._fast_due(step)
+        if force or self._durable_due(step, reached_preemption, is_saving) or (due and self._durable_owed):
+            due.add(DURABLE)
+        return frozenset(due)
+
+    def taken(self, step: int, due: frozenset[str], metrics: Any = None) -> None:
+        """Records that `step` was taken for the tiers of `due`."""
+        self._last, self._base = step, None
+        self._taken_s |= {name: clock.monotonic_s() for name in due}
+        if DURABLE in due:
+            self._durable.append(StepInfo(step, metrics=metrics))
+            self._durable_owed = False
+
+    def _fast_due(self, step: int) -> set[str]:
+        """The fast tiers whose policies take `step`; those that look at a clock are asked on process 0."""
+        due = {t.name for t in self._tiers if isinstance(t.save, TierSavePolicy) and t.save.due(step)}
+        if self._by_clock:
+            due |= set(self._coordinator.tell("tiers-by-clock", self._due_by_clock, timeout_s=self._timeout_s))
+        return due
+
+    def _due_by_clock(self) -> list[str]:
+        now_s = clock.monotonic_s()
+        passed_s = {name: now_s - taken_s for name, taken_s in self._taken_s.items()}
+        return [
+            tier.name
+            for tier in self._tiers
+            if isinstance(tier.save, TierClockPolicy) and tier.save.due_after(passed_s.get(tier.name))
+        ]
+
+    def _durable_due(self, step: int, reached_preemption: bool, is_saving: bool) -> bool:
+        checks = self._options.enable_should_save_is_saving_in_progress_check
+        context = policies.DecisionContext(
+            is_saving_in_progress=is_saving and checks,
+            reached_preemption=reached_preemption,
+            multiprocessing_options=self._options.multiprocessing_options,
+        )
+
+        def ask() -> bool:
+            return bool(self._policy.should_save(StepInfo(step), self._durable, context=context))  # pyright: ignore[reportArgumentType]
+
+        return ask() if self._alone else self._coordinator.tell("decision", ask, timeout_s=self._timeout_s)
+
+
+def _is_of_the_step_alone(policy: Any) -> bool:
+    """Whether a policy's answer follows from what all processes know: Orbax's own that look at no clock."""
+    if type(policy) is policies.AnySavePolicy:
+        return all(map(_is_of_the_step_alone, policy.policies))
+    return type(policy) in (
+        policies.FixedIntervalPolicy,
+        policies.SpecificStepsPolicy,
+        policies.PreemptionCheckpointingPolicy,
+        policies.InitialSavePolicy,
+    )
+
+
+def _asked_by_one(policy: Any) -> Any:
+    """The policy as one process can be asked for all."""
+    if type(policy) is policies.AnySavePolicy:
+        return policies.AnySavePolicy([_asked_by_one(each) for each in policy.policies])
+    return _Continuous(policy) if type(policy) is policies.ContinuousCheckpointingPolicy else policy
+
+
+def _default_policy(options: ocp.CheckpointManagerOptions) -> Any:
+    """What Orbax makes of its options when no policy is given."""
+    chosen: list[Any] = [policies.PreemptionCheckpointingPolicy()]
+    if options.should_save_fn is not None:
+        return policies.AnySavePolicy([_ShouldSaveFunction(options.should_save_fn), *chosen])
+    if options.save_interval_steps is not None:
+        chosen.append(policies.FixedIntervalPolicy(options.save_interval_steps))
+    if options.save_on_steps is not None:
+        chosen.append(policies.SpecificStepsPolicy(options.save_on_steps))
+    return policies.AnySavePolicy([*chosen, policies.InitialSavePolicy()])

@@ -1,0 +1,400 @@
+"""Slots: preallocated, memory-mapped files that are reused from save to save. One arena is one process's.
+
+Order is sacred. Writing: unlink the slot's manifest, sync the directory (disk), overwrite the bytes, sync them,
+rename the new manifest into place, sync the directory. A manifest therefore never names bytes that are not its own.
+Last, `newest.json` names the save: so that a manifest which is lost later is missed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import numpy as np
+
+from ckptkit.errors import CheckpointError, StoreFullError
+from ckptkit.model import paths
+from ckptkit.model.manifest import Manifest, SaveId
+from ckptkit.slots import files as slot_files
+from ckptkit.slots.files import LESS_ON_MOUNT, allocated, map_file, remove_slots, take_directory, whole_pages
+from ckptkit.slots.host_memory import HostMemory, Room, mount_room, refuse_beyond
+from ckptkit.slots.latest_pointer import Newest
+from ckptkit.slots.reader import manifest_name_of, read_manifests
+from ckptkit.store import LocalStore
+from ckptkit.store.local import sync_directory
+from ckptkit.util.clock import Deadline
+from ckptkit.util.disk_file import DiskFile, Method
+from ckptkit.util.pages import populate
+
+ALL = "committed by all"
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One reusable block of host memory. `memory` is a flat uint8 view; no jax.Array may reference it."""
+
+    name: str
+    memory: np.ndarray
+    save_id: SaveId | None = None  # what a committed manifest says it holds
+    leases: int = 0  # who reads or writes it now
+
+
+@final
+class Arena:
+    """The slots of one process on one tier, or anonymous ones (`directory=None`) that are only a staging area.
+
+    A slot is handed out for writing only while nobody holds a lease on it and it does not hold a protected save: the
+    newest one committed by all processes, and what else is to be kept. Safe from several threads.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        *,
+        slots: int,
+        synced: bool,
+        lock_fd: int | None = None,
+        memory: HostMemory | None = None,
+        keeps_found: bool = False,
+    ):
+        self.directory = directory
+        self._memory = memory  # whose limits the slots keep; None for a disk
+        self.synced = synced
+        self._lock_fd = lock_fd
+        self._changed = threading.Condition()
+        self._slots = [Slot(paths.slot_name(i), np.empty(0, np.uint8)) for i in range(slots)]
+        self._maps: dict[str, mmap.mmap] = {}  # of slots in memory
+        self._files: dict[str, DiskFile] = {}  # of slots on a disk
+        self.method: Method = "direct"  # how these are written, where the file system allows it
+        self._probed = False
+        self._protected: dict[str, frozenset[SaveId]] = {}  # by the reason
+        self._store = LocalStore(directory, durable=synced) if directory is not None else None
+        self._retired: list[Slot] = []  # beyond today's count: they stay while what they hold is protected
+        self._newest = Newest(directory, synced=synced) if directory is not None else None
+        if directory is not None:
+            self._take_over(directory, keeps_found)
+        if memory is not None:
+            memory.add_taker(lambda: sum(map(self._allocated_bytes, self._slots)))
+
+    @classmethod
+    def open(
+        cls,
+        host_dir: Path,
+        local_rank: int | str,
+        *,
+        slots: int,
+        synced: bool,
+        memory: HostMemory | None = None,
+        keeps_found: bool = False,
+    ) -> Arena:
+        """The arena of this process below its host's directory, mode 0700, held by `flock` until `close`.
+
+        A directory that another process still holds (one of the previous run that has not died yet) is left to
+        it, and the next free name is taken. Until the first `protect` the newest save that is found is protected, or
+        every one (`keeps_found`). Raises `TierUnusableError` where the directory cannot be used.
+        """
+        directory, fd = take_directory(host_dir, str(local_rank), synced=synced)
+        return cls(directory, slots=slots, synced=synced, lock_fd=fd, memory=memory, keeps_found=keeps_found)
+
+    def reserve(self, size_bytes: int) -> None:
+        """Makes every free slot at least `size_bytes` large and faults its pages in; for a background thread.
+
+        Costs a first touch of that memory, 0.3 to 5 GB/s, which a save would otherwise pay. A slot is leased while
+        it is made; one that holds a save keeps it and is only mapped. Raises `StoreFullError` with the bytes needed
+        and free; slots that were made before it stay. On a disk, new slots are written once with zeros, and the first
+        one that is empty shows which method is faster.
+        """
+        for slot in self._slots:
+            with self._changed:
+                if slot.leases or slot not in self._slots or not self._may_reserve(slot, size_bytes):
+                    continue
+                slot.leases = 1
+            try:
+                self._grow(slot, size_bytes)
+                if self.synced:
+                    self._warm_up(slot)
+            finally:
+                self.release(slot)
+
+    def missing_bytes(self, size_bytes: int) -> int:
+        """What is still to be allocated until every slot has `size_bytes`."""
+        slot_bytes = whole_pages(size_bytes)
+        return sum(max(0, slot_bytes - self._allocated_bytes(slot)) for slot in self._slots)
+
+    def check_room(self, size_bytes: int, *, beside_bytes: int = 0) -> None:
+        """Raises `StoreFullError` where the slots cannot all have `size_bytes`, with the bytes needed and free.
+
+        Asks the mount, and for host memory also the control groups and the setting (`HostMemory`). `beside_bytes` are
+        those that other arenas on the same mount need too.
+        """
+        slot_bytes = whole_pages(size_bytes)
+        missing_bytes = self.missing_bytes(size_bytes) + beside_bytes
+        copies = f" and {beside_bytes} of them for copies of other hosts" if beside_bytes else ""
+        refuse_beyond(
+            self._room(),
+            missing_bytes,
+            f"{self._name} needs {missing_bytes} more bytes for {len(self._slots)} slots of {slot_bytes}{copies}",
+            self._less,
+        )
+
+    def acquire(self, size_bytes: int, *, timeout_s: float = 0.0) -> Slot | None:
+        """A leased slot of at least `size_bytes` to write, its old manifest gone; None when all are in use.
+
+        Waits up to `timeout_s` for a lease to end. Prefers empty slots, then the one with the oldest save; a slot
+        for which there is no room is passed over, and raises `StoreFullError` only where no other can be had.
+        """
+        deadline = Deadline(timeout_s)
+        full: dict[str, StoreFullError] = {}
+
+        def settled() -> bool:
+            others = [slot for slot in self._slots if slot.name not in full]
+            return self._reusable(full) is not None or not any(slot.leases for slot in others)
+
+        while True:
+            with self._changed:
+                self._changed.wait_for(settled, deadline.left_s)
+                slot = self._reusable(full)
+                if slot is None and full:
+                    raise next(iter(full.values()))
+                if slot is None:
+                    return None
+                slot.leases = 1
+            try:
+                self._grow(slot, size_bytes)  # before its save is forgotten: what cannot grow keeps what it has
+                self._forget(slot)
+            except StoreFullError as error:
+                full[slot.name] = error
+                self.release(slot)
+            except BaseException:
+                self.release(slot)
+                raise
+            else:
+                return slot
+
+    def write(self, slot: Slot, source: np.ndarray, start: int) -> None:
+        """Overwrites a leased slot on a disk from byte `start` (of a page) with flat, page-aligned bytes.
+
+        By `method`, and without the GIL, so that several threads may write at the same time; `commit` syncs it.
+        """
+        self._files[slot.name].write(source, start, self.method)
+
+    def commit(self, slot: Slot, save_id: SaveId, manifest: bytes) -> None:
+        """Makes `manifest`, of `save_id` and of this slot's name, the truth about `slot`.
+
+        Data is synced first (disk), then the manifest, then its name.
+        """
+        if self._store is not None:
+            if slot.name in self._files:
+                self._files[slot.name].sync()
+            try:
+                self._store.put(manifest_name_of(save_id), manifest, mode="create")
+            except FileExistsError:
+                raise  # another save's: never taken back
+            except BaseException:
+                slot.save_id = save_id  # its name may be there: it goes now, or before the slot is written again
+                with suppress(CheckpointError, OSError):
+                    self.discard(slot)
+                raise
+        with self._changed:
+            slot.save_id = save_id
+            if self._newest is not None:
+                self._newest.committed(save_id)
+
+    def discard(self, slot: Slot) -> None:
+        """Forgets what `slot` holds: its manifest goes."""
+        with self._changed:
+            self._forget(slot)
+
+    def forget_step(self, step: int) -> None:
+        """Forgets every save of `step`: their manifests go, their slots are free."""
+        self.forget({save_id for save_id in self.held() if save_id.step == step})
+
+    def forget(self, save_ids: Collection[SaveId]) -> None:
+        """Forgets these saves: their manifests go; a slot is free once nobody reads it any more."""
+        with self._changed:
+            for slot in [*self._slots, *self._retired]:
+                if slot.save_id in save_ids:
+                    self._forget(slot)
+            self._changed.notify_all()
+
+    @property
+    def protected(self) -> frozenset[SaveId]:
+        """The saves that are kept, for whatever reason."""
+        return frozenset().union(*self._protected.values())
+
+    def protect(self, *save_ids: SaveId, why: str = ALL) -> None:
+        """Says which saves are kept until the next such call for the same reason: the newest one that all processes
+        have committed here and what a policy keeps (`ALL`), or what others rely on for what `why` names.
+
+        Others stay until their slots are needed.
+        """
+        with self._changed:
+            self._protected[why] = frozenset(save_ids)
+            self._drop_retired()
+            self._changed.notify_all()
+
+    def resize(self, slots: int) -> bool:
+        """Uses so many slots from now on; returns whether that is news. New ones are made by `reserve` or `acquire`,
+        those beyond go with the first `protect` that does not name what they hold."""
+        with self._changed:
+            if slots == len(self._slots):
+                return False
+            every = {slot.name: slot for slot in [*self._slots, *self._retired]}
+            names = [paths.slot_name(i) for i in range(slots)]
+            self._slots = [every.pop(name, None) or Slot(name, np.empty(0, np.uint8)) for name in names]
+            self._retired = list(every.values())
+            self._changed.notify_all()
+            return True
+
+    def lease(self, slot: Slot) -> None:
+        """Keeps `slot` from being overwritten until `release`."""
+        with self._changed:
+            slot.leases += 1
+
+    def hold(self, save_id: SaveId) -> Slot | None:
+        """The slot that holds a save, leased until `release`; None where none does any more."""
+        with self._changed:
+            for slot in [*self._slots, *self._retired]:
+                if slot.save_id == save_id:
+                    slot.leases += 1
+                    return slot
+        return None
+
+    def release(self, slot: Slot) -> None:
+        """Ends one lease."""
+        with self._changed:
+            slot.leases -= 1
+            assert slot.leases >= 0
+            self._changed.notify_all()
+
+    def held(self) -> list[SaveId]:
+        """The saves that committed slots hold."""
+        with self._changed:
+            slots = [*self._slots, *self._retired]
+            return [slot.save_id for slot in slots if slot.save_id is not None]
+
+    def manifests(self) -> list[Manifest]:
+        """The committed manifests of this arena; damaged ones are left where they are and left out."""
+        return [manifest for _, manifest in read_manifests([self.directory] if self.directory else [])[0]]
+
+    def close(self, *, remove: bool = False) -> None:
+        """Unmaps the slots and gives up the lock; with `remove`, deletes the slots and manifests too."""
+        with self._changed:
+            for slot in [*self._slots, *self._retired]:
+                self._unmap(slot)
+            if remove and self.directory is not None:
+                remove_slots(self.directory)
+            if self._lock_fd is not None:
+                slot_files.give_up(self._lock_fd)
+                self._lock_fd = None
+
+    def _take_over(self, directory: Path, keeps_found: bool) -> None:
+        """Finds what the process before left here: committed slots, slots beyond today's count, unfinished puts."""
+        held = {manifest.slot: manifest.save_id for manifest in reversed(self.manifests())}
+        self._protected[ALL] = frozenset(held.values() if keeps_found else sorted(held.values())[-1:])
+        for slot in self._slots:
+            slot.save_id = held.get(slot.name)
+        mine = {slot.name for slot in self._slots}
+        for name in sorted(os.listdir(directory)):
+            if paths.slot_index(name) is not None and name not in mine:
+                self._retired.append(Slot(name, np.empty(0, np.uint8), save_id=held.get(name)))
+            elif name.startswith(".put-"):
+                (directory / name).unlink(missing_ok=True)
+        self._drop_retired()
+
+    def _drop_retired(self) -> None:
+        for slot in [s for s in self._retired if s.leases == 0 and s.save_id not in self.protected]:
+            with suppress(CheckpointError, OSError):  # a disk that fails: the next `protect` tries again
+                self._forget(slot)
+                self._unmap(slot)
+                if self.directory is not None:
+                    (self.directory / slot.name).unlink(missing_ok=True)
+                self._retired.remove(slot)
+
+    def _unmap(self, slot: Slot) -> None:
+        slot.memory = np.empty(0, np.uint8)
+        if slot.name in self._files:
+            self._files.pop(slot.name).close()
+        with suppress(BufferError):  # a view is still held somewhere: unmapped when that goes
+            if (mapping := self._maps.pop(slot.name, None)) is not None:
+                mapping.close()
+
+    def _may_reserve(self, slot: Slot, size_bytes: int) -> bool:
+        return slot.save_id is None or self._allocated_bytes(slot) >= size_bytes
+
+    def _reusable(self, passed_over: Collection[str] = ()) -> Slot | None:
+        free = [
+            slot
+            for slot in self._slots
+            if slot.leases == 0 and slot.save_id not in self.protected and slot.name not in passed_over
+        ]
+        return min(free, key=lambda slot: slot.save_id or SaveId(-1, -1, -1), default=None)
+
+    def _grow(self, slot: Slot, size_bytes: int) -> None:
+        size_bytes = whole_pages(size_bytes)
+        if slot.memory.nbytes >= size_bytes:
+            return
+        missing_bytes = size_bytes - self._allocated_bytes(slot)
+        # Asked first: to find out by filling a ramdisk takes as long as filling it.
+        refuse_beyond(
+            self._room(), missing_bytes, f"slot {self._name}/{slot.name} needs {size_bytes} bytes", self._less
+        )
+        slot.memory = np.empty(0, np.uint8)
+        if self.synced and self.directory is not None:
+            self._unmap(slot)
+            self._files[slot.name] = allocated(DiskFile, self.directory / slot.name, size_bytes)
+            sync_directory(self.directory)  # no manifest may reach the disk before the name of its slot
+            slot.memory = self._files[slot.name].memory
+            return
+        if self.directory is None:
+            mapping = mmap.mmap(-1, size_bytes)
+        else:
+            mapping = allocated(map_file, self.directory / slot.name, size_bytes)
+        self._maps[slot.name] = mapping
+        slot.memory = np.frombuffer(mapping, np.uint8)
+        populate(slot.memory)  # an old kernel cannot: pages are faulted in by the first copy then
+
+    def _warm_up(self, slot: Slot) -> None:
+        """Writes a new slot once, and finds the faster method with the first that holds nothing."""
+        file = self._files[slot.name]
+        if slot.save_id is not None:
+            return
+        if file.is_new:
+            file.fill()
+        if not self._probed:
+            self.method, self._probed = file.faster_method(), True
+
+    @property
+    def _name(self) -> str:
+        return str(self.directory or "the staging memory")
+
+    @property
+    def _less(self) -> str:
+        return LESS_ON_MOUNT if self.directory else "lower in_flight_max, or shard the state over more processes"
+
+    def _room(self) -> Room | None:
+        """The narrowest of the limits."""
+        rooms = self._memory.rooms(self._memory.taken_bytes) if self._memory is not None else []
+        if self.directory is not None:
+            rooms.append(mount_room(self.directory))
+        return min(rooms, key=lambda room: room.free_bytes, default=None)
+
+    def _allocated_bytes(self, slot: Slot) -> int:
+        if self.directory is None:
+            return slot.memory.nbytes
+        try:
+            return (self.directory / slot.name).stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def _forget(self, slot: Slot) -> None:
+        if slot.save_id is not None and self._store is not None and self._newest is not None:
+            self._newest.forgetting(slot.save_id, [each.save_id for each in (*self._slots, *self._retired)])
+            self._store.delete(manifest_name_of(slot.save_id))
+        slot.save_id = None

@@ -1,0 +1,104 @@
+"""The files of slots, and the directory they are in: taken, made, mapped and removed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from ckptkit.errors import TierUnusableError
+from ckptkit.model import paths
+from ckptkit.slots.host_memory import mount_room, store_full
+from ckptkit.store.local import make_directory, sync_directory
+from ckptkit.util.disk_file import open_slot
+from ckptkit.util.pages import PAGE_BYTES
+
+_T = TypeVar("_T")
+_held = set[int]()  # descriptors of directories that were taken
+LESS_ON_MOUNT = "give fewer slots, or leave this tier out"
+
+
+def take_directory(host_dir: Path, name: str, *, synced: bool) -> tuple[Path, int]:
+    """A directory of that name below `host_dir`, mode 0700, and the descriptor whose `flock` holds it.
+
+    One that another process holds is left to it, and the next free name is taken. Raises `TierUnusableError`, for a
+    link among them too: below a tier's root nobody but the tiers makes names.
+    """
+    for attempt in range(100):
+        directory = host_dir / (name if attempt == 0 else f"{name}.{attempt}")
+        try:
+            for each in (host_dir.parent, host_dir, directory):
+                if each.is_symlink():
+                    raise OSError(errno.ELOOP, f"{each} is a link")
+            make_directory(directory, synced=synced, mode=0o700)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            fd = os.open(directory / paths.LOCK_NAME, flags, 0o600)
+        except OSError as error:
+            raise TierUnusableError(
+                f"tier directory {directory} cannot be used: {error.strerror}; give a directory that this user "
+                "may write",
+                path=str(directory),
+            ) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            continue
+        _held.add(fd)
+        return directory, fd
+    raise TierUnusableError(f"every slot directory below {host_dir} is held by another process", path=str(host_dir))
+
+
+def give_up(fd: int) -> None:
+    """Ends what `take_directory` began; nothing in a process that was forked since."""
+    if fd in _held:
+        _held.discard(fd)
+        os.close(fd)
+
+
+def _leave_to_parent() -> None:
+    """A data loader's workers may outlive their job: the next run would find its slots taken, and make others."""
+    for fd in list(_held):
+        give_up(fd)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def allocated(make: Callable[[Path, int], _T], path: Path, size_bytes: int) -> _T:
+    """What `make` gives; raises `StoreFullError` where the mount has no room for it."""
+    try:
+        return make(path, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise store_full(mount_room(path.parent), f"slot {path} needs {size_bytes} bytes", LESS_ON_MOUNT) from error
+
+
+def map_file(path: Path, size_bytes: int) -> mmap.mmap:
+    """Maps a file of at least `size_bytes`, allocated; what it holds stays."""
+    fd = open_slot(path)
+    try:
+        size_bytes = max(size_bytes, os.fstat(fd).st_size)  # a larger slot of an earlier state is kept
+        os.posix_fallocate(fd, 0, size_bytes)
+        return mmap.mmap(fd, size_bytes)
+    finally:
+        os.close(fd)
+
+
+def whole_pages(size_bytes: int) -> int:
+    """The bytes of the pages that `size_bytes` take: at least one."""
+    return max(PAGE_BYTES, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
+
+
+def remove_slots(directory: Path) -> None:
+    """Deletes every manifest below `directory`, then the slots."""
+    names = sorted(os.listdir(directory))
+    (directory / paths.NEWEST_NAME).unlink(missing_ok=True)
+    for name in [n for n in names if paths.save_of_manifest(n)] + [n for n in names if paths.slot_index(n) is not None]:
+        (directory / name).unlink(missing_ok=True)
+    sync_directory(directory)

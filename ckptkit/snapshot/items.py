@@ -1,0 +1,139 @@
+"""From Orbax's save arguments to what a save holds: trees of arrays, and small items, captured now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from ckptkit.durable.orbax.manager import METRICS_ITEM
+from ckptkit.snapshot.empty_nodes import empty_nodes
+from ckptkit.snapshot.small_items import STRUCTURE, capture
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveItems:
+    """What one save holds: trees of arrays, and small items that are stored inline, captured now."""
+
+    trees: Mapping[str, Any]
+    inline: Mapping[str, Mapping[str, Any]]
+    durable: Mapping[str, Any]  # Orbax arguments of the inline items, frozen
+    default_item: bool
+    standard: frozenset[str] = frozenset()  # the trees that were given as StandardSave
+    tree_metadata: Mapping[str, Any] = field(default_factory=dict)  # the trees' own custom metadata
+    custom_metadata: Mapping[str, Any] | None = None  # the step's
+
+    def durable_tree_words(self, item: str) -> dict[str, Any]:
+        """What the durable tier records of a tree beside its leaves."""
+        return {"standard": item in self.standard, "custom_metadata": self.tree_metadata.get(item)}
+
+
+def save_items(
+    args: Mapping[str, Any], *, default_item: bool, metrics: Any = None, custom_metadata: Any = None
+) -> SaveItems | str:
+    """The items of `args` (by name), or the name of one that only Orbax's own handlers can hold.
+
+    `metrics` are those that are to be found again at a restart, None for none. Raises what the caller's values
+    raise when they are captured (JSON that is none, say).
+    """
+    trees: dict[str, Any] = {}
+    inline: dict[str, Mapping[str, Any]] = {}
+    durable: dict[str, Any] = {}
+    standard: set[str] = set()
+    tree_metadata: dict[str, Any] = {}
+    for name, arg in args.items():
+        if isinstance(arg, ocp.args.StandardSave | ocp.args.PyTreeSave):
+            tree = _held_tree(arg)
+            if tree is None:
+                return name
+            trees[name] = tree
+            standard |= {name} if isinstance(arg, ocp.args.StandardSave) else set()
+            tree_metadata[name] = arg.custom_metadata
+            if empty := empty_nodes(jax.tree_util.tree_structure(tree)):
+                inline[name] = {"kind": STRUCTURE, "value": empty}
+        elif (captured := capture(arg)) is not None:
+            inline[name], durable[name] = captured
+        else:
+            return name
+    if metrics is not None:
+        inline[METRICS_ITEM] = {"kind": "metrics", "value": metrics}
+    return SaveItems(
+        trees=trees,
+        inline=inline,
+        durable=durable,
+        default_item=default_item,
+        standard=frozenset(standard),
+        tree_metadata=tree_metadata,
+        custom_metadata=custom_metadata,
+    )
+
+
+def as_it_is(value: Any) -> Any:
+    """Containers of its own for what the caller may change as soon as `save` returns: metrics, custom metadata."""
+    if type(value) is dict:
+        return {name: as_it_is(each) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(as_it_is, value))
+    return value
+
+
+def abstract_trees(args: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The trees of `args` with the dtypes that they would be stored in; None where no leaf is a ShapeDtypeStruct."""
+    trees = {name: arg for name, arg in args.items() if isinstance(arg, ocp.args.StandardSave | ocp.args.PyTreeSave)}
+    if not any(isinstance(leaf, jax.ShapeDtypeStruct) for arg in trees.values() for leaf in jax.tree.leaves(arg.item)):
+        return None
+
+    def stored(leaf: Any, wish: Any) -> Any:
+        dtype = getattr(wish, "dtype", None)
+        return leaf if dtype is None or not hasattr(leaf, "update") else leaf.update(dtype=dtype)
+
+    return {
+        name: arg.item if arg.save_args is None else jax.tree.map(stored, arg.item, arg.save_args)
+        for name, arg in trees.items()
+    }
+
+
+def _held_tree(arg: Any) -> Any:
+    """The tree with the dtypes that it is to be stored in; None where a leaf is nothing that we store.
+
+    Orbax's handlers say what is wrong with a tree that nobody can save. Casts run on the devices that hold the
+    leaf, without collectives.
+    """
+    is_standard = isinstance(arg, ocp.args.StandardSave)
+    leaves, treedef = jax.tree_util.tree_flatten(arg.item)
+    if not leaves or (is_standard and treedef.num_nodes == 1):
+        return None
+    if arg.save_args is None:
+        # The step loop waits for this: leaves on a device are told by their type, the few others are looked at.
+        on_device = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}
+        others = [leaf for leaf in leaves if type(leaf) not in on_device]
+        if all(_stored(leaf, None, is_standard) is leaf for leaf in others):
+            return arg.item
+    wishes: list[Any] = [None] * len(leaves)
+    if arg.save_args is not None:
+        wishes = treedef.flatten_up_to(arg.save_args)
+    stored = [_stored(leaf, wish, is_standard) for leaf, wish in zip(leaves, wishes, strict=True)]
+    if any(leaf is None for leaf in stored):
+        return None
+    return jax.tree_util.tree_unflatten(treedef, stored)
+
+
+def _stored(leaf: Any, wish: Any, is_standard: bool) -> Any:
+    dtype = getattr(wish, "dtype", None)
+    if isinstance(leaf, jax.Array):
+        return leaf if dtype is None or leaf.dtype == np.dtype(dtype) else leaf.astype(dtype)
+    if isinstance(leaf, np.generic) and leaf.dtype.kind in "biuf" and not is_standard:
+        leaf = leaf.item()  # Orbax stores and restores it as a number
+    if isinstance(leaf, np.ndarray | np.generic):
+        if leaf.dtype.kind not in "biufc" and leaf.dtype.isbuiltin != 2:
+            return None
+        return np.asarray(leaf) if dtype is None else np.asarray(leaf).astype(dtype)
+    if isinstance(leaf, bool | int | float) and np.asarray(leaf).dtype.kind in "biuf":
+        return leaf if dtype is None else np.asarray(leaf).astype(dtype).item()
+    if hasattr(leaf, "__array__") and is_standard:
+        return np.asarray(leaf)
+    return None

@@ -1,0 +1,164 @@
+"""Items that are small enough to stand in a manifest: JSON, data iterators, single arrays, random keys, metrics.
+
+`capture` takes the value as it is now, in two forms: plain values for manifests, and arguments for the durable tier
+that no later change of the caller's object reaches. `give_back` makes the item of the plain values again.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from ckptkit.durable.orbax.shardings import sharding_of_text, sharding_text
+
+INLINE_BYTES_MAX = 16 << 20  # manifests are read whole at every start
+STRUCTURE = "structure"  # the empty nodes of an array item, under that item's name: no item of its own
+Captured = tuple[Mapping[str, Any], Any]  # for manifests; Orbax's arguments
+
+
+def capture(arg: Any) -> Captured | None:
+    """The small item of a save argument, taken now; None where it is of another kind, or too large."""
+    if isinstance(arg, ocp.args.JsonSave):
+        value = json.loads(json.dumps(arg.item))
+        return {"kind": "json", "value": value}, ocp.args.JsonSave(value)
+    if is_grain(arg):
+        state = _iterator_state(arg.item)
+        return {"kind": "grain", "value": state.decode()}, type(arg)(_FrozenIterator(state))
+    if isinstance(arg, ocp.args.ArraySave) and arg.save_args is None and _is_held_whole(arg.item):
+        frozen = _frozen(arg.item)
+        return {"kind": "array", "value": _plain(frozen)}, ocp.args.ArraySave(frozen)
+    if isinstance(arg, ocp.args.JaxRandomKeySave) and arg.save_args is None and _is_held_whole(arg.item):
+        frozen = _frozen(arg.item)
+        return {"kind": "jax_key", "value": _plain(frozen)}, ocp.args.JaxRandomKeySave(frozen)
+    if isinstance(arg, ocp.args.NumpyRandomKeySave) and isinstance(arg.item, tuple | dict):
+        frozen = jax.tree.map(_frozen_leaf, arg.item)
+        return {"kind": "numpy_key", "value": _plain_tree(frozen)}, ocp.args.NumpyRandomKeySave(frozen)
+    return None
+
+
+class _FrozenIterator:
+    """A data iterator's state as it was when the step was saved, in the form that Grain's Orbax handler writes."""
+
+    def __init__(self, state: bytes):
+        self._state = state
+
+    def get_state(self) -> bytes:
+        """The state, encoded."""
+        return self._state
+
+
+def gives_back(kind: str, arg: Any) -> bool:
+    """Whether `give_back` can do what a restore argument asks of a stored small item; None asks for what was saved."""
+    if arg is None:
+        return True
+    if kind == "grain":
+        return is_grain(arg)
+    if kind == "array":
+        return isinstance(arg, ocp.args.ArrayRestore) and arg.restore_args is None
+    kinds = {
+        "json": ocp.args.JsonRestore,
+        "metrics": ocp.args.JsonRestore,
+        "jax_key": ocp.args.JaxRandomKeyRestore,
+        "numpy_key": ocp.args.NumpyRandomKeyRestore,
+    }
+    return isinstance(arg, kinds.get(kind, ())) and getattr(arg, "restore_args", None) is None
+
+
+def give_back(stored: Mapping[str, Any], arg: Any) -> Any:
+    """A small item from its stored form; an iterator is set to its state and returned."""
+    value = stored["value"]
+    if stored["kind"] == "grain" and arg is not None:
+        return _set_iterator(arg.item, value)
+    if stored["kind"] in ("array", "jax_key"):
+        return _from_plain(value)
+    if stored["kind"] == "numpy_key":
+        return _from_plain_tree(value)
+    return value
+
+
+def is_grain(arg: Any) -> bool:
+    """Whether an argument is one of Grain's, which name the iterator `item`."""
+    return type(arg).__module__.split(".")[0] == "grain" and hasattr(arg, "item")
+
+
+def _iterator_state(iterator: Any) -> bytes:
+    state = iterator.get_state()
+    return state if isinstance(state, bytes) else json.dumps(state, indent=4).encode()
+
+
+def _set_iterator(iterator: Any, text: str) -> Any:
+    try:
+        iterator.set_state(json.loads(text))
+    except (TypeError, ValueError):
+        iterator.set_state(text.encode())  # Grain's older iterators keep their state as bytes
+    if hasattr(iterator, "start_prefetch"):
+        iterator.start_prefetch()
+    return iterator
+
+
+def _is_held_whole(value: Any) -> bool:
+    """Whether this process has all of a small array, alone: then it can be copied here, and written from anywhere."""
+    if isinstance(value, jax.Array):
+        return jax.process_count() == 1 and value.nbytes <= INLINE_BYTES_MAX
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biufc" and value.nbytes <= INLINE_BYTES_MAX
+    return isinstance(value, bool | int | float)
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, jax.Array):
+        return jax.device_put(jnp.copy(value), value.sharding)  # the caller may donate its own
+    return _frozen_leaf(value)
+
+
+def _frozen_leaf(value: Any) -> Any:
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, jax.Array | np.ndarray):
+        return value
+    extra: dict[str, Any] = {"on": "numpy"}
+    if isinstance(value, jax.Array):
+        extra = {"on": "jax", "sharding": sharding_text(value.sharding)}
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            extra["key_impl"] = str(jax.random.key_impl(value))
+            value = jax.random.key_data(value)
+    block = np.ascontiguousarray(value)
+    data = base64.b64encode(block.tobytes()).decode()
+    return {**extra, "dtype": block.dtype.name, "shape": list(np.shape(value)), "data": data}
+
+
+def _from_plain(stored: Any) -> Any:
+    if not isinstance(stored, dict):
+        return stored
+    block = np.frombuffer(base64.b64decode(stored["data"]), np.dtype(stored["dtype"])).reshape(stored["shape"]).copy()
+    if stored["on"] == "numpy":
+        return block
+    if "key_impl" in stored:
+        return jax.random.wrap_key_data(jnp.array(block, copy=True), impl=stored["key_impl"])
+    sharding = sharding_of_text(stored["sharding"]) if stored["sharding"] else None
+    return jax.device_put(block, sharding) if sharding is not None else jnp.array(block, copy=True)
+
+
+def _plain_tree(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return {"tuple": [_plain_tree(each) for each in value]}
+    if isinstance(value, dict):
+        return {"dict": {name: _plain_tree(each) for name, each in value.items()}}
+    return {"leaf": _plain(value.item() if isinstance(value, np.generic) else value)}
+
+
+def _from_plain_tree(stored: Mapping[str, Any]) -> Any:
+    if "tuple" in stored:
+        return tuple(_from_plain_tree(each) for each in stored["tuple"])
+    if "dict" in stored:
+        return {name: _from_plain_tree(each) for name, each in stored["dict"].items()}
+    return _from_plain(stored["leaf"])

@@ -1,0 +1,1 @@
+"""Clocks, memory pages, disk files, lazy imports: what anything may use. Knows nothing of checkpoints."""
