@@ -374,8 +374,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         The fastest tier is always saved to; each slower one where the rates of this run's earlier saves say that it
         fits in what is left of the grace, or nothing was measured (`ckptkit.schedule.preemption`). All processes
         call this together, and agree. A step that was saved already is only waited for. Items that only Orbax's own
-        handlers hold are written by Orbax, which keeps no time. Raises what `save` raises; what a background thread could not
-        do is in the result, and raised by `check_for_errors`.
+        handlers hold are written by Orbax, which keeps no time. Raises what `save` raises; what a background thread
+        could not do is in the result, and raised by `check_for_errors`.
         """
         self._resumer.refuse_while_pending("save_last")
         return self._last_saver.save(step, args, grace_s)
