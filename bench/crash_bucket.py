@@ -40,7 +40,7 @@ class History:
     def __init__(self) -> None:
         self.states: list[tuple[str, State]] = []
         self.notes: list[tuple[int, str]] = []
-        self._known: dict[tuple[str, int], bytes] = {}
+        self._metadata_index: dict[tuple[str, int], bytes] = {}
         self._lock = threading.Lock()
 
     def say(self, text: str) -> None:
@@ -73,10 +73,10 @@ class History:
     def _state(self, store: ObjectStore) -> State:
         records, _ = store.list(BUCKET, ListQuery())
         for record in records:
-            if (record.name, record.generation) not in self._known:
+            if (record.name, record.generation) not in self._metadata_index:
                 with store.open(BUCKET, record.name, _ANY)[1] as file:
-                    self._known[record.name, record.generation] = file.read()
-        return {record.name: self._known[record.name, record.generation] for record in records}
+                    self._metadata_index[record.name, record.generation] = file.read()
+        return {record.name: self._metadata_index[record.name, record.generation] for record in records}
 
 
 @contextmanager

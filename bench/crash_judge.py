@@ -21,7 +21,7 @@ class Judge:
     def __init__(self, root: Path, trace: Trace):
         self._root, self._trace = root, trace
         self._notes = notes(trace)
-        self._known: dict[object, list[str]] = {}
+        self._metadata_index: dict[object, list[str]] = {}
         self._least: dict[str, Save | None] = {}  # what each tier alone gave when it was damaged, when the repair began
         self.restarts = 0
 
@@ -33,9 +33,9 @@ class Judge:
         for view in views:
             below = TIERS if view == "all" else (view,) if view == "durable" else (view, _RECORDS)
             key = (view, disk.digest(below), str(promises))
-            if key not in self._known:
-                self._known[key] = self._ask(disk, view, below, promises)
-            wrong += [f"{view}: {each}" for each in self._known[key]]
+            if key not in self._metadata_index:
+                self._metadata_index[key] = self._ask(disk, view, below, promises)
+            wrong += [f"{view}: {each}" for each in self._metadata_index[key]]
         return wrong
 
     def _ask(self, disk: Disk, view: str, below: Sequence[str], promises: Promises) -> list[str]:

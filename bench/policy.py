@@ -109,19 +109,19 @@ class Size:
     failures: int = 300
     seed: int = 0
 
-    def replay(self, trace: sim.Trace, gaps: int | None = None) -> tuple[sim.Failures, float]:
+    def replay(self, trace: sim.FailureTrace, gaps: int | None = None) -> tuple[sim.Failures, float]:
         """Failures from random starts in the trace, and the horizon: as long as `gaps` take (None: all of them)."""
         horizon_s = trace.mtbf_s * min(len(trace.gaps_s) if gaps is None else gaps, self.failures)
         shares = cluster(1.0).shares
         return sim.replay(trace, runs=self.runs, horizon_s=horizon_s, shares=shares, seed=self.seed), horizon_s
 
 
-def judge(trace: sim.Trace, cost_share: float, size: Size) -> Case:
+def judge(trace: sim.FailureTrace, cost_share: float, size: Size) -> Case:
     """Every question for one trace and cost. Cost: some 200 simulations of a run's failures."""
     cost_s = cost_share * trace.mtbf_s
     middle = len(trace.gaps_s) // 2
-    first = sim.Trace(f"{trace.name}, first half", trace.gaps_s[:middle], trace.outages_s[:middle])
-    second = sim.Trace(f"{trace.name}, second half", trace.gaps_s[middle:], trace.outages_s[middle:])
+    first = sim.FailureTrace(f"{trace.name}, first half", trace.gaps_s[:middle], trace.outages_s[:middle])
+    second = sim.FailureTrace(f"{trace.name}, second half", trace.gaps_s[middle:], trace.outages_s[middle:])
     oracle, outcome = _against(trace, cost_s, None, PRIOR_MTBF_S, size)
     before = _best_fixed(first, cost_s, size)
     goodput, goodput_ci = sim.mean_ci(_judged(outcome))
@@ -151,7 +151,7 @@ def cluster(cost_s: float) -> sim.Cluster:
 
 
 def _against(
-    trace: sim.Trace, cost_s: float, other: sim.Policy | None, prior_mtbf_s: float, size: Size
+    trace: sim.FailureTrace, cost_s: float, other: sim.Policy | None, prior_mtbf_s: float, size: Size
 ) -> tuple[Judged, sim.Outcome]:
     """The policy against `other` (None: the best fixed one on these failures), and what became of the other."""
     job, (failures, horizon_s) = cluster(cost_s), size.replay(trace)
@@ -161,11 +161,11 @@ def _against(
     ours, theirs = sim.simulate_all(job, failures, [learned, other], horizon_s=horizon_s, mark=LEARNING)
     there = np.isfinite(ours.goodput_after_mark())
     ratio, ci = sim.mean_ci(ours.goodput_after_mark()[there] / theirs.goodput_after_mark()[there])
-    interval_s = other.fixed_s[0] if isinstance(other, sim.Fixed) else None
+    interval_s = other.fixed_s[0] if isinstance(other, sim.FixedIntervals) else None
     return Judged(ratio=ratio, ci=ci, interval_s=interval_s), theirs
 
 
-def _best_fixed(trace: sim.Trace, cost_s: float, size: Size) -> sim.Fixed:
+def _best_fixed(trace: sim.FailureTrace, cost_s: float, size: Size) -> sim.FixedIntervals:
     job, (failures, horizon_s) = cluster(cost_s), size.replay(trace)
     return sim.find_oracle(job, failures, horizon_s=horizon_s, begin=sim.levels(job, trace.mtbf_s))
 
@@ -175,13 +175,16 @@ def _judged(outcome: sim.Outcome) -> np.ndarray:
     return goodput[np.isfinite(goodput)]
 
 
-def _hindsight(trace: sim.Trace, cost_s: float, size: Size) -> Hindsight:
+def _hindsight(trace: sim.FailureTrace, cost_s: float, size: Size) -> Hindsight:
     job, blurred = cluster(cost_s), _blurred(trace, size.seed, DRAWN_GAPS)
     order = np.random.default_rng(size.seed).permutation(len(blurred.gaps_s))  # no weeks: the law is all there is
-    drawn = sim.Trace(f"{trace.name}, drawn", blurred.gaps_s[order], blurred.outages_s[order])
+    drawn = sim.FailureTrace(f"{trace.name}, drawn", blurred.gaps_s[order], blurred.outages_s[order])
     failures, horizon_s = replace(size, runs=max(size.runs, DRAWN_MIN)).replay(drawn, len(trace.gaps_s))
     middle_s = sim.daly(job, trace.mtbf_s).fixed_s[0]
-    policies = [sim.Learned(prior_mtbf_s=PRIOR_MTBF_S), *(sim.Fixed((middle_s * each,)) for each in DRAWN_INTERVALS)]
+    policies = [
+        sim.Learned(prior_mtbf_s=PRIOR_MTBF_S),
+        *(sim.FixedIntervals((middle_s * each,)) for each in DRAWN_INTERVALS),
+    ]
     outcomes = sim.simulate_all(job, failures, policies, horizon_s=horizon_s, mark=LEARNING)
     told = np.array([outcome.goodput_after_mark() for outcome in outcomes])
     ours, *fixed = told[:, np.nan_to_num(told[1:].max(axis=0)) > 0]  # of a short one nothing may be left to judge
@@ -197,27 +200,27 @@ def _hindsight(trace: sim.Trace, cost_s: float, size: Size) -> Hindsight:
     )
 
 
-def _blurred(trace: sim.Trace, seed: int, gaps: int = BLURRED_GAPS) -> sim.Trace:
+def _blurred(trace: sim.FailureTrace, seed: int, gaps: int = BLURRED_GAPS) -> sim.FailureTrace:
     """The same good and bad weeks, with other moments in them."""
     rng = np.random.default_rng(seed)
     copies = -(-gaps // len(trace.gaps_s))
     gaps_s = np.tile(trace.gaps_s, copies)
     factors = rng.uniform(1.0 - BLUR, 1.0 + BLUR, gaps_s.shape)
     outages_s = np.tile(trace.outages_s, copies)
-    return sim.Trace(f"{trace.name}, blurred", gaps_s * factors, outages_s)
+    return sim.FailureTrace(f"{trace.name}, blurred", gaps_s * factors, outages_s)
 
 
-def made_up(seed: int = 0) -> list[sim.Trace]:
+def made_up(seed: int = 0) -> list[sim.FailureTrace]:
     """Failures by known laws, as traces."""
     rng, found = np.random.default_rng(seed), []
     for name, shape in MADE_UP.items():
         gaps_s = rng.weibull(shape, MADE_UP_GAPS)
         outages_s = np.full(MADE_UP_GAPS, MADE_UP_OUTAGE_S)
-        found.append(sim.Trace(name, gaps_s * (MADE_UP_MTBF_S / gaps_s.mean()) + MADE_UP_OUTAGE_S, outages_s))
+        found.append(sim.FailureTrace(name, gaps_s * (MADE_UP_MTBF_S / gaps_s.mean()) + MADE_UP_OUTAGE_S, outages_s))
     return found
 
 
-def read_traces(directory: Path, systems: Sequence[str]) -> tuple[list[sim.Trace], list[str]]:
+def read_traces(directory: Path, systems: Sequence[str]) -> tuple[list[sim.FailureTrace], list[str]]:
     """Every trace below `directory` with enough failures, and why others are left out."""
     found, left_out = [], []
     for path in sorted(directory.rglob("*")):

@@ -128,7 +128,7 @@ def predict(costs: Costs, plan: RunPlan) -> dict[str, float]:
         np.array([[*(sim.FAILURES.index(failure.kind) for failure in plan.failures), 0]], np.int8),
         np.zeros((1, len(at_s) + 1)),
     )
-    policy = sim.Fixed((plan.ram_every * costs.cycle_s, plan.durable_every * costs.cycle_s))
+    policy = sim.FixedIntervals((plan.ram_every * costs.cycle_s, plan.durable_every * costs.cycle_s))
     outcome = sim.simulate(cluster, failures, policy, horizon_s=max(plan.run_s - costs.startup_s, costs.cycle_s))
     return {
         "goodput": float(outcome.work_s[0]) / costs.cycle_s * costs.step_s / plan.run_s,

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptkit.cli.text import age_text, count_text, print_line, print_table, shape_text, short_json, size_text
 from ckptkit.errors import StepNotFoundError
-from ckptkit.inspection import Inspection, Item, Leaf, totals
+from ckptkit.inspection import Inspection, Item, LeafInfo, totals
 from ckptkit.util import clock
 
 
@@ -83,14 +83,14 @@ def _unproven(found: Inspection) -> str:
     return "unproven: its records are not whole"
 
 
-def _print_leaves(leaves: list[tuple[Item, Leaf]]) -> None:
+def _print_leaves(leaves: list[tuple[Item, LeafInfo]]) -> None:
     slots = any(leaf.held_bytes is not None for _, leaf in leaves)
     columns = [("leaf", False), ("dtype", False), ("shape", False), ("bytes", True)]
     columns += [("held", True)] * slots + [("sharding", False), ("cell", False)]
     print_table(columns, [_row(item, leaf, slots) for item, leaf in leaves])
 
 
-def _row(item: Item, leaf: Leaf, slots: bool) -> list[str]:
+def _row(item: Item, leaf: LeafInfo, slots: bool) -> list[str]:
     dtype = leaf.dtype or leaf.kind
     if leaf.key_impl:
         dtype = f"{dtype} (key {leaf.key_impl})"
@@ -100,7 +100,7 @@ def _row(item: Item, leaf: Leaf, slots: bool) -> list[str]:
     return [f"{item.name}:{leaf.name}", dtype, shape_text(leaf.shape), size, *held, sharding, shape_text(leaf.cell)]
 
 
-def _chosen(item: Item, pattern: str | None, sort: str | None) -> tuple[Leaf, ...]:
+def _chosen(item: Item, pattern: str | None, sort: str | None) -> tuple[LeafInfo, ...]:
     leaves = [
         leaf
         for leaf in item.leaves

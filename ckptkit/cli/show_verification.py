@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from ckptkit.cli.text import count_text, print_line, print_table, printable, size_text
 from ckptkit.util import clock
-from ckptkit.verification import Progress, Scrub, StepProof, Treatment, Verification
+from ckptkit.verification import Scrub, StepProof, Treatment, Verification, VerifyProgress
 
 _COLUMNS = [
     ("step", True),
@@ -50,14 +50,14 @@ def show_scrub(found: Scrub) -> None:
 
 
 @contextmanager
-def progress_line() -> Iterator[Callable[[Progress], None] | None]:
+def progress_line() -> Iterator[Callable[[VerifyProgress], None] | None]:
     """A line on stderr that is written over, where stderr is a terminal; None elsewhere."""
     if not sys.stderr.isatty():
         yield None
         return
     last_s = 0.0
 
-    def show(progress: Progress) -> None:
+    def show(progress: VerifyProgress) -> None:
         nonlocal last_s
         now_s = clock.monotonic_s()
         if now_s - last_s < _EVERY_S:

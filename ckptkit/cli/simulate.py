@@ -267,14 +267,14 @@ def _policies(flags: Mapping[str, Any], job: _Job) -> list[sim.Policy]:
     return [*chosen, *(_fixed(text, job.cluster) for text in flags["fixed"])]
 
 
-def _fixed(text: str, cluster: sim.Cluster) -> sim.Fixed:
+def _fixed(text: str, cluster: sim.Cluster) -> sim.FixedIntervals:
     try:
         wanted = tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise ValueError(f"--fixed {text}: write seconds, separated by commas") from error
     if len(wanted) != len(cluster.tiers) or not all(0 < each < float("inf") for each in wanted):
         raise ValueError(f"--fixed {text}: give {len(cluster.tiers)} of more than 0 s, one per tier")
-    return sim.Fixed(wanted, f"fixed {text}")
+    return sim.FixedIntervals(wanted, f"fixed {text}")
 
 
 def _project_hosts(flags: Mapping[str, Any]) -> list[int]:

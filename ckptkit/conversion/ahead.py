@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-Job = TypeVar("Job")
+_Job = TypeVar("_Job")
 Data = TypeVar("Data")
 
 
-def read_ahead(read: Callable[[Job], Data], jobs: Iterable[Job], ahead: int = 1) -> Iterator[tuple[Job, Data]]:
+def read_ahead(read: Callable[[_Job], Data], jobs: Iterable[_Job], ahead: int = 1) -> Iterator[tuple[_Job, Data]]:
     """Each job with what `read` gives for it, in order; up to `ahead` more are read while one is with the caller."""
     reader = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-read")
-    under_way: deque[tuple[Job, Future[Data]]] = deque()
+    under_way: deque[tuple[_Job, Future[Data]]] = deque()
     try:
         for job in jobs:
             under_way.append((job, reader.submit(read, job)))

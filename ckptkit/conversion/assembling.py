@@ -20,7 +20,7 @@ import numpy as np
 from ckptkit.conversion.mapping import MapRule, Tensors, is_floating, mapped
 from ckptkit.conversion.stamps import fingerprint
 from ckptkit.errors import CheckpointError, MergeError, StepNotFoundError
-from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, Facts, Tensor
+from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, FormatFacts, Tensor
 from ckptkit.model.boxes import Box
 from ckptkit.model.leaf_patterns import matches
 from ckptkit.model.manifest import describe
@@ -161,7 +161,7 @@ def _checkpoint(sources: Sequence[Checkpoint], tensors: Mapping[str, Tensor], *,
     ]
     values = {name: value for source in sources for name, value in source.facts.values.items() if not parts}
     problems = tuple(problem for source in sources for problem in source.facts.problems)
-    facts = Facts(kind=first.facts.kind, step=first.facts.step, values=values, problems=problems)
+    facts = FormatFacts(kind=first.facts.kind, step=first.facts.step, values=values, problems=problems)
     return Checkpoint(
         path=" + ".join(source.path for source in sources),
         format=first.format,

@@ -23,13 +23,13 @@ from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, block_bytes
 from ckptkit.store.roots import is_remote
 from ckptkit.util.disk_file import FileWrites
 
-Target = Literal["orbax", "safetensors", "hf", "npz", "torch"]
+TargetFormat = Literal["orbax", "safetensors", "hf", "npz", "torch"]
 
 SHARD_BYTES = 5 << 30  # Hugging Face's own default
 _NAMED = 5  # leaves in a note
 _PROGRESS_BYTES = 128 << 20  # written between two records of how far it is; what is lost by a crash at most
 
-Progress = Callable[[int, int], None]  # bytes written, bytes in all
+BytesProgress = Callable[[int, int], None]  # bytes written, bytes in all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class ConvertPlan:
 
     source: str
     target: str
-    to: Target
+    to: TargetFormat
     tensors: Tensors
     files: tuple[FlatFile, ...]  # none for Orbax
     notes: tuple[str, ...]
@@ -69,7 +69,7 @@ class ConvertPlan:
 def plan_convert(
     source: Checkpoint,
     target: str,
-    to: Target,
+    to: TargetFormat,
     *,
     rules: Sequence[MapRule] = (),
     casts: Iterable[tuple[str, str]] = (),
@@ -123,7 +123,7 @@ def convert(
     *,
     memory_bytes: int = MEMORY_BYTES,
     resume: bool = False,
-    progress: Progress | None = None,
+    progress: BytesProgress | None = None,
 ) -> None:
     """Writes what the plan says. The target is not there until all of it is written and synced: then one rename.
 
@@ -155,7 +155,7 @@ def convert(
 
 
 def _write_files(
-    plan: ConvertPlan, target: Destination, journal: Journal, memory_bytes: int, progress: Progress | None
+    plan: ConvertPlan, target: Destination, journal: Journal, memory_bytes: int, progress: BytesProgress | None
 ) -> None:
     finished = {name for entry in journal.entries() for name in entry}
     written = 0
@@ -271,7 +271,7 @@ def no_arrays(source: Checkpoint) -> list[str]:
     return [*[leaves] * bool(names), *(f"item {name}, which is no array" for name in source.facts.values)]
 
 
-def _notes(source: Checkpoint, tensors: Tensors, to: Target) -> list[str]:
+def _notes(source: Checkpoint, tensors: Tensors, to: TargetFormat) -> list[str]:
     """What does not come along, or comes along in other words."""
     notes = [f"damaged: {each}" for each in source.facts.problems]
     notes += [f"left out: {each}" for each in no_arrays(source)]

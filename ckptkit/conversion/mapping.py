@@ -19,7 +19,7 @@ from ckptkit.errors import CheckpointError, StepNotFoundError
 from ckptkit.formats.dtypes import plain_dtype
 from ckptkit.formats.tensors import Tensor
 from ckptkit.inspection.places import local_kind, nothing_at, require_regular
-from ckptkit.inspection.records import Leaf
+from ckptkit.inspection.records import LeafInfo
 from ckptkit.model.boxes import Box
 from ckptkit.model.leaf_patterns import Rename, matches
 
@@ -199,7 +199,7 @@ def _changed(rule: MapRule, sources: Sequence[Tensor], index: int, name: str) ->
 
 
 def _of(source: Tensor, shape: Sequence[int], fetch: Callable[[Box], np.ndarray]) -> Tensor:
-    leaf = Leaf(path=source.leaf.path, kind="tensor", dtype=source.leaf.dtype, shape=tuple(shape))
+    leaf = LeafInfo(path=source.leaf.path, kind="tensor", dtype=source.leaf.dtype, shape=tuple(shape))
     return Tensor(item=source.item, leaf=leaf, fetch=fetch)
 
 

@@ -17,7 +17,7 @@ from ckptkit.model.tiers import DURABLE
 from ckptkit.schedule import intervals
 from ckptkit.util import clock
 
-Rule = Callable[[Facts], list[Advice]]
+DiagnosisRule = Callable[[Facts], list[Advice]]
 
 STALL_SHARE_MAX = 0.035
 SKIPPED_SHARE_MAX = 0.1
@@ -308,7 +308,7 @@ def _at(event: Event) -> float:
     return event.at_s
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[DiagnosisRule, ...] = (
     failing,
     damaged,
     replicas,

@@ -13,10 +13,10 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from ckptkit.durable.abandoned import clean_left
-from ckptkit.durable.cells.pacing import Pace
+from ckptkit.durable.cells.pacing import WritePace
 from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.durable.lifecycle.leases import PruneGuard
-from ckptkit.durable.lifecycle.listing import Looked
+from ckptkit.durable.lifecycle.listing import StepListing
 from ckptkit.durable.lifecycle.pins import pinned_steps
 from ckptkit.durable.orbax.handlers import handler_name, make_writer
 from ckptkit.durable.orbax.host_shards import has_host_shards
@@ -38,7 +38,7 @@ from ckptkit.durable.prune import Pruner, Said
 from ckptkit.durable.read_step import DurableReader, identity_metadata
 from ckptkit.durable.write_step import StepWriter, is_writable
 from ckptkit.errors import CorruptCheckpointError, StoreError
-from ckptkit.job.coordination import Coordinator, Occasions
+from ckptkit.job.coordination import Coordinator, ScopedCoordinator
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import Proves, SaveId, prove_all
 from ckptkit.store import open_store
@@ -72,7 +72,7 @@ class DurableSteps:
         self.profile = profile
         self.url = root_url(directory)
         self._coordinator = coordinator
-        self._tries = Occasions(coordinator)  # to save: who misses one is there at the next
+        self._tries = ScopedCoordinator(coordinator)  # to save: who misses one is there at the next
         self._identities: dict[int, SaveId | None] = {}  # of steps that this process has read or written
         self._timeout_s = timeout_s
         checked_options(options)
@@ -85,7 +85,7 @@ class DurableSteps:
         self._deletes_later = options.enable_background_delete
         self._store = open_store(self.url, deadline_s=_LEASE_DEADLINE_S)
         self._guard = PruneGuard(self._store)
-        self._preservation = BranchPreservation(options, self._let_go)
+        self._preservation = BranchPreservation(options, self._release)
         asynchronous = options.async_options or ocp.AsyncOptions(timeout_secs=math.ceil(timeout_s))
         orbax_options = dataclasses.replace(
             options,
@@ -99,7 +99,7 @@ class DurableSteps:
         self._orbax_writes = finishes_in_its_own_way(options)
         self.stock = StockManager(self.url, self._options, setup)
         mode = options.file_options.path_permission_mode if options.file_options else None
-        self.pace = Pace(profile.write_bytes_per_s)
+        self.pace = WritePace(profile.write_bytes_per_s)
         self._step_writer = StepWriter(self.url, self._tries, profile, timeout_s=timeout_s, mode=mode, pace=self.pace)
         self._pruner = Pruner(self.url, self.stock, self._guard, options, leads=coordinator.process == 0, said=said)
         self._writer: ocp.CheckpointManager | None = None
@@ -330,7 +330,7 @@ class DurableSteps:
         """The committed steps, ascending, as the storage has them now. Cost: a listing."""
         return list(self.looked())
 
-    def looked(self) -> Looked:
+    def looked(self) -> StepListing:
         """The same, with the names that were seen below a step, where it was looked into."""
         return self.stock.listed()
 
@@ -366,7 +366,7 @@ class DurableSteps:
         if step in steps:
             self.delete(step, at_once=True)
 
-    def _let_go(self, doomed: list[int]) -> frozenset[int]:
+    def _release(self, doomed: list[int]) -> frozenset[int]:
         """The steps that are to be deleted: what process 0's policies let go, by its own clock and metrics, and nobody
         reads. All processes hear it, and come whatever their own policies say: clocks and metrics differ."""
 

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from ckptkit.durable.cells.pacing import Pace
+from ckptkit.durable.cells.pacing import WritePace
 from ckptkit.durable.cells.tensorstore_wait import small_objects
 from ckptkit.durable.cells.writer import CellWriter, merge_processes, process_directory
 from ckptkit.durable.commit import BucketAttempt, DiskAttempt, make_attempt
@@ -59,12 +59,12 @@ class StepWriter:
         *,
         timeout_s: float,
         mode: int | None = None,
-        pace: Pace | None = None,
+        pace: WritePace | None = None,
     ):
         self._url = url
         self._coordinator = coordinator
         self._profile = profile
-        self._pace = pace or Pace(profile.write_bytes_per_s)
+        self._pace = pace or WritePace(profile.write_bytes_per_s)
         self._timeout_s = timeout_s
         self._mode = 0o777 if mode is None else mode  # of directories; the process's umask applies
 

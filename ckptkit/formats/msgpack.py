@@ -14,9 +14,9 @@ import numpy as np
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.dtypes import checked_shape, plain_dtype
 from ckptkit.formats.ranges import Ranges, c_strides, fetch_strided, open_ranges
-from ckptkit.formats.tensors import DEPTH_MAX, LEAVES_MAX, Checkpoint, Span, Tensor
+from ckptkit.formats.tensors import DEPTH_MAX, LEAVES_MAX, Checkpoint, FileSpan, Tensor
 from ckptkit.inspection.places import readable
-from ckptkit.inspection.records import Leaf
+from ckptkit.inspection.records import LeafInfo
 
 _NAME_BYTES_MAX = 1 << 16
 _WINDOW_BYTES = 1 << 16
@@ -112,7 +112,7 @@ class _Tokens:
         return kind, (code, start, start + count)
 
 
-def _leaves(tokens: _Tokens) -> Iterator[Tensor | Leaf]:
+def _leaves(tokens: _Tokens) -> Iterator[Tensor | LeafInfo]:
     kind, value = tokens.next()
     if kind not in ("map", "array"):
         raise ValueError("it holds no map, as Flax's checkpoints do")
@@ -121,13 +121,13 @@ def _leaves(tokens: _Tokens) -> Iterator[Tensor | Leaf]:
         raise ValueError(f"its value ends at byte {tokens.at} of {tokens.ranges.size}")
 
 
-def _below(tokens: _Tokens, path: tuple[str, ...], kind: str, count: int) -> Iterator[Tensor | Leaf]:
+def _below(tokens: _Tokens, path: tuple[str, ...], kind: str, count: int) -> Iterator[Tensor | LeafInfo]:
     if len(path) > DEPTH_MAX:
         raise ValueError(f"maps are nested more than {DEPTH_MAX} deep")
     if count > min(LEAVES_MAX, tokens.ranges.size - tokens.at):
         raise ValueError(f"a {kind} of {count} entries at byte {tokens.at}")
     if count == 0 and path:
-        yield Leaf(path=path, kind="Dict" if kind == "map" else "List")
+        yield LeafInfo(path=path, kind="Dict" if kind == "map" else "List")
     names: set[str] = set()
     for index in range(count):
         name = _name(tokens) if kind == "map" else str(index)
@@ -148,7 +148,7 @@ def _name(tokens: _Tokens) -> str:
     return str(value)
 
 
-def _value(tokens: _Tokens, path: tuple[str, ...]) -> Iterator[Tensor | Leaf]:
+def _value(tokens: _Tokens, path: tuple[str, ...]) -> Iterator[Tensor | LeafInfo]:
     kind, value = tokens.next()
     if kind in ("map", "array"):
         yield from _below(tokens, path, kind, value)
@@ -162,11 +162,11 @@ def _value(tokens: _Tokens, path: tuple[str, ...]) -> Iterator[Tensor | Leaf]:
     elif kind == "extension":
         raise ValueError(f"{'.'.join(path)} is an extension {value[0]}, which Flax does not write")
     else:
-        yield Leaf(path=path, kind={"none": "None", "text": "string"}.get(kind, kind))
+        yield LeafInfo(path=path, kind={"none": "None", "text": "string"}.get(kind, kind))
 
 
 def _held(path: tuple[str, ...], array: np.ndarray, kind: str) -> Tensor:
-    leaf = Leaf(path=path, kind=kind, dtype=array.dtype.name, shape=())
+    leaf = LeafInfo(path=path, kind=kind, dtype=array.dtype.name, shape=())
     return Tensor(item="tree", leaf=leaf, fetch=lambda box: array[box.slices()])
 
 
@@ -201,9 +201,9 @@ def _array(tokens: _Tokens, path: tuple[str, ...], span: tuple[int, int, int]) -
         raise ValueError(f"{'.'.join(path)} is {dtype}{list(shape)}, and its bytes are not as many")
     return Tensor(
         item="tree",
-        leaf=Leaf(path=path, kind="numpy", dtype=dtype.name, shape=shape),
+        leaf=LeafInfo(path=path, kind="numpy", dtype=dtype.name, shape=shape),
         fetch=partial(fetch_strided, tokens.ranges, found[1], shape, c_strides(shape), dtype),
-        spans=(Span(path=tokens.ranges.path, start=found[1], stop=found[2]),),
+        spans=(FileSpan(path=tokens.ranges.path, start=found[1], stop=found[2]),),
     )
 
 
@@ -228,7 +228,7 @@ def _chunked(tokens: _Tokens, path: tuple[str, ...], count: int) -> Tensor:
         raise ValueError(f"{'.'.join(path)} is no array in chunks")
     if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
         raise ValueError(f"the chunks of {'.'.join(path)} are not as many elements as its shape {shape}")
-    leaf = Leaf(path=path, kind="numpy", dtype=chunks[0].dtype.name, shape=shape)
+    leaf = LeafInfo(path=path, kind="numpy", dtype=chunks[0].dtype.name, shape=shape)
     pieces = _Pieces(tokens.ranges.path, [chunk.spans[0] for chunk in chunks], tokens.ranges)
     fetch = partial(fetch_strided, pieces, 0, shape, c_strides(shape), chunks[0].dtype)
     return Tensor(item="tree", leaf=leaf, fetch=fetch, spans=tuple(chunk.spans[0] for chunk in chunks))
@@ -245,7 +245,7 @@ def _entry_of(tokens: _Tokens, kind: str, at: int) -> tuple[str, Any]:
 class _Pieces:
     """Several spans of a file as one."""
 
-    def __init__(self, path: str, spans: list[Span], ranges: Ranges):
+    def __init__(self, path: str, spans: list[FileSpan], ranges: Ranges):
         self.path = path
         self.size = sum(span.stop - span.start for span in spans)
         self._spans = spans

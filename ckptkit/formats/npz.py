@@ -16,10 +16,10 @@ import numpy as np
 
 from ckptkit.formats.dtypes import checked_shape, noted
 from ckptkit.formats.ranges import Ranges, c_strides, fetch_strided, open_ranges
-from ckptkit.formats.tensors import Checkpoint, Span, Tensor
-from ckptkit.formats.zips import Entry, EntryRanges, read_entries
+from ckptkit.formats.tensors import Checkpoint, FileSpan, Tensor
+from ckptkit.formats.zips import EntryRanges, ZipEntry, read_entries
 from ckptkit.inspection.places import readable
-from ckptkit.inspection.records import Leaf
+from ckptkit.inspection.records import LeafInfo
 from ckptkit.model.boxes import Box
 
 SUFFIX = ".npy"
@@ -57,7 +57,7 @@ def known_dtypes() -> frozenset[np.dtype[Any]]:
     return frozenset(map(np.dtype, names))
 
 
-def _tensor(ranges: Ranges, entry: Entry) -> Tensor:
+def _tensor(ranges: Ranges, entry: ZipEntry) -> Tensor:
     inner = EntryRanges(ranges, entry, summed=True)  # as NumPy does; torch's archives may be written without sums
     with readable(inner.path):
         stored, fortran, shape, start = _header(inner)
@@ -76,10 +76,10 @@ def _tensor(ranges: Ranges, entry: Entry) -> Tensor:
     strides = c_strides(shape[::-1])[::-1] if fortran else c_strides(shape)
     name = entry.name.removesuffix(SUFFIX)
     plain = dtype.newbyteorder("=")
-    span = Span(path=ranges.path, start=entry.start + start, stop=entry.start + inner.size)
+    span = FileSpan(path=ranges.path, start=entry.start + start, stop=entry.start + inner.size)
     return Tensor(
         item="arrays",
-        leaf=Leaf(path=tuple(name.split(".")), kind="numpy", dtype=plain.name, shape=shape, key_impl=key_impl),
+        leaf=LeafInfo(path=tuple(name.split(".")), kind="numpy", dtype=plain.name, shape=shape, key_impl=key_impl),
         fetch=partial(_fetch, inner, start, shape, strides, dtype, plain),
         spans=() if entry.compressed else (span,),
     )

@@ -12,8 +12,8 @@ import tensorstore as ts
 
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.formats.tensors import Checkpoint, Facts, Tensor
-from ckptkit.inspection import Inspection, Item, Leaf
+from ckptkit.formats.tensors import Checkpoint, FormatFacts, Tensor
+from ckptkit.inspection import Inspection, Item, LeafInfo
 from ckptkit.inspection.arrays import finished, open_array, stores_all
 from ckptkit.inspection.places import Place, nothing_at
 from ckptkit.inspection.shares import (
@@ -43,7 +43,7 @@ def open_orbax(found: Inspection, *, timeout_s: float) -> Checkpoint:
     place = Place.open(found.path, timeout_s=timeout_s)
     context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
     tensors: list[Tensor] = []
-    others: list[tuple[str, Leaf]] = []
+    others: list[tuple[str, LeafInfo]] = []
     for item in found.items:
         if item.kind != "arrays":
             continue
@@ -62,8 +62,8 @@ def open_orbax(found: Inspection, *, timeout_s: float) -> Checkpoint:
     )
 
 
-def _facts(found: Inspection) -> Facts:
-    return Facts(
+def _facts(found: Inspection) -> FormatFacts:
+    return FormatFacts(
         kind=found.kind,
         step=found.step,
         origin=found.origin,
@@ -94,7 +94,7 @@ def _item_tensors(found: Inspection, item: Item, here: Place, context: Any, time
 
 
 def _proven(
-    leaf: Leaf, records: Sequence[tuple[LeafRecord, BoxRecord]], read: Any, where: str, wanted: Box
+    leaf: LeafInfo, records: Sequence[tuple[LeafRecord, BoxRecord]], read: Any, where: str, wanted: Box
 ) -> np.ndarray:
     """The box from the records that hold it: their cells are checked while they are copied."""
     into = empty_block(wanted.shape, np.dtype(leaf.dtype))  # by pages, as disks read and write
@@ -116,14 +116,14 @@ def _proven(
     return into
 
 
-def _opened(here: Place, words: str, context: Any, timeout_s: float, fill_missing: bool, leaf: Leaf) -> Any:
+def _opened(here: Place, words: str, context: Any, timeout_s: float, fill_missing: bool, leaf: LeafInfo) -> Any:
     array = open_array(here, leaf, words, context, timeout_s, fill_missing=fill_missing)
     if tuple(array.shape) != leaf.shape:
         raise CorruptCheckpointError(f"{here.url}: leaf {leaf.name} changed while it was read", path=here.url)
     return array
 
 
-def _stored(opening: Callable[[Leaf], Any], leaf: Leaf, opened: dict[str, Any], box: Box) -> np.ndarray:
+def _stored(opening: Callable[[LeafInfo], Any], leaf: LeafInfo, opened: dict[str, Any], box: Box) -> np.ndarray:
     if not opened:
         opened["array"] = opening(leaf)
     return finished(opened["array"][box.slices()].read(), f"leaf {leaf.name}", _READ_TIMEOUT_S)

@@ -131,7 +131,7 @@ class RangeFile(io.RawIOBase):
         """It is."""
         return True
 
-    def tell(self) -> int:
+    def ask_process_0(self) -> int:
         """Where the next read begins."""
         return self._at
 

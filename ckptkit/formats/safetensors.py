@@ -17,9 +17,9 @@ from typing import Any
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.dtypes import SAFETENSORS, SAFETENSORS_WORDS, checked_shape, noted
 from ckptkit.formats.ranges import METADATA_BYTES_MAX, Ranges, c_strides, fetch_strided, open_ranges
-from ckptkit.formats.tensors import Checkpoint, Facts, Span, Tensor
+from ckptkit.formats.tensors import Checkpoint, FileSpan, FormatFacts, Tensor
 from ckptkit.inspection.places import Place, readable
-from ckptkit.inspection.records import Leaf
+from ckptkit.inspection.records import LeafInfo
 from ckptkit.inspection.words import name_of
 
 SUFFIX = ".safetensors"
@@ -42,7 +42,7 @@ def open_safetensors(path: str) -> Checkpoint:
         format="safetensors",
         tensors=tensors,
         layout="one file",
-        facts=Facts(notes=_left_out("metadata", metadata)),
+        facts=FormatFacts(notes=_left_out("metadata", metadata)),
         close=ranges.close,
     )
 
@@ -86,7 +86,7 @@ def open_sharded(place: Place) -> Checkpoint:
         format="safetensors",
         tensors=[tensor for _, tensor in found.values()],
         layout=f"{len(files)} files" + ", index" * (expected is not None),
-        facts=Facts(
+        facts=FormatFacts(
             kind="directory",
             notes=(*_left_out("tensors that the index does not name", unnamed), *_left_out("metadata", list(metadata))),
         ),
@@ -180,9 +180,9 @@ def _tensor(ranges: Ranges, base: int, name: str, entry: Any, note: Any) -> Tens
     dtype, shape, key_impl = noted(dtype, shape, note, SAFETENSORS_WORDS)
     return Tensor(
         item="tensors",
-        leaf=Leaf(path=tuple(name.split(".")), kind="tensor", dtype=name_of(dtype), shape=shape, key_impl=key_impl),
+        leaf=LeafInfo(path=tuple(name.split(".")), kind="tensor", dtype=name_of(dtype), shape=shape, key_impl=key_impl),
         fetch=partial(fetch_strided, ranges, base + start, shape, c_strides(shape), dtype),
-        spans=(Span(path=ranges.path, start=base + start, stop=base + stop),),
+        spans=(FileSpan(path=ranges.path, start=base + start, stop=base + stop),),
     )
 
 

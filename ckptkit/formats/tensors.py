@@ -12,7 +12,7 @@ from typing import Any, Literal, final
 import numpy as np
 
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
-from ckptkit.inspection.records import Leaf, Origin
+from ckptkit.inspection.records import LeafInfo, SaveOrigin
 from ckptkit.model.boxes import Box, cell_shape
 
 Format = Literal["orbax", "slot", "safetensors", "npz", "msgpack", "torch"]
@@ -26,7 +26,7 @@ CELL_SHARE = 4  # of the budget: a zarr chunk is read whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class FileSpan:
     """Bytes `[start, stop)` of a file."""
 
     path: str
@@ -43,9 +43,9 @@ class Tensor:
     """
 
     item: str
-    leaf: Leaf
+    leaf: LeafInfo
     fetch: Callable[[Box], np.ndarray]
-    spans: tuple[Span, ...] = ()
+    spans: tuple[FileSpan, ...] = ()
 
     @property
     def name(self) -> str:
@@ -117,8 +117,8 @@ class Checkpoint:
         format: Format,
         tensors: Sequence[Tensor],
         layout: str,
-        others: Sequence[tuple[str, Leaf]] = (),
-        facts: Facts | None = None,
+        others: Sequence[tuple[str, LeafInfo]] = (),
+        facts: FormatFacts | None = None,
         sources: Sequence[str] = (),
         close: Callable[[], None] = lambda: None,
     ):
@@ -128,7 +128,7 @@ class Checkpoint:
         self.tensors = tuple(tensors)
         self.layout = layout
         self.others = tuple(others)
-        self.facts = facts or Facts()
+        self.facts = facts or FormatFacts()
         self._close = close
 
     @property
@@ -155,12 +155,12 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class FormatFacts:
     """What a checkpoint says of itself beside its tensors."""
 
     kind: Literal["step", "item", "slot", "file", "directory"] = "file"
     step: int | None = None
-    origin: Origin = field(default_factory=lambda: Origin(writer="unknown"))
+    origin: SaveOrigin = field(default_factory=lambda: SaveOrigin(writer="unknown"))
     values: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()

@@ -13,10 +13,10 @@ import numpy as np
 from ckptkit.formats.dtypes import TORCH, checked_shape, noted
 from ckptkit.formats.pickles import Rebuilt, unpickled
 from ckptkit.formats.ranges import METADATA_BYTES_MAX, Ranges, c_strides, fetch_strided, open_ranges
-from ckptkit.formats.tensors import DEPTH_MAX, LEAVES_MAX, Checkpoint, Span, Tensor
-from ckptkit.formats.zips import Entry, EntryRanges, read_entries
+from ckptkit.formats.tensors import DEPTH_MAX, LEAVES_MAX, Checkpoint, FileSpan, Tensor
+from ckptkit.formats.zips import EntryRanges, ZipEntry, read_entries
 from ckptkit.inspection.places import readable
-from ckptkit.inspection.records import Leaf
+from ckptkit.inspection.records import LeafInfo
 
 PICKLE = "data.pkl"
 NOTES = "ckptkit.json"  # a member with the notes of `formats.dtypes`, which torch does not look at
@@ -67,7 +67,7 @@ def pickle_member(names: Any) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def _read(ranges: Ranges) -> tuple[list[Tensor], list[Leaf]]:
+def _read(ranges: Ranges) -> tuple[list[Tensor], list[LeafInfo]]:
     entries = read_entries(ranges)
     name = pickle_member(entries)
     if name is None:
@@ -83,11 +83,11 @@ def _read(ranges: Ranges) -> tuple[list[Tensor], list[Leaf]]:
             tensors.append(_tensor(ranges, entries, prefix, path, value, notes))
         elif isinstance(value, bool | int | float) and not (isinstance(value, int) and abs(value) >= 1 << 63):
             array = np.asarray(value)
-            leaf = Leaf(path=path, kind=type(value).__name__, dtype=array.dtype.name, shape=())
+            leaf = LeafInfo(path=path, kind=type(value).__name__, dtype=array.dtype.name, shape=())
             tensors.append(Tensor(item="tree", leaf=leaf, fetch=partial(_scalar, array)))
         else:
             others.append(
-                Leaf(path=path, kind={"NoneType": "None", "str": "string"}.get(type(value).__name__, "other"))
+                LeafInfo(path=path, kind={"NoneType": "None", "str": "string"}.get(type(value).__name__, "other"))
             )
     return tensors, others
 
@@ -96,7 +96,7 @@ def _scalar(array: np.ndarray, box: Any) -> np.ndarray:
     return array[box.slices()]
 
 
-def _content(ranges: Ranges, entry: Entry) -> bytes:
+def _content(ranges: Ranges, entry: ZipEntry) -> bytes:
     if entry.size_bytes > METADATA_BYTES_MAX:
         raise ValueError(f"member {entry.name} has {entry.size_bytes} bytes, and at most {METADATA_BYTES_MAX} are read")
     return EntryRanges(ranges, entry).read(0, entry.size_bytes)
@@ -120,7 +120,7 @@ def _walked(root: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _tensor(
-    ranges: Ranges, entries: dict[str, Entry], prefix: str, path: tuple[str, ...], value: Rebuilt, notes: Any
+    ranges: Ranges, entries: dict[str, ZipEntry], prefix: str, path: tuple[str, ...], value: Rebuilt, notes: Any
 ) -> Tensor:
     name = ".".join(path)
     word = value.dtype or _STORAGES.get(value.storage.kind, "")
@@ -144,7 +144,9 @@ def _tensor(
     at = entry.start + start
     return Tensor(
         item="tree",
-        leaf=Leaf(path=path, kind="tensor", dtype=dtype.name, shape=shape, key_impl=key_impl),
+        leaf=LeafInfo(path=path, kind="tensor", dtype=dtype.name, shape=shape, key_impl=key_impl),
         fetch=partial(fetch_strided, EntryRanges(ranges, entry), start, shape, strides, dtype),
-        spans=(Span(path=ranges.path, start=at, stop=at + elements * dtype.itemsize),) if whole and elements else (),
+        spans=(FileSpan(path=ranges.path, start=at, stop=at + elements * dtype.itemsize),)
+        if whole and elements
+        else (),
     )

@@ -23,7 +23,7 @@ _READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ZipEntry:
     """One member: where its stored bytes stand, and how long it is."""
 
     name: str
@@ -35,7 +35,7 @@ class Entry:
     checksum: int  # CRC-32 of what it holds uncompressed
 
 
-def read_entries(ranges: Ranges) -> dict[str, Entry]:
+def read_entries(ranges: Ranges) -> dict[str, ZipEntry]:
     """The members of an archive by name. Cost: its directory, and a small read per member.
 
     Raises `CorruptCheckpointError` for members that overlap, stand twice, are encrypted, or claim more than deflate
@@ -65,7 +65,7 @@ def read_entries(ranges: Ranges) -> dict[str, Entry]:
         return entries
 
 
-def _entry(ranges: Ranges, info: zipfile.ZipInfo) -> Entry:
+def _entry(ranges: Ranges, info: zipfile.ZipInfo) -> ZipEntry:
     if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"member {info.filename} is encrypted, or compressed as method {info.compress_type}")
     compressed = info.compress_type == zipfile.ZIP_DEFLATED
@@ -80,7 +80,7 @@ def _entry(ranges: Ranges, info: zipfile.ZipInfo) -> Entry:
     start = info.header_offset + _LOCAL_HEADER + name_bytes + extra_bytes
     if start + info.compress_size > ranges.size:
         raise ValueError(f"member {info.filename} ends behind the file; it is truncated")
-    return Entry(
+    return ZipEntry(
         name=info.filename,
         start=start,
         stored_bytes=info.compress_size,
@@ -100,7 +100,7 @@ class EntryRanges:
     checksum does not match; what is read in parts, or in another order, is not compared with anything.
     """
 
-    def __init__(self, ranges: Ranges, entry: Entry, *, summed: bool = False):
+    def __init__(self, ranges: Ranges, entry: ZipEntry, *, summed: bool = False):
         self._sum, self._summed_to, self._lock = 0, 0 if summed else entry.size_bytes, threading.Lock()
         self.path = f"{ranges.path}, member {entry.name}"
         self.size = entry.size_bytes

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from ckptkit.inspection.records import Holding as Holding
     from ckptkit.inspection.records import Inspection as Inspection
     from ckptkit.inspection.records import Item as Item
-    from ckptkit.inspection.records import Leaf as Leaf
+    from ckptkit.inspection.records import LeafInfo as LeafInfo
     from ckptkit.inspection.records import Listing as Listing
-    from ckptkit.inspection.records import Origin as Origin
+    from ckptkit.inspection.records import SaveOrigin as SaveOrigin
     from ckptkit.inspection.records import StepEntry as StepEntry
     from ckptkit.inspection.records import totals as totals
     from ckptkit.inspection.steps import list_steps as list_steps
@@ -24,9 +24,9 @@ __getattr__, __dir__, __all__ = lazy_names(
             "Holding",
             "Inspection",
             "Item",
-            "Leaf",
+            "LeafInfo",
             "Listing",
-            "Origin",
+            "SaveOrigin",
             "StepEntry",
             "totals",
         ),

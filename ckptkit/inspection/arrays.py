@@ -19,7 +19,7 @@ from ckptkit.durable.cells.ocdbt import inline_values
 from ckptkit.durable.cells.tensorstore_wait import words_of
 from ckptkit.errors import CorruptCheckpointError, StoreError, TransientStoreError
 from ckptkit.inspection.places import Place, readable
-from ckptkit.inspection.records import Leaf
+from ckptkit.inspection.records import LeafInfo
 from ckptkit.inspection.words import dtype_name, sharding_words
 from ckptkit.model.manifest_checks import BYTES_MAX
 from ckptkit.store.roots import is_remote
@@ -43,11 +43,11 @@ _ACCESS = (
     "UNAVAILABLE",
 )
 
-Entry = tuple[tuple[str, ...], str, bool]  # path, kind, whether zarr has it
+TreeEntry = tuple[tuple[str, ...], str, bool]  # path, kind, whether zarr has it
 _Facts = tuple[str, tuple[int, ...], tuple[int, ...]]  # dtype, shape, chunk
 
 
-def read_arrays(place: Place, *, timeout_s: float) -> tuple[str, tuple[Leaf, ...], list[str]]:
+def read_arrays(place: Place, *, timeout_s: float) -> tuple[str, tuple[LeafInfo, ...], list[str]]:
     """The layout of an item, its leaves, and what of it is damaged. Cost: one read per node of an
     OCDBT tree, else one small read per leaf.
 
@@ -71,7 +71,7 @@ def read_arrays(place: Place, *, timeout_s: float) -> tuple[str, tuple[Leaf, ...
     return f"{'ocdbt' if ocdbt else 'files'}, zarr{version}", leaves, problems
 
 
-def _entries(described: Any) -> tuple[int, list[Entry]]:
+def _entries(described: Any) -> tuple[int, list[TreeEntry]]:
     entries = []
     for record in described["tree_metadata"].values():
         path = tuple(str(part["key"]) for part in record["key_metadata"])
@@ -82,7 +82,7 @@ def _entries(described: Any) -> tuple[int, list[Entry]]:
     return (3 if described.get("use_zarr3") else 2), entries
 
 
-def _guessed(place: Place, kvstore: Any, timeout_s: float) -> tuple[int, list[Entry]]:
+def _guessed(place: Place, kvstore: Any, timeout_s: float) -> tuple[int, list[TreeEntry]]:
     """The leaves by the arrays that are there, for an item that lost its `_METADATA`."""
     if kvstore is not None:
         keys = [key.decode(errors="replace") for key in finished(kvstore.list(), place.url, timeout_s)]
@@ -131,17 +131,17 @@ def _in_tree(place: Place, keys: Sequence[str], timeout_s: float) -> dict[str, b
 
 def _leaves(
     url: str,
-    entries: Sequence[Entry],
+    entries: Sequence[TreeEntry],
     version: int,
     documents: Mapping[str, bytes],
     shardings: Mapping[str, str],
     impls: Mapping[str, str],
-) -> tuple[Leaf, ...]:
+) -> tuple[LeafInfo, ...]:
     known: dict[bytes, _Facts] = {}  # many leaves, few different documents
     made = []
     for path, kind, in_zarr in entries:
         if not in_zarr:
-            made.append(Leaf(path=path, kind=kind))
+            made.append(LeafInfo(path=path, kind=kind))
             continue
         name = ".".join(path)
         document = documents[name]
@@ -149,7 +149,7 @@ def _leaves(
             with readable(f"{url}/{name}/{_ZARR_NAMES[version]}"):
                 known[document] = _zarr_facts(json.loads(document), version)
         dtype, shape, cell = known[document]
-        leaf = Leaf(
+        leaf = LeafInfo(
             path=path,
             kind=kind,
             dtype=dtype,
@@ -234,7 +234,7 @@ def open_kvstore(place: Place, ocdbt: bool, timeout_s: float) -> Any:
 
 
 def open_array(
-    item: Place, leaf: Leaf, words: str, context: Any, timeout_s: float, *, fill_missing: bool = True
+    item: Place, leaf: LeafInfo, words: str, context: Any, timeout_s: float, *, fill_missing: bool = True
 ) -> Any:
     """TensorStore's view of one leaf of an item whose layout is `words`, as `read_arrays` gives it.
 

@@ -24,7 +24,7 @@ from ckptkit.inspection.directories import (
     step_of_name,
 )
 from ckptkit.inspection.places import Place, local_kind, nothing_at, readable
-from ckptkit.inspection.records import Inspection, Item, Leaf, Origin
+from ckptkit.inspection.records import Inspection, Item, LeafInfo, SaveOrigin
 from ckptkit.inspection.shares import (
     Share,
     incomplete,
@@ -133,7 +133,7 @@ def _directory(place: Place, kind: Literal["step", "item"], items: Sequence[Plac
     )
 
 
-def _origin(place: Place, items: Sequence[Place], problems: list[str]) -> tuple[Origin, dict[str, Manifest]]:
+def _origin(place: Place, items: Sequence[Place], problems: list[str]) -> tuple[SaveOrigin, dict[str, Manifest]]:
     """Who wrote a step or an item, and the first sidecar of each item that is proven whole."""
     at_s = None
     try:
@@ -142,9 +142,9 @@ def _origin(place: Place, items: Sequence[Place], problems: list[str]) -> tuple[
         problems.append(str(error))
     ours = [item for item in items if sidecar_processes(item)]
     if not any(item_kind(item) == "arrays" for item in items):  # nothing in a small item says who wrote it
-        return Origin(writer="unknown", committed_at_s=at_s), {}
+        return SaveOrigin(writer="unknown", committed_at_s=at_s), {}
     if not ours:
-        return Origin(writer="orbax", processes=_stock_processes(items), committed_at_s=at_s), {}
+        return SaveOrigin(writer="orbax", processes=_stock_processes(items), committed_at_s=at_s), {}
     sidecars: dict[str, Manifest] = {}
     hosts: set[str] = set()
     for item in ours:
@@ -163,7 +163,7 @@ def _origin(place: Place, items: Sequence[Place], problems: list[str]) -> tuple[
         sidecars[item.name] = manifests[0]
         hosts.update(manifest.writer.host for manifest in manifests)
     first = next(iter(sidecars.values()), None)
-    origin = Origin(
+    origin = SaveOrigin(
         writer="ckptkit",
         proven=len(sidecars) == len(ours),
         save_id=None if first is None else first.save_id,
@@ -197,7 +197,7 @@ def _item(place: Place, sidecar: Manifest | None, problems: list[str], timeout_s
     return Item(name=place.name, kind=kind or "other", layout=words, stored_bytes=stored)
 
 
-def _sidecar_leaves(sidecar: Manifest) -> tuple[Leaf, ...]:
+def _sidecar_leaves(sidecar: Manifest) -> tuple[LeafInfo, ...]:
     """Every process's sidecar names all leaves, each with that process's boxes."""
     return tuple(leaf_of_record(leaf, held=False) for leaves in sidecar.arrays.values() for leaf in leaves)
 
@@ -254,7 +254,7 @@ def _of_manifest(path: Path, manifest: Manifest, kind: Literal["slot", "item"], 
         path=str(path),
         kind=kind,
         step=manifest.save_id.step,
-        origin=Origin(
+        origin=SaveOrigin(
             writer="ckptkit",
             proven=not problems,
             save_id=manifest.save_id,

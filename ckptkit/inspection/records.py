@@ -14,11 +14,11 @@ from ckptkit.model.manifest import SaveId
 
 FORMAT = 1  # of the JSON shapes: grows when a field goes or changes its meaning, not when one is added
 
-State = Literal["committed", "partial", "unfinished", "superseded", "damaged"]
+StepState = Literal["committed", "partial", "unfinished", "superseded", "damaged"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
+class LeafInfo:
     """One leaf of an array item. `dtype`, `shape` and `cell` are None for what is no array (a string, an empty dict).
 
     `cell` is the smallest part that is read whole: our cells, zarr's chunks. `held_bytes` is what a fast-tier slot
@@ -63,7 +63,7 @@ class Item:
     kind: Literal["arrays", "json", "grain", "other"]
     layout: str
     stored_bytes: int | None = None
-    leaves: tuple[Leaf, ...] = ()
+    leaves: tuple[LeafInfo, ...] = ()
     value: Any = None
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class SaveOrigin:
     """Who wrote it. `proven`: every process's record with the digests of its cells is there and is whole itself."""
 
     writer: Literal["ckptkit", "orbax", "unknown"]
@@ -97,7 +97,7 @@ class Inspection:
     path: str
     kind: Literal["step", "item", "slot", "file", "directory"]
     step: int | None
-    origin: Origin
+    origin: SaveOrigin
     items: tuple[Item, ...]
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
@@ -137,7 +137,7 @@ class StepEntry:
     """
 
     step: int
-    state: State
+    state: StepState
     save_id: SaveId | None
     items: tuple[str, ...]
     holdings: tuple[Holding, ...]

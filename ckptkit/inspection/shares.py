@@ -10,10 +10,10 @@ from pathlib import Path
 
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, readable, require_regular
-from ckptkit.inspection.records import Item, Leaf
+from ckptkit.inspection.records import Item, LeafInfo
 from ckptkit.inspection.words import dtype_name, sharding_words
 from ckptkit.model import paths
-from ckptkit.model.manifest import Extent, LeafRecord, Manifest
+from ckptkit.model.manifest import LeafRecord, Manifest, ManifestDepth
 from ckptkit.slots.latest_pointer import lost_newest
 from ckptkit.slots.reader import read_manifest
 
@@ -62,7 +62,7 @@ def read_share(path: Path) -> Share:
         raise StoreError(f"{path}: {error.strerror}; look at its permissions", path=str(path)) from error
 
 
-def read_sidecars(item: Place, processes: Iterable[int], *, extent: Extent = "all") -> list[Manifest]:
+def read_sidecars(item: Place, processes: Iterable[int], *, extent: ManifestDepth = "all") -> list[Manifest]:
     """The sidecars of these processes in a durable item, as far as `extent` of them; raises `CorruptCheckpointError`
     for a damaged one."""
     directory = item.below(paths.SIDECAR_DIR)
@@ -115,7 +115,7 @@ def incomplete(item: Place, manifests: Sequence[Manifest], present: Sequence[int
     return None
 
 
-def leaf_of_record(record: LeafRecord, *, held: bool) -> Leaf:
+def leaf_of_record(record: LeafRecord, *, held: bool) -> LeafInfo:
     """A leaf as one process recorded it; raises `CorruptCheckpointError` for a sharding that nobody writes."""
     text = record.extra.get("sharding")
     try:
@@ -123,7 +123,7 @@ def leaf_of_record(record: LeafRecord, *, held: bool) -> Leaf:
     except Exception:
         with readable(f"leaf {record.name}"):  # only now: a name for each of 100,000 leaves is a tenth of a second
             raise
-    return Leaf(
+    return LeafInfo(
         path=record.path,
         kind=record.kind,
         dtype=dtype,

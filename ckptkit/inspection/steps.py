@@ -21,7 +21,7 @@ from ckptkit.inspection.directories import (
     step_of_name,
 )
 from ckptkit.inspection.places import Place, no_directory, readable
-from ckptkit.inspection.records import Holding, Listing, State, StepEntry
+from ckptkit.inspection.records import Holding, Listing, StepEntry, StepState
 from ckptkit.inspection.shares import Share, incomplete, own_processes, read_shares, read_sidecars, sidecar_processes
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
@@ -36,7 +36,7 @@ class DurableStep:
 
     place: Place
     step: int
-    state: State
+    state: StepState
     identity: SaveId
     at_s: float | None = None
     processes: tuple[int, ...] | None = None

@@ -51,7 +51,7 @@ class Coordinator(Protocol):
         """
         ...
 
-    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
+    def ask_process_0(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
         """Returns to all what process 0's `decide()` says. Process 0 waits for nobody, the others for its word alone.
         `about` is as in `agree`; nobody may lag by more than 16 of them.
 
@@ -90,7 +90,7 @@ class LocalCoordinator:
         del channel, timeout_s, about
         return json.loads(json.dumps(decide([value])))
 
-    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
+    def ask_process_0(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
         """See `Coordinator.tell`."""
         del channel, timeout_s, about
         return json.loads(json.dumps(decide()))
@@ -146,7 +146,7 @@ class JaxCoordinator:
             raise heard_from(0, *verdict["failed"])
         return verdict["verdict"]
 
-    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
+    def ask_process_0(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
         """See `Coordinator.tell`."""
         last, number = self._told.get(channel, ("", -1))
         number = number + 1 if last == about else 0
@@ -225,7 +225,7 @@ class JaxCoordinator:
 
 
 @final
-class Occasions:
+class ScopedCoordinator:
     """A coordinator all of whose meetings are about what was begun last: a restore, say, or a try to save a step.
 
     A process that misses one of several meetings is then out of step until the next occasion. Not for good: meetings
@@ -246,9 +246,9 @@ class Occasions:
         """See `Coordinator.agree`."""
         return self._coordinator.agree(channel, value, decide, timeout_s=timeout_s, about=about or self._about)
 
-    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
+    def ask_process_0(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
         """See `Coordinator.tell`."""
-        return self._coordinator.tell(channel, decide, timeout_s=timeout_s, about=about or self._about)
+        return self._coordinator.ask_process_0(channel, decide, timeout_s=timeout_s, about=about or self._about)
 
 
 def _place(meeting: str, process: int) -> str:

@@ -11,11 +11,11 @@ from ckptkit.durable.orbax.manager import Setup
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Coordinator
-from ckptkit.manager.metadata import KnownSteps, durable_infos
+from ckptkit.manager.metadata import MetadataIndex, durable_infos
 from ckptkit.manager.opening import (
     epoch_records,
     first_look,
-    gather_crew,
+    gather_job_hosts,
     make_tiers,
     open_arenas,
     open_peers,
@@ -29,32 +29,32 @@ from ckptkit.model.manifest import Writer
 from ckptkit.model.tiers import DURABLE, PEER, Tier
 from ckptkit.peers import PeerLink
 from ckptkit.restore.restorer import Restorer
-from ckptkit.save.ledger import Book, Branch
+from ckptkit.save.ledger import Branch, Ledger
 from ckptkit.save.pipeline import SavePipeline
-from ckptkit.save.retention import Keeper
+from ckptkit.save.retention import Retention
 from ckptkit.schedule.decider import Decider
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.host_memory import HostMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class Components:
     """One of each, for one run. `arenas` by tier, `pipeline` with its threads running."""
 
     durable: DurableSteps
     tiers: tuple[Tier, ...]  # those that can be had among these hosts, fastest first
     arenas: Mapping[str, Arena]
     restorer: Restorer
-    book: Book
+    ledger: Ledger
     branch: Branch
-    known: KnownSteps
+    metadata_index: MetadataIndex
     decider: Decider
     pipeline: SavePipeline
-    keeper: Keeper
+    retention: Retention
     link: PeerLink | None  # None: processes do not read each other's tiers
 
 
-def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordinator) -> Parts:
+def make_components(url: str, settings: Settings, setup: Setup, coordinator: Coordinator) -> Components:
     """Makes the parts over the durable root at `url`; called by all processes together.
 
     Raises what `CheckpointManager` raises. Cost: five meetings, and a look at every tier.
@@ -62,7 +62,7 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
     options, events, timeout_s = settings.options, settings.events, settings.timeout_s
     # Asked first: its errors say what is wrong with the root, and nothing has been opened yet.
     epochs = epoch_records(url, events)
-    book = Book(first_look(epochs, url, options, coordinator, timeout_s))
+    ledger = Ledger(first_look(epochs, url, options, coordinator, timeout_s))
     durable = DurableSteps(
         url,
         options,
@@ -81,15 +81,17 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
     }
     memory = HostMemory(settings.backpressure.host_bytes_max)
     in_flight_max = settings.backpressure.in_flight_max
-    crew = gather_crew(settings, coordinator)
-    rank, tiers = crew.rank, crew.tiers
+    job_hosts = gather_job_hosts(settings, coordinator)
+    rank, tiers = job_hosts.rank, job_hosts.tiers
     arenas: Mapping[str, Arena] = {}
     if not options.read_only:  # which looks at what stands there: the slots are for those who write
-        arenas = open_arenas(tiers, host_dirs, rank, memory, in_flight_max, coordinator, timeout_s, len(crew.kept_for))
+        arenas = open_arenas(
+            tiers, host_dirs, rank, memory, in_flight_max, coordinator, timeout_s, len(job_hosts.kept_for)
+        )
     with ExitStack() as opened:  # whoever tries again after an error makes others, and these would hold their places
         for arena in arenas.values():
             opened.callback(arena.close)
-        link, buddies = open_peers(crew, host_dirs, arenas, settings, coordinator)
+        link, peer_copies = open_peers(job_hosts, host_dirs, arenas, settings, coordinator)
         if link is not None:
             opened.callback(link.close)
         restorer = Restorer(
@@ -104,18 +106,18 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
             rank=rank if link is not None else (0, 1),
             broadcast=settings.broadcast,
         )
-        held, epoch = take_stock(restorer, durable, book.ancestry, coordinator, timeout_s)
-        book.refill(held)
-        keeper = Keeper(tiers, arenas, book, in_flight_max)
-        keeper.opened()
-        known = KnownSteps(options, durable, restorer)
-        known.refill(book.steps())
+        held, epoch = take_stock(restorer, durable, ledger.ancestry, coordinator, timeout_s)
+        ledger.refill(held)
+        retention = Retention(tiers, arenas, ledger, in_flight_max)
+        retention.opened()
+        metadata_index = MetadataIndex(options, durable, restorer)
+        metadata_index.refill(ledger.steps())
         pipeline = SavePipeline(
-            make_tiers(arenas, memory, in_flight_max, durable, epochs, buddies),
+            make_tiers(arenas, memory, in_flight_max, durable, epochs, peer_copies),
             coordinator,
             Writer(process=coordinator.process, count=coordinator.count, host=settings.host_id),
-            book,
-            keeper,
+            ledger,
+            retention,
             events,
             timeout_s,
             settings.staging,
@@ -123,18 +125,18 @@ def make_parts(url: str, settings: Settings, setup: Setup, coordinator: Coordina
             settings.on_failure,
             settings.replicas,
         )
-        decider = Decider(options, tiers, durable_infos(book, durable), coordinator, timeout_s)
+        decider = Decider(options, tiers, durable_infos(ledger, durable), coordinator, timeout_s)
         opened.pop_all()
-    return Parts(
+    return Components(
         durable=durable,
         tiers=tiers,
         arenas=arenas,
         restorer=restorer,
-        book=book,
-        branch=Branch(book, epoch + 1),
-        known=known,
+        ledger=ledger,
+        branch=Branch(ledger, epoch + 1),
+        metadata_index=metadata_index,
         decider=decider,
         pipeline=pipeline,
-        keeper=keeper,
+        retention=retention,
         link=link,
     )

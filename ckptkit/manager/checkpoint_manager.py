@@ -14,14 +14,14 @@ import orbax.checkpoint as ocp
 from ckptkit.durable.orbax.manager import Setup, checked_options
 from ckptkit.events import EventLog
 from ckptkit.job.coordination import make_coordinator
-from ckptkit.manager.build import make_parts
+from ckptkit.manager.build import make_components
 from ckptkit.manager.catalog import Catalog
-from ckptkit.manager.internal import Inner
+from ckptkit.manager.internal import Internal
 from ckptkit.manager.orbax_compat import Began, save_entry, saved_step_number, step_number
 from ckptkit.manager.preemption import LastSaver
 from ckptkit.manager.restore import Resumer
 from ckptkit.manager.restore_handle import RestoreHandle
-from ckptkit.manager.save import Intake, Request
+from ckptkit.manager.save import Request, Saver
 from ckptkit.manager.scrub import Scrubber
 from ckptkit.manager.settings import Settings
 from ckptkit.model.broadcast_options import BroadcastOptions
@@ -133,15 +133,15 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             handler_registry=handler_registry,
         )
         coordinator = make_coordinator()
-        self._parts = make_parts(root_url(directory), self._settings, setup, coordinator)
-        self._durable, self._pipeline = self._parts.durable, self._parts.pipeline
-        self._book, self._known = self._parts.book, self._parts.known
-        self._intake = Intake(self._settings, self._parts)
-        self._resumer = Resumer(self._settings, self._parts, coordinator, self._logger)
-        self._last_saver = LastSaver(self._settings, self._parts, self._intake, coordinator)
-        self._scrubber = Scrubber(self._settings, self._parts, coordinator)
-        self._catalog = Catalog(self._parts, coordinator, timeout_s)
-        self.inner = Inner(self._parts, self._catalog, self._resumer)
+        self._components = make_components(root_url(directory), self._settings, setup, coordinator)
+        self._durable, self._pipeline = self._components.durable, self._components.pipeline
+        self._ledger, self._metadata_index = self._components.ledger, self._components.metadata_index
+        self._saver = Saver(self._settings, self._components)
+        self._resumer = Resumer(self._settings, self._components, coordinator, self._logger)
+        self._last_saver = LastSaver(self._settings, self._components, self._saver, coordinator)
+        self._scrubber = Scrubber(self._settings, self._components, coordinator)
+        self._catalog = Catalog(self._components, coordinator, timeout_s)
+        self.inner = Internal(self._components, self._catalog, self._resumer)
         self._closed = False
 
     # What Orbax's managers offer.
@@ -189,7 +189,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             custom_metadata=custom_metadata,
             start_s=began.monotonic_s,
         )
-        if not self._intake.take(request):
+        if not self._saver.take(request):
             return False
         synchronous = not self._options.enable_async_checkpointing
         if synchronous:
@@ -206,11 +206,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         memory, has no room for all its slots, with the bytes needed and free, and what to do; does nothing for items
         that slots cannot hold.
         """
-        self._intake.prepare(args)
+        self._saver.prepare(args)
 
     def should_save(self, step: int) -> bool:
         """Whether `save(step)` would take the step for any tier. All processes ask together, as with `save`."""
-        return self._intake.is_due(step_number(step))
+        return self._saver.is_due(step_number(step))
 
     def restore(
         self,
@@ -255,13 +255,13 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def latest_step(self) -> int | None:
         """The newest step over all tiers, as Orbax counts: one on its way is listed, a failed one is not."""
-        return self._book.latest_step()
+        return self._ledger.latest_step()
 
     def best_step(self) -> int | None:
         """The step with the best metrics by `best_fn`, the latest one without it; None where none has metrics."""
         if self._options.best_fn is None:
             return self.latest_step()
-        return self._known.best_of(self._book.steps())
+        return self._metadata_index.best_of(self._ledger.steps())
 
     def all_steps(self, read: bool = False) -> list[int]:
         """Every step that some tier holds or that is on its way, in Orbax's order; abandoned branches are left out.
@@ -270,7 +270,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         if read:
             self.reload()
-        return self._book.steps()
+        return self._ledger.steps()
 
     def reload(self) -> None:
         """Looks at every tier afresh: steps that others wrote or removed. Waits for the saves that are on their way."""
@@ -303,11 +303,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         if step is None:
             return self._durable.stock.orbax.metadata()
-        return self._known.metadata(step_number(step))
+        return self._metadata_index.metadata(step_number(step))
 
     def metrics(self, step: int) -> Any:
         """The metrics that a step was saved with, None where there are none."""
-        return self._known.metrics(step_number(step))
+        return self._metadata_index.metrics(step_number(step))
 
     def reached_preemption(self, step: int) -> bool:
         """Whether a preemption was announced (SIGTERM) and the processes agreed to save at `step`, as Orbax's.
@@ -340,12 +340,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             return
         self._closed = True
         with ExitStack() as ends:  # last in, first out, whatever raises
-            for arena in self._parts.arenas.values():
+            for arena in self._components.arenas.values():
                 ends.callback(arena.close, remove=remove_arenas)
             ends.callback(self._durable.close)
             ends.callback(self._pipeline.close)
-            if self._parts.link is not None:
-                ends.callback(self._parts.link.close)
+            if self._components.link is not None:
+                ends.callback(self._components.link.close)
             self._resumer.join()
             self._pipeline.wait()
         self.check_for_errors()
@@ -361,12 +361,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def steps(self) -> list[StepRecord]:
         """The records behind `all_steps`, oldest first: state, identity, tiers, bytes, when verified; and those of
         saves that failed (the last 100), which `all_steps` does not list."""
-        return sorted([*self._book.records(), *self._book.failed()], key=lambda record: record.save_id)
+        return sorted([*self._ledger.records(), *self._ledger.failed()], key=lambda record: record.save_id)
 
     @property
     def restored_save_id(self) -> SaveId | None:
         """Which save was restored last, until the next save; None where none was."""
-        return self._parts.branch.base
+        return self._components.branch.base
 
     def save_last(self, step: int, args: Any, *, grace_s: float) -> LastSave:
         """Saves `step` where `reached_preemption(step)` was true, and waits for it, `grace_s` after the signal at most.

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from ckptkit.manager.build import Parts
+from ckptkit.manager.build import Components
 from ckptkit.manager.catalog import Catalog
 from ckptkit.manager.restore import Resumer
-from ckptkit.restore.request import Choose, RestoreItems
+from ckptkit.restore.request import Choose, RestoreRequest
 from ckptkit.restore.restorer import Restored
 
 
 @final
-class Inner:
+class Internal:
     """One manager, from inside."""
 
-    def __init__(self, parts: Parts, catalog: Catalog, resumer: Resumer):
-        self._parts = parts
+    def __init__(self, components: Components, catalog: Catalog, resumer: Resumer):
+        self._components = components
         self._catalog = catalog
         self._resumer = resumer
 
@@ -26,7 +26,7 @@ class Inner:
 
     def known_metrics(self, step: int) -> Any:
         """The metrics of a step as far as they are known without reading; None for none."""
-        return self._parts.known.cached_metrics(step)
+        return self._components.metadata_index.cached_metrics(step)
 
     def forget_in_fast_tiers(self, step: int) -> None:
         """Leaves a step to the durable tier alone: what fast tiers hold of it is not what it is any more."""
@@ -40,5 +40,5 @@ class Inner:
         rollback. Raises what `restore` and `choose` raise.
         """
         self._resumer.refuse_while_pending("restore_chosen")
-        self._parts.pipeline.wait()
-        return self._parts.restorer.restore(step, RestoreItems(args=None, default_item=None, choose=choose))
+        self._components.pipeline.wait()
+        return self._components.restorer.restore(step, RestoreRequest(args=None, default_item=None, choose=choose))

@@ -19,12 +19,12 @@ from ckptkit.restore.local_tiers import LocalSave
 from ckptkit.restore.request import stored_tree
 from ckptkit.restore.restorer import Restorer
 from ckptkit.restore.tree import merged_leaves
-from ckptkit.save.ledger import Book
+from ckptkit.save.ledger import Ledger
 from ckptkit.schedule.decider import StepInfo
 from ckptkit.snapshot.small_items import STRUCTURE
 
 
-class KnownSteps:
+class MetadataIndex:
     """Answers about steps. Reads on this process alone."""
 
     def __init__(self, options: ocp.CheckpointManagerOptions, durable: DurableSteps, restorer: Restorer):
@@ -106,9 +106,9 @@ class KnownSteps:
         )
 
 
-def durable_infos(book: Book, durable: DurableSteps) -> list[StepInfo]:
+def durable_infos(ledger: Ledger, durable: DurableSteps) -> list[StepInfo]:
     """What policies look at of the steps that the durable tier holds."""
-    held = {record.step for record in book.records() if DURABLE in record.tiers}
+    held = {record.step for record in ledger.records() if DURABLE in record.tiers}
     return [StepInfo(step, time, metrics) for step, time, metrics in durable.stock.infos() if step in held]
 
 

@@ -26,11 +26,11 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE, MEMORY, PEER, RAM, SSD, Tier, kept_beside
 from ckptkit.peers import PeerLink, open_link
 from ckptkit.peers.client import PeerClient
-from ckptkit.peers.intake import Intake
+from ckptkit.peers.receiver import CopyReceiver
 from ckptkit.peers.ring import Seat, keepers, kept_for
 from ckptkit.restore.inventory import Held, distinct_shares, hole_in, is_whole
 from ckptkit.restore.restorer import Restorer
-from ckptkit.save.records import Buddies, Tiers
+from ckptkit.save.records import PeerCopies, SaveTargets
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.host_memory import HostMemory
 from ckptkit.store import open_store
@@ -92,21 +92,21 @@ def open_arenas(
     in_flight_max: int,
     coordinator: Coordinator,
     timeout_s: float,
-    lanes: int = 0,
+    peer_arenas: int = 0,
 ) -> dict[str, Arena]:
     """Opens this process's slot directories; when one process cannot, all raise, so that none is left waiting.
 
-    `rank` is this process's place on its host, of how many there; `lanes` is of how many others it keeps copies.
+    `rank` is this process's place on its host, of how many there; `peer_arenas` is of how many others it keeps copies.
     """
     arenas: dict[str, Arena] = {}
     failure: CheckpointError | None = None
     try:
         for tier in tiers:
             if tier.medium == PEER:
-                for lane in range(lanes):
-                    arenas[lane_name(lane)] = Arena.open(
+                for number in range(peer_arenas):
+                    arenas[peer_arena_name(number)] = Arena.open(
                         host_dirs[RAM],
-                        f"{lane_name(rank[0])}-{lane}",
+                        f"{peer_arena_name(rank[0])}-{number}",
                         slots=tier.slots_for(UNKNOWN_BYTES, in_flight_max),
                         synced=False,
                         memory=memory,
@@ -132,9 +132,9 @@ def open_arenas(
     return arenas
 
 
-def lane_name(lane: int) -> str:
-    """What the arena of a lane is called, and its directory begins with."""
-    return f"buddy-{lane}"
+def peer_arena_name(number: int) -> str:
+    """The name of an arena that holds another process's copies; its directory's name begins with it."""
+    return f"buddy-{number}"
 
 
 def abstract_slot_bytes(trees: Mapping[str, Any]) -> tuple[int, int]:
@@ -160,17 +160,17 @@ def make_tiers(
     in_flight_max: int,
     durable: DurableSteps,
     epochs: EpochRecords,
-    buddies: Buddies | None = None,
-) -> Tiers:
+    peer_copies: PeerCopies | None = None,
+) -> SaveTargets:
     """Where saves go: staged in the ramdisk's slots, or without one in host memory for as many as may be in flight."""
     staging = arenas.get(RAM) or Arena(None, slots=in_flight_max, synced=False, memory=memory)
-    return Tiers(
+    return SaveTargets(
         staging=staging,
         staging_name=RAM if RAM in arenas else MEMORY,
         disk=arenas.get(SSD),
         durable=durable,
         epochs=epochs,
-        buddies=buddies,
+        peer_copies=peer_copies,
     )
 
 
@@ -247,7 +247,7 @@ def _covered(client: PeerClient, reports: Sequence[Sequence[Held]], saves: Seque
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crew:
+class JobHosts:
     """The processes of the job as one of them sees them."""
 
     hosts: tuple[str, ...]  # by process
@@ -257,7 +257,7 @@ class Crew:
     kept_for: tuple[int, ...]  # whose copies it keeps
 
 
-def gather_crew(settings: Settings, coordinator: Coordinator) -> Crew:
+def gather_job_hosts(settings: Settings, coordinator: Coordinator) -> JobHosts:
     """Who is there, and where; called by all processes together. A peer tier that no other host can hold is left out,
     with an event."""
     mine = next((tier for tier in settings.tiers if tier.medium == PEER), None)
@@ -271,7 +271,7 @@ def gather_crew(settings: Settings, coordinator: Coordinator) -> Crew:
         why = "peers=None" if settings.peers is None else f"every process is on host {hosts[0]}"
         settings.events.emit(Kind.DEGRADED, tier=PEER, reason=f"no copies are kept on other hosts: {why}")
         tiers, copies = tuple(tier for tier in tiers if tier is not mine), 0
-    return Crew(
+    return JobHosts(
         hosts=hosts,
         rank=rank_on_host(hosts, process),
         tiers=tiers,
@@ -281,27 +281,35 @@ def gather_crew(settings: Settings, coordinator: Coordinator) -> Crew:
 
 
 def open_peers(
-    crew: Crew, host_dirs: Mapping[str, Path], arenas: Mapping[str, Arena], settings: Settings, coordinator: Coordinator
-) -> tuple[PeerLink | None, Buddies | None]:
+    job_hosts: JobHosts,
+    host_dirs: Mapping[str, Path],
+    arenas: Mapping[str, Arena],
+    settings: Settings,
+    coordinator: Coordinator,
+) -> tuple[PeerLink | None, PeerCopies | None]:
     """The link to the other processes, where there are any with fast tiers; and the copies, where there is such a tier.
 
     Called by all processes together.
     """
     if settings.peers is None or not host_dirs or coordinator.count == 1:
         return None, None
-    has_copies = bool(arenas) and any(tier.medium == PEER for tier in crew.tiers)  # none for who only reads
-    lanes = {sender: arenas[lane_name(lane)] for lane, sender in enumerate(crew.kept_for) if arenas}
-    intake = Intake(lanes) if has_copies else None
+    has_copies = bool(arenas) and any(tier.medium == PEER for tier in job_hosts.tiers)  # none for who only reads
+    peer_arenas = {
+        sender: arenas[peer_arena_name(number)] for number, sender in enumerate(job_hosts.kept_for) if arenas
+    }
+    receiver = CopyReceiver(peer_arenas) if has_copies else None
     link = open_link(
         host_dirs,
         list(arenas.values()),
-        crew.hosts,
+        job_hosts.hosts,
         settings.peers,
         coordinator,
         settings.events,
         timeout_s=settings.timeout_s,
-        also=intake,
+        also=receiver,
     )
-    if intake is None:
+    if receiver is None:
         return link, None
-    return link, Buddies(keepers=crew.keepers, lanes=tuple(lanes.values()), intake=intake, client=link.client)
+    return link, PeerCopies(
+        keepers=job_hosts.keepers, peer_arenas=tuple(peer_arenas.values()), receiver=receiver, client=link.client
+    )

@@ -8,11 +8,11 @@ from typing import Any
 from ckptkit.errors import CheckpointError
 from ckptkit.events import EventLog, Kind
 from ckptkit.job.coordination import Coordinator
-from ckptkit.manager.build import Parts
-from ckptkit.manager.save import Intake, LastTurn, Request
+from ckptkit.manager.build import Components
+from ckptkit.manager.save import LastTurn, Request, Saver
 from ckptkit.manager.settings import Settings
 from ckptkit.model.tiers import DURABLE
-from ckptkit.schedule.preemption import LastSave, LastSavePlan, Pace, Rates, plan_last_save
+from ckptkit.schedule.preemption import LastSave, LastSavePlan, PreemptionPace, TierRates, plan_last_save
 from ckptkit.snapshot.items import save_items
 from ckptkit.util import clock
 from ckptkit.util.clock import Deadline
@@ -24,16 +24,16 @@ _ANSWER_S = 5.0  # of the grace, at least, for the agreement itself
 class LastSaver:
     """Belongs to the step loop's thread; called by all processes together."""
 
-    def __init__(self, settings: Settings, parts: Parts, intake: Intake, coordinator: Coordinator):
-        self._tiers = (*(tier.name for tier in parts.tiers), DURABLE)
+    def __init__(self, settings: Settings, components: Components, saver: Saver, coordinator: Coordinator):
+        self._tiers = (*(tier.name for tier in components.tiers), DURABLE)
         self._read_only = settings.options.read_only
-        self._stock = parts.durable.stock
+        self._stock = components.durable.stock
         self._events: EventLog = settings.events
-        self._rates, self.pace = Rates(), Pace()
+        self._rates, self.pace = TierRates(), PreemptionPace()
         self._events.observe(self._rates)
-        self._pipeline = parts.pipeline
-        self._branch = parts.branch
-        self._intake = intake
+        self._pipeline = components.pipeline
+        self._branch = components.branch
+        self._saver = saver
         self._coordinator = coordinator
 
     def save(self, step: int, args: Any, grace_s: float) -> LastSave:
@@ -67,7 +67,7 @@ class LastSaver:
         was_there = self._was_there(request.step, deadline)
         if not was_there:
             last = LastTurn(tiers=frozenset(plan.tiers), deadline=deadline)
-            self._intake.take(replace(request, force=True, last=last))
+            self._saver.take(replace(request, force=True, last=last))
         # A slow tier that is not done must not cost the step that faster ones have: nothing is raised here.
         self._pipeline.settle(deadline)
         held = {tier for record in self._branch.records() if record.step == request.step for tier in record.tiers}

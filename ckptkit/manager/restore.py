@@ -13,21 +13,21 @@ from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import CheckpointError
 from ckptkit.events import EventLog
 from ckptkit.job.coordination import Coordinator
-from ckptkit.manager.build import Parts
+from ckptkit.manager.build import Components
 from ckptkit.manager.opening import epoch_records
 from ckptkit.manager.orbax_compat import Began, restore_entry
 from ckptkit.manager.restore_handle import RestoreHandle
 from ckptkit.manager.settings import Settings
 from ckptkit.model.broadcast_options import BroadcastOptions
 from ckptkit.model.verify_mode import Verify
-from ckptkit.restore.request import RestoreItems, wanted_of
+from ckptkit.restore.request import RestoreRequest, request_of
 from ckptkit.restore.restorer import Restored, Restorer
 
 
 def restore_elsewhere(
     url: str,
     step: int | None,
-    wanted: RestoreItems,
+    wanted: RestoreRequest,
     *,
     options: ocp.CheckpointManagerOptions,
     stock: StockManager,
@@ -57,42 +57,44 @@ def restore_elsewhere(
 class Resumer:
     """Begins restores and takes them over. Belongs to the step loop's thread; called by all processes together."""
 
-    def __init__(self, settings: Settings, parts: Parts, coordinator: Coordinator, logger: ocp.logging.AbstractLogger):
+    def __init__(
+        self, settings: Settings, components: Components, coordinator: Coordinator, logger: ocp.logging.AbstractLogger
+    ):
         self._settings = settings
-        self._parts = parts
+        self._components = components
         self._coordinator = coordinator
         self._logger = logger
         self._elsewhere = map("elsewhere-{}".format, itertools.count())  # a name for each restore from another root
         self._pending: RestoreHandle | None = None  # a restore whose result was not taken over yet
 
-    def restore(self, step: int | None, wanted: RestoreItems, began: Began) -> Any:
+    def restore(self, step: int | None, wanted: RestoreRequest, began: Began) -> Any:
         """See `CheckpointManager.restore`."""
-        self._parts.pipeline.wait()
-        restored = self._parts.restorer.restore(step, wanted)
+        self._components.pipeline.wait()
+        restored = self._components.restorer.restore(step, wanted)
         if wanted.args is None:
-            self._parts.known.restored_as_saved()
+            self._components.metadata_index.restored_as_saved()
         return self._take_over(restored, began)
 
-    def restore_async(self, step: int | None, wanted: RestoreItems, began: Began) -> RestoreHandle:
+    def restore_async(self, step: int | None, wanted: RestoreRequest, began: Began) -> RestoreHandle:
         """See `CheckpointManager.restore_async`."""
-        self._parts.pipeline.wait()
+        self._components.pipeline.wait()
         self._pending = RestoreHandle(
-            lambda caller: self._parts.restorer.restore(step, wanted, caller=caller),
+            lambda caller: self._components.restorer.restore(step, wanted, caller=caller),
             lambda restored: self._take_over(restored, began),
             self._settled,
         )
         return self._pending
 
-    def restore_elsewhere(self, url: str, step: int | None, wanted: RestoreItems, began: Began) -> Any:
+    def restore_elsewhere(self, url: str, step: int | None, wanted: RestoreRequest, began: Began) -> Any:
         """A restore from another durable root: this run goes on from where it was."""
         name = next(self._elsewhere)
-        self._parts.pipeline.wait()
+        self._components.pipeline.wait()
         restored = restore_elsewhere(
             url,
             step,
             wanted,
             options=self._settings.options,
-            stock=self._parts.durable.stock,
+            stock=self._components.durable.stock,
             coordinator=self._coordinator,
             events=self._settings.events,
             timeout_s=self._settings.timeout_s,
@@ -102,9 +104,9 @@ class Resumer:
         )
         return self._given(restored, began, url)
 
-    def wanted(self, items: Any, restore_kwargs: Any, args: Any) -> RestoreItems:
+    def wanted(self, items: Any, restore_kwargs: Any, args: Any) -> RestoreRequest:
         """What the arguments of `restore` ask for; raises what Orbax raises for those that do not go together."""
-        return wanted_of(self._parts.durable.stock, items, restore_kwargs, args)
+        return request_of(self._components.durable.stock, items, restore_kwargs, args)
 
     def refuse_while_pending(self, what: str) -> None:
         """Raises `CheckpointError` where a restore in the background has not been taken over."""
@@ -124,20 +126,20 @@ class Resumer:
 
     def _take_over(self, restored: Restored, began: Began) -> Any:
         """The run goes on from what was restored."""
-        parts = self._parts
-        parts.branch.continue_from(restored.save_id)
-        parts.pipeline.go_on()
+        components = self._components
+        components.branch.continue_from(restored.save_id)
+        components.pipeline.go_on()
         if restored.proven:
-            parts.book.verified(restored.save_id)
+            components.ledger.verified(restored.save_id)
         if not self._settings.options.read_only:  # no save follows there: nothing to prepare
-            parts.decider.continue_from(restored.save_id.step)
-            parts.keeper.restored(restored.save_id)
-            parts.pipeline.reserve(restored.slot_bytes)
-        return self._given(restored, began, parts.durable.directory)
+            components.decider.continue_from(restored.save_id.step)
+            components.retention.restored(restored.save_id)
+            components.pipeline.reserve(restored.slot_bytes)
+        return self._given(restored, began, components.durable.directory)
 
     def _given(self, restored: Restored, began: Began, directory: Any) -> Any:
         """What was restored, as Orbax would give it."""
-        self._parts.durable.stock.lock_default_item(restored.default_item)
+        self._components.durable.stock.lock_default_item(restored.default_item)
         self._logger.log_entry(restore_entry(began, restored.save_id.step, directory))
         if restored.default_item:
             return restored.items[DEFAULT_ITEM]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, final
 
-from ckptkit.restore.caller_thread import Caller
+from ckptkit.restore.caller_thread import CallerThread
 from ckptkit.restore.restorer import Restored
 
 
@@ -22,13 +22,13 @@ class RestoreHandle:
 
     def __init__(
         self,
-        restore: Callable[[Caller], Restored],
+        restore: Callable[[CallerThread], Restored],
         adopt: Callable[[Restored], Any],
         settled: Callable[[RestoreHandle], None],
     ):
         self._adopt = adopt
         self._settled = settled
-        self._caller = Caller()
+        self._caller = CallerThread()
         self._restored: Future[Restored] = Future()
         self._lock = threading.Lock()
         self._items: Any = None
@@ -65,7 +65,7 @@ class RestoreHandle:
         self._caller.leave()
         self._thread.join()
 
-    def _run(self, restore: Callable[[Caller], Restored]) -> None:
+    def _run(self, restore: Callable[[CallerThread], Restored]) -> None:
         try:
             self._restored.set_result(restore(self._caller))
         except BaseException as error:  # noqa: BLE001  the top of a thread: kept, and raised by `result`

@@ -13,7 +13,7 @@ from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
 from ckptkit.durable.orbax.preservation import prunes
 from ckptkit.events import Kind
-from ckptkit.manager.build import Parts
+from ckptkit.manager.build import Components
 from ckptkit.manager.opening import abstract_slot_bytes
 from ckptkit.manager.settings import Settings
 from ckptkit.model.manifest import SaveId
@@ -61,25 +61,25 @@ class _Captured:
         return DURABLE in due and (self.held is None or self.foreign)
 
 
-class Intake:
+class Saver:
     """Decides about saves and begins them. Belongs to the step loop's thread; called by all processes together."""
 
-    def __init__(self, settings: Settings, parts: Parts):
+    def __init__(self, settings: Settings, components: Components):
         self._options = settings.options
         self._tiers = settings.tiers
         self._events = settings.events
         self._timeout_s = settings.timeout_s
-        self._durable = parts.durable
-        self._decider = parts.decider
-        self._book = parts.book
-        self._branch = parts.branch
-        self._known = parts.known
-        self._pipeline = parts.pipeline
+        self._durable = components.durable
+        self._decider = components.decider
+        self._ledger = components.ledger
+        self._branch = components.branch
+        self._metadata_index = components.metadata_index
+        self._pipeline = components.pipeline
         self._said: set[str] = set()  # items of which it was said that fast tiers do not hold them
 
     def is_due(self, step: int) -> bool:
         """Whether an un-forced save of `step` would be taken for any tier."""
-        return self._decider.refusal(step, last=self._book.latest_step(), force=False) is None and bool(
+        return self._decider.refusal(step, last=self._ledger.latest_step(), force=False) is None and bool(
             self._due(step, force=False, reached=self._reached_preemption(step))
         )
 
@@ -99,7 +99,7 @@ class Intake:
     def take(self, request: Request) -> bool:
         """Takes a step for the tiers in which it is due; returns whether it was taken. See `CheckpointManager.save`."""
         step, force = request.step, request.force
-        refusal = self._decider.refusal(step, last=self._book.latest_step(), force=force)
+        refusal = self._decider.refusal(step, last=self._ledger.latest_step(), force=force)
         if refusal is not None:
             _log.warning("step %d is not saved: %s", step, refusal)
             self._events.emit(Kind.SKIPPED, step=step, reason=refusal)
@@ -114,7 +114,10 @@ class Intake:
             return False
         metrics, custom_metadata = as_it_is(request.metrics), as_it_is(request.custom_metadata)
         request = replace(request, metrics=metrics, custom_metadata=custom_metadata)
-        if request.last is None and self._decider.refusal(step, last=self._book.latest_step(), force=False) is not None:
+        if (
+            request.last is None
+            and self._decider.refusal(step, last=self._ledger.latest_step(), force=False) is not None
+        ):
             # It may have been taken before, and may come to nothing yet: all processes have to know that alike.
             self._pipeline.settle(Deadline(self._timeout_s))
         try:
@@ -138,7 +141,7 @@ class Intake:
             self._pipeline.raise_if_overdue(step, due)
         save_id = self._branch.next_save(step)
         self._decider.taken(step, due, request.metrics)
-        self._known.taken(step, request.metrics)
+        self._metadata_index.taken(step, request.metrics)
         by_orbax = captured.by_orbax(due)
         if by_orbax:
             self._begin_by_orbax(save_id, request)
@@ -158,7 +161,7 @@ class Intake:
         return True
 
     def _due(self, step: int, *, force: bool, reached: bool) -> frozenset[str]:
-        last = self._book.latest_step()
+        last = self._ledger.latest_step()
         return self._decider.due(
             step, last=last, reached_preemption=reached, force=force, is_saving=self._pipeline.busy
         )
@@ -196,18 +199,18 @@ class Intake:
         return due & {DURABLE}
 
     def _begin_by_orbax(self, save_id: SaveId, request: Request) -> None:
-        self._book.begin(save_id)
+        self._ledger.begin(save_id)
         try:
             self._durable.save_by_orbax(
                 save_id,
                 request.args,
                 metrics=request.metrics,
                 default_item=request.default_item,
-                ancestry=self._book.ancestry,
+                ancestry=self._ledger.ancestry,
                 custom_metadata=request.custom_metadata,
             )
         except BaseException:
-            self._book.fail(save_id)
+            self._ledger.fail(save_id)
             self._decider.forget(save_id.step)
             raise
 

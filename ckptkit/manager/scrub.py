@@ -11,9 +11,9 @@ from typing import Any
 from ckptkit.errors import CorruptCheckpointError, StepNotFoundError
 from ckptkit.events import EventLog, Kind
 from ckptkit.inspection.shares import read_share
-from ckptkit.job.coordination import Coordinator, Occasions
+from ckptkit.job.coordination import Coordinator, ScopedCoordinator
 from ckptkit.job.vote import act_together
-from ckptkit.manager.build import Parts
+from ckptkit.manager.build import Components
 from ckptkit.manager.settings import Settings
 from ckptkit.model.manifest import SaveId
 from ckptkit.restore.inventory import Held, box_set_hash, givers_of
@@ -22,7 +22,7 @@ from ckptkit.verification import Scrub
 from ckptkit.verification.pool import Limits
 from ckptkit.verification.scrub_arenas import ArenaProofs, mend_arenas, prove_arenas
 from ckptkit.verification.slots import ShareProof
-from ckptkit.verification.sources import Source, Sources, peer_sources, slot_source
+from ckptkit.verification.sources import RepairSource, Sources, peer_sources, slot_source
 
 Givers = dict[int, list[tuple[int, int]]]  # by the place among this process's damaged shares
 
@@ -30,9 +30,9 @@ Givers = dict[int, list[tuple[int, int]]]  # by the place among this process's d
 class Scrubber:
     """Belongs to the caller's thread; called by all processes together, with no save on its way."""
 
-    def __init__(self, settings: Settings, parts: Parts, coordinator: Coordinator):
-        self._parts = parts
-        self._coordinator = Occasions(coordinator)
+    def __init__(self, settings: Settings, components: Components, coordinator: Coordinator):
+        self._components = components
+        self._coordinator = ScopedCoordinator(coordinator)
         self._scrubs = map("scrub-{}".format, itertools.count())  # the name of each
         self._events: EventLog = settings.events
         self._timeout_s = settings.timeout_s
@@ -40,7 +40,7 @@ class Scrubber:
     def scrub(self, *, repair: bool) -> Scrub:
         """See `CheckpointManager.scrub`."""
         self._coordinator.begin(next(self._scrubs))
-        limits, arenas = Limits(), list(self._parts.arenas.values())
+        limits, arenas = Limits(), list(self._components.arenas.values())
         _, found = self._together("scrub-prove", lambda: prove_arenas(arenas, limits))
         assert found is not None, "damage is a finding, and everything else raises"
         givers = self._who_gives(found)
@@ -51,7 +51,7 @@ class Scrubber:
             more = self._elsewhere(save_id, givers.get(places[id(proof)], []))
             return Sources(self._here(save_id), limits.memory_bytes_max, more=more)
 
-        root = self._parts.durable.url
+        root = self._components.durable.url
         # Nobody goes on, and perhaps ends, while others still read from it.
         _, scrubbed = self._together("scrub-mend", lambda: mend_arenas(root, found, sources_of, limits, repair=repair))
         assert scrubbed is not None
@@ -82,7 +82,7 @@ class Scrubber:
                 for _, asked in said
             ]
 
-        mine = [self._parts.restorer.reports(), wanted]
+        mine = [self._components.restorer.reports(), wanted]
         told = self._coordinator.agree("scrub-givers", mine, chosen, timeout_s=self._timeout_s)
         own = self._coordinator.process
         return {
@@ -90,10 +90,10 @@ class Scrubber:
             for place, givers in enumerate(told[own])
         }
 
-    def _here(self, save_id: SaveId) -> list[Source]:
+    def _here(self, save_id: SaveId) -> list[RepairSource]:
         """What this host's slots hold of the save."""
-        found: list[Source] = []
-        local = self._parts.restorer.local_saves().get(save_id)
+        found: list[RepairSource] = []
+        local = self._components.restorer.local_saves().get(save_id)
         for pairs in local.held.values() if local is not None else ():
             for directory, _ in pairs:
                 with suppress(CorruptCheckpointError, FileNotFoundError):
@@ -101,9 +101,9 @@ class Scrubber:
                     found += [source] if source is not None else []
         return found
 
-    def _elsewhere(self, save_id: SaveId, givers: list[tuple[int, int]]) -> Iterator[Source]:
+    def _elsewhere(self, save_id: SaveId, givers: list[tuple[int, int]]) -> Iterator[RepairSource]:
         """Other processes, then the durable step."""
-        client, durable = self._parts.restorer.client, self._parts.durable
+        client, durable = self._components.restorer.client, self._components.durable
         if client is not None:
             client.try_again()
             yield from peer_sources(client, save_id, givers)
@@ -111,4 +111,4 @@ class Scrubber:
             if durable.holds(save_id):
                 reader = durable.reader(save_id.step)
                 for manifest in reader.manifests():
-                    yield Source(name=durable.url, manifest=manifest, read=reader.read)
+                    yield RepairSource(name=durable.url, manifest=manifest, read=reader.read)

@@ -23,7 +23,7 @@ from ckptkit.model.manifest_checks import boxes_within, check_held, check_leaf
 
 FORMAT = 1
 MANIFEST_BYTES_MAX = 1 << 30  # a bound for what is parsed; 100,000 leaves of 8 boxes are about 150 MB
-Extent = Literal["all", "leaves", "head"]  # of what is read of a manifest
+ManifestDepth = Literal["all", "leaves", "head"]  # of what is read of a manifest
 _NUMBER_MAX = 10**18  # Orbax's names of steps have 18 digits at most
 
 
@@ -129,7 +129,7 @@ class Manifest:
         return ManifestText(self.arrays).to_bytes(self.save_id, self.writer, self.slot, digests, self.inline)
 
     @classmethod
-    def from_bytes(cls, data: bytes, *, path: str, extent: Extent = "all") -> Manifest:
+    def from_bytes(cls, data: bytes, *, path: str, extent: ManifestDepth = "all") -> Manifest:
         """The manifest of `data`; raises `CorruptCheckpointError` unless every field is what a writer writes.
 
         Its digest always covers all of it. What `extent` leaves out is not checked and not there: of `leaves` the
@@ -315,7 +315,7 @@ def _leaf_to_json(leaf: LeafRecord) -> dict[str, Any]:
     }
 
 
-def _leaves_from_json(records: list[dict[str, Any]], extent: Extent) -> tuple[LeafRecord, ...]:
+def _leaves_from_json(records: list[dict[str, Any]], extent: ManifestDepth) -> tuple[LeafRecord, ...]:
     boxes = extent == "all"
     return () if extent == "head" else tuple([_leaf_from_json(record, boxes) for record in records])
 

@@ -38,7 +38,7 @@ Verify = VerifyMode | Sample
 
 @final
 @dataclass(frozen=True, slots=True)
-class Proving:
+class VerifySelection:
     """The choice of one restore. Safe from several threads; the same cell gives the same answer."""
 
     mode: VerifyMode = "always"
@@ -74,9 +74,11 @@ def checked_verify(verify: Verify) -> Verify:
     raise ValueError(f"verify {verify!r}: give 'always', 'sample', 'never' or ckptkit.Sample(share=..., seed=...)")
 
 
-def begin(verify: Verify) -> Proving:
+def begin(verify: Verify) -> VerifySelection:
     """The choice of a restore that begins now."""
     sample = Sample() if verify == "sample" else verify
     if not isinstance(sample, Sample):
-        return Proving(mode=sample)
-    return Proving(mode="sample", share=sample.share, seed=secrets.randbits(32) if sample.seed is None else sample.seed)
+        return VerifySelection(mode=sample)
+    return VerifySelection(
+        mode="sample", share=sample.share, seed=secrets.randbits(32) if sample.seed is None else sample.seed
+    )

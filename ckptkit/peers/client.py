@@ -23,7 +23,7 @@ from ckptkit.model.manifest import (
     copy_proven,
     prove_all,
 )
-from ckptkit.peers.shelf import RANGE_BYTES_MAX, slot_bytes_of
+from ckptkit.peers.share_index import RANGE_BYTES_MAX, slot_bytes_of
 from ckptkit.slots.reader import within
 from ckptkit.util.clock import Deadline
 

@@ -18,7 +18,7 @@ from ckptkit.model.policies import PeerOptions
 from ckptkit.model.tiers import PEER
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.server import Also, PeerServer
-from ckptkit.peers.shelf import Shelf
+from ckptkit.peers.share_index import ShareIndex
 from ckptkit.slots.arena import Arena
 from ckptkit.util.clock import Deadline
 
@@ -61,7 +61,9 @@ def open_link(
     """
     server, address = None, None
     try:
-        server = PeerServer(Shelf(host_dirs, arenas), options.host or job_interface(len(set(hosts)) > 1), also=also)
+        server = PeerServer(
+            ShareIndex(host_dirs, arenas), options.host or job_interface(len(set(hosts)) > 1), also=also
+        )
         address = server.address
     except OSError as error:
         reason = f"this host serves nothing to others: {error}; give its address with PeerOptions(host=...)"

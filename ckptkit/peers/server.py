@@ -6,7 +6,7 @@ Requests, each with `Authorization: Bearer <secret>`:
     GET /saves/<epoch>.<step>.<number>/<process>/bytes   Range, If-Match   a part of one box of its slot
 
 401 without the secret, 404 for what is not held, 412 for what was superseded, 416 for other bytes, 503 when busy, 507
-when full. Copies that others send are taken by `ckptkit.peers.intake`.
+when full. Copies that others send are taken by `ckptkit.peers.receiver`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from aiohttp import web
 
 from ckptkit.errors import CheckpointError, StoreFullError
 from ckptkit.model.manifest import SaveId
-from ckptkit.peers.shelf import BadRangeError, NotHeldError, Shelf, SupersededError
+from ckptkit.peers.share_index import BadRangeError, NotHeldError, ShareIndex, SupersededError
 from ckptkit.util import clock
 
 _SAVE = re.compile(r"/saves/([0-9]{1,8})\.([0-9]{1,12})\.([0-9]{1,8})/([0-9]{1,6})/(manifest|bytes)")
@@ -71,11 +71,13 @@ BODY_BYTES_MAX = 64 << 20  # a manifest of 40,000 leaves; pieces of a copy are s
 class PeerServer:
     """Owner of the thread `ckptkit-peers`. Answers nobody before `admit` has given it the job's secret.
 
-    `also` is asked about requests that are no reads (the intake of copies); None: there is no such thing.
+    `also` is asked about requests that are no reads (the receiver of copies); None: there is no such thing.
     """
 
-    def __init__(self, shelf: Shelf, host: str, *, limits: ServerLimits | None = None, also: Also | None = None):
-        self._shelf = shelf
+    def __init__(
+        self, share_index: ShareIndex, host: str, *, limits: ServerLimits | None = None, also: Also | None = None
+    ):
+        self._share_index = share_index
         self._limits = limits or ServerLimits()
         self._also = also
         self._secret: bytes | None = None
@@ -214,13 +216,13 @@ class PeerServer:
         epoch, step, number, process = map(int, named.groups()[:4])
         save_id = SaveId(epoch, step, number)
         if named[5] == "manifest":
-            tag, text = await self._in_pool(self._shelf.manifest, save_id, process)
+            tag, text = await self._in_pool(self._share_index.manifest, save_id, process)
             return Answer(200, text, tag)
         asked = _RANGE.fullmatch(request.headers.get("Range", ""))
         if asked is None:
             return Answer(416)
         tag = request.headers.get("If-Match", "").strip('"')
-        data = await self._in_pool(self._shelf.read, save_id, process, tag, int(asked[1]), int(asked[2]) + 1)
+        data = await self._in_pool(self._share_index.read, save_id, process, tag, int(asked[1]), int(asked[2]) + 1)
         return Answer(206, data, tag)
 
     async def _ask_also(self, request: web.BaseRequest) -> Answer:

@@ -15,7 +15,7 @@ _LOOK_S = 10.0  # how often those who have come hear who has not: nobody waits f
 
 
 @final
-class Caller:
+class CallerThread:
     """Where a background thread asks its caller's thread to do something, which does it while it waits in `serve`.
 
     The caller comes and goes as it likes until `come` has found it there; then it stays until `release`.
@@ -111,7 +111,9 @@ class Caller:
         self._changed.notify_all()
 
 
-def all_come(caller: Caller, left: Callable[[], bool], coordinator: Coordinator, *, timeout_s: float) -> str | None:
+def all_come(
+    caller: CallerThread, left: Callable[[], bool], coordinator: Coordinator, *, timeout_s: float
+) -> str | None:
     """Waits until the callers of all processes are there, and keeps them; or says why they are not waited for.
 
     That is when one is gone, when nothing is `left` for anybody, and when one comes `timeout_s` later than the first:

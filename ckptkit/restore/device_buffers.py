@@ -17,13 +17,13 @@ from ckptkit.util.pages import advise_huge
 _FROM_BYTES = 1 << 20
 
 
-class Landing(np.ndarray):
+class DeviceBuffer(np.ndarray):
     """Host memory that is a CPU device's array. What views it keeps the array, but not from being donated."""
 
     array: jax.Array | None = None
 
 
-def lands(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> bool:
+def can_allocate(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> bool:
     """Whether an array gets memory of its device's own: large ones that are whole on a single CPU device."""
     if sharding is None or math.prod(shape) * dtype.itemsize < _FROM_BYTES or sharding.num_devices != 1:
         return False
@@ -32,7 +32,9 @@ def lands(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Shardi
     return usual and device.platform == "cpu" and _lies_as_in_numpy(dtype) and dtype == canonicalize_dtype(dtype)
 
 
-def landings(wanted: Iterable[tuple[tuple[int, ...], np.dtype]], sharding: jax.sharding.Sharding) -> list[Landing]:
+def allocate_buffers(
+    wanted: Iterable[tuple[tuple[int, ...], np.dtype]], sharding: jax.sharding.Sharding
+) -> list[DeviceBuffer]:
     """Uninitialised arrays, each with its host memory, to be written before anything else uses it.
 
     What takes over other memory cannot be donated: the first step would copy it. Nothing is touched here: the first
@@ -46,7 +48,7 @@ def landings(wanted: Iterable[tuple[tuple[int, ...], np.dtype]], sharding: jax.s
         advise_huge(start, array.nbytes)
         memory: Any = (ctypes.c_ubyte * array.nbytes).from_address(start)
         memory.owner = array
-        landing = np.frombuffer(memory, array.dtype).reshape(array.shape).view(Landing)
+        landing = np.frombuffer(memory, array.dtype).reshape(array.shape).view(DeviceBuffer)
         landing.array = array
         found.append(landing)
     return found

@@ -13,7 +13,7 @@ from ckptkit.errors import CorruptCheckpointError
 from ckptkit.events import EventLog, Kind
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
-from ckptkit.model.verify_mode import Proving
+from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.store import all_of
 from ckptkit.store.roots import is_remote
 
@@ -22,7 +22,7 @@ _AT_ONCE = 8  # steps that are asked for their names
 _Named = SaveId | CorruptCheckpointError | None  # the save that a step says it is, or why it does not
 
 
-class Looked(NamedTuple):
+class DurableLook(NamedTuple):
     """The steps that are there, newest first, and what the first of them say that they are."""
 
     steps: Sequence[int]
@@ -30,7 +30,7 @@ class Looked(NamedTuple):
 
 
 @final
-class DurableSaves:
+class DurableCandidates:
     """The saves of one durable root. Events name the steps that are damaged."""
 
     def __init__(self, durable: DurableSteps, events: EventLog):
@@ -38,7 +38,7 @@ class DurableSaves:
         self._events = events
         self._ahead: tuple[int, DurableReader] | None = None
 
-    def look(self, step: int | None, ahead: Proving | None) -> Looked:
+    def look(self, step: int | None, ahead: VerifySelection | None) -> DurableLook:
         """The steps (`step`: that one alone). With `ahead`, the newest one of a bucket is looked into on the way, for
         `take_reader`, whose reader proves so. Cost: a listing, then a look into steps that are not known, then their
         names together. Raises `StoreError`."""
@@ -49,7 +49,7 @@ class DurableSaves:
         if steps and ahead is not None and is_remote(self._durable.url):
             self._ahead = steps[0], self._durable.reader(steps[0], ahead)
             others = [partial(self._ahead[1].look_ahead, looked[steps[0]])]
-        return Looked(steps, self._names(steps[:_AT_ONCE], others))
+        return DurableLook(steps, self._names(steps[:_AT_ONCE], others))
 
     def take_reader(self, step: int) -> DurableReader | None:
         """The reader of a step that was looked into, once; None for any other."""
@@ -57,7 +57,7 @@ class DurableSaves:
         self._ahead = None
         return reader if step == looked_into else None
 
-    def newest(self, ancestry: Ancestry, looked: Looked, looked_into: int | None) -> list[SaveId]:
+    def newest(self, ancestry: Ancestry, looked: DurableLook, looked_into: int | None) -> list[SaveId]:
         """The newest saves that no rollback has abandoned, up to `looked_into`."""
         saves: list[SaveId] = []
         for some in (looked.steps[at : at + _AT_ONCE] for at in range(0, len(looked.steps), _AT_ONCE)):

@@ -13,27 +13,29 @@ from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.events import EventLog, Kind
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import SaveId
-from ckptkit.model.verify_mode import Proving
+from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore import stock_restore
 from ckptkit.restore.broadcast.assembly import Assembly
-from ckptkit.restore.place import landings_of, place
+from ckptkit.restore.place import device_buffers_of, place
 from ckptkit.restore.plan import Key, RestorePlan, plan_restore
 from ckptkit.restore.prepare import Prepared
-from ckptkit.restore.read import Rejected, execute
-from ckptkit.restore.request import RestoreItems
+from ckptkit.restore.read import OnRejected, execute
+from ckptkit.restore.request import RestoreRequest
 from ckptkit.snapshot.small_items import give_back
 from ckptkit.util.gc_pause import collection_paused
 from ckptkit.util.pages import empty_block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proven:
+class Verified:
     """What one process has read and proven of a save, on its devices. `prepared` None: `stock` is what Orbax gave."""
 
     prepared: Prepared | None = None
     leaves: Mapping[Key, Any] = field(default_factory=dict)
     read_bytes: Mapping[str, int] = field(default_factory=lambda: {"durable (orbax)": 0})
-    proves: Proving = field(default_factory=lambda: Proving(mode="never"))  # a step of stock Orbax has no digests
+    proves: VerifySelection = field(
+        default_factory=lambda: VerifySelection(mode="never")
+    )  # a step of stock Orbax has no digests
     stock: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -48,14 +50,14 @@ class Shared:
 
 
 @final
-class Reading:
+class LocalRead:
     """Reads, proves and places one process's part; launches no collective, and meets nobody."""
 
     def __init__(self, durable: DurableSteps, events: EventLog):
         self._durable = durable
         self._events = events
 
-    def read(self, prepared: Prepared, proves: Proving, shared: Shared | None = None) -> Proven:
+    def read(self, prepared: Prepared, proves: VerifySelection, shared: Shared | None = None) -> Verified:
         """All that `prepared` plans, less what `shared` has already."""
         if shared is not None and shared.failure is not None:
             raise shared.failure
@@ -77,7 +79,7 @@ class Reading:
 
         plan = prepared.plan if shared is None else _rest(prepared, shared)
         whole = dict.fromkeys(read.key for read in plan.reads if read.key[0] in prepared.asked.trees)
-        landed = landings_of(by_key[key] for key in whole if assembly is None or key not in assembly)
+        landed = device_buffers_of(by_key[key] for key in whole if assembly is None or key not in assembly)
         durable = len(plan.tiers) - 1
         if (expect := prepared.holdings.expect) is not None:
             announced = shared.announced if shared is not None else ()
@@ -94,13 +96,13 @@ class Reading:
                 tier: read_bytes.get(tier, 0) + shared.read_bytes.get(tier, 0)
                 for tier in (*shared.read_bytes, *read_bytes)
             }
-        return Proven(prepared=prepared, leaves=leaves, read_bytes=read_bytes, proves=proves)
+        return Verified(prepared=prepared, leaves=leaves, read_bytes=read_bytes, proves=proves)
 
-    def by_orbax(self, step: int, wanted: RestoreItems) -> Proven:
+    def by_orbax(self, step: int, wanted: RestoreRequest) -> Verified:
         """A step that stock Orbax wrote."""
-        return Proven(stock=stock_restore.restore_stock(self._durable, step, wanted))
+        return Verified(stock=stock_restore.restore_stock(self._durable, step, wanted))
 
-    def assemble(self, proven: Proven, save_id: SaveId) -> dict[str, Any]:
+    def assemble(self, proven: Verified, save_id: SaveId) -> dict[str, Any]:
         """The trees of what is proven; sets the iterators: nothing before this changes what the caller has."""
         prepared = proven.prepared
         if prepared is None:
@@ -115,7 +117,7 @@ class Reading:
             items |= stock_restore.restore_items(self._durable, save_id.step, prepared.asked.orbax)
         return items
 
-    def rejected(self, save_id: SaveId, proves: Proving) -> Rejected:
+    def rejected(self, save_id: SaveId, proves: VerifySelection) -> OnRejected:
         """What is told of sources that prove bad: an event. What a sample finds is raised at once."""
 
         def emit(tier: str, error: CheckpointError) -> None:

@@ -63,7 +63,7 @@ class Held:
 
 _save_id = lru_cache(maxsize=1024)(SaveId)  # thousands of processes say the same few: one object, hashed at once
 
-Holders = Mapping[int, tuple[int, ...]]  # share -> the processes that can give it
+ShareHolders = Mapping[int, tuple[int, ...]]  # share -> the processes that can give it
 
 
 def box_set_hash(manifest: Manifest) -> str:
@@ -144,7 +144,7 @@ def hole_in(manifests: Sequence[Manifest]) -> str | None:
     return None
 
 
-def to_runs(holders: Holders) -> list[list[int]]:
+def to_runs(holders: ShareHolders) -> list[list[int]]:
     """Who holds what, as `[holder, share, how many]`: both count up together. One run where everybody holds its own."""
     runs: list[list[int]] = []
     for process, share in sorted((process, share) for share, given in holders.items() for process in given):

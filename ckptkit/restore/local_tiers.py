@@ -15,7 +15,7 @@ from ckptkit.events import EventLog, Kind
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId
 from ckptkit.model.tiers import SSD
-from ckptkit.model.verify_mode import Proving
+from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore.inventory import Held, box_set_hash, part_of
 from ckptkit.restore.plan import Source
 from ckptkit.restore.read import BoxReader
@@ -91,7 +91,7 @@ class LocalTiers:
             for save, tiers in found.items()
         }
 
-    def holdings(self, save: LocalSave | None, proves: Proving = Proving()) -> Holdings:  # noqa: B008  frozen
+    def holdings(self, save: LocalSave | None, proves: VerifySelection = VerifySelection()) -> Holdings:  # noqa: B008  frozen
         """One source per slot directory, so that a reader knows where a record's bytes stand."""
         sources: list[Source] = []
         readers: list[BoxReader] = []
@@ -121,7 +121,7 @@ class LocalTiers:
 
 
 def together(
-    pairs: Sequence[tuple[Source, BoxReader]], tier: str, proves: Proving, *, remote: bool = False
+    pairs: Sequence[tuple[Source, BoxReader]], tier: str, proves: VerifySelection, *, remote: bool = False
 ) -> tuple[Source, BoxReader]:
     """Several sources as one, that covers what they cover together; what it reads counts as read from `tier`.
 
@@ -152,7 +152,7 @@ def together(
     return Source(tier=tier, manifests=manifests, remote=remote), read
 
 
-def _slot_reader(slot: SlotReader, directory: Path, manifest: Manifest, proves: Proving) -> BoxReader:
+def _slot_reader(slot: SlotReader, directory: Path, manifest: Manifest, proves: VerifySelection) -> BoxReader:
     superseded = f"{directory}: save {manifest.save_id} was superseded while it was read"
 
     def read(item: str, leaf: Any, record: Any, wanted: Any, into: Any) -> None:

@@ -10,23 +10,23 @@ import jax
 import numpy as np
 
 from ckptkit.model.boxes import Box
-from ckptkit.restore.device_buffers import Landing, landings, lands
+from ckptkit.restore.device_buffers import DeviceBuffer, allocate_buffers, can_allocate
 from ckptkit.restore.plan import Key
 from ckptkit.restore.tree import Target
 
 _log = logging.getLogger(__name__)
 
 
-def landings_of(targets: Iterable[Target]) -> dict[Key, Landing]:
-    """Memory of the device's own for the leaves of `targets` that can have it (`lands`); none where JAX cannot."""
+def device_buffers_of(targets: Iterable[Target]) -> dict[Key, DeviceBuffer]:
+    """Device buffers for the leaves of `targets` that can have one (`can_allocate`); none where JAX cannot."""
     by_sharding: dict[Any, list[Target]] = {}
     for target in targets:
-        if target.sharding is not None and lands(target.shape, np.dtype(target.dtype), target.sharding):
+        if target.sharding is not None and can_allocate(target.shape, np.dtype(target.dtype), target.sharding):
             by_sharding.setdefault(target.sharding, []).append(target)
-    found: dict[Key, Landing] = {}
+    found: dict[Key, DeviceBuffer] = {}
     for sharding, several in by_sharding.items():
         try:
-            blocks = landings([(target.shape, np.dtype(target.dtype)) for target in several], sharding)
+            blocks = allocate_buffers([(target.shape, np.dtype(target.dtype)) for target in several], sharding)
         except Exception as error:  # noqa: BLE001 - experimental: without it a restore is slower, and no less right
             _log.debug("restored arrays take over the memory that is read into: %s", error)
             return found
@@ -44,7 +44,7 @@ def place(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:
         return block if target.kind in ("numpy", "jax") else block.item()
     if len(blocks) == 1 and target.sharding.num_devices == 1:
         (block,) = blocks.values()
-        array = block.array if isinstance(block, Landing) else None
+        array = block.array if isinstance(block, DeviceBuffer) else None
         if array is None:
             array = jax.make_array_from_callback(target.shape, target.sharding, lambda _: block)
         return jax.random.wrap_key_data(array, impl=target.key_impl) if target.key_impl else array

@@ -13,7 +13,7 @@ from ckptkit.model.boxes import boxes_by_process
 from ckptkit.model.manifest import Manifest, SaveId
 from ckptkit.restore.local_tiers import Holdings
 from ckptkit.restore.plan import Candidate, RestorePlan, plan_restore
-from ckptkit.restore.request import Asked, RestoreItems, TreeAnswer, asked_of, tree_answer
+from ckptkit.restore.request import RestoreRequest, SortedRequest, TreeAnswer, sorted_request, tree_answer
 from ckptkit.restore.tree import Target, targets_of
 from ckptkit.util.gc_pause import collection_paused
 
@@ -22,7 +22,7 @@ from ckptkit.util.gc_pause import collection_paused
 class Prepared:
     """What a process would restore of a save, and from where: the tree is compared, every box has a source."""
 
-    asked: Asked
+    asked: SortedRequest
     answers: Mapping[str, TreeAnswer]
     targets: Sequence[Target]
     inline: Mapping[str, Any]
@@ -38,7 +38,7 @@ class Preparer:
         self._where = where
         self._coordinator = coordinator
 
-    def prepared(self, candidate: Candidate, holdings: Holdings, wanted: RestoreItems) -> Prepared:
+    def prepared(self, candidate: Candidate, holdings: Holdings, wanted: RestoreRequest) -> Prepared:
         """How to have a candidate from `holdings`.
 
         Raises `CorruptCheckpointError` where they do not cover it, `TreeMismatchError` where it is another tree.
@@ -48,7 +48,7 @@ class Preparer:
             raise CorruptCheckpointError(only_by_orbax(asked), step=candidate.save_id.step)
         return self.prepare(candidate.save_id, holdings, asked)
 
-    def prepare(self, save_id: SaveId, holdings: Holdings, asked: Asked) -> Prepared:
+    def prepare(self, save_id: SaveId, holdings: Holdings, asked: SortedRequest) -> Prepared:
         """The same for what was sorted out already."""
         with collection_paused():
             answers = self._answers(save_id, holdings.manifests, asked)
@@ -57,7 +57,7 @@ class Preparer:
             plan = plan_restore(save_id, {target.key: target.boxes for target in targets}, holdings.sources)
         return Prepared(asked=asked, answers=answers, targets=targets, inline=inline, plan=plan, holdings=holdings)
 
-    def alike(self, save_id: SaveId, manifests: Sequence[Manifest], wanted: RestoreItems) -> list[int]:
+    def alike(self, save_id: SaveId, manifests: Sequence[Manifest], wanted: RestoreRequest) -> list[int]:
         """The processes that want boxes which this one wants too, those that want most of them first."""
         shared: Counter[int] = Counter()
         for target in self._targets(save_id, self._answers(save_id, manifests, self.asked(manifests, wanted))):
@@ -66,11 +66,11 @@ class Preparer:
                     shared.update(processes if self._coordinator.process in processes else ())
         return [process for process, _ in shared.most_common()]
 
-    def asked(self, manifests: Sequence[Manifest], wanted: RestoreItems) -> Asked:
+    def asked(self, manifests: Sequence[Manifest], wanted: RestoreRequest) -> SortedRequest:
         """What is wanted, sorted by who can give it."""
-        return asked_of(wanted, manifests, where=self._where)
+        return sorted_request(wanted, manifests, where=self._where)
 
-    def _answers(self, save_id: SaveId, manifests: Sequence[Manifest], asked: Asked) -> dict[str, TreeAnswer]:
+    def _answers(self, save_id: SaveId, manifests: Sequence[Manifest], asked: SortedRequest) -> dict[str, TreeAnswer]:
         """How each tree is given back. One that Orbax is to give back is read and proven as it was saved."""
         proven_only = dict.fromkeys(name for name in asked.orbax if any(name in m.arrays for m in manifests))
         return {
@@ -86,7 +86,7 @@ class Preparer:
             for target in targets_of(item, answer.abstract, answer.leaves, step=save_id.step, where=where)
         ]
 
-    def _inline(self, manifests: Sequence[Manifest], asked: Asked) -> dict[str, Any]:
+    def _inline(self, manifests: Sequence[Manifest], asked: SortedRequest) -> dict[str, Any]:
         """The small items. A data iterator's state belongs to one process out of as many as there were."""
         inline = {}
         for name in asked.inline:
@@ -109,6 +109,6 @@ class Preparer:
         return inline
 
 
-def only_by_orbax(asked: Asked) -> str:
+def only_by_orbax(asked: SortedRequest) -> str:
     """Why fast tiers alone cannot give what was asked."""
     return f"only Orbax restores {sorted(asked.orbax)} in this form, and only from a durable step"

@@ -42,8 +42,8 @@ class BoxReader(Protocol):
         ...
 
 
-Rejected = Callable[[str, CheckpointError], None]
-Proven = Callable[[Key, dict[Box, np.ndarray]], None]
+OnRejected = Callable[[str, CheckpointError], None]
+OnProven = Callable[[Key, dict[Box, np.ndarray]], None]
 MakeBlock = Callable[[Key, Box, np.dtype], np.ndarray]  # memory for a box of a leaf; from several threads
 
 
@@ -55,8 +55,8 @@ def _fresh(key: Key, box: Box, dtype: np.dtype) -> np.ndarray:
 def execute(
     plan: RestorePlan,
     readers: Sequence[BoxReader],
-    rejected: Rejected,
-    proven: Proven,
+    rejected: OnRejected,
+    proven: OnProven,
     make_block: MakeBlock = _fresh,
     *,
     announced: frozenset[int] = frozenset(),
@@ -168,8 +168,8 @@ class _Reading:
         self,
         plan: RestorePlan,
         readers: Sequence[BoxReader],
-        rejected: Rejected,
-        proven: Proven,
+        rejected: OnRejected,
+        proven: OnProven,
         make_block: MakeBlock,
     ):
         self._make_block = make_block

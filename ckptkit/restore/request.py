@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM, StockManager
 from ckptkit.errors import ItemNotFoundError, TreeMismatchError
 from ckptkit.model.manifest import LeafRecord, Manifest
-from ckptkit.model.verify_mode import Proving
+from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore.casting import Finish, as_template
 from ckptkit.restore.tree import abstract_of, merged_leaves
 from ckptkit.snapshot.describe import leaf_path
@@ -25,14 +25,14 @@ Choose = Callable[[Mapping[str, Sequence[LeafRecord]]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreItems:
+class RestoreRequest:
     """What is asked for. `args` None means every item, as it was saved, or what `choose` picks; None for one item
     means as it was saved."""
 
     args: Mapping[str, Any] | None
     default_item: bool | None  # None: as the step was saved
     choose: Choose | None = None
-    proves: Proving = field(default_factory=Proving)
+    proves: VerifySelection = field(default_factory=VerifySelection)
 
     def check_mode(self, held: set[str]) -> None:
         """Raises ValueError, as Orbax does, where named items are asked of a step of an unnamed one, or the reverse."""
@@ -48,7 +48,7 @@ class RestoreItems:
         )
 
 
-def wanted_of(stock: StockManager, items: Any, restore_kwargs: Any, args: Any) -> RestoreItems:
+def request_of(stock: StockManager, items: Any, restore_kwargs: Any, args: Any) -> RestoreRequest:
     """What the arguments of `restore` ask for; raises what Orbax raises for those that do not go together."""
     by_name = stock.restore_args(items, restore_kwargs, args)
     default_item = stock.default_item
@@ -57,18 +57,18 @@ def wanted_of(stock: StockManager, items: Any, restore_kwargs: Any, args: Any) -
             default_item = DEFAULT_ITEM in by_name and not isinstance(args, ocp.args.Composite)
         for name, arg in by_name.items():
             stock.handler(name, arg)
-    return RestoreItems(args=by_name, default_item=default_item)
+    return RestoreRequest(args=by_name, default_item=default_item)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartialTree:
     """Some leaves of a stored tree, as nested dicts; the others are left where they are."""
 
     tree: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SortedRequest:
     """What is asked of one stored save: trees and small items that we give back, and what only Orbax can."""
 
     trees: Mapping[str, Any] = field(default_factory=dict)  # item -> Orbax's argument, or None
@@ -76,17 +76,19 @@ class Asked:
     orbax: Mapping[str, Any] = field(default_factory=dict)
 
 
-def asked_of(wanted: RestoreItems, manifests: Sequence[Manifest], *, where: str) -> Asked:
+def sorted_request(wanted: RestoreRequest, manifests: Sequence[Manifest], *, where: str) -> SortedRequest:
     """Sorts what is wanted by who can give it; raises `ItemNotFoundError` for an item that the save has not."""
     trees = {name for manifest in manifests for name in manifest.arrays}
     inline = {n: s["kind"] for m in manifests for n, s in m.inline.items() if s["kind"] != STRUCTURE}
     wanted.check_mode(trees | set(inline))
     if wanted.choose is not None:
         chosen = wanted.choose({item: merged_leaves(manifests, item) for item in sorted(trees)})
-        return Asked(trees={item: Part(tree) for item, tree in chosen.items()})
+        return SortedRequest(trees={item: PartialTree(tree) for item, tree in chosen.items()})
     if wanted.args is None:
         names = {DEFAULT_ITEM} if wanted.default_item else trees | set(inline)
-        return Asked(trees=dict.fromkeys(sorted(trees & names)), inline={n: None for n in sorted(inline) if n in names})
+        return SortedRequest(
+            trees=dict.fromkeys(sorted(trees & names)), inline={n: None for n in sorted(inline) if n in names}
+        )
     sorted_out: dict[str, dict[str, Any]] = {"trees": {}, "inline": {}, "orbax": {}}
     for name, arg in wanted.args.items():
         if name not in trees and name not in inline:
@@ -96,7 +98,7 @@ def asked_of(wanted: RestoreItems, manifests: Sequence[Manifest], *, where: str)
             sorted_out["trees" if _gives_back_tree(arg) else "orbax"][name] = arg
         else:
             sorted_out["inline" if gives_back(inline[name], arg) else "orbax"][name] = arg
-    return Asked(**sorted_out)
+    return SortedRequest(**sorted_out)
 
 
 def stored_tree(manifests: Sequence[Manifest], item: str, stored: Sequence[LeafRecord]) -> Any:
@@ -126,7 +128,7 @@ class TreeAnswer:
 def tree_answer(arg: Any, manifests: Sequence[Manifest], item: str, *, step: int, where: str) -> TreeAnswer:
     """What `arg` asks of a stored tree. Raises `TreeMismatchError` with all differences."""
     stored = merged_leaves(manifests, item)
-    if isinstance(arg, Part):
+    if isinstance(arg, PartialTree):
         picked = {leaf_path(path)[0] for path, _ in jax.tree_util.tree_flatten_with_path(arg.tree)[0]}
         return _plainly(arg.tree, [leaf for leaf in stored if leaf.path in picked])
     if isinstance(arg, ocp.args.PyTreeRestore) and not (arg.item is None and arg.restore_args is None):

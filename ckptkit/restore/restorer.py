@@ -25,23 +25,23 @@ from ckptkit.errors import (
     TreeMismatchError,
 )
 from ckptkit.events import EventLog, Kind
-from ckptkit.job.coordination import Coordinator, Occasions
+from ckptkit.job.coordination import Coordinator, ScopedCoordinator
 from ckptkit.job.vote import act_together
 from ckptkit.model.broadcast_options import BroadcastOptions
 from ckptkit.model.manifest import SaveId
-from ckptkit.model.verify_mode import Proving, Verify, begin
+from ckptkit.model.verify_mode import Verify, VerifySelection, begin
 from ckptkit.peers.client import PeerClient
 from ckptkit.restore.broadcast.coordinator import Broadcaster
-from ckptkit.restore.broadcast.cost_model import Choice
-from ckptkit.restore.caller_thread import Caller
-from ckptkit.restore.durable_candidates import DurableSaves
-from ckptkit.restore.execute import Proven, Reading, Shared
+from ckptkit.restore.broadcast.cost_model import BroadcastChoice
+from ckptkit.restore.caller_thread import CallerThread
+from ckptkit.restore.durable_candidates import DurableCandidates
+from ckptkit.restore.execute import LocalRead, Shared, Verified
 from ckptkit.restore.inventory import Held, from_runs, holders_of, to_runs, writers_of
 from ckptkit.restore.local_tiers import Holdings, LocalSave, LocalTiers
 from ckptkit.restore.plan import Candidate, RestorePlan, rank_candidates
 from ckptkit.restore.prepare import Prepared, Preparer, only_by_orbax
-from ckptkit.restore.request import RestoreItems
-from ckptkit.restore.sources import Reach
+from ckptkit.restore.request import RestoreRequest
+from ckptkit.restore.sources import SourceSearch
 from ckptkit.restore.tree import Target
 from ckptkit.store import all_of
 from ckptkit.util import clock
@@ -89,15 +89,15 @@ class Restorer:
         self._client = client
         self._rank = rank
         self._restores = map((name + "-{}").format, itertools.count())  # the name of each, for the meetings
-        self._coordinator = coordinator = Occasions(coordinator)
+        self._coordinator = coordinator = ScopedCoordinator(coordinator)
         self._preparer = Preparer(durable.url, coordinator)
         self._reports: list[list[Held]] = []  # on process 0, of the last gathering
         self._durable = durable
-        self._durable_saves = DurableSaves(durable, events)
+        self._durable_saves = DurableCandidates(durable, events)
         self._epochs = epochs
         self._events = events
         self._timeout_s = timeout_s
-        self._reading = Reading(durable, events)
+        self._reading = LocalRead(durable, events)
         self._broadcaster = Broadcaster(broadcast, self._reading, coordinator, events, timeout_s)
 
     @property
@@ -113,7 +113,7 @@ class Restorer:
         """What this host's fast tiers hold; a local look, for any thread."""
         return self._local.saves()
 
-    def restore(self, step: int | None, wanted: RestoreItems, *, caller: Caller | None = None) -> Restored:
+    def restore(self, step: int | None, wanted: RestoreRequest, *, caller: CallerThread | None = None) -> Restored:
         """The newest save that every process can have and that proves whole (`step`: only that one).
 
         `caller` launches collectives, where this is not the thread that may.
@@ -156,7 +156,7 @@ class Restorer:
         self,
         local: Mapping[SaveId, LocalSave],
         prepared: dict[SaveId, Prepared],
-        wanted: RestoreItems,
+        wanted: RestoreRequest,
         step: int | None,
         looked_into: int | None,
     ) -> list[Candidate]:
@@ -189,7 +189,7 @@ class Restorer:
         return self._durable_saves.identity(step, ancestry)
 
     def _report(
-        self, local: Mapping[SaveId, LocalSave], prepared: dict[SaveId, Prepared], wanted: RestoreItems
+        self, local: Mapping[SaveId, LocalSave], prepared: dict[SaveId, Prepared], wanted: RestoreRequest
     ) -> list[list[Any]]:
         """What this host's fast tiers hold, newest first, each with why it cannot be had from them alone, or None.
 
@@ -207,7 +207,7 @@ class Restorer:
             report.append(local[save].report(self._rank, refusal).to_json())
         return report
 
-    def _prepare_fast(self, save: LocalSave, wanted: RestoreItems) -> Prepared | str | None:
+    def _prepare_fast(self, save: LocalSave, wanted: RestoreRequest) -> Prepared | str | None:
         """How to have `save` from its own host's fast tiers alone, or why that cannot be; None: raised when tried."""
         try:
             holdings = self._local.holdings(save, wanted.proves)
@@ -225,8 +225,8 @@ class Restorer:
         candidate: Candidate,
         local: LocalSave | None,
         prepared: Prepared | None,
-        wanted: RestoreItems,
-        caller: Caller | None,
+        wanted: RestoreRequest,
+        caller: CallerThread | None,
     ) -> Restored | str:
         """The restored items, or why the processes together reject this candidate.
 
@@ -236,13 +236,13 @@ class Restorer:
         start_s = clock.monotonic_s()
         save_id = candidate.save_id
         own = prepared.holdings if prepared is not None else self._local.holdings(local, wanted.proves)
-        reach = self._reach(candidate, own, wanted)
-        rejection, planned = self._together("plan", lambda: self._plan(candidate, reach, prepared, wanted))
+        search = self._search(candidate, own, wanted)
+        rejection, planned = self._together("plan", lambda: self._plan(candidate, search, prepared, wanted))
         if rejection is not None:
             return rejection
         shared, choice = self._broadcaster.share(planned, wanted.proves, caller)
         rejection, proven = self._together(
-            "restore", lambda: self._read(candidate, local, reach, planned, wanted, shared)
+            "restore", lambda: self._read(candidate, local, search, planned, wanted, shared)
         )
         if rejection is not None:
             return rejection
@@ -269,13 +269,15 @@ class Restorer:
     def _together(self, channel: str, act: Callable[[], _T]) -> tuple[str | None, _T | None]:
         return act_together(self._coordinator, channel, act, timeout_s=self._timeout_s)
 
-    def _reach(self, candidate: Candidate, own: Holdings, wanted: RestoreItems) -> Reach:
+    def _search(self, candidate: Candidate, own: Holdings, wanted: RestoreRequest) -> SourceSearch:
         """Where the save's boxes can be had; what others hold of it is heard from process 0."""
         count, runs = 1, list[list[int]]()
         if self._client is not None and candidate.fast:
-            count, runs = self._coordinator.tell("holders", lambda: self._told(candidate), timeout_s=self._timeout_s)
+            count, runs = self._coordinator.ask_process_0(
+                "holders", lambda: self._told(candidate), timeout_s=self._timeout_s
+            )
         coordinator = self._coordinator
-        return Reach(
+        return SourceSearch(
             candidate,
             own,
             (count, from_runs(runs)),
@@ -293,7 +295,7 @@ class Restorer:
         return [writers_of(self._reports, save_id), to_runs(holders_of(self._reports, save_id))]
 
     def _plan(
-        self, candidate: Candidate, reach: Reach, prepared: Prepared | None, wanted: RestoreItems
+        self, candidate: Candidate, search: SourceSearch, prepared: Prepared | None, wanted: RestoreRequest
     ) -> Prepared | None:
         """Reaches as far as every wanted box has a source; None: stock Orbax restores it. Reads nothing but manifests.
 
@@ -301,7 +303,7 @@ class Restorer:
         not absent: it raises where it might have been what is missing.
         """
         error: Exception | None = None
-        for holdings in reach.holdings:
+        for holdings in search.holdings:
             try:
                 prepared = prepared or self._preparer.prepared(candidate, holdings, wanted)
                 self._say_planned(prepared.plan)
@@ -310,10 +312,10 @@ class Restorer:
                 if isinstance(caught, TreeMismatchError):
                     raise
                 error = caught
-        if reach.stock:
+        if search.stock:
             return None
-        if reach.unreachable is not None:
-            raise reach.unreachable
+        if search.unreachable is not None:
+            raise search.unreachable
         raise error or CorruptCheckpointError(
             f"the slots of save {candidate.save_id} are gone or damaged", step=candidate.save_id.step
         )
@@ -322,30 +324,30 @@ class Restorer:
         self,
         candidate: Candidate,
         local: LocalSave | None,
-        reach: Reach,
+        search: SourceSearch,
         prepared: Prepared | None,
-        wanted: RestoreItems,
+        wanted: RestoreRequest,
         shared: Shared | None,
-    ) -> Proven:
+    ) -> Verified:
         """Reads, proves and places this process's part; launches no collective, and meets nobody."""
         try:
-            return self._read_reaching(candidate, reach, prepared, wanted, shared)
+            return self._read_reaching(candidate, search, prepared, wanted, shared)
         except CorruptCheckpointError:
             if not wanted.proves.is_sample:
                 raise
         # What is damaged in one place may be in others, which the sample has passed over.
-        wanted = replace(wanted, proves=Proving())
-        reach = reach.proving_all(self._local.holdings(local, wanted.proves))
-        return self._read_reaching(candidate, reach, self._plan(candidate, reach, None, wanted), wanted)
+        wanted = replace(wanted, proves=VerifySelection())
+        search = search.proving_all(self._local.holdings(local, wanted.proves))
+        return self._read_reaching(candidate, search, self._plan(candidate, search, None, wanted), wanted)
 
     def _read_reaching(
         self,
         candidate: Candidate,
-        reach: Reach,
+        search: SourceSearch,
         prepared: Prepared | None,
-        wanted: RestoreItems,
+        wanted: RestoreRequest,
         shared: Shared | None = None,
-    ) -> Proven:
+    ) -> Verified:
         """Reaches further where what was planned does not prove whole, or does not answer."""
         while prepared is not None:
             try:
@@ -354,9 +356,9 @@ class Restorer:
                 sampled = wanted.proves.is_sample and isinstance(error, CorruptCheckpointError)
                 if sampled or isinstance(error, TreeMismatchError):
                     raise
-                reach.damaged, shared = True, None
+                search.damaged, shared = True, None
                 try:
-                    prepared = self._plan(candidate, reach, None, wanted)
+                    prepared = self._plan(candidate, search, None, wanted)
                 except CorruptCheckpointError:
                     raise error from None  # no source is left: what the last one had is the reason
         return self._reading.by_orbax(candidate.save_id.step, wanted)
@@ -371,7 +373,7 @@ class Restorer:
             boxes=len(plan.reads),
         )
 
-    def _said(self, choice: Choice) -> dict[str, Any]:
+    def _said(self, choice: BroadcastChoice) -> dict[str, Any]:
         """Of several processes, whether replicas read for each other, and why."""
         if self._coordinator.count == 1:
             return {}

@@ -11,9 +11,9 @@ from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
 from ckptkit.events import EventLog, Kind
 from ckptkit.model.manifest import Manifest
 from ckptkit.model.tiers import DURABLE, PEER
-from ckptkit.model.verify_mode import Proving
+from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.peers.client import PeerClient
-from ckptkit.restore.inventory import Holders, in_batches, in_order_of_use
+from ckptkit.restore.inventory import ShareHolders, in_batches, in_order_of_use
 from ckptkit.restore.local_tiers import Holdings, together
 from ckptkit.restore.plan import Candidate, Source
 
@@ -21,7 +21,7 @@ _TRIED_MAX = 3  # holders of one share
 
 
 @final
-class Reach:
+class SourceSearch:
     """The sources of one candidate, more of them each time that those so far were not enough.
 
     `holders`: how many processes wrote the save, and who can give each share (none where there is no `client`).
@@ -33,12 +33,12 @@ class Reach:
         self,
         candidate: Candidate,
         own: Holdings,
-        holders: tuple[int, Holders],
+        holders: tuple[int, ShareHolders],
         client: PeerClient | None,
         durable: DurableSteps,
         events: EventLog,
         *,
-        proves: Proving,
+        proves: VerifySelection,
         ahead: DurableReader | None = None,
         process: tuple[int, int],  # this one's index, of how many
         alike: Callable[[Sequence[Manifest]], Sequence[int]],
@@ -58,16 +58,16 @@ class Reach:
         self.unreachable: PeerUnreachableError | None = None
         self.damaged = False  # what was covered did not prove whole
 
-    def proving_all(self, own: Holdings) -> Reach:
+    def proving_all(self, own: Holdings) -> SourceSearch:
         """The same from the start, with a proof of every cell; `own` are this host's sources, read so."""
-        return Reach(
+        return SourceSearch(
             self._candidate,
             own,
             (self._count, self._holders),
             self._client,
             self._durable,
             self._events,
-            proves=Proving(),
+            proves=VerifySelection(),
             process=self._process,
             alike=self._alike,
         )

@@ -19,7 +19,7 @@ from ckptkit.inspection.directories import STEP_METADATA, item_kind, json_name, 
 from ckptkit.inspection.places import Place, readable
 from ckptkit.model.manifest import LeafRecord
 from ckptkit.model.tiers import DURABLE
-from ckptkit.restore.request import Choose, RestoreItems
+from ckptkit.restore.request import Choose, RestoreRequest
 
 _TIMEOUT_S = 60.0
 
@@ -88,7 +88,7 @@ def _array_items(step_url: str) -> dict[str, Place]:
     return {name: place.below(name) for name in step_items(place) if item_kind(place.below(name)) == "arrays"}
 
 
-def restore_stock(durable: DurableSteps, step: int, wanted: RestoreItems) -> dict[str, Any]:
+def restore_stock(durable: DurableSteps, step: int, wanted: RestoreRequest) -> dict[str, Any]:
     """A step that stock Orbax wrote, read by stock Orbax: correct bytes cannot be proven, only readability.
 
     Raises `CorruptCheckpointError` for what cannot be read, `ItemNotFoundError`, and what Orbax raises beside that.
@@ -114,7 +114,7 @@ def restore_items(durable: DurableSteps, step: int, args: Mapping[str, Any]) -> 
     return dict(orbax.restore(step, args=ocp.args.Composite(**args)).items())
 
 
-def _restored(durable: DurableSteps, step: int, wanted: RestoreItems) -> dict[str, Any]:
+def _restored(durable: DurableSteps, step: int, wanted: RestoreRequest) -> dict[str, Any]:
     held = set(durable.reader(step).item_names())
     wanted.check_mode(held)
     if wanted.args is not None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from ckptkit.model.policies import DurableBusy
 from ckptkit.model.tiers import DURABLE
 from ckptkit.save.flusher import Flusher
-from ckptkit.save.records import Turn
+from ckptkit.save.records import Admission
 from ckptkit.save.worker import Worker
 from ckptkit.util import clock
 from ckptkit.util.clock import Deadline
 
 
-def await_turn(
+def await_admission(
     writer: Worker,
     flusher: Flusher,
     due: frozenset[str],
@@ -20,7 +20,7 @@ def await_turn(
     *,
     must_wait: bool,
     last: Deadline | None,
-) -> Turn:
+) -> Admission:
     """Waits for the saves before one that is due in the durable tier, on the step loop's thread.
 
     At most `timeout_s`; not at all for a save that is due in fast tiers alone or, unless it is a `must_wait`, where one
@@ -42,4 +42,6 @@ def await_turn(
         if not in_time and not must_wait and flusher.durable_failing:
             waits, in_time, deadline = False, True, Deadline(0.0)
     waited_s = clock.monotonic_s() - waiting_s
-    return Turn(waits=waits, forced=forced, was_busy=was_busy, in_time=in_time, waited_s=waited_s, deadline=deadline)
+    return Admission(
+        waits=waits, forced=forced, was_busy=was_busy, in_time=in_time, waited_s=waited_s, deadline=deadline
+    )

@@ -19,7 +19,7 @@ _PAUSES_MAX = 4  # doublings of a pause
 _jitter = random.Random()  # its own: a job that seeds `random` gets the same numbers with us in the background
 
 
-class DurableUpkeep:
+class DurableRetry:
     """Attempts durable saves, knows for how long they have been failing, and pauses a tier that fails again and again.
 
     `attempt` runs in the durable thread of every process. What it counts is process 0's, heard at each save: a process
@@ -98,7 +98,7 @@ class DurableUpkeep:
         def know() -> list[float]:
             return [self._failed_in_row, self._paused_until_s - clock.monotonic_s()]
 
-        said = self._coordinator.tell("durable-pause", know, timeout_s=self._timeout_s, about=about)
+        said = self._coordinator.ask_process_0("durable-pause", know, timeout_s=self._timeout_s, about=about)
         self._failed_in_row = int(said[0])
         return float(said[1])
 
@@ -135,7 +135,7 @@ class DurableUpkeep:
         limit_s = self._policy.durable_max_age_s
         if limit_s is None:
             return
-        age_s = self._coordinator.tell("overdue", self._failing_for_s, timeout_s=self._timeout_s)
+        age_s = self._coordinator.ask_process_0("overdue", self._failing_for_s, timeout_s=self._timeout_s)
         if age_s > limit_s:
             raise SaveFailedError(
                 f"step {step} is not saved: every durable save of the last {age_s:.1f} s has failed, and "

@@ -10,7 +10,7 @@ from typing import final
 
 from ckptkit.errors import StoreFullError
 from ckptkit.slots.arena import Arena, Slot
-from ckptkit.snapshot.describe import Extent
+from ckptkit.snapshot.describe import SlotExtent
 from ckptkit.util.disk_file import PIECE_BYTES
 
 SLOT_WAIT_S = 60.0  # of a disk thread, for a slot that is being made: the step loop does not wait with it
@@ -27,7 +27,7 @@ class DiskCopy:
     nothing. Pieces are written as soon as all of their boxes are there, in any order.
     """
 
-    def __init__(self, source: Slot, extents: Sequence[Extent], size_bytes: int, arena: Arena):
+    def __init__(self, source: Slot, extents: Sequence[SlotExtent], size_bytes: int, arena: Arena):
         self._source = source
         self._size_bytes = size_bytes
         self._arena = arena

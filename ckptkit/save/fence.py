@@ -9,21 +9,23 @@ from ckptkit.errors import CheckpointError, TransientStoreError
 from ckptkit.job.coordination import Coordinator
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
-from ckptkit.save.ledger import Book
+from ckptkit.save.ledger import Ledger
 from ckptkit.save.outcomes import Outcomes
-from ckptkit.save.records import Tiers
+from ckptkit.save.records import SaveTargets
 
 
-class EpochClaim:
+class EpochFence:
     """The record of this run's epoch in the durable root, and the check that no later run has begun.
 
     `claim` is safe from several threads; `fence` is a meeting, and belongs to the durable thread.
     """
 
-    def __init__(self, tiers: Tiers, coordinator: Coordinator, book: Book, outcomes: Outcomes, timeout_s: float):
+    def __init__(
+        self, tiers: SaveTargets, coordinator: Coordinator, ledger: Ledger, outcomes: Outcomes, timeout_s: float
+    ):
         self._tiers = tiers
         self._coordinator = coordinator
-        self._book = book
+        self._ledger = ledger
         self._outcomes = outcomes
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -41,7 +43,7 @@ class EpochClaim:
             if self._claimed is not None and self._claimed >= save_id.epoch:
                 return
             try:
-                self._tiers.epochs.write(self._book.ancestry)
+                self._tiers.epochs.write(self._ledger.ancestry)
                 self._claimed = save_id.epoch
             except FileExistsError as error:
                 raise CheckpointError(

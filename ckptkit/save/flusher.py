@@ -11,13 +11,13 @@ from ckptkit.durable.orbax.host_shards import host_tree
 from ckptkit.errors import CheckpointError, StoreFullError
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE, PEER, SSD
-from ckptkit.save.circuit_breaker import DurableUpkeep
+from ckptkit.save.circuit_breaker import DurableRetry
 from ckptkit.save.disk_copy import DiskCopy
-from ckptkit.save.fence import EpochClaim
-from ckptkit.save.ledger import Book
+from ckptkit.save.fence import EpochFence
+from ckptkit.save.ledger import Ledger
 from ckptkit.save.outcomes import Outcomes, Refusal, describe
-from ckptkit.save.peer_copy import Replicator
-from ckptkit.save.records import DiskFlush, Save, Sealed, Tiers
+from ckptkit.save.peer_copy import PeerCopier
+from ckptkit.save.records import DiskFlush, Save, SaveTargets, SealedSave
 from ckptkit.save.worker import Worker
 from ckptkit.slots.arena import Arena, Slot
 from ckptkit.snapshot import describe as snapshot
@@ -33,17 +33,23 @@ class Flusher:
     """Owner of the threads that fill the slower tiers. They read the snapshot's slot under a lease."""
 
     def __init__(
-        self, tiers: Tiers, book: Book, outcomes: Outcomes, claim: EpochClaim, upkeep: DurableUpkeep, timeout_s: float
+        self,
+        tiers: SaveTargets,
+        ledger: Ledger,
+        outcomes: Outcomes,
+        claim: EpochFence,
+        durable_retry: DurableRetry,
+        timeout_s: float,
     ):
         self._tiers = tiers
-        self._book = book
+        self._ledger = ledger
         self._outcomes = outcomes
         self._claim = claim
-        self._upkeep = upkeep
+        self._durable_retry = durable_retry
         self._disk = Worker("ckptkit-disk", waiting_max=1)
         self._durable = Worker("ckptkit-durable", waiting_max=1)
-        buddies = tiers.buddies
-        self._copies = None if buddies is None else Replicator(buddies, tiers, outcomes, timeout_s)
+        peer_copies = tiers.peer_copies
+        self._copies = None if peer_copies is None else PeerCopier(peer_copies, tiers, outcomes, timeout_s)
 
     @property
     def idle(self) -> bool:
@@ -58,13 +64,13 @@ class Flusher:
     @property
     def durable_failing(self) -> bool:
         """Whether the durable tier is not worth waiting for."""
-        return self._upkeep.failing
+        return self._durable_retry.failing
 
     def wait_durable(self, deadline: Deadline, *, patient: bool = True) -> bool:
         """Waits for the durable save on its way; False where time ran out first, or, unless `patient`, where the
         durable tier turns out to be failing."""
         while not self._durable.wait_idle(deadline.left_s if patient else min(_LOOK_S, deadline.left_s)):
-            if deadline.passed or (not patient and self._upkeep.failing):
+            if deadline.passed or (not patient and self._durable_retry.failing):
                 return False
         return True
 
@@ -96,7 +102,7 @@ class Flusher:
         self._durable.close()
 
     def begin_disk(
-        self, save_id: SaveId, slot: Slot, extents: Sequence[snapshot.Extent], size_bytes: int
+        self, save_id: SaveId, slot: Slot, extents: Sequence[snapshot.SlotExtent], size_bytes: int
     ) -> DiskFlush | None:
         """Begins to copy `slot` to the disk tier while boxes are still copied into it: as they come when `extents` are
         to be filled, at once without. None where the disk is still busy with an older step.
@@ -109,7 +115,7 @@ class Flusher:
         self._disk.submit(lambda: self._flush_to_disk(save_id, slot, begun, disk))
         return begun
 
-    def flush(self, save: Save, slot: Slot, sealed: Sealed) -> None:
+    def flush(self, save: Save, slot: Slot, sealed: SealedSave) -> None:
         """Sends a save that all processes have committed on to the slower tiers it is due in; for the writer thread.
 
         Whether a slower tier is still busy with an older step is a local matter, so it is voted on: a tier that is
@@ -145,7 +151,7 @@ class Flusher:
             durable = self._tiers.durable
             try:
                 self._claim.claim(save_id)
-                self._upkeep.attempt(
+                self._durable_retry.attempt(
                     save_id.step,
                     durable.finish_by_orbax,
                     lambda: durable.holds(save_id),
@@ -211,7 +217,7 @@ class Flusher:
                 disk.release(copied)
 
     def _commit_to_disk(
-        self, save: Save, sealed: Sealed, copied: Slot | None, refusal: Refusal | None, disk: Arena
+        self, save: Save, sealed: SealedSave, copied: Slot | None, refusal: Refusal | None, disk: Arena
     ) -> None:
         if copied is not None:
             try:
@@ -233,7 +239,7 @@ class Flusher:
 
     # In the durable thread.
 
-    def _flush_to_durable(self, save: Save, slot: Slot, sealed: Sealed) -> None:
+    def _flush_to_durable(self, save: Save, slot: Slot, sealed: SealedSave) -> None:
         self._outcomes.phase(save.save_id, "begun", DURABLE)
         tries = itertools.count()  # the same on every process
         try:
@@ -249,13 +255,13 @@ class Flusher:
                     {**arrays, **save.items.durable},
                     metrics=save.metrics,
                     default_item=save.items.default_item,
-                    ancestry=self._book.ancestry,
+                    ancestry=self._ledger.ancestry,
                     custom_metadata=save.items.custom_metadata,
                     check_epoch=lambda: self._claim.check(save.save_id),
                     about=about,
                 )
 
-            self._upkeep.attempt(
+            self._durable_retry.attempt(
                 save.save_id.step,
                 write,
                 lambda: self._tiers.durable.holds(save.save_id),
@@ -270,7 +276,7 @@ class Flusher:
             self._tiers.staging.release(slot)
 
     @collection_paused()  # records of every leaf, all of which stay until the save is over
-    def _array_items(self, save: Save, slot: Slot, sealed: Sealed) -> dict[str, Any]:
+    def _array_items(self, save: Save, slot: Slot, sealed: SealedSave) -> dict[str, Any]:
         manifest, items = sealed.manifest(slot), {}
         for item, sources in save.description.items.items():
             leaves = [

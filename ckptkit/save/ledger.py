@@ -11,7 +11,7 @@ from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.model.manifest import SaveId
 from ckptkit.util import clock
 
-State = Literal["in_flight", "committed", "failed"]
+SaveState = Literal["in_flight", "committed", "failed"]
 FAILURES_MAX = 100  # how many failed saves are remembered
 
 
@@ -25,13 +25,13 @@ class StepRecord:
 
     step: int
     save_id: SaveId
-    state: State
+    state: SaveState
     tiers: tuple[str, ...] = ()
     held_bytes: int | None = None
     verified_s: float | None = None
 
 
-class Book:
+class Ledger:
     """Saves by identity, in the order in which they came. Safe from several threads; abandoned branches are left out
     of every answer."""
 
@@ -138,8 +138,8 @@ class Book:
 class Branch:
     """Gives saves their identity. Belongs to the step loop's thread; the same on every process."""
 
-    def __init__(self, book: Book, epoch: int):
-        self._book = book
+    def __init__(self, ledger: Ledger, epoch: int):
+        self._ledger = ledger
         self._epoch = epoch
         self._number = 0
         self._has_saved = False
@@ -156,7 +156,7 @@ class Branch:
 
     def records(self) -> list[StepRecord]:
         """The records that the next save would stand beside: without what a rollback is about to abandon."""
-        records = self._book.records()
+        records = self._ledger.records()
         if self._base is None:
             return records
         return [record for record in records if record.step <= self._base.step]
@@ -180,10 +180,10 @@ class Branch:
         if self._has_saved:
             self._epoch += 1
         base_step = self._base.step if self._base is not None else None
-        self._book.ancestry = self._book.ancestry.begin(self._epoch, base_step, self._book.stock_steps())
+        self._ledger.ancestry = self._ledger.ancestry.begin(self._epoch, base_step, self._ledger.stock_steps())
         self._has_saved = True
         self._base = None
 
     def _is_newest(self, save_id: SaveId) -> bool:
-        records = self._book.records()
+        records = self._ledger.records()
         return bool(records) and records[-1].step == save_id.step

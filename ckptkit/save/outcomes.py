@@ -13,9 +13,9 @@ from ckptkit.events import EventLog, Kind
 from ckptkit.job.coordination import Coordinator
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE, MEMORY, PEER
-from ckptkit.save.ledger import Book
-from ckptkit.save.records import Save, Tiers
-from ckptkit.save.retention import Keeper
+from ckptkit.save.ledger import Ledger
+from ckptkit.save.records import Save, SaveTargets
+from ckptkit.save.retention import Retention
 from ckptkit.slots.arena import Arena
 from ckptkit.util import clock
 
@@ -35,12 +35,18 @@ class Outcomes:
     """The book, the events and the votes of saves. Safe from several threads; a vote's channel belongs to one."""
 
     def __init__(
-        self, tiers: Tiers, coordinator: Coordinator, book: Book, keeper: Keeper, events: EventLog, timeout_s: float
+        self,
+        tiers: SaveTargets,
+        coordinator: Coordinator,
+        ledger: Ledger,
+        retention: Retention,
+        events: EventLog,
+        timeout_s: float,
     ):
         self._tiers = tiers
-        self._keeper = keeper
+        self._retention = retention
         self._coordinator = coordinator
-        self._book = book
+        self._ledger = ledger
         self._events = events
         self._timeout_s = timeout_s
         self._failures: list[SaveFailedError] = []
@@ -70,10 +76,10 @@ class Outcomes:
         """All processes hold the save in `tier`: it is booked, protected, and what it replaces is given up."""
         if tier == MEMORY:
             return
-        self._book.commit(save.save_id, tier, save.description.held_bytes)
+        self._ledger.commit(save.save_id, tier, save.description.held_bytes)
         if arena is None:
             self._keep_durable()
-        self._replaced(save.save_id, self._keeper.committed(save.save_id, tier))
+        self._replaced(save.save_id, self._retention.committed(save.save_id, tier))
         self._events.emit(
             Kind.COMMITTED,
             step=save.save_id.step,
@@ -86,17 +92,17 @@ class Outcomes:
     def copied(self, save: Save) -> None:
         """Every process's slot of the save stands on other hosts too: it is kept, here and there, until a newer one
         does."""
-        self._book.commit(save.save_id, PEER)
-        self._replaced(save.save_id, self._keeper.copied(save.save_id))
+        self._ledger.commit(save.save_id, PEER)
+        self._replaced(save.save_id, self._retention.copied(save.save_id))
         duration_s = round(clock.monotonic_s() - save.staged_s, 6)
         held_bytes = save.description.held_bytes
         self._events.emit(Kind.COMMITTED, step=save.save_id.step, tier=PEER, bytes=held_bytes, duration_s=duration_s)
 
     def committed_by_orbax(self, save_id: SaveId, began_s: float) -> None:
         """Orbax has committed a save that it wrote itself; nothing of it was staged or proven."""
-        self._book.commit(save_id, DURABLE)
+        self._ledger.commit(save_id, DURABLE)
         self._keep_durable()
-        self._replaced(save_id, self._keeper.committed(save_id, DURABLE))
+        self._replaced(save_id, self._retention.committed(save_id, DURABLE))
         duration_s = round(clock.monotonic_s() - began_s, 6)
         self._events.emit(Kind.COMMITTED, step=save_id.step, tier=DURABLE, bytes=0, duration_s=duration_s)
 
@@ -106,13 +112,13 @@ class Outcomes:
 
     def _keep_durable(self) -> None:
         kept = set(self._tiers.durable.kept())
-        self._book.keep_only(DURABLE, [r.save_id for r in self._book.records() if r.step in kept])
+        self._ledger.keep_only(DURABLE, [r.save_id for r in self._ledger.records() if r.step in kept])
 
     def skipped(self, save_id: SaveId, tier: str, refusal: Refusal, *, gone: bool) -> None:
         """All processes leave the save out of `tier`; `gone` where no other tier will hold it."""
         if gone:
             # One that some tier holds already stays; one that came too early is no failure.
-            self._book.fail(save_id, remembered=refusal.policy != "skip")
+            self._ledger.fail(save_id, remembered=refusal.policy != "skip")
         self._events.emit(Kind.SKIPPED, step=save_id.step, tier=tier, policy=refusal.policy, reason=refusal.reason)
 
     def degraded(self, step: int | None, tier: str, error: Exception) -> None:
@@ -123,7 +129,7 @@ class Outcomes:
 
     def failed(self, save_id: SaveId, tier: str, error: Exception) -> None:
         """A save failed on this process: said now, and raised by the next `raise_failure`."""
-        self._book.fail(save_id)
+        self._ledger.fail(save_id)
         reason = describe(error)
         self._events.emit(Kind.FAILED, step=save_id.step, tier=tier, reason=reason)
         failure = SaveFailedError(

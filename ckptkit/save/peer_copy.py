@@ -9,7 +9,7 @@ from ckptkit.errors import CheckpointError, PeerUnreachableError
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import PEER
 from ckptkit.save.outcomes import Outcomes, Refusal, describe
-from ckptkit.save.records import Buddies, Save, Sealed, Tiers
+from ckptkit.save.records import PeerCopies, Save, SaveTargets, SealedSave
 from ckptkit.save.worker import Worker
 from ckptkit.slots.arena import Slot
 from ckptkit.util.clock import Deadline
@@ -18,15 +18,15 @@ _TRANSFER_SHARE = 0.5  # of the longest wait for other processes: who sends slow
 
 
 @final
-class Replicator:
+class PeerCopier:
     """Sends this process's slots to its keepers, and agrees with all that every process has.
 
     A copy that does not succeed anywhere leaves the step out of this tier everywhere, degrades it, and stops nothing:
     the ramdisk has the step, and the next one is tried again.
     """
 
-    def __init__(self, buddies: Buddies, tiers: Tiers, outcomes: Outcomes, timeout_s: float):
-        self._buddies = buddies
+    def __init__(self, peer_copies: PeerCopies, tiers: SaveTargets, outcomes: Outcomes, timeout_s: float):
+        self._peer_copies = peer_copies
         self._tiers = tiers
         self._outcomes = outcomes
         self._timeout_s = timeout_s
@@ -37,7 +37,7 @@ class Replicator:
         """Whether no copy is on its way."""
         return self._worker.idle
 
-    def submit(self, save: Save, slot: Slot, sealed: Sealed) -> None:
+    def submit(self, save: Save, slot: Slot, sealed: SealedSave) -> None:
         """Sends a save that all processes have committed; `slot` is leased until it is sent."""
         self._tiers.staging.lease(slot)
         self._worker.submit(lambda: self._replicate(save, slot, sealed))
@@ -56,12 +56,12 @@ class Replicator:
 
     # In the thread.
 
-    def _replicate(self, save: Save, slot: Slot, sealed: Sealed) -> None:
+    def _replicate(self, save: Save, slot: Slot, sealed: SealedSave) -> None:
         save_id, refusal = save.save_id, None
         self._outcomes.phase(save_id, "begun", PEER)
         try:
             deadline = Deadline(self._timeout_s * _TRANSFER_SHARE)
-            self._buddies.client.try_again()
+            self._peer_copies.client.try_again()
             self._send_all(save_id, slot, save.description.slot_bytes, sealed, deadline)
             self._outcomes.phase(save_id, "committed_here", PEER)
         except CheckpointError as error:  # full, slow, gone: the ramdisk has the step all the same
@@ -72,7 +72,7 @@ class Replicator:
             self._outcomes.failed(save_id, PEER, error)
         try:
             refusals = self._outcomes.vote("peer-commit", save_id, refusal)
-            self._buddies.intake.end(save_id)
+            self._peer_copies.receiver.end(save_id)
             if refusals is not None:
                 self._outcomes.skipped(save_id, PEER, refusals, gone=False)
             else:
@@ -82,9 +82,9 @@ class Replicator:
         finally:
             self._tiers.staging.release(slot)
 
-    def _send_all(self, save_id: SaveId, slot: Slot, size_bytes: int, sealed: Sealed, deadline: Deadline) -> None:
+    def _send_all(self, save_id: SaveId, slot: Slot, size_bytes: int, sealed: SealedSave, deadline: Deadline) -> None:
         for keeper in self._keepers():
-            for sent_bytes in self._buddies.client.send_copy(
+            for sent_bytes in self._peer_copies.client.send_copy(
                 keeper, save_id, sealed.writer.process, slot.memory[:size_bytes], sealed.text_for_name
             ):
                 if deadline.passed:
@@ -93,4 +93,4 @@ class Replicator:
                     )
 
     def _keepers(self) -> Sequence[int]:
-        return self._buddies.keepers
+        return self._peer_copies.keepers

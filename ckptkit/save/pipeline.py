@@ -18,22 +18,22 @@ from ckptkit.job.coordination import Coordinator
 from ckptkit.model.manifest import ManifestText, SaveId, Writer
 from ckptkit.model.policies import Backpressure, FailurePolicy, ReplicaPolicy
 from ckptkit.model.tiers import DURABLE, SSD
-from ckptkit.save.backpressure import await_turn
-from ckptkit.save.circuit_breaker import DurableUpkeep
-from ckptkit.save.fence import EpochClaim
+from ckptkit.save.backpressure import await_admission
+from ckptkit.save.circuit_breaker import DurableRetry
+from ckptkit.save.fence import EpochFence
 from ckptkit.save.flusher import Flusher
-from ckptkit.save.ledger import Book
+from ckptkit.save.ledger import Ledger
 from ckptkit.save.outcomes import Outcomes, Refusal, describe
 from ckptkit.save.preallocate import SlotMaker
-from ckptkit.save.records import DiskFlush, Save, Sealed, Tiers, Turn, with_shardings
+from ckptkit.save.records import Admission, DiskFlush, Save, SaveTargets, SealedSave, with_shardings
 from ckptkit.save.replica_check import ReplicaComparison
-from ckptkit.save.retention import Keeper
+from ckptkit.save.retention import Retention
 from ckptkit.save.worker import Worker
 from ckptkit.slots.arena import Slot
 from ckptkit.snapshot import describe as snapshot
 from ckptkit.snapshot import staging
 from ckptkit.snapshot.items import SaveItems
-from ckptkit.snapshot.replicas import Twin
+from ckptkit.snapshot.replicas import LocalReplica
 from ckptkit.util import clock
 from ckptkit.util.clock import Deadline
 
@@ -46,11 +46,11 @@ class SavePipeline:
 
     def __init__(
         self,
-        tiers: Tiers,
+        tiers: SaveTargets,
         coordinator: Coordinator,
         writer: Writer,
-        book: Book,
-        keeper: Keeper,
+        ledger: Ledger,
+        retention: Retention,
         events: EventLog,
         timeout_s: float,
         choice: str,
@@ -62,7 +62,7 @@ class SavePipeline:
         self._pace = tiers.durable.pace  # the durable tier lets a save pass until its first commit
         self._coordinator = coordinator
         self._writer_record = writer
-        self._book = book
+        self._ledger = ledger
         self._events = events
         self._timeout_s = timeout_s
         self._backpressure = backpressure
@@ -74,12 +74,12 @@ class SavePipeline:
         self._closed = False
         self._describer = snapshot.Describer(with_shardings)
         self._text: tuple[snapshot.Description, ManifestText] | None = None
-        self._outcomes = Outcomes(tiers, coordinator, book, keeper, events, timeout_s)
+        self._outcomes = Outcomes(tiers, coordinator, ledger, retention, events, timeout_s)
         self._replicas = ReplicaComparison(replicas, coordinator, self._outcomes, events, writer.host, timeout_s)
-        self._claim = EpochClaim(tiers, coordinator, book, self._outcomes, timeout_s)
-        self._upkeep = DurableUpkeep(on_failure, coordinator, events, timeout_s)
-        self._flusher = Flusher(tiers, book, self._outcomes, self._claim, self._upkeep, timeout_s)
-        self._maker = SlotMaker(tiers, keeper, self._outcomes)
+        self._claim = EpochFence(tiers, coordinator, ledger, self._outcomes, timeout_s)
+        self._durable_retry = DurableRetry(on_failure, coordinator, events, timeout_s)
+        self._flusher = Flusher(tiers, ledger, self._outcomes, self._claim, self._durable_retry, timeout_s)
+        self._maker = SlotMaker(tiers, retention, self._outcomes)
         self._writer = Worker("ckptkit-writer", waiting_max=VOTES_WAITING_MAX)
 
     def describe(self, items: SaveItems) -> snapshot.Description:
@@ -94,19 +94,19 @@ class SavePipeline:
         """See `SlotMaker.reserve`."""
         self._maker.reserve(slot_bytes)
 
-    def await_turn(self, due: frozenset[str], *, must_wait: bool, last: Deadline | None = None) -> Turn:
+    def await_turn(self, due: frozenset[str], *, must_wait: bool, last: Deadline | None = None) -> Admission:
         """Waits for the saves before one that is due in the durable tier (`turns.await_turn`)."""
         busy, timeout_s = self._backpressure.durable_busy, self._timeout_s
-        return await_turn(self._writer, self._flusher, due, busy, timeout_s, must_wait=must_wait, last=last)
+        return await_admission(self._writer, self._flusher, due, busy, timeout_s, must_wait=must_wait, last=last)
 
     def raise_if_overdue(self, step: int, due: frozenset[str]) -> None:
-        """Raises `SaveFailedError` where the durable tier has been failing for too long (`DurableUpkeep`).
+        """Raises `SaveFailedError` where the durable tier has been failing for too long (`DurableRetry`).
 
         Waits for no save: what process 0 knows when it asks decides for all. With several processes only saves that
         are due there ask.
         """
         if self._coordinator.count == 1 or DURABLE in due:
-            self._upkeep.raise_if_overdue(step)
+            self._durable_retry.raise_if_overdue(step)
 
     def follow(self, save_id: SaveId) -> None:
         """Waits in the durable thread for a save that Orbax has begun on the caller's thread, and reports its end."""
@@ -120,13 +120,13 @@ class SavePipeline:
         due: frozenset[str],
         metrics: Any,
         start_s: float,
-        turn: Turn,
+        turn: Admission,
     ) -> None:
         """Stages the state and hands the save over; returns once the caller may donate the state.
 
         Blocks for one copy of this process's boxes. A save that comes while `in_flight_max` snapshots are on their
-        way is not staged, and dropped by vote; one that waits for its turn (`await_turn`) waits here for a free slot
-        too, for what is left of its time, and is then dropped by vote. `start_s` is when the step loop was stopped
+        way is not staged, and dropped by vote; one that waits for admission (`await_admission`) waits here for a free
+        slot too, for what is left of its time, and is then dropped by vote. `start_s` is when the step loop was stopped
         (monotonic). Raises what staging raises (for an array that was deleted), and what no save is taken after
         (replicas that differ); the save is then dropped by vote.
         """
@@ -141,7 +141,7 @@ class SavePipeline:
             due=due,
             forced=turn.forced,
             metrics=metrics,
-            twins=(),
+            local_replicas=(),
             staged_s=clock.monotonic_s(),
         )
         try:
@@ -150,16 +150,18 @@ class SavePipeline:
             waiting_s = clock.monotonic_s()
             slot, refusal = self._admit(save_id, description.slot_bytes, due, turn)
             waited_s = turn.waited_s + clock.monotonic_s() - waiting_s
-            disk, staged, twins = self._begin_staging(save_id, description, items, slot, due)
+            disk, staged, local_replicas = self._begin_staging(save_id, description, items, slot, due)
         except BaseException as error:  # the caller hears it here, and the others in the vote, to which they come
             self._hand_over(save, Refusal(policy="veto", reason=describe(error)))
             raise
         staged_s = clock.monotonic_s()
-        self._book.begin(save_id)
+        self._ledger.begin(save_id)
         if staged is not None:
             # A reference to the trees, held in the background, would keep device memory in use.
             kept = replace(items, trees={})
-            save = replace(save, items=kept, slot=slot, staging=staged, disk=disk, twins=twins, staged_s=staged_s)
+            save = replace(
+                save, items=kept, slot=slot, staging=staged, disk=disk, local_replicas=local_replicas, staged_s=staged_s
+            )
             self._events.emit(
                 Kind.STAGED,
                 step=save_id.step,
@@ -181,7 +183,7 @@ class SavePipeline:
         self._writer.submit(lambda: self._commit(save, refusal))
 
     def _admit(
-        self, save_id: SaveId, size_bytes: int, due: frozenset[str], turn: Turn
+        self, save_id: SaveId, size_bytes: int, due: frozenset[str], turn: Admission
     ) -> tuple[Slot | None, Refusal | None]:
         """A slot for the next snapshot, or why this process has none; waits for one where it was its turn to wait.
 
@@ -213,7 +215,7 @@ class SavePipeline:
         items: SaveItems,
         slot: Slot | None,
         due: frozenset[str],
-    ) -> tuple[DiskFlush | None, staging.Staging | None, tuple[Twin, ...]]:
+    ) -> tuple[DiskFlush | None, staging.Staging | None, tuple[LocalReplica, ...]]:
         if slot is None:
             return None, None, ()
         self._pace.begin_urgent(save_id)
@@ -222,8 +224,12 @@ class SavePipeline:
             if SSD in due:
                 disk = self._flusher.begin_disk(save_id, slot, description.extents, description.slot_bytes)
             copied = disk.copy.filled if disk is not None else None
-            twins, compared = self._replicas.shards(description, items.trees)
-            return disk, staging.begin(self._choice, description, items.trees, slot.memory, copied, compared), twins
+            local_replicas, compared = self._replicas.shards(description, items.trees)
+            return (
+                disk,
+                staging.begin(self._choice, description, items.trees, slot.memory, copied, compared),
+                local_replicas,
+            )
         except BaseException:  # an array that was deleted, say: the caller hears it, the slot is free again
             self._pace.end_urgent(save_id)
             if disk is not None:
@@ -299,7 +305,7 @@ class SavePipeline:
         staged = digests if save.staging is not None else None
         # Every process comes, also one that has staged nothing.
         differing, failed_too = self._tried(
-            save, lambda: self._replicas.compare(save.save_id, save.description, save.twins, staged)
+            save, lambda: self._replicas.compare(save.save_id, save.description, save.local_replicas, staged)
         )
         refusal, sealed = refusal or failed or failed_too or differing, None
         if save.slot is not None and digests is not None and refusal is None:
@@ -346,9 +352,9 @@ class SavePipeline:
                 self._unstaged -= 1
                 self._changed.notify_all()
 
-    def _commit_here(self, save: Save, slot: Slot, digests: Mapping[int, snapshot.Digests]) -> Sealed:
+    def _commit_here(self, save: Save, slot: Slot, digests: Mapping[int, snapshot.Digests]) -> SealedSave:
         self._claim.claim(save.save_id)
-        sealed = Sealed(
+        sealed = SealedSave(
             save_id=save.save_id,
             writer=self._writer_record,
             description=save.description,

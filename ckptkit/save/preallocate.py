@@ -7,8 +7,8 @@ from typing import final
 from ckptkit.errors import CheckpointError
 from ckptkit.model.tiers import PEER, SSD
 from ckptkit.save.outcomes import Outcomes
-from ckptkit.save.records import Tiers
-from ckptkit.save.retention import Keeper
+from ckptkit.save.records import SaveTargets
+from ckptkit.save.retention import Retention
 from ckptkit.save.worker import Worker
 from ckptkit.slots.arena import Arena
 
@@ -17,9 +17,9 @@ from ckptkit.slots.arena import Arena
 class SlotMaker:
     """Owner of the thread that makes the slots of every fast tier. Belongs to the step loop's thread."""
 
-    def __init__(self, tiers: Tiers, keeper: Keeper, outcomes: Outcomes):
+    def __init__(self, tiers: SaveTargets, retention: Retention, outcomes: Outcomes):
         self._tiers = tiers
-        self._keeper = keeper
+        self._retention = retention
         self._outcomes = outcomes
         self._prepared_bytes = 0
         self._worker = Worker("ckptkit-arena", waiting_max=4)
@@ -31,7 +31,7 @@ class SlotMaker:
         Raises `StoreFullError` where a tier has no room for its slots, with the bytes needed and free.
         """
         self.size(slot_bytes, share_bytes)
-        beside_bytes = sum(lane.missing_bytes(slot_bytes) for lane in self._lanes)
+        beside_bytes = sum(peer_arena.missing_bytes(slot_bytes) for peer_arena in self._peer_arenas)
         self._tiers.staging.check_room(slot_bytes, beside_bytes=beside_bytes)
         if self._tiers.disk is not None:
             self._tiers.disk.check_room(slot_bytes)
@@ -39,7 +39,7 @@ class SlotMaker:
 
     def size(self, slot_bytes: int, share_bytes: int) -> None:
         """Says how large saves are: how many slots a tier has may follow from it."""
-        if self._keeper.sized(share_bytes, slot_bytes):
+        if self._retention.sized(share_bytes, slot_bytes):
             self._prepared_bytes = 0  # the new slots are to be made
 
     def reserve(self, slot_bytes: int) -> None:
@@ -57,8 +57,8 @@ class SlotMaker:
         self._worker.submit(lambda: reserve(self._tiers.staging, self._tiers.staging_name))
         if (disk := self._tiers.disk) is not None:
             self._worker.submit(lambda: reserve(disk, SSD))
-        for lane in self._lanes:
-            self._worker.submit(lambda lane=lane: reserve(lane, PEER))
+        for peer_arena in self._peer_arenas:
+            self._worker.submit(lambda peer_arena=peer_arena: reserve(peer_arena, PEER))
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Waits until all slots are made; False when `timeout_s` passed first."""
@@ -69,5 +69,5 @@ class SlotMaker:
         self._worker.close()
 
     @property
-    def _lanes(self) -> tuple[Arena, ...]:
-        return () if self._tiers.buddies is None else self._tiers.buddies.lanes
+    def _peer_arenas(self) -> tuple[Arena, ...]:
+        return () if self._tiers.peer_copies is None else self._tiers.peer_copies.peer_arenas

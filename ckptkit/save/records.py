@@ -14,12 +14,12 @@ from ckptkit.durable.orbax.shardings import sharding_text
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.model.manifest import Manifest, ManifestText, SaveId, Writer
 from ckptkit.peers.client import PeerClient
-from ckptkit.peers.intake import Intake
+from ckptkit.peers.receiver import CopyReceiver
 from ckptkit.save.disk_copy import DiskCopy
 from ckptkit.slots.arena import Arena, Slot
 from ckptkit.snapshot import describe, staging
 from ckptkit.snapshot.items import SaveItems
-from ckptkit.snapshot.replicas import Twin
+from ckptkit.snapshot.replicas import LocalReplica
 from ckptkit.util.clock import Deadline
 
 
@@ -36,12 +36,12 @@ class Save:
     due: frozenset[str]
     forced: bool  # tried in the durable tier also while that is paused, on every process alike
     metrics: Any
-    twins: tuple[Twin, ...]  # the local copies that were digested beside what is stored
+    local_replicas: tuple[LocalReplica, ...]  # the local copies that were digested beside what is stored
     staged_s: float  # monotonic, when the step loop was let go
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Admission:
     """How a save waited for earlier ones, before it was taken. `in_time`: they were done, or it does not wait."""
 
     waits: bool  # a local matter: a process that has heard of a failure does not wait for the durable tier
@@ -57,7 +57,7 @@ class DiskFlush:
     """A copy to the disk tier that began with the save, and what was decided of the save: None to leave it out."""
 
     copy: DiskCopy
-    decided: Future[tuple[Save, Sealed] | None] = field(default_factory=Future)
+    decided: Future[tuple[Save, SealedSave] | None] = field(default_factory=Future)
 
     def leave_out(self) -> None:
         """Ends the copy for nothing, unless the save goes on to the disk already."""
@@ -67,7 +67,7 @@ class DiskFlush:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sealed:
+class SealedSave:
     """What one process's manifests of a staged save say, whatever the slot. `text` is that of the description."""
 
     save_id: SaveId
@@ -93,17 +93,17 @@ class Sealed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Buddies:
-    """Which processes keep copies of this one's slots, and the lanes in which it keeps others'."""
+class PeerCopies:
+    """Which processes keep copies of this one's slots, and the arenas in which it keeps others'."""
 
     keepers: tuple[int, ...]
-    lanes: tuple[Arena, ...]
-    intake: Intake
+    peer_arenas: tuple[Arena, ...]
+    receiver: CopyReceiver
     client: PeerClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiers:
+class SaveTargets:
     """Where saves go: the staging arena (a fast tier's, or anonymous memory), other hosts, a slower arena, the durable
     root."""
 
@@ -112,7 +112,7 @@ class Tiers:
     disk: Arena | None
     durable: DurableSteps
     epochs: EpochRecords
-    buddies: Buddies | None = None
+    peer_copies: PeerCopies | None = None
 
 
 def with_shardings(description: describe.Description) -> describe.Description:

@@ -15,11 +15,11 @@ from ckptkit.model.policies import ReplicaPolicy
 from ckptkit.save.outcomes import Outcomes, Refusal
 from ckptkit.snapshot.describe import Description, Digests, Shard
 from ckptkit.snapshot.replicas import (
-    Holders,
+    BoxHolders,
+    LocalReplica,
     Rotation,
     SharedBox,
-    Twin,
-    differing_twins,
+    differing_local_replicas,
     has_replicas,
     hash_of,
     minority,
@@ -40,9 +40,9 @@ class _Shared:
     """What a description says of replicas; remembered, as descriptions are."""
 
     description: Description
-    twins: tuple[Twin, ...]
+    local_replicas: tuple[LocalReplica, ...]
     boxes: Mapping[str, list[SharedBox]]  # by the name of the set of processes that hold them
-    holders: Mapping[str, Holders]  # the same
+    holders: Mapping[str, BoxHolders]  # the same
     compared: bool
 
 
@@ -72,17 +72,23 @@ class ReplicaComparison:
         self._host = host
         self._timeout_s = timeout_s
         self._rotation = None if policy is None else Rotation(policy)
-        self._known: _Shared | None = None
+        self._metadata_index: _Shared | None = None
 
-    def shards(self, description: Description, trees: Mapping[str, Any]) -> tuple[tuple[Twin, ...], list[Shard]]:
+    def shards(
+        self, description: Description, trees: Mapping[str, Any]
+    ) -> tuple[tuple[LocalReplica, ...], list[Shard]]:
         """The local copies that this save digests beside what it stores."""
         if self._rotation is None:
             return (), []
-        twins = self._rotation.choose(self._of(description).twins)
-        return twins, twin_shards(description, trees, twins)
+        local_replicas = self._rotation.choose(self._of(description).local_replicas)
+        return local_replicas, twin_shards(description, trees, local_replicas)
 
     def compare(
-        self, save_id: SaveId, description: Description, twins: Sequence[Twin], digests: Mapping[int, Digests] | None
+        self,
+        save_id: SaveId,
+        description: Description,
+        local_replicas: Sequence[LocalReplica],
+        digests: Mapping[int, Digests] | None,
     ) -> Refusal | None:
         """Meets with all processes; says what differs, and refuses the save where the policy says so.
 
@@ -92,7 +98,7 @@ class ReplicaComparison:
         shared = self._of(description)
         if self._policy is None or not shared.compared:
             return None
-        found = self._meet(save_id, shared, twins, digests)
+        found = self._meet(save_id, shared, local_replicas, digests)
         for each in found:
             self._events.emit(Kind.REPLICAS_DIFFER, step=save_id.step, policy=self._policy.on_difference, **each)
         if not found or self._policy.on_difference == "report":
@@ -103,30 +109,36 @@ class ReplicaComparison:
         return Refusal(policy="veto", reason=f"replicas differ: {words[0]}")
 
     def _of(self, description: Description) -> _Shared:
-        if self._known is None or self._known.description is not description:
+        if self._metadata_index is None or self._metadata_index.description is not description:
             boxes = shared_boxes(description, self._coordinator.process)
             names = {holders: _name_of(holders) for holders in boxes}
-            self._known = _Shared(
+            self._metadata_index = _Shared(
                 description=description,
-                twins=twins_of(description),
+                local_replicas=twins_of(description),
                 boxes={names[holders]: found for holders, found in boxes.items()},
                 holders={name: holders for holders, name in names.items()},
                 compared=has_replicas(description),
             )
-        return self._known
+        return self._metadata_index
 
     def _meet(
-        self, save_id: SaveId, shared: _Shared, twins: Sequence[Twin], digests: Mapping[int, Digests] | None
+        self,
+        save_id: SaveId,
+        shared: _Shared,
+        local_replicas: Sequence[LocalReplica],
+        digests: Mapping[int, Digests] | None,
     ) -> list[dict[str, Any]]:
         """The differences, on every process the same."""
         process = self._coordinator.process
         mine = None
         if digests is not None:
             sets = {name: boxes for name, boxes in shared.boxes.items() if process in shared.holders[name]}
-            local = differing_twins(shared.description, twins, digests)[:FOLLOWED]
+            local = differing_local_replicas(shared.description, local_replicas, digests)[:FOLLOWED]
             mine = {
                 "sets": {name: hash_of(boxes, digests) for name, boxes in sets.items()},
-                "local": [self._local(shared.description, twins, twin, digests) for twin in local],
+                "local": [
+                    self._local(shared.description, local_replicas, local_replica, digests) for local_replica in local
+                ],
             }
         verdict = self._coordinator.agree("replicas", mine, _first_look, timeout_s=self._timeout_s, about=str(save_id))
         found: list[dict[str, Any]] = verdict["local"]
@@ -167,14 +179,22 @@ class ReplicaComparison:
         return hashes
 
     def _local(
-        self, description: Description, twins: Sequence[Twin], twin: Twin, digests: Mapping[int, Digests]
+        self,
+        description: Description,
+        local_replicas: Sequence[LocalReplica],
+        local_replica: LocalReplica,
+        digests: Mapping[int, Digests],
     ) -> dict[str, Any]:
         """One box that differs between devices of this process, with every copy of it that this save digested."""
         first = len(description.extents)
-        stored = description.items[twin.item][twin.leaf]
-        (at,) = (i for i, record in enumerate(stored.record.boxes) if record.box == twin.box)
-        held = {stored.devices[at].id: digests[twin.number]}
-        held |= {each.device.id: digests[first + i] for i, each in enumerate(twins) if each.number == twin.number}
+        stored = description.items[local_replica.item][local_replica.leaf]
+        (at,) = (i for i, record in enumerate(stored.record.boxes) if record.box == local_replica.box)
+        held = {stored.devices[at].id: digests[local_replica.number]}
+        held |= {
+            each.device.id: digests[first + i]
+            for i, each in enumerate(local_replicas)
+            if each.number == local_replica.number
+        }
         by_hash = {device: "+".join(cells) for device, cells in held.items()}
         process = self._coordinator.process
         suspects = [f"device {device} of {self._host}" for device in minority(by_hash)]
@@ -182,7 +202,7 @@ class ReplicaComparison:
             {"process": process, "host": self._host, "device": device, "digest": digest[:32]}
             for device, digest in by_hash.items()
         ]
-        return _difference(twin.item, twin.record.name, twin.box, holders, suspects)
+        return _difference(local_replica.item, local_replica.record.name, local_replica.box, holders, suspects)
 
 
 def _first_look(values: list[Any]) -> dict[str, Any]:
@@ -198,7 +218,7 @@ def _first_look(values: list[Any]) -> dict[str, Any]:
     return {"sets": [name for name in sorted(sets) if len(sets[name]) > 1][:FOLLOWED], "local": local[:FOLLOWED]}
 
 
-def _narrowed(holders: Mapping[str, Holders], values: list[Any]) -> dict[str, Any]:
+def _narrowed(holders: Mapping[str, BoxHolders], values: list[Any]) -> dict[str, Any]:
     """From the hashes of ranges to the parts that differ: ranges to be asked for next, and single boxes."""
     if any((value["save"], value["ranges"]) != (values[0]["save"], values[0]["ranges"]) for value in values):
         raise CheckpointError("the processes compare different saves: one of them was late")
@@ -246,7 +266,7 @@ def _difference(
     }
 
 
-def _unnamed(processes: Holders, why: str) -> dict[str, Any]:
+def _unnamed(processes: BoxHolders, why: str) -> dict[str, Any]:
     holders = [{"process": process} for process in processes[:_SAID_HOLDERS]]
     return {"item": None, "leaf": None, "box": None, "holders": holders, "suspects": [], "reason": why}
 
@@ -265,6 +285,6 @@ def _words(found: Mapping[str, Any]) -> str:
     return f"leaf {found['item']}:{found['leaf']}, box {tuple(start)} to {tuple(stop)}: {'; '.join(who)}"
 
 
-def _name_of(holders: Holders) -> str:
+def _name_of(holders: BoxHolders) -> str:
     """A set of processes in 16 letters: all of thousands have the scalars in common, and each says so at each save."""
     return digest_of(",".join(map(str, holders)).encode())[:16]

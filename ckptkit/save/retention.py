@@ -10,29 +10,29 @@ from collections.abc import Mapping, Sequence
 from ckptkit.errors import CheckpointError
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE, PEER, KeepBytes, Tier, kept_beside
-from ckptkit.save.ledger import Book
+from ckptkit.save.ledger import Ledger
 from ckptkit.slots.arena import Arena
 
 _log = logging.getLogger("ckptkit")
 
 
-class Keeper:
+class Retention:
     """Says to arenas which saves are protected, and which are given up. Safe from several threads.
 
     What it decides follows from the book: what all processes have committed. So the newest such save is never given up,
     and one that is still being written, or of which nobody knows the verdict, is not touched. Nor is the newest one
-    with copies on other hosts, here or in the lanes (arenas of no tier's name) with others' copies.
+    with copies on other hosts, here or in the arenas with others' copies, whose names are those of no tier.
     """
 
-    def __init__(self, tiers: Sequence[Tier], arenas: Mapping[str, Arena], book: Book, in_flight_max: int):
+    def __init__(self, tiers: Sequence[Tier], arenas: Mapping[str, Arena], ledger: Ledger, in_flight_max: int):
         # Copies are in memory as the ramdisk is: what is only there was not flushed.
         names = [*(tier.name for tier in tiers if tier.medium != PEER), DURABLE]
         self._tiers = {tier.name: tier for tier in tiers}
         self._beside = {tier.name: kept_beside(tier, tiers) for tier in tiers}
         self._slower = dict(itertools.pairwise(names))
         self._arenas = {name: arena for name, arena in arenas.items() if name in self._tiers}
-        self._lanes = [arena for name, arena in arenas.items() if name not in self._tiers]
-        self._book = book
+        self._peer_arenas = [arena for name, arena in arenas.items() if name not in self._tiers]
+        self._ledger = ledger
         self._in_flight_max = in_flight_max
         self._share_bytes: int | None = None  # the largest of all processes, in a slot
         self._lock = threading.Lock()
@@ -53,9 +53,9 @@ class Keeper:
                     arena.protect(save_id, *self._kept(name))
                 if self._beside[name]:
                     arena.protect(save_id, why=PEER)  # until a newer one has its copies elsewhere
-            for lane in self._lanes:
-                if save_id in lane.held():
-                    lane.protect(save_id)
+            for peer_arena in self._peer_arenas:
+                if save_id in peer_arena.held():
+                    peer_arena.protect(save_id)
 
     def sized(self, share_bytes: int, slot_bytes: int) -> bool:
         """A save takes `slot_bytes` of a slot here and at most `share_bytes` on any process; returns whether a tier has
@@ -78,7 +78,7 @@ class Keeper:
             for name, arena in self._arenas.items():
                 if not self._give_up(name, problems) and name == tier:
                     arena.protect(save_id)
-                self._book.keep_only(name, arena.held())
+                self._ledger.keep_only(name, arena.held())
         return problems
 
     def copied(self, save_id: SaveId) -> list[tuple[str, Exception]]:
@@ -90,10 +90,12 @@ class Keeper:
                 if self._beside[name]:
                     arena.protect(save_id, why=PEER)
                     self._give_up(name, problems)
-                    self._book.keep_only(name, arena.held())
-            for lane in self._lanes:
-                lane.protect(save_id)
-            self._book.keep_only(PEER, [save_id, *(held for lane in self._lanes for held in lane.held())])
+                    self._ledger.keep_only(name, arena.held())
+            for peer_arena in self._peer_arenas:
+                peer_arena.protect(save_id)
+            self._ledger.keep_only(
+                PEER, [save_id, *(held for peer_arena in self._peer_arenas for held in peer_arena.held())]
+            )
         return problems
 
     def _give_up(self, name: str, problems: list[tuple[str, Exception]]) -> bool:
@@ -101,7 +103,7 @@ class Keeper:
         kept, arena = self._protect(name), self._arenas[name]
         if kept:
             try:
-                arena.forget(self._book.committed_in(name) - arena.protected)
+                arena.forget(self._ledger.committed_in(name) - arena.protected)
             except (CheckpointError, OSError) as error:
                 problems.append((name, error))
         return bool(kept)
@@ -118,7 +120,7 @@ class Keeper:
         if tier.keep is None or self._waits_for_size(tier):
             return []
         held = set(self._arenas[name].held())
-        records = [record for record in reversed(self._book.records()) if name in record.tiers]
+        records = [record for record in reversed(self._ledger.records()) if name in record.tiers]
         flushed = {record.save_id for record in records if self._slower[name] in record.tiers}
         newest_first = [record.save_id for record in records if record.save_id in held]
         return tier.keep.kept(newest_first, flushed, tier.kept_max(self._share_bytes or 0))

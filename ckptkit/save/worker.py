@@ -9,7 +9,7 @@ from typing import final
 
 from ckptkit.util.clock import Deadline
 
-Job = Callable[[], None]
+Task = Callable[[], None]
 
 
 @final
@@ -21,7 +21,7 @@ class Worker:
     """
 
     def __init__(self, name: str, *, waiting_max: int):
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[Task] = deque()
         self._waiting_max = waiting_max
         self._running = False
         self._stopping = False
@@ -36,7 +36,7 @@ class Worker:
         with self._changed:
             return not self._running and not self._jobs
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Task) -> None:
         """Queues a job; waits while `waiting_max` jobs wait already."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._jobs) < self._waiting_max)

@@ -159,7 +159,7 @@ class Decider:
         """The fast tiers whose policies take `step`; those that look at a clock are asked on process 0."""
         due = {t.name for t in self._tiers if isinstance(t.save, TierSavePolicy) and t.save.due(step)}
         if self._by_clock:
-            due |= set(self._coordinator.tell("tiers-by-clock", self._due_by_clock, timeout_s=self._timeout_s))
+            due |= set(self._coordinator.ask_process_0("tiers-by-clock", self._due_by_clock, timeout_s=self._timeout_s))
         return due
 
     def _due_by_clock(self) -> list[str]:
@@ -182,7 +182,7 @@ class Decider:
         def ask() -> bool:
             return bool(self._policy.should_save(StepInfo(step), self._durable, context=context))  # pyright: ignore[reportArgumentType]
 
-        return ask() if self._alone else self._coordinator.tell("decision", ask, timeout_s=self._timeout_s)
+        return ask() if self._alone else self._coordinator.ask_process_0("decision", ask, timeout_s=self._timeout_s)
 
 
 def _is_of_the_step_alone(policy: Any) -> bool:

@@ -59,7 +59,7 @@ def plan_last_save(tiers: Sequence[str], needs_s: Mapping[str, float], left_s: f
     return LastSavePlan(tiers=tuple(tier for tier in tiers if tier not in left_out), left_out=left_out)
 
 
-class Rates:
+class TierRates:
     """How long saves take, by tier, from the events of earlier ones. An observer of an `EventLog`."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Rates:
         }
 
 
-class Pace:
+class PreemptionPace:
     """How long ago a preemption may have been announced when the processes agree on it."""
 
     def __init__(self) -> None:

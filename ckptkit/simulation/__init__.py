@@ -4,8 +4,8 @@ from ckptkit.simulation.cluster import FAILURES, TIER_NAMES, Cluster, Failure, T
 from ckptkit.simulation.compare import Result, compare, find_oracle, mean_ci
 from ckptkit.simulation.cycle import Schedule
 from ckptkit.simulation.engine import Outcome, Policy, Seen, simulate, simulate_all
-from ckptkit.simulation.failures import Failures, Trace, draw, read_trace, replay
-from ckptkit.simulation.policies import Fixed, Learned, continuous, daly, levels, young
+from ckptkit.simulation.failures import Failures, FailureTrace, draw, read_trace, replay
+from ckptkit.simulation.policies import FixedIntervals, Learned, continuous, daly, levels, young
 from ckptkit.simulation.presets import PRESETS, Preset
 
 __all__ = [
@@ -14,8 +14,9 @@ __all__ = [
     "TIER_NAMES",
     "Cluster",
     "Failure",
+    "FailureTrace",
     "Failures",
-    "Fixed",
+    "FixedIntervals",
     "Learned",
     "Outcome",
     "Policy",
@@ -24,7 +25,6 @@ __all__ = [
     "Schedule",
     "Seen",
     "TierModel",
-    "Trace",
     "compare",
     "continuous",
     "daly",

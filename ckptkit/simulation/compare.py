@@ -12,7 +12,7 @@ import numpy as np
 from ckptkit.simulation.cluster import Cluster
 from ckptkit.simulation.engine import Outcome, Policy, kept_intervals_s, simulate_all
 from ckptkit.simulation.failures import Failures
-from ckptkit.simulation.policies import Fixed
+from ckptkit.simulation.policies import FixedIntervals
 
 # The search needs differences on the same failures, not absolute values: 100 runs, and their first 30,000 failures.
 _SEARCH_RUNS, _SEARCH_FAILURES = 100, 30_000
@@ -53,7 +53,7 @@ def compare(
     policies: Sequence[Policy],
     *,
     horizon_s: float,
-    begin: Fixed,
+    begin: FixedIntervals,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Result]:
     """The oracle first, then every policy, all on the same failures. The oracle's search begins at `begin`; where one
@@ -65,13 +65,17 @@ def compare(
     oracle = find_oracle(cluster, failures, horizon_s=horizon_s, begin=begin)
     judged = [oracle, *policies]
     outcomes = simulate_all(cluster, failures, judged, horizon_s=horizon_s, mark=10, progress=progress)
-    fixed = [(policy, outcome) for policy, outcome in zip(judged, outcomes, strict=True) if isinstance(policy, Fixed)]
+    fixed = [
+        (policy, outcome)
+        for policy, outcome in zip(judged, outcomes, strict=True)
+        if isinstance(policy, FixedIntervals)
+    ]
     best, reached = max(fixed, key=lambda each: float(each[1].goodput.mean()))
-    told = [(Fixed(best.fixed_s, oracle.name), reached), *zip(policies, outcomes[1:], strict=True)]
+    told = [(FixedIntervals(best.fixed_s, oracle.name), reached), *zip(policies, outcomes[1:], strict=True)]
     return [_result(cluster, policy, outcome, reached) for policy, outcome in told]
 
 
-def find_oracle(cluster: Cluster, failures: Failures, *, horizon_s: float, begin: Fixed) -> Fixed:
+def find_oracle(cluster: Cluster, failures: Failures, *, horizon_s: float, begin: FixedIntervals) -> FixedIntervals:
     """The fixed intervals with the highest mean goodput on these very failures: one tier after the other, coarse
     and then fine, from `begin`. Nobody has it: it is chosen with the failures known. Of more than 30,000 failures
     the search sees the first ones of 100 runs.
@@ -81,7 +85,7 @@ def find_oracle(cluster: Cluster, failures: Failures, *, horizon_s: float, begin
     horizon_s = horizon_s * min(1.0, _SEARCH_FAILURES / max(count, 1))
 
     def best_of(tried: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-        outcomes = simulate_all(cluster, sample, [Fixed(wanted) for wanted in tried], horizon_s=horizon_s)
+        outcomes = simulate_all(cluster, sample, [FixedIntervals(wanted) for wanted in tried], horizon_s=horizon_s)
         return max(zip(tried, outcomes, strict=True), key=lambda each: float(each[1].goodput.mean()))[0]
 
     best = tuple(min(each, horizon_s) for each in begin.fixed_s)
@@ -89,7 +93,7 @@ def find_oracle(cluster: Cluster, failures: Failures, *, horizon_s: float, begin
         for tier in range(len(best)):
             best = best_of([best, *(_scaled(best, tier, factor) for factor in factors)])
     # A slower tier that is asked to save more often than a faster one saves with it: say so.
-    return Fixed(tuple(np.maximum.accumulate(best).tolist()), "oracle")
+    return FixedIntervals(tuple(np.maximum.accumulate(best).tolist()), "oracle")
 
 
 def _scaled(wanted: tuple[float, ...], tier: int, factor: float) -> tuple[float, ...]:

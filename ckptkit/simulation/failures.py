@@ -36,7 +36,7 @@ class Failures:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class FailureTrace:
     """What was recorded: seconds between failures, and the outage after each. Replayed as a ring."""
 
     name: str
@@ -85,7 +85,13 @@ def draw(
 
 
 def replay(
-    trace: Trace, *, runs: int, horizon_s: float, shares: Mapping[Failure, float], scale: float = 1.0, seed: int = 0
+    trace: FailureTrace,
+    *,
+    runs: int,
+    horizon_s: float,
+    shares: Mapping[Failure, float],
+    scale: float = 1.0,
+    seed: int = 0,
 ) -> Failures:
     """Every run plays the trace from a failure chosen at random, round and round, every time multiplied by `scale`."""
     rng = np.random.default_rng(seed)
@@ -118,7 +124,7 @@ def _check_size(runs: int, count: int) -> None:
         )
 
 
-def read_trace(path: str | os.PathLike[str], *, system: str | None = None, need: int | None = None) -> Trace:
+def read_trace(path: str | os.PathLike[str], *, system: str | None = None, need: int | None = None) -> FailureTrace:
     """The trace in a file: a failure log as Los Alamos published it (CSV, or .csv.xz), or spot availability (JSON).
 
     `system` chooses a system of the log (default: the one with most failures). Of an availability file, a failure is
@@ -146,7 +152,7 @@ def _text(path: str | os.PathLike[str]) -> str:
         return file.read(_TRACE_BYTES_MAX + 1)
 
 
-def _failure_log(name: str, text: str, system: str | None) -> Trace:
+def _failure_log(name: str, text: str, system: str | None) -> FailureTrace:
     by_system: dict[str, list[tuple[float, float]]] = {}
     rows = csv.DictReader(text.splitlines())
     if not {"System", "Prob Started", "Down Time"} <= set(rows.fieldnames or ()):
@@ -165,10 +171,10 @@ def _failure_log(name: str, text: str, system: str | None) -> Trace:
     # Another node that fails in the same minute is the same disruption to a job that spans them all.
     first = np.concatenate([[True], np.diff(log[:, 0]) > 0])
     at_s, down_s = log[first, 0], log[first, 1]
-    return Trace(f"{name}, system {chosen}", np.diff(at_s), down_s[1:])
+    return FailureTrace(f"{name}, system {chosen}", np.diff(at_s), down_s[1:])
 
 
-def _availability(name: str, text: str, need: int | None) -> Trace:
+def _availability(name: str, text: str, need: int | None) -> FailureTrace:
     try:
         record = json.loads(text)
         gap_s, counts = float(record["metadata"]["gap_seconds"]), np.asarray(record["data"], float)
@@ -182,4 +188,4 @@ def _availability(name: str, text: str, need: int | None) -> Trace:
     falls = np.flatnonzero(enough[:-1] & ~enough[1:]) + 1
     rises = np.flatnonzero(~enough[:-1] & enough[1:]) + 1
     back = np.append(rises, len(counts))[np.searchsorted(rises, falls)]  # never back: until the end of the record
-    return Trace(name, np.diff(falls) * gap_s, (back - falls)[1:] * gap_s)
+    return FailureTrace(name, np.diff(falls) * gap_s, (back - falls)[1:] * gap_s)

@@ -13,7 +13,7 @@ from ckptkit.simulation.engine import Seen
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
+class FixedIntervals:
     """The same intervals always, in seconds of work, one per tier."""
 
     fixed_s: tuple[float, ...]
@@ -28,28 +28,28 @@ class Fixed:
         return Schedule(np.broadcast_to(wanted, (len(seen.up_s), len(wanted))))
 
 
-def continuous(cluster: Cluster) -> Fixed:
+def continuous(cluster: Cluster) -> FixedIntervals:
     """The next save as soon as the one before is committed, in every tier."""
-    return Fixed(tuple(max(tier.persist_s, cluster.step_s) for tier in cluster.tiers), "continuous")
+    return FixedIntervals(tuple(max(tier.persist_s, cluster.step_s) for tier in cluster.tiers), "continuous")
 
 
-def young(cluster: Cluster, mtbf_s: float) -> Fixed:
+def young(cluster: Cluster, mtbf_s: float) -> FixedIntervals:
     """Young's interval for the slowest tier, from the true MTBF; the others save with it and never alone."""
     interval_s = float(intervals.young_s(sum(tier.stall_s for tier in cluster.tiers), mtbf_s))
-    return Fixed((interval_s,) * len(cluster.tiers), "young")
+    return FixedIntervals((interval_s,) * len(cluster.tiers), "young")
 
 
-def daly(cluster: Cluster, mtbf_s: float) -> Fixed:
+def daly(cluster: Cluster, mtbf_s: float) -> FixedIntervals:
     """As `young`, by Daly's higher-order estimate."""
     interval_s = float(intervals.daly_s(sum(tier.stall_s for tier in cluster.tiers), mtbf_s))
-    return Fixed((interval_s,) * len(cluster.tiers), "daly")
+    return FixedIntervals((interval_s,) * len(cluster.tiers), "daly")
 
 
-def levels(cluster: Cluster, mtbf_s: float) -> Fixed:
+def levels(cluster: Cluster, mtbf_s: float) -> FixedIntervals:
     """The optimum of each level, from the true MTBF and the true shares of failures."""
     with np.errstate(divide="ignore"):
         mtbfs_s = mtbf_s / np.array(cluster.level_shares())
-    return Fixed(tuple(intervals.levels_s(_costs_s(cluster), mtbfs_s).tolist()), "levels")
+    return FixedIntervals(tuple(intervals.levels_s(_costs_s(cluster), mtbfs_s).tolist()), "levels")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

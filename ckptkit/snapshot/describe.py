@@ -34,11 +34,11 @@ class LeafSource:
     record: LeafRecord
     holders: Mapping[Box, tuple[int, ...]]  # every box of the global array -> the processes that hold it
     devices: tuple[Any, ...]  # for each box of the record, the local device that it is read from; none: host memory
-    twins: tuple[tuple[Any, ...], ...] = ()  # for each box of the record, the other local devices that hold it
+    local_replicas: tuple[tuple[Any, ...], ...] = ()  # for each box of the record, the other local devices that hold it
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class SlotExtent:
     """Where box `number` of a save lies in a slot; `cells`: the byte ranges `[start, stop)` of its cells, in order."""
 
     number: int
@@ -55,7 +55,7 @@ class Description:
 
     items: Mapping[str, tuple[LeafSource, ...]]
     treedefs: Mapping[str, Any]
-    extents: tuple[Extent, ...]  # of every box, in the order of the leaves: ascending
+    extents: tuple[SlotExtent, ...]  # of every box, in the order of the leaves: ascending
     slot_bytes: int
     share_bytes: int  # what the largest share of any process takes of a slot: the same on every process
 
@@ -111,7 +111,7 @@ class Describer:
         return self._last[1]
 
 
-Shard = tuple[Any, Extent]  # a single-device array or a NumPy one, and where it goes
+Shard = tuple[Any, SlotExtent]  # a single-device array or a NumPy one, and where it goes
 Digests = tuple[str, ...]  # of the cells of one box
 
 
@@ -250,8 +250,10 @@ def _describe_leaf(item: str, keypath: Any, value: Any, offset: int) -> tuple[Le
         extra=extra,
         boxes=tuple(boxes),
     )
-    devices, twins = tuple(all_[0] for all_ in holding), tuple(all_[1:] for all_ in holding)
-    return LeafSource(sharding=sharding, record=record, holders=holders, devices=devices, twins=twins), offset
+    devices, local_replicas = tuple(all_[0] for all_ in holding), tuple(all_[1:] for all_ in holding)
+    return LeafSource(
+        sharding=sharding, record=record, holders=holders, devices=devices, local_replicas=local_replicas
+    ), offset
 
 
 def _share_bytes(sources: Sequence[LeafSource]) -> int:
@@ -333,9 +335,9 @@ def _devices_of(array: jax.Array, boxes: Sequence[Box]) -> tuple[tuple[Any, ...]
     return tuple(tuple(holding[box]) for box in boxes)
 
 
-def _extent(number: int, leaf: LeafRecord, box: BoxRecord, on_device: bool) -> Extent:
+def _extent(number: int, leaf: LeafRecord, box: BoxRecord, on_device: bool) -> SlotExtent:
     cells = tuple((box.offset + start, box.offset + stop) for _, start, stop in cell_ranges(box, leaf))
-    return Extent(number, box.offset, box.offset + box.box.size * leaf.itemsize, cells, on_device)
+    return SlotExtent(number, box.offset, box.offset + box.box.size * leaf.itemsize, cells, on_device)
 
 
 def _held(source: LeafSource, value: Any) -> list[Any]:

@@ -17,13 +17,13 @@ import jax
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import LeafRecord, digest_of
 from ckptkit.model.policies import ReplicaPolicy
-from ckptkit.snapshot.describe import Description, Digests, Extent, Shard, by_device
+from ckptkit.snapshot.describe import Description, Digests, Shard, SlotExtent, by_device
 
-Holders = tuple[int, ...]  # processes, ascending
+BoxHolders = tuple[int, ...]  # processes, ascending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Twin:
+class LocalReplica:
     """A second local copy of box `number` of a save, on `device`. `leaf` counts the leaves of `item`."""
 
     number: int
@@ -45,14 +45,14 @@ class SharedBox:
     number: int | None
 
 
-def twins_of(description: Description) -> tuple[Twin, ...]:
+def twins_of(description: Description) -> tuple[LocalReplica, ...]:
     """Every local copy of every box beside the one that is stored, in the order of the boxes."""
-    twins, number = [], 0
+    local_replicas, number = [], 0
     for item, sources in description.items.items():
         for leaf, source in enumerate(sources):
             for at, held in enumerate(source.record.boxes):
-                twins += [
-                    Twin(
+                local_replicas += [
+                    LocalReplica(
                         number=number,
                         item=item,
                         leaf=leaf,
@@ -61,16 +61,16 @@ def twins_of(description: Description) -> tuple[Twin, ...]:
                         device=device,
                         nbytes=held.box.size * source.record.itemsize,
                     )
-                    for device in (source.twins[at] if source.twins else ())
+                    for device in (source.local_replicas[at] if source.local_replicas else ())
                 ]
                 number += 1
-    return tuple(twins)
+    return tuple(local_replicas)
 
 
-def shared_boxes(description: Description, process: int) -> dict[Holders, list[SharedBox]]:
+def shared_boxes(description: Description, process: int) -> dict[BoxHolders, list[SharedBox]]:
     """The boxes of the global state that several processes hold, by who holds them; the same on every process but for
     `number`, because it is made of the global shardings alone."""
-    shared: dict[Holders, list[SharedBox]] = {}
+    shared: dict[BoxHolders, list[SharedBox]] = {}
     number = 0
     for item, sources in description.items.items():
         for source in sources:
@@ -107,45 +107,64 @@ class Rotation:
         self._bytes_max = policy.local_bytes_max
         self._next = 0
 
-    def choose(self, twins: Sequence[Twin]) -> tuple[Twin, ...]:
+    def choose(self, local_replicas: Sequence[LocalReplica]) -> tuple[LocalReplica, ...]:
         """The copies of the next save."""
-        if not twins or self._bytes_max == 0:
+        if not local_replicas or self._bytes_max == 0:
             return ()
-        self._next %= len(twins)
-        turned = (*twins[self._next :], *twins[: self._next])
+        self._next %= len(local_replicas)
+        turned = (*local_replicas[self._next :], *local_replicas[: self._next])
         chosen, left = 0, self._bytes_max
-        for twin in turned:
+        for local_replica in turned:
             if left is not None:
-                if chosen and twin.nbytes > left:
+                if chosen and local_replica.nbytes > left:
                     break
-                left = max(0, left - twin.nbytes)
+                left = max(0, left - local_replica.nbytes)
             chosen += 1
         self._next += chosen
         return tuple(islice(turned, chosen))
 
 
-def twin_shards(description: Description, trees: Mapping[str, Any], twins: Sequence[Twin]) -> list[Shard]:
-    """What `staging.begin` digests for `twins`; box `len(description.extents) + i` is `twins[i]`. Moves no bytes."""
+def twin_shards(
+    description: Description, trees: Mapping[str, Any], local_replicas: Sequence[LocalReplica]
+) -> list[Shard]:
+    """What `staging.begin` digests for `local_replicas`: box `len(description.extents) + i` is number `i` of them.
+
+    Moves no bytes.
+    """
     shards, leaves = [], {}
     local: dict[tuple[str, int], Mapping[Any, Any]] = {}
-    for at, twin in enumerate(twins):
-        key = (twin.item, twin.leaf)
+    for at, local_replica in enumerate(local_replicas):
+        key = (local_replica.item, local_replica.leaf)
         if key not in local:
-            if twin.item not in leaves:
-                leaves[twin.item] = jax.tree.leaves(trees[twin.item])
-            local[key] = by_device(description.items[twin.item][twin.leaf], leaves[twin.item][twin.leaf])
-        kept = description.extents[twin.number]
-        extent = Extent(
-            len(description.extents) + at, kept.offset, kept.stop, kept.cells, twin.device.platform != "cpu", kept=False
+            if local_replica.item not in leaves:
+                leaves[local_replica.item] = jax.tree.leaves(trees[local_replica.item])
+            local[key] = by_device(
+                description.items[local_replica.item][local_replica.leaf],
+                leaves[local_replica.item][local_replica.leaf],
+            )
+        kept = description.extents[local_replica.number]
+        extent = SlotExtent(
+            len(description.extents) + at,
+            kept.offset,
+            kept.stop,
+            kept.cells,
+            local_replica.device.platform != "cpu",
+            kept=False,
         )
-        shards.append((local[key][twin.device], extent))
+        shards.append((local[key][local_replica.device], extent))
     return shards
 
 
-def differing_twins(description: Description, twins: Sequence[Twin], digests: Mapping[int, Digests]) -> list[Twin]:
+def differing_local_replicas(
+    description: Description, local_replicas: Sequence[LocalReplica], digests: Mapping[int, Digests]
+) -> list[LocalReplica]:
     """The local copies whose bits are not those of the copy that is stored."""
     first = len(description.extents)
-    return [twin for at, twin in enumerate(twins) if digests[first + at] != digests[twin.number]]
+    return [
+        local_replica
+        for at, local_replica in enumerate(local_replicas)
+        if digests[first + at] != digests[local_replica.number]
+    ]
 
 
 def hash_of(boxes: Iterable[SharedBox], digests: Mapping[int, Digests]) -> str:

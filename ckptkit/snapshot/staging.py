@@ -25,7 +25,7 @@ import numpy as np
 from ckptkit.snapshot.describe import Description, Digests, Shard, copy_shards, local_shards
 
 Strategy = Literal["slot_copy", "device_copy", "gate", "alias", "block"]
-Choice = Strategy | Literal["auto"]
+StagingChoice = Strategy | Literal["auto"]
 
 # XLA's CPU client runs a program of fewer than 1,000 floating-point operations on the caller's thread once its inputs
 # are ready, and a copy of gigabytes has none. With these it goes to a thread of its own.

@@ -15,7 +15,7 @@ from ckptkit.model.leaf_patterns import Cast, Init, Rename, Rule, Skip, Take, ma
 from ckptkit.model.manifest import describe
 from ckptkit.snapshot.describe import leaf_path
 
-Act = Literal["taken", "initialised"]
+LeafOutcome = Literal["taken", "initialised"]
 _NNX_LEAF = "value"  # NNX ends every path with it
 
 
@@ -38,7 +38,7 @@ class Origin:
 
     target: str
     leaf: Leaf
-    act: Act
+    act: LeafOutcome
     source: str | None = None
     stored: Leaf | None = None
 

@@ -27,7 +27,7 @@ _ITEM = "probe"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Latency:
+class ProbedLatency:
     """Medians of one small object, in seconds."""
 
     put_s: float
@@ -55,7 +55,7 @@ class Probe:
         """Of one trial."""
         return sum(block.nbytes for block in self._blocks)
 
-    def latency(self) -> Latency:
+    def latency(self) -> ProbedLatency:
         """Of a small object, put and got."""
         with self._place() as place:
             store = small_objects(place, DurableProfile())
@@ -67,7 +67,7 @@ class Probe:
                 store.get(f"small-{index}")
                 puts.append(put_s - began_s)
                 gets.append(clock.monotonic_s() - put_s)
-        return Latency(put_s=median(puts), get_s=median(gets))
+        return ProbedLatency(put_s=median(puts), get_s=median(gets))
 
     def trials(self, profiles: Sequence[DurableProfile], rounds: int) -> list[Trial]:
         """Each profile, by turns, `rounds` times after one that does not count."""

@@ -12,7 +12,7 @@ import numpy as np
 from ckptkit.formats import open_checkpoint
 from ckptkit.model.durable_profile import Codec, DurableProfile
 from ckptkit.store.roots import is_remote, root_url
-from ckptkit.tuner.probing import Latency, Probe, Trial
+from ckptkit.tuner.probing import Probe, ProbedLatency, Trial
 from ckptkit.tuner.sampling import Compression, Samples, compressibility, leaves_of, take_samples
 
 PROBE_BYTES = 256 << 20
@@ -21,7 +21,7 @@ _LEAVES_MAX = 2000  # of a probe like a state with more
 _WORTH = 1.1  # what is faster by less is noise, or not worth more requests: the default stays
 _WORTH_STORED = 0.98  # less is not worth a trial
 _UNMEASURED = "in_flight_bytes, write_bytes_per_s and operation_timeout_s stay: they bound memory, rate and patience"
-Progress = Callable[[str], None]
+TrialProgress = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Proposal:
     url: str
     profile: DurableProfile
     probe_bytes: int
-    latency: Latency
+    latency: ProbedLatency
     trials: tuple[Trial, ...]  # the first is the default
     compressions: tuple[Compression, ...]  # by dtype; empty without a checkpoint to sample
     reasons: tuple[str, ...]
@@ -82,7 +82,7 @@ def tune(
     probe_bytes: int = PROBE_BYTES,
     rounds: int = 3,
     timeout_s: float = 20.0,
-    progress: Progress = lambda said: None,
+    progress: TrialProgress = lambda said: None,
 ) -> Proposal:
     """Proposes a profile for the durable root `url`, for states like the checkpoint `like` (default: few large leaves
     of bytes that do not compress): `plan_tune`, then `measure`. Raises what they raise."""
@@ -97,7 +97,7 @@ def plan_tune(
     probe_bytes: int = PROBE_BYTES,
     rounds: int = 3,
     timeout_s: float = 20.0,
-    progress: Progress = lambda said: None,
+    progress: TrialProgress = lambda said: None,
 ) -> TunePlan:
     """What `measure` is to try; nothing is written.
 
@@ -132,7 +132,7 @@ def plan_tune(
     )
 
 
-def measure(plan: TunePlan, *, progress: Progress = lambda said: None) -> Proposal:
+def measure(plan: TunePlan, *, progress: TrialProgress = lambda said: None) -> Proposal:
     """Tries what the plan says, and proposes a profile.
 
     Writes and reads `plan.written_bytes` below `<url>/_ckptkit`, and deletes them. Host memory: three times

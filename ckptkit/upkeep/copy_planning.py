@@ -16,7 +16,7 @@ from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId, digest_of
 from ckptkit.store.roots import root_url
 
-Act = Literal["copy", "skip", "leave"]
+CopyAction = Literal["copy", "skip", "leave"]
 
 JOURNAL = "_ckptkit_copy.json"  # beside the objects of a step on its way: what has arrived
 
@@ -35,7 +35,7 @@ class CopyStep:
     save_id: SaveId | None
     sizes: Mapping[str, int]
     stamp: str | None
-    act: Act
+    act: CopyAction
     reason: str | None = None
 
     @property

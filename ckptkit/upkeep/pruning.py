@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 from ckptkit.durable.lifecycle.delete import move_away, remove_step
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.lifecycle.leases import Doom, PruneGuard
+from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard
 from ckptkit.durable.lifecycle.pins import pinned_steps
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, no_directory
-from ckptkit.inspection.records import FORMAT, State
+from ckptkit.inspection.records import FORMAT, StepState
 from ckptkit.inspection.steps import DurableStep, durable_steps
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import EverySteps, KeepBytes, KeepNewest
@@ -28,10 +28,10 @@ from ckptkit.store.roots import is_remote, root_url
 from ckptkit.util import clock
 from ckptkit.verification.durable import prove_step
 from ckptkit.verification.pool import Limits
-from ckptkit.verification.records import Progress
+from ckptkit.verification.records import VerifyProgress
 
 Keep = KeepNewest | KeepBytes | EverySteps
-Act = Literal["keep", "delete", "leave"]
+PruneAction = Literal["keep", "delete", "leave"]
 
 _POLL_S = 0.5  # between two looks at leases that are waited for
 
@@ -42,10 +42,10 @@ class PruneStep:
 
     step: int
     path: str
-    state: State
+    state: StepState
     save_id: SaveId | None
     stored_bytes: int
-    act: Act
+    act: PruneAction
     reasons: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def plan_prune(
     *,
     unread: bool = False,
     timeout_s: float = 20.0,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[VerifyProgress], None] | None = None,
 ) -> PrunePlan:
     """What `prune` would delete of the durable steps of `root`; nothing is.
 
@@ -169,7 +169,7 @@ def prune(plan: PrunePlan, *, wait_s: float = 0.0, timeout_s: float = 20.0) -> P
         return replace(plan, done=True)
     store = open_store(plan.root, deadline_s=timeout_s)
     numbers = [each.step for each in plan.doomed]
-    with Doom(store, numbers) as doom:
+    with DeletionNotice(store, numbers) as notice:
         spared = _spared(PruneGuard(store), numbers, wait_s)
         there = _still_there(plan, timeout_s)
         acted: dict[str, PruneStep] = {}
@@ -178,7 +178,7 @@ def prune(plan: PrunePlan, *, wait_s: float = 0.0, timeout_s: float = 20.0) -> P
                 acted[each.path] = replace(each, act="keep", reasons=("in use, or pinned",))
             elif there.get(each.path) != each.save_id or each.path not in there:
                 acted[each.path] = replace(each, act="leave", reasons=("it was deleted or saved anew meanwhile",))
-            elif doom.lost:
+            elif notice.lost:
                 raise StoreError(f"{plan.root} did not answer in time to renew the announcement; run it again")
             elif not _removed(each):
                 acted[each.path] = replace(each, act="leave", reasons=("it was saved anew meanwhile",))

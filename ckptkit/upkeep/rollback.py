@@ -17,7 +17,7 @@ from ckptkit.model.tiers import DURABLE
 from ckptkit.store import open_store
 from ckptkit.upkeep.arenas import list_arenas
 from ckptkit.verification import verify
-from ckptkit.verification.records import Progress
+from ckptkit.verification.records import VerifyProgress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ def plan_rollback(
     host_id: str,
     unread: bool = False,
     timeout_s: float = 20.0,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[VerifyProgress], None] | None = None,
 ) -> RollbackPlan:
     """What going back to `step` abandons, over the durable root and this host's fast `tiers`; nothing is written.
 
@@ -126,7 +126,7 @@ def _chosen(entries: Sequence[StepEntry], step: int, root: str) -> StepEntry:
     raise StepNotFoundError(f"{root}: no restart would take step {step}: {why}", step=step, path=root)
 
 
-def _prove(entry: StepEntry, root: str, timeout_s: float, progress: Callable[[Progress], None] | None) -> None:
+def _prove(entry: StepEntry, root: str, timeout_s: float, progress: Callable[[VerifyProgress], None] | None) -> None:
     durable = [each for each in entry.holdings if each.tier == DURABLE]
     for holding in durable or entry.holdings:
         found = verify(holding.path, entry.step, timeout_s=timeout_s, progress=progress)

@@ -19,14 +19,14 @@ from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.arrays import ARRAY_METADATAS, METADATA, OCDBT, SHARDINGS
 from ckptkit.inspection.directories import STEP_METADATA, item_kind, step_of_name
 from ckptkit.inspection.places import Place, local_kind, no_directory
-from ckptkit.inspection.records import FORMAT, State
+from ckptkit.inspection.records import FORMAT, StepState
 from ckptkit.inspection.steps import DurableStep, durable_steps, no_slots, no_tier, read_ancestry
 from ckptkit.model import paths
 from ckptkit.store.roots import root_url
 from ckptkit.upkeep.arenas import ArenaEntry, list_arenas
 from ckptkit.verification.quarantine import QUARANTINE_DIR
 
-Kind = Literal["arrays", "digests", "small", "metadata"]
+UsageKind = Literal["arrays", "digests", "small", "metadata"]
 DeadKind = Literal["leftover", "superseded", "quarantine", "stray", "unreferenced"]
 
 _METADATA = frozenset({METADATA, OCDBT, SHARDINGS, STEP_METADATA, paths.COMMIT_MARK, ".zarray", ".zattrs", "zarr.json"})
@@ -36,12 +36,12 @@ _ROOT_FILES = frozenset({"metadata", "array_metadatas", "descriptor"})  # what O
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepUsage:
-    """What one durable step takes. `items`: bytes by item (the step's own files under ""); `kinds`: by `Kind`;
+    """What one durable step takes. `items`: bytes by item (the step's own files under ""); `kinds`: by `UsageKind`;
     `pin_reason`: what was said when it was pinned."""
 
     step: int
     path: str
-    state: State
+    state: StepState
     pinned: bool
     in_use: bool
     stored_bytes: int
@@ -180,7 +180,7 @@ def _step_usage(each: DurableStep, pinned: set[int], used: set[int], root: Place
     )
 
 
-def _kind(item: Place, key: str, *, inside: bool) -> Kind:
+def _kind(item: Place, key: str, *, inside: bool) -> UsageKind:
     """What a file is, by its path in an item."""
     parts = key.split("/")
     if paths.SIDECAR_DIR in parts:

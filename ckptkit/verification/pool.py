@@ -11,7 +11,7 @@ from typing import final
 
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model.boxes import Box
-from ckptkit.verification.records import Finding, Progress
+from ckptkit.verification.records import Finding, VerifyProgress
 
 THREADS = 8  # a disk or a bucket answers several reads at once; digests release the GIL
 MEMORY_BYTES_MAX = 512 << 20
@@ -40,7 +40,7 @@ class Limits:
 
     threads: int = THREADS
     memory_bytes_max: int = MEMORY_BYTES_MAX
-    progress: Callable[[Progress], None] | None = None
+    progress: Callable[[VerifyProgress], None] | None = None
 
     def __post_init__(self) -> None:
         if self.threads < 1 or self.memory_bytes_max < 1:
@@ -73,7 +73,7 @@ def check_cells(
             if finding is not None:
                 findings[number] = finding
             if limits.progress is not None:
-                limits.progress(Progress(path=path, step=step, checked_bytes=done[1], total_bytes=total_bytes))
+                limits.progress(VerifyProgress(path=path, step=step, checked_bytes=done[1], total_bytes=total_bytes))
 
     def work() -> None:
         try:

@@ -10,8 +10,8 @@ from ckptkit.model.manifest import SaveId
 
 FORMAT = 1  # of the JSON shapes: grows when a field goes or changes its meaning, not when one is added
 
-State = Literal["proven", "corrupt", "unproven", "incomplete"]
-Kind = Literal["slot", "durable"]
+ProofState = Literal["proven", "corrupt", "unproven", "incomplete"]
+ProofKind = Literal["slot", "durable"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,8 @@ class StepProof:
     """
 
     step: int
-    state: State
-    kind: Kind
+    state: ProofState
+    kind: ProofKind
     path: str
     save_id: SaveId | None = None
     checked: tuple[int, int] = (0, 0)  # cells, bytes
@@ -113,7 +113,7 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class VerifyProgress:
     """How far the step that is read now has come, in bytes of array data."""
 
     path: str

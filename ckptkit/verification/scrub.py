@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.lifecycle.leases import doomed_steps
+from ckptkit.durable.lifecycle.leases import announced_deletions
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, nothing_at
 from ckptkit.inspection.shares import read_shares
@@ -27,11 +27,11 @@ from ckptkit.verification.mend_slot import can_mend, mend_share, put_manifest_as
 from ckptkit.verification.mend_step import clean_repairs, mend_step, put_step_aside
 from ckptkit.verification.pool import MEMORY_BYTES_MAX, THREADS, Limits
 from ckptkit.verification.rebuild import CannotMendError, intact_sidecars, require_mendable
-from ckptkit.verification.records import FORMAT, Finding, Kind, Progress, StepProof
+from ckptkit.verification.records import FORMAT, Finding, ProofKind, StepProof, VerifyProgress
 from ckptkit.verification.slots import ShareProof, prove_share
-from ckptkit.verification.sources import Source, Sources, durable_sources, intact_sources, slot_source
+from ckptkit.verification.sources import RepairSource, Sources, durable_sources, intact_sources, slot_source
 
-Act = Literal["repair", "quarantine", "leave"]
+RepairAction = Literal["repair", "quarantine", "leave"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +40,9 @@ class Treatment:
 
     step: int
     save_id: SaveId | None
-    kind: Kind
+    kind: ProofKind
     path: str
-    act: Act
+    act: RepairAction
     done: bool
     reason: str | None = None
     sources: dict[str, int]
@@ -93,7 +93,7 @@ def scrub(
     threads: int = THREADS,
     memory_bytes_max: int = MEMORY_BYTES_MAX,
     timeout_s: float = 20.0,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[VerifyProgress], None] | None = None,
 ) -> Scrub:
     """Proves every copy of every save of `root` on this host, in its durable steps and in the slots of `host_id`
     below `tiers`; with `repair`, mends what is damaged from another copy of the same save.
@@ -196,7 +196,7 @@ class _Scrubber:
     def _sources(self, save_id: SaveId | None) -> Sources:
         """Every copy of a save. Slots first: their manifests name the places of all boxes of a process."""
         shares = [proof.share for proof in self._shares if proof.share.manifest.save_id == save_id]
-        found: list[Source] = [source for share in shares if (source := slot_source(share)) is not None]
+        found: list[RepairSource] = [source for share in shares if (source := slot_source(share)) is not None]
         for place, proof, _ in self._steps:
             if save_id is not None and proof.step == save_id.step:
                 durable = durable_sources(place.url, proof.step) or self._intact(place, proof.step, found)
@@ -204,7 +204,7 @@ class _Scrubber:
         return Sources(found, self._limits.memory_bytes_max)
 
     @staticmethod
-    def _intact(place: Place, step: int, slots: Sequence[Source]) -> list[Source]:
+    def _intact(place: Place, step: int, slots: Sequence[RepairSource]) -> list[RepairSource]:
         """What a step whose sidecars are damaged still says of itself; that is believed where a slot knows the save."""
         if not slots:
             return []
@@ -256,7 +256,7 @@ class _Scrubber:
         sources = self._sources(save_id)
         act, done, reason = "repair", False, None
         try:
-            if proof.step in self._doomed():  # half deleted, it looks damaged
+            if proof.step in self._announced():  # half deleted, it looks damaged
                 act, reason = "leave", "its job has said that it is deleting it"
             elif self._repair:
                 reason = self._mend(place, before, proof.step, sources)
@@ -294,10 +294,10 @@ class _Scrubber:
             return put_object_step_aside(place, before, self._place.url)
         return put_step_aside(place, before, Path(self._place.url))
 
-    def _doomed(self) -> set[int]:
+    def _announced(self) -> set[int]:
         """The steps that a job is deleting now: it says so before it begins, and takes it back when they are gone."""
         with suppress(ValueError, KeyError, TypeError):
-            return doomed_steps(self._place.store)
+            return announced_deletions(self._place.store)
         return set()
 
     @staticmethod

@@ -22,7 +22,7 @@ Read = Callable[[str, LeafRecord, BoxRecord, Box, np.ndarray], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class RepairSource:
     """One place that holds boxes of a save; `read` proves what it gives."""
 
     name: str
@@ -30,7 +30,7 @@ class Source:
     read: Read
 
 
-def slot_source(share: Share) -> Source | None:
+def slot_source(share: Share) -> RepairSource | None:
     """A process's share in a slot; None where the slot is gone or empty."""
     try:
         reader = SlotReader(share.directory, share.manifest)
@@ -44,25 +44,25 @@ def slot_source(share: Share) -> Source | None:
         reader.read(leaf, record, wanted, into)
 
     manifest = within(share.manifest, reader.size_bytes)
-    return Source(name=str(share.directory), manifest=manifest, read=read)
+    return RepairSource(name=str(share.directory), manifest=manifest, read=read)
 
 
-def durable_sources(step_url: str, step: int) -> list[Source]:
+def durable_sources(step_url: str, step: int) -> list[RepairSource]:
     """The shares of every process in a durable step; none where its sidecars are damaged, or not ours."""
     reader = DurableReader(step_url, step=step)
     try:
-        return [Source(name=step_url, manifest=manifest, read=reader.read) for manifest in reader.manifests()]
+        return [RepairSource(name=step_url, manifest=manifest, read=reader.read) for manifest in reader.manifests()]
     except (CorruptCheckpointError, FileNotFoundError):
         return []
 
 
-def intact_sources(place: Place, step: int, manifests: Iterable[Manifest]) -> list[Source]:
+def intact_sources(place: Place, step: int, manifests: Iterable[Manifest]) -> list[RepairSource]:
     """The shares of a durable step of which only these sidecars are whole."""
     reader = DurableReader(place.url, step=step)
-    return [Source(name=place.url, manifest=manifest, read=reader.read) for manifest in manifests]
+    return [RepairSource(name=place.url, manifest=manifest, read=reader.read) for manifest in manifests]
 
 
-def peer_sources(client: PeerClient, save_id: SaveId, holders: Iterable[tuple[int, int]]) -> Iterator[Source]:
+def peer_sources(client: PeerClient, save_id: SaveId, holders: Iterable[tuple[int, int]]) -> Iterator[RepairSource]:
     """Shares of a save in other processes' tiers, each asked for when its turn comes; `holders` are (process, share).
 
     One that does not have it any more, or does not answer, is passed over.
@@ -74,7 +74,9 @@ def peer_sources(client: PeerClient, save_id: SaveId, holders: Iterable[tuple[in
             manifest, tag = client.manifest(process, save_id, share)
         except (CorruptCheckpointError, PeerUnreachableError):
             continue
-        yield Source(name=f"process {process}", manifest=manifest, read=client.reader(process, save_id, share, tag))
+        yield RepairSource(
+            name=f"process {process}", manifest=manifest, read=client.reader(process, save_id, share, tag)
+        )
 
 
 @final
@@ -84,7 +86,9 @@ class Sources:
     `more` are taken one by one, as far as they are needed.
     """
 
-    def __init__(self, sources: Iterable[Source], bytes_max: int = MEMORY_BYTES_MAX, *, more: Iterable[Source] = ()):
+    def __init__(
+        self, sources: Iterable[RepairSource], bytes_max: int = MEMORY_BYTES_MAX, *, more: Iterable[RepairSource] = ()
+    ):
         self._bytes_max = bytes_max
         self._sources = list(sources)
         self._more = iter(more)
@@ -137,7 +141,7 @@ class Sources:
         return block
 
 
-def _parts(source: Source, item: str, leaf: LeafRecord, cell: Box) -> list[tuple[Box, LeafRecord, BoxRecord]]:
+def _parts(source: RepairSource, item: str, leaf: LeafRecord, cell: Box) -> list[tuple[Box, LeafRecord, BoxRecord]]:
     theirs = next((each for each in source.manifest.arrays.get(item, ()) if each.path == leaf.path), None)
     if theirs is None or (theirs.shape, theirs.dtype) != (leaf.shape, leaf.dtype):
         return []

@@ -12,7 +12,7 @@ import tensorstore as ts
 
 from ckptkit.inspection.arrays import OCDBT, finished, open_array, open_kvstore, read_arrays, stores_all
 from ckptkit.inspection.places import Place
-from ckptkit.inspection.records import Leaf
+from ckptkit.inspection.records import LeafInfo
 from ckptkit.model.boxes import Box, cells_of
 from ckptkit.verification.pool import CellCheck
 from ckptkit.verification.records import Finding
@@ -39,7 +39,7 @@ def stock_checks(item: Place, timeout_s: float, findings: list[Finding]) -> list
     ]
 
 
-def _missing_chunks(item: Place, leaves: tuple[Leaf, ...], ocdbt: bool, timeout_s: float) -> Iterator[Finding]:
+def _missing_chunks(item: Place, leaves: tuple[LeafInfo, ...], ocdbt: bool, timeout_s: float) -> Iterator[Finding]:
     keys = set(_keys(item, ocdbt, timeout_s))
     for leaf in leaves:
         for name, box in _chunk_names(leaf):
@@ -52,7 +52,7 @@ def _keys(item: Place, ocdbt: bool, timeout_s: float) -> Iterator[str]:
     return (key.decode(errors="replace") for key in listed)
 
 
-def _chunk_names(leaf: Leaf) -> Iterator[tuple[str, Box]]:
+def _chunk_names(leaf: LeafInfo) -> Iterator[tuple[str, Box]]:
     if leaf.shape is None or leaf.cell is None or 0 in leaf.shape:
         return
     counts = [-(-size // rows) for size, rows in zip(leaf.shape, leaf.cell, strict=True)]
@@ -62,7 +62,7 @@ def _chunk_names(leaf: Leaf) -> Iterator[tuple[str, Box]]:
         yield ".".join(map(str, index)) or "0", Box(start, stop)
 
 
-def _leaf_checks(item: Place, leaf: Leaf, words: str, context: Any, timeout_s: float) -> Iterator[CellCheck]:
+def _leaf_checks(item: Place, leaf: LeafInfo, words: str, context: Any, timeout_s: float) -> Iterator[CellCheck]:
     assert leaf.shape is not None
     assert leaf.cell is not None
     assert leaf.dtype is not None

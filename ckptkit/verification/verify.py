@@ -16,7 +16,7 @@ from ckptkit.model.paths import COMMIT_MARK
 from ckptkit.store.roots import is_remote, root_url
 from ckptkit.verification.durable import prove_step
 from ckptkit.verification.pool import MEMORY_BYTES_MAX, THREADS, Limits
-from ckptkit.verification.records import Progress, StepProof, Verification
+from ckptkit.verification.records import StepProof, Verification, VerifyProgress
 from ckptkit.verification.slots import prove_slots, slot_directories_below
 
 
@@ -27,7 +27,7 @@ def verify(
     threads: int = THREADS,
     memory_bytes_max: int = MEMORY_BYTES_MAX,
     timeout_s: float = 20.0,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[VerifyProgress], None] | None = None,
 ) -> Verification:
     """Proves every save at `path`, or those of `step`: each cell is read and compared with its digest.
 

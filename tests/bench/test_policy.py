@@ -16,7 +16,7 @@ from ckptkit.schedule.intervals import daly_s
 def test_the_judgement_of_exponential_failures_is_what_theory_says() -> None:
     """If it failed, ratios to the oracle would be ratios to something else."""
     rng = np.random.default_rng(1)
-    trace = sim.Trace("made up", rng.exponential(20_000.0, 120), np.zeros(120))
+    trace = sim.FailureTrace("made up", rng.exponential(20_000.0, 120), np.zeros(120))
     case = policy.judge(trace, 0.01, policy.Size(runs=12))
     best_s = float(daly_s(0.01 * trace.mtbf_s, trace.mtbf_s))
     assert case.blurred.interval_s is not None

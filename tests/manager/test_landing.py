@@ -13,8 +13,8 @@ import pytest
 
 import ckptkit
 from ckptkit.restore import execute, tree
-from ckptkit.restore.device_buffers import landings, lands
-from ckptkit.restore.place import landings_of
+from ckptkit.restore.device_buffers import allocate_buffers, can_allocate
+from ckptkit.restore.place import device_buffers_of
 
 LARGE = 1 << 19  # float32: 2 MiB, a leaf with a block of its own
 
@@ -33,7 +33,7 @@ def test_a_donating_step_does_not_copy_what_was_restored(
     landed: set[int] = set()
 
     def recorded(targets: Any) -> Any:
-        blocks = landings_of(targets)
+        blocks = device_buffers_of(targets)
         landed.update(block.ctypes.data for block in blocks.values())
         return blocks
 
@@ -56,7 +56,7 @@ def test_a_donating_step_does_not_copy_what_was_restored(
 def test_a_view_keeps_the_array() -> None:
     """A thread that still reads into a part when the restore has failed would write into freed memory."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    (landing,) = landings([((LARGE,), np.dtype(np.float32))], sharding)
+    (landing,) = allocate_buffers([((LARGE,), np.dtype(np.float32))], sharding)
     kept = weakref.ref(landing.array)
     part = landing[10:20].view(np.uint8)
     del landing
@@ -71,13 +71,13 @@ def test_only_large_arrays_that_lie_as_in_numpy_land() -> None:
     """A byte in the wrong place, or a host array where the user asked for another memory, would be silent."""
     (device, *_) = jax.devices()
     here = jax.sharding.SingleDeviceSharding(device)
-    assert lands((LARGE,), np.dtype(np.float32), here)
-    assert not lands((8,), np.dtype(np.float32), here)
-    assert not lands((LARGE,), np.dtype(np.float64), here), "JAX would cut it to 32 bits"
-    assert not lands((8 * LARGE,), np.dtype(jnp.int4), here)
-    assert not lands((LARGE,), np.dtype(np.float32), None)
+    assert can_allocate((LARGE,), np.dtype(np.float32), here)
+    assert not can_allocate((8,), np.dtype(np.float32), here)
+    assert not can_allocate((LARGE,), np.dtype(np.float64), here), "JAX would cut it to 32 bits"
+    assert not can_allocate((8 * LARGE,), np.dtype(jnp.int4), here)
+    assert not can_allocate((LARGE,), np.dtype(np.float32), None)
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-    assert not lands((LARGE,), np.dtype(np.float32), pinned)
+    assert not can_allocate((LARGE,), np.dtype(np.float32), pinned)
 
 
 def test_without_such_a_program_arrays_take_over_what_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

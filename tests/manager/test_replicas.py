@@ -14,7 +14,7 @@ import pytest
 
 import ckptkit
 from ckptkit import Kind, ReplicaPolicy
-from ckptkit.snapshot.replicas import Rotation, Twin, minority
+from ckptkit.snapshot.replicas import LocalReplica, Rotation, minority
 from tests.states import make_state, put
 
 
@@ -151,19 +151,19 @@ def test_copies_take_turns(tmp_path: Path) -> None:
 def test_rotation_looks_at_each_copy_once_before_any_twice() -> None:
     """Some copies would be compared all the time, others never."""
 
-    def twin(number: int, nbytes: int) -> Twin:
-        return Twin(number=number, item="i", leaf=0, record=None, box=None, device=None, nbytes=nbytes)  # pyright: ignore[reportArgumentType]
+    def local_replica(number: int, nbytes: int) -> LocalReplica:
+        return LocalReplica(number=number, item="i", leaf=0, record=None, box=None, device=None, nbytes=nbytes)  # pyright: ignore[reportArgumentType]
 
     sizes = [3, 1, 9, 2, 2, 4]
-    twins = tuple(map(twin, range(len(sizes)), sizes))
+    local_replicas = tuple(map(local_replica, range(len(sizes)), sizes))
     rotation = Rotation(ReplicaPolicy(local_bytes_max=5))
-    chosen = [rotation.choose(twins) for _ in range(5)]
+    chosen = [rotation.choose(local_replicas) for _ in range(5)]
     assert all(sum(each.nbytes for each in some) <= 5 or len(some) == 1 for some in chosen)
     assert [each.number for some in chosen for each in some][:6] == [0, 1, 2, 3, 4, 5]
-    assert Rotation(ReplicaPolicy(local_bytes_max=None)).choose(twins) == twins
-    assert Rotation(ReplicaPolicy(local_bytes_max=0)).choose(twins) == ()
+    assert Rotation(ReplicaPolicy(local_bytes_max=None)).choose(local_replicas) == local_replicas
+    assert Rotation(ReplicaPolicy(local_bytes_max=0)).choose(local_replicas) == ()
     assert Rotation(ReplicaPolicy()).choose(()) == ()
-    assert rotation.choose(twins[:1]) == twins[:1], "another state, with fewer of them"
+    assert rotation.choose(local_replicas[:1]) == local_replicas[:1], "another state, with fewer of them"
 
 
 def test_who_is_suspected() -> None:

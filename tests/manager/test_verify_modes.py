@@ -13,7 +13,7 @@ import pytest
 import ckptkit
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import LeafRecord
-from ckptkit.model.verify_mode import Proving, Verify, begin
+from ckptkit.model.verify_mode import Verify, VerifySelection, begin
 from ckptkit.slots.reader import read_manifest
 from tests.states import abstract, assert_same
 
@@ -108,7 +108,7 @@ def test_the_probability_of_missing_a_fault(cells: int, share: float) -> None:
     leaf = LeafRecord(path=("w",), keys="d", kind="jax", shape=(100,), dtype="uint8", cell=(1,))
     runs = 4000
     boxes = [Box((at,), (at + 1,)) for at in range(cells)]
-    missed = sum(not any(Proving("sample", share, seed)(leaf, box) for box in boxes) for seed in range(runs))
+    missed = sum(not any(VerifySelection("sample", share, seed)(leaf, box) for box in boxes) for seed in range(runs))
     expected = (1 - share) ** cells
     deviation = (expected * (1 - expected) / runs) ** 0.5
     assert abs(missed / runs - expected) <= 5 * deviation + 1e-3

@@ -12,7 +12,7 @@ from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.server import PeerServer, ServerLimits
-from ckptkit.peers.shelf import Shelf
+from ckptkit.peers.share_index import ShareIndex
 from ckptkit.slots.arena import Arena
 
 SAVE = SaveId(2, 7, 4)
@@ -66,14 +66,14 @@ def arena(host_dir: Path) -> Iterator[Arena]:
 
 
 @pytest.fixture
-def shelf(host_dir: Path, arena: Arena) -> Shelf:
-    return Shelf({"ram": host_dir}, [arena])
+def share_index(host_dir: Path, arena: Arena) -> ShareIndex:
+    return ShareIndex({"ram": host_dir}, [arena])
 
 
 @pytest.fixture
-def server(shelf: Shelf) -> Iterator[PeerServer]:
+def server(share_index: ShareIndex) -> Iterator[PeerServer]:
     """Patient for a second only."""
-    made = PeerServer(shelf, "127.0.0.1", limits=LIMITS)
+    made = PeerServer(share_index, "127.0.0.1", limits=LIMITS)
     made.admit(SECRET)
     yield made
     made.close()

@@ -16,11 +16,11 @@ import pytest
 from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError, StoreError, StoreFullError
 from ckptkit.model.manifest import SaveId
 from ckptkit.peers import client as client_module
-from ckptkit.peers import intake as intake_module
+from ckptkit.peers import receiver as receiver_module
 from ckptkit.peers.client import PeerClient
-from ckptkit.peers.intake import Intake
+from ckptkit.peers.receiver import CopyReceiver
 from ckptkit.peers.server import PeerServer
-from ckptkit.peers.shelf import Shelf
+from ckptkit.peers.share_index import ShareIndex
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.reader import read_manifests
 from tests.peers.conftest import LIMITS, SECRET, manifest_of, values
@@ -34,22 +34,24 @@ THIRD = SaveId(2, 9, 6)
 
 
 @pytest.fixture
-def lane(tmp_path: Path) -> Iterator[Arena]:
+def peer_arena(tmp_path: Path) -> Iterator[Arena]:
     made = Arena.open(tmp_path / "ram" / "job-0" / "host-0", "buddy-0-0", slots=2, synced=False)
     yield made
     made.close()
 
 
 @pytest.fixture
-def intake(lane: Arena) -> Intake:
-    return Intake({SENDER: lane})
+def receiver(peer_arena: Arena) -> CopyReceiver:
+    return CopyReceiver({SENDER: peer_arena})
 
 
 @pytest.fixture
-def server(lane: Arena, intake: Intake) -> Iterator[PeerServer]:
+def server(peer_arena: Arena, receiver: CopyReceiver) -> Iterator[PeerServer]:
     """Of a process that keeps copies of process 1."""
-    assert lane.directory is not None
-    made = PeerServer(Shelf({"ram": lane.directory.parent}, [lane]), "127.0.0.1", limits=LIMITS, also=intake)
+    assert peer_arena.directory is not None
+    made = PeerServer(
+        ShareIndex({"ram": peer_arena.directory.parent}, [peer_arena]), "127.0.0.1", limits=LIMITS, also=receiver
+    )
     made.admit(SECRET)
     yield made
     made.close()
@@ -77,15 +79,15 @@ def send(client: PeerClient, save_id: SaveId, memory: np.ndarray | None = None) 
         pass
 
 
-def committed(lane: Arena) -> list[SaveId]:
-    assert lane.directory is not None
-    return [manifest.save_id for _, manifest in read_manifests([lane.directory])[0]]
+def committed(peer_arena: Arena) -> list[SaveId]:
+    assert peer_arena.directory is not None
+    return [manifest.save_id for _, manifest in read_manifests([peer_arena.directory])[0]]
 
 
-def test_a_copy_is_a_slot_like_any_other(keeper: PeerClient, lane: Arena) -> None:
+def test_a_copy_is_a_slot_like_any_other(keeper: PeerClient, peer_arena: Arena) -> None:
     """A restart would not find it, or give other bytes."""
     send(keeper, FIRST)
-    assert committed(lane) == lane.held() == [FIRST]
+    assert committed(peer_arena) == peer_arena.held() == [FIRST]
     manifest, tag = keeper.manifest(0, FIRST, SENDER)
     (leaf,) = manifest.arrays["state"]
     into = np.empty(leaf.shape, np.int32)
@@ -93,68 +95,70 @@ def test_a_copy_is_a_slot_like_any_other(keeper: PeerClient, lane: Arena) -> Non
     np.testing.assert_array_equal(into, values(FIRST))
 
 
-def test_a_copy_with_a_flipped_bit_is_refused_and_its_slot_is_free(keeper: PeerClient, lane: Arena) -> None:
+def test_a_copy_with_a_flipped_bit_is_refused_and_its_slot_is_free(keeper: PeerClient, peer_arena: Arena) -> None:
     """Damage on the way would be found at the restart, when nothing else is left."""
     damaged = flat(FIRST).copy()
     damaged[5_000_000] ^= 1
     with pytest.raises(CorruptCheckpointError, match=r"422: leaf w, cell \(0, 0\) came with digest"):
         send(keeper, FIRST, damaged)
-    assert committed(lane) == []
-    slots = [lane.acquire(1), lane.acquire(1)]
+    assert committed(peer_arena) == []
+    slots = [peer_arena.acquire(1), peer_arena.acquire(1)]
     assert None not in slots, "both are free"
 
 
-def test_a_sender_that_dies_in_mid_transfer_costs_nothing(keeper: PeerClient, lane: Arena, intake: Intake) -> None:
+def test_a_sender_that_dies_in_mid_transfer_costs_nothing(
+    keeper: PeerClient, peer_arena: Arena, receiver: CopyReceiver
+) -> None:
     """The slots of a lane would be gone for good, and the copy before with them."""
     send(keeper, FIRST)
-    lane.protect(FIRST)
+    peer_arena.protect(FIRST)
     for _ in range(5):
         half = keeper.send_copy(0, SECOND, SENDER, flat(SECOND), lambda slot: text_for(SECOND, slot))
         next(half)
         half.close()
-    assert committed(lane) == [FIRST]
+    assert committed(peer_arena) == [FIRST]
     send(keeper, THIRD)
-    assert sorted(committed(lane)) == [FIRST, THIRD]
+    assert sorted(committed(peer_arena)) == [FIRST, THIRD]
     next(keeper.send_copy(0, SaveId(2, 10, 7), SENDER, flat(FIRST), lambda slot: b""))
-    lane.protect(THIRD)
-    intake.end(SaveId(2, 10, 7))
-    slot = lane.acquire(1)
+    peer_arena.protect(THIRD)
+    receiver.end(SaveId(2, 10, 7))
+    slot = peer_arena.acquire(1)
     assert slot is not None, "what was given up is free"
 
 
-def test_the_newest_copy_of_all_is_kept_while_the_next_one_comes(keeper: PeerClient, lane: Arena) -> None:
+def test_the_newest_copy_of_all_is_kept_while_the_next_one_comes(keeper: PeerClient, peer_arena: Arena) -> None:
     """A host that is lost in the middle of a copy would take the share with it."""
     send(keeper, FIRST)
-    lane.protect(FIRST)
+    peer_arena.protect(FIRST)
     send(keeper, SECOND)
     send(keeper, THIRD)  # SECOND was not committed by all
-    assert sorted(committed(lane)) == [FIRST, THIRD]
+    assert sorted(committed(peer_arena)) == [FIRST, THIRD]
 
 
-def test_a_keeper_without_room_says_so(keeper: PeerClient, lane: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_keeper_without_room_says_so(keeper: PeerClient, peer_arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full ramdisk would end the job, or be taken for a lost host."""
 
     def full(*_: object, **__: object) -> None:
         raise StoreFullError("12 bytes needed, 3 free")
 
-    monkeypatch.setattr(lane, "acquire", full)
+    monkeypatch.setattr(peer_arena, "acquire", full)
     with pytest.raises(StoreFullError, match="has no room: 12 bytes needed, 3 free"):
         send(keeper, FIRST)
 
 
-def test_a_keeper_whose_slots_are_read_is_busy(keeper: PeerClient, lane: Arena) -> None:
+def test_a_keeper_whose_slots_are_read_is_busy(keeper: PeerClient, peer_arena: Arena) -> None:
     """A slot that a restore reads would be overwritten."""
-    held = [lane.acquire(1), lane.acquire(1)]
+    held = [peer_arena.acquire(1), peer_arena.acquire(1)]
     with pytest.raises(PeerUnreachableError, match="it is busy"):
         send(keeper, FIRST)
     for slot in held:
         assert slot is not None
-        lane.release(slot)
+        peer_arena.release(slot)
     keeper.try_again()
     send(keeper, FIRST)
 
 
-def test_a_sender_that_stalls_in_mid_request_is_cut_off(server: PeerServer, lane: Arena) -> None:
+def test_a_sender_that_stalls_in_mid_request_is_cut_off(server: PeerServer, peer_arena: Arena) -> None:
     """One hanging host would keep all others from sending their copies."""
     head = f"PUT /copies/2.7.4/{SENDER}/bytes HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {SECRET}\r\n"
     head += "Content-Range: bytes 0-8388607/*\r\nContent-Length: 8388608\r\n\r\nhalf"
@@ -162,21 +166,23 @@ def test_a_sender_that_stalls_in_mid_request_is_cut_off(server: PeerServer, lane
     patient = PeerClient([server.address], SECRET, timeout_s=60.0)
     send(patient, FIRST)
     patient.close()
-    assert committed(lane) == [FIRST]
+    assert committed(peer_arena) == [FIRST]
     for connection in stalled:
         assert isinstance(connection, socket.socket)
         with connection:
             wait_until_cut(connection)
 
 
-def test_a_zombie_of_the_run_before_cannot_send_copies(server: PeerServer, keeper: PeerClient, lane: Arena) -> None:
+def test_a_zombie_of_the_run_before_cannot_send_copies(
+    server: PeerServer, keeper: PeerClient, peer_arena: Arena
+) -> None:
     """Its step would stand in the place of this run's newest copy; each run makes up a secret of its own."""
     send(keeper, FIRST)
     zombie = PeerClient([server.address], "the secret of the run before", timeout_s=5.0)
     with pytest.raises(StoreError, match="was refused"):
         send(zombie, THIRD)
     zombie.close()
-    assert committed(lane) == lane.held() == [FIRST]
+    assert committed(peer_arena) == peer_arena.held() == [FIRST]
 
 
 def test_a_body_beyond_every_manifest_is_not_read(server: PeerServer) -> None:
@@ -187,37 +193,37 @@ def test_a_body_beyond_every_manifest_is_not_read(server: PeerServer) -> None:
     assert answer.split(b" ")[1] == b"413"
 
 
-def test_a_commit_whose_answer_was_lost_is_committed_once(intake: Intake, lane: Arena) -> None:
+def test_a_commit_whose_answer_was_lost_is_committed_once(receiver: CopyReceiver, peer_arena: Arena) -> None:
     """A connection that breaks at the end would veto a copy that is whole."""
     path = f"/copies/2.7.4/{SENDER}"
-    begun = intake("POST", path, "", json.dumps({"bytes": 4096}).encode())
+    begun = receiver("POST", path, "", json.dumps({"bytes": 4096}).encode())
     assert begun is not None
     small = np.arange(8, dtype=np.int32)
-    said = intake("PUT", f"{path}/bytes", "bytes 0-31/*", small.tobytes())
+    said = receiver("PUT", f"{path}/bytes", "bytes 0-31/*", small.tobytes())
     assert said is not None
     assert said.status == 200
     text = manifest_of(small, begun.body.decode(), FIRST, SENDER).to_bytes()
     for _ in range(2):
-        answer = intake("POST", f"{path}/manifest", "", text)
+        answer = receiver("POST", f"{path}/manifest", "", text)
         assert answer is not None
         assert answer.status == 200
-    assert lane.held() == [FIRST]
+    assert peer_arena.held() == [FIRST]
 
 
 def test_a_keeper_has_time_to_prove_a_large_copy(
-    keeper: PeerClient, lane: Arena, monkeypatch: pytest.MonkeyPatch
+    keeper: PeerClient, peer_arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hosts with shares of 100 GB would never have copies: a keeper proves the whole before it answers."""
-    real = intake_module._prove
+    real = receiver_module._prove
 
     def slow(*args: Any) -> None:
         time.sleep(2.5)  # the client waits for 1 s beside it, and so does the server
         real(*args)
 
-    monkeypatch.setattr(intake_module, "_prove", slow)
+    monkeypatch.setattr(receiver_module, "_prove", slow)
     monkeypatch.setattr(client_module, "_PROVEN_PER_S", 4e5)
     send(keeper, FIRST)
-    assert committed(lane) == [FIRST]
+    assert committed(peer_arena) == [FIRST]
 
 
 @pytest.mark.parametrize(
@@ -236,34 +242,40 @@ def test_a_keeper_has_time_to_prove_a_large_copy(
     ],
 )
 def test_what_is_no_copy_is_refused(
-    intake: Intake, lane: Arena, method: str, path: str, content_range: str, body: bytes, status: int | None
+    receiver: CopyReceiver,
+    peer_arena: Arena,
+    method: str,
+    path: str,
+    content_range: str,
+    body: bytes,
+    status: int | None,
 ) -> None:
     """A client could write where it has no business."""
-    answer = intake(method, path, content_range, body)
+    answer = receiver(method, path, content_range, body)
     assert (None if answer is None else answer.status) == status
-    assert lane.held() == []
+    assert peer_arena.held() == []
 
 
 @pytest.mark.parametrize(
     ("content_range", "body"),
     [("bytes 4094-4097/*", b"four"), ("bytes 0-4/*", b"four"), ("bytes 3-0/*", b""), ("rows 0-3", b"four"), ("", b"")],
 )
-def test_bytes_outside_of_the_slot_are_refused(intake: Intake, content_range: str, body: bytes) -> None:
+def test_bytes_outside_of_the_slot_are_refused(receiver: CopyReceiver, content_range: str, body: bytes) -> None:
     """A copy would overwrite memory that is not its own."""
-    begun = intake("POST", "/copies/2.7.4/1", "", b'{"bytes": 4096}')
+    begun = receiver("POST", "/copies/2.7.4/1", "", b'{"bytes": 4096}')
     assert begun is not None
-    answer = intake("PUT", "/copies/2.7.4/1/bytes", content_range, body)
+    answer = receiver("PUT", "/copies/2.7.4/1/bytes", content_range, body)
     assert answer is not None
     assert answer.status == 416
 
 
-def test_two_requests_at_once_do_not_mix(intake: Intake, lane: Arena) -> None:
+def test_two_requests_at_once_do_not_mix(receiver: CopyReceiver, peer_arena: Arena) -> None:
     """A sender that was restarted, and its zombie, would write one slot together."""
-    begun = intake("POST", "/copies/2.7.4/1", "", b'{"bytes": 4096}')
+    begun = receiver("POST", "/copies/2.7.4/1", "", b'{"bytes": 4096}')
     assert begun is not None
-    zombie = threading.Thread(target=lambda: intake("POST", "/copies/2.8.5/1", "", b'{"bytes": 4096}'))
+    zombie = threading.Thread(target=lambda: receiver("POST", "/copies/2.8.5/1", "", b'{"bytes": 4096}'))
     zombie.start()
     zombie.join()
-    answer = intake("PUT", "/copies/2.7.4/1/bytes", "bytes 0-3/*", b"four")
+    answer = receiver("PUT", "/copies/2.7.4/1/bytes", "bytes 0-3/*", b"four")
     assert answer is not None
     assert answer.status == 412, "the newer one has taken the lane"

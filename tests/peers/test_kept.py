@@ -7,8 +7,8 @@ from pathlib import Path
 from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import PEER, KeepNewest, KeepUnflushed, Tier
-from ckptkit.save.ledger import Book
-from ckptkit.save.retention import Keeper
+from ckptkit.save.ledger import Ledger
+from ckptkit.save.retention import Retention
 from ckptkit.slots.arena import Arena
 from tests.peers.conftest import commit
 
@@ -22,23 +22,23 @@ class Kept:
 
     def __init__(self, host_dir: Path, ram: Tier):
         self.ram = Arena.open(host_dir, 0, slots=ram.slots_for(1, 1, beside=1), synced=False, keeps_found=True)
-        self.lane = Arena.open(host_dir, "buddy-0-0", slots=2, synced=False)
-        self.book = Book(Ancestry())
-        self.keeper = Keeper((ram, Tier.peer()), {"ram": self.ram, "buddy-0": self.lane}, self.book, 1)
-        self.keeper.opened()
+        self.peer_arena = Arena.open(host_dir, "buddy-0-0", slots=2, synced=False)
+        self.book = Ledger(Ancestry())
+        self.retention = Retention((ram, Tier.peer()), {"ram": self.ram, "buddy-0": self.peer_arena}, self.book, 1)
+        self.retention.opened()
 
     def save(self, step: int, *, copied: bool) -> None:
         commit(self.ram, of(step))
         self.book.commit(of(step), "ram")
-        self.keeper.committed(of(step), "ram")
+        self.retention.committed(of(step), "ram")
         if copied:
-            commit(self.lane, of(step), process=1)
+            commit(self.peer_arena, of(step), process=1)
             self.book.commit(of(step), PEER)
-            self.keeper.copied(of(step))
+            self.retention.copied(of(step))
 
     def close(self) -> None:
         self.ram.close()
-        self.lane.close()
+        self.peer_arena.close()
 
 
 def test_the_newest_copied_save_outlasts_the_policy_until_a_newer_one_is_copied(host_dir: Path) -> None:
@@ -51,7 +51,7 @@ def test_the_newest_copied_save_outlasts_the_policy_until_a_newer_one_is_copied(
     assert kept.book.committed_in("ram") == {of(1), of(4)}
     kept.save(5, copied=True)
     assert kept.ram.held() == [of(5)]
-    assert kept.lane.protected == {of(5)}
+    assert kept.peer_arena.protected == {of(5)}
     assert kept.book.committed_in("ram") == {of(5)}
     kept.close()
 
@@ -69,8 +69,8 @@ def test_a_restored_save_is_kept_here_and_in_lanes(host_dir: Path) -> None:
     """The save that all go on from could be overwritten before the next one has its copies."""
     kept = Kept(host_dir, Tier.ram("/r", keep=KeepNewest(1)))
     kept.save(1, copied=True)
-    kept.keeper.restored(of(1))
+    kept.retention.restored(of(1))
     kept.save(2, copied=False)
     assert sorted(kept.ram.held()) == [of(1), of(2)]
-    assert kept.lane.protected == {of(1)}
+    assert kept.peer_arena.protected == {of(1)}
     kept.close()

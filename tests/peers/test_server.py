@@ -16,7 +16,7 @@ from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
 from ckptkit.model.manifest import SaveId
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.server import PeerServer
-from ckptkit.peers.shelf import BadRangeError, NotHeldError, Shelf, SupersededError
+from ckptkit.peers.share_index import BadRangeError, NotHeldError, ShareIndex, SupersededError
 from ckptkit.slots.arena import Arena
 from tests.peers.conftest import LIMITS, SAVE, SECRET, commit, manifest_of, values
 
@@ -84,9 +84,9 @@ def test_without_the_secret_nothing_is_said(server: PeerServer, secret: str | No
     assert status(server.address, BYTES, secret=secret, Range="bytes=0-1") == 401
 
 
-def test_before_the_secret_is_known_nobody_is_answered(shelf: Shelf) -> None:
+def test_before_the_secret_is_known_nobody_is_answered(share_index: ShareIndex) -> None:
     """An empty secret would be everybody's."""
-    server = PeerServer(shelf, "127.0.0.1")
+    server = PeerServer(share_index, "127.0.0.1")
     try:
         assert status(server.address, MANIFEST, secret="") == 401
         assert status(server.address, MANIFEST, secret="None") == 401
@@ -121,9 +121,9 @@ def test_nothing_can_be_changed(server: PeerServer, method: str) -> None:
     assert status(server.address, MANIFEST, method=method) == 404
 
 
-def test_a_range_outside_of_a_box_is_refused(server: PeerServer, shelf: Shelf) -> None:
+def test_a_range_outside_of_a_box_is_refused(server: PeerServer, share_index: ShareIndex) -> None:
     """What stands between and behind boxes is of other saves, and a huge range would fill the server's memory."""
-    tag, _ = shelf.manifest(SAVE, 0)
+    tag, _ = share_index.manifest(SAVE, 0)
     size = values().nbytes
     end = f"bytes={size - 1}-{size}"
     for asked in ("bytes=0-", "bytes=-5", "bytes=5-4", end, f"bytes=0-{9 << 20}", "bytes=0-1,3-4", "rows=0-1", ""):
@@ -132,7 +132,7 @@ def test_a_range_outside_of_a_box_is_refused(server: PeerServer, shelf: Shelf) -
     assert status(server.address, BYTES, Range="bytes=0-9", If_Match='"0123"') == 412
     for start, stop in ((-1, 4), (4, 4), (size, size + 4), (0, 9 << 20)):
         with pytest.raises(BadRangeError):
-            shelf.read(SAVE, 0, tag, start, stop)
+            share_index.read(SAVE, 0, tag, start, stop)
 
 
 def test_a_slot_that_cannot_be_read_is_left_for_the_next_source(
@@ -163,10 +163,10 @@ def test_a_save_that_is_replaced_is_superseded_not_corrupt(client: PeerClient, a
         client.manifest(0, SAVE, 0)
 
 
-def test_a_slot_is_leased_while_it_is_copied_and_no_longer(shelf: Shelf, arena: Arena) -> None:
+def test_a_slot_is_leased_while_it_is_copied_and_no_longer(share_index: ShareIndex, arena: Arena) -> None:
     """A save would overwrite what a peer reads, or a peer that stalls would keep a slot from the job."""
-    tag, _ = shelf.manifest(SAVE, 0)
-    assert shelf.read(SAVE, 0, tag, 0, 8) == values().tobytes()[:8]
+    tag, _ = share_index.manifest(SAVE, 0)
+    assert share_index.read(SAVE, 0, tag, 0, 8) == values().tobytes()[:8]
     held = arena.hold(SAVE)
     assert held is not None
     assert held.leases == 1, "nothing of the read is left"
@@ -174,16 +174,16 @@ def test_a_slot_is_leased_while_it_is_copied_and_no_longer(shelf: Shelf, arena: 
     assert arena.hold(SaveId(9, 9, 9)) is None
     arena.discard(held)
     with pytest.raises(NotHeldError):
-        shelf.read(SAVE, 0, tag, 0, 8)
+        share_index.read(SAVE, 0, tag, 0, 8)
 
 
 def test_a_slot_that_another_process_replaces_while_it_is_read_is_superseded(
     host_dir: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its bytes could be of the newer save; no lease reaches across processes."""
-    shelf = Shelf({"ram": host_dir}, [])
-    tag, _ = shelf.manifest(SAVE, 0)
-    from ckptkit.peers import shelf as module
+    share_index = ShareIndex({"ram": host_dir}, [])
+    tag, _ = share_index.manifest(SAVE, 0)
+    from ckptkit.peers import share_index as module
 
     real = module.os.pread
 
@@ -194,17 +194,17 @@ def test_a_slot_that_another_process_replaces_while_it_is_read_is_superseded(
 
     monkeypatch.setattr(module.os, "pread", replace)
     with pytest.raises(SupersededError):
-        shelf.read(SAVE, 0, tag, 0, 8)
+        share_index.read(SAVE, 0, tag, 0, 8)
 
 
-def test_a_slot_file_that_was_cut_short_is_not_held(host_dir: Path, shelf: Shelf) -> None:
+def test_a_slot_file_that_was_cut_short_is_not_held(host_dir: Path, share_index: ShareIndex) -> None:
     """A mapping of it would kill the process that serves."""
-    tag, _ = shelf.manifest(SAVE, 0)
+    tag, _ = share_index.manifest(SAVE, 0)
     (slot,) = host_dir.glob("0/slot-0.bin")
     with slot.open("r+b") as file:
         file.truncate(100)
     with pytest.raises(NotHeldError, match="ends before byte 4096"):
-        shelf.read(SAVE, 0, tag, 0, 4096)
+        share_index.read(SAVE, 0, tag, 0, 4096)
 
 
 def test_boxes_beyond_the_end_of_a_slot_are_not_promised(host_dir: Path, client: PeerClient) -> None:
@@ -212,7 +212,7 @@ def test_boxes_beyond_the_end_of_a_slot_are_not_promised(host_dir: Path, client:
     (slot,) = host_dir.glob("0/slot-0.bin")
     assert [len(leaf.boxes) for leaf in client.manifest(0, SAVE, 0)[0].arrays["state"]] == [1]
     slot.write_bytes(b"cut short")
-    fresh = PeerServer(Shelf({"ram": host_dir}, []), "127.0.0.1", limits=LIMITS)
+    fresh = PeerServer(ShareIndex({"ram": host_dir}, []), "127.0.0.1", limits=LIMITS)
     fresh.admit(SECRET)
     other = PeerClient([fresh.address], SECRET, timeout_s=30.0)
     assert [len(leaf.boxes) for leaf in other.manifest(0, SAVE, 0)[0].arrays["state"]] == [0]
@@ -220,7 +220,7 @@ def test_boxes_beyond_the_end_of_a_slot_are_not_promised(host_dir: Path, client:
     fresh.close()
 
 
-def test_a_process_that_is_gone_is_given_up_once(server: PeerServer, shelf: Shelf) -> None:
+def test_a_process_that_is_gone_is_given_up_once(server: PeerServer, share_index: ShareIndex) -> None:
     """A restore of a thousand boxes would wait a thousand times for a host that has died."""
     gone = PeerClient([server.address], SECRET, timeout_s=0.5)
     gone.manifest(0, SAVE, 0)
@@ -244,7 +244,7 @@ def test_a_process_of_another_job_is_an_error_not_an_absence(server: PeerServer)
 
 
 def test_a_server_that_breaks_is_left_for_the_next_source(
-    server: PeerServer, client: PeerClient, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+    server: PeerServer, client: PeerClient, share_index: ShareIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exception in one process's server would end the restore on all."""
 
@@ -253,7 +253,7 @@ def test_a_server_that_breaks_is_left_for_the_next_source(
 
     _, tag = client.manifest(0, SAVE, 0)
     with monkeypatch.context() as patched:
-        patched.setattr(shelf, "read", broken)
+        patched.setattr(share_index, "read", broken)
         assert status(server.address, BYTES, Range="bytes=0-9", If_Match=f'"{tag}"') == 500
         with pytest.raises(PeerUnreachableError, match="was refused"):
             read_all(client)
@@ -261,13 +261,13 @@ def test_a_server_that_breaks_is_left_for_the_next_source(
 
 
 def test_a_manifest_of_a_stale_epoch_is_not_taken_for_the_one_that_was_asked_for(
-    server: PeerServer, client: PeerClient, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+    server: PeerServer, client: PeerClient, share_index: ShareIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host that came back with an old ramdisk, or a cache in front of it, would give an abandoned branch its name."""
     stale = SaveId(SAVE.epoch - 1, SAVE.step, SAVE.number)
     text = manifest_of(values(stale), "slot-0.bin", stale).to_bytes()
-    tag, _ = shelf.manifest(SAVE, 0)
-    monkeypatch.setattr(Shelf, "manifest", lambda *_: (tag, text))
+    tag, _ = share_index.manifest(SAVE, 0)
+    monkeypatch.setattr(ShareIndex, "manifest", lambda *_: (tag, text))
     with pytest.raises(CorruptCheckpointError, match=r"/saves/2\.7\.4/0/manifest is of save 7@1\.4, process 0"):
         client.manifest(0, SAVE, 0)
     assert status(server.address, "/saves/1.7.4/0/bytes", Range="bytes=0-9", If_Match=f'"{tag}"') == 404

@@ -13,7 +13,7 @@ import pytest
 from ckptkit.peers import client as client_module
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.server import PeerServer
-from ckptkit.peers.shelf import Shelf
+from ckptkit.peers.share_index import ShareIndex
 from tests.peers.conftest import LIMITS, SAVE, SECRET, values
 from tests.peers.test_server import BYTES, read_all, say, status
 
@@ -46,9 +46,9 @@ def wait_until_cut(connection: socket.socket) -> None:
         return
 
 
-def test_connections_beyond_the_limit_are_ended(shelf: Shelf) -> None:
+def test_connections_beyond_the_limit_are_ended(share_index: ShareIndex) -> None:
     """A client that opens connections for ever would take the server's file descriptors."""
-    server = PeerServer(shelf, "127.0.0.1", limits=type(LIMITS)(connections_max=3, idle_s=60))
+    server = PeerServer(share_index, "127.0.0.1", limits=type(LIMITS)(connections_max=3, idle_s=60))
     try:
         opened = [say(server.address, "", read=False) for _ in range(3)]
         time.sleep(0.2)  # the server has seen them
@@ -65,9 +65,9 @@ def test_connections_beyond_the_limit_are_ended(shelf: Shelf) -> None:
         server.close()
 
 
-def test_who_is_done_keeps_nobody_out(shelf: Shelf) -> None:
+def test_who_is_done_keeps_nobody_out(share_index: ShareIndex) -> None:
     """Of a thousand hosts that read from one, the last would give it up while the first keep connections for later."""
-    server = PeerServer(shelf, "127.0.0.1", limits=type(LIMITS)(connections_max=3, idle_s=60))
+    server = PeerServer(share_index, "127.0.0.1", limits=type(LIMITS)(connections_max=3, idle_s=60))
     server.admit(SECRET)
     clients = [PeerClient([server.address], SECRET, timeout_s=5.0) for _ in range(8)]
     try:
@@ -97,21 +97,21 @@ def test_who_waits_for_its_turn_is_told_so_before_it_gives_up() -> None:
     assert type(LIMITS)().busy_s < client_module._TRY_S
 
 
-def test_answers_that_nobody_takes_are_few(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_nobody_takes_are_few(share_index: ShareIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of slow hosts would hold 8 MiB each, gigabytes beside a ramdisk that fills the host already."""
     read: list[int] = []
-    real = shelf.read
+    real = share_index.read
 
     def counted(*args: Any) -> bytes:
         data = real(*args)
         read.append(len(data))
         return data
 
-    monkeypatch.setattr(shelf, "read", counted)
+    monkeypatch.setattr(share_index, "read", counted)
     limits = type(LIMITS)(transfers_max=2, answers_max=3, request_s=60.0, busy_s=60.0)
-    server = PeerServer(shelf, "127.0.0.1", limits=limits)
+    server = PeerServer(share_index, "127.0.0.1", limits=limits)
     server.admit(SECRET)
-    tag, _ = shelf.manifest(SAVE, 0)
+    tag, _ = share_index.manifest(SAVE, 0)
     asked = f"GET {BYTES} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {SECRET}\r\n"
     asked += f'Range: bytes=0-{(8 << 20) - 1}\r\nIf-Match: "{tag}"\r\n\r\n'
     stalled = [say(server.address, asked, read=False) for _ in range(8)]

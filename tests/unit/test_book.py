@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.model.manifest import SaveId
-from ckptkit.save.ledger import Book, StepRecord
+from ckptkit.save.ledger import Ledger, StepRecord
 
 SAVES = st.builds(SaveId, st.integers(1, 3), st.integers(0, 6), st.just(0))
 TIERS = st.sampled_from(["ram", "ssd", "durable"])
@@ -29,7 +29,7 @@ class BookAgainstModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.ancestry = Ancestry(3, ((3, 4),))
-        self.book = Book(self.ancestry)
+        self.book = Ledger(self.ancestry)
         self.model: dict[SaveId, Known] = {}
 
     @rule(save=SAVES)
@@ -82,7 +82,7 @@ TestBook.settings = settings(deadline=None, max_examples=60, stateful_step_count
 
 def test_a_rollback_hides_the_abandoned_steps_at_once() -> None:
     """If it failed, `latest_step` right after a rollback's first save would be the abandoned branch's (FACTS 14)."""
-    book = Book(Ancestry(1))
+    book = Ledger(Ancestry(1))
     for step in (10, 20, 30):
         book.commit(SaveId(1, step, step), "ram")
     assert book.latest_step() == 30
@@ -94,7 +94,7 @@ def test_a_rollback_hides_the_abandoned_steps_at_once() -> None:
 
 def test_a_failed_save_leaves_the_tiers_that_hold_it() -> None:
     """If it failed, one failed upload would make a run forget a step that its ramdisk has."""
-    book = Book(Ancestry(1))
+    book = Ledger(Ancestry(1))
     save = SaveId(1, 5, 0)
     book.begin(save)
     assert [(r.step, r.state) for r in book.records()] == [(5, "in_flight")]

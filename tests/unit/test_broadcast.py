@@ -20,7 +20,7 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.restore.broadcast import stream as sending
 from ckptkit.restore.broadcast.assembly import Assembly
 from ckptkit.restore.broadcast.coordinator import Broadcaster
-from ckptkit.restore.broadcast.cost_model import LEAST_BYTES, STARTUP_S, Left, Rates, choose, rate_of
+from ckptkit.restore.broadcast.cost_model import LEAST_BYTES, STARTUP_S, BroadcastRates, Remaining, choose, rate_of
 from ckptkit.restore.broadcast.schedule import Common, Groups, Piece, Stream, by_groups, groups_of, pieces_of, share_out
 from ckptkit.restore.plan import BoxRead, RestorePlan
 from ckptkit.restore.tree import Target
@@ -147,49 +147,51 @@ def test_the_budget_bounds_what_is_sent_at_a_time(longest: int, replicas: int, l
     assert (replicas + 4) * width <= options.host_bytes
 
 
-def whole(wanted: int, replicas: int = 2, unread: int | None = None) -> Left:
+def whole(wanted: int, replicas: int = 2, unread: int | None = None) -> Remaining:
     """Nothing is sent yet; of its own part a process has read nothing, or all but `unread`."""
-    return Left(wanted=wanted, unread=wanted // replicas if unread is None else unread, sent=wanted)
+    return Remaining(wanted=wanted, unread=wanted // replicas if unread is None else unread, sent=wanted)
 
 
 def test_the_faster_side_is_chosen() -> None:
     """A broadcast of a small state, or over a slow interconnect, would make the restart slower."""
     gigabyte = 10**9
-    assert not choose("auto", whole(LEAST_BYTES - 1), 8, Rates()).broadcast
-    assert choose("auto", whole(LEAST_BYTES), 8, Rates()).broadcast, "worth measuring"
-    slow = choose("auto", whole(gigabyte), 2, Rates(storage=25e6))
+    assert not choose("auto", whole(LEAST_BYTES - 1), 8, BroadcastRates()).broadcast
+    assert choose("auto", whole(LEAST_BYTES), 8, BroadcastRates()).broadcast, "worth measuring"
+    slow = choose("auto", whole(gigabyte), 2, BroadcastRates(storage=25e6))
     assert slow.broadcast
     assert slow.why == (
         "1000.0 MB for each process at 25.0 MB/s of storage: alone 40.00 s, shared by 2 replicas with 0.2 s to connect "
         "20.20 s"
     )
-    assert choose("auto", whole(gigabyte), 2, Rates(storage=100e6, interconnect=400e6)).broadcast
-    assert not choose("auto", whole(gigabyte), 2, Rates(storage=100e6, interconnect=150e6)).broadcast
-    assert choose("auto", whole(gigabyte, 16), 16, Rates(storage=100e6, interconnect=150e6)).broadcast
-    assert choose("always", whole(1), 2, Rates()) == choose("always", whole(gigabyte), 2, Rates(storage=1e12))
-    assert not choose("never", whole(gigabyte), 2, Rates(storage=1.0)).broadcast
+    assert choose("auto", whole(gigabyte), 2, BroadcastRates(storage=100e6, interconnect=400e6)).broadcast
+    assert not choose("auto", whole(gigabyte), 2, BroadcastRates(storage=100e6, interconnect=150e6)).broadcast
+    assert choose("auto", whole(gigabyte, 16), 16, BroadcastRates(storage=100e6, interconnect=150e6)).broadcast
+    assert choose("always", whole(1), 2, BroadcastRates()) == choose(
+        "always", whole(gigabyte), 2, BroadcastRates(storage=1e12)
+    )
+    assert not choose("never", whole(gigabyte), 2, BroadcastRates(storage=1.0)).broadcast
 
 
 def test_what_was_read_meanwhile_counts() -> None:
     """A process that has read its part would be told that the others' half takes as long as before."""
-    rates = Rates(storage=100e6, interconnect=300e6)
-    assert choose("auto", Left(wanted=500, unread=0, sent=1000), 2, rates).broadcast, "5 against 3.3"
-    assert not choose("auto", Left(wanted=500, unread=200, sent=1000), 2, rates).broadcast, "5 against 5.3"
-    assert choose("auto", Left(wanted=500, unread=200, sent=500), 2, rates).broadcast, "5 against 3.7"
+    rates = BroadcastRates(storage=100e6, interconnect=300e6)
+    assert choose("auto", Remaining(wanted=500, unread=0, sent=1000), 2, rates).broadcast, "5 against 3.3"
+    assert not choose("auto", Remaining(wanted=500, unread=200, sent=1000), 2, rates).broadcast, "5 against 5.3"
+    assert choose("auto", Remaining(wanted=500, unread=200, sent=500), 2, rates).broadcast, "5 against 3.7"
 
 
 def test_finding_out_costs_less_than_there_is_to_win() -> None:
     """A fast storage would be left for a collective that takes longer to begin than all of the reading."""
-    nearly = Left(wanted=10**9, unread=0, sent=10**9)
-    assert choose("auto", nearly, 2, Rates(storage=0.9 * 10**9 / (2 * STARTUP_S))).broadcast
-    assert not choose("auto", nearly, 2, Rates(storage=1.1 * 10**9 / (2 * STARTUP_S))).broadcast
-    assert choose("auto", nearly, 2, Rates(storage=3e9, interconnect=4e9)).broadcast, "nothing to find out"
+    nearly = Remaining(wanted=10**9, unread=0, sent=10**9)
+    assert choose("auto", nearly, 2, BroadcastRates(storage=0.9 * 10**9 / (2 * STARTUP_S))).broadcast
+    assert not choose("auto", nearly, 2, BroadcastRates(storage=1.1 * 10**9 / (2 * STARTUP_S))).broadcast
+    assert choose("auto", nearly, 2, BroadcastRates(storage=3e9, interconnect=4e9)).broadcast, "nothing to find out"
 
 
 @given(st.floats(1e6, 1e11), st.floats(1e6, 1e12), st.integers(2, 1000))
 def test_more_replicas_never_speak_against_it(storage: float, interconnect: float, replicas: int) -> None:
     """The model would turn round where it matters most."""
-    rates = Rates(storage=storage, interconnect=interconnect)
+    rates = BroadcastRates(storage=storage, interconnect=interconnect)
     fewer, more = (choose("auto", whole(10**10, each), each, rates).broadcast for each in (replicas, replicas + 1))
     assert more or not fewer
 

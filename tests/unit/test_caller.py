@@ -13,7 +13,7 @@ import pytest
 from ckptkit.errors import CheckpointError
 from ckptkit.job.coordination import Decide
 from ckptkit.restore import caller_thread as caller_module
-from ckptkit.restore.caller_thread import Caller, all_come
+from ckptkit.restore.caller_thread import CallerThread, all_come
 
 LIMIT_S = 60.0
 
@@ -48,7 +48,7 @@ class Job:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, timeout_s: float = LIMIT_S, left: bool = True):
         monkeypatch.setattr(caller_module, "_LOOK_S", 0.05)
-        self.callers = [Caller(), Caller()]
+        self.callers = [CallerThread(), CallerThread()]
         self.left = left
         job = Threads(2)
         self._threads = ThreadPoolExecutor(4)
@@ -127,7 +127,7 @@ def test_nobody_is_waited_for_once_all_is_read(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_the_act_raises_is_raised_where_it_was_asked_for() -> None:
     """A collective that fails would end the caller's wait, and leave the restore behind it waiting."""
-    caller, over = Caller(), threading.Event()
+    caller, over = CallerThread(), threading.Event()
     with ThreadPoolExecutor(1) as threads:
         served = threads.submit(caller.serve, over.is_set, None)
         assert caller.come(LIMIT_S) == "here"
@@ -141,7 +141,7 @@ def test_what_the_act_raises_is_raised_where_it_was_asked_for() -> None:
 
 def test_an_interrupted_caller_is_gone() -> None:
     """Ctrl-C in the middle of a transfer would leave the background thread waiting, and the process with it."""
-    caller = Caller()
+    caller = CallerThread()
 
     def interrupt() -> None:
         raise KeyboardInterrupt

@@ -15,7 +15,7 @@ from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import BoxRecord, LeafRecord, SaveId
 from ckptkit.model.policies import ReplicaPolicy
 from ckptkit.save.replica_check import ReplicaComparison
-from ckptkit.snapshot.describe import Description, Extent, LeafSource
+from ckptkit.snapshot.describe import Description, LeafSource, SlotExtent
 
 COUNT = 10_000
 SAVE = SaveId(1, 5, 2)
@@ -51,7 +51,7 @@ class Alike:
         (found,) = value["sets"].values() if "sets" in value else value["hashes"]["0"]
         return found
 
-    def tell(self, channel: str, decide: Any, *, timeout_s: float, about: str = "") -> Any:
+    def ask_process_0(self, channel: str, decide: Any, *, timeout_s: float, about: str = "") -> Any:
         """Not asked here."""
         raise AssertionError((channel, decide, timeout_s, about))
 
@@ -65,7 +65,7 @@ def compared(coordinator: Alike) -> list[Event]:
     )  # fmt: skip
     sharding: Any = SimpleNamespace(num_devices=COUNT)
     source = LeafSource(sharding=sharding, record=record, holders={scalar: tuple(range(COUNT))}, devices=(None,))
-    extents = (Extent(0, 0, 4, ((0, 4),), False),)
+    extents = (SlotExtent(0, 0, 4, ((0, 4),), False),)
     description = Description(
         items={"state": (source,)}, treedefs={}, extents=extents, slot_bytes=4096, share_bytes=4096
     )

@@ -17,7 +17,7 @@ from ckptkit.errors import (
     TransientStoreError,
 )
 from ckptkit.job import coordination
-from ckptkit.job.coordination import JaxCoordinator, LocalCoordinator, Occasions, gather, make_coordinator
+from ckptkit.job.coordination import JaxCoordinator, LocalCoordinator, ScopedCoordinator, gather, make_coordinator
 from tests.unit.fake_service import FakeJob, FakeService
 
 MOVED = (
@@ -215,7 +215,7 @@ def test_who_has_missed_a_part_of_one_occasion_is_there_at_the_next(
     """If it failed, no later restore, scrub or durable save of a job would succeed after one in which a process was
     late or could not come to one of the meetings."""
     monkeypatch.setattr(coordination, "_ABOUT_KEPT", 1)
-    first, *others = occasions = [Occasions(c) for c in job.processes]
+    first, *others = occasions = [ScopedCoordinator(c) for c in job.processes]
     for each in occasions:
         each.begin("save 1")
     job.service.gone = {"out"}  # pyright: ignore[reportAttributeAccessIssue]  process 0 is held up
@@ -224,7 +224,7 @@ def test_who_has_missed_a_part_of_one_occasion_is_there_at_the_next(
             other.agree("begun", 1, sum, timeout_s=3)
     job.service.gone = {1, 2, 3}
     assert first.agree("begun", 1, len, timeout_s=3) == 4, "it finds their words, and goes on"
-    assert first.tell("place", lambda: "one", timeout_s=3) == "one"
+    assert first.ask_process_0("place", lambda: "one", timeout_s=3) == "one"
     with pytest.raises(CoordinationError, match="process 1, 2, 3 did not come"):
         first.agree("written", 1, sum, timeout_s=3)
     job.service.gone = set()
@@ -234,7 +234,7 @@ def test_who_has_missed_a_part_of_one_occasion_is_there_at_the_next(
         said = job.all(
             lambda c, number=number: [
                 occasions[c.process].agree("begun", 1, sum, timeout_s=5),
-                occasions[c.process].tell("place", lambda: f"place {number}", timeout_s=5),
+                occasions[c.process].ask_process_0("place", lambda: f"place {number}", timeout_s=5),
                 occasions[c.process].agree("written", c.process, sorted, timeout_s=5),
             ]
         )
@@ -287,7 +287,7 @@ def test_a_word_that_could_not_be_put_is_an_error(job: FakeJob) -> None:
 
     job.service.key_value_set = late  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(CoordinationError, match="the coordination service failed: DEADLINE_EXCEEDED"):
-        job.processes[0].tell("decision", lambda: True, timeout_s=3)
+        job.processes[0].ask_process_0("decision", lambda: True, timeout_s=3)
     original = FakeService.key_value_set
 
     def late_verdict(key: str, value: str) -> None:
@@ -323,17 +323,17 @@ def test_process_0_tells_without_waiting_for_anybody(job: FakeJob, monkeypatch: 
     """A policy with a clock would stop every step until the slowest host has come, or fill the service."""
     monkeypatch.setattr(coordination, "_TOLD_KEPT", 3)
     first, *others = job.processes
-    told = [first.tell("decision", lambda number=number: {"save": number}, timeout_s=5) for number in range(3)]
+    told = [first.ask_process_0("decision", lambda number=number: {"save": number}, timeout_s=5) for number in range(3)]
     assert told == [{"save": number} for number in range(3)]
     for other in others:
-        assert [other.tell("decision", lambda: pytest.fail("asked"), timeout_s=5) for _ in range(3)] == told
+        assert [other.ask_process_0("decision", lambda: pytest.fail("asked"), timeout_s=5) for _ in range(3)] == told
     for number in range(3, 9):
-        first.tell("decision", lambda number=number: number, timeout_s=5)
+        first.ask_process_0("decision", lambda number=number: number, timeout_s=5)
     assert len(job.service.values) == 3
     with pytest.raises(ZeroDivisionError):
-        first.tell("broken", lambda: 1 // 0, timeout_s=5)
+        first.ask_process_0("broken", lambda: 1 // 0, timeout_s=5)
     with pytest.raises(CheckpointError, match="process 0: "):
-        others[0].tell("broken", lambda: 0, timeout_s=5)
+        others[0].ask_process_0("broken", lambda: 0, timeout_s=5)
     job.service.gone = {0}
     with pytest.raises(CoordinationError, match=r"^silent: process 0 said nothing within 5 s$"):
-        others[0].tell("silent", lambda: 0, timeout_s=5)
+        others[0].ask_process_0("silent", lambda: 0, timeout_s=5)

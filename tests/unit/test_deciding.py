@@ -193,7 +193,7 @@ class Told:
         self.process = process
         self.words = words
 
-    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
+    def ask_process_0(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
         if self.process == 0:
             self.words.append(decide())
             return self.words[-1]

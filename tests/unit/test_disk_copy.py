@@ -19,7 +19,7 @@ from ckptkit.model.manifest import Manifest, SaveId, Writer
 from ckptkit.save import worker
 from ckptkit.save.disk_copy import DiskCopy
 from ckptkit.slots.arena import Arena, Slot
-from ckptkit.snapshot.describe import Extent
+from ckptkit.snapshot.describe import SlotExtent
 from ckptkit.util import disk_file
 from ckptkit.util.disk_file import DiskFile
 
@@ -126,11 +126,11 @@ class Source:
     """A staging slot with boxes of the given sizes, and their extents."""
 
     def __init__(self, sizes: list[int], seed: int = 0):
-        self.extents: list[Extent] = []
+        self.extents: list[SlotExtent] = []
         at = 0
         for number, size in enumerate(sizes):
             cells = tuple((at + start, at + min(size, start + 700)) for start in range(0, size, 700))
-            self.extents.append(Extent(number, at, at + size, cells, False))
+            self.extents.append(SlotExtent(number, at, at + size, cells, False))
             at += -(-size // PAGE) * PAGE
         self.size = at
         self.final = aligned(max(at, PAGE), seed)

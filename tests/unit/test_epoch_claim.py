@@ -11,7 +11,7 @@ from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.errors import CheckpointError, TransientStoreError
 from ckptkit.job.coordination import LocalCoordinator
 from ckptkit.model.manifest import SaveId
-from ckptkit.save.fence import EpochClaim
+from ckptkit.save.fence import EpochFence
 from ckptkit.store import MemoryStore
 
 SAVE = SaveId(2, 40, 7)
@@ -33,11 +33,11 @@ class Away:
         return self.records.newest_epoch()
 
 
-def claim_of(epochs: Any, degraded: list[Any]) -> EpochClaim:
+def claim_of(epochs: Any, degraded: list[Any]) -> EpochFence:
     tiers: Any = SimpleNamespace(epochs=epochs, durable=SimpleNamespace(url="gs://b/run"))
     outcomes: Any = SimpleNamespace(degraded=lambda step, tier, error: degraded.append((step, tier, str(error))))
     book: Any = SimpleNamespace(ancestry=Ancestry(epoch=SAVE.epoch))
-    return EpochClaim(tiers, LocalCoordinator(), book, outcomes, timeout_s=5.0)
+    return EpochFence(tiers, LocalCoordinator(), book, outcomes, timeout_s=5.0)
 
 
 def test_nothing_is_committed_durably_before_the_epoch_is_recorded() -> None:

@@ -11,7 +11,7 @@ from ckptkit.errors import SaveFailedError, StoreError, TransientStoreError
 from ckptkit.events import Event, EventLog, Kind
 from ckptkit.job.coordination import Coordinator, Decide, LocalCoordinator
 from ckptkit.model.policies import FailurePolicy
-from ckptkit.save.circuit_breaker import DurableUpkeep
+from ckptkit.save.circuit_breaker import DurableRetry
 
 
 class Told:
@@ -28,18 +28,18 @@ class Told:
         del channel, timeout_s
         return decide([value, None])
 
-    def tell(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
+    def ask_process_0(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
         if channel == "durable-pause":
             return [self.failed, self._word]
         self.asked += 1
         return self._word
 
 
-def upkeep(coordinator: Coordinator, max_age_s: float | None) -> DurableUpkeep:
-    return DurableUpkeep(FailurePolicy(retries=0, durable_max_age_s=max_age_s), coordinator, EventLog(), 5.0)
+def upkeep(coordinator: Coordinator, max_age_s: float | None) -> DurableRetry:
+    return DurableRetry(FailurePolicy(retries=0, durable_max_age_s=max_age_s), coordinator, EventLog(), 5.0)
 
 
-def fail(kept: DurableUpkeep) -> None:
+def fail(kept: DurableRetry) -> None:
     def write() -> None:
         raise OSError("full")
 
@@ -74,14 +74,14 @@ def test_one_process_decides_by_its_own_clock() -> None:
     kept.raise_if_overdue(4)
 
 
-def paused(monkeypatch: pytest.MonkeyPatch, pauses: int) -> tuple[DurableUpkeep, list[Event], list[float]]:
+def paused(monkeypatch: pytest.MonkeyPatch, pauses: int) -> tuple[DurableRetry, list[Event], list[float]]:
     """A tier that is paused after two failures, and a clock that stands."""
     now_s = [1000.0]
     monkeypatch.setattr("ckptkit.util.clock.monotonic_s", lambda: now_s[0])
     events: list[Event] = []
     log = EventLog()
     log.observe(events.append)
-    kept = DurableUpkeep(FailurePolicy(retries=5, pause_after=2, pause_s=10.0), LocalCoordinator(), log, 5.0)
+    kept = DurableRetry(FailurePolicy(retries=5, pause_after=2, pause_s=10.0), LocalCoordinator(), log, 5.0)
     for _ in range(pauses + 1):
         now_s[0] += 1000
         fail(kept)
@@ -117,7 +117,7 @@ def test_a_pause_ends_with_one_try_and_grows_while_that_fails(monkeypatch: pytes
 def test_who_missed_a_verdict_pauses_with_the_others() -> None:
     """It would begin a save to which nobody comes, wait for them twice, and be busy there all the time."""
     told = Told(25.0)
-    kept = DurableUpkeep(FailurePolicy(pause_after=3), told, EventLog(), 5.0)
+    kept = DurableRetry(FailurePolicy(pause_after=3), told, EventLog(), 5.0)
     told.failed = 3
     with pytest.raises(StoreError, match=r"paused for 25\.0 s more, after 3 failed saves in a row"):
         kept.attempt(7, lambda: pytest.fail("it was tried"), lambda: False)
@@ -144,7 +144,7 @@ def test_a_forced_save_and_one_that_has_begun_are_not_refused(monkeypatch: pytes
 
 def test_a_bucket_that_cannot_be_looked_at_is_tried_again() -> None:
     """Whether the step has landed is asked of the bucket that has just failed: that would end all retries."""
-    kept = DurableUpkeep(FailurePolicy(retries=2, retry_delay_s=0.001), LocalCoordinator(), EventLog(), 5.0)
+    kept = DurableRetry(FailurePolicy(retries=2, retry_delay_s=0.001), LocalCoordinator(), EventLog(), 5.0)
     tries = [TransientStoreError("away"), TransientStoreError("away"), None]
 
     def write() -> None:

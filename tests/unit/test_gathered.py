@@ -109,8 +109,8 @@ def test_a_save_is_whole_when_every_share_is_held_by_somebody() -> None:
     assert not is_whole([[first], [first]], SAVE)
     assert not is_whole([], SAVE)
     assert holders_of([[first], [first, second]], SAVE) == {0: (0, 1), 1: (1,)}
-    twin = Held(save_id=SAVE, count=2, shares=((1, "a"),))
-    assert distinct_shares([[first], [twin]], SAVE) == [(0, 0)]
+    local_replica = Held(save_id=SAVE, count=2, shares=((1, "a"),))
+    assert distinct_shares([[first], [local_replica]], SAVE) == [(0, 0)]
 
 
 def test_a_save_of_more_processes_than_there_can_be_is_not_whole() -> None:

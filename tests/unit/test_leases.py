@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.durable.lifecycle.leases import Lease, PruneGuard, doomed_steps
+from ckptkit.durable.lifecycle.leases import Lease, PruneGuard, announced_deletions
 from ckptkit.errors import TransientStoreError
 from ckptkit.model import paths
 from ckptkit.store import MemoryStore
@@ -40,7 +40,7 @@ def test_a_leased_step_is_spared_until_it_is_released(store: MemoryStore) -> Non
     with take(store, 2) as lease:
         assert lease.granted()
         assert guard.spare([1, 2]) == {2}
-        assert doomed_steps(store) == {1}
+        assert announced_deletions(store) == {1}
     assert guard.spare([2]) == set()
     assert store.list(paths.LEASES_DIR) == []
 

@@ -7,13 +7,13 @@ import threading
 import pytest
 
 from ckptkit.durable.cells import pacing
-from ckptkit.durable.cells.pacing import Pace
+from ckptkit.durable.cells.pacing import WritePace
 from ckptkit.util import clock
 
 
 def test_a_rate_is_kept_on_average() -> None:
     """The durable tier would take the network that the training needs."""
-    pace = Pace(1e6)
+    pace = WritePace(1e6)
     began_s = clock.monotonic_s()
     waits = [pace.take(50_000) for _ in range(5)]
     assert clock.monotonic_s() - began_s >= 0.2  # 250 kB at 1 MB/s, and the last piece is not waited for
@@ -22,12 +22,12 @@ def test_a_rate_is_kept_on_average() -> None:
 
 def test_without_a_rate_nothing_is_waited_for() -> None:
     """A setting that was not made would cost throughput."""
-    assert sum(Pace().take(1 << 40) for _ in range(100)) < 1.0
+    assert sum(WritePace().take(1 << 40) for _ in range(100)) < 1.0
 
 
 def test_a_save_on_its_way_to_a_fast_tier_goes_first() -> None:
     """A commit of milliseconds would take as long as the durable tier's next pieces."""
-    pace = Pace()
+    pace = WritePace()
     pace.begin_urgent("step 1")
     taken = threading.Event()
     thread = threading.Thread(target=lambda: (pace.take(1), taken.set()))
@@ -42,6 +42,6 @@ def test_a_save_on_its_way_to_a_fast_tier_goes_first() -> None:
 def test_a_loop_that_never_pauses_does_not_stop_the_durable_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that saves all the time would never have a durable step."""
     monkeypatch.setattr(pacing, "YIELD_S_MAX", 0.05)
-    pace = Pace()
+    pace = WritePace()
     pace.begin_urgent("step 1")
     assert pace.take(1) >= 0.04

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.model.boxes import Box, cells_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, copy_proven, digest_of
-from ckptkit.model.verify_mode import Proving
+from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore.local_tiers import together
 from ckptkit.restore.plan import Candidate, RestorePlan, Source, plan_restore, rank_candidates
 from ckptkit.restore.read import execute
@@ -204,7 +204,9 @@ def test_shares_of_several_processes_tile_every_wanted_box(data: st.DataObject) 
         return read
 
     joined, read = together(
-        [(Source(tier="peer", manifests=(share,)), reader(p)) for p, share in enumerate(shares)], "peer", Proving()
+        [(Source(tier="peer", manifests=(share,)), reader(p)) for p, share in enumerate(shares)],
+        "peer",
+        VerifySelection(),
     )
     wanted = data.draw(grids(shape))
     plan = plan_restore(SAVE, {KEY: wanted}, [joined])
@@ -231,10 +233,10 @@ def test_damage_that_a_sample_finds_is_not_passed_over_for_another_source() -> N
     ]
     into = np.zeros(8, np.int32)
     leaf = manifest([whole]).arrays["state"][0]
-    together(pairs, "peer", Proving())[1]("state", leaf, leaf.boxes[0], whole, into)
+    together(pairs, "peer", VerifySelection())[1]("state", leaf, leaf.boxes[0], whole, into)
     assert into.tolist() == [7] * 8
     with pytest.raises(CorruptCheckpointError, match="flipped"):
-        together(pairs, "peer", Proving(mode="sample", share=0.5))[1]("state", leaf, leaf.boxes[0], whole, into)
+        together(pairs, "peer", VerifySelection(mode="sample", share=0.5))[1]("state", leaf, leaf.boxes[0], whole, into)
 
 
 def coverage(source: Source, shape: tuple[int, ...]) -> np.ndarray:
@@ -273,8 +275,8 @@ def test_sources_are_in_order_of_cost_and_bytes_are_counted_at_the_first() -> No
 
 def test_replicas_of_a_box_are_read_once() -> None:
     """If it failed, a data-parallel restore would read every replica."""
-    twins = Source(tier="ram", manifests=(manifest(rows((0, 8))), manifest(rows((0, 8)), process=1)))
-    (read,) = plan_restore(SAVE, {KEY: rows((0, 8))}, [twins]).reads
+    local_replicas = Source(tier="ram", manifests=(manifest(rows((0, 8))), manifest(rows((0, 8)), process=1)))
+    (read,) = plan_restore(SAVE, {KEY: rows((0, 8))}, [local_replicas]).reads
     assert len(read.sources) == 1
     assert len(read.sources[0][1]) == 1
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.events import Event, Kind
-from ckptkit.schedule.preemption import MARGIN, POLL_S, Pace, Rates, plan_last_save
+from ckptkit.schedule.preemption import MARGIN, POLL_S, PreemptionPace, TierRates, plan_last_save
 
 TIERS = ("ram", "peer", "ssd", "durable")
 
@@ -46,7 +46,7 @@ def test_the_fastest_tier_is_always_tried_and_nothing_is_silent(
 
 def test_rates_are_those_of_the_slowest_of_the_last_saves_and_grow_with_the_state() -> None:
     """Breaks when one lucky save makes the next look cheap, or a state that doubled is thought to take as long."""
-    rates = Rates()
+    rates = TierRates()
     assert rates.needs_s(100) == {}
     for duration_s in (9.0, 1.0, 2.0, 4.0, 1.0, 1.0):  # the first is forgotten
         rates(committed("ssd", 100, duration_s))
@@ -58,7 +58,7 @@ def test_rates_are_those_of_the_slowest_of_the_last_saves_and_grow_with_the_stat
 
 def test_what_may_have_gone_of_the_grace_is_two_steps_and_a_poll() -> None:
     """Breaks when a loop of long steps believes that its whole grace is left."""
-    pace = Pace()
+    pace = PreemptionPace()
     assert pace.spent_s(5.0) == POLL_S
     for asked_s in (10.0, 13.0, 15.0):
         pace.asked(asked_s)

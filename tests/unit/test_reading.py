@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError
 from ckptkit.model.boxes import Box, cells_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, copy_proven, digest_of
-from ckptkit.model.verify_mode import Proving
+from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore import read as reading
 from ckptkit.restore.local_tiers import together
 from ckptkit.restore.plan import Key, RestorePlan, Source, plan_restore
@@ -184,7 +184,7 @@ def test_what_does_not_answer_may_be_whole(order: tuple[int, int], joined: bool)
     readers = [reader(leaves, away), reader(bad, lambda *_: None)]
     sources = [(Source(tier="peer", manifests=(manifest,)), readers[number]) for number in order]
     if joined:
-        sources = [together(sources, "peer", Proving())]
+        sources = [together(sources, "peer", VerifySelection())]
     plan = plan_restore(SAVE, {("state", ("0",)): [Box.whole((64,))]}, [source for source, _ in sources])
     with pytest.raises(PeerUnreachableError, match="process 3 did not answer"):
         reading.execute(plan, [each for _, each in sources], lambda *_: None, lambda *_: None)

@@ -95,7 +95,7 @@ def test_it_agrees_with_counting_save_by_save(
     wanted = (work_s, work_s * times[0], work_s * times[0] * times[1])
     if wanted[1] < 9.0 or wanted[2] < 61.0:
         return  # a tier's next save would wait for the one before: the simulator makes the interval longer
-    found = sim.simulate(cluster, failures, sim.Fixed(wanted), horizon_s=horizon_s)
+    found = sim.simulate(cluster, failures, sim.FixedIntervals(wanted), horizon_s=horizon_s)
     for run in range(3):
         expected = counted(cluster, failures, run, list(times), work_s, horizon_s)
         parts = (found.work_s[run], found.stall_s[run], found.lost_s[run], found.down_s[run])
@@ -109,7 +109,7 @@ def test_every_second_is_counted_once(seed: int, mtbf_s: float, wanted: float):
     """Work, stalls, lost work and down time must add up to the wall clock, with failures at any rate."""
     cluster = three_tiers()
     failures = sim.draw(runs=4, horizon_s=DAY_S, mtbf_s=mtbf_s, shares=cluster.shares, shape=0.7, seed=seed)
-    for policy in (sim.Fixed((wanted, 2 * wanted, 7 * wanted)), sim.Learned(prior_mtbf_s=mtbf_s)):
+    for policy in (sim.FixedIntervals((wanted, 2 * wanted, 7 * wanted)), sim.Learned(prior_mtbf_s=mtbf_s)):
         found = sim.simulate(cluster, failures, policy, horizon_s=DAY_S)
         total = found.work_s + found.stall_s + found.lost_s + found.down_s
         assert total == pytest.approx(np.full(4, DAY_S), rel=1e-9)
@@ -212,7 +212,7 @@ def test_exponential_failures_cost_what_the_exact_formula_says():
     """Against theory, not against itself: one level, no restart, goodput is 1 - overhead within the interval."""
     cluster = sim.Cluster(hosts=1, tiers=(tier("durable", 30.0, 0.0, 0.0),), restart_s=0.0, step_s=1.0)
     failures = sim.draw(runs=400, horizon_s=30 * DAY_S, mtbf_s=7200.0, shares=cluster.shares, seed=3)
-    found = sim.simulate(cluster, failures, sim.Fixed((600.0,)), horizon_s=30 * DAY_S)
+    found = sim.simulate(cluster, failures, sim.FixedIntervals((600.0,)), horizon_s=30 * DAY_S)
     mean, half = sim.mean_ci(found.goodput)
     assert mean == pytest.approx(1 - float(overhead(600.0, 30.0, 7200.0)), abs=2 * half)
     assert half < 0.001
@@ -247,8 +247,12 @@ def test_policies_of_the_same_steps_are_one_simulation():
     """Names may differ, rows may be shared: what is asked for must come back, in its order."""
     cluster = three_tiers()
     failures = sim.draw(runs=3, horizon_s=DAY_S, mtbf_s=3000.0, shares=cluster.shares, seed=6)
-    asked = [sim.Fixed((10.0, 20.0, 80.0)), sim.Learned(prior_mtbf_s=3000.0), sim.Fixed((10.1, 20.0, 80.0), "alike")]
-    asked.append(sim.Fixed((11.0, 22.0, 88.0)))
+    asked = [
+        sim.FixedIntervals((10.0, 20.0, 80.0)),
+        sim.Learned(prior_mtbf_s=3000.0),
+        sim.FixedIntervals((10.1, 20.0, 80.0), "alike"),
+    ]
+    asked.append(sim.FixedIntervals((11.0, 22.0, 88.0)))
     found = sim.simulate_all(cluster, failures, asked, horizon_s=DAY_S)
     alone = [sim.simulate(cluster, failures, policy, horizon_s=DAY_S) for policy in asked]
     assert [each.work_s.tolist() for each in found] == [each.work_s.tolist() for each in alone]
@@ -333,7 +337,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str, message: 
 
 def test_a_trace_is_replayed_as_it_is():
     """Every gap of a run must be a gap of the trace, in its order, times the scale."""
-    trace = sim.Trace("t", np.array([10.0, 20.0, 40.0]), np.array([1.0, 2.0, 3.0]))
+    trace = sim.FailureTrace("t", np.array([10.0, 20.0, 40.0]), np.array([1.0, 2.0, 3.0]))
     failures = sim.replay(trace, runs=20, horizon_s=1000.0, shares={"host": 1.0}, scale=2.0, seed=0)
     for at_s in failures.at_s:
         gaps = np.diff(at_s[np.isfinite(at_s)])

@@ -32,7 +32,7 @@ class Alike:
         self.heard = json.dumps(decide([json.loads(self.said)] * COUNT))
         return json.loads(self.heard)
 
-    def tell(self, channel: str, decide: Any, *, timeout_s: float, about: str = "") -> Any:
+    def ask_process_0(self, channel: str, decide: Any, *, timeout_s: float, about: str = "") -> Any:
         """Not asked here."""
         raise AssertionError((channel, decide, timeout_s, about))
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.durable.lifecycle.leases import Doom, Lease, doomed_steps
+from ckptkit.durable.lifecycle.leases import DeletionNotice, Lease, announced_deletions
 from ckptkit.durable.lifecycle.pins import pinned_steps, put_pin
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from ckptkit.model import paths
@@ -87,7 +87,7 @@ def test_rules_pins_and_what_is_left(tmp_path: Path) -> None:
     done = prune(plan)
     assert (done.done, [each.step for each in done.doomed]) == (True, [1, 2, 5, 7])
     assert steps_in(root) == [3, 4, 6, 8]
-    assert doomed_steps(open_store(root)) == set()
+    assert announced_deletions(open_store(root)) == set()
     assert restored(root) == (8, 8)
     assert [each.step for each in ocp.CheckpointManager(root)._checkpoints] == [3, 4, 6, 8]
 
@@ -146,14 +146,14 @@ def test_what_is_read_stays(tmp_path: Path) -> None:
 def test_an_announcement_of_another_command(tmp_path: Path) -> None:
     """Two that delete at a time would overwrite each other's word, and a reader begin with a step that goes."""
     store = MemoryStore()
-    with Doom(store, [1]) as one, Doom(store, [2, 3]):
-        assert doomed_steps(store) == {1, 2, 3}
+    with DeletionNotice(store, [1]) as one, DeletionNotice(store, [2, 3]):
+        assert announced_deletions(store) == {1, 2, 3}
         with Lease(store, 2, lease_s=60.0) as lease:
             assert not lease.granted()
         assert not one.lost
-    assert doomed_steps(store) == set()
+    assert announced_deletions(store) == set()
     with (
-        Doom(store, [4]),
+        DeletionNotice(store, [4]),
         pytest.raises(CheckpointError, match="step 4 in memory: is being deleted; it cannot be pinned"),
     ):
         put_pin(store, 4)
@@ -221,7 +221,7 @@ def test_a_deletion_that_dies_leaves_no_step(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(KeyboardInterrupt):
         prune(plan)
     assert steps_in(root) == [2, 3]
-    assert doomed_steps(open_store(root)) == set(), "what is left may be read again"
+    assert announced_deletions(open_store(root)) == set(), "what is left may be read again"
     assert restored(root) == (3, 3)
 
 

@@ -17,7 +17,7 @@ import ckptkit
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import Manifest
 from ckptkit.slots.reader import read_manifest
-from ckptkit.verification import Progress, Verification
+from ckptkit.verification import Verification, VerifyProgress
 from ckptkit.verification.pool import CellCheck, Limits, check_cells
 from tests.cli.conftest import Run
 from tests.states import abstract, assert_same, make_state, restore_args
@@ -263,7 +263,7 @@ def test_a_slot_that_is_reused_meanwhile_is_superseded(job: Job) -> None:
     slot = path.with_name(read_manifest(path).slot)
     slot.write_bytes(bytes(slot.stat().st_size))
 
-    def reuse(progress: Progress) -> None:
+    def reuse(progress: VerifyProgress) -> None:
         if progress.step == 1 and path.exists():
             path.unlink()
 
@@ -276,7 +276,7 @@ def test_a_slot_that_is_reused_meanwhile_is_superseded(job: Job) -> None:
 def test_a_step_that_is_pruned_meanwhile(job: Job) -> None:
     """A running job's root would be called damaged with every prune."""
 
-    def prune(progress: Progress) -> None:
+    def prune(progress: VerifyProgress) -> None:
         if progress.step == 1:
             shutil.rmtree(job.root / "1", ignore_errors=True)
 
@@ -320,7 +320,7 @@ def test_many_reads_hold_no_more_than_the_bound() -> None:
 
 def test_progress_ends_with_all_bytes(saved: Job) -> None:
     """A bar would never reach its end."""
-    heard: list[Progress] = []
+    heard: list[VerifyProgress] = []
     found = ckptkit.verify(str(saved.root / "1"), progress=heard.append)
     assert heard[-1].checked_bytes == heard[-1].total_bytes == found.steps[0].checked[1]
 

@@ -7,6 +7,6 @@ from ckptkit.conversion.resharding.executing import plan_reshard as plan_reshard
 from ckptkit.conversion.resharding.executing import reshard as reshard
 from ckptkit.conversion.resharding.meshes import Mesh as Mesh
 from ckptkit.conversion.resharding.planning import ReshardPlan as ReshardPlan
-from ckptkit.conversion.resharding.source import Source as Source
+from ckptkit.conversion.resharding.source import ReshardSource as ReshardSource
 from ckptkit.conversion.resharding.source import open_source as open_source
 from ckptkit.conversion.resharding.source import specs_like as specs_like

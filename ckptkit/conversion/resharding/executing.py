@@ -16,7 +16,7 @@ from ckptkit.conversion.orbax_step import DTYPES, works_of
 from ckptkit.conversion.resharding.choosing import SpecRule
 from ckptkit.conversion.resharding.meshes import Mesh, Spec
 from ckptkit.conversion.resharding.planning import LeafPlan, ReshardPlan, make_plan, plan_leaves
-from ckptkit.conversion.resharding.source import Source, SourceItem
+from ckptkit.conversion.resharding.source import ReshardSource, SourceItem
 from ckptkit.conversion.stamps import fingerprint
 from ckptkit.durable.cells.writer import merge_processes, process_directory
 from ckptkit.durable.orbax.files import SHARDINGS, TREE_METADATA, marker_text
@@ -33,13 +33,13 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.store import Store
 from ckptkit.store.roots import is_remote
 
-Progress = Callable[[int, int], None]  # bytes written by this process, bytes that it will write
+BytesProgress = Callable[[int, int], None]  # bytes written by this process, bytes that it will write
 
 _REPLACED = frozenset({TREE_METADATA, OCDBT, SHARDINGS, paths.COMMIT_MARK})
 
 
 def plan_reshard(
-    source: Source,
+    source: ReshardSource,
     target: str,
     meshes: Sequence[Mesh],
     *,
@@ -71,14 +71,14 @@ def plan_reshard(
 
 
 def reshard(
-    source: Source,
+    source: ReshardSource,
     plan: ReshardPlan,
     *,
     memory_bytes: int = MEMORY_BYTES,
     resume: bool = False,
     coordinator: Coordinator | None = None,
     timeout_s: float = 3600.0,
-    progress: Progress | None = None,
+    progress: BytesProgress | None = None,
 ) -> None:
     """Writes what the plan says; returns once the target is committed, on every process of `coordinator`'s job.
 
@@ -112,14 +112,14 @@ def reshard(
 
 
 def _write_and_commit(
-    source: Source,
+    source: ReshardSource,
     plan: ReshardPlan,
     target: Destination,
     journal: Journal,
     memory_bytes: int,
     job: Coordinator,
     timeout_s: float,
-    progress: Progress | None,
+    progress: BytesProgress | None,
     unchanged: Callable[[], None],
 ) -> None:
     """This process's part, and when all have theirs the commit."""
@@ -160,13 +160,13 @@ def share_of(sizes: Sequence[int], process: int, count: int) -> range:
 
 
 def _write_part(
-    source: Source,
+    source: ReshardSource,
     plan: ReshardPlan,
     target: Destination,
     journal: Journal,
     memory_bytes: int,
     job: Coordinator,
-    progress: Progress | None,
+    progress: BytesProgress | None,
 ) -> None:
     """Everything that this process writes: its blocks of every item, and its records."""
     noted = list(journal.entries())
@@ -208,7 +208,7 @@ def _write_part(
             store.put(f"{above}{file}", text.encode())
 
 
-def _works(source: Source, plan: ReshardPlan, memory_bytes: int) -> list[tuple[str, Work]]:
+def _works(source: ReshardSource, plan: ReshardPlan, memory_bytes: int) -> list[tuple[str, Work]]:
     """The blocks of all leaves in the plan's order, the same on every process."""
     tensors = {(item.name, tensor.leaf.path): tensor for item in source.items for tensor in item.tensors}
     return [
@@ -223,7 +223,9 @@ def _works(source: Source, plan: ReshardPlan, memory_bytes: int) -> list[tuple[s
     ]
 
 
-def _finish(source: Source, plan: ReshardPlan, target: Destination, count: int, unchanged: Callable[[], None]) -> None:
+def _finish(
+    source: ReshardSource, plan: ReshardPlan, target: Destination, count: int, unchanged: Callable[[], None]
+) -> None:
     """Joins the parts, copies what is no array, and commits, if the source is still what it was."""
     store = target.store()
     provable = all(item.provable for item in source.items)
@@ -252,7 +254,7 @@ def _finish(source: Source, plan: ReshardPlan, target: Destination, count: int, 
     target.commit(marker_text(plan.target, _identity(source, plan)) if provable else _words(plan.target))
 
 
-def _identity(source: Source, plan: ReshardPlan) -> SaveId:
+def _identity(source: ReshardSource, plan: ReshardPlan) -> SaveId:
     """The save that the source is, under the number that the target's name has: readers compare the two."""
     return replace(source.save_id, step=step_of_name(plan.target.rpartition("/")[2]) or 0)
 
@@ -292,11 +294,11 @@ def _words(where: str) -> str:
     return f"Checkpoint commit was successful to {where}"
 
 
-def _name(source: Source, item: SourceItem, plan: ReshardPlan) -> str:
+def _name(source: ReshardSource, item: SourceItem, plan: ReshardPlan) -> str:
     """Under which name the sidecars know an item: that of its directory."""
     return item.name if source.opened.facts.kind == "step" else plan.target.rpartition("/")[2]
 
 
-def _key(source: Source, item: SourceItem) -> str:
+def _key(source: ReshardSource, item: SourceItem) -> str:
     """Before the names of an item's files in the target."""
     return f"{item.name}/" if source.opened.facts.kind == "step" else ""

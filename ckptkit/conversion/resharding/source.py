@@ -40,7 +40,7 @@ class SourceItem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ReshardSource:
     """An open Orbax checkpoint: a whole step, or one item of arrays (then `others` is empty).
 
     `small` is what the sidecars of a step of ours keep of its small items, one for each process that wrote it.
@@ -71,7 +71,7 @@ class Source:
         return {**whole, **{name: each for name, each in self.small[process].items() if each["kind"] == _ITERATOR}}
 
 
-def open_source(path: str, *, timeout_s: float) -> Source:
+def open_source(path: str, *, timeout_s: float) -> ReshardSource:
     """The checkpoint at `path`; close `opened`. Raises `CheckpointError` for what is none of Orbax's, or is damaged."""
     opened = open_checkpoint(path, timeout_s=timeout_s)
     if opened.format != "orbax" or opened.facts.kind not in ("step", "item"):
@@ -94,7 +94,7 @@ def open_source(path: str, *, timeout_s: float) -> Source:
     items = tuple(_item(place.below(n) if is_step else place, n, tensors) for n, tensors in by_item.items())
     others = tuple(place.below(name) for name in place.directories() if is_step and name not in by_item)
     origin = opened.facts.origin
-    return Source(
+    return ReshardSource(
         opened=opened,
         place=place,
         items=items,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from ckptkit.durable.cells.pieces import INLINE_BYTES, Part, Pieces
+from ckptkit.durable.cells.pieces import INLINE_BYTES, PiecePart, Pieces
 from ckptkit.model.boxes import Box, cells_of
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import LeafRecord
@@ -145,7 +145,7 @@ class _Writing:
         if not pieces.is_last:
             self._send(pieces)
 
-    def _add(self, leaf: LeafRecord, part: Part, data_file_bytes: int) -> None:
+    def _add(self, leaf: LeafRecord, part: PiecePart, data_file_bytes: int) -> None:
         cell_bytes, whole = leaf.cell_bytes, math.prod(leaf.cell)
         for cell in cells_of(part.box, leaf.cell):
             self.cells += 1

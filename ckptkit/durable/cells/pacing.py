@@ -14,7 +14,7 @@ YIELD_S_MAX = (
 
 
 @final
-class Pace:
+class WritePace:
     """What all durable writes of a process keep to. Safe from several threads.
 
     `write_bytes_per_s` None: as fast as it goes.

@@ -25,7 +25,7 @@ _HELD_IN_FLIGHT = 2  # of such pieces, while the next is filled
 Way = Literal["copied", "encoded", "referred to"]
 
 
-class Part(NamedTuple):
+class PiecePart(NamedTuple):
     """What is added to a piece at a time: a box of a leaf, and its bytes as stored before encoding, in whole cells."""
 
     box: Box
@@ -38,7 +38,7 @@ class _Load:
     all_bytes: int = 0
     held_bytes: int = 0  # of them, what takes host memory of its own
 
-    def add(self, part: Part, sign: int = 1) -> None:
+    def add(self, part: PiecePart, sign: int = 1) -> None:
         self.all_bytes += sign * part.nbytes
         if part.way != "referred to":
             self.held_bytes += sign * part.nbytes
@@ -63,7 +63,7 @@ class Pieces:
         self._sent: deque[_Load] = deque()
         self._begin()
 
-    def parts_of(self, leaf: LeafRecord, box: Box) -> list[Part]:
+    def parts_of(self, leaf: LeafRecord, box: Box) -> list[PiecePart]:
         """A box as it is added: what is copied cell by cell, the rest in one unless that is more than a piece."""
         whole = _whole(leaf, box, self._profile)
         if whole.way == "referred to":
@@ -72,9 +72,9 @@ class Pieces:
             most_bytes = leaf.cell_bytes if whole.way == "copied" else self._held_piece_bytes
         if whole.nbytes <= most_bytes:
             return [whole] if whole.nbytes else []
-        return [Part(cell, leaf.cell_bytes, whole.way) for cell in cells_of(box, leaf.cell)]
+        return [PiecePart(cell, leaf.cell_bytes, whole.way) for cell in cells_of(box, leaf.cell)]
 
-    def add(self, part: Part) -> None:
+    def add(self, part: PiecePart) -> None:
         """It stands in the piece that is being filled."""
         self._filled.add(part)
         self._left.add(part, -1)
@@ -142,13 +142,13 @@ class Pieces:
         return max(1, min(self._piece_bytes, in_flight_bytes, share_bytes))
 
 
-def _whole(leaf: LeafRecord, box: Box, profile: DurableProfile) -> Part:
+def _whole(leaf: LeafRecord, box: Box, profile: DurableProfile) -> PiecePart:
     cell_bytes, box_bytes, nbytes = _sizes(box, leaf.cell, leaf.itemsize)
     if profile.codec_of(cell_bytes) is not None:
         way: Way = "encoded"
     else:
         way = "copied" if min(box_bytes, cell_bytes) < profile.copied_bytes else "referred to"
-    return Part(box, nbytes, way)
+    return PiecePart(box, nbytes, way)
 
 
 @lru_cache(maxsize=4096)  # a state has many leaves of few shapes

@@ -19,7 +19,7 @@ import numpy as np
 import tensorstore as ts
 
 from ckptkit.durable.cells.kvstore import base_of
-from ckptkit.durable.cells.pacing import Pace
+from ckptkit.durable.cells.pacing import WritePace
 from ckptkit.durable.cells.pieces import INLINE_BYTES, Pieces
 from ckptkit.durable.cells.tensorstore_wait import awaited, small_objects
 from ckptkit.model.boxes import Box
@@ -100,7 +100,7 @@ class CellWriter:
         self,
         directory: str,
         profile: DurableProfile,
-        pace: Pace | None = None,
+        pace: WritePace | None = None,
         context: ts.Context | None = None,
         ready: Callable[[], object] = lambda: None,
         *,
@@ -110,7 +110,7 @@ class CellWriter:
         is what will be added, where that is known."""
         self._ready = ready
         self._directory, self._profile = directory, profile
-        self._pace = pace or Pace(profile.write_bytes_per_s)
+        self._pace = pace or WritePace(profile.write_bytes_per_s)
         self._context = context or kvstore_context(profile)
         self._pieces = Pieces(profile, ((leaf, [box for box, _ in blocks]) for leaf, blocks in expected))
         self._spec = kvstore_spec(directory, profile, writing=True)

@@ -6,8 +6,8 @@ Small objects in the durable root. A reader keeps one per step that it uses, `{"
 least one sees the other, and then the step is kept, or the reader gives it up.
 
 A command that deletes beside the job, or without one, announces it in an object of its own among the leases, which it
-renews as a reader does (`Doom`). A pin (`pins`) is there too: a lease without an end. So the one listing that a writer
-makes shows all of it.
+renews as a reader does (`DeletionNotice`). A pin (`pins`) is there too: a lease without an end. So the one listing that
+a writer makes shows all of it.
 
 No two clocks are compared. The writer holds a lease dead when its beat has not changed for `lease_s` of the writer's
 own time, and the reader holds it lost `lease_s` after it began its last successful renewal, which is earlier.
@@ -101,7 +101,7 @@ class Lease:
 
     def granted(self) -> bool:
         """Whether the writer will keep the step: asked once, after the lease was written."""
-        return self.step not in doomed_steps(self._store) and not self.lost
+        return self.step not in announced_deletions(self._store) and not self.lost
 
     def release(self) -> None:
         """Ends the lease; the writer may prune the step. A store that cannot be reached lets it lapse by itself."""
@@ -115,7 +115,7 @@ class Lease:
 
 
 @final
-class Doom:
+class DeletionNotice:
     """Steps that a command is about to delete, announced until `release`; context manager.
 
     The steps that somebody reads, or has pinned, are looked for after it is written: `PruneGuard.leased`. Raises
@@ -135,7 +135,7 @@ class Doom:
         """Nothing more is deleted."""
         self._beating.release()
 
-    def __enter__(self) -> Doom:
+    def __enter__(self) -> DeletionNotice:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -210,7 +210,7 @@ class PruneGuard:
         return steps if step is None else steps & {step}
 
 
-def doomed_steps(store: Store) -> set[int]:
+def announced_deletions(store: Store) -> set[int]:
     """The steps that the writer, or a command, is about to delete. Cost: a small read, a listing, one small read for
     each command that deletes. Raises `StoreError`."""
     names = [name for name in store.list(paths.LEASES_DIR) if paths.is_announcement(name)]

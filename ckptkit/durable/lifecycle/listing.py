@@ -29,10 +29,12 @@ def latest_step(root: str) -> int | None:
     return next((step for step, name in sorted(named, reverse=True) if _is_committed(store, name)), None)
 
 
-Looked = dict[int, list[str] | None]  # committed steps, each with the names right below it, where they were looked at
+StepListing = dict[
+    int, list[str] | None
+]  # committed steps, each with the names right below it, where they were looked at
 
 
-def committed_steps(root: str, name_format: Any, known: Iterable[int] = ()) -> Looked:
+def committed_steps(root: str, name_format: Any, known: Iterable[int] = ()) -> StepListing:
     """The committed steps whose names are those of `name_format`, ascending; those of `known` are not looked into.
 
     Cost in a bucket: a request per 1,000 names, and one for each step that is not known.

@@ -13,7 +13,7 @@ import socket
 from contextlib import suppress
 from typing import Any
 
-from ckptkit.durable.lifecycle.leases import doomed_steps
+from ckptkit.durable.lifecycle.leases import announced_deletions
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.model import paths
 from ckptkit.store import Store
@@ -45,7 +45,7 @@ def put_pin(store: Store, step: int, reason: str = "") -> None:
     key = f"{paths.LEASES_DIR}/{paths.pin_name(step)}"
     known = store.stat(key) is not None
     store.put(key, json.dumps({**record, "holder": holder}).encode())
-    if not known and step in doomed_steps(store):
+    if not known and step in announced_deletions(store):
         store.delete(key)
         raise CheckpointError(f"step {step} in {store.url} is being deleted; it cannot be pinned any more", step=step)
 

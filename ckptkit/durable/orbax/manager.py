@@ -21,7 +21,7 @@ from orbax.checkpoint._src.metadata import tree as orbax_tree
 from orbax.checkpoint._src.path import deleter
 
 from ckptkit.durable.lifecycle.delete import remove_step
-from ckptkit.durable.lifecycle.listing import Looked, committed_steps
+from ckptkit.durable.lifecycle.listing import StepListing, committed_steps
 from ckptkit.store.remote import forget_listings
 from ckptkit.store.roots import is_remote, root_url
 
@@ -213,7 +213,7 @@ class StockManager:
         ours, plain = tree._handler_impl, _plain(ocp.PyTreeCheckpointHandler)._handler_impl
         return all(getattr(ours, name) == getattr(plain, name) for name in _TREE_LAYOUT)
 
-    def listed(self) -> Looked:
+    def listed(self) -> StepListing:
         """The committed steps that the storage has now, ascending, with what was seen below them on the way; changes
         nothing that is cached.
 

@@ -18,7 +18,7 @@ class BranchPreservation:
     """
 
     def __init__(self, options: ocp.CheckpointManagerOptions, let_go: Callable[[list[int]], frozenset[int]]):
-        self._let_go = let_go
+        self._release = let_go
         self._policy: Any = options.preservation_policy or _default_policy(options)
         self.abandoned: frozenset[int] = frozenset()  # set before each save, the same on every process
 
@@ -27,7 +27,7 @@ class BranchPreservation:
         branch = [checkpoint for checkpoint in checkpoints if checkpoint.step not in self.abandoned]
         kept = iter(self._policy.should_preserve(branch, context=context))
         keeps = [checkpoint.step not in self.abandoned and next(kept) for checkpoint in checkpoints]
-        gone = self._let_go([each.step for each, keep in zip(checkpoints, keeps, strict=True) if not keep])
+        gone = self._release([each.step for each, keep in zip(checkpoints, keeps, strict=True) if not keep])
         return [each.step not in gone for each in checkpoints]
 
 

@@ -20,15 +20,15 @@ from ckptkit.events import EventLog, Kind
 from ckptkit.job.coordination import Coordinator
 from ckptkit.job.vote import REJECTING, act_together
 from ckptkit.model.broadcast_options import BroadcastOptions
-from ckptkit.model.verify_mode import Proving
+from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore.broadcast.assembly import Assembly
 from ckptkit.restore.broadcast.collective import AllGather, links_of
-from ckptkit.restore.broadcast.cost_model import Choice, Left, Rates, choose
+from ckptkit.restore.broadcast.cost_model import BroadcastChoice, BroadcastRates, Remaining, choose
 from ckptkit.restore.broadcast.offer import NothingToShareError, Offer, first_problem, judge, needs_of, offer_of
 from ckptkit.restore.broadcast.schedule import Common, Groups, Stream, by_groups, share_out
 from ckptkit.restore.broadcast.stream import DIGEST_BYTES, Sending, StreamReader
-from ckptkit.restore.caller_thread import Caller, all_come
-from ckptkit.restore.execute import Reading, Shared
+from ckptkit.restore.caller_thread import CallerThread, all_come
+from ckptkit.restore.execute import LocalRead, Shared
 from ckptkit.restore.plan import Key
 from ckptkit.restore.prepare import Prepared
 from ckptkit.util import clock
@@ -43,9 +43,9 @@ class _State:
     """What one restore has so far."""
 
     shared: Shared
-    choice: Choice
-    caller: Caller | None = None
-    rates: Rates = field(default_factory=Rates)
+    choice: BroadcastChoice
+    caller: CallerThread | None = None
+    rates: BroadcastRates = field(default_factory=BroadcastRates)
     round_s: float = math.inf  # of its rounds of this width, the shortest
     meeting_s: float = 0.0  # what a meeting takes where all come at once
 
@@ -54,11 +54,16 @@ class _State:
 class Broadcaster:
     """Shares what replicas want alike; called by all processes together.
 
-    On the thread that launches collectives; or on another one, with a `Caller` that lends that thread.
+    On the thread that launches collectives; or on another one, with a `CallerThread` that lends that thread.
     """
 
     def __init__(
-        self, options: BroadcastOptions, reading: Reading, coordinator: Coordinator, events: EventLog, timeout_s: float
+        self,
+        options: BroadcastOptions,
+        reading: LocalRead,
+        coordinator: Coordinator,
+        events: EventLog,
+        timeout_s: float,
     ):
         self._options = options
         self._reading = reading
@@ -68,8 +73,8 @@ class Broadcaster:
         self._interconnect: float | None = None  # as the last restore measured it
 
     def share(
-        self, prepared: Prepared | None, proves: Proving, caller: Caller | None = None
-    ) -> tuple[Shared | None, Choice]:
+        self, prepared: Prepared | None, proves: VerifySelection, caller: CallerThread | None = None
+    ) -> tuple[Shared | None, BroadcastChoice]:
         """What the replicas have read for each other of a planned save, and why so, or why not.
 
         None, or less than everything: the caller reads the rest for itself. Raises what is fatal anywhere, on every
@@ -78,17 +83,17 @@ class Broadcaster:
         coordinator, mode = self._coordinator, self._options.mode
         if coordinator.count == 1 or mode == "never":
             why = "one process" if coordinator.count == 1 else "mode 'never'"
-            return None, Choice(broadcast=False, why=why)
+            return None, BroadcastChoice(broadcast=False, why=why)
         offer = _attempt(lambda: offer_of(prepared, coordinator.count))
         said = offer if isinstance(offer, str) else offer.to_json()
         verdict = self._agree("broadcast-offer", said, lambda values: judge(values, self._options))
         if not verdict["go"]:
-            return None, Choice(broadcast=False, why=verdict["why"])
+            return None, BroadcastChoice(broadcast=False, why=verdict["why"])
         assert isinstance(offer, Offer)
         assert prepared is not None
         state, needs = self._begin(prepared, offer, verdict["needs"])
         state.caller = caller
-        state.choice = Choice(broadcast=True, why=verdict["why"])
+        state.choice = BroadcastChoice(broadcast=True, why=verdict["why"])
         for groups, leaves in by_groups([leaf for leaf in offer.leaves if leaf.key in state.shared.assembly]).items():
             self._share_group(groups, leaves, needs, state, prepared, proves)
             if not state.choice.broadcast:
@@ -105,8 +110,8 @@ class Broadcaster:
         targets = {target.key: target for target in prepared.targets if target.key in kept}
         cells = {leaf.key: leaf.cell for leaf in offer.leaves}
         shared = Shared(assembly=Assembly(targets, cells), read_bytes={}, announced=frozenset())
-        choice = Choice(broadcast=True, why="")
-        return _State(shared=shared, choice=choice, rates=Rates(interconnect=self._interconnect)), needs
+        choice = BroadcastChoice(broadcast=True, why="")
+        return _State(shared=shared, choice=choice, rates=BroadcastRates(interconnect=self._interconnect)), needs
 
     def _share_group(
         self,
@@ -115,7 +120,7 @@ class Broadcaster:
         needs: Mapping[Key, Sequence[bool]],
         state: _State,
         prepared: Prepared,
-        proves: Proving,
+        proves: VerifySelection,
     ) -> None:
         """All rounds of one set of groups, or as many as are worth it and go well."""
         state.round_s = math.inf
@@ -127,7 +132,7 @@ class Broadcaster:
             said = [None, max(sum(piece.nbytes for piece in pieces) for pieces in streams.values())]
         problem, longest = self._agree("broadcast-longest", said, _longest)
         if isinstance(streams, str) or problem is not None:
-            state.choice = Choice(broadcast=False, why=problem)
+            state.choice = BroadcastChoice(broadcast=False, why=problem)
             return
         links = links_of(coordinator.count)
         width = self._options.width(longest, len(group), len(links[0]))
@@ -182,7 +187,7 @@ class Broadcaster:
                 rejecting=(*REJECTING, PeerUnreachableError),  # who reads alone reaches further than another process
             )
             if rejection is not None:
-                state.choice = Choice(broadcast=False, why=f"gave way to reading alone: {rejection}")
+                state.choice = BroadcastChoice(broadcast=False, why=f"gave way to reading alone: {rejection}")
                 return
             if number in _JUDGED_AT and not self._goes_on(number, sending, reader, state, width):
                 return
@@ -230,7 +235,7 @@ class Broadcaster:
         reader.stop()
         state.caller.is_all_that_is_missing = False
         if problem is not None:
-            state.choice = Choice(broadcast=False, why=problem)
+            state.choice = BroadcastChoice(broadcast=False, why=problem)
             return False
         sending.rounds = self._agree("broadcast-rounds", sending.leave_out_all_but(missing()), max)
         return self._goes_on(0, sending, reader, state, width)
@@ -246,12 +251,12 @@ class Broadcaster:
         def slowest(values: list[Any]) -> list[Any]:
             storage = [value[2] for value in values if value[2] is not None]
             interconnect = [value[3] for value in values if value[3] is not None]
-            rates = Rates(
+            rates = BroadcastRates(
                 storage=min(storage, default=None),
                 interconnect=min(interconnect) if len(interconnect) == len(values) else None,
             )
             wanted_bytes, unread_bytes = (max(value[index] for value in values) for index in range(2))
-            left = Left(wanted=wanted_bytes, unread=unread_bytes, sent=to_send_bytes)
+            left = Remaining(wanted=wanted_bytes, unread=unread_bytes, sent=to_send_bytes)
             choice = choose("auto", left, replicas, rates)
             return [choice.broadcast, choice.why]
 
@@ -259,7 +264,7 @@ class Broadcaster:
         began_s = clock.monotonic_s()
         broadcast, why = self._agree("broadcast-rates", said, slowest)
         state.meeting_s = clock.monotonic_s() - began_s
-        state.choice = Choice(broadcast=broadcast, why=why)
+        state.choice = BroadcastChoice(broadcast=broadcast, why=why)
         return broadcast
 
     def _connected(
@@ -275,7 +280,7 @@ class Broadcaster:
         problem = self._agree("broadcast-connected", made if isinstance(made, str) else None, first_problem)
         if problem is None and not isinstance(made, str):
             return made
-        state.choice = Choice(broadcast=False, why=f"no collective: {problem}")
+        state.choice = BroadcastChoice(broadcast=False, why=f"no collective: {problem}")
         return None, None
 
     def _damaged(self, process: int) -> None:
@@ -286,7 +291,7 @@ class Broadcaster:
         return self._coordinator.agree(channel, value, decide, timeout_s=self._timeout_s)
 
 
-def _launch(caller: Caller | None, act: Callable[[], _T]) -> _T:
+def _launch(caller: CallerThread | None, act: Callable[[], _T]) -> _T:
     return act() if caller is None else caller.run(act)
 
 

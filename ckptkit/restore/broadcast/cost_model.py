@@ -11,7 +11,7 @@ STARTUP_S = 0.2  # to compile the collective and to connect: measured over TCP o
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
+class BroadcastRates:
     """Bytes per second of one process, the slowest one's: from the storage while all read, and over the interconnect
     (all that is received, its own part and the vote before each round included). None: not measured."""
 
@@ -20,7 +20,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class Remaining:
     """What is still to be had, in bytes, of the process that has most of it."""
 
     wanted: int  # of what replicas share, by one process
@@ -29,7 +29,7 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class BroadcastChoice:
     """Whether to share, and why, for events and logs."""
 
     broadcast: bool
@@ -51,7 +51,7 @@ def rate_of(some: tuple[int, float], more: tuple[int, float]) -> float:
     return min((more_bytes - some_bytes) / max(more_s - some_s, 1e-9), 2 * seen)
 
 
-def choose(mode: BroadcastMode, left: Left, replicas: int, rates: Rates) -> Choice:
+def choose(mode: BroadcastMode, left: Remaining, replicas: int, rates: BroadcastRates) -> BroadcastChoice:
     """Whether sharing what is `left` is faster than that each process reads all that it wants.
 
     Alone: wanted / storage. Shared: every replica reads what is left of its part and receives everything,
@@ -61,11 +61,13 @@ def choose(mode: BroadcastMode, left: Left, replicas: int, rates: Rates) -> Choi
     `STARTUP_S`; this is spent to find out, so the most that there is to win must be more than that.
     """
     if mode != "auto":
-        return Choice(broadcast=mode == "always", why=f"mode {mode!r}")
+        return BroadcastChoice(broadcast=mode == "always", why=f"mode {mode!r}")
     if rates.storage is None:  # nothing is measured yet
         if left.wanted < LEAST_BYTES:
-            return Choice(broadcast=False, why=f"{_mb(left.wanted)} for each process: less than {_mb(LEAST_BYTES)}")
-        return Choice(broadcast=True, why=f"{_mb(left.wanted)} for each process")
+            return BroadcastChoice(
+                broadcast=False, why=f"{_mb(left.wanted)} for each process: less than {_mb(LEAST_BYTES)}"
+            )
+        return BroadcastChoice(broadcast=True, why=f"{_mb(left.wanted)} for each process")
     alone_s = left.wanted / rates.storage
     shared_s = left.unread / rates.storage
     if rates.interconnect is None:
@@ -74,7 +76,7 @@ def choose(mode: BroadcastMode, left: Left, replicas: int, rates: Rates) -> Choi
     else:
         shared_s += left.sent / rates.interconnect
         least_s, over = 0.0, f"{_mb(rates.interconnect)}/s of interconnect"
-    return Choice(
+    return BroadcastChoice(
         broadcast=shared_s + least_s < alone_s,
         why=(
             f"{_mb(left.wanted)} for each process at {_mb(rates.storage)}/s of storage: alone {alone_s:.2f} s, shared "

@@ -14,7 +14,7 @@ from ckptkit.model.boxes import Box, boxes_by_process
 from ckptkit.model.broadcast_options import BroadcastOptions
 from ckptkit.model.tiers import DURABLE
 from ckptkit.restore.broadcast.collective import links_of
-from ckptkit.restore.broadcast.cost_model import Left, Rates, choose
+from ckptkit.restore.broadcast.cost_model import BroadcastRates, Remaining, choose
 from ckptkit.restore.broadcast.schedule import Common, groups_of
 from ckptkit.restore.plan import Key
 from ckptkit.restore.prepare import Prepared
@@ -105,7 +105,7 @@ def judge(values: Sequence[str | list[Any]], options: BroadcastOptions) -> dict[
     most = max(wanted_bytes for _, wanted_bytes, _ in offers)
     if not most:
         return {"go": False, "why": "fast tiers hold what the replicas have in common"}
-    choice = choose(options.mode, Left(wanted=most, unread=most, sent=most), 2, Rates())
+    choice = choose(options.mode, Remaining(wanted=most, unread=most, sent=most), 2, BroadcastRates())
     return {"go": choice.broadcast, "why": choice.why, "needs": [needs for _, _, needs in offers]}
 
 

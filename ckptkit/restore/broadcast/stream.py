@@ -18,7 +18,7 @@ from ckptkit.restore.broadcast.cost_model import rate_of
 from ckptkit.restore.broadcast.schedule import Piece, Stream
 from ckptkit.restore.plan import BoxRead, Key, RestorePlan, plan_restore
 from ckptkit.restore.prepare import Prepared
-from ckptkit.restore.read import Rejected, execute
+from ckptkit.restore.read import OnRejected, execute
 from ckptkit.util import clock
 
 DIGEST_BYTES = 16  # at the head of each window: of what it holds
@@ -90,7 +90,7 @@ class Sending:
 class StreamReader:
     """Reads the stream of this process, window by window, on one thread, at most `ahead` windows before it is sent."""
 
-    def __init__(self, sending: Sending, prepared: Prepared, rejected: Rejected, assembly: Assembly, ahead: int):
+    def __init__(self, sending: Sending, prepared: Prepared, rejected: OnRejected, assembly: Assembly, ahead: int):
         self.read_bytes: dict[str, int] = {}
         self.announced: set[tuple[Key, Box]] = set()
         self._sending = sending

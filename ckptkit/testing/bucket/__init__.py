@@ -9,7 +9,7 @@ versions, soft delete, retention, ACLs and IAM, customer keys, decompressive tra
 gRPC, partial responses (`fields`), `x-goog-meta-*` headers, rate limits of its own.
 """
 
-from ckptkit.testing.bucket.call import Kind
+from ckptkit.testing.bucket.call import CallKind
 from ckptkit.testing.bucket.faults import (
     Delay,
     Effect,
@@ -29,6 +29,8 @@ from ckptkit.testing.bucket.faults import (
 )
 from ckptkit.testing.bucket.log import Entry, Exchange, RequestLog, Totals
 from ckptkit.testing.bucket.server import BucketDefect, BucketServer, client_env
+
+Kind = CallKind  # the public name
 
 __all__ = [
     "BucketDefect",

@@ -10,14 +10,16 @@ from multidict import CIMultiDict
 
 from ckptkit.testing.bucket import errors
 from ckptkit.testing.bucket.api import Api
-from ckptkit.testing.bucket.call import Call, Kind, Reply, Route, error_reply, resolve, split_target
+from ckptkit.testing.bucket.call import Call, CallKind, Reply, Route, error_reply, resolve, split_target
 from ckptkit.testing.bucket.faults import PermissionWithdrawn, QuotaFull, Status, effect_name
 from ckptkit.testing.bucket.injector import Injector
 from ckptkit.testing.bucket.log import Entry, Exchange, RequestLog
 from ckptkit.testing.bucket.multipart import parse_headers, split_mixed
 
 CALL_LIMIT: Final = 100
-_KINDS: Final = frozenset({Kind.BUCKET, Kind.STAT, Kind.PATCH, Kind.DELETE, Kind.COPY, Kind.COMPOSE, Kind.LIST})
+_KINDS: Final = frozenset(
+    {CallKind.BUCKET, CallKind.STAT, CallKind.PATCH, CallKind.DELETE, CallKind.COPY, CallKind.COMPOSE, CallKind.LIST}
+)
 
 
 @final
@@ -43,7 +45,7 @@ class Batches:
 
     def _answer(self, call: Call, content: bytes) -> Reply:
         started_s = time.monotonic()
-        route = Route(kind=Kind.UNKNOWN, method="", action="")
+        route = Route(kind=CallKind.UNKNOWN, method="", action="")
         fault = None
         try:
             inner = _parse(call, content)

@@ -12,7 +12,7 @@ from ckptkit.testing.bucket.names import decode_segment
 from ckptkit.testing.bucket.records import JsonObject
 
 
-class Kind(StrEnum):
+class CallKind(StrEnum):
     """What a request does: the unit of faults and of the request log."""
 
     BUCKET = "bucket"
@@ -35,7 +35,7 @@ class Kind(StrEnum):
 class Route:
     """What a method and a path mean; `target` is the destination of copies and moves."""
 
-    kind: Kind
+    kind: CallKind
     method: str
     action: str
     bucket: str = ""
@@ -134,21 +134,21 @@ def resolve(method: str, path: str, query: Mapping[str, str]) -> Route:
 def _resolve(method: str, parts: list[str], path: str, query: Mapping[str, str]) -> Route | None:
     match parts:
         case ["_ckptkit", *rest]:
-            return Route(kind=Kind.ADMIN, method=method, action="/".join(rest))
+            return Route(kind=CallKind.ADMIN, method=method, action="/".join(rest))
         case ["storage", "v1", "b", *rest]:
             return _json(method, rest, query)
         case ["upload", "storage", "v1", "b", bucket, "o"] | ["resumable", "upload", "storage", "v1", "b", bucket, "o"]:
             return _upload(method, bucket, query)
         case ["download", "storage", "v1", "b", bucket, "o", name] if method in {"GET", "HEAD"}:
-            return Route(kind=Kind.READ, method=method, action="read", bucket=bucket, name=name)
+            return Route(kind=CallKind.READ, method=method, action="read", bucket=bucket, name=name)
         case ["batch", "storage", "v1"] | ["batch"] if method == "POST":
-            return Route(kind=Kind.BATCH, method=method, action="batch")
+            return Route(kind=CallKind.BATCH, method=method, action="batch")
         case [("storage" | "upload" | "download" | "batch" | "resumable"), *_]:
             return None
         case [bucket, _, *_] if method in {"GET", "HEAD"}:
             # The XML API takes slashes as they are; only the cut between bucket and name counts.
             name = decode_segment(path[1:].partition("/")[2])
-            return Route(kind=Kind.READ, method=method, action="xml", bucket=bucket, name=name)
+            return Route(kind=CallKind.READ, method=method, action="xml", bucket=bucket, name=name)
     return None
 
 
@@ -156,40 +156,42 @@ def _json(method: str, parts: list[str], query: Mapping[str, str]) -> Route | No
     match parts:
         case []:
             action = {"GET": "buckets.list", "POST": "buckets.insert"}.get(method)
-            return Route(kind=Kind.BUCKET, method=method, action=action) if action else None
+            return Route(kind=CallKind.BUCKET, method=method, action=action) if action else None
         case [bucket]:
             action = _BUCKET_ACTIONS.get(method)
-            return Route(kind=Kind.BUCKET, method=method, action=action, bucket=bucket) if action else None
+            return Route(kind=CallKind.BUCKET, method=method, action=action, bucket=bucket) if action else None
         case [bucket, "o"] if method == "GET":
-            return Route(kind=Kind.LIST, method=method, action="list", bucket=bucket)
+            return Route(kind=CallKind.LIST, method=method, action="list", bucket=bucket)
         case [bucket, "o", name]:
             kind, action = _OBJECT_ACTIONS.get(method, (None, ""))
             if action == "stat" and query.get("alt") == "media":
-                kind, action = Kind.READ, "read"
+                kind, action = CallKind.READ, "read"
             return Route(kind=kind, method=method, action=action, bucket=bucket, name=name) if kind else None
         case [bucket, "o", name, "compose"] if method == "POST":
-            return Route(kind=Kind.COMPOSE, method=method, action="compose", bucket=bucket, name=name)
+            return Route(kind=CallKind.COMPOSE, method=method, action="compose", bucket=bucket, name=name)
         case [bucket, "o", name, "moveTo", "o", target] if method == "POST":
             return Route(
-                kind=Kind.COPY, method=method, action="move", bucket=bucket, name=name, target=(bucket, target)
+                kind=CallKind.COPY, method=method, action="move", bucket=bucket, name=name, target=(bucket, target)
             )
         case [bucket, "o", name, ("copyTo" | "rewriteTo") as verb, "b", other, "o", target] if method == "POST":
             action = verb.removesuffix("To")
-            return Route(kind=Kind.COPY, method=method, action=action, bucket=bucket, name=name, target=(other, target))
+            return Route(
+                kind=CallKind.COPY, method=method, action=action, bucket=bucket, name=name, target=(other, target)
+            )
     return None
 
 
 def _upload(method: str, bucket: str, query: Mapping[str, str]) -> Route | None:
     if "upload_id" in query:
         action = {"PUT": "chunk", "POST": "chunk", "DELETE": "abandon"}.get(method)
-        return Route(kind=Kind.CHUNK, method=method, action=action, bucket=bucket) if action else None
+        return Route(kind=CallKind.CHUNK, method=method, action=action, bucket=bucket) if action else None
     if method != "POST":
         return None
-    kinds = {"media": Kind.WRITE, "multipart": Kind.WRITE, "resumable": Kind.RESUME}
+    kinds = {"media": CallKind.WRITE, "multipart": CallKind.WRITE, "resumable": CallKind.RESUME}
     upload = query.get("uploadType", "")
     action = upload if upload in kinds else "refuse"
     return Route(
-        kind=kinds.get(upload, Kind.WRITE), method=method, action=action, bucket=bucket, name=query.get("name", "")
+        kind=kinds.get(upload, CallKind.WRITE), method=method, action=action, bucket=bucket, name=query.get("name", "")
     )
 
 
@@ -205,9 +207,9 @@ _BUCKET_ACTIONS: Final = {
     "PUT": "buckets.update",
 }
 _OBJECT_ACTIONS: Final = {
-    "GET": (Kind.STAT, "stat"),
-    "HEAD": (Kind.STAT, "stat"),
-    "PATCH": (Kind.PATCH, "patch"),
-    "PUT": (Kind.PATCH, "update"),
-    "DELETE": (Kind.DELETE, "delete"),
+    "GET": (CallKind.STAT, "stat"),
+    "HEAD": (CallKind.STAT, "stat"),
+    "PATCH": (CallKind.PATCH, "patch"),
+    "PUT": (CallKind.PATCH, "update"),
+    "DELETE": (CallKind.DELETE, "delete"),
 }

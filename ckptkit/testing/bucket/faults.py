@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Literal, Self, TypeVar
 
-from ckptkit.testing.bucket.call import Kind
+from ckptkit.testing.bucket.call import CallKind
 
 STATUSES: Final = frozenset({401, 403, 404, 408, 429, 500, 502, 503, 504})
 LATENCY_LIMIT_S: Final = 60.0
@@ -146,7 +146,7 @@ class Fault:
     """
 
     effect: Effect
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[CallKind, ...] = ()
     objects: str = "*"
     skip: int = 0
     count: int | None = None
@@ -216,7 +216,7 @@ def effect_name(effect: Effect) -> str:
 def _fault(value: object) -> Fault:
     document = _mapping(value, "a fault")
     effect = _tagged_value(document.pop("effect", None), _EFFECTS, "effect")
-    kinds = tuple(Kind(kind) for kind in document.pop("kinds", ()))
+    kinds = tuple(CallKind(kind) for kind in document.pop("kinds", ()))
     return _build(Fault, {**document, "effect": effect, "kinds": kinds})
 
 

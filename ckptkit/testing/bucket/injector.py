@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import final
 
-from ckptkit.testing.bucket.call import Kind
+from ckptkit.testing.bucket.call import CallKind
 from ckptkit.testing.bucket.faults import Delay, Effect, Fault, FaultPlan
 from ckptkit.testing.bucket.throttle import TokenBucket
 
@@ -41,7 +41,7 @@ class Injector:
             self._plan = plan
             self._matched = [0] * len(plan.faults)
             self._fired = [0] * len(plan.faults)
-            self._asked: Counter[tuple[int, Kind, str]] = Counter()
+            self._asked: Counter[tuple[int, CallKind, str]] = Counter()
             self.download.rate = plan.download_bytes_per_s
             self.upload.rate = plan.upload_bytes_per_s
 
@@ -50,7 +50,7 @@ class Injector:
         with self._lock:
             return list(self._fired)
 
-    def decide(self, kind: Kind, name: str) -> Ordeal:
+    def decide(self, kind: CallKind, name: str) -> Ordeal:
         """Walk the plan for one request, and count."""
         delay_s = 0.0
         with self._lock:
@@ -63,7 +63,7 @@ class Injector:
                 delay_s += fault.effect.latency.draw(source)
         return Ordeal(delay_s=delay_s)
 
-    def _hit(self, line: int, fault: Fault, kind: Kind, name: str) -> random.Random | None:
+    def _hit(self, line: int, fault: Fault, kind: CallKind, name: str) -> random.Random | None:
         if (fault.kinds and kind not in fault.kinds) or not fnmatchcase(name, fault.objects):
             return None
         self._matched[line] += 1

@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, final
 
-from ckptkit.testing.bucket.call import Kind
+from ckptkit.testing.bucket.call import CallKind
 
 ENTRY_LIMIT: Final = 100_000  # the oldest entries are dropped; totals are not
 
@@ -24,7 +24,7 @@ class Exchange:
 class Entry:
     """One request; `status` is 0 when the connection ended without an answer."""
 
-    kind: Kind
+    kind: CallKind
     method: str
     bucket: str
     name: str
@@ -69,7 +69,7 @@ class RequestLog:
         """Forget everything."""
         with self._lock:
             self._entries: deque[Entry] = deque(maxlen=ENTRY_LIMIT)
-            self._totals: dict[Kind, Totals] = {}
+            self._totals: dict[CallKind, Totals] = {}
 
     def add(self, entry: Entry) -> None:
         """Count one request."""
@@ -77,12 +77,12 @@ class RequestLog:
             self._entries.append(entry)
             self._totals[entry.kind] = self._totals.get(entry.kind, Totals()).plus(entry)
 
-    def entries(self, kind: Kind | None = None) -> list[Entry]:
+    def entries(self, kind: CallKind | None = None) -> list[Entry]:
         """The requests in the order in which they ended."""
         with self._lock:
             return [entry for entry in self._entries if kind in {None, entry.kind}]
 
-    def totals(self, kind: Kind) -> Totals:
+    def totals(self, kind: CallKind) -> Totals:
         """The sums for one kind."""
         with self._lock:
             return self._totals.get(kind, Totals())

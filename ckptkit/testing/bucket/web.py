@@ -14,7 +14,7 @@ from aiohttp.streams import StreamReader
 from ckptkit.testing.bucket import errors
 from ckptkit.testing.bucket.api import Api
 from ckptkit.testing.bucket.batch import Batches, refuse
-from ckptkit.testing.bucket.call import Call, Kind, Reply, Route, error_reply, json_reply, resolve, split_target
+from ckptkit.testing.bucket.call import Call, CallKind, Reply, Route, error_reply, json_reply, resolve, split_target
 from ckptkit.testing.bucket.delivery import Delivery, Interrupted, reset
 from ckptkit.testing.bucket.faults import Effect, FaultPlan, Hang, Reset, effect_name
 from ckptkit.testing.bucket.injector import Injector
@@ -107,7 +107,7 @@ class Web:
         """Serve one request; never raises but when the connection is gone."""
         exchange = _Exchange(
             body=RequestBody(request.content, self._injector.upload),
-            route=Route(kind=Kind.UNKNOWN, method=request.method, action=""),
+            route=Route(kind=CallKind.UNKNOWN, method=request.method, action=""),
         )
         try:
             return await self._serve(request, exchange)
@@ -138,7 +138,7 @@ class Web:
             return error_reply(errors.by_status(500), exchange.route.action)
 
     def _note(self, exchange: _Exchange) -> None:
-        if not exchange.noted and exchange.route.kind is not Kind.ADMIN:
+        if not exchange.noted and exchange.route.kind is not CallKind.ADMIN:
             exchange.noted = True
             self._log.add(_entry(exchange))
 
@@ -157,7 +157,7 @@ class Web:
             headers=request.headers,
             base_url=f"http://{request.headers['Host']}" if request.headers.get("Host") else self.url,
         )
-        if route.kind is Kind.ADMIN:
+        if route.kind is CallKind.ADMIN:
             return await self._administer(route, exchange.body)
         opening = await self._open(call, route, exchange.body)
         exchange.name = opening.name
@@ -178,9 +178,9 @@ class Web:
         return Opening(name=route.name, finish=partial(self._handle, call, route))
 
     async def _handle(self, call: Call, route: Route) -> Reply:
-        if route.kind is Kind.BATCH:
+        if route.kind is CallKind.BATCH:
             return self._batches.handle(call)
-        if route.kind is Kind.COMPOSE:  # the only verb that moves bytes
+        if route.kind is CallKind.COMPOSE:  # the only verb that moves bytes
             return await asyncio.to_thread(self._api.handle, call, route)
         return self._api.handle(call, route)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from ckptkit.testing.crash.disk import ROOT, Disk, Effect, Names, NodeKind, Note, Operation, Resize, Sync, Write
+from ckptkit.testing.crash.disk import ROOT, Disk, DiskEffect, Names, NodeKind, Note, Operation, Resize, Sync, Write
 
 CALLS = (
     *("openat", "open", "creat", "close", "dup", "dup2", "dup3", "lseek"),
@@ -56,7 +56,7 @@ class Reader:
         self._begun: dict[int, str] = {}
 
     @property
-    def effects(self) -> tuple[Effect, ...]:
+    def effects(self) -> tuple[DiskEffect, ...]:
         """The operations' effects."""
         return tuple(operation.effect for operation in self.operations)
 
@@ -242,7 +242,7 @@ class Reader:
         elif hashlib.sha256(self._disk.content(node)).hexdigest() != record["digest"]:
             raise TraceError(f"{path} was changed through a mapping before that was said")
 
-    def _do(self, call: str, path: str, effect: Effect) -> None:
+    def _do(self, call: str, path: str, effect: DiskEffect) -> None:
         self._disk.apply(effect)
         self.operations.append(Operation(call=call, path=path.removeprefix(f"{self._root}/"), effect=effect))
 

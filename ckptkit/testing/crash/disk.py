@@ -57,7 +57,7 @@ class Note:
     text: str
 
 
-Effect = Write | Resize | Names | Sync | Note
+DiskEffect = Write | Resize | Names | Sync | Note
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Operation:
 
     call: str
     path: str
-    effect: Effect
+    effect: DiskEffect
 
 
 @final
@@ -78,7 +78,7 @@ class Disk:
         self._bytes: dict[int, bytearray] = {}
         self._entries: dict[int, dict[str, int]] = {}
 
-    def apply(self, effect: Effect) -> None:
+    def apply(self, effect: DiskEffect) -> None:
         """Does what the operation did."""
         match effect:
             case Write(node, offset, data):
@@ -101,7 +101,7 @@ class Disk:
             case _:
                 pass
 
-    def replay(self, effects: Iterable[Effect]) -> Disk:
+    def replay(self, effects: Iterable[DiskEffect]) -> Disk:
         """The same, after all of these."""
         for effect in effects:
             self.apply(effect)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import final
 
 from ckptkit.testing.crash.calls import CALLS, Reader, TraceError
-from ckptkit.testing.crash.disk import Disk, Effect, NodeKind, Note, Operation
+from ckptkit.testing.crash.disk import Disk, DiskEffect, NodeKind, Note, Operation
 
 NOTES_NAME = "_notes"  # a file in the traced directory that is not a part of it
 _STRING_BYTES = 64 << 20  # of one write: what is longer is no trace
@@ -30,7 +30,7 @@ class Trace:
     which the kernel finished them."""
 
     kinds: Mapping[int, NodeKind]
-    before: tuple[Effect, ...]
+    before: tuple[DiskEffect, ...]
     operations: tuple[Operation, ...]
 
     def disk(self, count: int | None = None) -> Disk:

@@ -45,7 +45,7 @@ class _Share:
 
 
 @final
-class Shelf:
+class ShareIndex:
     """Reads only what a committed manifest below `host_dirs` names. No word of a request becomes part of a path.
 
     Safe from several threads.
@@ -55,7 +55,7 @@ class Shelf:
         self._host_dirs = host_dirs
         self._arenas = {arena.directory: arena for arena in arenas if arena.directory is not None}
         self._lock = threading.Lock()
-        self._known: dict[tuple[SaveId, int], _Share] = {}
+        self._metadata_index: dict[tuple[SaveId, int], _Share] = {}
 
     def manifest(self, save_id: SaveId, process: int) -> tuple[str, bytes]:
         """A tag that names it and the size of its slot (`slot_bytes_of`), and the manifest of what `process` wrote of a
@@ -105,7 +105,7 @@ class Shelf:
     def _find(self, save_id: SaveId, process: int) -> _Share:
         key = (save_id, process)
         with self._lock:
-            known = self._known.get(key)
+            known = self._metadata_index.get(key)
         if known is not None and _identity(known.path) == known.identity:
             return known
         for host_dir in self._host_dirs.values():
@@ -113,9 +113,9 @@ class Shelf:
                 found = _share_at(directory, save_id, process)
                 if found is not None:
                     with self._lock:
-                        self._known[key] = found
-                        while len(self._known) > _KNOWN_MAX:
-                            del self._known[next(iter(self._known))]
+                        self._metadata_index[key] = found
+                        while len(self._metadata_index) > _KNOWN_MAX:
+                            del self._metadata_index[next(iter(self._metadata_index))]
                     return found
         raise NotHeldError(f"no slot here holds save {save_id} of process {process}")
 

@@ -17,7 +17,7 @@ from typing import final
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model.manifest import Manifest, SaveId, cell_ranges, digest_of
 from ckptkit.peers.server import Answer
-from ckptkit.peers.shelf import RANGE_BYTES_MAX
+from ckptkit.peers.share_index import RANGE_BYTES_MAX
 from ckptkit.slots.arena import Arena, Slot
 
 _COPY = re.compile(r"/copies/([0-9]{1,8})\.([0-9]{1,12})\.([0-9]{1,8})/([0-9]{1,6})(|/bytes|/manifest)")
@@ -35,16 +35,16 @@ class _Coming:
 
 
 @final
-class Intake:
-    """One arena, a *lane*, for each process whose copies this one keeps. Safe from several threads.
+class CopyReceiver:
+    """One arena for each process whose copies this one keeps. Safe from several threads.
 
-    A lane takes one copy at a time: a sender that begins again, after it died or gave up, ends what it began before.
+    An arena takes one copy at a time: a sender that begins again, after it died or gave up, ends what it began before.
     A copy is a committed slot, found by every later run, only once each cell matched its digest.
     """
 
-    def __init__(self, lanes: Mapping[int, Arena]):
-        self._lanes = lanes
-        self._locks = {process: threading.Lock() for process in lanes}
+    def __init__(self, peer_arenas: Mapping[int, Arena]):
+        self._peer_arenas = peer_arenas
+        self._locks = {process: threading.Lock() for process in peer_arenas}
         self._coming: dict[int, _Coming] = {}
 
     def __call__(self, method: str, path: str, content_range: str, body: bytes) -> Answer | None:
@@ -53,36 +53,36 @@ class Intake:
         if named is None:
             return None
         epoch, step, number, process = map(int, named.groups()[:4])
-        lane = self._lanes.get(process)
-        if lane is None:
+        peer_arena = self._peer_arenas.get(process)
+        if peer_arena is None:
             return Answer(404, b"no copies of that process are kept here")
         save_id = SaveId(epoch, step, number)
         with self._locks[process]:
             if (method, named[5]) == ("POST", ""):
-                return self._begin(lane, process, save_id, body)
+                return self._begin(peer_arena, process, save_id, body)
             if (method, named[5]) == ("PUT", "/bytes"):
                 return self._take(process, save_id, content_range, body)
             if (method, named[5]) == ("POST", "/manifest"):
-                return self._commit(lane, process, save_id, body)
+                return self._commit(peer_arena, process, save_id, body)
         return None
 
     def end(self, save_id: SaveId) -> None:
         """The save's fate is decided: what of it is still on its way is given up, and its slots are free."""
-        for process, lane in self._lanes.items():
+        for process, peer_arena in self._peer_arenas.items():
             with self._locks[process]:
                 coming = self._coming.get(process)
                 if coming is not None and coming.save_id <= save_id:
-                    self._drop(lane, process)
+                    self._drop(peer_arena, process)
 
-    def _begin(self, lane: Arena, process: int, save_id: SaveId, body: bytes) -> Answer:
-        self._drop(lane, process)
+    def _begin(self, peer_arena: Arena, process: int, save_id: SaveId, body: bytes) -> Answer:
+        self._drop(peer_arena, process)
         try:
             size_bytes = int(json.loads(body)["bytes"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return Answer(400, b"how many bytes?")
         if not 0 <= size_bytes <= _SLOT_BYTES_MAX:
             return Answer(400, b"how many bytes?")
-        slot = lane.acquire(size_bytes)
+        slot = peer_arena.acquire(size_bytes)
         if slot is None:
             return Answer(503, b"no free slot")
         self._coming[process] = _Coming(save_id=save_id, slot=slot, size_bytes=size_bytes)
@@ -100,28 +100,28 @@ class Intake:
         memoryview(coming.slot.memory)[start:stop] = body  # pyright: ignore[reportArgumentType]
         return Answer(200)
 
-    def _commit(self, lane: Arena, process: int, save_id: SaveId, body: bytes) -> Answer:
+    def _commit(self, peer_arena: Arena, process: int, save_id: SaveId, body: bytes) -> Answer:
         coming = self._coming.get(process)
         if coming is None or coming.save_id != save_id:
-            return Answer(200) if save_id in lane.held() else Answer(412, b"no copy of that save is on its way")
+            return Answer(200) if save_id in peer_arena.held() else Answer(412, b"no copy of that save is on its way")
         try:
             manifest = Manifest.from_bytes(body, path=f"copy of process {process}")
             _prove(manifest, coming, process)
-            lane.commit(coming.slot, save_id, body)
+            peer_arena.commit(coming.slot, save_id, body)
         except CorruptCheckpointError as error:
-            self._drop(lane, process)
+            self._drop(peer_arena, process)
             return Answer(422, str(error).encode())
         except BaseException:
-            self._drop(lane, process)
+            self._drop(peer_arena, process)
             raise
         del self._coming[process]
-        lane.release(coming.slot)
+        peer_arena.release(coming.slot)
         return Answer(200)
 
-    def _drop(self, lane: Arena, process: int) -> None:
+    def _drop(self, peer_arena: Arena, process: int) -> None:
         coming = self._coming.pop(process, None)
         if coming is not None:
-            lane.release(coming.slot)
+            peer_arena.release(coming.slot)
 
 
 def _prove(manifest: Manifest, coming: _Coming, process: int) -> None:
