@@ -41,7 +41,7 @@ elastic-campaign: setup
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=1200 tests/multiprocess/test_elastic.py
 
 bucket-campaign: setup
-	$(BIN)/python -m pytest -m slow tests/bucket tests/manager/test_bucket_requests.py
+	$(BIN)/python -m pytest -m slow tests/testing/bucket tests/durable/test_bucket_requests.py
 
 dropin-campaign: setup
 	$(BIN)/python -m pytest -m slow tests/dropin
@@ -103,7 +103,8 @@ test-wheel: setup
 	$(BIN)/python -m pytest -m "slow or not slow" -o faulthandler_timeout=1200 tests/packaging
 
 # The lowest versions that pyproject.toml allows, then the newest; with PYTHON=python3.12 those may be newer still.
-VERSION_TESTS := tests/unit tests/store tests/manager tests/dropin tests/interop
+VERSION_TESTS := tests/model tests/util tests/job tests/store tests/slots tests/durable tests/snapshot tests/schedule tests/save \
+  tests/restore tests/manager tests/goodput tests/simulation tests/dropin tests/interop tests/v1 tests/surgery tests/test_events.py
 test-floor:
 	$(PYTHON) -m venv .venv-floor
 	$(PYTHON) tools/floor.py > .venv-floor/floor.txt

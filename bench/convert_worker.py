@@ -157,10 +157,10 @@ def main() -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    import ckptkit.conversion.resharding  # imports are not what is measured
+    from ckptkit.conversion import resharding  # imports are not what is measured
     from ckptkit.cli.memory import keep_freed_memory
 
-    assert ckptkit.resharding is not None
+    assert resharding is not None
     if not way.startswith("obvious"):
         keep_freed_memory()  # as the commands do
     written = Path(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -20,7 +21,28 @@ from ckptkit.store.remote import forget_listings
 from tests.mounts import Mounts
 
 if TYPE_CHECKING:
+    from ckptkit.slots.arena import Arena
     from ckptkit.testing.bucket import BucketServer
+
+
+@pytest.fixture
+def host() -> Iterator[Path]:
+    """A host directory on the ramdisk, not made yet, gone when the test ends."""
+    from tests.slots.arenas import new_host
+
+    path = new_host()
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def arena(host: Path) -> Iterator[Arena]:
+    """Two slots in it."""
+    from ckptkit.slots.arena import Arena
+
+    made = Arena.open(host, 0, slots=2, synced=False)
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
 import jax
-from jax._src import distributed  # the client has no public name; tests/unit/test_coordination.py probes for it
+from jax._src import distributed  # the client has no public name; tests/job/test_coordination.py probes for it
 
 from ckptkit.errors import CoordinationError, heard_from
 from ckptkit.util.clock import Deadline

@@ -1,0 +1,339 @@
+"""Agreement: one verdict for everybody, or one error that says who is missing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+
+from ckptkit.errors import (
+    CheckpointError,
+    CoordinationError,
+    CorruptCheckpointError,
+    StoreError,
+    TransientStoreError,
+)
+from ckptkit.job import coordination
+from ckptkit.job.coordination import JaxCoordinator, LocalCoordinator, ScopedCoordinator, gather, make_coordinator
+from tests.job.fake_service import FakeJob, FakeService
+
+MOVED = (
+    "JAX {version} has moved or changed its coordination client: ckptkit/coordination.py uses "
+    "jax._src.distributed.global_state.client with key_value_set, blocking_key_value_get, key_value_dir_get and "
+    "key_value_delete ({what}). Look where jax.experimental.multihost_utils gets its client from in this version, "
+    "follow it there, and raise the lower bound of jax in pyproject.toml if old and new cannot both be served."
+)
+
+
+def test_the_private_client_is_where_we_look_for_it() -> None:
+    """If it failed, a new JAX has moved its private coordination client: follow it (the message says how)."""
+
+    def moved(what: str) -> str:
+        return MOVED.format(version=jax.__version__, what=what)
+
+    state = getattr(coordination.distributed, "global_state", None)
+    assert state is not None, moved("no global_state")
+    assert hasattr(state, "client"), moved("no client in global_state")
+    assert state.client is None, moved("a client without jax.distributed.initialize()")
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+    client = getattr(_jax, "DistributedRuntimeClient", None)
+    assert client is not None, moved("no DistributedRuntimeClient")
+    for method in ("key_value_set", "blocking_key_value_get", "key_value_dir_get", "key_value_delete"):
+        assert hasattr(client, method), moved(f"no {method}")
+    assert issubclass(jax.errors.JaxRuntimeError, RuntimeError), moved("errors")
+
+
+@pytest.fixture(params=[(512, 16), (3, 1)], ids=["one by one", "many at once"])
+def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
+    """Four processes, heard as four are, or as thousands."""
+    monkeypatch.setattr(coordination, "_LISTED", request.param[0])
+    monkeypatch.setattr(coordination, "_ONE_BY_ONE", request.param[1])
+    yield FakeJob(monkeypatch, 4)
+    monkeypatch.undo()
+
+
+def test_one_process_agrees_with_itself_in_json() -> None:
+    """If it failed, one process would see Python objects where several see JSON, and only several would fail."""
+    local = make_coordinator()
+    assert isinstance(local, LocalCoordinator)
+    assert (local.process, local.count) == (0, 1)
+    assert local.agree("x", 3, lambda values: {"sum": sum(values), 1: (1, 2)}, timeout_s=1) == {"sum": 3, "1": [1, 2]}
+    assert gather(local, "x", "mine", timeout_s=1) == ["mine"]
+    with pytest.raises(TypeError):
+        local.agree("x", 1, lambda _: object(), timeout_s=1)
+    with pytest.raises(KeyError):
+        local.agree("x", 1, lambda _: {}["missing"], timeout_s=1)
+
+
+def test_several_processes_without_a_service_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it failed, a forgotten jax.distributed.initialize() would end in an AttributeError."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(RuntimeError, match=r"no coordination service: call jax\.distributed\.initialize\(\) before"):
+        make_coordinator()
+
+
+def test_everybody_hears_what_process_0_decides(job: FakeJob) -> None:
+    """If it failed, processes would take different steps or restore different saves."""
+    answers = job.all(lambda c: c.agree("vote", c.process * 10, lambda values: [max(values), values], timeout_s=5))
+    assert answers == [[30, [0, 10, 20, 30]]] * 4
+    assert job.all(lambda c: gather(c, "who", f"p{c.process}", timeout_s=5)) == [["p0", "p1", "p2", "p3"]] * 4
+
+
+def test_only_process_0_decides(job: FakeJob) -> None:
+    """If it failed, a decision that reads the bucket would be made by every host, each from its own listing."""
+    deciders = []
+    job.all(lambda c: c.agree("vote", None, lambda _: deciders.append(c.process), timeout_s=5))
+    assert deciders == [0]
+
+
+@pytest.mark.parametrize("absent", [(2,), (1, 3)])
+def test_a_missing_process_is_named_to_everybody(job: FakeJob, absent: tuple[int, ...]) -> None:
+    """If it failed, a thousand hosts would time out and none would say because of whom."""
+    answers = job.all(lambda c: c.agree("commit", 1, sum, timeout_s=3), absent=absent)
+    who = ", ".join(map(str, absent))
+    assert len(answers) == 4 - len(absent)
+    for process, answer in enumerate(answers):
+        assert isinstance(answer, CoordinationError)
+        assert isinstance(answer, TimeoutError)
+        within = "in time" if process == 0 else "within 3 s"
+        channel = "commit/0" if process == 0 else "commit"
+        assert str(answer) == f"{channel}: process {who} did not come {within}; look at why it stopped"
+
+
+def test_a_thousand_processes_are_heard_in_few_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it failed, process 0 of a large job would ask for each other's word, five times at every start."""
+    job = FakeJob(monkeypatch, 1000)
+    for process in [*range(1, 700), *range(701, 1000)]:
+        job.service.key_value_set(coordination._place("ckptkit/0/x/0", process), str(process))
+    threading.Timer(0.2, lambda: job.service.key_value_set(coordination._place("ckptkit/0/x/0", 700), "700")).start()
+    assert gather(job.processes[0], "x", 0, timeout_s=30) == list(range(1000))
+    assert job.service.listings == 2
+    job.service.gone = set(range(400, 1000))
+    for process in range(1, 400):
+        job.service.key_value_set(coordination._place("ckptkit/0/x/1", process), "0")
+    with pytest.raises(CoordinationError, match=r"process 400, 401, .*, 419 and 580 more did not come"):
+        gather(job.processes[0], "x", 0, timeout_s=30)
+
+
+def test_a_silent_process_0_is_named(job: FakeJob) -> None:
+    """If it failed, everybody would wait for ever for a host that is gone."""
+    with job.service.changed:
+        job.service.gone = {0}
+    original = job.service.blocking_key_value_get
+
+    def silent(key: str, timeout_ms: int) -> str:
+        assert timeout_ms > 3000  # longer than process 0 waits for the others, so that its verdict can arrive
+        return original("nobody/0", timeout_ms)
+
+    job.service.blocking_key_value_get = silent  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(CoordinationError, match=r"^commit: process 0 said nothing within 3 s$"):
+        job.processes[1].agree("commit", 1, sum, timeout_s=3)
+
+
+def test_many_missing_processes_are_one_line() -> None:
+    """If it failed, the error of a large job would be pages of numbers."""
+    text = str(coordination._missing("vote", list(range(1000)), 5))
+    assert text.startswith("vote: process 0, 1, 2, ")
+    assert text.endswith("19 and 980 more did not come within 5 s; look at why it stopped")
+
+
+def test_a_decision_that_fails_is_heard_by_all(job: FakeJob) -> None:
+    """If it failed, process 0 would raise and the others would wait until the timeout for a verdict."""
+
+    def fails(_: list[Any]) -> Any:
+        raise ValueError("no such bucket")
+
+    first, *others = job.all(lambda c: c.agree("stock", 1, fails, timeout_s=5))
+    assert isinstance(first, ValueError)
+    assert [str(error) for error in others] == ["process 0: no such bucket"] * 3
+    assert {type(error) for error in others} == {CheckpointError}
+    assert job.all(lambda c: c.agree("stock", 1, sum, timeout_s=5)) == [4] * 4  # and the channel goes on
+
+
+@pytest.mark.parametrize("kind", [StoreError, TransientStoreError, CorruptCheckpointError])
+def test_a_store_that_fails_on_process_0_fails_alike_on_all(job: FakeJob, kind: type[CheckpointError]) -> None:
+    """If it failed, one process would end with exit code 2 and a message, the others with a traceback."""
+
+    def fails(_: list[Any]) -> Any:
+        raise kind("gs://b: 403")
+
+    first, *others = job.all(lambda c: c.agree("stock", 1, fails, timeout_s=5))
+    assert (type(first), str(first)) == (kind, "gs://b: 403")
+    assert [(type(error), str(error)) for error in others] == [(kind, "process 0: gs://b: 403")] * 3
+
+
+def test_a_verdict_that_is_no_json_is_heard_by_all(job: FakeJob) -> None:
+    """If it failed, a programming error on process 0 would be a time-out on all others."""
+    first, *others = job.all(lambda c: c.agree("stock", 1, lambda _: object(), timeout_s=5))
+    assert isinstance(first, TypeError)
+    assert [str(error) for error in others] == ["process 0: Object of type object is not JSON serializable"] * 3
+
+
+def test_a_missed_meeting_does_not_shift_the_next_one(job: FakeJob) -> None:
+    """If it failed, one late process would hear answers to the question before, for the rest of the run."""
+    job.all(lambda c: c.agree("vote", 1, sum, timeout_s=3), absent=(3,))
+    job.service.gone = set()
+    late = job.processes[3]
+    with pytest.raises(CoordinationError, match=r"^vote: process 3 did not come within 3 s"):
+        late.agree("vote", 1, sum, timeout_s=3)
+    assert job.all(lambda c: c.agree("vote", c.process, sum, timeout_s=5)) == [6] * 4
+
+
+def test_who_has_missed_a_meeting_does_not_take_the_next_one_for_it(job: FakeJob) -> None:
+    """If it failed, a process that the others gave up once would agree with them on other saves than they mean, for the
+    rest of the run: steps would count as committed that nobody holds whole."""
+    first, *others = job.processes
+    job.service.gone = {"out"}  # pyright: ignore[reportAttributeAccessIssue]  process 0 is held up
+    for other in others:
+        with pytest.raises(CoordinationError, match="process 0 said nothing"):
+            other.agree("commit", 1, sum, timeout_s=3, about="save 1")
+    job.service.gone = set()
+    assert first.agree("commit", 1, sum, timeout_s=3, about="save 1") == 4, "it finds their words"
+
+    def go_on(c: Any) -> Any:
+        if c.process == 0:  # flushes save 1, which the others have given up
+            with job.service.changed:
+                assert job.service.changed.wait_for(lambda: str(job.service.values).count("save 2") == 3, 30)
+            job.service.gone = {1, 2, 3}
+            with pytest.raises(CoordinationError, match="process 1, 2, 3 did not come"):
+                c.agree("disk", "save 1", lambda said: said, timeout_s=3, about="save 1")
+            job.service.gone = set()
+        return c.agree("disk", f"{c.process}", lambda said: said, timeout_s=5, about="save 2")
+
+    assert job.all(go_on) == [["0", "1", "2", "3"]] * 4
+    answers = job.all(lambda c: [c.agree("disk", n, sum, timeout_s=5, about="save 2") for n in range(3)])
+    assert answers == [[0, 4, 8]] * 4, "several meetings about one thing"
+
+
+def test_who_has_missed_a_part_of_one_occasion_is_there_at_the_next(
+    job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it failed, no later restore, scrub or durable save of a job would succeed after one in which a process was
+    late or could not come to one of the meetings."""
+    monkeypatch.setattr(coordination, "_ABOUT_KEPT", 1)
+    first, *others = occasions = [ScopedCoordinator(c) for c in job.processes]
+    for each in occasions:
+        each.begin("save 1")
+    job.service.gone = {"out"}  # pyright: ignore[reportAttributeAccessIssue]  process 0 is held up
+    for other in others:
+        with pytest.raises(CoordinationError, match="process 0 said nothing"):
+            other.agree("begun", 1, sum, timeout_s=3)
+    job.service.gone = {1, 2, 3}
+    assert first.agree("begun", 1, len, timeout_s=3) == 4, "it finds their words, and goes on"
+    assert first.ask_process_0("place", lambda: "one", timeout_s=3) == "one"
+    with pytest.raises(CoordinationError, match="process 1, 2, 3 did not come"):
+        first.agree("written", 1, sum, timeout_s=3)
+    job.service.gone = set()
+    for number in (2, 3):
+        for each in occasions:
+            each.begin(f"save {number}")
+        said = job.all(
+            lambda c, number=number: [
+                occasions[c.process].agree("begun", 1, sum, timeout_s=5),
+                occasions[c.process].ask_process_0("place", lambda: f"place {number}", timeout_s=5),
+                occasions[c.process].agree("written", c.process, sorted, timeout_s=5),
+            ]
+        )
+        assert said == [[4, f"place {number}", [0, 1, 2, 3]]] * 4
+    assert not [key for key in job.service.values if "save 1" in key or "save 2" in key], "nothing of them is kept"
+
+
+def test_channels_do_not_hear_each_other(job: FakeJob) -> None:
+    """If it failed, a vote of the disk thread would answer a question of the writer thread."""
+    answers = job.all(
+        lambda c: [
+            c.agree(channel, c.process, lambda v, channel=channel: [channel, v], timeout_s=5) for channel in "ab"
+        ]
+    )
+    assert answers == [[["a", [0, 1, 2, 3]], ["b", [0, 1, 2, 3]]]] * 4
+
+
+def test_a_thousand_meetings_leave_no_more_keys_than_one(job: FakeJob) -> None:
+    """If it failed, the coordination service of a long run would run out of memory."""
+
+    def meet(c: Any) -> int:
+        return [c.agree("vote", n, sum, timeout_s=30) for n in range(1000)][-1]
+
+    assert job.all(meet) == [4 * 999] * 4
+    assert len(job.service.values) == 5  # one value per process and the verdict of the last meeting
+    assert job.service.most <= 2 * 5
+
+
+def test_failures_of_the_service_are_ours(job: FakeJob) -> None:
+    """If it failed, JAX's own error would escape from a background thread, and its slot stay leased for ever."""
+
+    def broken(*_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection refused")
+
+    for method in ("blocking_key_value_get", "key_value_set", "key_value_delete"):
+        original = getattr(job.service, method)
+        setattr(job.service, method, broken)
+        with pytest.raises(
+            CoordinationError, match=r"the coordination service failed: UNAVAILABLE: connection refused"
+        ):
+            FakeJobOfOne(job).agree(method)
+        setattr(job.service, method, original)
+
+
+def test_a_word_that_could_not_be_put_is_an_error(job: FakeJob) -> None:
+    """If it failed, process 0 would take a step for committed by all whose verdict nobody has heard."""
+
+    def late(key: str, value: str) -> None:
+        raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key} was not put in time, {value}")
+
+    job.service.key_value_set = late  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(CoordinationError, match="the coordination service failed: DEADLINE_EXCEEDED"):
+        job.processes[0].ask_process_0("decision", lambda: True, timeout_s=3)
+    original = FakeService.key_value_set
+
+    def late_verdict(key: str, value: str) -> None:
+        if key.endswith("/out"):
+            late(key, value)
+        original(job.service, key, value)
+
+    job.service.key_value_set = late_verdict  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(CoordinationError, match="the coordination service failed: DEADLINE_EXCEEDED"):
+        FakeJobOfOne(job).agree("commit")
+
+
+class FakeJobOfOne:
+    """Process 0 of the fake job, as if it were alone, so that nobody else is waited for."""
+
+    def __init__(self, job: FakeJob):
+        self._process = job.processes[0]
+        self._process.count = 1
+
+    def agree(self, channel: str) -> Any:
+        return self._process.agree(channel, 1, sum, timeout_s=3)
+
+
+def test_two_managers_of_one_process_do_not_share_meetings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it failed, a second manager would hear the votes of the first."""
+    monkeypatch.setattr(coordination.distributed.global_state, "client", FakeService())
+    first, second = JaxCoordinator(), JaxCoordinator()
+    assert first.agree("vote", 1, sum, timeout_s=1) == 1
+    assert second.agree("vote", 2, sum, timeout_s=1) == 2  # the service refuses a key that is there already
+
+
+def test_process_0_tells_without_waiting_for_anybody(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy with a clock would stop every step until the slowest host has come, or fill the service."""
+    monkeypatch.setattr(coordination, "_TOLD_KEPT", 3)
+    first, *others = job.processes
+    told = [first.ask_process_0("decision", lambda number=number: {"save": number}, timeout_s=5) for number in range(3)]
+    assert told == [{"save": number} for number in range(3)]
+    for other in others:
+        assert [other.ask_process_0("decision", lambda: pytest.fail("asked"), timeout_s=5) for _ in range(3)] == told
+    for number in range(3, 9):
+        first.ask_process_0("decision", lambda number=number: number, timeout_s=5)
+    assert len(job.service.values) == 3
+    with pytest.raises(ZeroDivisionError):
+        first.ask_process_0("broken", lambda: 1 // 0, timeout_s=5)
+    with pytest.raises(CheckpointError, match="process 0: "):
+        others[0].ask_process_0("broken", lambda: 0, timeout_s=5)
+    job.service.gone = {0}
+    with pytest.raises(CoordinationError, match=r"^silent: process 0 said nothing within 5 s$"):
+        others[0].ask_process_0("silent", lambda: 0, timeout_s=5)

@@ -1,0 +1,51 @@
+"""Which saves a job that begins has, where some shares are lost and others cannot be reached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
+from ckptkit.manager.opening import _covered
+from ckptkit.model.manifest import Manifest, SaveId
+from ckptkit.restore.inventory import Held
+from tests.restore.test_plan import manifest, rows
+
+OLD, NEW = SaveId(2, 6, 3), SaveId(2, 7, 4)
+
+
+class Peers:
+    """Every process holds the whole of every save; what they answer is told by process."""
+
+    def __init__(self, answers: dict[int, Exception | None]):
+        self._answers = answers
+
+    def serves(self, process: int) -> bool:
+        return process in self._answers
+
+    def manifest(self, process: int, save_id: SaveId, share: int) -> tuple[Manifest, str]:
+        if (error := self._answers[process]) is not None:
+            raise error
+        return manifest(rows((0, 8)), save=save_id, process=share), "tag"
+
+
+def covered(answers: dict[int, Exception | None]) -> list[SaveId]:
+    """Of two saves of three processes of which each has lost a share."""
+    reports = [[Held(save_id=save, count=3, shares=((process, "a"),)) for save in (OLD, NEW)] for process in (1, 2)]
+    client: Any = Peers(answers)
+    return _covered(client, [[], *reports], [OLD, NEW])
+
+
+def test_replicas_cover_what_is_lost() -> None:
+    """A job whose replicas hold everything would go back to the durable step."""
+    assert covered({1: None, 2: None}) == [NEW]
+    assert covered({2: None}) == [NEW], "who serves nothing is not asked"
+    assert covered({}) == []
+    assert covered({1: CorruptCheckpointError("no longer there")}) == []
+
+
+def test_who_does_not_answer_is_not_without_the_save() -> None:
+    """`latest_step` would be an older one because of a moment on the network, and what came after be trained anew."""
+    with pytest.raises(PeerUnreachableError, match="process 1"):
+        covered({1: PeerUnreachableError("process 1 did not answer"), 2: None})

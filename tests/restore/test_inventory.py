@@ -1,0 +1,176 @@
+"""What processes say they hold stays small, and what follows from it is right."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.model.manifest import SaveId
+from ckptkit.restore.inventory import (
+    GIVERS_MAX,
+    REPORT_BYTES_MAX,
+    Held,
+    box_set_hash,
+    distinct_shares,
+    from_runs,
+    givers_of,
+    holders_of,
+    hole_in,
+    in_batches,
+    in_order_of_use,
+    is_whole,
+    part_of,
+    to_runs,
+)
+from ckptkit.restore.plan import rank_candidates
+from tests.restore.test_plan import manifest, never, rows
+
+SAVE = SaveId(2, 7, 4)
+SHARES = st.lists(st.tuples(st.integers(0, 10**6), st.text(max_size=40)), max_size=500).map(tuple)
+
+
+@given(
+    save=st.builds(SaveId, st.integers(0, 10**8), st.integers(0, 10**12), st.integers(0, 10**8)),
+    shares=SHARES,
+    refusal=st.none() | st.text(max_size=5000),
+    tiers=st.lists(st.sampled_from(["ram", "ssd"]), unique=True).map(tuple),
+)
+@settings(deadline=None, max_examples=100)
+def test_a_report_is_at_most_4_kib(
+    save: SaveId, shares: tuple[tuple[int, str], ...], refusal: str | None, tiers: tuple[str, ...]
+) -> None:
+    """Ten thousand processes would send gigabytes through the coordination service."""
+    held = Held(save_id=save, count=10**6, shares=shares, tiers=tiers, refusal=refusal)
+    text = json.dumps(held.to_json())
+    assert len(text) <= REPORT_BYTES_MAX
+    again = Held.from_json(json.loads(text))
+    assert again.shares == shares[: len(again.shares)]
+    assert (again.save_id, again.count, again.tiers) == (save, 10**6, tiers)
+    if len(json.dumps(shares)) < 1000 and (refusal is None or len(refusal) < 100):
+        assert again == held
+
+
+@given(st.dictionaries(st.integers(0, 30), st.sets(st.integers(0, 30), min_size=1).map(sorted).map(tuple)))
+def test_runs_say_who_holds_what(holders: dict[int, tuple[int, ...]]) -> None:
+    """A process would ask another for what that one does not have."""
+    assert from_runs(json.loads(json.dumps(to_runs(holders)))) == holders
+
+
+def test_one_run_is_enough_where_everybody_holds_its_own() -> None:
+    """The word of process 0 would grow with the job."""
+    assert to_runs({share: (share,) for share in range(10_000)}) == [[0, 0, 10_000]]
+
+
+@given(
+    shares=st.sets(st.integers(0, 40)),
+    mine=st.integers(0, 7),
+    count=st.sampled_from([4, 8, 41]),
+    alike=st.lists(st.integers(0, 7), unique=True),
+)
+def test_every_share_is_looked_into_once_its_own_first(
+    shares: set[int], mine: int, count: int, alike: list[int]
+) -> None:
+    """A share that is left out would be a lost one; one that is asked for twice costs a restart its time."""
+    order = in_order_of_use(shares, mine=mine, of=8, count=count, alike=alike)
+    assert sorted(order) == sorted(shares)
+    assert [share for batch in in_batches(order) for share in batch] == order
+    if count == 8 and mine in shares:
+        assert order[0] == mine
+
+
+def test_who_wants_the_same_comes_before_who_is_near() -> None:
+    """A data replica's host would be asked last, after thousands that hold nothing of use."""
+    assert in_order_of_use(range(8), mine=1, of=8, count=8, alike=[1, 5])[:3] == [1, 5, 0]
+    assert in_order_of_use(range(4), mine=7, of=8, count=4)[0] == 3
+
+
+@given(names=st.lists(st.from_regex(r"[0-9]{1,2}(\.[0-9])?|buddy-[0-9]-[0-9]|x", fullmatch=True)), of=st.integers(1, 5))
+def test_each_directory_is_told_by_one_process_of_its_host(names: list[str], of: int) -> None:
+    """Others would ask a process for what nobody said it has, or a share would count as lost."""
+    for name in names:
+        assert [part_of(name, rank, of) for rank in range(of)].count(True) == 1
+
+
+def test_replicas_have_the_same_hash_and_other_boxes_another() -> None:
+    """Process 0 would ask every replica for its boxes, or count a part as a copy."""
+    assert box_set_hash(manifest(rows((0, 4)))) == box_set_hash(manifest(rows((0, 4)), process=1))
+    assert box_set_hash(manifest(rows((0, 4)))) != box_set_hash(manifest(rows((4, 8))))
+
+
+def test_a_save_is_whole_when_every_share_is_held_by_somebody() -> None:
+    """A fully sharded save of which one host is lost would be called restorable."""
+    first = Held(save_id=SAVE, count=2, shares=((0, "a"),))
+    second = Held(save_id=SAVE, count=2, shares=((1, "b"),))
+    assert is_whole([[first], [second]], SAVE)
+    assert is_whole([[], [first, second]], SAVE)
+    assert not is_whole([[first], [first]], SAVE)
+    assert not is_whole([], SAVE)
+    assert holders_of([[first], [first, second]], SAVE) == {0: (0, 1), 1: (1,)}
+    local_replica = Held(save_id=SAVE, count=2, shares=((1, "a"),))
+    assert distinct_shares([[first], [local_replica]], SAVE) == [(0, 0)]
+
+
+def test_a_save_of_more_processes_than_there_can_be_is_not_whole() -> None:
+    """A manifest that somebody has made up would take all memory of process 0 at the start of every job there."""
+    assert not is_whole([[Held(save_id=SAVE, count=10**17, shares=((0, "a"),))]], SAVE)
+
+
+def test_a_hole_names_its_leaf() -> None:
+    """A lost shard would be restored as random memory."""
+    assert hole_in([manifest(rows((0, 5))), manifest(rows((4, 8)))]) is None
+    assert hole_in([manifest(rows((0, 5))), manifest(rows((6, 8)))]) == "1 elements of leaf state:w are held by nobody"
+    assert hole_in([manifest([])]) == "8 elements of leaf state:w are held by nobody"
+
+
+def test_a_job_of_ten_thousand_processes_is_gathered() -> None:
+    """A restart of a large job would wait for its own bookkeeping. Figures: bench/LOG.md."""
+    saves = [SaveId(3, 1000 + step, step) for step in range(5)]
+    count, lost = 10_000, 4321
+    texts = [
+        json.dumps(
+            [
+                Held(
+                    save_id=save,
+                    count=count,
+                    shares=((process, f"{process:016x}"),),
+                    tiers=("ram", "ssd"),
+                    refusal=None if process != lost else "the slots of the save are gone",
+                ).to_json()
+                for save in saves
+                if process != lost or save != saves[-1]
+            ]
+        )
+        for process in range(count)
+    ]
+    assert max(map(len, texts)) <= REPORT_BYTES_MAX * len(saves)
+    assert sum(map(len, texts)) < 8 << 20
+    began_s = time.process_time()
+    reports = [[Held.from_json(values) for values in json.loads(text)] for text in texts]
+    fast = [{held.save_id: held.refusal for held in report} for report in reports]
+    ranked = rank_candidates(fast, [], never, linked=True)
+    assert [candidate.save_id for candidate in ranked] == saves[::-1]
+    assert [is_whole(reports, save) for save in saves] == [True] * 4 + [False]
+    runs = to_runs(holders_of(reports, saves[-1]))
+    assert runs == [[0, 0, lost], [lost + 1, lost + 1, count - lost - 1]]
+    assert time.process_time() - began_s < 6, "of CPU; `python -m bench gather` measures the whole"
+
+
+@given(
+    shares=st.lists(st.tuples(st.integers(0, 40), st.sampled_from("abc")), max_size=60),
+    writer=st.integers(0, 40),
+)
+def test_who_is_asked_for_a_damaged_share_is_likely_to_have_it_and_few(
+    shares: list[tuple[int, str]], writer: int
+) -> None:
+    """A scrub of ten thousand processes would ask all of them for one flipped bit, or pass the copy over."""
+    reports = [[Held(save_id=SAVE, count=41, shares=((share, boxes),))] for share, boxes in shares]
+    givers = givers_of(
+        [*reports, [Held(save_id=SaveId(1, 1, 1), count=41, shares=((writer, "a"),))]], SAVE, writer=writer, boxes="a"
+    )
+    assert len(givers) == min(len(shares), GIVERS_MAX)
+    assert all(shares[process][0] == share for process, share in givers)
+    ranks = [(share != writer, shares[process][1] != "a", abs(share - writer)) for process, share in givers]
+    assert ranks == sorted((share != writer, boxes != "a", abs(share - writer)) for share, boxes in shares)[:GIVERS_MAX]
