@@ -11,40 +11,52 @@ import click
 
 from ckptkit.cli.exits import Exit, exit_of, quiet_libraries
 
-# Where each command stands: the module, which has it under its own name. Imported when it is called, because most of
-# them need JAX and Orbax, 1.6 s of processor time, and `inspect` needs neither.
-_HOMES = {
-    "assemble": ("extract", "merge"),
-    "convert": ("convert",),
-    "copy": ("copy",),
-    "diff": ("diff",),
-    "doctor": ("doctor",),
-    "goodput": ("goodput",),
-    "inspect": ("inspect",),
-    "reshard": ("reshard",),
-    "simulate": ("simulate",),
-    "steps": ("plan-restore", "steps"),
-    "tiers": ("tiers",),
-    "tune": ("explain", "tune"),
-    "upkeep": ("du", "pin", "prune", "rollback", "unpin"),
-    "verify": ("scrub", "verify"),
+# Each command: its module, where it is a function of the same name, and its line in `ckptkit --help`. A module is
+# imported when its command is called: most of them need JAX and Orbax, 1.6 s of processor time, and `--help` needs none.
+_COMMANDS = {
+    "convert": ("convert", "Write a checkpoint in another format."),
+    "copy": ("copy", "Copy steps to another root."),
+    "diff": ("diff", "Compare two checkpoints."),
+    "doctor": ("doctor", "Report what is slow, at risk or wasteful about a run."),
+    "du": ("upkeep", "Report the bytes of a root by step, item and kind."),
+    "explain": ("tune", "Forecast what a durable save costs."),
+    "extract": ("assemble", "Write parts of a checkpoint."),
+    "goodput": ("goodput", "Account for the time of a run."),
+    "inspect": ("inspect", "Show what a checkpoint is and what it holds."),
+    "merge": ("assemble", "Combine checkpoints: parts, averages, LoRA weights."),
+    "pin": ("upkeep", "Protect a step from deletion."),
+    "plan-restore": ("steps", "Show which save a restart would read, and from where."),
+    "prune": ("upkeep", "Delete the steps that no rule keeps."),
+    "reshard": ("reshard", "Rewrite an Orbax checkpoint for other meshes."),
+    "rollback": ("upkeep", "Make restarts continue from an older step."),
+    "scrub": ("verify", "Verify every copy of every save; repair on request."),
+    "simulate": ("simulate", "Estimate goodput under failures and save policies."),
+    "steps": ("steps", "List the steps of a root and of its tiers."),
+    "tiers": ("tiers", "List or free the slots of fast tiers."),
+    "tune": ("tune", "Measure a durable root and propose a profile."),
+    "unpin": ("upkeep", "Remove the pin of a step."),
+    "verify": ("verify", "Compare every byte of a save with its checksum."),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 class _Commands(click.Group):
-    """The group, which imports a command when it is called or its help is asked for."""
+    """The group. It imports a command when that is called or its own help is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
-        return sorted(_HOME_OF)
+        return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         del ctx
-        if cmd_name not in _HOME_OF:
+        if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"ckptkit.cli.{_HOME_OF[cmd_name]}")
+        module = importlib.import_module(f"ckptkit.cli.{_COMMANDS[cmd_name][0]}")
         return getattr(module, cmd_name.replace("-", "_"))
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
