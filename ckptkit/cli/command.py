@@ -12,7 +12,7 @@ import click
 from ckptkit.cli.exits import Exit, exit_of, quiet_libraries
 
 # Each command: its module, where it is a function of the same name, and its line in `ckptkit --help`. A module is
-# imported when its command is called: most of them need JAX and Orbax, 1.6 s of processor time, and `--help` needs none.
+# imported when its command is called: most need JAX and Orbax, 1.6 s of processor time, and `--help` needs none.
 _COMMANDS = {
     "convert": ("convert", "Write a checkpoint in another format."),
     "copy": ("copy", "Copy steps to another root."),
