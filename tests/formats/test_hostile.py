@@ -140,6 +140,8 @@ HOSTILE: dict[str, bytes] = {
     "torch-object": archive(torch_file(pickle.dumps(np.zeros(2), protocol=2))),
     "torch-attribute": archive(torch_file(b"\x80\x02ctorch\nhub\n.")),
     "torch-memo": archive(torch_file(b"\x80\x02Nr\xff\xff\xff\xffj\xfe\xff\xff\xff.")),
+    "torch-deep-key": archive(torch_file(b"\x80\x02}N" + b"\x85" * 2_000_000 + b"K\x01s.")),
+    "torch-many": archive(torch_file(b"\x80\x02(" + b"]" * 6_000_000 + b"l.")),
     "torch-doubling": archive(torch_file(nested_pickle())),
     "torch-no-end": archive(torch_file(b"\x80\x02}")),
     "torch-cyclic": archive(torch_file(b"\x80\x02]q\x00h\x00a.")),
