@@ -1,4 +1,4 @@
-"""The map of the code in docs/ARCHITECTURE.md and README.md is that of the tree."""
+"""The map of the code in docs/ARCHITECTURE.md and README.md is that of the tree, in the contract's order."""
 
 from __future__ import annotations
 
@@ -9,51 +9,69 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ckptkit"
 PAGE = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+TREE = (ROOT / "README.md").read_text().split("## What is where")[1].split("```")[1]
+ROOMS_MAX = 29
+LAYERS = 8
 
 
-def modules() -> set[str]:
-    """The modules and packages that stand in the package itself."""
+def rooms() -> set[str]:
+    """The modules and packages at the root of the package."""
     found = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     return found - {"__init__"}
 
 
-def layers_of_the_contract() -> list[set[str]]:
-    """Top layer first."""
+def layers_of_the_contract() -> list[list[str]]:
+    """Top layer first; the last one is `errors`, on which all stand."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
-    return [set(re.split(r"\s*[|:]\s*", layer.strip())) for layer in layers]
+    return [layer.split(" | ") for layer in layers]
 
 
-def test_the_layers_are_those_of_the_contract() -> None:
-    """Whoever reads the page would put a module where the linter refuses it."""
-    (told,) = re.findall(r"held by import-linter:\s`([^`]+)`", PAGE)
-    assert [set(re.split(r",\s*", layer.strip())) for layer in told.split("/")] == layers_of_the_contract()
+def numbered(text: str, name: str) -> list[list[str]]:
+    """The names of each numbered layer in a block of text, from the top; lines without one belong to the one above."""
+    layers: dict[int, list[str]] = {}
+    number = 0
+    for line in text.splitlines():
+        if match := re.match(rf"\s*([1-9])  +({name})", line):
+            number = int(match[1])
+            layers[number] = [match[2]]
+        elif number and (match := re.match(rf"     +({name})", line)):
+            layers[number].append(match[1])
+        elif number:
+            break
+    assert list(layers) == list(range(LAYERS, 0, -1))
+    return list(layers.values())
 
 
-def test_every_module_of_the_package_has_a_layer() -> None:
-    """A module that no layer names may import anything, and be imported by anything."""
-    assert modules() <= set().union(*layers_of_the_contract())
+def test_readme_tree_has_the_layers_of_the_contract_in_order() -> None:
+    """A newcomer would put a module where the linter refuses it."""
+    *layers, ground = layers_of_the_contract()
+    tree = [[room.removesuffix("/").removesuffix(".py") for room in layer] for layer in numbered(TREE, r"[\w.]+/?")]
+    assert tree == [*layers[:-1], [*layers[-1], *ground]]
 
 
-def test_every_module_of_the_package_is_in_the_tree_of_the_readme() -> None:
-    """Whoever looks for what is where would not find it."""
-    tree = (ROOT / "README.md").read_text().split("## What is where")[1].split("```")[1]
-    named = set(re.findall(r"(\w+)(?:\.py|/)", tree))
-    assert modules() <= named, sorted(modules() - named)
+def test_architecture_has_the_layers_of_the_contract_in_order() -> None:
+    """The page would teach another order than the one that holds."""
+    found = [layer[0].split(" | ") for layer in numbered(PAGE, r"\w+(?: \| \w+)*")]
+    assert found == layers_of_the_contract()[:-1]
 
 
-def test_every_file_that_the_page_names_is_there() -> None:
+def test_contract_has_every_room_and_ignores_nothing() -> None:
+    """A room without a layer may import anything, and be imported by anything."""
+    assert rooms() == {room for layer in layers_of_the_contract() for room in layer}
+    assert len(list(PACKAGE.glob("[!_]*"))) + 1 <= ROOMS_MAX
+    assert "ignore_imports" not in (ROOT / "pyproject.toml").read_text()
+
+
+def test_every_package_says_what_it_is_for() -> None:
+    """A stranger opens a folder and reads nothing."""
+    for path in PACKAGE.rglob("__init__.py"):
+        assert path.read_text().startswith('"""'), path
+
+
+def test_files_named_on_the_page_exist() -> None:
     """A reader would look for a module that was renamed."""
-    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", PAGE))
+    named = set(re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", PAGE))
     assert len(named) > 30
     for path in named:
-        inside = any(str(found).endswith(f"/{path}") for found in PACKAGE.rglob(Path(path).name))
-        assert inside or (ROOT / path).exists(), path
-
-
-def test_every_name_that_the_page_takes_from_a_module_is_there() -> None:
-    """A reader would look for a function that was renamed."""
-    of_a_control_group = ("memory", "max")
-    for module, name in set(re.findall(r"`(\w+)\.([A-Za-z]\w+)`", PAGE)) - {of_a_control_group}:
-        files = [path for path in PACKAGE.rglob(f"{module}.py") if name != "py"]
-        assert not files or any(re.search(rf"(def|class) {name}\b", path.read_text()) for path in files), (module, name)
+        assert (PACKAGE / path).exists() or (ROOT / path).exists(), path

@@ -30,6 +30,10 @@ class CallKind(StrEnum):
     ADMIN = "admin"  # /_ckptkit: never disturbed, never logged
     UNKNOWN = "unknown"
 
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ValueError(f"{value!r} is not a valid Kind; the kinds are {', '.join(cls)}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
