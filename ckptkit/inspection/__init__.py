@@ -16,20 +16,4 @@ if TYPE_CHECKING:
     from ckptkit.inspection.records import totals as totals
     from ckptkit.inspection.steps import list_steps as list_steps
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "ckptkit.inspection.look": ("inspect",),
-        "ckptkit.inspection.records": (
-            "Holding",
-            "Inspection",
-            "Item",
-            "LeafInfo",
-            "Listing",
-            "SaveOrigin",
-            "StepEntry",
-            "totals",
-        ),
-        "ckptkit.inspection.steps": ("list_steps",),
-    },
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
-def lazy_names(
-    package: str, homes: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package whose names stand in the modules of `homes`.
+def lazy_names(package: str, source: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of a package whose file `source` imports them below `TYPE_CHECKING`.
 
-    A package imports the same names below `if TYPE_CHECKING`, for those who read its source; a test holds the two
-    together. A name may be that of a module of the package only where the module itself is meant: importing the module
-    sets the package's attribute.
+    That block is the one list of the names: type checkers and readers see it, and each import in it is done when the
+    name is first used. Cost: the file is parsed, 1 ms for 60 names. A name may be that of a module of the package
+    only where the module itself is meant: importing the module sets the package's attribute.
     """
-    home_of = {name: home for home, names in homes.items() for name in names}
+    (block,) = [node for node in ast.parse(Path(source).read_text()).body if isinstance(node, ast.If)]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    home_of = {alias.name: str(node.module) for node in imports for alias in node.names}
 
     def __getattr__(name: str) -> Any:
         if name not in home_of:
