@@ -1,7 +1,7 @@
 """What a run that died left in a durable root: recognised, named, and removed once nobody can commit it any more.
 
 A durable root has no lock, and whether a writer lives nobody can know. What can be known is whether it can still
-commit: an attempt of ours says its epoch (`attempts`), and when a later epoch has begun, taking the attempt's name or
+commit: an attempt of ours says its epoch (`commit`), and when a later epoch has begun, taking the attempt's name or
 intent away fences its writer off in one operation. Bytes that it writes after that are in nobody's step. What does not
 say its epoch is Orbax's, which has no fence: it is named and left. The next save of its number takes its place in a
 bucket; Orbax's `cleanup_tmp_directories` removes it, on the caller's word.

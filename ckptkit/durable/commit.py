@@ -3,7 +3,7 @@
 On a disk that is a directory whose name no other attempt has, and one rename commits it. In a bucket a step is written
 in its place; what commits it is a copy of an object of this attempt, its intent, to the name of the step's mark. Who
 moves the directory away, or deletes the intent, has taken the commit from its writer for good, whether that one lives
-or not: so a later run fences off an earlier one (`leftovers`).
+or not: so a later run fences off an earlier one (`abandoned`).
 """
 
 from __future__ import annotations

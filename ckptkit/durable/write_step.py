@@ -1,9 +1,9 @@
 """Writes one Orbax step with as few operations as it has parts: data, side files, then the marker that commits it.
 
 On a disk the step is written beside its place and renamed; in a bucket it is written in place, and is a step once
-`commit_success.txt` is there, which only one writer can create (`attempts`). There, each object is created and never
+`commit_success.txt` is there, which only one writer can create (`commit`). There, each object is created and never
 replaced: a writer that was given up long ago cannot change what a later one has written. What a crash leaves is no step
-for stock Orbax, and is removed by the next run that saves (`leftovers`), or as Orbax removes its own.
+for stock Orbax, and is removed by the next run that saves (`abandoned`), or as Orbax removes its own.
 """
 
 from __future__ import annotations

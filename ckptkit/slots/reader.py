@@ -14,7 +14,7 @@ from typing import final
 import numpy as np
 
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.model import paths as layout
+from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import (
     MANIFEST_BYTES_MAX,
@@ -32,7 +32,7 @@ from ckptkit.util.disk_file import FileReads
 
 def manifest_name_of(save_id: SaveId) -> str:
     """The file name of the manifest of a save."""
-    return layout.manifest_name(save_id.step, save_id.epoch, save_id.number)
+    return paths.manifest_name(save_id.step, save_id.epoch, save_id.number)
 
 
 def slot_directories(host_dir: Path) -> list[Path]:
@@ -49,7 +49,7 @@ def read_manifest(path: Path) -> Manifest:
     if path.stat().st_size > MANIFEST_BYTES_MAX:
         raise CorruptCheckpointError(f"manifest {path} is larger than {MANIFEST_BYTES_MAX} bytes", path=str(path))
     manifest = Manifest.from_bytes(path.read_bytes(), path=str(path))
-    if layout.slot_index(manifest.slot) is None or manifest_name_of(manifest.save_id) != path.name:
+    if paths.slot_index(manifest.slot) is None or manifest_name_of(manifest.save_id) != path.name:
         raise CorruptCheckpointError(
             f"manifest {path} names slot {manifest.slot!r} and save {manifest.save_id}", path=str(path)
         )
@@ -76,8 +76,8 @@ class ManifestCache:
 
     def keep_only(self, found: Iterable[tuple[Path, Manifest]]) -> None:
         """Forgets all but the manifests that were found now, each with its directory."""
-        paths = {directory / manifest_name_of(manifest.save_id) for directory, manifest in found}
-        self._known = {path: known for path, known in list(self._known.items()) if path in paths}
+        known_paths = {directory / manifest_name_of(manifest.save_id) for directory, manifest in found}
+        self._known = {path: known for path, known in list(self._known.items()) if path in known_paths}
 
 
 def read_manifests(
@@ -98,7 +98,7 @@ def read_manifests(
             continue
         mine: list[SaveId] = []
         for name in names:
-            if layout.save_of_manifest(name) is None:
+            if paths.save_of_manifest(name) is None:
                 continue
             try:
                 found.append((directory, cache.read(directory / name)))

@@ -14,7 +14,7 @@ from orbax.checkpoint.experimental.v1.training import preservation_policies as p
 from orbax.checkpoint.experimental.v1.training import save_decision_policies as deciding
 from typing_extensions import deprecated
 
-from ckptkit.durable.orbax import v1 as newer
+from ckptkit.durable.orbax import v1 as v1_checks
 from ckptkit.errors import ItemNotFoundError, StepNotFoundError
 from ckptkit.manager import CheckpointManager
 from ckptkit.v1.items import restore_args, save_args
@@ -136,7 +136,7 @@ class Checkpointer:
         `FileExistsError`) for a step that is there, ValueError for what cannot be saved. A failure in the background
         is raised by the response, or by `wait` and `close`.
         """
-        newer.check_state(state)
+        v1_checks.check_state(state)
         return self.save_checkpointables_async(
             step,
             {checkpointable_name: state},
@@ -165,7 +165,7 @@ class Checkpointer:
 
         A checkpointable is a tree of arrays, numbers and text, a Grain iterator, or plain JSON.
         """
-        newer.check_checkpointables(checkpointables)
+        v1_checks.check_checkpointables(checkpointables)
         if overwrite:
             with suppress(StepNotFoundError):
                 self._manager.delete(step)
@@ -182,14 +182,14 @@ class Checkpointer:
         Raises `StepNotFoundError` (Orbax's), KeyError for a name that the step has not, and what
         `CheckpointManager.restore` raises.
         """
-        newer.check_abstract_state(abstract_state)
+        v1_checks.check_abstract_state(abstract_state)
         return self.load_checkpointables(step, {checkpointable_name: abstract_state})[checkpointable_name]
 
     def load_checkpointables(
         self, step: Step = None, abstract_checkpointables: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """The checkpointables of `step` by name: those that are asked for, or (None) all; see `load`."""
-        newer.check_abstract_checkpointables(abstract_checkpointables)
+        v1_checks.check_abstract_checkpointables(abstract_checkpointables)
         number = None if step is None else self._existing(step)
         if not self._manager.all_steps():
             raise errors.StepNotFoundError("Specified `step=None`, but no checkpoints were found.")
@@ -238,7 +238,7 @@ class Checkpointer:
         Raises `StepNotFoundError` (Orbax's), FileNotFoundError for the checkpointable, ValueError for the last one.
         """
         number = _number(step)
-        newer.check_deletion(number, checkpointable_name, missing_ok)
+        v1_checks.check_deletion(number, checkpointable_name, missing_ok)
         self._manager.wait_until_finished()
         if number not in self._manager.all_steps():
             if missing_ok:

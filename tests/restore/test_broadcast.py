@@ -17,7 +17,7 @@ from ckptkit.events import EventLog
 from ckptkit.job.coordination import LocalCoordinator
 from ckptkit.model.boxes import Box, missing_elements
 from ckptkit.model.manifest import SaveId
-from ckptkit.restore.broadcast import stream as sending
+from ckptkit.restore.broadcast import stream as broadcast_stream
 from ckptkit.restore.broadcast.assembly import Assembly
 from ckptkit.restore.broadcast.coordinator import Broadcaster
 from ckptkit.restore.broadcast.cost_model import LEAST_BYTES, STARTUP_S, BroadcastRates, Remaining, choose, rate_of
@@ -237,25 +237,27 @@ def test_the_reader_measures_the_rate_of_the_storage(
             proven(read.key, {read.wanted: np.zeros(read.nbytes, np.uint8)})
         return {"durable": nbytes}
 
-    monkeypatch.setattr(sending.clock, "monotonic_s", lambda: now_s)
-    monkeypatch.setattr(sending, "execute", taking)
+    monkeypatch.setattr(broadcast_stream.clock, "monotonic_s", lambda: now_s)
+    monkeypatch.setattr(broadcast_stream, "execute", taking)
     asked: list[int] = []  # at one time
-    ask = sending.StreamReader._announce_plan
+    ask = broadcast_stream.StreamReader._announce_plan
     monkeypatch.setattr(
-        sending.StreamReader, "_announce_plan", lambda self, plan: asked.append(len(plan.reads)) or ask(self, plan)
+        broadcast_stream.StreamReader,
+        "_announce_plan",
+        lambda self, plan: asked.append(len(plan.reads)) or ask(self, plan),
     )
     boxes = [Box((0,), (size,)) for size in (8, 8, 4, *[2 << 20] * 31)]  # the small ones stand in the tree
     pieces = [Piece(("s", (str(number),)), box, box, box.size) for number, box in enumerate(boxes)]
     reads = tuple(BoxRead(key=piece.key, wanted=piece.box, nbytes=piece.nbytes, sources=()) for piece in pieces)
     plan = RestorePlan(save_id=SaveId(1, 2, 3), tiers=("durable",), remote=(True,), reads=reads)
-    monkeypatch.setattr(sending, "plan_restore", lambda *_: plan)
+    monkeypatch.setattr(broadcast_stream, "plan_restore", lambda *_: plan)
     prepared: Any = SimpleNamespace(plan=plan, holdings=SimpleNamespace(readers=(), sources=(), expect=None))
     assembly: Any = SimpleNamespace(deliver=lambda *_: None)
     stream = Stream(pieces, 8 << 20)
-    shared = sending.Sending(group=(0, 1), streams={0: stream, 1: stream}, rounds=8, process=0)
-    reader = sending.StreamReader(shared, prepared, lambda *_: None, assembly, ahead=8)
+    shared = broadcast_stream.Sending(group=(0, 1), streams={0: stream, 1: stream}, rounds=8, process=0)
+    reader = broadcast_stream.StreamReader(shared, prepared, lambda *_: None, assembly, ahead=8)
     for number in range(8):
-        reader.fill(number, np.empty((8 << 20) + sending.DIGEST_BYTES, np.uint8))
+        reader.fill(number, np.empty((8 << 20) + broadcast_stream.DIGEST_BYTES, np.uint8))
     reader.close()
     assert reader.storage_rate == pytest.approx(rate, rel=0.01)
     assert 8 <= len(asked) <= 10, "a store would make one request of it, which shows what one gives"

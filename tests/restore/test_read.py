@@ -15,7 +15,7 @@ from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreacha
 from ckptkit.model.boxes import Box, cells_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, copy_proven, digest_of
 from ckptkit.model.verify_mode import VerifySelection
-from ckptkit.restore import read as reading
+from ckptkit.restore import read as box_reading
 from ckptkit.restore.local_tiers import together
 from ckptkit.restore.plan import Key, RestorePlan, Source, plan_restore
 from ckptkit.util.pages import ALIGNMENT_BYTES
@@ -95,11 +95,11 @@ def executed(
         assert not any(block.ctypes.data % ALIGNMENT_BYTES for block in blocks.values() if block.size)
 
     with (
-        mock.patch.object(reading, "_BLOCK_BYTES", 512),
-        mock.patch.object(reading, "SMALL_BYTES", 128),
-        mock.patch.object(reading, "copy_threads", return_value=3),
+        mock.patch.object(box_reading, "_BLOCK_BYTES", 512),
+        mock.patch.object(box_reading, "SMALL_BYTES", 128),
+        mock.patch.object(box_reading, "copy_threads", return_value=3),
     ):
-        return found, reading.execute(plan, readers, rejected, proven, announced=announced)
+        return found, box_reading.execute(plan, readers, rejected, proven, announced=announced)
 
 
 def check(found: dict[Key, Any], leaves: Sequence[tuple[np.ndarray, tuple[int, ...]]]) -> None:
@@ -157,10 +157,10 @@ def test_what_no_source_has_is_one_error_and_no_leaf() -> None:
     bad[2][0][63, 63] = -1
     given_back: list[Key] = []
     with (
-        mock.patch.object(reading, "_BLOCK_BYTES", 512),
+        mock.patch.object(box_reading, "_BLOCK_BYTES", 512),
         pytest.raises(CorruptCheckpointError, match=r"there: leaf 2, cell \(60, 0\) to \(64, 64\) has digest"),
     ):
-        reading.execute(
+        box_reading.execute(
             plan,
             [reader(bad, lambda *_: None)] * 2,
             lambda *_: None,
@@ -187,7 +187,7 @@ def test_what_does_not_answer_may_be_whole(order: tuple[int, int], joined: bool)
         sources = [together(sources, "peer", VerifySelection())]
     plan = plan_restore(SAVE, {("state", ("0",)): [Box.whole((64,))]}, [source for source, _ in sources])
     with pytest.raises(PeerUnreachableError, match="process 3 did not answer"):
-        reading.execute(plan, [each for _, each in sources], lambda *_: None, lambda *_: None)
+        box_reading.execute(plan, [each for _, each in sources], lambda *_: None, lambda *_: None)
 
 
 def test_a_record_of_another_dtype_is_damage() -> None:
@@ -200,6 +200,6 @@ def test_a_record_of_another_dtype_is_damage() -> None:
         raise CorruptCheckpointError(f"{name} {wanted}")
 
     with pytest.raises(CorruptCheckpointError, match="two dtypes"):
-        reading.execute(
+        box_reading.execute(
             plan, [reader([one], spoil), reader([other], lambda *_: None)], lambda *_: None, lambda *_: None
         )

@@ -1,7 +1,7 @@
 """Waits for TensorStore with a deadline, and says its errors in ours.
 
 An operation that is given up is not over: no API ends it. What it was reading may then be overwritten, and what it
-writes may land at any time, so nothing may name what it writes: see `cells.publish`.
+writes may land at any time, so nothing may name what it writes: see `writer.publish`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def remove_step(where: str, remove_directory: Callable[[str], None], is_it: Call
 
     A bucket is asked afresh what there is: what Orbax remembers of its listings may be out of date. What is gone
     already is no error, and what is put after that look stays (see `Store.delete_unchanged`). What is left where this
-    dies, the next run removes (`leftovers`). Raises `StoreError`, `OSError`, what `remove_directory` raises.
+    dies, the next run removes (`abandoned`). Raises `StoreError`, `OSError`, what `remove_directory` raises.
     """
     if is_remote(where):
         root, _, name = where.rstrip("/").rpartition("/")
