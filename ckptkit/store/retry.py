@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, final
 
 from ckptkit.errors import TransientStoreError
-from ckptkit.store.base import PutMode, Stat, Store
+from ckptkit.store.base import Properties, PutMode, Stat, Store
 from ckptkit.util.clock import Deadline
 
 T = TypeVar("T")
@@ -31,6 +31,11 @@ class RetryStore:
     def url(self) -> str:
         """The wrapped store's."""
         return self._inner.url
+
+    @property
+    def properties(self) -> Properties:
+        """The wrapped store's."""
+        return self._inner.properties
 
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
         """See `Store.put`."""

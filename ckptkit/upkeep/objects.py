@@ -11,7 +11,7 @@ import xxhash
 from ckptkit.errors import CheckpointError, StoreError, TransientStoreError
 from ckptkit.formats.ranges import open_ranges
 from ckptkit.store.remote import RemoteStore
-from ckptkit.store.roots import is_remote
+from ckptkit.store.schemes import properties_of
 
 PART_BYTES = 8 << 20  # held of each object that is on its way
 _TRIES = 4  # of one object, where the store fails in a way that may pass
@@ -65,7 +65,7 @@ def _write(url: str, parts: Iterator[bytes]) -> int:
             written += len(part)
             yield part
 
-    if is_remote(url):
+    if not properties_of(url).file_system:
         directory, _, name = url.rpartition("/")
         RemoteStore(directory).put_parts(name, counted())
         return written
