@@ -51,16 +51,9 @@ def _caller(client: Any) -> str:
 GS = Backend(
     properties=replace(BUCKET, generations=True, known_to_orbax=True),
     access=Access(
-        permissions={
-            "get": "storage.objects.get",
-            "list": "storage.objects.list",
-            "create": "storage.objects.create",
-            "delete": "storage.objects.delete",
-        },
+        permissions={each: f"storage.objects.{each}" for each in ("get", "list", "create", "delete")},
         grant="storage.objects.get, .list, .create and .delete",
-        sign_in=(
-            "gcloud auth application-default login, GOOGLE_APPLICATION_CREDENTIALS, or the host's service account"
-        ),
+        sign_in="gcloud auth application-default login, GOOGLE_APPLICATION_CREDENTIALS, or the host's service account",
         caller=_caller,
     ),
     driver="gcs",

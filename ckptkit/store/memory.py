@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import final
 
+from ckptkit.store.backend import BUCKET
 from ckptkit.store.base import Properties, PutMode, Stat, checked_key
 
-_PROPERTIES = Properties(
-    file_system=False, round_trips=False, atomic_rename=False, generations=True, known_to_orbax=False
-)
+_PROPERTIES = replace(BUCKET, round_trips=False, generations=True)
 
 
 @final
