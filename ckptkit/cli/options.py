@@ -12,7 +12,7 @@ import click
 from ckptkit.cli.text import size_text
 from ckptkit.formats import MEMORY_BYTES
 from ckptkit.model import paths
-from ckptkit.store.roots import is_remote
+from ckptkit.store.schemes import properties_of
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([KMGT]?)(i?B)?", re.IGNORECASE)
@@ -63,7 +63,7 @@ DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the plan and chang
 def fast_tiers(tiers: Sequence[str], host_id: str | None) -> str:
     """The host whose slots are meant; a usage error for what can be no tier or no host."""
     for tier in tiers:
-        if is_remote(tier):
+        if not properties_of(tier).file_system:
             raise click.BadParameter(f"{tier!r} is no local directory, as a fast tier is", param_hint="--tier")
     try:
         return paths.checked_name(host_id or socket.gethostname(), "host id")

@@ -24,7 +24,7 @@ from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, FormatFacts, Tenso
 from ckptkit.model.boxes import Box
 from ckptkit.model.leaf_patterns import matches
 from ckptkit.model.manifest import describe
-from ckptkit.store.roots import is_remote
+from ckptkit.store.schemes import properties_of
 
 ADAPTER_CONFIG = "adapter_config.json"  # PEFT's, beside an adapter's weights
 
@@ -145,7 +145,7 @@ def lora_merged(base: Checkpoint, adapter: Checkpoint, *, alpha: float | None = 
 def state_of(sources: Sequence[Checkpoint]) -> str:
     """Of the files as they are now, an adapter's config too: work that is gone on with must be of the same."""
     paths = [source.path for source in sources]
-    configs = [str(Path(path).parent / ADAPTER_CONFIG) for path in paths if not is_remote(path)]
+    configs = [str(Path(path).parent / ADAPTER_CONFIG) for path in paths if properties_of(path).file_system]
     return fingerprint({"paths": paths}, [*paths, *configs])[:16]
 
 
@@ -240,7 +240,7 @@ def _unfit(name: str, halves: Mapping[str, Tensor], base: Tensor | None) -> str 
 
 
 def _adapter_config(adapter: Checkpoint) -> dict[str, Any]:
-    if is_remote(adapter.path):
+    if not properties_of(adapter.path).file_system:
         return {}
     root = Path(adapter.path)
     path = (root if root.is_dir() else root.parent) / ADAPTER_CONFIG

@@ -20,7 +20,7 @@ from ckptkit.conversion.stamps import fingerprint
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.safetensors import INDEX, SUFFIX
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, block_bytes
-from ckptkit.store.roots import is_remote
+from ckptkit.store.schemes import properties_of
 from ckptkit.util.disk_file import FileWrites
 
 TargetFormat = Literal["orbax", "safetensors", "hf", "npz", "torch"]
@@ -144,7 +144,7 @@ def convert(
     known_by = now()
     with target.alone():
         begin(target, journal, known_by, resume=resume)
-        with target.kept(after_damage=is_remote(source.path)):
+        with target.kept(after_damage=properties_of(source.path).round_trips):
             if plan.to == "orbax":
                 write_step(plan.tensors, target, journal, memory_bytes=memory_bytes, progress=progress)
             else:
@@ -166,17 +166,18 @@ def _write_files(
         if progress is not None:
             progress(written, plan.written_bytes)
 
+    uploads = not target.properties.file_system
     for file in plan.files:
         named = [member for member in file.members if member.tensor is not None]
-        if target.remote and all(member.tensor in finished for member in named):
+        if uploads and all(member.tensor in finished for member in named):
             count(sum(member.size for member in named))  # a file that was uploaded
             continue
         with target.file(file.name if plan.to == "hf" else None) as made:
             os.ftruncate(made.fileno(), max(file.size, os.fstat(made.fileno()).st_size))
-            notes = _Notes(journal, made.fileno(), synced=not target.remote)
-            known = set() if target.remote else finished
+            notes = _Notes(journal, made.fileno(), synced=not uploads)
+            known = set() if uploads else finished
             # What is uploaded is read again at once, out of the page cache.
-            writes = FileWrites(made.fileno(), None if target.remote else made.name)
+            writes = FileWrites(made.fileno(), None if uploads else made.name)
             try:
                 sums = _write_tensors(plan, file, writes, known, notes, memory_bytes, count)
             finally:

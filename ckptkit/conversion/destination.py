@@ -18,7 +18,7 @@ from ckptkit.model import paths
 from ckptkit.store import Store, open_store, put_new
 from ckptkit.store.local import LocalStore, sync_directory, sync_tree
 from ckptkit.store.remote import RemoteStore
-from ckptkit.store.roots import is_remote
+from ckptkit.store.schemes import BACKENDS, backend_of, properties_of
 from ckptkit.verification.quarantine import alone_at
 
 _LOCK = ".ckptkit-lock"
@@ -26,7 +26,7 @@ _LOCK = ".ckptkit-lock"
 
 def target_url(target: str) -> str:
     """The target's one name. Raises `CheckpointError` where something stands there, or nothing can."""
-    if is_remote(target):
+    if not properties_of(target).file_system:
         return target.rstrip("/")  # whether it is free, a listing says when the work begins
     target = os.path.abspath(target.removeprefix("file://"))
     if os.path.lexists(target):
@@ -38,8 +38,9 @@ def target_url(target: str) -> str:
 
 def require_orbax_target(url: str) -> None:
     """Raises `CheckpointError` for a place to which nobody writes, and from which nobody reads, Orbax's checkpoints."""
-    if is_remote(url) and not url.startswith(("gs://", "s3://")):
-        raise CheckpointError(f"{url}: Orbax's checkpoints are written to disks, gs:// and s3://", path=url)
+    if backend_of(url).driver is None:
+        buckets = [f"{name}://" for name, each in BACKENDS.items() if each.driver and not each.properties.file_system]
+        raise CheckpointError(f"{url}: Orbax's checkpoints are written to disks, {' and '.join(buckets)}", path=url)
 
 
 class SourceChangedError(CheckpointError):
@@ -62,11 +63,11 @@ class Destination:
 
     def __init__(self, target: str):
         self.target = target
-        self.remote = is_remote(target)
+        self.properties = properties_of(target)
         above, _, self._name = target.rpartition("/")
         self._above = above or "/"
         self.part = f"{above}/.{self._name}.ckptkit-part"
-        self.url = target if self.remote else f"{self.part}/{self._name}"
+        self.url = f"{self.part}/{self._name}" if self.properties.atomic_rename else target
 
     def journal_store(self) -> Store:
         """Where it is noted what is done."""
@@ -74,11 +75,11 @@ class Destination:
 
     def store(self) -> Store:
         """Of the target's files; on a disk they are synced by `commit`."""
-        return open_store(self.url) if self.remote else LocalStore(self.url, durable=False)
+        return LocalStore(self.url, durable=False) if self.properties.file_system else open_store(self.url)
 
     def clear(self) -> None:
         """Removes what an interrupted work has left. Raises `CheckpointError` where a bucket's target is not free."""
-        if not self.remote:
+        if self.properties.file_system:
             for name in os.listdir(self.part):
                 path = os.path.join(self.part, name)
                 if os.path.isdir(path):
@@ -96,7 +97,7 @@ class Destination:
     def require_free(self) -> None:
         """Raises `CheckpointError` where a bucket's target is a whole checkpoint by now: what an interrupted work has
         left there would be cleared, or gone on with, on top of it. Cost: two requests."""
-        if not self.remote:
+        if self.properties.atomic_rename:
             return
         ends = (paths.COMMIT_MARK, INDEX)  # what is put last of a directory
         if open_store(self._above).stat(self._name) is not None or any(
@@ -114,7 +115,7 @@ class Destination:
         Two that do would clear, or commit, what the other is still writing. A bucket has no lock that dies with its
         holder. Raises `CheckpointError` where another process works there.
         """
-        with nullcontext() if self.remote else alone_at(Path(self.part), _LOCK, self.target):
+        with alone_at(Path(self.part), _LOCK, self.target) if self.properties.file_system else nullcontext():
             yield
 
     @contextmanager
@@ -123,7 +124,7 @@ class Destination:
 
         For a bucket it is a file in the directory for temporary files, and uploaded at the end: whole or not at all.
         """
-        if not self.remote:
+        if self.properties.file_system:
             path = Path(self.url) if name is None else Path(self.url) / name
             path.parent.mkdir(exist_ok=True)
             with open(path, "r+b" if path.exists() else "w+b") as made:
@@ -157,8 +158,9 @@ class Destination:
                     self.clear()
                     shutil.rmtree(self.part, ignore_errors=True)
             else:
+                and_target = "" if self.properties.atomic_rename else " and the target"
                 error.add_note(
-                    f"what was written is kept in {self.part}{' and the target' * self.remote}: the same command with "
+                    f"what was written is kept in {self.part}{and_target}: the same command with "
                     "--resume goes on from there, without it begins anew"
                 )
             raise
@@ -168,9 +170,11 @@ class Destination:
 
         A bucket is not asked; there `temporary_bytes` are needed for the largest file.
         """
-        where, needed = (tempfile.gettempdir(), temporary_bytes) if self.remote else (self._above, needed_bytes)
+        where, needed, there = tempfile.gettempdir(), temporary_bytes, 0
+        if self.properties.file_system:
+            there = sum(file.stat().st_blocks * 512 for file in Path(self.part).rglob("*"))
+            where, needed = self._above, needed_bytes
         free = shutil.disk_usage(where).free
-        there = 0 if self.remote else sum(file.stat().st_blocks * 512 for file in Path(self.part).rglob("*"))
         if needed > free + there:
             raise StoreFullError(
                 f"{where} has {free} bytes free, and {needed} are needed; nothing was written", path=self.target
@@ -178,11 +182,12 @@ class Destination:
 
     def commit(self, marker: str | None = None) -> None:
         """Makes what was written the target. A directory of Orbax's is one, in a bucket, when `marker` is in it."""
-        if marker is not None and self.remote:
-            put_new(self.store(), paths.COMMIT_MARK, marker.encode())
-        elif marker is not None:
+        renamed = self.properties.atomic_rename
+        if marker is not None and renamed:
             self.store().put(paths.COMMIT_MARK, marker.encode())
-        if self.remote:
+        elif marker is not None:
+            put_new(self.store(), paths.COMMIT_MARK, marker.encode())
+        if not renamed:
             notes = self.journal_store()
             notes.delete_many(notes.list_all(""))
             return

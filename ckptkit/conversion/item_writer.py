@@ -21,7 +21,7 @@ from ckptkit.model import paths
 from ckptkit.model.boxes import Box, boxes_of_cells, cells_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
 from ckptkit.store.local import sync_tree
-from ckptkit.store.roots import is_remote
+from ckptkit.store.schemes import properties_of
 
 Cells = list[tuple[Box, np.ndarray, str]]
 
@@ -122,7 +122,7 @@ class ItemWriter:
         self._fresh = {}
 
     def _safe(self, cells: Mapping[str, Any]) -> None:
-        if not is_remote(self._directory):
+        if properties_of(self._directory).file_system:
             sync_tree(self._directory, self._synced)
         if cells:
             self._journal.add({"item": self._item, "cells": cells})

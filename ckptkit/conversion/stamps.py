@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.store import open_store
-from ckptkit.store.roots import is_remote
+from ckptkit.store.schemes import properties_of
 
 Stamp = tuple[str, str, int]  # of one file; the version is a time, in a bucket a generation or an entity tag
 
@@ -21,7 +21,7 @@ def stamps_of(paths: Iterable[str]) -> list[Stamp]:
 
     Cost: a call for each file; in a bucket a small read and a listing for each path. Raises `StoreError`.
     """
-    return [stamp for path in paths for stamp in (_in_bucket(path) if is_remote(path) else _on_disk(Path(path)))]
+    return [stamp for path in paths for stamp in _stamps(path)]
 
 
 def fingerprint(described: Mapping[str, Any], paths: Iterable[str]) -> str:
@@ -30,6 +30,10 @@ def fingerprint(described: Mapping[str, Any], paths: Iterable[str]) -> str:
     Cost and errors: those of `stamps_of`.
     """
     return hashlib.sha256(json.dumps([described, stamps_of(paths)]).encode()).hexdigest()
+
+
+def _stamps(path: str) -> list[Stamp]:
+    return _on_disk(Path(path)) if properties_of(path).file_system else _in_bucket(path)
 
 
 def _on_disk(path: Path) -> list[Stamp]:

@@ -18,7 +18,6 @@ from ckptkit.durable.commit import intents, remove_uncommitted
 from ckptkit.durable.lifecycle.delete import move_away
 from ckptkit.model import paths
 from ckptkit.store import Store, put_new
-from ckptkit.store.roots import is_remote
 
 _STEP_NAME = re.compile(r"(?:[^/]*_)?(\d{1,18})/")
 
@@ -30,7 +29,7 @@ def left_behind(store: Store, committed: Collection[int]) -> list[str]:
     Cost: two listings, in a bucket one. Raises `StoreError`.
     """
     names = store.list("")
-    if not is_remote(store.url):
+    if store.properties.atomic_rename:
         left = [name.rstrip("/") for name in names if paths.TEMPORARY in name]
         return [*left, *(f"{paths.LEAVING_DIR}/{name.rstrip('/')}" for name in store.list(paths.LEAVING_DIR))]
     steps = ((name, _STEP_NAME.fullmatch(name)) for name in names)
@@ -44,7 +43,9 @@ def clean_left(store: Store, epoch: int, remove_directory: Callable[[str], None]
     away first, so a writer that still lives fails, and a crash in between leaves less of the same. Cost: two listings,
     in a bucket one and six requests for each that is found. Raises `StoreError`, `OSError`.
     """
-    return _clean_bucket(store, epoch) if is_remote(store.url) else _clean_disk(store, epoch, remove_directory)
+    if store.properties.atomic_rename:
+        return _clean_disk(store, epoch, remove_directory)
+    return _clean_bucket(store, epoch)
 
 
 def _clean_disk(store: Store, epoch: int, remove_directory: Callable[[str], None]) -> list[str]:

@@ -25,12 +25,14 @@ from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import Stat, Store, open_store, put_new, side_by_side
 from ckptkit.store.local import LocalStore, sync_directory
-from ckptkit.store.roots import is_remote
+from ckptkit.store.schemes import properties_of
 
 
 def make_attempt(url: str, name: str, save_id: SaveId, mode: int) -> DiskAttempt | BucketAttempt:
     """An attempt that is not begun yet: it has touched nothing."""
-    return BucketAttempt(url, name, save_id) if is_remote(url) else DiskAttempt(url, name, save_id, mode)
+    if properties_of(url).atomic_rename:
+        return DiskAttempt(url, name, save_id, mode)
+    return BucketAttempt(url, name, save_id)
 
 
 @final

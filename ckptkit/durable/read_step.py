@@ -28,7 +28,6 @@ from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, Proves, Save
 from ckptkit.model.paths import COMMIT_MARK
 from ckptkit.store import Store, all_of
 from ckptkit.store.refused import is_refusal
-from ckptkit.store.roots import is_remote
 from ckptkit.util.gc_pause import collection_paused
 
 READ_THREADS = 8
@@ -108,7 +107,7 @@ class DurableReader:
         self._store: Store = small_objects(self._url, profile)
         self._cells = CellReader(self._url, profile)
         self._placed = PlacedCells(self._url, profile)
-        self._ranges = PlacedRanges(self._url, profile) if self.is_remote else None
+        self._ranges = PlacedRanges(self._url, profile) if self.round_trips else None
         self._ahead: Future[list[Manifest]] | None = None
         self._lock = threading.Lock()
         self._arrays: dict[tuple[str, str], ts.TensorStore] = {}
@@ -227,9 +226,9 @@ class DurableReader:
         return _directories(self._store.list(""))
 
     @property
-    def is_remote(self) -> bool:
+    def round_trips(self) -> bool:
         """Whether reads wait for an answer: many at a time."""
-        return is_remote(self._url)
+        return self._store.properties.round_trips
 
     def expect(self, wanted: Iterable[Wanted]) -> None:
         """Begins to read what `read` will be asked for, within `DurableProfile.read_ahead_bytes`."""

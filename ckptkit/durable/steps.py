@@ -44,6 +44,7 @@ from ckptkit.model.manifest import Proves, SaveId, prove_all
 from ckptkit.store import open_store
 from ckptkit.store.remote import forget_listings
 from ckptkit.store.roots import root_url
+from ckptkit.store.schemes import properties_of
 
 _LEASE_DEADLINE_S = 20.0  # for small objects: a save that waits longer prunes nothing
 # Orbax numbers operations per process: two saves that begin at once mistake each other's directories.
@@ -206,7 +207,7 @@ class DurableSteps:
 
     def _refuse_unfit(self) -> None:
         """Orbax refuses it when the first step has to go; said before a step is written that cannot go."""
-        if self._options.todelete_full_path is not None and not self.url.startswith("gs://"):
+        if self._options.todelete_full_path is not None and not properties_of(self.url).known_to_orbax:
             raise NotImplementedError("todelete_full_path is for gs:// alone; take todelete_subdir")
 
     def _write_through_orbax(

@@ -36,7 +36,7 @@ from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import LeafRecord, SaveId
 from ckptkit.store import Store, all_of, put_new
 from ckptkit.store.local import LocalStore
-from ckptkit.store.roots import is_remote
+from ckptkit.store.schemes import properties_of
 from ckptkit.util.gc_pause import collection_paused
 
 _PUTS = 8  # small files on their way at a time, beside the data
@@ -94,7 +94,7 @@ class StepWriter:
             attempt = make_attempt(self._url, name, save_id, self._mode)
             begun.append(attempt)
             beginning = aside.submit(attempt.begin)
-            if self._coordinator.count > 1 or not is_remote(self._url):
+            if self._coordinator.count > 1 or properties_of(self._url).file_system:
                 beginning.result()  # others put into the place as soon as they hear of it, or it has to be there
             return attempt.place, self._profile.compression, self._profile.copied_bytes
 
@@ -155,7 +155,8 @@ class StepWriter:
     ) -> None:
         """Everything of this process, encoded meanwhile, once `ready` has returned."""
         # On a disk all is synced at the end, side by side: one by one takes a turn of the disk for each file.
-        store = self._small(place) if is_remote(place) else LocalStore(place, durable=False)
+        on_disk = properties_of(place).file_system
+        store = LocalStore(place, durable=False) if on_disk else self._small(place)
         with ThreadPoolExecutor(_PUTS, thread_name_prefix="ckptkit-step") as pool:
             puts: list[Future[None]] = []
 
@@ -178,14 +179,14 @@ class StepWriter:
             ready()
             for each in puts:
                 each.result()
-            if not is_remote(place):
+            if on_disk:
                 list(pool.map(_sync, _written_below(place)))
 
     def _write_arrays(self, directory: str, tree: Any, profile: DurableProfile, ready: Callable[[], None]) -> None:
         process, count = self._coordinator.process, self._coordinator.count
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
         part = directory if count == 1 else process_directory(directory, process)
-        if not is_remote(part):
+        if properties_of(part).file_system:
             os.makedirs(part, mode=self._mode, exist_ok=True)
         own = [
             (leaf.record, leaf.blocks) if isinstance(leaf, HostShards) else _host_leaf(keypath, leaf)
@@ -233,7 +234,7 @@ class StepWriter:
         if self._coordinator.count > 1:
             for item in trees:
                 merge_processes(f"{place}/{item}", self._coordinator.count, self._profile)
-                if not is_remote(place):  # the names that the merge has made
+                if store.properties.file_system:  # the names that the merge has made
                     for directory in (f"{place}/{item}/d", f"{place}/{item}"):
                         _sync(directory)
         text = orbax_files.step_text(handlers, init_ns, time.time_ns(), custom_metadata)
@@ -247,11 +248,11 @@ def _item_mark(item: str, place: str) -> tuple[str, bytes]:
 
 
 def _put(store: Store, key: str, data: bytes) -> None:
-    """On a disk nobody else knows the directory."""
-    if is_remote(store.url):
-        put_new(store, key, data)
-    else:
+    """Nobody else knows a directory that is renamed at the end."""
+    if store.properties.atomic_rename:
         store.put(key, data)
+    else:
+        put_new(store, key, data)
 
 
 def _written_below(place: str) -> list[str]:

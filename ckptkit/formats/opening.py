@@ -17,7 +17,8 @@ from ckptkit.inspection import inspect as inspect_orbax
 from ckptkit.inspection.places import Place, local_kind, nothing_at
 from ckptkit.model import paths
 from ckptkit.store.remote import RemoteStore
-from ckptkit.store.roots import is_remote, root_url
+from ckptkit.store.roots import root_url
+from ckptkit.store.schemes import properties_of
 from ckptkit.util.gc_pause import collection_paused
 
 _MSGPACK_MAPS = (*range(0x80, 0x90), 0xDE, 0xDF)
@@ -38,7 +39,7 @@ def open_checkpoint(path: str, *, timeout_s: float = 20.0) -> Checkpoint:
     url = root_url(path)
     if _is_file(url):
         return _open_file(url, timeout_s)
-    if not is_remote(url) and local_kind(url) is None:
+    if properties_of(url).file_system and local_kind(url) is None:
         raise nothing_at(url, "there is no such file or directory; check the path")
     place = Place.open(url, timeout_s=timeout_s)
     if is_sharded(place.names()):
@@ -58,9 +59,8 @@ def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
     there cannot be read, `StoreError` where it cannot be reached.
     """
     url = root_url(path)
-    remote = is_remote(url)
     if not _is_file(url) or _is_manifest(url):
-        known = remote or local_kind(url) == stat.S_IFDIR
+        known = not properties_of(url).file_system or local_kind(url) == stat.S_IFDIR
         if not known or not is_sharded(Place.open(url, timeout_s=timeout_s).names()):
             return inspect_orbax(path, timeout_s=timeout_s)
     with open_checkpoint(path, timeout_s=timeout_s) as opened:
@@ -115,7 +115,7 @@ def _is_manifest(url: str) -> bool:
 
 def _is_file(url: str) -> bool:
     """Whether a path names one file; what is no directory and no regular file is refused where it is opened."""
-    if not is_remote(url):
+    if properties_of(url).file_system:
         return local_kind(url) not in (None, stat.S_IFDIR)
     directory, _, name = url.rpartition("/")
     return bool(name) and not directory.endswith(":/") and RemoteStore(directory).stat(name) is not None

@@ -13,7 +13,8 @@ from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import nothing_at, require_regular
 from ckptkit.model.boxes import Box
 from ckptkit.store.remote import RemoteStore
-from ckptkit.store.roots import is_remote, root_url
+from ckptkit.store.roots import root_url
+from ckptkit.store.schemes import properties_of
 
 _REACH_TIMES = 4  # times the bytes wanted that are read at once rather than one run after the other
 METADATA_BYTES_MAX = 32 << 20  # of a header, index, pickle or zip directory; parsed, it takes up to 20 times as much
@@ -43,7 +44,7 @@ def open_ranges(path: str) -> Ranges:
 
     Raises `StepNotFoundError`, `StoreError`, and `CorruptCheckpointError` for what is no regular file.
     """
-    return _RemoteRanges(path.rstrip("/")) if is_remote(path) else _LocalRanges(root_url(path))
+    return _LocalRanges(root_url(path)) if properties_of(path).file_system else _RemoteRanges(path.rstrip("/"))
 
 
 @final

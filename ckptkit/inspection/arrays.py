@@ -22,7 +22,6 @@ from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.records import LeafInfo
 from ckptkit.inspection.words import dtype_name, sharding_words
 from ckptkit.model.manifest_checks import BYTES_MAX
-from ckptkit.store.roots import is_remote
 
 METADATA = "_METADATA"
 OCDBT = "manifest.ocdbt"
@@ -56,7 +55,7 @@ def read_arrays(place: Place, *, timeout_s: float) -> tuple[str, tuple[LeafInfo,
     problems: list[str] = []
     ocdbt = OCDBT in place.names()
     described = place.json(METADATA)
-    kvstore = open_kvstore(place, ocdbt, timeout_s) if ocdbt or is_remote(place.url) else None
+    kvstore = open_kvstore(place, ocdbt, timeout_s) if ocdbt or not place.store.properties.file_system else None
     with readable(f"{place.url}/{METADATA}"):
         version, entries = (2, []) if described is None else _entries(described)
     if described is None:

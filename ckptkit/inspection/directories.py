@@ -9,7 +9,6 @@ from typing import Any, Literal
 from ckptkit.inspection.arrays import ARRAY_METADATAS, METADATA, OCDBT, SHARDINGS
 from ckptkit.inspection.places import Place, readable
 from ckptkit.model import paths
-from ckptkit.store.roots import is_remote
 
 STEP_METADATA = "_CHECKPOINT_METADATA"
 
@@ -72,9 +71,9 @@ def is_slot_directory(names: list[str]) -> bool:
 
 def is_committed(place: Place) -> bool:
     """Whether Orbax has committed a step: by its name on a disk, by a file in it on a bucket."""
-    if is_remote(place.url):
-        return paths.COMMIT_MARK in place.names()
-    return paths.TEMPORARY not in place.name
+    if place.store.properties.atomic_rename:
+        return paths.TEMPORARY not in place.name
+    return paths.COMMIT_MARK in place.names()
 
 
 def committed_at_s(place: Place) -> float | None:

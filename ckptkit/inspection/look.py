@@ -39,7 +39,8 @@ from ckptkit.inspection.shares import (
 from ckptkit.inspection.steps import durable_steps, newest_committed, read_ancestry
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest
-from ckptkit.store.roots import is_remote, root_url
+from ckptkit.store.roots import root_url
+from ckptkit.store.schemes import properties_of
 
 
 def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
@@ -54,7 +55,7 @@ def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
     there cannot be read, `StoreError` where it cannot be reached.
     """
     url = root_url(path)
-    if not is_remote(url):
+    if properties_of(url).file_system:
         kind = local_kind(url)
         if kind is None:
             raise nothing_at(url, "there is no such file or directory; check the path")
@@ -63,7 +64,8 @@ def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
     place = Place.open(url, timeout_s=timeout_s)
     names = place.names()
     if not names:
-        raise nothing_at(url, "it is empty" if not is_remote(url) else "there is nothing; check bucket and prefix")
+        on_disk = place.store.properties.file_system
+        raise nothing_at(url, "it is empty" if on_disk else "there is nothing; check bucket and prefix")
     if is_slot_directory(names):
         return _slot_directory(Path(url))
     if item_kind(place) is not None:

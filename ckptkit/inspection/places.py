@@ -13,8 +13,8 @@ from typing import Any, final
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StoreError
 from ckptkit.model.manifest import MANIFEST_BYTES_MAX
 from ckptkit.store import Stat, Store, open_store
-from ckptkit.store.base import PutMode
-from ckptkit.store.roots import is_remote
+from ckptkit.store.base import Properties, PutMode
+from ckptkit.store.schemes import properties_of
 
 _REASON_CHARS = 200  # of a library's own words in a message
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
@@ -35,6 +35,11 @@ class ReadOnlyStore:
         """The wrapped store's."""
         return self._inner.url
 
+    @property
+    def properties(self) -> Properties:
+        """The wrapped store's."""
+        return self._inner.properties
+
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
         """Refused with `StoreError`."""
         del data, mode
@@ -48,7 +53,7 @@ class ReadOnlyStore:
     def get(self, key: str) -> bytes:
         """See `Store.get`; raises `CorruptCheckpointError` for what is no plain object of a plausible size."""
         where = f"{self.url}/{key}"
-        if not is_remote(self.url):
+        if self.properties.file_system:
             require_regular(where)
         found = self._inner.stat(key)
         if found is not None and found.size_bytes > MANIFEST_BYTES_MAX:
@@ -151,7 +156,7 @@ class Place:
     def sizes(self) -> dict[str, int]:
         """The bytes of every object below it, by the path from here. Cost: one listing per directory; links are not
         followed."""
-        if not is_remote(self.url):
+        if self.store.properties.file_system:
             return _local_sizes(self.url)
         own = {name: self.store.stat(self._key(name)) for name in self.names() if not name.endswith("/")}
         # The sizes come from the listing just made, which the client keeps: no request per object.
@@ -210,7 +215,7 @@ def nothing_at(url: str, why: str) -> StepNotFoundError:
 
 def no_directory(url: str, why: str) -> StepNotFoundError:
     """The error for a path that has to be a directory; where it is a file, that is said instead of `why`."""
-    is_file = not is_remote(url) and local_kind(url) == stat.S_IFREG
+    is_file = properties_of(url).file_system and local_kind(url) == stat.S_IFREG
     return nothing_at(url, "it is a file, and a directory with steps is asked for" if is_file else why)
 
 

@@ -15,7 +15,7 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
 from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.store import all_of
-from ckptkit.store.roots import is_remote
+from ckptkit.store.schemes import properties_of
 
 _AT_ONCE = 8  # steps that are asked for their names
 
@@ -46,7 +46,7 @@ class DurableCandidates:
         steps = sorted((each for each in looked if step is None or each == step), reverse=True)
         self._ahead = None
         others: list[Callable[[], Any]] = []
-        if steps and ahead is not None and is_remote(self._durable.url):
+        if steps and ahead is not None and properties_of(self._durable.url).round_trips:
             self._ahead = steps[0], self._durable.reader(steps[0], ahead)
             others = [partial(self._ahead[1].look_ahead, looked[steps[0]])]
         return DurableLook(steps, self._names(steps[:_AT_ONCE], others))

@@ -146,7 +146,7 @@ class SourceSearch:
         self.stock = not durable and not fast.manifests
         if not self.stock:
             yield Holdings(
-                sources=(*fast.sources, Source(tier=DURABLE, manifests=durable, remote=reader.is_remote)),
+                sources=(*fast.sources, Source(tier=DURABLE, manifests=durable, remote=reader.round_trips)),
                 readers=(*fast.readers, reader.read),
                 expect=reader.expect,
             )

@@ -18,6 +18,26 @@ class Stat:
     version: str = field(default="", compare=False)  # in a bucket: changes with the content (generation, tag or time)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Properties:
+    """What stores do in different ways: code asks for one of these, never for the name of a backend."""
+
+    file_system: bool
+    """Keys are paths of this host, which can be opened, mapped, locked and synced (POSIX)."""
+
+    round_trips: bool
+    """Each operation waits for an answer: independent ones are asked side by side, and few are asked."""
+
+    atomic_rename: bool
+    """A directory is renamed in one step, so its name commits a step; elsewhere a marker does, as with Orbax."""
+
+    generations: bool
+    """Each version of an object has a number, which copies and deletions may require (`ifGenerationMatch` of GCS)."""
+
+    known_to_orbax: bool
+    """Orbax has code of its own for the service, and commits by a marker there without being told (`gs://` alone)."""
+
+
 @runtime_checkable
 class Store(Protocol):
     """Objects under one root, named by relative keys with `/` between parts.
@@ -29,6 +49,11 @@ class Store(Protocol):
     @property
     def url(self) -> str:
         """The root, as error messages name it."""
+        ...
+
+    @property
+    def properties(self) -> Properties:
+        """What this store does in its own way. A wrapper has those of the store that it wraps."""
         ...
 
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import final
 
 from ckptkit.errors import StoreError, StoreFullError, TransientStoreError
-from ckptkit.store.base import PutMode, Stat, checked_key
+from ckptkit.store.base import Properties, PutMode, Stat, checked_key
 
+DIRECTORY = Properties(file_system=True, round_trips=False, atomic_rename=True, generations=False, known_to_orbax=False)
 _TRANSIENT = {errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -33,6 +34,11 @@ class LocalStore:
     def url(self) -> str:
         """The directory."""
         return str(self._root)
+
+    @property
+    def properties(self) -> Properties:
+        """A file system's."""
+        return DIRECTORY
 
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
         """Stores `data` whole (see `Store.put`); survives power loss on return unless `durable=False`."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import final
 
-from ckptkit.store.base import PutMode, Stat, checked_key
+from ckptkit.store.backend import BUCKET
+from ckptkit.store.base import Properties, PutMode, Stat, checked_key
+
+_PROPERTIES = replace(BUCKET, round_trips=False, generations=True)
 
 
 @final
@@ -23,6 +27,11 @@ class MemoryStore:
     def url(self) -> str:
         """The name it was given."""
         return self._url
+
+    @property
+    def properties(self) -> Properties:
+        """A bucket's with generations, whose answers are there at once."""
+        return _PROPERTIES
 
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
         """Stores a copy of `data` (see `Store.put`)."""

@@ -1,30 +1,26 @@
-"""A prefix of a bucket, through fsspec (gcsfs for `gs://`)."""
+"""A prefix of a bucket, through fsspec (gcsfs for `gs://`). What a service does in its own way, `schemes` knows."""
 
 from __future__ import annotations
 
-import re
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, final
 
 import fsspec
-from fsspec.asyn import AsyncFileSystem
 
 from ckptkit.errors import StoreError, TransientStoreError
-from ckptkit.store.base import PutMode, Stat, checked_key
-from ckptkit.store.refused import Needed, is_refusal, refused
+from ckptkit.store.backend import PLAIN_PATH, Needed
+from ckptkit.store.base import Properties, PutMode, Stat, checked_key
+from ckptkit.store.refused import is_refusal, refused
+from ckptkit.store.schemes import backend_of
 
 _OPERATION_TIMEOUT_S = 20.0  # of a small object; a server that accepts and never answers would hang a restart
 _NO_CREDENTIALS = ("GoogleAuthError", "DefaultCredentialsError", "RefreshError", "NoCredentialsError")
-_PLAIN_KEY = re.compile(r"[\w./=+,~ -]+")  # of any other gcsfs takes a part for a generation, `rm` for a pattern
 _PART_BYTES = 8 << 20  # of an upload: services want 5 MiB at least
 _TRANSIENT_STATUS = {408, 409, 429, 500, 502, 503, 504}
 _UNANSWERED = {"botocore ConnectionError", "botocore HTTPClientError", "google TransportError"}
 _VERSIONS = ("generation", "ETag", "etag", "LastModified", "mtime", "created")  # file systems' words, the surest first
-_S3_BATCH = 1000  # keys of one deletion
-# What S3 says of single objects of a batch, in an answer that is a success as a whole.
-_S3_TRANSIENT = {"InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
-_S3_ABSENT = {"NoSuchKey", "NoSuchVersion"}
 
 
 @final
@@ -37,12 +33,19 @@ class RemoteStore:
     def __init__(self, url: str, *, timeout_s: float | None = None):
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s or _OPERATION_TIMEOUT_S
-        self._fs, self._root = _open_filesystem(self._url)
+        self._backend = backend_of(self._url)
+        with _translated(self._url):
+            self._fs, self._root = fsspec.core.url_to_fs(self._url)
 
     @property
     def url(self) -> str:
         """The prefix, with its scheme."""
         return self._url
+
+    @property
+    def properties(self) -> Properties:
+        """Those of its scheme (`schemes`)."""
+        return self._backend.properties
 
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
         """Stores `data` whole; `create` is a precondition that the bucket itself checks."""
@@ -56,39 +59,21 @@ class RemoteStore:
             self._fs.put_file(path, self._path(key))
 
     def copy(self, source: str, target: str, *, mode: PutMode = "replace", replaces: int | None = None) -> None:
-        """See `Store.copy`; on GCS the bucket checks that source and target are what they have to be.
+        """See `Store.copy`; with generations the bucket checks that source and target are what they have to be.
 
-        On S3 it checks the same, but for `replaces`: with Amazon's conditional copies, which other services may not
-        have. There, and elsewhere, `create` looks first and copies then.
+        Elsewhere `create` looks first and copies then, and `replaces` is not asked. On S3 the bucket checks `create`
+        once more.
         """
         paths = self._path(source), self._path(target)
         with _translated(f"{self._url}/{target}, from {source}", "create", self._timeout_s):
-            if self._is_on("gs", "gcs"):
-                generation = 0 if mode == "create" else replaces
-                self._rewrite(*paths, **({} if generation is None else {"ifGenerationMatch": generation}))
+            if self._backend.copy is not None:
+                self._backend.copy(self._ask, *paths, 0 if mode == "create" else replaces)
                 return
-            conditions = {}
             if mode == "create":
-                if isinstance(self._fs, AsyncFileSystem):  # what it remembers of listings may be out of date
-                    self._fs.invalidate_cache()
+                self._fs.invalidate_cache()  # what it remembers of listings may be out of date
                 if self._ask("exists", paths[1]):
                     raise FileExistsError(paths[1])
-                if self._is_on("s3", "s3a"):
-                    conditions = {"IfNoneMatch": "*"}
-            self._ask("cp_file", *paths, **conditions)
-
-    def _is_on(self, *protocols: str) -> bool:
-        return self._url.partition("://")[0] in protocols
-
-    def _rewrite(self, source: str, target: str, **conditions: int) -> None:
-        names = [part for path in (source, target) for part in path.split("/", 1)]
-        answer: dict[str, Any] = {"done": False}
-        token: dict[str, str] = {}
-        while not answer["done"]:  # a large object between storage classes takes several requests
-            headers = {"Content-Type": "application/json"}
-            path = "b/{}/o/{}/rewriteTo/b/{}/o/{}"
-            answer = self._ask("call", "POST", path, *names, headers=headers, json_out=True, **token, **conditions)
-            token = {"rewriteToken": answer.get("rewriteToken", "")}
+            self._ask("cp_file", *paths, **(self._backend.create_copies if mode == "create" else {}))
 
     def get(self, key: str) -> bytes:
         """The whole object; raises `FileNotFoundError` where there is none."""
@@ -163,10 +148,12 @@ class RemoteStore:
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """Removes objects in batches, where the service has them."""
-        if self._is_on("s3", "s3a"):
-            self._delete_on_s3([self._path(key) for key in keys])
+        if self._backend.delete_many is not None:
+            paths = [self._path(key) for key in keys]
+            with self._asking("", "delete"):
+                self._backend.delete_many(self._fs, self._ask, paths)
             return
-        plain = [key for key in keys if _PLAIN_KEY.fullmatch(key)]
+        plain = [key for key in keys if PLAIN_PATH.fullmatch(key)]
         paths = [self._path(key) for key in plain]
         for key in sorted(set(keys).difference(plain)):
             self.delete(key)
@@ -176,17 +163,6 @@ class RemoteStore:
         except FileNotFoundError:  # some file systems stop at the first that is absent
             for key in plain:
                 self.delete(key)
-
-    def _delete_on_s3(self, paths: Sequence[str]) -> None:
-        """What the service did not delete is said in an answer that is a success: s3fs's own `rm` passes over it, and a
-        step would lose its bytes and keep its mark."""
-        names = [self._fs.split_path(path)[:2] for path in paths]
-        for start in range(0, len(names), _S3_BATCH):
-            batch = names[start : start + _S3_BATCH]
-            keys = {"Objects": [{"Key": key} for _, key in batch], "Quiet": True}
-            with self._asking("", "delete"):
-                answer = self._ask("call_s3", "delete_objects", Bucket=batch[0][0], Delete=keys)
-            _raise_undeleted(self._url, answer.get("Errors", []))
 
     def stat_all(self, prefix: str) -> dict[str, Stat]:
         """See `Store.stat_all`."""
@@ -199,26 +175,23 @@ class RemoteStore:
         return {}
 
     def delete_unchanged(self, found: Mapping[str, Stat]) -> None:
-        """See `Store.delete_unchanged`. A generation that is named is gone for good, in a bucket with versions too."""
-        if not self._is_on("gs", "gcs") or any(stat.generation is None for stat in found.values()):
+        """See `Store.delete_unchanged`."""
+        generations = {self._path(key): stat.generation for key, stat in found.items() if stat.generation is not None}
+        if self._backend.delete_generations is None or len(generations) < len(found):
             self.delete_many(list(found))
             return
-        plain = [key for key in found if _PLAIN_KEY.fullmatch(key)]
-        for key in sorted(found.keys() - set(plain)):
-            names = self._path(key).split("/", 1)
-            with suppress(FileNotFoundError), self._asking(key, "delete"):
-                self._ask("call", "DELETE", "b/{}/o/{}", *names, generation=found[key].generation)
-        if plain:
-            by_generation, _ = _open_filesystem(self._url, version_aware=True)
-            paths = [f"{self._path(key)}#{found[key].generation}" for key in plain]
-            with suppress(FileNotFoundError), self._asking("", "delete"):
-                by_generation.rm(paths, timeout=self._timeout_s)
+        with self._asking("", "delete"):
+            self._backend.delete_generations(self._ask, generations, self._timeout_s)
 
     def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """One operation. An asynchronous file system's own tries end at the limit, however many they would be."""
-        if isinstance(self._fs, AsyncFileSystem):
+        """One operation. A method that fsspec has made of a coroutine takes a limit of time, however often it tries.
+
+        The type of the file system does not tell: `dir::` is asynchronous, and hands the limit on to what is not.
+        """
+        operation = getattr(self._fs, method)
+        if inspect.iscoroutinefunction(getattr(operation, "__wrapped__", None)):
             kwargs["timeout"] = self._timeout_s
-        return getattr(self._fs, method)(*args, **kwargs)
+        return operation(*args, **kwargs)
 
     def _asking(self, key: str, needs: Needed) -> AbstractContextManager[None]:
         where = f"{self._url}/{key}" if key else self._url
@@ -226,11 +199,6 @@ class RemoteStore:
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{checked_key(key)}"
-
-
-def _open_filesystem(url: str, **options: Any) -> tuple[Any, str]:
-    with _translated(url):
-        return fsspec.core.url_to_fs(url, **options)
 
 
 def _stat(info: Mapping[str, Any]) -> Stat:
@@ -306,20 +274,3 @@ def forget_listings(url: str) -> None:
     if found:
         for each in tuple(fsspec.get_filesystem_class(protocol)._cache.values()):
             each.invalidate_cache()
-
-
-def _raise_undeleted(where: str, errors: Sequence[Mapping[str, str]]) -> None:
-    """Raises for objects that S3 has left where they are: a refusal, which no retry mends, before all else."""
-    left = sorted((each for each in errors if each.get("Code") not in _S3_ABSENT), key=_may_pass)
-    if not left:
-        return
-    first = left[0]
-    said = f"{first.get('Key')}: {first.get('Code')}: {first.get('Message')} ({len(left)} objects are not deleted)"
-    if first.get("Code") == "AccessDenied":
-        raise refused(where, said, needs="delete")
-    kind = TransientStoreError if _may_pass(first) else StoreError
-    raise kind(f"{where}: {said}", path=where)
-
-
-def _may_pass(error: Mapping[str, str]) -> bool:
-    return error.get("Code") in _S3_TRANSIENT

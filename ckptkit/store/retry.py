@@ -1,4 +1,4 @@
-"""A store that tries again: the one place where a failed operation is repeated."""
+"""A store that tries again: the one place where a failed operation of a store is repeated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, final
 
 from ckptkit.errors import TransientStoreError
-from ckptkit.store.base import PutMode, Stat, Store
+from ckptkit.store.base import Properties, PutMode, Stat, Store
 from ckptkit.util.clock import Deadline
 
 T = TypeVar("T")
@@ -31,6 +31,11 @@ class RetryStore:
     def url(self) -> str:
         """The wrapped store's."""
         return self._inner.url
+
+    @property
+    def properties(self) -> Properties:
+        """The wrapped store's."""
+        return self._inner.properties
 
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
         """See `Store.put`."""
@@ -95,12 +100,25 @@ class RetryStore:
         self._retry(lambda: self._inner.delete_unchanged(found))
 
     def _retry(self, operation: Callable[[], T]) -> T:
-        deadline, delay_s = Deadline(self._deadline_s), self._first_delay_s
-        while True:
-            try:
-                return operation()
-            except TransientStoreError:
-                if deadline.passed:
-                    raise
-            time.sleep(min(_jitter.uniform(0, delay_s), deadline.left_s))
-            delay_s = min(delay_s * 2, 5.0)
+        return retried(operation, deadline_s=self._deadline_s, first_delay_s=self._first_delay_s)
+
+
+def retried(
+    operation: Callable[[], T], *, deadline_s: float = 60.0, first_delay_s: float = 0.1, tries_min: int = 1
+) -> T:
+    """What `operation` returns, which is repeated where it raises `TransientStoreError`, until `deadline_s`.
+
+    Waits between tries, with full jitter, at most 5 s. One that takes longer than the deadline is tried `tries_min`
+    times all the same. Raises what the last try raised, at once what is not transient.
+    """
+    deadline, delay_s, tries = Deadline(deadline_s), first_delay_s, 0
+    while True:
+        tries += 1
+        try:
+            return operation()
+        except TransientStoreError:
+            if deadline.passed and tries >= tries_min:
+                raise
+        pause_s = _jitter.uniform(0, delay_s)
+        time.sleep(pause_s if deadline.passed else min(pause_s, deadline.left_s))
+        delay_s = min(delay_s * 2, 5.0)

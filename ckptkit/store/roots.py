@@ -8,11 +8,7 @@ from ckptkit.store.base import Store
 from ckptkit.store.local import LocalStore
 from ckptkit.store.remote import RemoteStore
 from ckptkit.store.retry import RetryStore
-
-
-def is_remote(root: str) -> bool:
-    """Whether `root` names a bucket rather than a directory."""
-    return "://" in root and not root.startswith("file://")
+from ckptkit.store.schemes import properties_of
 
 
 def root_url(root: str | os.PathLike[str]) -> str:
@@ -21,7 +17,7 @@ def root_url(root: str | os.PathLike[str]) -> str:
     The real path, because fast tiers are keyed by it: through a link the same run must find the same ramdisk.
     """
     root = os.fspath(root)
-    return root.rstrip("/") if is_remote(root) else os.path.realpath(root.removeprefix("file://"))
+    return os.path.realpath(root.removeprefix("file://")) if properties_of(root).file_system else root.rstrip("/")
 
 
 def open_store(root: str | os.PathLike[str], *, deadline_s: float = 60.0, timeout_s: float | None = None) -> Store:
@@ -30,6 +26,6 @@ def open_store(root: str | os.PathLike[str], *, deadline_s: float = 60.0, timeou
     An operation is tried for `deadline_s`; a bucket has `timeout_s` for each try (None: `RemoteStore`'s own).
     """
     root = os.fspath(root)
-    if is_remote(root):
-        return RetryStore(RemoteStore(root, timeout_s=timeout_s), deadline_s=deadline_s)
-    return RetryStore(LocalStore(root.removeprefix("file://")), deadline_s=deadline_s)
+    if properties_of(root).file_system:
+        return RetryStore(LocalStore(root.removeprefix("file://")), deadline_s=deadline_s)
+    return RetryStore(RemoteStore(root, timeout_s=timeout_s), deadline_s=deadline_s)

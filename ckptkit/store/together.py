@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ckptkit.store.roots import is_remote
+from ckptkit.store.schemes import properties_of
 
 _AT_A_TIME = 16
 
@@ -25,6 +25,6 @@ def side_by_side(acts: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def all_of(root: str, acts: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What each of `acts` gives that ask the same store: side by side where `root` is a bucket and each waits for its
-    answer, on a disk one after the other."""
-    return side_by_side(acts) if is_remote(root) else [act() for act in acts]
+    """What each of `acts` gives that ask the same store: side by side where each waits for its answer
+    (`Properties.round_trips`), else one after the other."""
+    return side_by_side(acts) if properties_of(root).round_trips else [act() for act in acts]

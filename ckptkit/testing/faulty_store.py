@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, final, get_args
 
 from ckptkit.errors import StoreError, StoreFullError, TransientStoreError
-from ckptkit.store.base import PutMode, Stat, Store, checked_key
+from ckptkit.store.base import Properties, PutMode, Stat, Store, checked_key
 
 StoreOperation = Literal["put", "get", "stat", "list", "delete"]
 StoreEffect = Literal["fail", "fail after", "delay", "tear", "reorder", "full", "io error", "crash"]
@@ -85,6 +85,11 @@ class FaultyStore:
     def url(self) -> str:
         """The wrapped store's."""
         return self._inner.url
+
+    @property
+    def properties(self) -> Properties:
+        """The wrapped store's."""
+        return self._inner.properties
 
     @property
     def hits(self) -> list[int]:

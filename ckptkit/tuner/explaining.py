@@ -15,7 +15,8 @@ from ckptkit.formats import open_checkpoint
 from ckptkit.model.boxes import Box, boxes_by_process, cell_shape
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import BoxRecord, LeafRecord
-from ckptkit.store.roots import is_remote, root_url
+from ckptkit.store.roots import root_url
+from ckptkit.store.schemes import properties_of
 
 
 def explain(
@@ -47,7 +48,7 @@ def explain(
     return forecast(
         trees,
         durable,
-        remote=is_remote(root_url(directory)),
+        remote=properties_of(root_url(directory)).round_trips,
         json_items=json_items,
         processes=processes or jax.process_count(),
     )
@@ -70,7 +71,7 @@ def explain_checkpoint(
         for tensor in opened.tensors:
             cell = tensor.leaf.cell or cell_shape(tensor.shape, tensor.shape, tensor.dtype.itemsize)
             items.setdefault(tensor.item, []).append(_whole(tensor.name, tensor.shape, tensor.dtype, tuple(cell)))
-    return forecast(items, durable, remote=is_remote(root_url(directory)), processes=processes)
+    return forecast(items, durable, remote=properties_of(root_url(directory)).round_trips, processes=processes)
 
 
 def _record(path: Any, leaf: Any) -> LeafRecord:

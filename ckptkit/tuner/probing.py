@@ -19,7 +19,7 @@ from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import BoxRecord, LeafRecord
-from ckptkit.store.roots import is_remote
+from ckptkit.store.schemes import properties_of
 from ckptkit.util import clock
 
 _LATENCY_TRIES = 5
@@ -105,21 +105,22 @@ class Probe:
     @contextmanager
     def _place(self) -> Iterator[str]:
         place = f"{self._url}/{paths.SIDECAR_DIR}/tune-{uuid.uuid4().hex[:8]}"
-        new = not is_remote(place) and not os.path.isdir(self._url)
-        if not is_remote(place):
+        on_disk = properties_of(place).file_system
+        new = on_disk and not os.path.isdir(self._url)
+        if on_disk:
             os.makedirs(f"{place}/{_ITEM}")
         try:
             yield place
         finally:
-            if is_remote(place):
-                store = small_objects(place, DurableProfile())
-                store.delete_many(store.list_all(""))
-            else:
+            if on_disk:
                 shutil.rmtree(place, ignore_errors=True)
                 with suppress(OSError):  # what else is kept there stays
                     os.rmdir(os.path.dirname(place))
                     if new:
                         os.rmdir(self._url)
+            else:
+                store = small_objects(place, DurableProfile())
+                store.delete_many(store.list_all(""))
 
 
 def _leaf(name: str, block: np.ndarray) -> LeafRecord:

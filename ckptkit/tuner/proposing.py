@@ -11,7 +11,8 @@ import numpy as np
 
 from ckptkit.formats import open_checkpoint
 from ckptkit.model.durable_profile import Codec, DurableProfile
-from ckptkit.store.roots import is_remote, root_url
+from ckptkit.store.roots import root_url
+from ckptkit.store.schemes import properties_of
 from ckptkit.tuner.probing import Probe, ProbedLatency, Trial
 from ckptkit.tuner.sampling import Compression, Samples, compressibility, leaves_of, take_samples
 
@@ -118,7 +119,8 @@ def plan_tune(
             sizes = _leaves_like([(tensor.dtype.name, tensor.nbytes) for tensor in opened.tensors], probe_bytes)
     compressions = compressibility(samples)
     leaves = leaves_of(samples, sizes)
-    profiles = [default, *_variants(default, sum(leaf.nbytes for leaf in leaves), remote=is_remote(root))]
+    remote = properties_of(root).round_trips
+    profiles = [default, *_variants(default, sum(leaf.nbytes for leaf in leaves), remote=remote)]
     encodings = _worth_trying(compressions, leaves, default)
     profiles += [dataclasses.replace(default, compression=each.codec) for each in encodings]
     return TunePlan(

@@ -21,7 +21,7 @@ from ckptkit.inspection.places import Place
 from ckptkit.model import paths
 from ckptkit.store import open_store, put_new
 from ckptkit.store.local import sync_directory
-from ckptkit.store.roots import is_remote
+from ckptkit.store.schemes import properties_of
 from ckptkit.upkeep.copy_planning import JOURNAL, CopyPlan, CopyStep, sizes_of, stamp_of
 from ckptkit.upkeep.objects import copy_object, digest_of_object
 from ckptkit.util import clock
@@ -53,7 +53,7 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
     """
     _check_room(plan)
     target = open_store(plan.target, deadline_s=timeout_s)
-    if not is_remote(plan.target):
+    if properties_of(plan.target).file_system:
         os.makedirs(plan.target, exist_ok=True)
     if plan.ancestry is not None:
         _copy_records(plan.ancestry, EpochRecords(target))
@@ -82,7 +82,7 @@ def _told(done: Sequence[CopyStep]) -> Iterator[None]:
 
 
 def _check_room(plan: CopyPlan) -> None:
-    if is_remote(plan.target):
+    if not properties_of(plan.target).file_system:
         return
     above = plan.target
     while not os.path.isdir(above):
@@ -130,7 +130,8 @@ class _Copying:
 
     def __init__(self, step: CopyStep, timeout_s: float, progress: Moved | None):
         self._step = step
-        self._place = step.target if is_remote(step.target) else step.target + _PART
+        renamed = properties_of(step.target).atomic_rename
+        self._place = step.target + _PART if renamed else step.target
         self._store = open_store(self._place, deadline_s=timeout_s)
         self._timeout_s = timeout_s
         self._progress = progress
@@ -141,7 +142,7 @@ class _Copying:
     def run(self, *, resume: bool) -> None:
         """Copies, proves, commits. On a disk one process at a time: a second one would clear what the first has copied,
         or the first take away what the second is about to commit."""
-        if is_remote(self._place):
+        if not self._store.properties.file_system:
             self._run(resume)
             return
         root, _, name = self._place.rpartition("/")
@@ -180,7 +181,7 @@ class _Copying:
             self._write_journal()
             return
         journal = self._journal()
-        if journal is None and is_remote(self._place):
+        if journal is None and not self._store.properties.atomic_rename:
             raise CheckpointError(
                 f"{self._place} holds an unfinished step that is no copy; delete it, or name another root",
                 path=self._place,
@@ -242,7 +243,7 @@ class _Copying:
         marked = paths.COMMIT_MARK in self._step.sizes
         if marked:  # the same save: its mark says so
             text = open_store(self._step.source, deadline_s=self._timeout_s).get(paths.COMMIT_MARK)
-        if is_remote(self._place):
+        if not store.properties.atomic_rename:
             for item in step_items(place):  # a disk's items of stock Orbax have none
                 if f"{item}/{paths.COMMIT_MARK}" not in self._arrived:
                     store.put(f"{item}/{paths.COMMIT_MARK}", text)
@@ -260,10 +261,10 @@ class _Copying:
         sync_directory(os.path.dirname(self._step.target))
 
     def _remove(self) -> None:
-        if is_remote(self._place):
-            self._store.delete_many(self._store.list_all(""))
-        else:
+        if self._store.properties.file_system:
             shutil.rmtree(self._place, ignore_errors=True)
+        else:
+            self._store.delete_many(self._store.list_all(""))
 
     def _described(self) -> dict[str, Any]:
         """The source as it was when the copy began: what arrived of another one is of no use."""

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import xxhash
 
-from ckptkit.errors import CheckpointError, StoreError, TransientStoreError
+from ckptkit.errors import CheckpointError, StoreError
 from ckptkit.formats.ranges import open_ranges
 from ckptkit.store.remote import RemoteStore
-from ckptkit.store.roots import is_remote
+from ckptkit.store.retry import retried
+from ckptkit.store.schemes import properties_of
 
 PART_BYTES = 8 << 20  # held of each object that is on its way
-_TRIES = 4  # of one object, where the store fails in a way that may pass
+_TRIES = 4  # of an object at least, where the store fails in a way that may pass: a large one takes long
 
 
 def copy_object(source: str, target: str) -> tuple[int, str]:
@@ -22,27 +23,23 @@ def copy_object(source: str, target: str) -> tuple[int, str]:
 
     Holds at most two parts. Nothing is synced. Raises `StepNotFoundError` where the source is gone, `StoreError`.
     """
-    for left in reversed(range(_TRIES)):
-        try:
-            digest = xxhash.xxh3_128()
-            size = _write(target, _read(source, digest))
-            return size, digest.hexdigest()
-        except TransientStoreError:
-            if not left:
-                raise
-    raise AssertionError  # the last try returns or raises
+
+    def attempt() -> tuple[int, str]:
+        digest = xxhash.xxh3_128()
+        size = _write(target, _read(source, digest))
+        return size, digest.hexdigest()
+
+    return retried(attempt, tries_min=_TRIES)
 
 
 def digest_of_object(url: str) -> tuple[int, str]:
     """The bytes and the digest of an object, read in parts. Raises what `copy_object` does."""
-    for left in reversed(range(_TRIES)):
-        try:
-            digest = xxhash.xxh3_128()
-            return sum(len(part) for part in _read(url, digest)), digest.hexdigest()
-        except TransientStoreError:
-            if not left:
-                raise
-    raise AssertionError  # the last try returns or raises
+
+    def attempt() -> tuple[int, str]:
+        digest = xxhash.xxh3_128()
+        return sum(len(part) for part in _read(url, digest)), digest.hexdigest()
+
+    return retried(attempt, tries_min=_TRIES)
 
 
 def _read(url: str, digest: xxhash.xxh3_128) -> Iterator[bytes]:
@@ -65,7 +62,7 @@ def _write(url: str, parts: Iterator[bytes]) -> int:
             written += len(part)
             yield part
 
-    if is_remote(url):
+    if not properties_of(url).file_system:
         directory, _, name = url.rpartition("/")
         RemoteStore(directory).put_parts(name, counted())
         return written

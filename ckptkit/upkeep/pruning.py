@@ -24,7 +24,8 @@ from ckptkit.inspection.steps import DurableStep, durable_steps
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import EverySteps, KeepBytes, KeepNewest
 from ckptkit.store import open_store
-from ckptkit.store.roots import is_remote, root_url
+from ckptkit.store.roots import root_url
+from ckptkit.store.schemes import properties_of
 from ckptkit.util import clock
 from ckptkit.verification.durable import prove_step
 from ckptkit.verification.pool import Limits
@@ -237,7 +238,7 @@ def _judged(each: DurableStep, size: int, kept: Sequence[str], corrupt: str | No
         act, reasons = "leave", ("damaged: `ckptkit scrub` says what can be done",)
     elif kept:
         act, reasons = "keep", tuple(kept)
-    elif each.state == "superseded" and each.step > top and is_remote(each.place.url):
+    elif each.state == "superseded" and each.step > top and not each.place.store.properties.atomic_rename:
         # In a bucket nothing tells its objects from those of the save that takes its number while they are deleted.
         act, reasons = "leave", ("superseded, and its number is still ahead of the run, which replaces it",)
     elif each.state == "superseded":
@@ -283,7 +284,7 @@ def _still_there(plan: PrunePlan, timeout_s: float) -> dict[str, SaveId | None]:
 def _removed(each: PruneStep) -> bool:
     """Deletes a step; False where another save has its number by now."""
     try:
-        if is_remote(each.path):
+        if not properties_of(each.path).atomic_rename:
             return remove_step(each.path, shutil.rmtree, lambda: _is_still(each))
         aside = move_away(each.path)
         if each.save_id is not None and DurableReader(aside, step=each.step).save_id() != each.save_id:

@@ -32,7 +32,6 @@ from ckptkit.inspection.shares import incomplete, leaf_of_record, own_processes,
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import LeafRecord, Manifest, SaveId, cell_ranges, digest_of
-from ckptkit.store.roots import is_remote
 from ckptkit.verification.pool import CellCheck, Limits, check_cells
 from ckptkit.verification.records import Finding, StepProof
 from ckptkit.verification.slots import not_covered
@@ -95,7 +94,7 @@ def _changes(place: Place, before: object) -> bool:
     if identity_of(place.again()) != before:
         return True
     time.sleep(_SETTLE_S)
-    gone = not is_remote(place.url) and not os.path.isdir(place.url.removeprefix("file://"))
+    gone = place.store.properties.file_system and not os.path.isdir(place.url.removeprefix("file://"))
     return gone or identity_of(place.again()) != before
 
 

@@ -20,7 +20,7 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.slots.latest_pointer import LostManifestError
 from ckptkit.slots.reader import slot_directories
 from ckptkit.store import open_store
-from ckptkit.store.roots import is_remote, root_url
+from ckptkit.store.roots import root_url
 from ckptkit.verification.durable import identity_of, items_of, prove_step
 from ckptkit.verification.mend_object import clean_object_repairs, mend_object_step, put_object_step_aside
 from ckptkit.verification.mend_slot import can_mend, mend_share, put_manifest_aside, put_share_aside
@@ -141,10 +141,10 @@ class _Scrubber:
         findings += [finding for _, proof, _ in bad_steps for finding in proof.findings]
         findings += [finding for _, finding in self._manifests]
         try:
-            if self._repair and is_remote(self._place.url):
-                clean_object_repairs(self._place.url)
-            elif self._repair:
+            if self._repair and self._place.store.properties.file_system:
                 clean_repairs(Path(self._place.url))
+            elif self._repair:
+                clean_object_repairs(self._place.url)
             treatments = [self._treat_manifest(path) for path, _ in self._manifests]
             treatments += [self._treat_share(proof) for proof in bad_shares]
             treatments += [self._treat_step(*each) for each in bad_steps]
@@ -285,14 +285,14 @@ class _Scrubber:
 
     def _mend(self, place: Place, before: object, step: int, sources: Sources) -> str | None:
         root, limits, timeout_s = self._place.url, self._limits, self._timeout_s
-        if is_remote(root):
-            return mend_object_step(place, before, step, sources, limits, root=root, timeout_s=timeout_s)
-        return mend_step(place, before, step, sources, limits, root=Path(root), timeout_s=timeout_s)
+        if place.store.properties.file_system:
+            return mend_step(place, before, step, sources, limits, root=Path(root), timeout_s=timeout_s)
+        return mend_object_step(place, before, step, sources, limits, root=root, timeout_s=timeout_s)
 
     def _put_aside(self, place: Place, before: object) -> str | None:
-        if is_remote(self._place.url):
-            return put_object_step_aside(place, before, self._place.url)
-        return put_step_aside(place, before, Path(self._place.url))
+        if place.store.properties.file_system:
+            return put_step_aside(place, before, Path(self._place.url))
+        return put_object_step_aside(place, before, self._place.url)
 
     def _announced(self) -> set[int]:
         """The steps that a job is deleting now: it says so before it begins, and takes it back when they are gone."""

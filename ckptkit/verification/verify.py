@@ -13,7 +13,8 @@ from ckptkit.inspection.places import Place, local_kind, no_directory, nothing_a
 from ckptkit.inspection.shares import read_sidecars, sidecar_processes
 from ckptkit.inspection.steps import durable_steps, read_ancestry
 from ckptkit.model.paths import COMMIT_MARK
-from ckptkit.store.roots import is_remote, root_url
+from ckptkit.store.roots import root_url
+from ckptkit.store.schemes import properties_of
 from ckptkit.verification.durable import prove_step
 from ckptkit.verification.pool import MEMORY_BYTES_MAX, THREADS, Limits
 from ckptkit.verification.records import StepProof, Verification, VerifyProgress
@@ -45,7 +46,7 @@ def verify(
     """
     limits = Limits(threads=threads, memory_bytes_max=memory_bytes_max, progress=progress)
     url = root_url(path)
-    if not is_remote(url):
+    if properties_of(url).file_system:
         kind = local_kind(url)
         if kind is None or kind != stat.S_IFDIR:
             raise no_directory(url, "there is no such directory; check the path")
@@ -66,7 +67,8 @@ def _of_durable(place: Place, step: int | None, limits: Limits, timeout_s: float
     notes: list[str] = []
     names = place.names()
     if not names:
-        raise nothing_at(place.url, "it is empty" if not is_remote(place.url) else "there is nothing; check the path")
+        on_disk = place.store.properties.file_system
+        raise nothing_at(place.url, "it is empty" if on_disk else "there is nothing; check the path")
     if item_kind(place) is not None or STEP_METADATA in names or COMMIT_MARK in names:
         found, of_run = _step_number(place)
         proofs = prove_step(place, found, limits, notes, timeout_s=timeout_s) if step in (None, found) else []

@@ -252,7 +252,7 @@ class FailsFirstPut:
         self._inner = inner
         self._meanwhile: EpochRecords | None = meanwhile
         self._ancestry = ancestry
-        self.url = inner.url
+        self.url, self.properties = inner.url, inner.properties
 
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
         if self._meanwhile is not None:

@@ -55,7 +55,7 @@ class Overtaken:
         goes_on: Callable[[BucketAttempt], None] = lambda later: None,
     ):
         self.later: BucketAttempt | None = None
-        self.url = store.url
+        self.url, self.properties = store.url, store.properties
         self._store, self._left, self._patch, self._goes_on = store, number, monkeypatch, goes_on
 
     def __getattr__(self, name: str) -> Any:

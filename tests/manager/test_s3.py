@@ -18,8 +18,9 @@ import ckptkit
 from ckptkit.cli import main
 from ckptkit.conversion import convert, plan_convert
 from ckptkit.formats import open_checkpoint
-from ckptkit.store import RemoteStore, open_store, put_new
+from ckptkit.store import RemoteStore, Store, open_store, put_new
 from ckptkit.store.refused import refused
+from ckptkit.testing.store_contract import StoreContract
 from tests.formats.writers import by_numpy
 from tests.states import abstract, assert_same, make_state
 
@@ -57,6 +58,14 @@ def service() -> Iterator[str]:
 def root(service: str, request: pytest.FixtureRequest) -> str:
     del service
     return f"s3://{BUCKET}/{abs(hash(request.node.name))}"
+
+
+class TestContract(StoreContract):
+    """S3 keeps what every store promises."""
+
+    @pytest.fixture
+    def store(self, root: str) -> Store:
+        return RemoteStore(root)
 
 
 def save(manager: ckptkit.CheckpointManager, step: int) -> None:

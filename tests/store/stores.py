@@ -36,6 +36,9 @@ STORES: dict[str, Callable[[Path], Store]] = {
     "memory": lambda root: MemoryStore(),
     "remote memory": lambda root: RemoteStore(f"memory://contract-{next(serial)}/run"),
     "remote file": remote_file,
+    # Asynchronous, as the clients of buckets are; and of that type, and not asynchronous.
+    "remote, asynchronous": lambda root: RemoteStore(f"async_wrapper::memory://contract-{next(serial)}/run"),
+    "remote, wrapped": lambda root: RemoteStore(f"dir::memory://contract-{next(serial)}/run"),
     "retry over flaky local": lambda root: RetryStore(
         FaultyStore(LocalStore(root / "store"), FLAKY), first_delay_s=0.0
     ),

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.store import RemoteStore, RetryStore, Store, open_store
+from ckptkit.store import Properties, RemoteStore, RetryStore, Store, open_store, properties_of
 from ckptkit.store.base import checked_key
+from ckptkit.store.schemes import BACKENDS, backend_of
 from ckptkit.testing import BucketServer
 from ckptkit.testing.store_contract import StoreContract
 from tests.store.stores import STORES, FakeTime, serial
@@ -61,6 +62,28 @@ def test_roots_open_the_store_that_serves_them(tmp_path: Path) -> None:
     remote = open_store("memory://bucket/run/")
     assert isinstance(remote, RetryStore)
     assert remote.url == "memory://bucket/run"
+
+
+@pytest.mark.parametrize("scheme", BACKENDS)
+def test_a_row_is_found_by_its_scheme(scheme: str) -> None:
+    """If it failed, a bucket would be committed to by a rename."""
+    assert backend_of(f"{scheme}://bucket/run") is BACKENDS[scheme]
+    assert properties_of(f"{scheme}://bucket/run").atomic_rename == (scheme == "file")
+
+
+@pytest.mark.parametrize("root", ["/run", "run", "file:///run", "runs/gs:/x"])
+def test_paths_are_a_file_system_s(root: str) -> None:
+    """If it failed, a directory would be asked for as a bucket."""
+    assert backend_of(root) is BACKENDS["file"]
+
+
+@pytest.mark.parametrize("root", ["abfs://c/run", "https://host/run", "simplecache::gs://b/run", "gs:2://b"])
+def test_any_other_scheme_is_a_bucket_that_nothing_more_is_known_of(root: str) -> None:
+    """If it failed, generations would be asked of a service that has none, or Orbax not be told of its marks."""
+    expected = Properties(
+        file_system=False, round_trips=True, atomic_rename=False, generations=False, known_to_orbax=False
+    )
+    assert properties_of(root) == expected
 
 
 def test_a_shared_directory_is_retried_as_a_bucket_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

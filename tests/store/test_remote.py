@@ -12,6 +12,7 @@ from gcsfs.retry import validate_response
 from ckptkit.errors import StoreError, StoreFullError, TransientStoreError
 from ckptkit.store import MemoryStore, RemoteStore, RetryStore, Store
 from ckptkit.store.base import PutMode
+from ckptkit.store.retry import retried
 from tests.store.stores import FakeTime
 
 # RemoteStore: what libraries raise becomes ours, once.
@@ -141,6 +142,21 @@ def test_a_store_that_stays_down_is_given_up_at_the_deadline(monkeypatch: pytest
     assert 59.0 <= fake.now_s - 100.0 <= 61.0
     assert max(fake.slept) <= 5.0
     assert len(fake.slept) >= 10
+
+
+def test_what_takes_longer_than_the_deadline_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it failed, one 503 late in a large object would end a copy of hours."""
+    fake, tries = FakeTime(monkeypatch), []
+
+    def upload() -> None:
+        tries.append(fake.now_s)
+        fake.now_s += 600
+        raise TransientStoreError("503")
+
+    with pytest.raises(TransientStoreError):
+        retried(upload, deadline_s=60.0, tries_min=4)
+    assert len(tries) == 4
+    assert len(fake.slept) == 3
 
 
 def test_tries_leave_the_numbers_of_a_job_that_seeds_random_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from ckptkit.model.boxes import CELL_BYTES, Box
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import Store
-from ckptkit.store.roots import is_remote
+from ckptkit.store.schemes import properties_of
 
 BytesProgress = Callable[[int, int], None]  # bytes written by this process, bytes that it will write
 
@@ -106,7 +106,7 @@ def reshard(
 
     with ExitStack() as held:
         job.agree("reshard-begun", known_by, start, timeout_s=timeout_s)
-        with target.kept(after_damage=job.count > 1 or is_remote(plan.source)):
+        with target.kept(after_damage=job.count > 1 or properties_of(plan.source).round_trips):
             unchanged = partial(require_unchanged, known_by, now, plan.source)
             _write_and_commit(source, plan, target, journal, memory_bytes, job, timeout_s, progress, unchanged)
 
@@ -233,7 +233,7 @@ def _finish(
         above = _key(source, item)
         directory = f"{target.url}/{above}".rstrip("/")
         if count > 1:
-            if target.remote:  # joined by a run that was interrupted before the marker
+            if not target.properties.atomic_rename:  # joined by a run that was interrupted before the marker
                 store.delete(f"{above}{OCDBT}")
             merge_processes(directory, count, DurableProfile())
         leaves = [leaf for leaf in plan.leaves if leaf.item == item.name]

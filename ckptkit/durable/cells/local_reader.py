@@ -18,7 +18,7 @@ from ckptkit.errors import CheckpointError
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import LeafRecord
-from ckptkit.store.roots import is_remote
+from ckptkit.store.schemes import properties_of
 from ckptkit.util.disk_file import FileReads
 
 _Item = dict[str, Placed | bytes]
@@ -33,7 +33,7 @@ class PlacedCells:
     """
 
     def __init__(self, step_url: str, profile: DurableProfile):
-        self._directory = None if is_remote(step_url) else Path(step_url.removeprefix("file://"))
+        self._directory = Path(step_url.removeprefix("file://")) if properties_of(step_url).file_system else None
         self._profile = profile
         self._lock = threading.Lock()
         self._items: dict[str, _Item] = {}

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from ckptkit.errors import StoreError, TransientStoreError
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.store import Store, open_store
-from ckptkit.store.refused import Needed, is_refusal, refused
-from ckptkit.store.roots import is_remote
+from ckptkit.store.backend import Needed
+from ckptkit.store.refused import is_refusal, refused
+from ckptkit.store.schemes import properties_of
 from ckptkit.util.clock import Deadline
 
 UNREACHABLE = ("UNAVAILABLE", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
@@ -57,7 +58,7 @@ def translated(operation: Callable[[], _T], where: str, needs: Needed = "get") -
         return operation()
     except ValueError as error:
         text = words_of(error)
-        if is_remote(where) and is_refusal(text):
+        if not properties_of(where).file_system and is_refusal(text):
             raise refused(where, text, needs=needs) from error
         if is_refusal(text):
             raise StoreError(f"{where}: {text}", path=where) from error

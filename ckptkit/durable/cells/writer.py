@@ -18,7 +18,7 @@ from typing import Any, final
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.durable.cells.kvstore import base_of
+from ckptkit.durable.cells.kvstore import BUCKET_DRIVERS, base_of
 from ckptkit.durable.cells.pacing import WritePace
 from ckptkit.durable.cells.pieces import INLINE_BYTES, Pieces
 from ckptkit.durable.cells.tensorstore_wait import awaited, small_objects
@@ -26,7 +26,7 @@ from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import COMPRESSORS, Codec, DurableProfile
 from ckptkit.model.manifest import LeafRecord
 from ckptkit.store import PutMode, put_new
-from ckptkit.store.roots import is_remote
+from ckptkit.store.schemes import properties_of
 from ckptkit.util.clock import Deadline
 
 _CONFIG = {
@@ -50,22 +50,21 @@ def kvstore_context(profile: DurableProfile, *, synced: bool = True) -> ts.Conte
 
     Unless `synced`, files are left to the caller to sync.
     """
+    limit = {"limit": max(profile.write_concurrency, profile.read_concurrency)}
     return ts.Context(
         {
             "file_io_sync": synced,
             "cache_pool": {"total_bytes_limit": _CACHE_BYTES},
-            "file_io_concurrency": {"limit": max(profile.write_concurrency, profile.read_concurrency)},
-            "gcs_request_concurrency": {"limit": max(profile.write_concurrency, profile.read_concurrency)},
-            "gcs_request_retries": _RETRIES,
-            "s3_request_concurrency": {"limit": max(profile.write_concurrency, profile.read_concurrency)},
-            "s3_request_retries": _RETRIES,
+            "file_io_concurrency": limit,
+            **{f"{driver}_request_concurrency": limit for driver in BUCKET_DRIVERS},
+            **{f"{driver}_request_retries": _RETRIES for driver in BUCKET_DRIVERS},
         }
     )
 
 
 def kvstore_spec(directory: str, profile: DurableProfile, *, writing: bool) -> dict[str, Any]:
     """The OCDBT database of an item's directory, a path or a bucket URL."""
-    if is_remote(directory):
+    if not properties_of(directory).atomic_rename:
         spec: dict[str, Any] = {"driver": "ocdbt", "base": base_of(directory)}
         if writing:
             # The last object is put by us, so that we say what it may replace (see `publish`).
@@ -308,7 +307,7 @@ def publish(directory: str, context: ts.Context, profile: DurableProfile, *, mod
     TensorStore would join a database that is there already: a writer that was given up long ago would change what a
     later one has committed. On a disk a step that is written has a directory of its own, and TensorStore has done it.
     """
-    if not is_remote(directory):
+    if properties_of(directory).atomic_rename:
         return
     store = small_objects(directory, profile)
     found = ts.KvStore.open(_UNPUBLISHED, context=context).result().read(_MANIFEST).result()
@@ -323,7 +322,7 @@ def publish(directory: str, context: ts.Context, profile: DurableProfile, *, mod
 
 def _adopt(directory: str, context: ts.Context, profile: DurableProfile) -> None:
     """Goes on from the database that stands in a bucket, where there is one. On a disk TensorStore does."""
-    if is_remote(directory):
+    if not properties_of(directory).atomic_rename:
         with suppress(FileNotFoundError):
             manifest = small_objects(directory, profile).get(_MANIFEST)
             ts.KvStore.open(_UNPUBLISHED, context=context).result().write(_MANIFEST, manifest).result()

@@ -15,7 +15,7 @@ from ckptkit.errors import StoreError
 from ckptkit.model.paths import COMMIT_MARK, INTENTS_DIR, LEAVING_DIR, going_name
 from ckptkit.store import Store, open_store
 from ckptkit.store.local import make_directory, sync_directory
-from ckptkit.store.roots import is_remote
+from ckptkit.store.schemes import properties_of
 
 
 def remove_step(where: str, remove_directory: Callable[[str], None], is_it: Callable[[], bool] = lambda: True) -> bool:
@@ -27,12 +27,12 @@ def remove_step(where: str, remove_directory: Callable[[str], None], is_it: Call
     already is no error, and what is put after that look stays (see `Store.delete_unchanged`). What is left where this
     dies, the next run removes (`abandoned`). Raises `StoreError`, `OSError`, what `remove_directory` raises.
     """
-    if is_remote(where):
-        root, _, name = where.rstrip("/").rpartition("/")
-        return _remove_objects(open_store(root), name, is_it)
-    with suppress(FileNotFoundError):
-        remove_directory(move_away(where))
-    return True
+    if properties_of(where).atomic_rename:
+        with suppress(FileNotFoundError):
+            remove_directory(move_away(where))
+        return True
+    root, _, name = where.rstrip("/").rpartition("/")
+    return _remove_objects(open_store(root), name, is_it)
 
 
 def _remove_objects(store: Store, name: str, is_it: Callable[[], bool]) -> bool:

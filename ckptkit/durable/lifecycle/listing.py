@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptkit.model.paths import COMMIT_MARK
 from ckptkit.store import Store, open_store
-from ckptkit.store.roots import is_remote, root_url
+from ckptkit.store.roots import root_url
 
 _LOOKS = 16  # markers that are looked for at a time
 _NUMBER = re.compile(r"(?:.*_)?([0-9]{1,18})")
@@ -45,7 +45,7 @@ def committed_steps(root: str, name_format: Any, known: Iterable[int] = ()) -> S
         match = _NUMBER.fullmatch(name)
         if match and name_format.build_name(int(match[1])) == name:
             named[int(match[1])] = name
-    if not is_remote(store.url):
+    if store.properties.atomic_rename:
         return dict.fromkeys(sorted(named))
     unknown = sorted(set(named) - trusted)
     with ThreadPoolExecutor(_LOOKS, thread_name_prefix="ckptkit-list") as pool:
@@ -61,4 +61,4 @@ def _directories(store: Store) -> list[str]:
 def _is_committed(store: Store, name: str) -> bool:
     """On a disk the name says it: what is not committed has another one. In a bucket the marker does, and a listing
     of the step answers in one request also where it is missing."""
-    return not is_remote(store.url) or COMMIT_MARK in store.list(name)
+    return store.properties.atomic_rename or COMMIT_MARK in store.list(name)

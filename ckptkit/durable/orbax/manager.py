@@ -23,7 +23,8 @@ from orbax.checkpoint._src.path import deleter
 from ckptkit.durable.lifecycle.delete import remove_step
 from ckptkit.durable.lifecycle.listing import StepListing, committed_steps
 from ckptkit.store.remote import forget_listings
-from ckptkit.store.roots import is_remote, root_url
+from ckptkit.store.roots import root_url
+from ckptkit.store.schemes import properties_of
 
 DEFAULT_ITEM = checkpoint_manager.DEFAULT_ITEM_NAME  # the item of a step that was saved without Composite
 METRICS_ITEM = checkpoint_manager.METRIC_ITEM_NAME
@@ -113,7 +114,8 @@ def forget(manager: ocp.CheckpointManager, step: int) -> None:
 def committed_by_mark(options: ocp.CheckpointManagerOptions, url: str) -> ocp.CheckpointManagerOptions:
     """`options`, for a bucket that Orbax does not know for one, as `s3://`, with marks: it would take every name there
     for a committed step, and rename what it writes object by object. What the caller chose stays."""
-    if not is_remote(url) or url.startswith("gs://"):
+    properties = properties_of(url)
+    if properties.atomic_rename or properties.known_to_orbax:
         return options
     mark, names = ocp.path.atomicity.CommitFileTemporaryPath, options.step_name_format
     names = ocp.path.step.standard_name_format() if names is None else names
@@ -221,7 +223,8 @@ class StockManager:
         own lists them itself.
         """
         root, names = self.orbax.directory, self.orbax._step_name_format
-        marked = ocp.path.atomicity.CommitFileTemporaryPath if is_remote(root_url(str(root))) else None
+        renamed = properties_of(root_url(str(root))).atomic_rename
+        marked = None if renamed else ocp.path.atomicity.CommitFileTemporaryPath
         if type(names) is type(ocp.path.step.standard_name_format()) and not (
             names.temporary_path_cls not in (None, marked) or names.atomicity_options  # pyright: ignore[reportAttributeAccessIssue]
         ):

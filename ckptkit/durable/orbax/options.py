@@ -8,13 +8,14 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from ckptkit.store.roots import is_remote
+from ckptkit.store.schemes import properties_of
 
 
 def make_root(url: str, options: ocp.CheckpointManagerOptions) -> None:
     """Makes the durable root, with the permissions that the options ask for. One that cannot be made is left to the
     first read or write to say so."""
-    if is_remote(url) and not url.startswith("gs://"):
+    properties = properties_of(url)
+    if not (properties.file_system or properties.known_to_orbax):
         return  # s3fs would make the bucket: of a name that was mistyped, too
     mode = options.file_options.path_permission_mode if options.file_options else None
     with suppress(OSError):

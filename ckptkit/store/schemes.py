@@ -1,0 +1,35 @@
+"""The table of storage backends: a new one is a row here, and a module for what it does in its own way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from ckptkit.store.backend import BUCKET, Backend
+from ckptkit.store.base import Properties
+from ckptkit.store.gs import GCS, GS
+from ckptkit.store.local import DIRECTORY
+from ckptkit.store.s3 import S3, S3A
+
+# Any other file system of fsspec: nothing is asked of it that not every bucket does.
+_OTHER: Final = Backend(properties=BUCKET, access=replace(GS.access, permissions={}, caller=lambda _: None))
+
+BACKENDS: Final = {
+    "file": replace(_OTHER, properties=DIRECTORY, driver="file"),
+    "gs": GS,
+    "gcs": GCS,
+    "s3": S3,
+    "s3a": S3A,
+    "memory": replace(_OTHER, properties=replace(BUCKET, round_trips=False)),
+}
+
+
+def backend_of(url: str) -> Backend:
+    """The row of a bucket URL, or of a path. Costs nothing: no store is opened."""
+    scheme, found, _ = url.partition("://")
+    return BACKENDS.get(scheme, _OTHER) if found else BACKENDS["file"]
+
+
+def properties_of(url: str) -> Properties:
+    """What the store of a URL or path does (see `Properties`), where no store is open."""
+    return backend_of(url).properties
