@@ -6,8 +6,7 @@ import click
 
 from ckptkit.cli.exits import exit_with
 from ckptkit.cli.options import HOST_ID, JSON, TIERS, TIMEOUT, fast_tiers
-from ckptkit.cli.show_outlook import show_outlook
-from ckptkit.cli.show_steps import show_steps
+from ckptkit.cli.show_steps import show_outlook, show_steps
 from ckptkit.cli.text import print_json
 from ckptkit.inspection import list_steps
 from ckptkit.restore.outlook import outlook

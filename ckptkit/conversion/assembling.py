@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from ckptkit.conversion.journal import fingerprint
 from ckptkit.conversion.mapping import MapRule, Tensors, is_floating, mapped
-from ckptkit.conversion.stamps import fingerprint
 from ckptkit.errors import CheckpointError, MergeError, StepNotFoundError
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, FormatFacts, Tensor
 from ckptkit.model.boxes import Box

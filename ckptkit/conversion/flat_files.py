@@ -18,8 +18,8 @@ from typing import Any, Literal, final
 
 import numpy as np
 
-from ckptkit.conversion.ahead import read_ahead
 from ckptkit.conversion.mapping import Tensors
+from ckptkit.conversion.passes import read_ahead
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.dtypes import SAFETENSORS_WORDS, TORCH_WORDS, note_of, stored_as
 from ckptkit.formats.npz import known_dtypes

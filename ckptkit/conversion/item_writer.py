@@ -11,8 +11,8 @@ from typing import Any, final
 
 import numpy as np
 
-from ckptkit.conversion.ahead import read_ahead
 from ckptkit.conversion.journal import Journal
+from ckptkit.conversion.passes import read_ahead
 from ckptkit.durable.cells.writer import CellStream
 from ckptkit.durable.orbax.files import ARRAY_METADATAS, SHARDINGS, array_metadatas_text, shardings_text
 from ckptkit.durable.orbax.host_shards import HostShards

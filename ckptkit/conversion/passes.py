@@ -1,17 +1,40 @@
 """In which blocks an array is read to be stored in other chunks: as few bytes as possible twice, within a budget. Pure.
 
 A block is a whole number of target chunks. Source chunks are read whole, so those that lie across the border of two
-blocks are read for both.
-"""
+blocks are read for both."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from typing import TypeVar
 
 from ckptkit.model.boxes import Box
+
+_Job = TypeVar("_Job")
+Data = TypeVar("Data")
+
+
+def read_ahead(read: Callable[[_Job], Data], jobs: Iterable[_Job], ahead: int = 1) -> Iterator[tuple[_Job, Data]]:
+    """Each job with what `read` gives for it, in order; up to `ahead` more are read while one is with the caller."""
+    reader = ThreadPoolExecutor(1, thread_name_prefix="ckptkit-read")
+    under_way: deque[tuple[_Job, Future[Data]]] = deque()
+    try:
+        for job in jobs:
+            under_way.append((job, reader.submit(read, job)))
+            if len(under_way) > ahead:
+                first, data = under_way.popleft()
+                yield first, data.result()
+        while under_way:
+            first, data = under_way.popleft()
+            yield first, data.result()
+    finally:
+        reader.shutdown(cancel_futures=True)
+
 
 _SIZES_MAX = 4096  # of the search
 

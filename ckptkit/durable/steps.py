@@ -25,6 +25,7 @@ from ckptkit.durable.orbax.manager import (
     METRICS_ITEM,
     Setup,
     StockManager,
+    Views,
     checked_options,
     committed_by_mark,
     delete_at_once,
@@ -33,7 +34,6 @@ from ckptkit.durable.orbax.manager import (
 )
 from ckptkit.durable.orbax.options import finishes_in_its_own_way, make_root, read_by_one, without_collectives
 from ckptkit.durable.orbax.preservation import BranchPreservation, prunes, replaced_options
-from ckptkit.durable.orbax.refresh import Views
 from ckptkit.durable.prune import Pruner, Said
 from ckptkit.durable.read_step import DurableReader, identity_metadata
 from ckptkit.durable.write_step import StepWriter, is_writable

@@ -11,13 +11,12 @@ from typing import Any
 
 from ckptkit.conversion.destination import Destination, begin, require_orbax_target, require_unchanged, target_url
 from ckptkit.conversion.item_writer import ItemWriter, Work, side_files, this_writer
-from ckptkit.conversion.journal import Journal
+from ckptkit.conversion.journal import Journal, fingerprint
 from ckptkit.conversion.orbax_step import DTYPES, works_of
 from ckptkit.conversion.resharding.choosing import SpecRule
 from ckptkit.conversion.resharding.meshes import Mesh, Spec
 from ckptkit.conversion.resharding.planning import LeafPlan, ReshardPlan, make_plan, plan_leaves
 from ckptkit.conversion.resharding.source import ReshardSource, SourceItem
-from ckptkit.conversion.stamps import fingerprint
 from ckptkit.durable.cells.writer import merge_processes, process_directory
 from ckptkit.durable.orbax.files import SHARDINGS, TREE_METADATA, marker_text
 from ckptkit.errors import CheckpointError
