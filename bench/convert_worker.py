@@ -157,8 +157,8 @@ def main() -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from ckptkit.conversion import resharding  # imports are not what is measured
     from ckptkit.cli.memory import keep_freed_memory
+    from ckptkit.conversion import resharding  # imports are not what is measured
 
     assert resharding is not None
     if not way.startswith("obvious"):
