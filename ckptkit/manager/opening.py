@@ -86,11 +86,7 @@ def say_left(kind: Kind, url: str, names: Sequence[str], events: EventLog) -> No
 
 
 def open_arenas(
-    job_hosts: JobHosts,
-    host_dirs: Mapping[str, Path],
-    memory: HostMemory,
-    in_flight_max: int,
-    coordinator: Coordinator,
+    job_hosts: JobHosts, host_dirs: Mapping[str, Path], memory: HostMemory, in_flight_max: int, coordinator: Coordinator
 ) -> dict[str, Arena]:
     """Opens this process's slot directories; when one process cannot, all raise, so that none is left waiting."""
     tiers, (place, _) = job_hosts.tiers, job_hosts.rank

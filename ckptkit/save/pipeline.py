@@ -46,13 +46,7 @@ class SavePipeline:
     """
 
     def __init__(
-        self,
-        tiers: SaveTargets,
-        job: Job,
-        writer: Writer,
-        ledger: Ledger,
-        retention: Retention,
-        options: SaveOptions,
+        self, tiers: SaveTargets, job: Job, writer: Writer, ledger: Ledger, retention: Retention, options: SaveOptions
     ):
         self._tiers = tiers
         self._pace = tiers.durable.pace  # the durable tier lets a save pass until its first commit
@@ -206,12 +200,7 @@ class SavePipeline:
         return slot, None
 
     def _begin_staging(
-        self,
-        save_id: SaveId,
-        description: Description,
-        items: SaveItems,
-        slot: Slot,
-        due: frozenset[str],
+        self, save_id: SaveId, description: Description, items: SaveItems, slot: Slot, due: frozenset[str]
     ) -> Snapshot:
         self._pace.begin_urgent(save_id)
         disk = None
