@@ -62,7 +62,7 @@ class Job:
         """Everybody's word; also where all meet before and after what is timed."""
         from ckptkit.job.coordination import gather
 
-        return gather(self._coordinator, "bench", value, timeout_s=600.0)
+        return gather(self._coordinator, "bench", value)
 
     def matrix(self, root: Path) -> dict[str, dict[str, str]]:
         """By contender and leaf: `exact`, or what the dtype or the bits became on some process."""
@@ -153,7 +153,7 @@ def contender(name: str, root: str, state: Any) -> tuple[Callable[[], Any], Call
         root,
         options=ocp.CheckpointManagerOptions(read_only=True),
         events=log,
-        broadcast=ckptkit.BroadcastOptions(mode=mode),
+        restoring=ckptkit.RestoreOptions(broadcast=ckptkit.BroadcastOptions(mode=mode)),
     )
 
     def said() -> dict[str, Any]:

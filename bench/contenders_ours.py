@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
@@ -80,7 +81,8 @@ class CkptKit:
 
         That it is obeyed is seen in the events: `StagedBy` compares.
         """
-        self._manager._pipeline._choice = staging  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        pipeline = self._manager._pipeline  # pyright: ignore[reportPrivateUsage]
+        pipeline._options = replace(pipeline._options, staging=staging)  # pyright: ignore[reportPrivateUsage, reportArgumentType]
 
     def _hear(self, event: ckptkit.Event) -> None:
         heard_s = now_s()

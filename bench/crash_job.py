@@ -81,7 +81,7 @@ def make_manager(home: Path, log: ckptkit.EventLog, durable: str | None = None) 
         ],
         host_id=HOST,
         events=log,
-        timeout_s=60,
+        processes=ckptkit.ProcessOptions(timeout_s=60),
     )
 
 

@@ -127,7 +127,12 @@ def make_manager(own: Path, process: int, log: ckptkit.EventLog) -> ckptkit.Chec
         save_interval_steps=DURABLE_EVERY, max_to_keep=3, cleanup_tmp_directories=True
     )
     return ckptkit.CheckpointManager(
-        os.environ["DURABLE"], options=options, tiers=tiers, host_id=f"host-{process}", events=log, timeout_s=60.0
+        os.environ["DURABLE"],
+        options=options,
+        tiers=tiers,
+        host_id=f"host-{process}",
+        events=log,
+        processes=ckptkit.ProcessOptions(timeout_s=60.0),
     )
 
 

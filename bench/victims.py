@@ -147,7 +147,14 @@ class Ours(Victim):
         ]
         options = ocp.CheckpointManagerOptions(save_interval_steps=1)
         root = self.home / "durable"
-        return ckptkit.CheckpointManager(root, options=options, tiers=tiers, host_id=_HOST, events=log, timeout_s=30)
+        return ckptkit.CheckpointManager(
+            root,
+            options=options,
+            tiers=tiers,
+            host_id=_HOST,
+            events=log,
+            processes=ckptkit.ProcessOptions(timeout_s=30),
+        )
 
 
 @final

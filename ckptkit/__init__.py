@@ -42,7 +42,10 @@ if TYPE_CHECKING:
     from ckptkit.model.durable_profile import DurableProfile as DurableProfile
     from ckptkit.model.policies import FailurePolicy as FailurePolicy
     from ckptkit.model.policies import PeerOptions as PeerOptions
+    from ckptkit.model.policies import ProcessOptions as ProcessOptions
     from ckptkit.model.policies import ReplicaPolicy as ReplicaPolicy
+    from ckptkit.model.policies import RestoreOptions as RestoreOptions
+    from ckptkit.model.policies import SaveOptions as SaveOptions
     from ckptkit.model.tiers import EverySeconds as EverySeconds
     from ckptkit.model.tiers import EverySteps as EverySteps
     from ckptkit.model.tiers import KeepBytes as KeepBytes

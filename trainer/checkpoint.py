@@ -44,7 +44,7 @@ def make_manager(config: CheckpointConfig, events: ckptkit.EventLog) -> Any | No
         tiers=tiers,
         host_id=config.host_id,
         events=events,
-        broadcast=ckptkit.BroadcastOptions(mode=config.broadcast),
+        restoring=ckptkit.RestoreOptions(broadcast=ckptkit.BroadcastOptions(mode=config.broadcast)),
     )
 
 

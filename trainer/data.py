@@ -49,14 +49,14 @@ def start_position(corpus: Corpus, *, global_batch: int, seed: int) -> Position:
     return Position(step=0, global_batch=global_batch, seed=seed, source_digest=corpus.digest, records=corpus.records)
 
 
-def check_same_data(start: Position, coordinator: Coordinator, *, timeout_s: float) -> None:
+def check_same_data(start: Position, coordinator: Coordinator) -> None:
     """Refuse a job whose hosts have different text, on all processes alike: each would train on its own, unnoticed.
 
     Raises:
         InputError: the first process that differs from process 0, and in what.
-        ckptkit.CoordinationError: a process did not come within `timeout_s`.
+        ckptkit.CoordinationError: a process did not come within `coordinator.timeout_s`.
     """
-    first, *others = gather(coordinator, "data", start.to_json(), timeout_s=timeout_s)
+    first, *others = gather(coordinator, "data", start.to_json())
     for process, other in enumerate(others, start=1):
         names = [name for name, value in first.items() if other[name] != value]
         if names:

@@ -57,7 +57,7 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
         mesh_config = config.mesh or MeshConfig(fsdp=jax.device_count())
         mesh = make_mesh(mesh_config)
         start = start_position(corpus, global_batch=config.data.global_batch, seed=config.data.seed)
-        check_same_data(start, make_coordinator(), timeout_s=config.cluster.start_timeout_s)
+        check_same_data(start, make_coordinator(config.cluster.start_timeout_s))
     with events.span("training_prep"):
         program = make_program(model, config.optimizer, mesh, seed=config.data.seed)
         check_rules(

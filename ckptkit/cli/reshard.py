@@ -26,6 +26,8 @@ from ckptkit.conversion.resharding.meshes import spec_text
 from ckptkit.job.coordination import make_coordinator
 from ckptkit.model.boxes import CELL_BYTES
 
+_PROCESSES_S = 3600.0  # the longest wait for another process, which writes its part first
+
 
 class MeshType(click.ParamType):
     """`data=2,model=4` on the command line."""
@@ -108,7 +110,7 @@ def reshard(
     specs = None if like is None else specs_like(like, timeout_s=timeout_s)
     opened = open_source(source, timeout_s=timeout_s)
     with opened.opened:
-        job = make_coordinator()
+        job = make_coordinator(_PROCESSES_S)
         plan = plan_reshard(
             opened, target, meshes, rules=rules, like=specs, chunk_bytes=chunk_bytes, memory_bytes=memory_bytes
         )

@@ -69,7 +69,7 @@ def waits(facts: Facts) -> list[Advice]:
     longest = max(float(event.fields["waited_s"]) for event in waited)
     saves = count_text(len(waited), "save")
     what = f"{saves} waited for the durable tier to finish the one before, up to {clock.time_text(longest)}"
-    advice = "raise `save_interval_steps`, or leave such saves out: `CheckpointManager(durable_busy='skip')`"
+    advice = "raise `save_interval_steps`, or leave such saves out: `SaveOptions(durable_busy='skip')`"
     return _said("waits", "slow", what, advice)
 
 
@@ -80,7 +80,9 @@ def staging(facts: Facts) -> list[Advice]:
         return []
     reason = str(blocked[-1].fields.get("reason", "nobody says why"))
     what = f"{count_text(len(blocked), 'save')} stopped the step loop for the whole copy: {reason}"
-    return _said("staging", "slow", what, "leave device memory for a copy, or split the step: `staging='gate'`")
+    return _said(
+        "staging", "slow", what, "leave device memory for a copy, or split the step: `SaveOptions(staging='gate')`"
+    )
 
 
 def commits(facts: Facts) -> list[Advice]:
@@ -162,7 +164,9 @@ def skipped(facts: Facts) -> list[Advice]:
     reason = Counter(str(e.fields.get("reason", "")) for e in facts.of(Kind.SKIPPED)).most_common(1)[0][0]
     saves = count_text(len(left), "save was", "saves were")
     what = f"{saves} left out beside {len(taken)} taken; mostly: {reason}"
-    return _said("skipped", "at risk", what, "save less often, or let two be on their way: `in_flight_max=2`")
+    return _said(
+        "skipped", "at risk", what, "save less often, or let two be on their way: `SaveOptions(in_flight_max=2)`"
+    )
 
 
 def failing(facts: Facts) -> list[Advice]:

@@ -63,7 +63,6 @@ class DurableSteps:
         options: ocp.CheckpointManagerOptions,
         coordinator: Coordinator,
         *,
-        timeout_s: float,
         setup: Setup = Setup(),  # noqa: B008  frozen
         profile: DurableProfile = DurableProfile(),  # noqa: B008  frozen
         said: Said = lambda step, reason: None,
@@ -75,19 +74,18 @@ class DurableSteps:
         self._coordinator = coordinator
         self._tries = ScopedCoordinator(coordinator)  # to save: who misses one is there at the next
         self._identities: dict[int, SaveId | None] = {}  # of steps that this process has read or written
-        self._timeout_s = timeout_s
         checked_options(options)
         self._multiprocessing = without_collectives(options.multiprocessing_options, coordinator.count)
         if coordinator.process == 0 and options.create:
             make_root(self.url, options)
-        coordinator.agree("durable-root", None, lambda _: None, timeout_s=timeout_s)
+        coordinator.agree("durable-root", None, lambda _: None)
         self._said, self._cleaned = said, cleaned
         self._cleaned_epoch: int | None = None
         self._deletes_later = options.enable_background_delete
         self._store = open_store(self.url, deadline_s=_LEASE_DEADLINE_S)
         self._guard = PruneGuard(self._store)
         self._preservation = BranchPreservation(options, self._release)
-        asynchronous = options.async_options or ocp.AsyncOptions(timeout_secs=math.ceil(timeout_s))
+        asynchronous = options.async_options or ocp.AsyncOptions(timeout_secs=math.ceil(coordinator.timeout_s))
         orbax_options = dataclasses.replace(
             options,
             **(replaced_options(self._preservation) if prunes(options) else {}),
@@ -101,7 +99,7 @@ class DurableSteps:
         self.stock = StockManager(self.url, self._options, setup)
         mode = options.file_options.path_permission_mode if options.file_options else None
         self.pace = WritePace(profile.write_bytes_per_s)
-        self._step_writer = StepWriter(self.url, self._tries, profile, timeout_s=timeout_s, mode=mode, pace=self.pace)
+        self._step_writer = StepWriter(self.url, self._tries, profile, mode=mode, pace=self.pace)
         self._pruner = Pruner(self.url, self.stock, self._guard, options, leads=coordinator.process == 0, said=said)
         self._writer: ocp.CheckpointManager | None = None
         self._views = Views()
@@ -300,7 +298,7 @@ class DurableSteps:
         if step in manager.all_steps():
             # Of a step whose number is saved again: a part of that try.
             channel, meetings = ("delete-abandoned", self._tries) if at_once else ("delete", self._coordinator)
-            meetings.agree(channel, None, begin, timeout_s=self._timeout_s)
+            meetings.agree(channel, None, begin)
             if at_once:
                 forget(manager, step)
             else:
@@ -356,7 +354,7 @@ class DurableSteps:
             found = [each for each in self.steps() if self._is_abandoned(each, ancestry, replaced=each == step)]
             return found, step in found and step in pinned_steps(self._store)
 
-        steps, pinned = self._tries.agree("abandoned", None, abandoned, timeout_s=self._timeout_s)
+        steps, pinned = self._tries.agree("abandoned", None, abandoned)
         if pinned:
             raise StepAlreadyExistsError(
                 f"step {step} in {self.url} is of an abandoned branch, and pinned: it is not replaced. Save another "
@@ -374,7 +372,7 @@ class DurableSteps:
         def let_go(_: list[Any]) -> list[int]:
             return sorted(set(doomed) - self._guard.spare(doomed))
 
-        return frozenset(self._tries.agree("leases", None, let_go, timeout_s=self._timeout_s))
+        return frozenset(self._tries.agree("leases", None, let_go))
 
     def _settle(self) -> None:
         if self._coordinator.process == 0:

@@ -57,7 +57,6 @@ class StepWriter:
         coordinator: Coordinator,
         profile: DurableProfile,
         *,
-        timeout_s: float,
         mode: int | None = None,
         pace: WritePace | None = None,
     ):
@@ -65,7 +64,6 @@ class StepWriter:
         self._coordinator = coordinator
         self._profile = profile
         self._pace = pace or WritePace(profile.write_bytes_per_s)
-        self._timeout_s = timeout_s
         self._mode = 0o777 if mode is None else mode  # of directories; the process's umask applies
 
     def write(
@@ -105,7 +103,7 @@ class StepWriter:
         with ThreadPoolExecutor(1, thread_name_prefix="ckptkit-attempt") as aside:
             try:
                 # Process 0 describes the leaves: what the others write has to be encoded as it says.
-                place, compression, copied_bytes = self._agree("step-begun", None, start)
+                place, compression, copied_bytes = self._coordinator.agree("step-begun", None, start)
                 profile = dataclasses.replace(self._profile, compression=compression, copied_bytes=copied_bytes)
                 ready = beginning.result if beginning is not None else lambda: None
                 self._write_at(place, items, profile, ready, finish)
@@ -137,13 +135,12 @@ class StepWriter:
             finish(place)
 
         try:
-            self._agree("step-written", None if error is None else f"{type(error).__name__}: {error}", finish_together)
+            self._coordinator.agree(
+                "step-written", None if error is None else f"{type(error).__name__}: {error}", finish_together
+            )
         finally:
             if error is not None:
                 raise error  # what it was; whether it may be tried again is for all to say together
-
-    def _agree(self, channel: str, value: Any, decide: Any) -> Any:
-        return self._coordinator.agree(channel, value, decide, timeout_s=self._timeout_s)
 
     def _small(self, place: str) -> Store:
         return small_objects(place, self._profile)

@@ -10,15 +10,19 @@ import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import jax
 from jax._src import distributed  # the client has no public name; tests/job/test_coordination.py probes for it
 
 from ckptkit.errors import CoordinationError, heard_from
+from ckptkit.events import EventLog
 from ckptkit.util.clock import Deadline
 
 Decide = Callable[[list[Any]], Any]
+
+TIMEOUT_S = 600.0  # the longest wait for another process, unless a job gives its own
 
 _TOLD_KEPT = 10_000  # words of process 0 that stay readable, about 100 bytes each
 _ABOUT_KEPT = 16  # of what process 0 told words about
@@ -40,7 +44,14 @@ class Coordinator(Protocol):
         """How many processes there are."""
         ...
 
-    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float, about: str = "") -> Any:
+    @property
+    def timeout_s(self) -> float:
+        """The longest wait for another process, in a call that gives no `timeout_s`."""
+        ...
+
+    def agree(
+        self, channel: str, value: Any, decide: Decide, *, timeout_s: float | None = None, about: str = ""
+    ) -> Any:
         """Gathers everyone's `value`, and returns to all what process 0's `decide(values)` says.
 
         `about` says what a meeting is held for, where a process may miss one (a save, say): it meets none but those who
@@ -51,7 +62,9 @@ class Coordinator(Protocol):
         """
         ...
 
-    def ask_process_0(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
+    def ask_process_0(
+        self, channel: str, decide: Callable[[], Any], *, timeout_s: float | None = None, about: str = ""
+    ) -> Any:
         """Returns to all what process 0's `decide()` says. Process 0 waits for nobody, the others for its word alone.
         `about` is as in `agree`; nobody may lag by more than 16 of them.
 
@@ -61,16 +74,24 @@ class Coordinator(Protocol):
         ...
 
 
-def gather(coordinator: Coordinator, channel: str, value: Any, *, timeout_s: float) -> list[Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One process's part in a job: how it agrees with the other processes, and where it records events."""
+
+    coordinator: Coordinator
+    events: EventLog
+
+
+def gather(coordinator: Coordinator, channel: str, value: Any, *, timeout_s: float | None = None) -> list[Any]:
     """Everyone's values, in order of process index, on every process."""
     return coordinator.agree(channel, value, lambda values: values, timeout_s=timeout_s)
 
 
-def make_coordinator() -> Coordinator:
+def make_coordinator(timeout_s: float = TIMEOUT_S) -> Coordinator:
     """The coordinator of this job: trivial for one process, JAX's coordination service for several."""
     if jax.process_count() == 1:
-        return LocalCoordinator()
-    return JaxCoordinator()
+        return LocalCoordinator(timeout_s)
+    return JaxCoordinator(timeout_s)
 
 
 def coordinator_address() -> str | None:
@@ -85,13 +106,20 @@ class LocalCoordinator:
     process = 0
     count = 1
 
-    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float, about: str = "") -> Any:
+    def __init__(self, timeout_s: float = TIMEOUT_S):
+        self.timeout_s = timeout_s
+
+    def agree(
+        self, channel: str, value: Any, decide: Decide, *, timeout_s: float | None = None, about: str = ""
+    ) -> Any:
         """See `Coordinator.agree`."""
         del channel, timeout_s, about
         return json.loads(json.dumps(decide([value])))
 
-    def ask_process_0(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
-        """See `Coordinator.tell`."""
+    def ask_process_0(
+        self, channel: str, decide: Callable[[], Any], *, timeout_s: float | None = None, about: str = ""
+    ) -> Any:
+        """See `Coordinator.ask_process_0`."""
         del channel, timeout_s, about
         return json.loads(json.dumps(decide()))
 
@@ -109,7 +137,7 @@ class JaxCoordinator:
     apart from others: who has given one up does not take the next one for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = TIMEOUT_S):
         client = distributed.global_state.client
         if client is None:
             raise RuntimeError(
@@ -123,9 +151,13 @@ class JaxCoordinator:
         self._told_about: dict[str, deque[str]] = {}
         self.process = jax.process_index()
         self.count = jax.process_count()
+        self.timeout_s = timeout_s
 
-    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float, about: str = "") -> Any:
+    def agree(
+        self, channel: str, value: Any, decide: Decide, *, timeout_s: float | None = None, about: str = ""
+    ) -> Any:
         """See `Coordinator.agree`."""
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         last, number = self._meetings.get(channel, ("", -1))
         last_meeting = self._place_of(channel, last, number)
         number = number + 1 if last == about else 0
@@ -146,8 +178,11 @@ class JaxCoordinator:
             raise heard_from(0, *verdict["failed"])
         return verdict["verdict"]
 
-    def ask_process_0(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
-        """See `Coordinator.tell`."""
+    def ask_process_0(
+        self, channel: str, decide: Callable[[], Any], *, timeout_s: float | None = None, about: str = ""
+    ) -> Any:
+        """See `Coordinator.ask_process_0`."""
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         last, number = self._told.get(channel, ("", -1))
         number = number + 1 if last == about else 0
         self._told[channel] = (about, number)
@@ -237,17 +272,22 @@ class ScopedCoordinator:
         self._about = ""
         self.process = coordinator.process
         self.count = coordinator.count
+        self.timeout_s = coordinator.timeout_s
 
     def begin(self, about: str) -> None:
         """The meetings from now on are about this; no two occasions are named alike."""
         self._about = about
 
-    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float, about: str = "") -> Any:
+    def agree(
+        self, channel: str, value: Any, decide: Decide, *, timeout_s: float | None = None, about: str = ""
+    ) -> Any:
         """See `Coordinator.agree`."""
         return self._coordinator.agree(channel, value, decide, timeout_s=timeout_s, about=about or self._about)
 
-    def ask_process_0(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
-        """See `Coordinator.tell`."""
+    def ask_process_0(
+        self, channel: str, decide: Callable[[], Any], *, timeout_s: float | None = None, about: str = ""
+    ) -> Any:
+        """See `Coordinator.ask_process_0`."""
         return self._coordinator.ask_process_0(channel, decide, timeout_s=timeout_s, about=about or self._about)
 
 

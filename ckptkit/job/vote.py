@@ -20,7 +20,7 @@ def act_together(
     channel: str,
     act: Callable[[], _T],
     *,
-    timeout_s: float,
+    timeout_s: float | None = None,
     rejecting: tuple[type[Exception], ...] = REJECTING,
 ) -> tuple[str | None, _T | None]:
     """Does its part and votes: why all reject, or what `act` gave. What is fatal anywhere raises everywhere: all but
@@ -41,7 +41,7 @@ def act_together(
 
 
 def _vote(
-    coordinator: Coordinator, channel: str, error: Exception | None, is_fatal: bool, timeout_s: float
+    coordinator: Coordinator, channel: str, error: Exception | None, is_fatal: bool, timeout_s: float | None
 ) -> dict[str, Any]:
     """One verdict for all: a fatal error raises everywhere, a rejection sends everybody to the next candidate."""
     value = None if error is None else [is_fatal, type(error).__name__, str(error)[:_CHARS_MAX]]

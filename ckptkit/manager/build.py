@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptkit.durable.orbax.manager import Setup
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.events import Kind
-from ckptkit.job.coordination import Coordinator
+from ckptkit.job.coordination import Job
 from ckptkit.manager.metadata import MetadataIndex, durable_infos
 from ckptkit.manager.opening import (
     epoch_records,
@@ -38,60 +38,72 @@ from ckptkit.slots.host_memory import HostMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Components:
-    """One of each, for one run. `arenas` by tier, `pipeline` with its threads running."""
+class Storage:
+    """Where the bytes of steps are."""
 
-    durable: DurableSteps
     tiers: tuple[Tier, ...]  # those that can be had among these hosts, fastest first
-    arenas: Mapping[str, Arena]
-    restorer: Restorer
+    arenas: Mapping[str, Arena]  # by tier
+    durable: DurableSteps
+    link: PeerLink | None  # None: processes do not read each other's tiers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What is known of steps: which there are, what they were saved with, which save is due."""
+
     ledger: Ledger
     branch: Branch
     metadata_index: MetadataIndex
     decider: Decider
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Components:
+    """One of each, for one run; `pipeline` with its threads running."""
+
+    job: Job
+    storage: Storage
+    history: History
+    restorer: Restorer
     pipeline: SavePipeline
     retention: Retention
-    link: PeerLink | None  # None: processes do not read each other's tiers
 
 
-def make_components(url: str, settings: Settings, setup: Setup, coordinator: Coordinator) -> Components:
+def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Components:
     """Makes the parts over the durable root at `url`; called by all processes together.
 
     Raises what `CheckpointManager` raises. Cost: five meetings, and a look at every tier.
     """
-    options, events, timeout_s = settings.options, settings.events, settings.timeout_s
+    options, coordinator, events = settings.options, job.coordinator, job.events
     # Asked first: its errors say what is wrong with the root, and nothing has been opened yet.
     epochs = epoch_records(url, events)
-    ledger = Ledger(first_look(epochs, url, options, coordinator, timeout_s))
+    ledger = Ledger(first_look(epochs, url, options, coordinator))
     durable = DurableSteps(
         url,
         options,
         coordinator,
-        timeout_s=timeout_s,
         setup=setup,
         profile=settings.durable,
         said=lambda step, reason: events.emit(Kind.DEGRADED, step=step, tier=DURABLE, reason=reason),
         cleaned=lambda names: say_left(Kind.CLEANED, url, names, events),
     )
-    say_what_was_left(durable, events, coordinator)
+    say_what_was_left(durable, job)
     host_dirs = {
         tier.name: Path(tier.path) / paths.job_name(durable.url, tier.job) / settings.host_id
         for tier in settings.tiers
         if tier.medium != PEER
     }
-    memory = HostMemory(settings.backpressure.host_bytes_max)
-    in_flight_max = settings.backpressure.in_flight_max
-    job_hosts = gather_job_hosts(settings, coordinator)
-    rank, tiers = job_hosts.rank, job_hosts.tiers
+    memory = HostMemory(settings.saving.host_bytes_max)
+    in_flight_max = settings.saving.in_flight_max
+    job_hosts = gather_job_hosts(settings, job)
+    tiers = job_hosts.tiers
     arenas: Mapping[str, Arena] = {}
     if not options.read_only:  # which looks at what stands there: the slots are for those who write
-        arenas = open_arenas(
-            tiers, host_dirs, rank, memory, in_flight_max, coordinator, timeout_s, len(job_hosts.kept_for)
-        )
+        arenas = open_arenas(job_hosts, host_dirs, memory, in_flight_max, coordinator)
     with ExitStack() as opened:  # whoever tries again after an error makes others, and these would hold their places
         for arena in arenas.values():
             opened.callback(arena.close)
-        link, peer_copies = open_peers(job_hosts, host_dirs, arenas, settings, coordinator)
+        link, peer_copies = open_peers(job_hosts, host_dirs, arenas, settings.processes.peers, job)
         if link is not None:
             opened.callback(link.close)
         restorer = Restorer(
@@ -100,13 +112,13 @@ def make_components(url: str, settings: Settings, setup: Setup, coordinator: Coo
             epochs,
             coordinator,
             events,
-            timeout_s,
-            settings.verify,
+            coordinator.timeout_s,
+            settings.restoring.verify,
             client=link.client if link is not None else None,
-            rank=rank if link is not None else (0, 1),
-            broadcast=settings.broadcast,
+            rank=job_hosts.rank if link is not None else (0, 1),
+            broadcast=settings.restoring.broadcast,
         )
-        held, epoch = take_stock(restorer, durable, ledger.ancestry, coordinator, timeout_s)
+        held, epoch = take_stock(restorer, durable, ledger.ancestry, coordinator)
         ledger.refill(held)
         retention = Retention(tiers, arenas, ledger, in_flight_max)
         retention.opened()
@@ -114,29 +126,21 @@ def make_components(url: str, settings: Settings, setup: Setup, coordinator: Coo
         metadata_index.refill(ledger.steps())
         pipeline = SavePipeline(
             make_tiers(arenas, memory, in_flight_max, durable, epochs, peer_copies),
-            coordinator,
+            job,
             Writer(process=coordinator.process, count=coordinator.count, host=settings.host_id),
             ledger,
             retention,
-            events,
-            timeout_s,
-            settings.staging,
-            settings.backpressure,
-            settings.on_failure,
-            settings.replicas,
+            settings.saving,
         )
-        decider = Decider(options, tiers, durable_infos(ledger, durable), coordinator, timeout_s)
+        decider = Decider(options, tiers, durable_infos(ledger, durable), coordinator)
         opened.pop_all()
     return Components(
-        durable=durable,
-        tiers=tiers,
-        arenas=arenas,
+        job=job,
+        storage=Storage(tiers=tiers, arenas=arenas, durable=durable, link=link),
+        history=History(
+            ledger=ledger, branch=Branch(ledger, epoch + 1), metadata_index=metadata_index, decider=decider
+        ),
         restorer=restorer,
-        ledger=ledger,
-        branch=Branch(ledger, epoch + 1),
-        metadata_index=metadata_index,
-        decider=decider,
         pipeline=pipeline,
         retention=retention,
-        link=link,
     )

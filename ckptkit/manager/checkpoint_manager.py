@@ -7,13 +7,13 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Unpack
 
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.manager import Setup, checked_options
 from ckptkit.events import EventLog
-from ckptkit.job.coordination import make_coordinator
+from ckptkit.job.coordination import Job, make_coordinator
 from ckptkit.manager.build import make_components
 from ckptkit.manager.catalog import Catalog
 from ckptkit.manager.internal import Internal
@@ -23,13 +23,11 @@ from ckptkit.manager.restore import Resumer
 from ckptkit.manager.restore_handle import RestoreHandle
 from ckptkit.manager.save import Request, Saver
 from ckptkit.manager.scrub import Scrubber
-from ckptkit.manager.settings import Settings
-from ckptkit.model.broadcast_options import BroadcastOptions
+from ckptkit.manager.settings import DeprecatedKeywords, Settings, option_records
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import SaveId
-from ckptkit.model.policies import Backpressure, DurableBusy, FailurePolicy, PeerOptions, ReplicaPolicy
+from ckptkit.model.policies import ProcessOptions, RestoreOptions, SaveOptions
 from ckptkit.model.tiers import Tier, checked_tiers
-from ckptkit.model.verify_mode import Verify
 from ckptkit.save.ledger import StepRecord
 from ckptkit.schedule.preemption import LastSave
 from ckptkit.store.roots import root_url
@@ -55,25 +53,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
       tiers: `Tier.ram(...)`, `Tier.ssd(...)`.
       host_id: names this host below a tier's path (default: the host's name); it must outlive a restart.
       events: where to record what happens (default: nowhere).
-      staging: how a save keeps the state alive (`ckptkit.snapshot.staging`): `auto`, or a strategy by name. With
-        `gate` the state may be donated only after `wait_until_staged`.
-      timeout_s: the longest wait for other processes, and for the previous durable save.
-      in_flight_max: how many snapshots may be on their way to their first commit by all processes. A save that comes
-        while there are as many is skipped everywhere, with an event; one that is due in the durable tier waits.
-        Without a ramdisk tier a snapshot is on its way until every tier has it, and this is how many there may be
-        in memory.
-      host_bytes_max: the most host memory that this process's snapshots may take, ramdisk slots included. The limit
-        is the least of this, `memory.max` of every control group above the process, and what the mount has free.
-      durable_busy: what a save does that is due in the durable tier while that is still busy: `wait` blocks and
-        reports how long (`waited_s` of the `staged` event), `skip` leaves the step out of the durable tier. Forced
-        saves and those of a preemption always wait.
-      on_failure: what becomes of durable saves that fail.
-      verify: which cells a restore compares with their digests: `always` all; `sample` or a `Sample` a seeded share; or
-        `never`. What is not proven is never called so: the `restored` event and `steps()` say it.
-      replicas: what is compared of data replicas at each save, and what follows where they differ; None: nothing.
-      peers: how the processes of a job of several read each other's fast tiers at a restore; None: they do not.
       durable: how the durable tier is written and read (`DurableProfile`, or `DurableProfile.load(file)`).
-      broadcast: whether, at a `restore`, data replicas read the durable tier for each other.
+      saving: how a save keeps the state alive, waits for earlier ones, fails, and compares data replicas.
+      restoring: what a restore proves, and whether data replicas read for each other.
+      processes: how long the processes of a job wait for each other, and how they read each other's fast tiers.
+      deprecated: fields of these three as keywords of their own (`DEPRECATED_KEYWORDS`), with a DeprecationWarning.
 
     Raises what Orbax's constructor raises for the arguments that they share, `TierUnusableError` for a tier that
     cannot be written, `StoreError` for a durable root that cannot be read, `CoordinationError` where a process does
@@ -94,34 +78,22 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         tiers: Sequence[Tier] = (),
         host_id: str | None = None,
         events: EventLog | None = None,
-        staging: str = "auto",
-        timeout_s: float = 600.0,
-        in_flight_max: int = 1,
-        host_bytes_max: int | None = None,
-        durable_busy: DurableBusy = "wait",
-        on_failure: FailurePolicy = FailurePolicy(),  # noqa: B008  frozen
-        verify: Verify = "always",
-        replicas: ReplicaPolicy | None = ReplicaPolicy(),  # noqa: B008  frozen
-        peers: PeerOptions | None = PeerOptions(),  # noqa: B008  frozen
         durable: DurableProfile = DurableProfile(),  # noqa: B008  frozen
-        broadcast: BroadcastOptions = BroadcastOptions(),  # noqa: B008  frozen
+        saving: SaveOptions | None = None,
+        restoring: RestoreOptions | None = None,
+        processes: ProcessOptions | None = None,
+        **deprecated: Unpack[DeprecatedKeywords],
     ):
+        saving, restoring, processes = option_records(saving, restoring, processes, deprecated)
         self._settings = Settings(
             options=checked_options(options or ocp.CheckpointManagerOptions()),
             tiers=checked_tiers(tuple(tiers)),
+            durable=durable,
             host_id=host_id or socket.gethostname(),
             events=events or EventLog(),
-            staging=staging,
-            timeout_s=timeout_s,
-            backpressure=Backpressure(
-                in_flight_max=in_flight_max, host_bytes_max=host_bytes_max, durable_busy=durable_busy
-            ),
-            on_failure=on_failure,
-            replicas=replicas,
-            verify=verify,
-            peers=peers,
-            durable=durable,
-            broadcast=broadcast,
+            saving=saving,
+            restoring=restoring,
+            processes=processes,
         )
         self._options = self._settings.options
         self._logger = logger or ocp.logging.StandardLogger()
@@ -132,15 +104,15 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             item_handlers=item_handlers,
             handler_registry=handler_registry,
         )
-        coordinator = make_coordinator()
-        self._components = make_components(root_url(directory), self._settings, setup, coordinator)
-        self._durable, self._pipeline = self._components.durable, self._components.pipeline
-        self._ledger, self._metadata_index = self._components.ledger, self._components.metadata_index
+        job = Job(coordinator=make_coordinator(processes.timeout_s), events=self._settings.events)
+        self._components = make_components(root_url(directory), self._settings, setup, job)
+        self._durable, self._pipeline = self._components.storage.durable, self._components.pipeline
+        self._ledger, self._metadata_index = self._components.history.ledger, self._components.history.metadata_index
         self._saver = Saver(self._settings, self._components)
-        self._resumer = Resumer(self._settings, self._components, coordinator, self._logger)
-        self._last_saver = LastSaver(self._settings, self._components, self._saver, coordinator)
-        self._scrubber = Scrubber(self._settings, self._components, coordinator)
-        self._catalog = Catalog(self._components, coordinator, timeout_s)
+        self._resumer = Resumer(self._settings, self._components, self._logger)
+        self._last_saver = LastSaver(self._settings, self._components, self._saver)
+        self._scrubber = Scrubber(self._components)
+        self._catalog = Catalog(self._components)
         self.inner = Internal(self._components, self._catalog, self._resumer)
         self._closed = False
 
@@ -171,7 +143,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
         A step with an item that only Orbax's own handlers can hold is written to the durable tier alone, by Orbax,
         which blocks for what its handlers block for (said once in an event for each such item), and waits for the
-        previous durable save whatever `durable_busy` says.
+        previous durable save whatever `SaveOptions.durable_busy` says.
 
         Raises `StepAlreadyExistsError` for a step that is there already, ValueError and TypeError as Orbax
         does for arguments that cannot be saved, `SaveFailedError` as `FailurePolicy` says, `CheckpointError` while
@@ -328,7 +300,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def check_for_errors(self) -> None:
         """Raises `SaveFailedError` for a background failure, once."""
-        self._pipeline.raise_failure()
+        self._pipeline.outcomes.raise_failure()
 
     def close(self, *, remove_arenas: bool = False) -> None:
         """Finishes what is on its way and lets everything go; raises `SaveFailedError` if a save has failed.
@@ -340,12 +312,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             return
         self._closed = True
         with ExitStack() as ends:  # last in, first out, whatever raises
-            for arena in self._components.arenas.values():
+            for arena in self._components.storage.arenas.values():
                 ends.callback(arena.close, remove=remove_arenas)
             ends.callback(self._durable.close)
             ends.callback(self._pipeline.close)
-            if self._components.link is not None:
-                ends.callback(self._components.link.close)
+            if self._components.storage.link is not None:
+                ends.callback(self._components.storage.link.close)
             self._resumer.join()
             self._pipeline.wait()
         self.check_for_errors()
@@ -366,7 +338,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     @property
     def restored_save_id(self) -> SaveId | None:
         """Which save was restored last, until the next save; None where none was."""
-        return self._components.branch.base
+        return self._components.history.branch.base
 
     def save_last(self, step: int, args: Any, *, grace_s: float) -> LastSave:
         """Saves `step` where `reached_preemption(step)` was true, and waits for it, `grace_s` after the signal at most.

@@ -26,7 +26,7 @@ class Internal:
 
     def known_metrics(self, step: int) -> Any:
         """The metrics of a step as far as they are known without reading; None for none."""
-        return self._components.metadata_index.cached_metrics(step)
+        return self._components.history.metadata_index.cached_metrics(step)
 
     def forget_in_fast_tiers(self, step: int) -> None:
         """Leaves a step to the durable tier alone: what fast tiers hold of it is not what it is any more."""

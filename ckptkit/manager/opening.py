@@ -19,10 +19,11 @@ from ckptkit.durable.orbax.options import make_root
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, heard_from
 from ckptkit.events import EventLog, Kind
-from ckptkit.job.coordination import Coordinator, gather
+from ckptkit.job.coordination import Coordinator, Job, gather
 from ckptkit.manager.settings import Settings
 from ckptkit.model.boxes import Box, boxes_by_process
 from ckptkit.model.manifest import SaveId
+from ckptkit.model.policies import PeerOptions
 from ckptkit.model.tiers import DURABLE, MEMORY, PEER, RAM, SSD, Tier, kept_beside
 from ckptkit.peers import PeerLink, open_link
 from ckptkit.peers.client import PeerClient
@@ -54,7 +55,7 @@ def epoch_records(url: str, events: EventLog) -> EpochRecords:
 
 
 def first_look(
-    epochs: EpochRecords, url: str, options: ocp.CheckpointManagerOptions, coordinator: Coordinator, timeout_s: float
+    epochs: EpochRecords, url: str, options: ocp.CheckpointManagerOptions, coordinator: Coordinator
 ) -> Ancestry:
     """The epoch records, read by process 0. The first use of the durable root, so its errors come early."""
 
@@ -66,17 +67,17 @@ def first_look(
             epochs.probe()
         return ancestry.to_json()
 
-    return Ancestry.from_json(coordinator.agree("first-look", None, read, timeout_s=timeout_s))
+    return Ancestry.from_json(coordinator.agree("first-look", None, read))
 
 
-def say_what_was_left(durable: DurableSteps, events: EventLog, coordinator: Coordinator) -> None:
+def say_what_was_left(durable: DurableSteps, job: Job) -> None:
     """Process 0 names what a run that died did not commit. It is removed once this run saves, which fences its writer
     off (`ckptkit.durable.abandoned`)."""
-    if coordinator.process != 0:
+    if job.coordinator.process != 0:
         return
     names = left_behind(open_store(durable.url, deadline_s=STORE_DEADLINE_S), durable.steps())
     if names:
-        say_left(Kind.LEFT_BEHIND, durable.url, names, events)
+        say_left(Kind.LEFT_BEHIND, durable.url, names, job.events)
 
 
 def say_left(kind: Kind, url: str, names: Sequence[str], events: EventLog) -> None:
@@ -85,28 +86,19 @@ def say_left(kind: Kind, url: str, names: Sequence[str], events: EventLog) -> No
 
 
 def open_arenas(
-    tiers: Sequence[Tier],
-    host_dirs: Mapping[str, Path],
-    rank: tuple[int, int],
-    memory: HostMemory,
-    in_flight_max: int,
-    coordinator: Coordinator,
-    timeout_s: float,
-    peer_arenas: int = 0,
+    job_hosts: JobHosts, host_dirs: Mapping[str, Path], memory: HostMemory, in_flight_max: int, coordinator: Coordinator
 ) -> dict[str, Arena]:
-    """Opens this process's slot directories; when one process cannot, all raise, so that none is left waiting.
-
-    `rank` is this process's place on its host, of how many there; `peer_arenas` is of how many others it keeps copies.
-    """
+    """Opens this process's slot directories; when one process cannot, all raise, so that none is left waiting."""
+    tiers, (place, _) = job_hosts.tiers, job_hosts.rank
     arenas: dict[str, Arena] = {}
     failure: CheckpointError | None = None
     try:
         for tier in tiers:
             if tier.medium == PEER:
-                for number in range(peer_arenas):
+                for number in range(len(job_hosts.kept_for)):
                     arenas[peer_arena_name(number)] = Arena.open(
                         host_dirs[RAM],
-                        f"{peer_arena_name(rank[0])}-{number}",
+                        f"{peer_arena_name(place)}-{number}",
                         slots=tier.slots_for(UNKNOWN_BYTES, in_flight_max),
                         synced=False,
                         memory=memory,
@@ -114,7 +106,7 @@ def open_arenas(
                 continue
             arenas[tier.name] = Arena.open(
                 host_dirs[tier.name],
-                rank[0],
+                place,
                 slots=tier.slots_for(UNKNOWN_BYTES, in_flight_max, beside=kept_beside(tier, tiers)),
                 synced=tier.medium == SSD,
                 memory=memory if tier.medium == RAM else None,
@@ -123,7 +115,7 @@ def open_arenas(
     except CheckpointError as error:
         failure = error
     mine = failure and [type(failure).__name__, str(failure)]
-    said = gather(coordinator, "arenas", mine, timeout_s=timeout_s)
+    said = gather(coordinator, "arenas", mine)
     failed = [process for process, why in enumerate(said) if why]
     if failed:
         for arena in arenas.values():
@@ -180,7 +172,7 @@ def rank_on_host(hosts: Sequence[str], process: int) -> tuple[int, int]:
 
 
 def take_stock(
-    restorer: Restorer, durable: DurableSteps, ancestry: Ancestry, coordinator: Coordinator, timeout_s: float
+    restorer: Restorer, durable: DurableSteps, ancestry: Ancestry, coordinator: Coordinator
 ) -> tuple[dict[SaveId, list[str]], int]:
     """Every save that can be had with the tiers that hold it, agreed by all processes, and the highest epoch seen.
 
@@ -212,7 +204,7 @@ def take_stock(
             "epoch": max([ancestry.epoch, *(save.epoch for save in seen), *(save.epoch for save in listed)]),
         }
 
-    agreed = coordinator.agree("stock", restorer.reports(), stock, timeout_s=timeout_s)
+    agreed = coordinator.agree("stock", restorer.reports(), stock)
     held: dict[SaveId, list[str]] = {}
     for epoch, step, number, names in agreed["fast"]:
         held.setdefault(SaveId(epoch, step, number), []).extend(names)
@@ -257,19 +249,17 @@ class JobHosts:
     kept_for: tuple[int, ...]  # whose copies it keeps
 
 
-def gather_job_hosts(settings: Settings, coordinator: Coordinator) -> JobHosts:
+def gather_job_hosts(settings: Settings, job: Job) -> JobHosts:
     """Who is there, and where; called by all processes together. A peer tier that no other host can hold is left out,
     with an event."""
     mine = next((tier for tier in settings.tiers if tier.medium == PEER), None)
-    said = gather(
-        coordinator, "hosts", [settings.host_id, mine.rack if mine is not None else None], timeout_s=settings.timeout_s
-    )
+    said = gather(job.coordinator, "hosts", [settings.host_id, mine.rack if mine is not None else None])
     seats = [Seat(*each) for each in said]
-    hosts, process, tiers = tuple(seat.host for seat in seats), coordinator.process, settings.tiers
+    hosts, process, tiers = tuple(seat.host for seat in seats), job.coordinator.process, settings.tiers
     copies = mine.copies if mine is not None else 0
-    if mine is not None and (len(set(hosts)) < 2 or settings.peers is None):
-        why = "peers=None" if settings.peers is None else f"every process is on host {hosts[0]}"
-        settings.events.emit(Kind.DEGRADED, tier=PEER, reason=f"no copies are kept on other hosts: {why}")
+    if mine is not None and (len(set(hosts)) < 2 or settings.processes.peers is None):
+        why = "peers=None" if settings.processes.peers is None else f"every process is on host {hosts[0]}"
+        job.events.emit(Kind.DEGRADED, tier=PEER, reason=f"no copies are kept on other hosts: {why}")
         tiers, copies = tuple(tier for tier in tiers if tier is not mine), 0
     return JobHosts(
         hosts=hosts,
@@ -284,30 +274,21 @@ def open_peers(
     job_hosts: JobHosts,
     host_dirs: Mapping[str, Path],
     arenas: Mapping[str, Arena],
-    settings: Settings,
-    coordinator: Coordinator,
+    options: PeerOptions | None,
+    job: Job,
 ) -> tuple[PeerLink | None, PeerCopies | None]:
     """The link to the other processes, where there are any with fast tiers; and the copies, where there is such a tier.
 
     Called by all processes together.
     """
-    if settings.peers is None or not host_dirs or coordinator.count == 1:
+    if options is None or not host_dirs or job.coordinator.count == 1:
         return None, None
     has_copies = bool(arenas) and any(tier.medium == PEER for tier in job_hosts.tiers)  # none for who only reads
     peer_arenas = {
         sender: arenas[peer_arena_name(number)] for number, sender in enumerate(job_hosts.kept_for) if arenas
     }
     receiver = CopyReceiver(peer_arenas) if has_copies else None
-    link = open_link(
-        host_dirs,
-        list(arenas.values()),
-        job_hosts.hosts,
-        settings.peers,
-        coordinator,
-        settings.events,
-        timeout_s=settings.timeout_s,
-        also=receiver,
-    )
+    link = open_link(host_dirs, list(arenas.values()), job_hosts.hosts, options, job, also=receiver)
     if receiver is None:
         return link, None
     return link, PeerCopies(

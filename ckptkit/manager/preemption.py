@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.errors import CheckpointError
-from ckptkit.events import EventLog, Kind
-from ckptkit.job.coordination import Coordinator
+from ckptkit.events import Kind
 from ckptkit.manager.build import Components
 from ckptkit.manager.save import LastTurn, Request, Saver
 from ckptkit.manager.settings import Settings
@@ -24,17 +23,17 @@ _ANSWER_S = 5.0  # of the grace, at least, for the agreement itself
 class LastSaver:
     """Belongs to the step loop's thread; called by all processes together."""
 
-    def __init__(self, settings: Settings, components: Components, saver: Saver, coordinator: Coordinator):
-        self._tiers = (*(tier.name for tier in components.tiers), DURABLE)
+    def __init__(self, settings: Settings, components: Components, saver: Saver):
+        self._tiers = (*(tier.name for tier in components.storage.tiers), DURABLE)
         self._read_only = settings.options.read_only
-        self._stock = components.durable.stock
-        self._events: EventLog = settings.events
+        self._stock = components.storage.durable.stock
+        self._events = components.job.events
         self._rates, self.pace = TierRates(), PreemptionPace()
         self._events.observe(self._rates)
         self._pipeline = components.pipeline
-        self._branch = components.branch
+        self._branch = components.history.branch
         self._saver = saver
-        self._coordinator = coordinator
+        self._coordinator = components.job.coordinator
 
     def save(self, step: int, args: Any, grace_s: float) -> LastSave:
         """See `CheckpointManager.save_last`."""
@@ -44,7 +43,7 @@ class LastSaver:
             raise ValueError(f"grace_s is {grace_s}: give the seconds between the signal and the end, more than 0")
         request = self._request(step, args)
         held = save_items(request.args, default_item=request.default_item)
-        size_bytes = 0 if isinstance(held, str) else self._pipeline.describe(held).held_bytes
+        size_bytes = 0 if isinstance(held, str) else self._pipeline.describe(held.trees).held_bytes
         return self._save(request, size_bytes, grace_s)
 
     def _request(self, step: int, args: Any) -> Request:

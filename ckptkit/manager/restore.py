@@ -8,61 +8,24 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from ckptkit.durable.orbax.manager import DEFAULT_ITEM, StockManager
+from ckptkit.durable.orbax.manager import DEFAULT_ITEM
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import CheckpointError
-from ckptkit.events import EventLog
-from ckptkit.job.coordination import Coordinator
 from ckptkit.manager.build import Components
 from ckptkit.manager.opening import epoch_records
 from ckptkit.manager.orbax_compat import Began, restore_entry
 from ckptkit.manager.restore_handle import RestoreHandle
 from ckptkit.manager.settings import Settings
-from ckptkit.model.broadcast_options import BroadcastOptions
-from ckptkit.model.verify_mode import Verify
 from ckptkit.restore.request import RestoreRequest, request_of
 from ckptkit.restore.restorer import Restored, Restorer
-
-
-def restore_elsewhere(
-    url: str,
-    step: int | None,
-    wanted: RestoreRequest,
-    *,
-    options: ocp.CheckpointManagerOptions,
-    stock: StockManager,
-    coordinator: Coordinator,
-    events: EventLog,
-    timeout_s: float,
-    verify: Verify,
-    broadcast: BroadcastOptions,
-    name: str,
-) -> Restored:
-    """`Restorer.restore` from the durable root at `url` alone, with the step names of `options` and the handlers of
-    `stock`. Called by all processes together; `name` is another each time."""
-    read_only = ocp.CheckpointManagerOptions(
-        read_only=True,
-        step_prefix=options.step_prefix,
-        step_format_fixed_length=options.step_format_fixed_length,
-        step_name_format=options.step_name_format,
-        lightweight_initialize=True,
-    )
-    with closing(DurableSteps(url, read_only, coordinator, timeout_s=timeout_s)) as durable:
-        durable.stock.adopt_handlers(stock)
-        epochs = epoch_records(url, events)
-        restorer = Restorer({}, durable, epochs, coordinator, events, timeout_s, verify, broadcast=broadcast, name=name)
-        return restorer.restore(step, wanted)
 
 
 class Resumer:
     """Begins restores and takes them over. Belongs to the step loop's thread; called by all processes together."""
 
-    def __init__(
-        self, settings: Settings, components: Components, coordinator: Coordinator, logger: ocp.logging.AbstractLogger
-    ):
+    def __init__(self, settings: Settings, components: Components, logger: ocp.logging.AbstractLogger):
         self._settings = settings
         self._components = components
-        self._coordinator = coordinator
         self._logger = logger
         self._elsewhere = map("elsewhere-{}".format, itertools.count())  # a name for each restore from another root
         self._pending: RestoreHandle | None = None  # a restore whose result was not taken over yet
@@ -72,7 +35,7 @@ class Resumer:
         self._components.pipeline.wait()
         restored = self._components.restorer.restore(step, wanted)
         if wanted.args is None:
-            self._components.metadata_index.restored_as_saved()
+            self._components.history.metadata_index.restored_as_saved()
         return self._take_over(restored, began)
 
     def restore_async(self, step: int | None, wanted: RestoreRequest, began: Began) -> RestoreHandle:
@@ -86,27 +49,37 @@ class Resumer:
         return self._pending
 
     def restore_elsewhere(self, url: str, step: int | None, wanted: RestoreRequest, began: Began) -> Any:
-        """A restore from another durable root: this run goes on from where it was."""
+        """A restore from the durable root at `url` alone, with this manager's step names and handlers: this run goes on
+        from where it was."""
         name = next(self._elsewhere)
         self._components.pipeline.wait()
-        restored = restore_elsewhere(
-            url,
-            step,
-            wanted,
-            options=self._settings.options,
-            stock=self._components.durable.stock,
-            coordinator=self._coordinator,
-            events=self._settings.events,
-            timeout_s=self._settings.timeout_s,
-            verify=self._settings.verify,
-            broadcast=self._settings.broadcast,
-            name=name,
+        job, options, restoring = self._components.job, self._settings.options, self._settings.restoring
+        read_only = ocp.CheckpointManagerOptions(
+            read_only=True,
+            step_prefix=options.step_prefix,
+            step_format_fixed_length=options.step_format_fixed_length,
+            step_name_format=options.step_name_format,
+            lightweight_initialize=True,
         )
+        with closing(DurableSteps(url, read_only, job.coordinator)) as durable:
+            durable.stock.adopt_handlers(self._components.storage.durable.stock)
+            restorer = Restorer(
+                {},
+                durable,
+                epoch_records(url, job.events),
+                job.coordinator,
+                job.events,
+                job.coordinator.timeout_s,
+                restoring.verify,
+                broadcast=restoring.broadcast,
+                name=name,
+            )
+            restored = restorer.restore(step, wanted)
         return self._given(restored, began, url)
 
     def wanted(self, items: Any, restore_kwargs: Any, args: Any) -> RestoreRequest:
         """What the arguments of `restore` ask for; raises what Orbax raises for those that do not go together."""
-        return request_of(self._components.durable.stock, items, restore_kwargs, args)
+        return request_of(self._components.storage.durable.stock, items, restore_kwargs, args)
 
     def refuse_while_pending(self, what: str) -> None:
         """Raises `CheckpointError` where a restore in the background has not been taken over."""
@@ -126,20 +99,20 @@ class Resumer:
 
     def _take_over(self, restored: Restored, began: Began) -> Any:
         """The run goes on from what was restored."""
-        components = self._components
-        components.branch.continue_from(restored.save_id)
-        components.pipeline.go_on()
+        history, pipeline = self._components.history, self._components.pipeline
+        history.branch.continue_from(restored.save_id)
+        pipeline.outcomes.go_on()
         if restored.proven:
-            components.ledger.verified(restored.save_id)
+            history.ledger.verified(restored.save_id)
         if not self._settings.options.read_only:  # no save follows there: nothing to prepare
-            components.decider.continue_from(restored.save_id.step)
-            components.retention.restored(restored.save_id)
-            components.pipeline.reserve(restored.slot_bytes)
-        return self._given(restored, began, components.durable.directory)
+            history.decider.continue_from(restored.save_id.step)
+            self._components.retention.restored(restored.save_id)
+            pipeline.slots.reserve(restored.slot_bytes)
+        return self._given(restored, began, self._components.storage.durable.directory)
 
     def _given(self, restored: Restored, began: Began, directory: Any) -> Any:
         """What was restored, as Orbax would give it."""
-        self._components.durable.stock.lock_default_item(restored.default_item)
+        self._components.storage.durable.stock.lock_default_item(restored.default_item)
         self._logger.log_entry(restore_entry(began, restored.save_id.step, directory))
         if restored.default_item:
             return restored.items[DEFAULT_ITEM]

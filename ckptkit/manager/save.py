@@ -67,13 +67,13 @@ class Saver:
     def __init__(self, settings: Settings, components: Components):
         self._options = settings.options
         self._tiers = settings.tiers
-        self._events = settings.events
-        self._timeout_s = settings.timeout_s
-        self._durable = components.durable
-        self._decider = components.decider
-        self._ledger = components.ledger
-        self._branch = components.branch
-        self._metadata_index = components.metadata_index
+        self._events = components.job.events
+        self._timeout_s = components.job.coordinator.timeout_s
+        self._durable = components.storage.durable
+        self._decider = components.history.decider
+        self._ledger = components.history.ledger
+        self._branch = components.history.branch
+        self._metadata_index = components.history.metadata_index
         self._pipeline = components.pipeline
         self._said: set[str] = set()  # items of which it was said that fast tiers do not hold them
 
@@ -89,12 +89,12 @@ class Saver:
         by_name = {DEFAULT_ITEM: args} if default_item else dict(args.items())
         trees = abstract_trees(by_name)
         if trees is not None:
-            self._pipeline.prepare(*abstract_slot_bytes(trees))
+            self._pipeline.slots.prepare(*abstract_slot_bytes(trees))
             return
         captured = save_items(by_name, default_item=default_item)
         if not isinstance(captured, str):
-            description = self._pipeline.describe(captured)
-            self._pipeline.prepare(description.slot_bytes, description.share_bytes)
+            description = self._pipeline.describe(captured.trees)
+            self._pipeline.slots.prepare(description.slot_bytes, description.share_bytes)
 
     def take(self, request: Request) -> bool:
         """Takes a step for the tiers in which it is due; returns whether it was taken. See `CheckpointManager.save`."""
@@ -127,7 +127,7 @@ class Saver:
             _refuse_unordered(self._options, request.metrics)
             captured, due = self._capture(request, due)
             if captured.by_orbax(due):  # what the pipeline takes it vetoes itself, where it has to
-                self._pipeline.raise_if_stopped()
+                self._pipeline.outcomes.raise_if_stopped()
         except BaseException:
             self._branch.pass_over()
             raise
@@ -157,7 +157,7 @@ class Saver:
             raise
         finally:
             if by_orbax:
-                self._pipeline.follow(save_id)
+                self._pipeline.flusher.follow(save_id)
         return True
 
     def _due(self, step: int, *, force: bool, reached: bool) -> frozenset[str]:
@@ -184,7 +184,7 @@ class Saver:
         if isinstance(held, str):
             captured = _Captured(held=None, description=None, foreign=foreign)
             return captured, self._durable_only(request.step, held, due)
-        description = self._pipeline.describe(held)
+        description = self._pipeline.describe(held.trees)
         if DURABLE in due and not foreign:
             _refuse_empty_arrays(description)
         return _Captured(held=held, description=description, foreign=foreign), due

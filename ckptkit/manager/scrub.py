@@ -9,12 +9,11 @@ from contextlib import suppress
 from typing import Any
 
 from ckptkit.errors import CorruptCheckpointError, StepNotFoundError
-from ckptkit.events import EventLog, Kind
+from ckptkit.events import Kind
 from ckptkit.inspection.shares import read_share
-from ckptkit.job.coordination import Coordinator, ScopedCoordinator
+from ckptkit.job.coordination import ScopedCoordinator
 from ckptkit.job.vote import act_together
 from ckptkit.manager.build import Components
-from ckptkit.manager.settings import Settings
 from ckptkit.model.manifest import SaveId
 from ckptkit.restore.inventory import Held, box_set_hash, givers_of
 from ckptkit.slots.reader import manifest_name_of
@@ -30,18 +29,17 @@ Givers = dict[int, list[tuple[int, int]]]  # by the place among this process's d
 class Scrubber:
     """Belongs to the caller's thread; called by all processes together, with no save on its way."""
 
-    def __init__(self, settings: Settings, components: Components, coordinator: Coordinator):
-        self._components = components
-        self._coordinator = ScopedCoordinator(coordinator)
+    def __init__(self, components: Components):
+        self._storage, self._restorer = components.storage, components.restorer
+        self._coordinator = ScopedCoordinator(components.job.coordinator)
+        self._events = components.job.events
         self._scrubs = map("scrub-{}".format, itertools.count())  # the name of each
-        self._events: EventLog = settings.events
-        self._timeout_s = settings.timeout_s
 
     def scrub(self, *, repair: bool) -> Scrub:
         """See `CheckpointManager.scrub`."""
         self._coordinator.begin(next(self._scrubs))
-        limits, arenas = Limits(), list(self._components.arenas.values())
-        _, found = self._together("scrub-prove", lambda: prove_arenas(arenas, limits))
+        limits, arenas = Limits(), list(self._storage.arenas.values())
+        _, found = act_together(self._coordinator, "scrub-prove", lambda: prove_arenas(arenas, limits))
         assert found is not None, "damage is a finding, and everything else raises"
         givers = self._who_gives(found)
         places = {id(proof): place for place, (_, proof) in enumerate(found.damaged)}
@@ -51,9 +49,13 @@ class Scrubber:
             more = self._elsewhere(save_id, givers.get(places[id(proof)], []))
             return Sources(self._here(save_id), limits.memory_bytes_max, more=more)
 
-        root = self._components.durable.url
+        root = self._storage.durable.url
         # Nobody goes on, and perhaps ends, while others still read from it.
-        _, scrubbed = self._together("scrub-mend", lambda: mend_arenas(root, found, sources_of, limits, repair=repair))
+        _, scrubbed = act_together(
+            self._coordinator,
+            "scrub-mend",
+            lambda: mend_arenas(root, found, sources_of, limits, repair=repair),
+        )
         assert scrubbed is not None
         for each in scrubbed.treatments:
             reason, sources = each.reason or "mended", each.sources
@@ -61,9 +63,6 @@ class Scrubber:
                 Kind.SCRUBBED, step=each.step, path=each.path, done=each.done, reason=reason, sources=sources
             )
         return scrubbed
-
-    def _together(self, channel: str, act: Any) -> tuple[str | None, Any]:
-        return act_together(self._coordinator, channel, act, timeout_s=self._timeout_s)
 
     def _who_gives(self, found: ArenaProofs) -> Givers:
         """Which other processes hold what is damaged here; one meeting, of a few KiB from each process."""
@@ -82,8 +81,8 @@ class Scrubber:
                 for _, asked in said
             ]
 
-        mine = [self._components.restorer.reports(), wanted]
-        told = self._coordinator.agree("scrub-givers", mine, chosen, timeout_s=self._timeout_s)
+        mine = [self._restorer.reports(), wanted]
+        told = self._coordinator.agree("scrub-givers", mine, chosen)
         own = self._coordinator.process
         return {
             place: [(process, share) for process, share in givers if process != own]
@@ -93,7 +92,7 @@ class Scrubber:
     def _here(self, save_id: SaveId) -> list[RepairSource]:
         """What this host's slots hold of the save."""
         found: list[RepairSource] = []
-        local = self._components.restorer.local_saves().get(save_id)
+        local = self._restorer.local_saves().get(save_id)
         for pairs in local.held.values() if local is not None else ():
             for directory, _ in pairs:
                 with suppress(CorruptCheckpointError, FileNotFoundError):
@@ -103,7 +102,7 @@ class Scrubber:
 
     def _elsewhere(self, save_id: SaveId, givers: list[tuple[int, int]]) -> Iterator[RepairSource]:
         """Other processes, then the durable step."""
-        client, durable = self._components.restorer.client, self._components.durable
+        client, durable = self._restorer.client, self._storage.durable
         if client is not None:
             client.try_again()
             yield from peer_sources(client, save_id, givers)

@@ -1,8 +1,11 @@
-"""What the caller of a manager asked for, checked."""
+"""What the caller of a manager asked for, checked; and the keywords that an older release had for it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 import orbax.checkpoint as ocp
 
@@ -10,32 +13,92 @@ from ckptkit.events import EventLog
 from ckptkit.model import paths
 from ckptkit.model.broadcast_options import BroadcastOptions
 from ckptkit.model.durable_profile import DurableProfile
-from ckptkit.model.policies import Backpressure, FailurePolicy, PeerOptions, ReplicaPolicy
+from ckptkit.model.policies import (
+    DurableBusy,
+    FailurePolicy,
+    PeerOptions,
+    ProcessOptions,
+    ReplicaPolicy,
+    RestoreOptions,
+    SaveOptions,
+    StagingChoice,
+)
 from ckptkit.model.tiers import Tier
-from ckptkit.model.verify_mode import Verify, checked_verify
-from ckptkit.snapshot.staging import checked_choice
+from ckptkit.model.verify_mode import Verify
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the caller asked for, checked. `staging` is a choice of `ckptkit.snapshot.staging`."""
+    """What the caller asked for, checked."""
 
     options: ocp.CheckpointManagerOptions
     tiers: tuple[Tier, ...]  # fastest first
+    durable: DurableProfile
     host_id: str
     events: EventLog
-    staging: str
-    timeout_s: float
-    backpressure: Backpressure
-    on_failure: FailurePolicy
-    replicas: ReplicaPolicy | None
-    verify: Verify
-    durable: DurableProfile
-    peers: PeerOptions | None = None  # None: no process reads another's tiers
-    broadcast: BroadcastOptions = field(default_factory=BroadcastOptions)
+    saving: SaveOptions
+    restoring: RestoreOptions
+    processes: ProcessOptions
 
     def __post_init__(self) -> None:
         paths.checked_name(self.host_id, "host_id")
-        checked_choice(self.staging)
-        checked_verify(self.verify)
-        self.backpressure.check_tiers(self.tiers)
+        self.saving.check_tiers(self.tiers)
+
+
+class DeprecatedKeywords(TypedDict, total=False):
+    """Keywords of `CheckpointManager` that are fields of its option records now. They work until the next release."""
+
+    staging: StagingChoice
+    in_flight_max: int
+    host_bytes_max: int | None
+    durable_busy: DurableBusy
+    on_failure: FailurePolicy
+    replicas: ReplicaPolicy | None
+    verify: Verify
+    broadcast: BroadcastOptions
+    timeout_s: float
+    peers: PeerOptions | None
+
+
+DEPRECATED_KEYWORDS = tuple(DeprecatedKeywords.__annotations__)
+_RECORDS = {"saving": SaveOptions, "restoring": RestoreOptions, "processes": ProcessOptions}
+
+
+def option_records(
+    saving: SaveOptions | None,
+    restoring: RestoreOptions | None,
+    processes: ProcessOptions | None,
+    deprecated: DeprecatedKeywords,
+) -> tuple[SaveOptions, RestoreOptions, ProcessOptions]:
+    """The three records: those that are given, else made of `deprecated`, which is warned about once, with the new
+    spelling.
+
+    Raises TypeError for a keyword that no release had, ValueError where a record is given beside a keyword of its own.
+    """
+    given = {"saving": saving, "restoring": restoring, "processes": processes}
+    left: dict[str, Any] = dict(deprecated)
+    records, spelled = [], []
+    for argument, record in _RECORDS.items():
+        values = {name: left.pop(name) for name in record.__dataclass_fields__ if name in left}
+        if values and given[argument] is not None:
+            raise ValueError(f"{', '.join(values)}: given beside {argument}; put it into {argument} alone")
+        if values:
+            spelled.append(f"{argument}=ckptkit.{record.__name__}({', '.join(f'{name}=...' for name in values)})")
+        records.append(given[argument] or record(**values))
+    if left:
+        raise TypeError(f"CheckpointManager: {', '.join(left)}: no such argument")
+    if spelled:
+        warnings.warn(
+            f"CheckpointManager: {', '.join(deprecated)} are deprecated as arguments; write {', '.join(spelled)}",
+            DeprecationWarning,
+            stacklevel=_level_of_the_caller(),
+        )
+    return records[0], records[1], records[2]
+
+
+def _level_of_the_caller() -> int:
+    """The `stacklevel` for a warning of this module's function: the first frame outside ckptkit."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("ckptkit."):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -1,12 +1,16 @@
-"""What a job may say of saves that come early, that fail, or that differ, and of its peers. Pure values."""
+"""The options of a manager: how it saves, how it restores, how its processes work together. Pure values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from ckptkit.model.broadcast_options import BroadcastOptions
 from ckptkit.model.tiers import Tier, kept_beside
+from ckptkit.model.verify_mode import Verify, checked_verify
 
+Strategy = Literal["slot_copy", "device_copy", "gate", "alias", "block"]  # see `ckptkit.snapshot.staging`
+StagingChoice = Strategy | Literal["auto"]
 DurableBusy = Literal["wait", "skip"]
 
 
@@ -14,33 +18,6 @@ _EVERY_INTERFACE = ("", "0.0.0.0", "::", "::0", "0", "*")
 
 
 OnDifference = Literal["report", "keep", "stop"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backpressure:
-    """What happens to a save that comes too early, and how much host memory snapshots may take.
-
-    `in_flight_max` snapshots may be on their way to their first commit by all processes; one more is skipped.
-    `host_bytes_max` bounds the bytes of one process's snapshots (ramdisk slots included; None: what control groups
-    and the mount leave). `durable_busy` says what a save does that is due while the durable tier is still busy.
-    """
-
-    in_flight_max: int = 1
-    host_bytes_max: int | None = None
-    durable_busy: DurableBusy = "wait"
-
-    def __post_init__(self) -> None:
-        if self.in_flight_max < 1:
-            raise ValueError(f"in_flight_max={self.in_flight_max}: at least one snapshot must be allowed")
-        if self.host_bytes_max is not None and self.host_bytes_max < 1:
-            raise ValueError(f"host_bytes_max={self.host_bytes_max}: give a number of bytes, or None for no setting")
-        if self.durable_busy not in get_args(DurableBusy):
-            raise ValueError(f"durable_busy {self.durable_busy!r}: give one of {', '.join(get_args(DurableBusy))}")
-
-    def check_tiers(self, tiers: tuple[Tier, ...]) -> None:
-        """Raises ValueError where a tier has too few slots for what may be in flight."""
-        for tier in tiers:
-            tier.check_slots(self.in_flight_max, beside=kept_beside(tier, tiers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,3 +97,81 @@ class ReplicaPolicy:
             raise ValueError(
                 f"local_bytes_max={self.local_bytes_max}: give a number of bytes, 0 for none, None for all"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """How a manager saves.
+
+    Args:
+      staging: how a save keeps the state alive (`ckptkit.snapshot.staging`): `auto`, or a strategy by name. With
+        `gate` the state may be donated only after `wait_until_staged`.
+      in_flight_max: how many snapshots may be on their way to their first commit by all processes. A save that comes
+        while there are as many is skipped everywhere, with an event; one that is due in the durable tier waits.
+        Without a ramdisk tier a snapshot is on its way until every tier has it, and this is how many there may be
+        in memory.
+      host_bytes_max: the most host memory that this process's snapshots may take, ramdisk slots included. The limit
+        is the least of this, `memory.max` of every control group above the process, and what the mount has free.
+      durable_busy: what a save does that is due in the durable tier while that is still busy: `wait` blocks and
+        reports how long (`waited_s` of the `staged` event), `skip` leaves the step out of the durable tier. Forced
+        saves and those of a preemption always wait.
+      on_failure: what becomes of durable saves that fail.
+      replicas: what is compared of data replicas at each save, and what follows where they differ; None: nothing.
+
+    Raises ValueError for a value that is not one of these.
+    """
+
+    staging: StagingChoice = "auto"
+    in_flight_max: int = 1
+    host_bytes_max: int | None = None
+    durable_busy: DurableBusy = "wait"
+    on_failure: FailurePolicy = field(default_factory=FailurePolicy)
+    replicas: ReplicaPolicy | None = field(default_factory=ReplicaPolicy)
+
+    def __post_init__(self) -> None:
+        strategies = (*get_args(Strategy), "auto")
+        if self.staging not in strategies:
+            raise ValueError(f"staging {self.staging!r}: give one of {', '.join(strategies)}")
+        if self.in_flight_max < 1:
+            raise ValueError(f"in_flight_max={self.in_flight_max}: at least one snapshot must be allowed")
+        if self.host_bytes_max is not None and self.host_bytes_max < 1:
+            raise ValueError(f"host_bytes_max={self.host_bytes_max}: give a number of bytes, or None for no setting")
+        if self.durable_busy not in get_args(DurableBusy):
+            raise ValueError(f"durable_busy {self.durable_busy!r}: give one of {', '.join(get_args(DurableBusy))}")
+
+    def check_tiers(self, tiers: tuple[Tier, ...]) -> None:
+        """Raises ValueError where a tier has too few slots for what may be in flight."""
+        for tier in tiers:
+            tier.check_slots(self.in_flight_max, beside=kept_beside(tier, tiers))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreOptions:
+    """How a manager restores.
+
+    Args:
+      verify: which cells a restore compares with their digests: `always` all; `sample` or a `Sample` a seeded share; or
+        `never`. What is not proven is never called so: the `restored` event and `steps()` say it.
+      broadcast: whether, at a `restore`, data replicas read the durable tier for each other.
+
+    Raises ValueError for a `verify` that is not one of these.
+    """
+
+    verify: Verify = "always"
+    broadcast: BroadcastOptions = field(default_factory=BroadcastOptions)
+
+    def __post_init__(self) -> None:
+        checked_verify(self.verify)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessOptions:
+    """How the processes of a job work together.
+
+    Args:
+      timeout_s: the longest wait for other processes, and for the previous durable save.
+      peers: how the processes of a job of several read each other's fast tiers at a restore; None: they do not.
+    """
+
+    timeout_s: float = 600.0
+    peers: PeerOptions | None = field(default_factory=PeerOptions)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from ckptkit.events import EventLog, Kind
-from ckptkit.job.coordination import Coordinator, coordinator_address
+from ckptkit.events import Kind
+from ckptkit.job.coordination import Job, coordinator_address
 from ckptkit.model.policies import PeerOptions
 from ckptkit.model.tiers import PEER
 from ckptkit.peers.client import PeerClient
@@ -48,10 +48,8 @@ def open_link(
     arenas: Sequence[Arena],
     hosts: Sequence[str],
     options: PeerOptions,
-    coordinator: Coordinator,
-    events: EventLog,
+    job: Job,
     *,
-    timeout_s: float,
     also: Also | None = None,
 ) -> PeerLink:
     """Begins to serve, and hears where the others do; called by all processes together.
@@ -67,13 +65,13 @@ def open_link(
         address = server.address
     except OSError as error:
         reason = f"this host serves nothing to others: {error}; give its address with PeerOptions(host=...)"
-        events.emit(Kind.DEGRADED, tier=PEER, reason=reason)
+        job.events.emit(Kind.DEGRADED, tier=PEER, reason=reason)
 
     def introduce(addresses: list[Any]) -> dict[str, Any]:
         return {"secret": secrets.token_hex(32), "addresses": addresses}
 
     try:
-        said = coordinator.agree("peers", address, introduce, timeout_s=timeout_s)
+        said = job.coordinator.agree("peers", address, introduce)
     except BaseException:
         if server is not None:
             server.close()

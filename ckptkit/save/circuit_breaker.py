@@ -9,8 +9,8 @@ from typing import Any
 
 from ckptkit.durable.read_step import is_transient
 from ckptkit.errors import CheckpointError, SaveFailedError, StoreError, heard_from
-from ckptkit.events import EventLog, Kind
-from ckptkit.job.coordination import Coordinator
+from ckptkit.events import Kind
+from ckptkit.job.coordination import Job
 from ckptkit.model.policies import FailurePolicy
 from ckptkit.model.tiers import DURABLE
 from ckptkit.util import clock
@@ -26,11 +26,10 @@ class DurableRetry:
     that missed a verdict would try on its own what the others leave alone.
     """
 
-    def __init__(self, policy: FailurePolicy, coordinator: Coordinator, events: EventLog, timeout_s: float):
+    def __init__(self, policy: FailurePolicy, job: Job):
         self._policy = policy
-        self._coordinator = coordinator
-        self._events = events
-        self._timeout_s = timeout_s
+        self._coordinator = job.coordinator
+        self._events = job.events
         self._failing_from_s: float | None = None  # monotonic; the same None or not on every process
         self._failed_in_row = 0  # saves
         self._failed_tries = 0  # of the save on its way
@@ -98,7 +97,7 @@ class DurableRetry:
         def know() -> list[float]:
             return [self._failed_in_row, self._paused_until_s - clock.monotonic_s()]
 
-        said = self._coordinator.ask_process_0("durable-pause", know, timeout_s=self._timeout_s, about=about)
+        said = self._coordinator.ask_process_0("durable-pause", know, about=about)
         self._failed_in_row = int(said[0])
         return float(said[1])
 
@@ -135,7 +134,7 @@ class DurableRetry:
         limit_s = self._policy.durable_max_age_s
         if limit_s is None:
             return
-        age_s = self._coordinator.ask_process_0("overdue", self._failing_for_s, timeout_s=self._timeout_s)
+        age_s = self._coordinator.ask_process_0("overdue", self._failing_for_s)
         if age_s > limit_s:
             raise SaveFailedError(
                 f"step {step} is not saved: every durable save of the last {age_s:.1f} s has failed, and "
@@ -166,7 +165,7 @@ class DurableRetry:
                 "jitter": _jitter.uniform(0.5, 1.0),
             }
 
-        return self._coordinator.agree("durable-outcome", mine, judge, timeout_s=self._timeout_s, about=about)
+        return self._coordinator.agree("durable-outcome", mine, judge, about=about)
 
 
 def _is_there(landed: Callable[[], bool]) -> bool:

@@ -20,14 +20,11 @@ class EpochFence:
     `claim` is safe from several threads; `fence` is a meeting, and belongs to the durable thread.
     """
 
-    def __init__(
-        self, tiers: SaveTargets, coordinator: Coordinator, ledger: Ledger, outcomes: Outcomes, timeout_s: float
-    ):
+    def __init__(self, tiers: SaveTargets, coordinator: Coordinator, ledger: Ledger, outcomes: Outcomes):
         self._tiers = tiers
         self._coordinator = coordinator
         self._ledger = ledger
         self._outcomes = outcomes
-        self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._claimed: int | None = None
 
@@ -72,7 +69,7 @@ class EpochFence:
                 )
             self.check(save_id)
 
-        self._coordinator.agree("fence", None, check, timeout_s=self._timeout_s, about=str(save_id))
+        self._coordinator.agree("fence", None, check, about=str(save_id))
 
     def check(self, save_id: SaveId) -> None:
         """On process 0: raises `CheckpointError` where a later run has begun. Cost: a listing."""

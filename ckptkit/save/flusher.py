@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.durable.orbax.host_shards import host_tree
-from ckptkit.errors import CheckpointError, StoreFullError
+from ckptkit.errors import CheckpointError
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE, PEER, SSD
 from ckptkit.save.circuit_breaker import DurableRetry
 from ckptkit.save.disk_copy import DiskCopy
 from ckptkit.save.fence import EpochFence
 from ckptkit.save.ledger import Ledger
-from ckptkit.save.outcomes import Outcomes, Refusal, describe
+from ckptkit.save.outcomes import Outcomes, Refusal
 from ckptkit.save.peer_copy import PeerCopier
 from ckptkit.save.records import DiskFlush, Save, SaveTargets, SealedSave
 from ckptkit.save.worker import Worker
@@ -50,21 +50,13 @@ class Flusher:
         self._durable = Worker("ckptkit-durable", waiting_max=1)
         peer_copies = tiers.peer_copies
         self._copies = None if peer_copies is None else PeerCopier(peer_copies, tiers, outcomes, timeout_s)
+        copying = [] if self._copies is None else [self._copies.worker]
+        self._workers = (self._disk, *copying, self._durable)
 
     @property
     def idle(self) -> bool:
         """Whether no tier is being filled."""
-        return self._disk.idle and self.durable_idle and (self._copies is None or self._copies.idle)
-
-    @property
-    def durable_idle(self) -> bool:
-        """Whether no durable save is on its way."""
-        return self._durable.idle
-
-    @property
-    def durable_failing(self) -> bool:
-        """Whether the durable tier is not worth waiting for."""
-        return self._durable_retry.failing
+        return all(worker.idle for worker in self._workers)
 
     def wait_durable(self, deadline: Deadline, *, patient: bool = True) -> bool:
         """Waits for the durable save on its way; False where time ran out first, or, unless `patient`, where the
@@ -80,7 +72,7 @@ class Flusher:
 
     def wait_copies(self, deadline: Deadline) -> bool:
         """Waits for the copies on their way to other hosts; False where time ran out first."""
-        return self._copies is None or self._copies.wait_idle(deadline.left_s)
+        return self._copies is None or self._copies.worker.wait_idle(deadline.left_s)
 
     def settle(self, deadline: Deadline) -> bool:
         """Waits for every tier until `deadline`; False where some are not done."""
@@ -88,18 +80,14 @@ class Flusher:
 
     def drain(self) -> None:
         """Waits for every tier; raises what escaped a thread."""
-        self._disk.drain()
-        if self._copies is not None:
-            self._copies.drain()
-        self._durable.drain()
+        for worker in self._workers:
+            worker.drain()
         self._tiers.durable.wait_until_pruned()
 
     def close(self) -> None:
         """Finishes what is under way and joins the threads."""
-        self._disk.close()
-        if self._copies is not None:
-            self._copies.close()
-        self._durable.close()
+        for worker in self._workers:
+            worker.close()
 
     def begin_disk(
         self, save_id: SaveId, slot: Slot, extents: Sequence[snapshot.SlotExtent], size_bytes: int
@@ -121,7 +109,7 @@ class Flusher:
         Whether a slower tier is still busy with an older step is a local matter, so it is voted on: a tier that is
         busy anywhere leaves the step out everywhere.
         """
-        begun = save.disk
+        begun = save.snapshot.disk if save.snapshot is not None else None
         if begun is None and SSD in save.due:
             begun = self.begin_disk(save.save_id, slot, (), save.description.slot_bytes)
         try:
@@ -188,7 +176,7 @@ class Flusher:
             idle = self._durable.idle or save.forced
             return self._outcomes.vote(DURABLE, save.save_id, None if idle else too_early)
         if tier == PEER:
-            idle = self._copies is not None and self._copies.idle
+            idle = self._copies is not None and self._copies.worker.idle
             return self._outcomes.vote(PEER, save.save_id, None if idle else too_early)
         return self._outcomes.vote("disk", save.save_id, None if begun else too_early)
 
@@ -196,17 +184,11 @@ class Flusher:
 
     def _flush_to_disk(self, save_id: SaveId, slot: Slot, begun: DiskFlush, disk: Arena) -> None:
         """Copies, waits for the save's fate, commits, votes: a copy for nothing was never a committed slot."""
-        copied, refusal = None, None
         self._outcomes.phase(save_id, "begun", SSD)
         try:
-            copied = begun.copy.run()
-            self._outcomes.phase(save_id, "copied", SSD)
-        except StoreFullError as error:
-            refusal = Refusal(policy="veto", reason=describe(error))
-            self._outcomes.degraded(save_id.step, SSD, error)
-        except Exception as error:  # noqa: BLE001  the top of a thread: voted on, reported and stored
-            refusal = Refusal(policy="veto", reason=describe(error))
-            self._outcomes.failed(save_id, SSD, error)
+            copied, refusal = self._outcomes.tried(save_id, SSD, begun.copy.run)
+            if refusal is None:
+                self._outcomes.phase(save_id, "copied", SSD)
         finally:
             self._tiers.staging.release(slot)
         try:
@@ -219,23 +201,25 @@ class Flusher:
     def _commit_to_disk(
         self, save: Save, sealed: SealedSave, copied: Slot | None, refusal: Refusal | None, disk: Arena
     ) -> None:
-        if copied is not None:
-            try:
-                disk.commit(copied, save.save_id, sealed.text_for(copied))
-                self._outcomes.phase(save.save_id, "committed_here", SSD)
-            except Exception as error:  # noqa: BLE001  voted on, reported and stored
-                refusal = Refusal(policy="veto", reason=describe(error))
-                self._outcomes.failed(save.save_id, SSD, error)
-        try:
-            refusals = self._outcomes.vote("disk-commit", save.save_id, refusal)
-            if refusals is not None and copied is not None:
+        def commit(copied: Slot) -> None:
+            disk.commit(copied, save.save_id, sealed.text_for(copied))
+            self._outcomes.phase(save.save_id, "committed_here", SSD)
+
+        def left_out() -> None:
+            if copied is not None:
                 disk.discard(copied)
-            if refusals is not None:
-                self._outcomes.skipped(save.save_id, SSD, refusals, gone=DURABLE not in save.due)
-            else:
-                self._outcomes.committed(save, SSD, disk)
-        except CheckpointError as error:  # nobody knows the verdict: what is committed here stays
-            self._outcomes.failed(save.save_id, SSD, error)
+
+        if copied is not None:
+            _, refusal = self._outcomes.tried(save.save_id, SSD, lambda: commit(copied), degrading=())
+        self._outcomes.conclude(
+            "disk-commit",
+            save.save_id,
+            SSD,
+            refusal,
+            taken=lambda: self._outcomes.committed(save, SSD, disk),
+            left_out=left_out,
+            gone=DURABLE not in save.due,
+        )
 
     # In the durable thread.
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
-from ckptkit.errors import CheckpointError, SaveFailedError
-from ckptkit.events import EventLog, Kind
-from ckptkit.job.coordination import Coordinator
+from ckptkit.errors import CheckpointError, SaveFailedError, StoreFullError
+from ckptkit.events import Kind
+from ckptkit.job.coordination import Job
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE, MEMORY, PEER
 from ckptkit.save.ledger import Ledger
@@ -19,6 +19,7 @@ from ckptkit.save.retention import Retention
 from ckptkit.slots.arena import Arena
 from ckptkit.util import clock
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)  # for those who keep no events: what is lost without an exception
 
 
@@ -34,21 +35,12 @@ class Refusal:
 class Outcomes:
     """The book, the events and the votes of saves. Safe from several threads; a vote's channel belongs to one."""
 
-    def __init__(
-        self,
-        tiers: SaveTargets,
-        coordinator: Coordinator,
-        ledger: Ledger,
-        retention: Retention,
-        events: EventLog,
-        timeout_s: float,
-    ):
+    def __init__(self, tiers: SaveTargets, job: Job, ledger: Ledger, retention: Retention):
         self._tiers = tiers
-        self._retention = retention
-        self._coordinator = coordinator
+        self._coordinator = job.coordinator
+        self._events = job.events
         self._ledger = ledger
-        self._events = events
-        self._timeout_s = timeout_s
+        self._retention = retention
         self._failures: list[SaveFailedError] = []
         self._stopped: CheckpointError | None = None
 
@@ -65,8 +57,53 @@ class Outcomes:
             return [max(policies, key=("skip", "wait", "veto").index), "; ".join(reasons[:4])]
 
         mine = None if refusal is None else [refusal.policy, refusal.reason]
-        verdict = self._coordinator.agree(channel, mine, joined, timeout_s=self._timeout_s, about=str(save_id))
+        verdict = self._coordinator.agree(channel, mine, joined, about=str(save_id))
         return None if verdict is None else Refusal(policy=verdict[0], reason=verdict[1])
+
+    def tried(
+        self,
+        save_id: SaveId,
+        tier: str,
+        act: Callable[[], _T],
+        *,
+        degrading: type[Exception] | tuple[type[Exception], ...] = StoreFullError,
+        due: frozenset[str] = frozenset(),
+    ) -> tuple[_T | None, Refusal | None]:
+        """What `act` returns; or, for the vote, why this process refuses the save, which is reported here and stored.
+
+        An error of `degrading` degrades `tier`, and fails a durable save that is `due`; any other error fails the save.
+        """
+        try:
+            return act(), None
+        except Exception as error:  # noqa: BLE001  the top of a thread: voted on
+            if isinstance(error, degrading):
+                self.no_room(save_id, tier, error, due)
+            else:
+                self.failed(save_id, tier, error)
+            return None, Refusal(policy="veto", reason=describe(error))
+
+    def conclude(
+        self,
+        channel: str,
+        save_id: SaveId,
+        tier: str,
+        refusal: Refusal | None,
+        *,
+        taken: Callable[[], None],
+        left_out: Callable[[], None],
+        gone: bool,
+    ) -> None:
+        """Votes on what every process has done for a slower tier, and then calls `taken` or `left_out`. `gone` is as
+        in `skipped`."""
+        try:
+            refusals = self.vote(channel, save_id, refusal)
+            if refusals is None:
+                taken()
+            else:
+                left_out()
+                self.skipped(save_id, tier, refusals, gone=gone)
+        except CheckpointError as error:  # nobody knows the verdict: what is committed here stays
+            self.failed(save_id, tier, error)
 
     def phase(self, save_id: SaveId, phase: str, tier: str | None = None) -> None:
         """A save crossed a phase boundary here."""

@@ -8,96 +8,95 @@ own copy, and, when a durable save is due (`durable_busy="wait"`), for the previ
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, final
 
 from ckptkit.errors import CheckpointError, StoreFullError
-from ckptkit.events import EventLog, Kind
-from ckptkit.job.coordination import Coordinator
+from ckptkit.events import Kind
+from ckptkit.job.coordination import Job
 from ckptkit.model.manifest import ManifestText, SaveId, Writer
-from ckptkit.model.policies import Backpressure, FailurePolicy, ReplicaPolicy
-from ckptkit.model.tiers import DURABLE, SSD
-from ckptkit.save.backpressure import await_admission
+from ckptkit.model.policies import SaveOptions
+from ckptkit.model.tiers import DURABLE, PEER, SSD
 from ckptkit.save.circuit_breaker import DurableRetry
 from ckptkit.save.fence import EpochFence
 from ckptkit.save.flusher import Flusher
 from ckptkit.save.ledger import Ledger
 from ckptkit.save.outcomes import Outcomes, Refusal, describe
-from ckptkit.save.preallocate import SlotMaker
-from ckptkit.save.records import Admission, DiskFlush, Save, SaveTargets, SealedSave, with_shardings
+from ckptkit.save.records import Admission, Save, SaveTargets, SealedSave, Snapshot, with_shardings
 from ckptkit.save.replica_check import ReplicaComparison
 from ckptkit.save.retention import Retention
 from ckptkit.save.worker import Worker
-from ckptkit.slots.arena import Slot
-from ckptkit.snapshot import describe as snapshot
+from ckptkit.slots.arena import Arena, Slot
 from ckptkit.snapshot import staging
+from ckptkit.snapshot.describe import Describer, Description, Digests
 from ckptkit.snapshot.items import SaveItems
-from ckptkit.snapshot.replicas import LocalReplica
 from ckptkit.util import clock
 from ckptkit.util.clock import Deadline
 
-_T = TypeVar("_T")
 VOTES_WAITING_MAX = 1024  # of saves that came too early: a few hundred bytes each
 
 
 class SavePipeline:
-    """Owner of the writer thread. Every method but `submit` may be called on one process alone."""
+    """Owner of the writer thread. Every method but `submit` may be called on one process alone.
+
+    `describe` says what a save of some trees will hold, and raises for leaves that cannot be saved; `slots` makes the
+    slots of saves to come; `outcomes` knows what has failed; `flusher` fills the slower tiers.
+    """
 
     def __init__(
-        self,
-        tiers: SaveTargets,
-        coordinator: Coordinator,
-        writer: Writer,
-        ledger: Ledger,
-        retention: Retention,
-        events: EventLog,
-        timeout_s: float,
-        choice: str,
-        backpressure: Backpressure,
-        on_failure: FailurePolicy,
-        replicas: ReplicaPolicy | None,
+        self, tiers: SaveTargets, job: Job, writer: Writer, ledger: Ledger, retention: Retention, options: SaveOptions
     ):
         self._tiers = tiers
         self._pace = tiers.durable.pace  # the durable tier lets a save pass until its first commit
-        self._coordinator = coordinator
+        self._coordinator = job.coordinator
+        self._events = job.events
         self._writer_record = writer
         self._ledger = ledger
-        self._events = events
-        self._timeout_s = timeout_s
-        self._backpressure = backpressure
-        self._choice = staging.checked_choice(choice)
+        self._options = options
         self._changed = threading.Condition()
         self._unstaged = 0  # saves that still refer to the caller's arrays
         self._in_flight = 0  # snapshots that are taken and not yet committed, or dropped, by all
         self._undecided: list[Slot] = []
         self._closed = False
-        self._describer = snapshot.Describer(with_shardings)
-        self._text: tuple[snapshot.Description, ManifestText] | None = None
-        self._outcomes = Outcomes(tiers, coordinator, ledger, retention, events, timeout_s)
-        self._replicas = ReplicaComparison(replicas, coordinator, self._outcomes, events, writer.host, timeout_s)
-        self._claim = EpochFence(tiers, coordinator, ledger, self._outcomes, timeout_s)
-        self._durable_retry = DurableRetry(on_failure, coordinator, events, timeout_s)
-        self._flusher = Flusher(tiers, ledger, self._outcomes, self._claim, self._durable_retry, timeout_s)
-        self._maker = SlotMaker(tiers, retention, self._outcomes)
+        self._text: tuple[Description, ManifestText] | None = None
+        self.describe = Describer(with_shardings)
+        self.outcomes = Outcomes(tiers, job, ledger, retention)
+        self.slots = SlotMaker(tiers, retention, self.outcomes)
+        self._replicas = ReplicaComparison(options.replicas, job, self.outcomes, writer.host)
+        self._claim = EpochFence(tiers, job.coordinator, ledger, self.outcomes)
+        self._durable_retry = DurableRetry(options.on_failure, job)
+        timeout_s = job.coordinator.timeout_s
+        self.flusher = Flusher(tiers, ledger, self.outcomes, self._claim, self._durable_retry, timeout_s)
         self._writer = Worker("ckptkit-writer", waiting_max=VOTES_WAITING_MAX)
 
-    def describe(self, items: SaveItems) -> snapshot.Description:
-        """What a save of `items` will hold; raises for leaves that cannot be saved, before anything is taken."""
-        return self._describer(items.trees)
-
-    def prepare(self, slot_bytes: int, share_bytes: int) -> None:
-        """See `SlotMaker.prepare`."""
-        self._maker.prepare(slot_bytes, share_bytes)
-
-    def reserve(self, slot_bytes: int) -> None:
-        """See `SlotMaker.reserve`."""
-        self._maker.reserve(slot_bytes)
-
     def await_turn(self, due: frozenset[str], *, must_wait: bool, last: Deadline | None = None) -> Admission:
-        """Waits for the saves before one that is due in the durable tier (`turns.await_turn`)."""
-        busy, timeout_s = self._backpressure.durable_busy, self._timeout_s
-        return await_admission(self._writer, self._flusher, due, busy, timeout_s, must_wait=must_wait, last=last)
+        """Waits for the saves before one that is due in the durable tier, on the step loop's thread.
+
+        At most for the longest wait for other processes; not at all for a save that is due in fast tiers alone or,
+        unless it is a `must_wait`, where one that comes too early is skipped, or the durable tier fails. One that no
+        other follows has until `last`; it waits for the writer, a little for peers and disk, and queues behind a
+        durable save: none may cost the faster tiers.
+        """
+        forced = last is not None or must_wait
+        patient = self._options.durable_busy == "wait" and not self._durable_retry.failing
+        waits = last is not None or (DURABLE in due and (must_wait or patient))
+        was_busy, waiting_s = waits and self.busy, clock.monotonic_s()
+        deadline = last or Deadline(self._coordinator.timeout_s if waits else 0.0)
+        in_time = not waits or self._writer.wait_idle(deadline.left_s)
+        if last is not None:
+            soon = Deadline(last.left_s / 4)
+            self.flusher.wait_copies(soon)
+            self.flusher.wait_disk(soon)
+        elif waits:
+            in_time = in_time and self.flusher.wait_durable(deadline, patient=must_wait)
+            if not in_time and not must_wait and self._durable_retry.failing:
+                waits, in_time, deadline = False, True, Deadline(0.0)
+        waited_s = clock.monotonic_s() - waiting_s
+        return Admission(
+            waits=waits, forced=forced, was_busy=was_busy, in_time=in_time, waited_s=waited_s, deadline=deadline
+        )
 
     def raise_if_overdue(self, step: int, due: frozenset[str]) -> None:
         """Raises `SaveFailedError` where the durable tier has been failing for too long (`DurableRetry`).
@@ -108,15 +107,11 @@ class SavePipeline:
         if self._coordinator.count == 1 or DURABLE in due:
             self._durable_retry.raise_if_overdue(step)
 
-    def follow(self, save_id: SaveId) -> None:
-        """Waits in the durable thread for a save that Orbax has begun on the caller's thread, and reports its end."""
-        self._flusher.follow(save_id)
-
     def submit(
         self,
         save_id: SaveId,
         items: SaveItems,
-        description: snapshot.Description,
+        description: Description,
         due: frozenset[str],
         metrics: Any,
         start_s: float,
@@ -125,32 +120,29 @@ class SavePipeline:
         """Stages the state and hands the save over; returns once the caller may donate the state.
 
         Blocks for one copy of this process's boxes. A save that comes while `in_flight_max` snapshots are on their
-        way is not staged, and dropped by vote; one that waits for admission (`await_admission`) waits here for a free
+        way is not staged, and dropped by vote; one that waits for its turn (`await_turn`) waits here for a free
         slot too, for what is left of its time, and is then dropped by vote. `start_s` is when the step loop was stopped
         (monotonic). Raises what staging raises (for an array that was deleted), and what no save is taken after
         (replicas that differ); the save is then dropped by vote.
         """
-        self._outcomes.phase(save_id, "begun")
+        self.outcomes.phase(save_id, "begun")
         save = Save(
             save_id=save_id,
             items=replace(items, trees={}, inline={}, durable={}),
             description=description,
-            slot=None,
-            staging=None,
-            disk=None,
             due=due,
             forced=turn.forced,
             metrics=metrics,
-            local_replicas=(),
+            snapshot=None,
             staged_s=clock.monotonic_s(),
         )
         try:
-            self._outcomes.raise_if_stopped()
-            self._maker.size(description.slot_bytes, description.share_bytes)
+            self.outcomes.raise_if_stopped()
+            self.slots.size(description.slot_bytes, description.share_bytes)
             waiting_s = clock.monotonic_s()
             slot, refusal = self._admit(save_id, description.slot_bytes, due, turn)
             waited_s = turn.waited_s + clock.monotonic_s() - waiting_s
-            disk, staged, local_replicas = self._begin_staging(save_id, description, items, slot, due)
+            staged = None if slot is None else self._begin_staging(save_id, description, items, slot, due)
         except BaseException as error:  # the caller hears it here, and the others in the vote, to which they come
             self._hand_over(save, Refusal(policy="veto", reason=describe(error)))
             raise
@@ -159,27 +151,25 @@ class SavePipeline:
         if staged is not None:
             # A reference to the trees, held in the background, would keep device memory in use.
             kept = replace(items, trees={})
-            save = replace(
-                save, items=kept, slot=slot, staging=staged, disk=disk, local_replicas=local_replicas, staged_s=staged_s
-            )
+            save = replace(save, items=kept, snapshot=staged, staged_s=staged_s)
             self._events.emit(
                 Kind.STAGED,
                 step=save_id.step,
-                strategy=staged.strategy,
-                reason=staged.reason,
+                strategy=staged.staging.strategy,
+                reason=staged.staging.reason,
                 bytes=description.held_bytes,
                 tiers=sorted(due),
                 stall_s=round(staged_s - start_s, 6),
                 waited_s=round(waited_s, 6),
                 **({"policy": "wait"} if turn.was_busy else {}),
             )
-        self.reserve(description.slot_bytes)  # the other slots: the next saves find them made
+        self.slots.reserve(description.slot_bytes)  # the other slots: the next saves find them made
         self._hand_over(save, refusal)
 
     def _hand_over(self, save: Save, refusal: Refusal | None) -> None:
         with self._changed:
             self._unstaged += 1
-            self._in_flight += save.slot is not None
+            self._in_flight += save.snapshot is not None
         self._writer.submit(lambda: self._commit(save, refusal))
 
     def _admit(
@@ -190,18 +180,19 @@ class SavePipeline:
         Which of the two is a local matter of timing, so it decides nothing: the refusal goes into the vote.
         """
         if not turn.in_time:
-            return None, Refusal(policy="wait", reason=f"earlier saves were not done within {self._timeout_s:.1f} s")
-        in_flight, in_flight_max = self._in_flight, self._backpressure.in_flight_max
+            timeout_s = self._coordinator.timeout_s
+            return None, Refusal(policy="wait", reason=f"earlier saves were not done within {timeout_s:.1f} s")
+        in_flight, in_flight_max = self._in_flight, self._options.in_flight_max
         if in_flight >= in_flight_max:
             reason = f"too early: {in_flight} snapshots are on their way, in_flight_max={in_flight_max}"
             return None, Refusal(policy="skip", reason=reason)
         try:
             slot = self._tiers.staging.acquire(size_bytes, timeout_s=turn.deadline.left_s)
         except StoreFullError as error:
-            self._outcomes.no_room(save_id, self._tiers.staging_name, error, due)
+            self.outcomes.no_room(save_id, self._tiers.staging_name, error, due)
             return None, Refusal(policy="veto", reason=describe(error))
         except (CheckpointError, OSError) as error:  # a mount that became read-only, say: training goes on
-            self._outcomes.failed(save_id, self._tiers.staging_name, error)
+            self.outcomes.failed(save_id, self._tiers.staging_name, error)
             return None, Refusal(policy="veto", reason=describe(error))
         if slot is None:
             reason = "no free slot: slower tiers still read the others, or they are still being made"
@@ -209,27 +200,18 @@ class SavePipeline:
         return slot, None
 
     def _begin_staging(
-        self,
-        save_id: SaveId,
-        description: snapshot.Description,
-        items: SaveItems,
-        slot: Slot | None,
-        due: frozenset[str],
-    ) -> tuple[DiskFlush | None, staging.Staging | None, tuple[LocalReplica, ...]]:
-        if slot is None:
-            return None, None, ()
+        self, save_id: SaveId, description: Description, items: SaveItems, slot: Slot, due: frozenset[str]
+    ) -> Snapshot:
         self._pace.begin_urgent(save_id)
         disk = None
         try:
             if SSD in due:
-                disk = self._flusher.begin_disk(save_id, slot, description.extents, description.slot_bytes)
+                disk = self.flusher.begin_disk(save_id, slot, description.extents, description.slot_bytes)
             copied = disk.copy.filled if disk is not None else None
             local_replicas, compared = self._replicas.shards(description, items.trees)
-            return (
-                disk,
-                staging.begin(self._choice, description, items.trees, slot.memory, copied, compared),
-                local_replicas,
-            )
+            choice = self._options.staging
+            begun = staging.begin(choice, description, items.trees, slot.memory, copied, compared)
+            return Snapshot(slot=slot, staging=begun, disk=disk, local_replicas=local_replicas)
         except BaseException:  # an array that was deleted, say: the caller hears it, the slot is free again
             self._pace.end_urgent(save_id)
             if disk is not None:
@@ -245,7 +227,7 @@ class SavePipeline:
     def wait(self) -> None:
         """Waits until every save that was taken is in all the tiers it was due in, or has failed."""
         self._writer.drain()
-        self._flusher.drain()
+        self.flusher.drain()
 
     def wait_decided(self, deadline: Deadline) -> bool:
         """Waits until all processes have taken every save so far, or dropped it; False where time ran out first."""
@@ -253,24 +235,12 @@ class SavePipeline:
 
     def settle(self, deadline: Deadline) -> bool:
         """Waits for every tier as `wait` does, but until `deadline`; False where some are not done. Raises nothing."""
-        return self._writer.wait_idle(deadline.left_s) and self._flusher.settle(deadline)
+        return self._writer.wait_idle(deadline.left_s) and self.flusher.settle(deadline)
 
     @property
     def busy(self) -> bool:
         """Whether a save is still on its way."""
-        return not (self._writer.idle and self._flusher.idle)
-
-    def raise_failure(self) -> None:
-        """Raises the first background failure that was not raised yet, once; later ones are in its notes."""
-        self._outcomes.raise_failure()
-
-    def raise_if_stopped(self) -> None:
-        """Raises what no save is to be taken after: replicas that differ (`ReplicaPolicy`)."""
-        self._outcomes.raise_if_stopped()
-
-    def go_on(self) -> None:
-        """The run continues from a step that was restored."""
-        self._outcomes.go_on()
+        return not (self._writer.idle and self.flusher.idle)
 
     def raise_if_closed(self) -> None:
         """Raises `CheckpointError` after `close`: the slots may be another run's by now."""
@@ -281,8 +251,8 @@ class SavePipeline:
         """Finishes what is under way and joins the threads."""
         self._closed = True
         self._writer.close()
-        self._flusher.close()
-        self._maker.close()
+        self.flusher.close()
+        self.slots.close()
 
     # In the writer thread.
 
@@ -290,29 +260,30 @@ class SavePipeline:
         try:
             self._commit_and_vote(save, refusal)
         except Exception as error:  # noqa: BLE001  the top of a thread: whoever asks for errors is to hear of it
-            self._outcomes.failed(save.save_id, self._tiers.staging_name, error)
+            self.outcomes.failed(save.save_id, self._tiers.staging_name, error)
         finally:
             self._pace.end_urgent(save.save_id)
-            if save.disk is not None and not save.disk.decided.done():
-                save.disk.leave_out()
+            disk = save.snapshot.disk if save.snapshot is not None else None
+            if disk is not None and not disk.decided.done():
+                disk.leave_out()
             with self._changed:
-                self._in_flight -= save.slot is not None
+                self._in_flight -= save.snapshot is not None
                 self._changed.notify_all()
 
     def _commit_and_vote(self, save: Save, refusal: Refusal | None) -> None:
         """Finish staging, compare replicas, manifest, local commit, vote; then on to the slower tiers."""
-        digests, failed = self._tried(save, lambda: self._finish_staging(save))
-        staged = digests if save.staging is not None else None
+        tried = partial(self.outcomes.tried, save.save_id, self._tiers.staging_name, due=save.due)
+        staged, local_replicas = save.snapshot, save.snapshot.local_replicas if save.snapshot is not None else ()
+        digests, failed = tried(lambda: self._finish_staging(save))
         # Every process comes, also one that has staged nothing.
-        differing, failed_too = self._tried(
-            save, lambda: self._replicas.compare(save.save_id, save.description, save.local_replicas, staged)
+        differing, failed_too = tried(
+            lambda: self._replicas.compare(save.save_id, save.description, local_replicas, digests)
         )
         refusal, sealed = refusal or failed or failed_too or differing, None
-        if save.slot is not None and digests is not None and refusal is None:
-            slot, found = save.slot, digests
-            sealed, refusal = self._tried(save, lambda: self._commit_here(save, slot, found))
+        if staged is not None and digests is not None and refusal is None:
+            sealed, refusal = tried(lambda: self._commit_here(save, staged.slot, digests))
         try:
-            refusals = self._outcomes.vote("commit", save.save_id, refusal)
+            refusals = self.outcomes.vote("commit", save.save_id, refusal)
         except CheckpointError as error:
             self._leave_undecided(save, error)
             return
@@ -320,39 +291,28 @@ class SavePipeline:
             self._drop(save, refusals)
             return
         assert sealed is not None
-        assert save.slot is not None
+        assert staged is not None
         try:
-            self._outcomes.committed(save, self._tiers.staging_name, self._tiers.staging)
+            self.outcomes.committed(save, self._tiers.staging_name, self._tiers.staging)
             self._release_undecided()
             self._pace.end_urgent(save.save_id)
-            self._flusher.flush(save, save.slot, sealed)
+            self.flusher.flush(save, staged.slot, sealed)
         finally:
-            self._tiers.staging.release(save.slot)
+            self._tiers.staging.release(staged.slot)
 
-    def _tried(self, save: Save, act: Callable[[], _T]) -> tuple[_T | None, Refusal | None]:
-        """What `act` gives; or why not, for the vote, reported here and stored."""
+    def _finish_staging(self, save: Save) -> Mapping[int, Digests] | None:
         try:
-            return act(), None
-        except StoreFullError as error:
-            self._outcomes.no_room(save.save_id, self._tiers.staging_name, error, save.due)
-            return None, Refusal(policy="veto", reason=describe(error))
-        except Exception as error:  # noqa: BLE001  the top of a thread
-            self._outcomes.failed(save.save_id, self._tiers.staging_name, error)
-            return None, Refusal(policy="veto", reason=describe(error))
-
-    def _finish_staging(self, save: Save) -> Mapping[int, snapshot.Digests]:
-        try:
-            if save.staging is None:
-                return {}
-            digests = save.staging.finish()
-            self._outcomes.phase(save.save_id, "staged", self._tiers.staging_name)
+            if save.snapshot is None:
+                return None
+            digests = save.snapshot.staging.finish()
+            self.outcomes.phase(save.save_id, "staged", self._tiers.staging_name)
             return digests
         finally:
             with self._changed:
                 self._unstaged -= 1
                 self._changed.notify_all()
 
-    def _commit_here(self, save: Save, slot: Slot, digests: Mapping[int, snapshot.Digests]) -> SealedSave:
+    def _commit_here(self, save: Save, slot: Slot, digests: Mapping[int, Digests]) -> SealedSave:
         self._claim.claim(save.save_id)
         sealed = SealedSave(
             save_id=save.save_id,
@@ -364,10 +324,10 @@ class SavePipeline:
         )
         if self._tiers.staging.directory is not None:
             self._tiers.staging.commit(slot, save.save_id, sealed.text_for(slot))
-        self._outcomes.phase(save.save_id, "committed_here", self._tiers.staging_name)
+        self.outcomes.phase(save.save_id, "committed_here", self._tiers.staging_name)
         return sealed
 
-    def _text_of(self, description: snapshot.Description) -> ManifestText:
+    def _text_of(self, description: Description) -> ManifestText:
         """What manifests of a description have in common; a loop saves the same description again and again."""
         if self._text is None or self._text[0] is not description:
             records = {item: tuple(s.record for s in sources) for item, sources in description.items.items()}
@@ -377,9 +337,9 @@ class SavePipeline:
     def _leave_undecided(self, save: Save, error: CheckpointError) -> None:
         """Nobody here knows the verdict. What is committed here stays, and its slot stays leased until a newer save is
         committed by all: others may count on it at the restart."""
-        self._outcomes.failed(save.save_id, self._tiers.staging_name, error)
-        if save.slot is not None:
-            self._undecided.append(save.slot)
+        self.outcomes.failed(save.save_id, self._tiers.staging_name, error)
+        if save.snapshot is not None:
+            self._undecided.append(save.snapshot.slot)
             if self._tiers.staging.directory is None:  # nothing of it outlives the process
                 self._release_undecided()
 
@@ -388,11 +348,71 @@ class SavePipeline:
             self._tiers.staging.release(self._undecided.pop())
 
     def _drop(self, save: Save, refusals: Refusal) -> None:
-        if save.slot is not None:
+        if save.snapshot is not None:
             try:
-                self._tiers.staging.discard(save.slot)
+                self._tiers.staging.discard(save.snapshot.slot)
             except (CheckpointError, OSError) as error:  # no save is to keep its slot for ever
-                self._outcomes.degraded(save.save_id.step, self._tiers.staging_name, error)
+                self.outcomes.degraded(save.save_id.step, self._tiers.staging_name, error)
             finally:
-                self._tiers.staging.release(save.slot)
-        self._outcomes.skipped(save.save_id, self._tiers.staging_name, refusals, gone=True)
+                self._tiers.staging.release(save.snapshot.slot)
+        self.outcomes.skipped(save.save_id, self._tiers.staging_name, refusals, gone=True)
+
+
+@final
+class SlotMaker:
+    """Owner of the thread that makes the slots of every fast tier. Belongs to the step loop's thread."""
+
+    def __init__(self, tiers: SaveTargets, retention: Retention, outcomes: Outcomes):
+        self._tiers = tiers
+        self._retention = retention
+        self._outcomes = outcomes
+        self._prepared_bytes = 0
+        self._worker = Worker("ckptkit-arena", waiting_max=4)
+
+    def prepare(self, slot_bytes: int, share_bytes: int) -> None:
+        """Begins to make the slots of every fast tier in the background, for saves of `slot_bytes` on this process and
+        of `share_bytes` at most on any.
+
+        Raises `StoreFullError` where a tier has no room for its slots, with the bytes needed and free.
+        """
+        self.size(slot_bytes, share_bytes)
+        beside_bytes = sum(peer_arena.missing_bytes(slot_bytes) for peer_arena in self._peer_arenas)
+        self._tiers.staging.check_room(slot_bytes, beside_bytes=beside_bytes)
+        if self._tiers.disk is not None:
+            self._tiers.disk.check_room(slot_bytes)
+        self.reserve(slot_bytes)
+
+    def size(self, slot_bytes: int, share_bytes: int) -> None:
+        """Says how large saves are: how many slots a tier has may follow from it."""
+        if self._retention.sized(share_bytes, slot_bytes):
+            self._prepared_bytes = 0  # the new slots are to be made
+
+    def reserve(self, slot_bytes: int) -> None:
+        """What `prepare` begins, without asking for room first: a tier that has none says so in an event."""
+        if self._prepared_bytes >= slot_bytes:
+            return
+        self._prepared_bytes = slot_bytes
+
+        def reserve(arena: Arena, tier: str) -> None:
+            try:
+                arena.reserve(slot_bytes)
+            except (CheckpointError, OSError) as error:
+                self._outcomes.degraded(None, tier, error)
+
+        self._worker.submit(lambda: reserve(self._tiers.staging, self._tiers.staging_name))
+        if (disk := self._tiers.disk) is not None:
+            self._worker.submit(lambda: reserve(disk, SSD))
+        for peer_arena in self._peer_arenas:
+            self._worker.submit(lambda peer_arena=peer_arena: reserve(peer_arena, PEER))
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until all slots are made; False when `timeout_s` passed first."""
+        return self._worker.wait_idle(timeout_s)
+
+    def close(self) -> None:
+        """Finishes what is under way and joins the thread."""
+        self._worker.close()
+
+    @property
+    def _peer_arenas(self) -> tuple[Arena, ...]:
+        return () if self._tiers.peer_copies is None else self._tiers.peer_copies.peer_arenas

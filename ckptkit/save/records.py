@@ -25,19 +25,26 @@ from ckptkit.util.clock import Deadline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """One save on its way through the tiers. `slot` is None where this process had no room for it."""
+    """One save on its way through the tiers. `snapshot` is None where this process had no room for it."""
 
     save_id: SaveId
     items: SaveItems
     description: describe.Description
-    slot: Slot | None
-    staging: staging.Staging | None
-    disk: DiskFlush | None  # None where the disk was busy when the save began, or the tier is not due
     due: frozenset[str]
     forced: bool  # tried in the durable tier also while that is paused, on every process alike
     metrics: Any
-    local_replicas: tuple[LocalReplica, ...]  # the local copies that were digested beside what is stored
+    snapshot: Snapshot | None
     staged_s: float  # monotonic, when the step loop was let go
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The state of one save in a leased slot, or on its way there."""
+
+    slot: Slot
+    staging: staging.Staging
+    disk: DiskFlush | None  # None where the disk was busy when the save began, or the tier is not due
+    local_replicas: tuple[LocalReplica, ...]  # the local copies that were digested beside what is stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, final
 
 from ckptkit.errors import CheckpointError, ReplicaMismatchError
-from ckptkit.events import EventLog, Kind
-from ckptkit.job.coordination import Coordinator
+from ckptkit.events import Kind
+from ckptkit.job.coordination import Job
 from ckptkit.model.manifest import SaveId, digest_of
 from ckptkit.model.policies import ReplicaPolicy
 from ckptkit.save.outcomes import Outcomes, Refusal
@@ -56,21 +56,12 @@ class ReplicaComparison:
     single boxes are named. No device collective is launched.
     """
 
-    def __init__(
-        self,
-        policy: ReplicaPolicy | None,
-        coordinator: Coordinator,
-        outcomes: Outcomes,
-        events: EventLog,
-        host: str,
-        timeout_s: float,
-    ):
+    def __init__(self, policy: ReplicaPolicy | None, job: Job, outcomes: Outcomes, host: str):
         self._policy = policy
-        self._coordinator = coordinator
+        self._coordinator = job.coordinator
+        self._events = job.events
         self._outcomes = outcomes
-        self._events = events
         self._host = host
-        self._timeout_s = timeout_s
         self._rotation = None if policy is None else Rotation(policy)
         self._metadata_index: _Shared | None = None
 
@@ -140,7 +131,7 @@ class ReplicaComparison:
                     self._local(shared.description, local_replicas, local_replica, digests) for local_replica in local
                 ],
             }
-        verdict = self._coordinator.agree("replicas", mine, _first_look, timeout_s=self._timeout_s, about=str(save_id))
+        verdict = self._coordinator.agree("replicas", mine, _first_look, about=str(save_id))
         found: list[dict[str, Any]] = verdict["local"]
         ranges: list[_Range] = [(name, 0, len(shared.boxes[name])) for name in verdict["sets"]]
         return [*found, *self._look_into(save_id, shared, ranges, digests)]
@@ -161,7 +152,6 @@ class ReplicaComparison:
                     "replica-details",
                     mine,
                     partial(_narrowed, shared.holders),
-                    timeout_s=self._timeout_s,
                     about=str(save_id),
                 )
             except CheckpointError as error:

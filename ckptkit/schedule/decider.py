@@ -71,7 +71,6 @@ class Decider:
         tiers: Sequence[Tier],
         durable_steps: Iterable[StepInfo | int],
         coordinator: Coordinator | None = None,
-        timeout_s: float = 600.0,
     ):
         self._tiers = tiers
         self._options = options
@@ -82,7 +81,6 @@ class Decider:
         self._alone = self._coordinator.count == 1 or _is_of_the_step_alone(self._policy)
         if not self._alone:
             self._policy = _asked_by_one(self._policy)
-        self._timeout_s = timeout_s
         self._last: int | None = None
         self._base: int | None = None  # the step from which the run goes on, until it saves
         self._durable_owed = False
@@ -159,7 +157,7 @@ class Decider:
         """The fast tiers whose policies take `step`; those that look at a clock are asked on process 0."""
         due = {t.name for t in self._tiers if isinstance(t.save, TierSavePolicy) and t.save.due(step)}
         if self._by_clock:
-            due |= set(self._coordinator.ask_process_0("tiers-by-clock", self._due_by_clock, timeout_s=self._timeout_s))
+            due |= set(self._coordinator.ask_process_0("tiers-by-clock", self._due_by_clock))
         return due
 
     def _due_by_clock(self) -> list[str]:
@@ -182,7 +180,7 @@ class Decider:
         def ask() -> bool:
             return bool(self._policy.should_save(StepInfo(step), self._durable, context=context))  # pyright: ignore[reportArgumentType]
 
-        return ask() if self._alone else self._coordinator.ask_process_0("decision", ask, timeout_s=self._timeout_s)
+        return ask() if self._alone else self._coordinator.ask_process_0("decision", ask)
 
 
 def _is_of_the_step_alone(policy: Any) -> bool:

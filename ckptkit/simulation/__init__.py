@@ -3,7 +3,7 @@
 from ckptkit.simulation.cluster import FAILURES, TIER_NAMES, Cluster, Failure, TierModel, default_tier
 from ckptkit.simulation.compare import Result, compare, find_oracle, mean_ci
 from ckptkit.simulation.cycle import Schedule
-from ckptkit.simulation.engine import Outcome, Policy, Seen, simulate, simulate_all
+from ckptkit.simulation.engine import Mark, Outcome, Policy, Seen, simulate, simulate_all
 from ckptkit.simulation.failures import Failures, FailureTrace, draw, read_trace, replay
 from ckptkit.simulation.policies import FixedIntervals, Learned, continuous, daly, levels, young
 from ckptkit.simulation.presets import PRESETS, Preset
@@ -18,6 +18,7 @@ __all__ = [
     "Failures",
     "FixedIntervals",
     "Learned",
+    "Mark",
     "Outcome",
     "Policy",
     "Preset",

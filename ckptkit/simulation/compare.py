@@ -110,7 +110,7 @@ def mean_ci(values: np.ndarray) -> tuple[float, float]:
 def _result(cluster: Cluster, policy: Policy, outcome: Outcome, oracle: Outcome) -> Result:
     goodput, goodput_ci = mean_ci(outcome.goodput)
     behind, behind_ci = mean_ci(oracle.goodput - outcome.goodput)
-    there = np.isfinite(outcome.marked_at_s)
+    there = np.isfinite(outcome.mark.at_s)
     after = None
     if there.any():
         after = float(outcome.goodput_after_mark()[there].mean() / oracle.goodput_after_mark()[there].mean())

@@ -9,7 +9,7 @@ towards the next one. Stalls of a save come at its end. A failure during a resta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -53,6 +53,14 @@ class Policy(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """What every run had kept when the marked failure came, and when that was; NaN for runs without that failure."""
+
+    work_s: np.ndarray
+    at_s: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of every run: arrays over runs, in seconds, except `failures`. Kept work, stalls, lost work and
     down time add up to `horizon_s`; what is left in the last, unfinished interval is kept work.
@@ -65,8 +73,7 @@ class Outcome:
     down_s: np.ndarray
     failures: np.ndarray
     from_tier: np.ndarray  # (runs, tiers): how many restores each tier served
-    marked_s: np.ndarray = field(default_factory=lambda: np.zeros(0))  # work kept until the mark, see `simulate`
-    marked_at_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    mark: Mark  # see `simulate_all`
 
     @property
     def goodput(self) -> np.ndarray:
@@ -76,7 +83,7 @@ class Outcome:
     def goodput_after_mark(self) -> np.ndarray:
         """Goodput from the marked failure on; NaN for runs that did not get that far."""
         with np.errstate(invalid="ignore", divide="ignore"):
-            return (self.work_s - self.marked_s) / (self.horizon_s - self.marked_at_s)
+            return (self.work_s - self.mark.work_s) / (self.horizon_s - self.mark.at_s)
 
 
 def simulate(
@@ -175,7 +182,7 @@ def _simulate(
         if not failed.any():
             break
     return [
-        Outcome(horizon_s, work[i], stall[i], lost[i], down[i], count, served[:, i].T, marked[i], marked_at)
+        Outcome(horizon_s, work[i], stall[i], lost[i], down[i], count, served[:, i].T, Mark(marked[i], marked_at))
         for i in range(copies)
     ]
 

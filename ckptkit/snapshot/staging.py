@@ -16,16 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ckptkit.model.policies import StagingChoice, Strategy
 from ckptkit.snapshot.describe import Description, Digests, Shard, copy_shards, local_shards
-
-Strategy = Literal["slot_copy", "device_copy", "gate", "alias", "block"]
-StagingChoice = Strategy | Literal["auto"]
 
 # XLA's CPU client runs a program of fewer than 1,000 floating-point operations on the caller's thread once its inputs
 # are ready, and a copy of gigabytes has none. With these it goes to a thread of its own.
@@ -43,15 +41,8 @@ class Staging:
     finish: Callable[[], dict[int, Digests]]
 
 
-def checked_choice(choice: str) -> str:
-    """`choice` if it is a strategy or `auto`; raises ValueError naming them."""
-    if choice not in (*get_args(Strategy), "auto"):
-        raise ValueError(f"staging {choice!r}: give one of {', '.join((*get_args(Strategy), 'auto'))}")
-    return choice
-
-
 def begin(
-    choice: str,
+    choice: StagingChoice,
     description: Description,
     trees: Mapping[str, Any],
     memory: np.ndarray,
@@ -87,10 +78,10 @@ def begin(
     return Staging(strategy=strategy, reason=reason, finish=_once(copy, later, digests))
 
 
-def choose(choice: str, arrays: Sequence[Any]) -> tuple[Strategy, str]:
+def choose(choice: StagingChoice, arrays: Sequence[Any]) -> tuple[Strategy, str]:
     """The strategy for these local arrays, and why."""
     if choice != "auto":
-        return choice, "asked for"  # pyright: ignore[reportReturnType]
+        return choice, "asked for"
     if not arrays or next(iter(arrays[0].devices())).platform == "cpu":
         return "slot_copy", "on the CPU backend one copy straight into the slot is the floor"
     free = min(_free_bytes(device) for device in {device for array in arrays for device in array.devices()})

@@ -30,10 +30,10 @@ Step = int | CheckpointMetadata | None
 class Checkpointer:
     """A sequence of checkpoints in a training loop, as `orbax.checkpoint.v1.training.Checkpointer`, with fast tiers.
 
-    Takes what Orbax's takes, and by keyword what `CheckpointManager` adds (`tiers`, `host_id`, `events`, `staging`,
-    `timeout_s`, `on_failure`, `verify`, `replicas`). A thin facade: what a save and a restore guarantee and cost is
-    said there. Steps have Orbax's v1 layout, and either reads what the other wrote. Not safe for several threads; all
-    processes call it together.
+    Takes what Orbax's takes, and by keyword what `CheckpointManager` adds (`tiers`, `host_id`, `events`, `durable`,
+    `saving`, `restoring`, `processes`). A thin facade: what a save and a restore guarantee and cost is said there.
+    Steps have Orbax's v1 layout, and either reads what the other wrote. Not safe for several threads; all processes
+    call it together.
     """
 
     def __init__(

@@ -114,7 +114,7 @@ def test_a_transient_failure_is_tried_again(tmp_path: Path) -> None:
     events: list[ckptkit.Event] = []
     Break.errors = {0: [ConnectionResetError("reset"), ConnectionResetError("reset")]}
     policy = ckptkit.FailurePolicy(retries=2, retry_delay_s=0.01)
-    with manager_of(tmp_path, events, on_failure=policy) as manager:
+    with manager_of(tmp_path, events, saving=ckptkit.SaveOptions(on_failure=policy)) as manager:
         assert manager.save(0, args=state(0))
         manager.wait_until_finished()
         assert list(manager.all_steps()) == [0]
@@ -144,7 +144,7 @@ def test_a_durable_tier_that_fails_for_too_long_is_an_error_at_save(
     """A job would train for days with nothing but its ramdisk."""
     Break.errors = {step: [full()] for step in range(3)}
     policy = ckptkit.FailurePolicy(durable_max_age_s=600)
-    manager = manager_of(tmp_path, [], tiers=True, on_failure=policy)
+    manager = manager_of(tmp_path, [], tiers=True, saving=ckptkit.SaveOptions(on_failure=policy))
     assert manager.save(0, args=state(0))
     manager._pipeline.wait()
     assert manager.save(1, args=state(1))  # not for long enough yet
@@ -161,7 +161,9 @@ def test_a_durable_tier_that_fails_for_too_long_is_an_error_at_save(
 def test_a_durable_save_that_works_ends_the_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two failures a day apart would stop the job."""
     Break.errors = {0: [full()]}
-    with manager_of(tmp_path, [], on_failure=ckptkit.FailurePolicy(durable_max_age_s=600)) as manager:
+    with manager_of(
+        tmp_path, [], saving=ckptkit.SaveOptions(on_failure=ckptkit.FailurePolicy(durable_max_age_s=600))
+    ) as manager:
         manager.save(0, args=state(0))
         with pytest.raises(ckptkit.SaveFailedError):
             manager.wait_until_finished()
@@ -226,9 +228,9 @@ def test_a_busy_durable_tier_blocks_neither_the_age_nor_a_step_of_ours(tmp_path:
         tmp_path / "durable",
         tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"))] if tiers else [],
         events=log,
-        durable_busy="skip",
-        in_flight_max=1,
-        on_failure=ckptkit.FailurePolicy(durable_max_age_s=60.0),
+        saving=ckptkit.SaveOptions(
+            durable_busy="skip", in_flight_max=1, on_failure=ckptkit.FailurePolicy(durable_max_age_s=60.0)
+        ),
     ) as manager:
         assert manager.save(0, args=args.PyTreeSave({"w": np.arange(3)}))
         manager._pipeline._writer.drain()

@@ -40,7 +40,7 @@ class Job:
 
         return {"w": self.put(np.arange(8.0) + step, "x"), "step": step}
 
-    def manager(self, name: str, *, ram: Any = None, ours: Any = None, **options: Any) -> Any:
+    def manager(self, name: str, *, ram: Any = None, saving: Any = None, **options: Any) -> Any:
         """Over the root `name`, with a ramdisk tier where `ram` says how."""
         import orbax.checkpoint as ocp
 
@@ -50,7 +50,12 @@ class Job:
         given = ocp.CheckpointManagerOptions(**options)
         host_id = f"h{self.process}"
         return ckptkit.CheckpointManager(
-            self.root / name, options=given, tiers=tiers, host_id=host_id, timeout_s=60, **(ours or {})
+            self.root / name,
+            options=given,
+            tiers=tiers,
+            host_id=host_id,
+            processes=ckptkit.ProcessOptions(timeout_s=60),
+            saving=saving,
         )
 
     def save(self, manager: Any, step: int, state: Any = None) -> bool:
@@ -179,7 +184,11 @@ def newer_style(job: Job) -> None:
     def make(ram: bool) -> Any:
         tiers = [ckptkit.Tier.ram(str(job.root / "ram"))] if ram else []
         return ckptkit.v1.Checkpointer(
-            job.root / "v1", save_decision_policy=every, tiers=tiers, host_id=f"h{job.process}", timeout_s=60
+            job.root / "v1",
+            save_decision_policy=every,
+            tiers=tiers,
+            host_id=f"h{job.process}",
+            processes=ckptkit.ProcessOptions(timeout_s=60),
         )
 
     with make(True) as checkpointer:
@@ -258,9 +267,10 @@ def overdue(job: Job) -> None:
         raise OSError(28, "No space left on device")
 
     real, DurableSteps.save = DurableSteps.save, refused
-    policy = {"on_failure": ckptkit.FailurePolicy(retries=0, durable_max_age_s=3600.0)}
+    policy = ckptkit.FailurePolicy(retries=0, durable_max_age_s=3600.0)
+    saving = ckptkit.SaveOptions(on_failure=policy)
     try:
-        with job.manager("overdue", ram={}, ours=policy) as manager:
+        with job.manager("overdue", ram={}, saving=saving) as manager:
 
             def fails(step: int) -> str:
                 try:

@@ -42,7 +42,7 @@ def make_manager(root: str, events: list[ckptkit.Event] | None = None) -> ckptki
     log = ckptkit.EventLog()
     log.observe((events if events is not None else []).append)
     options = ocp.CheckpointManagerOptions(save_interval_steps=1)
-    return ckptkit.CheckpointManager(root, options=options, events=log, timeout_s=60)
+    return ckptkit.CheckpointManager(root, options=options, events=log, processes=ckptkit.ProcessOptions(timeout_s=60))
 
 
 def save(manager: ckptkit.CheckpointManager, step: int, value: float) -> None:
@@ -63,7 +63,7 @@ class Stopped:
         self._reached, self._goes_on = threading.Event(), threading.Event()
         self.raised: BaseException | None = None
         items = {"default": ocp.args.PyTreeSave({"w": np.full(3000, -1.0, np.float32)})}  # pyright: ignore[reportCallIssue]
-        writer = StepWriter(root, make_coordinator(), DurableProfile(), timeout_s=60)
+        writer = StepWriter(root, make_coordinator(), DurableProfile())
         original = getattr(StepWriter, point)
 
         def stops(self_: Any, *args: Any) -> None:
@@ -160,7 +160,7 @@ def test_an_older_run_does_not_begin_where_a_later_one_writes(root: str, monkeyp
     """Two runs would write one step in a bucket; on a disk each has a place of its own, and the first commits."""
     stopped = Stopped(root, 2, 3, "_finish", monkeypatch)
     items = {"default": ocp.args.PyTreeSave({"w": np.zeros(3000, np.float32)})}  # pyright: ignore[reportCallIssue]
-    older = StepWriter(root, make_coordinator(), DurableProfile(), timeout_s=60)
+    older = StepWriter(root, make_coordinator(), DurableProfile())
     if root.startswith("gs:"):
         with pytest.raises(CheckpointError, match="a later run than epoch 1"):
             older.write("3", SaveId(1, 3, 0), items, {"default": "handler"}, {})

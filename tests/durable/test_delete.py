@@ -30,7 +30,9 @@ class Died(BaseException):
 
 
 def make_manager(root: Path | str, **options: Any) -> ckptkit.CheckpointManager:
-    return ckptkit.CheckpointManager(root, options=ocp.CheckpointManagerOptions(**options), timeout_s=60)
+    return ckptkit.CheckpointManager(
+        root, options=ocp.CheckpointManagerOptions(**options), processes=ckptkit.ProcessOptions(timeout_s=60)
+    )
 
 
 def save(manager: ckptkit.CheckpointManager, step: int, value: int, make: Any = jnp.full) -> None:
@@ -283,7 +285,9 @@ def make_listening(root: Path) -> tuple[ckptkit.CheckpointManager, list[str]]:
     log = ckptkit.EventLog()
     log.observe(lambda event: reasons.append(event.fields["reason"]) if event.kind == ckptkit.Kind.DEGRADED else None)
     options = ocp.CheckpointManagerOptions(max_to_keep=1)
-    return ckptkit.CheckpointManager(root, options=options, timeout_s=60, events=log), reasons
+    return ckptkit.CheckpointManager(
+        root, options=options, processes=ckptkit.ProcessOptions(timeout_s=60), events=log
+    ), reasons
 
 
 def test_a_prune_that_fails_is_said_and_done_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

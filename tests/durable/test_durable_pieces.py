@@ -147,12 +147,14 @@ def test_all_processes_encode_as_process_0_says(tmp_path: Path) -> None:
         def __init__(self) -> None:
             self.process, self.count = 0, 1
 
-        def agree(self, channel: str, value: Any, decide: Any, *, timeout_s: float, about: str = "") -> Any:
+        def agree(
+            self, channel: str, value: Any, decide: Any, *, timeout_s: float | None = None, about: str = ""
+        ) -> Any:
             del timeout_s
             said = decide([value])
             return [said[0], "zstd", 1 << 10] if channel == "step-begun" else said
 
-    writer = StepWriter(str(tmp_path), ProcessZeroEncodes(), DurableProfile(), timeout_s=60)  # pyright: ignore[reportArgumentType]
+    writer = StepWriter(str(tmp_path), ProcessZeroEncodes(), DurableProfile())  # pyright: ignore[reportArgumentType]
     leaf = np.arange(4096) % 5
     items = {"default": ocp.args.PyTreeSave({"w": leaf})}  # pyright: ignore[reportCallIssue]
     writer.write("1", SaveId(1, 1, 0), items, {"default": "handler"}, {})

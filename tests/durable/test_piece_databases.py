@@ -171,14 +171,14 @@ class Alone:
 
     process, count = 0, 1
 
-    def agree(self, channel: str, value: Any, decide: Any, *, timeout_s: float, about: str = "") -> Any:
+    def agree(self, channel: str, value: Any, decide: Any, *, timeout_s: float | None = None, about: str = "") -> Any:
         del channel, timeout_s, about
         return decide([value])
 
 
 def save(root: str, profile: DurableProfile) -> None:
     """Step 1, in several pieces."""
-    writer = StepWriter(root, Alone(), profile, timeout_s=60)  # pyright: ignore[reportArgumentType]
+    writer = StepWriter(root, Alone(), profile)  # pyright: ignore[reportArgumentType]
     items = {"default": ocp.args.PyTreeSave(LEAVES)}  # pyright: ignore[reportCallIssue]
     writer.write("1", SaveId(1, 1, 0), items, {"default": "handler"}, {})
 

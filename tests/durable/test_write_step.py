@@ -40,7 +40,7 @@ class Meeting:
                 value: Any,
                 decide: Callable[[list[Any]], Any],
                 *,
-                timeout_s: float,
+                timeout_s: float | None = None,
                 about: str = "",
             ) -> Any:
                 del channel, timeout_s, about
@@ -81,7 +81,7 @@ def test_a_part_that_fails_fails_the_step_on_every_process(
     monkeypatch.setattr(StepWriter, "_write_part", part)
 
     def run(process: int) -> None:
-        writer = StepWriter(str(tmp_path), meeting.of(process), DurableProfile(), timeout_s=60)
+        writer = StepWriter(str(tmp_path), meeting.of(process), DurableProfile())
         try:
             writer.write("7", SaveId(1, 7, 0), items, {"state": "h"}, {})
             raised[process] = None

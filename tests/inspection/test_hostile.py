@@ -39,7 +39,13 @@ class Saved:
     def manager(self, *, fast: bool = True) -> ckptkit.CheckpointManager:
         tiers = [ckptkit.Tier.ram(str(self.job / "ram"))] if fast else []
         options = ocp.CheckpointManagerOptions(save_interval_steps=1)
-        return ckptkit.CheckpointManager(self.job / "root", options=options, tiers=tiers, host_id=HOST, timeout_s=30)
+        return ckptkit.CheckpointManager(
+            self.job / "root",
+            options=options,
+            tiers=tiers,
+            host_id=HOST,
+            processes=ckptkit.ProcessOptions(timeout_s=30),
+        )
 
     def slot_dir(self) -> Path:
         (found,) = (self.job / "ram").glob(f"*/{HOST}/0")
@@ -145,7 +151,11 @@ def test_a_link_in_a_tier_is_not_written_through(tmp_path: Path, tier: str, what
 
     def run(steps: range) -> None:
         with ckptkit.CheckpointManager(
-            tmp_path / "root", options=options, tiers=kinds, host_id=HOST, timeout_s=30
+            tmp_path / "root",
+            options=options,
+            tiers=kinds,
+            host_id=HOST,
+            processes=ckptkit.ProcessOptions(timeout_s=30),
         ) as manager:
             for step in steps:
                 manager.save(step, args=save_args(make_state(step), step))

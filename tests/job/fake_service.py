@@ -59,7 +59,7 @@ class FakeJob:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int):
         self.service = FakeService()
         monkeypatch.setattr(coordination.distributed.global_state, "client", self.service)
-        self.processes = []
+        self.processes: list[Any] = []
         for process in range(count):
             monkeypatch.setattr(jax, "process_index", lambda process=process: process)
             monkeypatch.setattr(jax, "process_count", lambda: count)

@@ -18,6 +18,7 @@ from ckptkit.errors import (
 )
 from ckptkit.job import coordination
 from ckptkit.job.coordination import JaxCoordinator, LocalCoordinator, ScopedCoordinator, gather, make_coordinator
+from ckptkit.job.vote import act_together
 from tests.job.fake_service import FakeJob, FakeService
 
 MOVED = (
@@ -132,6 +133,21 @@ def test_a_silent_process_0_is_named(job: FakeJob) -> None:
     job.service.blocking_key_value_get = silent  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(CoordinationError, match=r"^commit: process 0 said nothing within 3 s$"):
         job.processes[1].agree("commit", 1, sum, timeout_s=3)
+
+
+def test_a_call_without_a_timeout_waits_as_long_as_its_coordinator(job: FakeJob) -> None:
+    """If it failed, the longest wait that a job gives would not hold for its saves and restores."""
+    job.service.gone = {"out"}  # pyright: ignore[reportAttributeAccessIssue]  process 0 is held up
+    process = job.processes[1]
+    process.timeout_s = 7.0
+    for number, coordinator in enumerate((process, ScopedCoordinator(process))):
+        assert coordinator.timeout_s == 7.0
+        with pytest.raises(CoordinationError, match="process 0 said nothing within 7 s"):
+            coordinator.agree(f"commit-{number}", 1, sum)
+        with pytest.raises(CoordinationError, match="process 0 said nothing within 2 s"):
+            coordinator.agree(f"other-{number}", 1, sum, timeout_s=2)
+        with pytest.raises(CoordinationError, match="process 0 said nothing within 7 s"):
+            act_together(coordinator, f"vote-{number}", lambda: 1)
 
 
 def test_many_missing_processes_are_one_line() -> None:

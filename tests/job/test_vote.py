@@ -20,19 +20,22 @@ class Alike:
 
     process = 0
     count = COUNT
+    timeout_s = 5.0
 
     def __init__(self) -> None:
         self.said = ""
         self.heard = ""
 
-    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float, about: str = "") -> Any:
+    def agree(
+        self, channel: str, value: Any, decide: Decide, *, timeout_s: float | None = None, about: str = ""
+    ) -> Any:
         """What process 0 decides."""
         del channel, timeout_s, about
         self.said = json.dumps(value)
         self.heard = json.dumps(decide([json.loads(self.said)] * COUNT))
         return json.loads(self.heard)
 
-    def ask_process_0(self, channel: str, decide: Any, *, timeout_s: float, about: str = "") -> Any:
+    def ask_process_0(self, channel: str, decide: Any, *, timeout_s: float | None = None, about: str = "") -> Any:
         """Not asked here."""
         raise AssertionError((channel, decide, timeout_s, about))
 

@@ -33,7 +33,7 @@ class Run:
             tiers=fast if tiers else (),
             host_id=host_id,
             events=log,
-            timeout_s=30,
+            processes=ckptkit.ProcessOptions(timeout_s=30),
         )
 
     def save_steps(self, steps: range, **kwargs: Any) -> None:

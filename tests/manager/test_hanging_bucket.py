@@ -32,7 +32,8 @@ def run() -> str:
 def manager_of(run: str, events: list[ckptkit.Event], **settings: Any) -> ckptkit.CheckpointManager:
     log = ckptkit.EventLog()
     log.observe(events.append)
-    settings = {"on_failure": FailurePolicy(retries=1, retry_delay_s=0.01), "durable": PROFILE, **settings}
+    saving = ckptkit.SaveOptions(on_failure=FailurePolicy(retries=1, retry_delay_s=0.01))
+    settings = {"saving": saving, "durable": PROFILE, **settings}
     return ckptkit.CheckpointManager(
         f"gs://runs/{run}", options=ocp.CheckpointManagerOptions(save_interval_steps=1), events=log, **settings
     )
@@ -151,7 +152,12 @@ def test_a_tier_that_fails_is_paused_and_training_goes_on(server: BucketServer, 
     policy = FailurePolicy(retries=0, pause_after=2, pause_s=0.5)
     hang = Fault(effect=Hang(), kinds=(Kind.WRITE,), objects="*/default/d/*")
     server.faults = FaultPlan(faults=(hang,))
-    manager = manager_of(run, events, on_failure=policy, tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"), slots=3)])
+    manager = manager_of(
+        run,
+        events,
+        saving=ckptkit.SaveOptions(on_failure=policy),
+        tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"), slots=3)],
+    )
     step = 0
     while not any("pause_s" in event.fields for event in events):
         step += 1
@@ -182,7 +188,7 @@ def test_a_forced_save_is_tried_in_a_pause(server: BucketServer, run: str) -> No
     policy = FailurePolicy(retries=0, pause_after=1, pause_s=3600)
     refused = Fault(effect=Status(code=403), kinds=(Kind.WRITE,), objects="*/1/_CHECKPOINT_METADATA")
     server.faults = FaultPlan(faults=(refused,))
-    with manager_of(run, [], on_failure=policy) as manager:
+    with manager_of(run, [], saving=ckptkit.SaveOptions(on_failure=policy)) as manager:
         for step in (1, 2):
             save(manager, step)
             with pytest.raises(ckptkit.SaveFailedError, match=r"refuses|is paused for 3"):

@@ -28,7 +28,9 @@ def make_manager(root: Path | str, home: Path, events: list[ckptkit.Event], **op
     log.observe(events.append)
     tiers = [ckptkit.Tier.ram(str(home / "ram"), slots=2)]
     settings = ocp.CheckpointManagerOptions(save_interval_steps=1, **options)
-    return ckptkit.CheckpointManager(root, options=settings, tiers=tiers, host_id="host", events=log, timeout_s=60)
+    return ckptkit.CheckpointManager(
+        root, options=settings, tiers=tiers, host_id="host", events=log, processes=ckptkit.ProcessOptions(timeout_s=60)
+    )
 
 
 def save(manager: Any, step: int) -> None:

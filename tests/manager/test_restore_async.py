@@ -23,7 +23,10 @@ class Held:
         log = ckptkit.EventLog()
         log.observe(self._hold)
         self.manager = ckptkit.CheckpointManager(
-            root / "durable", tiers=[ckptkit.Tier.ram(str(root / "ram"))], events=log, timeout_s=30
+            root / "durable",
+            tiers=[ckptkit.Tier.ram(str(root / "ram"))],
+            events=log,
+            processes=ckptkit.ProcessOptions(timeout_s=30),
         )
         for step in range(4):
             self.manager.save(step, args=save_args(make_state(step), step))

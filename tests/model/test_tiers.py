@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.model.policies import Backpressure, PeerOptions
+from ckptkit.model.policies import PeerOptions, SaveOptions
 from ckptkit.model.tiers import (
     EverySeconds,
     EverySteps,
@@ -120,7 +120,7 @@ def test_each_policy_keeps_what_it_says(held: set[int], flushed: set[int], count
             r"slots=3, at least 4 are needed: 3 kept \(KeepNewest\(count=3\)\) and 1 being written",
         ),
         (
-            lambda: Backpressure(in_flight_max=3).check_tiers((Tier.ram("/r", slots=3),)),
+            lambda: SaveOptions(in_flight_max=3).check_tiers((Tier.ram("/r", slots=3),)),
             r"slots=3, at least 4 are needed: 1 kept .* and 3 being written \(in_flight_max=3\)",
         ),
     ],
@@ -154,9 +154,9 @@ def test_copies_on_other_hosts_are_of_the_ramdisk() -> None:
     with pytest.raises(
         ValueError, match=r"slots=2, at least 3 are needed: 1 kept .*, 1 with copies on other hosts and"
     ):
-        Backpressure().check_tiers(tiers)
+        SaveOptions().check_tiers(tiers)
     ram, peer = checked_tiers((Tier.ram("/a"), Tier.peer(save=EverySeconds(60))))
-    Backpressure().check_tiers((ram, peer))
+    SaveOptions().check_tiers((ram, peer))
     assert ram.slots_for(0, 1, beside=kept_beside(ram, (ram, peer))) == ram.slots_for(0, 1) + 1
     assert kept_beside(peer, (ram, peer)) == kept_beside(ram, (ram,)) == 0
 

@@ -65,7 +65,7 @@ class Job:
         self._met = 0
         self._read_bytes = ReadBytes()
 
-    def manager(self, root: str, mode: Any = "always", **options: Any) -> Any:
+    def manager(self, root: str, mode: Any = "always", *, peers: bool = True, **options: Any) -> Any:
         import orbax.checkpoint as ocp
 
         import ckptkit
@@ -77,8 +77,10 @@ class Job:
             options=ocp.CheckpointManagerOptions(max_to_keep=5),
             host_id=f"host-{self._process}",
             events=log,
-            timeout_s=60,
-            broadcast=ckptkit.BroadcastOptions(mode=mode, device_bytes=SMALLEST, host_bytes=SMALLEST),
+            processes=ckptkit.ProcessOptions(timeout_s=60, peers=ckptkit.PeerOptions() if peers else None),
+            restoring=ckptkit.RestoreOptions(
+                broadcast=ckptkit.BroadcastOptions(mode=mode, device_bytes=SMALLEST, host_bytes=SMALLEST)
+            ),
             **options,
         )
 
@@ -291,7 +293,7 @@ class Job:
         import ckptkit
 
         def tiers() -> Any:
-            return {"tiers": [ckptkit.Tier.ram(str(self._root / "ram"))], "peers": None}
+            return {"tiers": [ckptkit.Tier.ram(str(self._root / "ram"))], "peers": False}
 
         state = plain(2)
         self.save("memory", state, **tiers())

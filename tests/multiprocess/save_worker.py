@@ -89,7 +89,7 @@ class Worker:
         with self.counted("sum again"):
             total(make_state(2)["w"]).block_until_ready()
 
-    def manager(self, staging: str, *, root: str | None = None, **options: Any) -> Any:
+    def manager(self, staging: Any, *, root: str | None = None, **saving: Any) -> Any:
         import orbax.checkpoint as ocp
 
         import ckptkit
@@ -106,9 +106,8 @@ class Worker:
             tiers=tiers,
             host_id=f"host-{self._process}",
             events=log,
-            staging=staging,
-            timeout_s=60,
-            **options,
+            saving=ckptkit.SaveOptions(staging=staging, **saving),
+            processes=ckptkit.ProcessOptions(timeout_s=60),
         )
 
     def save_by(self, staging: str) -> None:
@@ -183,7 +182,10 @@ class Worker:
         import ckptkit
 
         policy = ckptkit.ReplicaPolicy(on_difference="keep")
-        with self.counted("replicas"), self.manager("auto", root="replicas", replicas=policy) as manager:
+        with (
+            self.counted("replicas"),
+            self.manager("auto", root="replicas", replicas=policy) as manager,
+        ):
             for step, bad in enumerate(([], ["leaf 41"], ["leaf 3", "leaf 69"], [])):
                 manager.save(step, args=standard(replicated(self._process, step, bad)))
                 manager.wait_until_finished()
@@ -200,7 +202,9 @@ class Worker:
         known, log = len(self._events), ckptkit.EventLog(process=self._process)
         log.observe(self._events.append)
         options = ocp.CheckpointManagerOptions(preservation_policy=_KeepsNewest(1 + self._process))  # pyright: ignore[reportArgumentType]
-        with ckptkit.CheckpointManager(self._root / "policies", options=options, events=log, timeout_s=10) as manager:
+        with ckptkit.CheckpointManager(
+            self._root / "policies", options=options, events=log, processes=ckptkit.ProcessOptions(timeout_s=10)
+        ) as manager:
             for step in (1, 2, 3):
                 manager.save(step, args=save_args(step))
                 manager.wait_until_finished()

@@ -16,6 +16,7 @@ import click
 
 from ckptkit.cli.command import commands
 from ckptkit.cli.exits import Exit
+from ckptkit.manager.settings import DEPRECATED_KEYWORDS
 
 PACKAGES = (
     "ckptkit",
@@ -48,11 +49,16 @@ def exported(package: str) -> list[str]:
 
 
 def parameters(value: Any) -> list[str]:
-    """The arguments of a function or class, in order; none where they cannot be told."""
+    """The arguments of a function or class, in order; none where they cannot be told. Deprecated keywords are
+    arguments too."""
+    from ckptkit import CheckpointManager
+
     try:
-        return [name for name in inspect.signature(value).parameters if name not in ("args", "kwargs")]
+        found = list(inspect.signature(value).parameters)
     except (TypeError, ValueError):
         return []
+    found += DEPRECATED_KEYWORDS if value is CheckpointManager else ()
+    return [name for name in found if name not in ("args", "kwargs", "deprecated")]
 
 
 def options(command: click.Command) -> list[str]:

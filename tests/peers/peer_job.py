@@ -72,7 +72,7 @@ class Job:
         self._events: list[Any] = []
         self._met = 0
 
-    def manager(self, act: str, host: int | None = None, more: Any = (), **options: Any) -> Any:
+    def manager(self, act: str, host: int | None = None, more: Any = (), *, peers: bool = True, **options: Any) -> Any:
         import orbax.checkpoint as ocp
 
         import ckptkit
@@ -85,7 +85,7 @@ class Job:
             tiers=[ckptkit.Tier.ram(str(self._root / "ram"), slots=3), *more],
             host_id=f"host-{self._process if host is None else host}",
             events=log,
-            timeout_s=60,
+            processes=ckptkit.ProcessOptions(timeout_s=60, peers=ckptkit.PeerOptions() if peers else None),
             **options,
         )
 
@@ -212,9 +212,9 @@ class Job:
 
     def go_without_peers(self) -> None:
         """Without peers a host that lost its ramdisk falls back, and takes everybody with it."""
-        self.saved("without", range(2), split=False, peers=None)
+        self.saved("without", range(2), split=False, peers=False)
         self.only(1, lambda: shutil.rmtree(self.slots("without", 1)))
-        self.found["go_without_peers"] = self.restored("without", None, 0, split=False, peers=None)
+        self.found["go_without_peers"] = self.restored("without", None, 0, split=False, peers=False)
 
     def copying(self) -> dict[str, Any]:
         """The options of a manager with copies on the other host."""

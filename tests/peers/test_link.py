@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckptkit.events import Event, EventLog
-from ckptkit.job.coordination import LocalCoordinator
+from ckptkit.job.coordination import Job, LocalCoordinator
 from ckptkit.model.policies import PeerOptions
 from ckptkit.peers import link, open_link
 from ckptkit.peers.link import job_interface
@@ -18,7 +18,7 @@ from tests.peers.conftest import SAVE
 
 
 def opened(host_dir: Path, arena: Arena, options: PeerOptions, events: EventLog) -> link.PeerLink:
-    return open_link({"ram": host_dir}, [arena], ["h"], options, LocalCoordinator(), events, timeout_s=10)
+    return open_link({"ram": host_dir}, [arena], ["h"], options, Job(coordinator=LocalCoordinator(), events=events))
 
 
 def test_a_link_serves_on_its_interface_alone(host_dir: Path, arena: Arena) -> None:

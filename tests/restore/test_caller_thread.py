@@ -34,7 +34,9 @@ class Member:
     def __init__(self, job: Threads, process: int):
         self.job, self.process, self.count = job, process, job.count
 
-    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float, about: str = "") -> Any:
+    def agree(
+        self, channel: str, value: Any, decide: Decide, *, timeout_s: float | None = None, about: str = ""
+    ) -> Any:
         self.job.values[self.process] = value
         self.job.meeting.wait()
         if self.process == 0:

@@ -13,7 +13,7 @@ import pytest
 import ckptkit
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import LeafRecord
-from ckptkit.model.verify_mode import Verify, VerifySelection, begin
+from ckptkit.model.verify_mode import Verify, VerifyMode, VerifySelection, begin
 from ckptkit.slots.reader import read_manifest
 from tests.states import abstract, assert_same
 
@@ -78,12 +78,12 @@ def test_what_each_mode_finds(job: Job) -> None:
     found, (restored,), _ = job.restore()
     assert_same(found, make_state(1))
     assert (restored.fields["sources"], restored.fields["verify"]) == ({"durable": LEAVES * 64}, "always")
-    found, (restored,), _ = job.restore(verify="never")
+    found, (restored,), _ = job.restore(restoring=ckptkit.RestoreOptions(verify="never"))
     assert restored.fields["sources"] == {"ram": LEAVES * 64}
     saved = make_state(1)
     changed = [key for key, leaf in found.items() if np.asarray(leaf).tobytes() != np.asarray(saved[key]).tobytes()]
     assert len(changed) == LEAVES, "nothing is compared: this is what never means"
-    found, (restored,), _ = job.restore(verify=ckptkit.Sample(share=0.5, seed=7))
+    found, (restored,), _ = job.restore(restoring=ckptkit.RestoreOptions(verify=ckptkit.Sample(share=0.5, seed=7)))
     assert_same(found, make_state(1))
     assert restored.fields["verify"] == "always", "a sample that finds damage gives way to a proof of everything"
     assert restored.fields["sources"] == {"durable": LEAVES * 64}
@@ -95,7 +95,7 @@ def test_a_sample_misses_what_its_formula_says(job: Job) -> None:
     seeds, share = 60, 0.4
     missed = 0
     for seed in range(seeds):
-        _, (restored,), _ = job.restore(verify=ckptkit.Sample(share=share, seed=seed))
+        _, (restored,), _ = job.restore(restoring=ckptkit.RestoreOptions(verify=ckptkit.Sample(share=share, seed=seed)))
         missed += "durable" not in restored.fields["sources"]
     # (1 - share) ** 1 of 60: 36, with a standard deviation of 3.8.
     assert 36 - 16 < missed < 36 + 16
@@ -116,8 +116,9 @@ def test_the_probability_of_missing_a_fault(cells: int, share: float) -> None:
 
 def test_what_is_not_proven_is_never_called_so(job: Job) -> None:
     """Somebody would trust a step as verified that nobody has read."""
-    for verify, proven in (("always", True), ("sample", False), ("never", False)):
-        _, (restored,), records = job.restore(verify=verify)
+    modes: tuple[tuple[VerifyMode, bool], ...] = (("always", True), ("sample", False), ("never", False))
+    for verify, proven in modes:
+        _, (restored,), records = job.restore(restoring=ckptkit.RestoreOptions(verify=verify))
         assert restored.fields["verify"] == verify
         (record,) = [record for record in records if record.step == 1]
         assert (record.verified_s is not None) == proven
@@ -129,7 +130,7 @@ def test_a_missing_slot_is_seen_whatever_the_mode(job: Job) -> None:
     for path in (job.home / "ram").rglob("slot-*.bin"):
         with path.open("r+b") as file:
             file.truncate(0)
-    found, (restored,), _ = job.restore(verify="never")
+    found, (restored,), _ = job.restore(restoring=ckptkit.RestoreOptions(verify="never"))
     assert_same(found, make_state(1))
     assert list(restored.fields["sources"]) == ["durable"]
 
@@ -141,10 +142,10 @@ def test_from_the_durable_tier_and_in_orbaxs_newer_style(job: Job) -> None:
     from ckptkit.v1 import Checkpointer
 
     shutil.rmtree(job.home / "ram")
-    found, (restored,), _ = job.restore(verify="never")
+    found, (restored,), _ = job.restore(restoring=ckptkit.RestoreOptions(verify="never"))
     assert_same(found, make_state(1))
     assert restored.fields["verify"] == "never"
-    with Checkpointer(job.home / "v1", verify="never") as checkpointer:
+    with Checkpointer(job.home / "v1", restoring=ckptkit.RestoreOptions(verify="never")) as checkpointer:
         checkpointer.save(0, make_state(0))
         checkpointer.load(0, abstract(make_state(0)))
         (record,) = checkpointer.manager.steps()
@@ -158,7 +159,7 @@ def test_from_the_durable_tier_and_in_orbaxs_newer_style(job: Job) -> None:
 def test_a_mode_that_does_not_exist_is_refused(tmp_path: Path, verify: Any) -> None:
     """A mistyped mode would prove nothing."""
     with pytest.raises(ValueError, match=r"give 'always', 'sample', 'never' or ckptkit\.Sample"):
-        ckptkit.CheckpointManager(tmp_path, verify=verify)
+        ckptkit.CheckpointManager(tmp_path, restoring=ckptkit.RestoreOptions(verify=verify))
     assert not list(tmp_path.iterdir())
 
 

@@ -60,7 +60,7 @@ class Job:
             options=ocp.CheckpointManagerOptions(save_interval_steps=options.pop("save_every", 10)),
             tiers=[ckptkit.Tier.ram(str(ram or root / "ram"), slots=4)] if tiers is None else tiers,
             events=log,
-            timeout_s=options.pop("timeout_s", 30),
+            processes=ckptkit.ProcessOptions(timeout_s=options.pop("timeout_s", 30)),
             **options,
         )
 
@@ -123,7 +123,7 @@ def test_a_forced_save_of_a_step_that_came_too_early_is_taken_after_all(tmp_path
 def test_more_snapshots_in_flight_where_they_are_allowed(tmp_path: Path) -> None:
     """The setting would be a word without a meaning."""
     gate = Gate("ram", "staged", 1)
-    job = Job(tmp_path, gate=gate, in_flight_max=2)
+    job = Job(tmp_path, gate=gate, saving=ckptkit.SaveOptions(in_flight_max=2))
     with job.manager:
         job.save(0)
         job.manager.wait_until_finished()
@@ -185,7 +185,7 @@ def test_a_durable_save_that_waits_in_vain_is_dropped_and_says_so(tmp_path: Path
 def test_a_durable_tier_may_skip_instead(tmp_path: Path) -> None:
     """A slow bucket would stop a loop whose owner said that it must not."""
     gate = Gate("durable", "begun", 10)
-    job = Job(tmp_path, gate=gate, durable_busy="skip")
+    job = Job(tmp_path, gate=gate, saving=ckptkit.SaveOptions(durable_busy="skip"))
     with job.manager:
         job.save(10)
         assert gate.reached.wait(10)
@@ -205,7 +205,7 @@ def test_a_durable_tier_may_skip_instead(tmp_path: Path) -> None:
 def test_a_step_that_every_tier_skips_is_forgotten(tmp_path: Path) -> None:
     """It would be listed as on its way for ever, and never be there."""
     gate = Gate("durable", "begun", 10)
-    job = Job(tmp_path, gate=gate, durable_busy="skip", tiers=[], in_flight_max=2)
+    job = Job(tmp_path, gate=gate, saving=ckptkit.SaveOptions(durable_busy="skip", in_flight_max=2), tiers=[])
     with job.manager:
         job.save(10)
         assert gate.reached.wait(10)
@@ -227,7 +227,7 @@ def test_a_step_that_every_tier_skips_is_forgotten(tmp_path: Path) -> None:
 def test_settings_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     """A typing error would be found in the middle of a run."""
     with pytest.raises(ValueError, match=said):
-        Job(tmp_path, **options)
+        Job(tmp_path, saving=ckptkit.SaveOptions(**options))
 
 
 def test_without_a_ramdisk_there_is_one_snapshot_in_memory_however_many_tiers(tmp_path: Path) -> None:
@@ -240,14 +240,14 @@ def test_without_a_ramdisk_there_is_one_snapshot_in_memory_however_many_tiers(tm
         job.manager.wait_until_finished()
         slots = job.manager._pipeline._tiers.staging._slots
         assert len(slots) == 1
-        slot_bytes = job.manager._pipeline.describe(_items()).slot_bytes
+        slot_bytes = job.manager._pipeline.describe(_items().trees).slot_bytes
         assert slots[0].memory.nbytes == slot_bytes
     assert set(job.steps("durable")) >= {0, 10, 20, 30}
 
 
 def test_a_save_beyond_host_bytes_max_is_skipped_in_fast_tiers_and_fails_the_durable_one(tmp_path: Path) -> None:
     """The limit would be exceeded, or a run would find out at its end that it has no checkpoint."""
-    job = Job(tmp_path, host_bytes_max=20_000, save_every=10)
+    job = Job(tmp_path, saving=ckptkit.SaveOptions(host_bytes_max=20_000), save_every=10)
     with job.manager:
         with pytest.raises(ckptkit.StoreFullError, match=r"4 slots of .* 20000 are free under host_bytes_max=20000"):
             job.manager.prepare(ocp.args.StandardSave({**STATE, "step": 0}))  # pyright: ignore[reportCallIssue]
@@ -268,7 +268,7 @@ def test_a_slot_of_an_undecided_save_is_kept_until_a_newer_one_is_committed_by_a
 ) -> None:
     """Others may have heard that the step is committed, and restore it."""
     job = Job(tmp_path, save_every=10**6)
-    outcomes = job.manager._pipeline._outcomes
+    outcomes = job.manager._pipeline.outcomes
     with job.manager:
         job.save(0)
         job.manager.wait_until_finished()
@@ -295,7 +295,7 @@ def test_a_vote_for_a_slower_tier_that_fails_is_said_and_costs_no_other_tier(
     would not be held, and who comes to them wait for this process."""
     tiers = [ckptkit.Tier.ram(str(tmp_path / "ram")), ckptkit.Tier.ssd(str(tmp_path / "ssd"))]
     job = Job(tmp_path, save_every=1, tiers=tiers)
-    outcomes = job.manager._pipeline._outcomes
+    outcomes = job.manager._pipeline.outcomes
     vote = outcomes.vote
 
     def nobody_comes(channel: str, *rest: Any) -> Any:
@@ -319,7 +319,7 @@ def test_a_vote_for_a_slower_tier_that_fails_is_said_and_costs_no_other_tier(
 def test_a_dropped_save_that_cannot_be_forgotten_keeps_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ramdisk that fails for a moment would have a slot less for ever: soon none, and no save."""
     job = Job(tmp_path, save_every=10**6)
-    outcomes = job.manager._pipeline._outcomes
+    outcomes = job.manager._pipeline.outcomes
     arena = job.manager._pipeline._tiers.staging
 
     def refused(*_: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ckptkit.errors import SaveFailedError, StoreError, TransientStoreError
 from ckptkit.events import Event, EventLog, Kind
-from ckptkit.job.coordination import Coordinator, Decide, LocalCoordinator
+from ckptkit.job.coordination import Coordinator, Decide, Job, LocalCoordinator
 from ckptkit.model.policies import FailurePolicy
 from ckptkit.save.circuit_breaker import DurableRetry
 
@@ -19,16 +19,21 @@ class Told:
 
     process = 1
     count = 2
+    timeout_s = 5.0
 
     def __init__(self, word: float):
         self._word = word
         self.asked = self.failed = 0
 
-    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float, about: str = "") -> Any:
+    def agree(
+        self, channel: str, value: Any, decide: Decide, *, timeout_s: float | None = None, about: str = ""
+    ) -> Any:
         del channel, timeout_s
         return decide([value, None])
 
-    def ask_process_0(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
+    def ask_process_0(
+        self, channel: str, decide: Callable[[], Any], *, timeout_s: float | None = None, about: str = ""
+    ) -> Any:
         if channel == "durable-pause":
             return [self.failed, self._word]
         self.asked += 1
@@ -36,7 +41,8 @@ class Told:
 
 
 def upkeep(coordinator: Coordinator, max_age_s: float | None) -> DurableRetry:
-    return DurableRetry(FailurePolicy(retries=0, durable_max_age_s=max_age_s), coordinator, EventLog(), 5.0)
+    job = Job(coordinator=coordinator, events=EventLog())
+    return DurableRetry(FailurePolicy(retries=0, durable_max_age_s=max_age_s), job)
 
 
 def fail(kept: DurableRetry) -> None:
@@ -81,7 +87,8 @@ def paused(monkeypatch: pytest.MonkeyPatch, pauses: int) -> tuple[DurableRetry, 
     events: list[Event] = []
     log = EventLog()
     log.observe(events.append)
-    kept = DurableRetry(FailurePolicy(retries=5, pause_after=2, pause_s=10.0), LocalCoordinator(), log, 5.0)
+    job = Job(coordinator=LocalCoordinator(), events=log)
+    kept = DurableRetry(FailurePolicy(retries=5, pause_after=2, pause_s=10.0), job)
     for _ in range(pauses + 1):
         now_s[0] += 1000
         fail(kept)
@@ -117,7 +124,7 @@ def test_a_pause_ends_with_one_try_and_grows_while_that_fails(monkeypatch: pytes
 def test_who_missed_a_verdict_pauses_with_the_others() -> None:
     """It would begin a save to which nobody comes, wait for them twice, and be busy there all the time."""
     told = Told(25.0)
-    kept = DurableRetry(FailurePolicy(pause_after=3), told, EventLog(), 5.0)
+    kept = DurableRetry(FailurePolicy(pause_after=3), Job(coordinator=told, events=EventLog()))
     told.failed = 3
     with pytest.raises(StoreError, match=r"paused for 25\.0 s more, after 3 failed saves in a row"):
         kept.attempt(7, lambda: pytest.fail("it was tried"), lambda: False)
@@ -144,7 +151,8 @@ def test_a_forced_save_and_one_that_has_begun_are_not_refused(monkeypatch: pytes
 
 def test_a_bucket_that_cannot_be_looked_at_is_tried_again() -> None:
     """Whether the step has landed is asked of the bucket that has just failed: that would end all retries."""
-    kept = DurableRetry(FailurePolicy(retries=2, retry_delay_s=0.001), LocalCoordinator(), EventLog(), 5.0)
+    job = Job(coordinator=LocalCoordinator(), events=EventLog())
+    kept = DurableRetry(FailurePolicy(retries=2, retry_delay_s=0.001), job)
     tries = [TransientStoreError("away"), TransientStoreError("away"), None]
 
     def write() -> None:

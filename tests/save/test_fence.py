@@ -37,7 +37,7 @@ def claim_of(epochs: Any, degraded: list[Any]) -> EpochFence:
     tiers: Any = SimpleNamespace(epochs=epochs, durable=SimpleNamespace(url="gs://b/run"))
     outcomes: Any = SimpleNamespace(degraded=lambda step, tier, error: degraded.append((step, tier, str(error))))
     book: Any = SimpleNamespace(ancestry=Ancestry(epoch=SAVE.epoch))
-    return EpochFence(tiers, LocalCoordinator(), book, outcomes, timeout_s=5.0)
+    return EpochFence(tiers, LocalCoordinator(), book, outcomes)
 
 
 def test_nothing_is_committed_durably_before_the_epoch_is_recorded() -> None:

@@ -27,7 +27,7 @@ def test_one_listing_that_fails_on_one_process_costs_one_save(tmp_path: Path, mo
     durables = {}
 
     def make(coordinator: Any) -> None:
-        durables[coordinator.process] = DurableSteps(str(tmp_path), options, coordinator, timeout_s=30)
+        durables[coordinator.process] = DurableSteps(str(tmp_path), options, coordinator)
 
     def save(coordinator: Any, step: int) -> None:
         items: Any = {"state": ocp.args.PyTreeSave({"w": np.arange(8.0)})}  # pyright: ignore[reportCallIssue]

@@ -10,7 +10,7 @@ import pytest
 
 from ckptkit.errors import CoordinationError
 from ckptkit.events import Event, EventLog, Kind
-from ckptkit.job.coordination import Decide
+from ckptkit.job.coordination import Decide, Job
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import BoxRecord, LeafRecord, SaveId
 from ckptkit.model.policies import ReplicaPolicy
@@ -27,6 +27,7 @@ class Alike:
 
     process = 0
     count = COUNT
+    timeout_s = 5.0
 
     def __init__(self, *, differing: bool = False, detailed: bool = True):
         self.said: list[str] = []
@@ -34,7 +35,9 @@ class Alike:
         self.about: set[str] = set()
         self._differing, self._detailed = differing, detailed
 
-    def agree(self, channel: str, value: Any, decide: Decide, *, timeout_s: float, about: str = "") -> Any:
+    def agree(
+        self, channel: str, value: Any, decide: Decide, *, timeout_s: float | None = None, about: str = ""
+    ) -> Any:
         """What process 0 decides."""
         del timeout_s
         if channel == "replica-details" and not self._detailed:
@@ -51,7 +54,7 @@ class Alike:
         (found,) = value["sets"].values() if "sets" in value else value["hashes"]["0"]
         return found
 
-    def ask_process_0(self, channel: str, decide: Any, *, timeout_s: float, about: str = "") -> Any:
+    def ask_process_0(self, channel: str, decide: Any, *, timeout_s: float | None = None, about: str = "") -> Any:
         """Not asked here."""
         raise AssertionError((channel, decide, timeout_s, about))
 
@@ -72,7 +75,8 @@ def compared(coordinator: Alike) -> list[Event]:
     events, found = EventLog(), list[Event]()
     events.observe(found.append)
     outcomes: Any = SimpleNamespace()
-    comparison = ReplicaComparison(ReplicaPolicy(), coordinator, outcomes, events, "host", 5.0)
+    job = Job(coordinator=coordinator, events=events)
+    comparison = ReplicaComparison(ReplicaPolicy(), job, outcomes, "host")
     assert comparison.compare(SAVE, description, (), {0: ("aaaa" * 8,)}) is None
     return [event for event in found if event.kind == Kind.REPLICAS_DIFFER]
 

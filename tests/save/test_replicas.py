@@ -40,7 +40,7 @@ class Job:
             tiers=[ckptkit.Tier.ram(str(home / "ram"))],
             host_id="h0",
             events=log,
-            timeout_s=60,
+            processes=ckptkit.ProcessOptions(timeout_s=60),
             **options,
         )
 
@@ -58,9 +58,9 @@ def damaged_state() -> Any:
 
 
 @pytest.mark.parametrize("staging", ["slot_copy", "device_copy", "alias", "gate"])
-def test_every_difference_is_named(tmp_path: Path, staging: str) -> None:
+def test_every_difference_is_named(tmp_path: Path, staging: Any) -> None:
     """A device that computes wrong numbers would go into every later step of the run, and nobody would know."""
-    job = Job(tmp_path, staging=staging)
+    job = Job(tmp_path, saving=ckptkit.SaveOptions(staging=staging))
     with job.manager as manager:
         job.save(0, make_state(3))
         manager.wait_until_finished()
@@ -85,7 +85,7 @@ def test_every_difference_is_named(tmp_path: Path, staging: str) -> None:
 
 def test_the_last_step_that_agreed_is_kept(tmp_path: Path) -> None:
     """The step to which a run goes back would hold what one of its devices got wrong."""
-    job = Job(tmp_path, replicas=ReplicaPolicy(on_difference="keep"))
+    job = Job(tmp_path, saving=ckptkit.SaveOptions(replicas=ReplicaPolicy(on_difference="keep")))
     with job.manager as manager:
         job.save(0, make_state(0))
         job.save(1, damaged_state())
@@ -103,7 +103,7 @@ def test_the_last_step_that_agreed_is_kept(tmp_path: Path) -> None:
 
 def test_the_run_stops(tmp_path: Path) -> None:
     """A run that was told to stop would train on a broken device for days."""
-    job = Job(tmp_path, replicas=ReplicaPolicy(on_difference="stop"))
+    job = Job(tmp_path, saving=ckptkit.SaveOptions(replicas=ReplicaPolicy(on_difference="stop")))
     manager = job.manager
     job.save(0, make_state(0))
     manager.wait_until_finished()
@@ -128,7 +128,7 @@ def test_the_run_stops(tmp_path: Path) -> None:
 def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
     """A copy of the whole state could be read at each save though nobody wants it."""
     for replicas in (None, ReplicaPolicy(local_bytes_max=0)):
-        job = Job(tmp_path, replicas=replicas)
+        job = Job(tmp_path, saving=ckptkit.SaveOptions(replicas=replicas))
         with job.manager:
             job.save(0 if replicas is None else 1, damaged_state())
         assert job.differing() == []
@@ -137,7 +137,7 @@ def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
 def test_copies_take_turns(tmp_path: Path) -> None:
     """Copies beyond the limit would never be looked at."""
     bad = damaged_state()
-    job = Job(tmp_path, replicas=ReplicaPolicy(local_bytes_max=64))
+    job = Job(tmp_path, saving=ckptkit.SaveOptions(replicas=ReplicaPolicy(local_bytes_max=64)))
     saves = 30
     with job.manager as manager:
         for step in range(saves):

@@ -35,7 +35,12 @@ class Job:
         ]
         options = ocp.CheckpointManagerOptions(save_interval_steps=every)
         return ckptkit.CheckpointManager(
-            self.root / "run", options=options, tiers=tiers, host_id="h", timeout_s=60, **more
+            self.root / "run",
+            options=options,
+            tiers=tiers,
+            host_id="h",
+            processes=ckptkit.ProcessOptions(timeout_s=60),
+            **more,
         )
 
     def run(self, steps: Any, **tiers: Any) -> dict[str, list[int]]:
@@ -176,7 +181,9 @@ def test_keep_by_bytes_makes_as_many_slots_as_the_bytes_say(job: Job, caplog: py
 def test_slots_that_follow_from_bytes_are_checked_against_the_room(job: Job) -> None:
     """A job would find out at its tenth save that the ramdisk is too small for what it is to keep."""
     with (
-        job.manager(ram={"keep": ckptkit.KeepBytes(50 * SLOT_BYTES)}, host_bytes_max=20 * SLOT_BYTES) as manager,
+        job.manager(
+            ram={"keep": ckptkit.KeepBytes(50 * SLOT_BYTES)}, saving=ckptkit.SaveOptions(host_bytes_max=20 * SLOT_BYTES)
+        ) as manager,
         pytest.raises(ckptkit.StoreFullError, match=f"52 slots of {SLOT_BYTES}, {20 * SLOT_BYTES} are free"),
     ):
         manager.prepare(args.StandardSave({"w": np.arange(3)}))
@@ -286,7 +293,7 @@ def test_a_manager_that_could_not_be_made_holds_no_slots(job: Job, monkeypatch: 
         with pytest.raises(ckptkit.StoreError, match="the bucket is away"):
             job.manager(ram={})
     with pytest.raises(ValueError, match="staging 'gated'"):
-        job.manager(ram={}, staging="gated")
+        job.manager(ram={}, saving=ckptkit.SaveOptions(staging="gated"))  # pyright: ignore[reportArgumentType]
     assert job.run([2], ram={})["ram"] == [1, 2]
     assert [path.name for path in (job.root / "ram").glob("*/h/*")] == ["0"]
 

@@ -44,8 +44,8 @@ class Job:
             ],
             host_id="host",
             events=log,
-            timeout_s=60,
-            on_failure=ckptkit.FailurePolicy(retries=0),
+            processes=ckptkit.ProcessOptions(timeout_s=60),
+            saving=ckptkit.SaveOptions(on_failure=ckptkit.FailurePolicy(retries=0)),
         )
 
     def save(self, step: int) -> list[str]:

@@ -185,15 +185,18 @@ class Told:
     """One of two processes: it hears what process 0 says."""
 
     count = 2
+    timeout_s = 5.0
 
-    def agree(self, channel: str, value: Any, decide: Any, *, timeout_s: float, about: str = "") -> Any:
+    def agree(self, channel: str, value: Any, decide: Any, *, timeout_s: float | None = None, about: str = "") -> Any:
         pytest.fail(f"{channel}: a decision waits for everybody")
 
     def __init__(self, process: int, words: list[bool]):
         self.process = process
         self.words = words
 
-    def ask_process_0(self, channel: str, decide: Callable[[], Any], *, timeout_s: float, about: str = "") -> Any:
+    def ask_process_0(
+        self, channel: str, decide: Callable[[], Any], *, timeout_s: float | None = None, about: str = ""
+    ) -> Any:
         if self.process == 0:
             self.words.append(decide())
             return self.words[-1]

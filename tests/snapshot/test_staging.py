@@ -38,13 +38,15 @@ def begin_state() -> Any:
 @pytest.mark.parametrize("strategy", ["auto", "slot_copy", "device_copy", "gate", "alias", "block"])
 @settings(deadline=None, max_examples=8)
 @given(actions=st.lists(st.sampled_from(["whole", "split", "save"]), min_size=4, max_size=14))
-def test_every_restored_step_is_exact(tmp_path_factory: Any, strategy: str, actions: list[str]) -> None:
+def test_every_restored_step_is_exact(tmp_path_factory: Any, strategy: Any, actions: list[str]) -> None:
     """A checkpoint would hold parts of two steps, or a save would fail with 'Array has been deleted'."""
     root: Path = tmp_path_factory.mktemp("run")
     state, count = begin_state(), 0
     tiers = [ckptkit.Tier.ram(str(root / "ram"), slots=4)]
     options = ocp.CheckpointManagerOptions(save_interval_steps=10**6)
-    with ckptkit.CheckpointManager(root / "d", options=options, tiers=tiers, staging=strategy) as manager:
+    with ckptkit.CheckpointManager(
+        root / "d", options=options, tiers=tiers, saving=ckptkit.SaveOptions(staging=strategy)
+    ) as manager:
         for number, action in enumerate(actions):
             if action == "save":
                 manager.save(number * 100 + count, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
@@ -67,7 +69,9 @@ def test_the_event_names_the_strategy_and_its_reason(tmp_path: Path) -> None:
     log, events = ckptkit.EventLog(), []
     log.observe(events.append)
     for strategy in ("auto", "device_copy"):
-        with ckptkit.CheckpointManager(tmp_path / strategy, staging=strategy, events=log) as manager:
+        with ckptkit.CheckpointManager(
+            tmp_path / strategy, saving=ckptkit.SaveOptions(staging=strategy), events=log
+        ) as manager:
             manager.save(1, args=ocp.args.StandardSave(make_state(1)))  # pyright: ignore[reportCallIssue]
     said = [event.fields for event in events if event.kind == ckptkit.Kind.STAGED]
     assert [(each["strategy"], each["reason"]) for each in said] == [
@@ -78,7 +82,7 @@ def test_the_event_names_the_strategy_and_its_reason(tmp_path: Path) -> None:
 
 def test_all_leaf_kinds_go_through_a_device_copy(tmp_path: Path) -> None:
     """Keys, booleans or host arrays would be lost on the way that accelerators take."""
-    with ckptkit.CheckpointManager(tmp_path, staging="device_copy") as manager:
+    with ckptkit.CheckpointManager(tmp_path, saving=ckptkit.SaveOptions(staging="device_copy")) as manager:
         state = make_state(5)
         manager.save(5, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
         state["host"] += 1  # the caller may change what is on the host as soon as `save` returns
@@ -111,7 +115,7 @@ def test_a_device_copy_does_not_wait_for_the_step_in_flight(tmp_path: Path) -> N
 
     state = {"w": jnp.ones((700, 700))}
     long_step(state["w"]).block_until_ready()
-    with ckptkit.CheckpointManager(tmp_path, staging="device_copy") as manager:
+    with ckptkit.CheckpointManager(tmp_path, saving=ckptkit.SaveOptions(staging="device_copy")) as manager:
         manager.save(0, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
         manager.wait_until_finished()
         state = {"w": long_step(state["w"])}
@@ -179,4 +183,4 @@ def test_a_strategy_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"staging 'gated': give one of slot_copy, device_copy, gate, alias, block, auto"
     ):
-        ckptkit.CheckpointManager(tmp_path, staging="gated")
+        ckptkit.CheckpointManager(tmp_path, saving=ckptkit.SaveOptions(staging="gated"))  # pyright: ignore[reportArgumentType]

@@ -19,7 +19,11 @@ def manager_of(root: Path | str, *, ram: Path | None = None, **options: Any) -> 
     options = {"save_interval_steps": 1, **options}
     tiers = [] if ram is None else [ckptkit.Tier.ram(str(ram))]
     return ckptkit.CheckpointManager(
-        root, options=ocp.CheckpointManagerOptions(**options), tiers=tiers, host_id=HOST, timeout_s=60
+        root,
+        options=ocp.CheckpointManagerOptions(**options),
+        tiers=tiers,
+        host_id=HOST,
+        processes=ckptkit.ProcessOptions(timeout_s=60),
     )
 
 

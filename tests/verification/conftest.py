@@ -45,7 +45,9 @@ class Job:
         ram, ssd = self.tiers
         tiers = [ckptkit.Tier.ram(ram), ckptkit.Tier.ssd(ssd, save=ckptkit.EverySteps(1))]
         orbax_options = ocp.CheckpointManagerOptions(save_interval_steps=1, **options)
-        return ckptkit.CheckpointManager(self.root, options=orbax_options, tiers=tiers, host_id=HOST, timeout_s=30)
+        return ckptkit.CheckpointManager(
+            self.root, options=orbax_options, tiers=tiers, host_id=HOST, processes=ckptkit.ProcessOptions(timeout_s=30)
+        )
 
 
 @pytest.fixture(scope="session")

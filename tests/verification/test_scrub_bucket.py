@@ -59,7 +59,9 @@ def home(bucket: BucketServer) -> Iterator[Path]:
 def make_manager(home: Path) -> ckptkit.CheckpointManager:
     tiers = [ckptkit.Tier.ram(str(home / "ram"))]
     options = ocp.CheckpointManagerOptions(save_interval_steps=1)
-    return ckptkit.CheckpointManager(ROOT, options=options, tiers=tiers, host_id=HOST, timeout_s=60)
+    return ckptkit.CheckpointManager(
+        ROOT, options=options, tiers=tiers, host_id=HOST, processes=ckptkit.ProcessOptions(timeout_s=60)
+    )
 
 
 def scrubbed(home: Path, *, repair: bool = True) -> Scrub:

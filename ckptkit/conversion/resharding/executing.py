@@ -76,7 +76,6 @@ def reshard(
     memory_bytes: int = MEMORY_BYTES,
     resume: bool = False,
     coordinator: Coordinator | None = None,
-    timeout_s: float = 3600.0,
     progress: BytesProgress | None = None,
 ) -> None:
     """Writes what the plan says; returns once the target is committed, on every process of `coordinator`'s job.
@@ -90,11 +89,11 @@ def reshard(
     Raises `CheckpointError` where processes have different plans, or another job makes the same target,
     `TransientStoreError` or `CoordinationError` where another process failed, and what reading and writing raise.
     """
-    job = coordinator or LocalCoordinator()
+    coordinator = coordinator or LocalCoordinator()
     target = Destination(plan.target)
-    now = partial(fingerprint, {**plan.to_json(), "processes": job.count}, [plan.source])
+    now = partial(fingerprint, {**plan.to_json(), "processes": coordinator.count}, [plan.source])
     known_by = now()
-    journal = Journal(target.journal_store(), job.process)
+    journal = Journal(target.journal_store(), coordinator.process)
 
     def start(seen: list[str]) -> bool:
         if len(set(seen)) > 1:
@@ -104,10 +103,10 @@ def reshard(
         return begin(target, journal, known_by, resume=resume)
 
     with ExitStack() as held:
-        job.agree("reshard-begun", known_by, start, timeout_s=timeout_s)
-        with target.kept(after_damage=job.count > 1 or properties_of(plan.source).round_trips):
+        coordinator.agree("reshard-begun", known_by, start)
+        with target.kept(after_damage=coordinator.count > 1 or properties_of(plan.source).round_trips):
             unchanged = partial(require_unchanged, known_by, now, plan.source)
-            _write_and_commit(source, plan, target, journal, memory_bytes, job, timeout_s, progress, unchanged)
+            _write_and_commit(source, plan, target, journal, memory_bytes, coordinator, progress, unchanged)
 
 
 def _write_and_commit(
@@ -116,15 +115,14 @@ def _write_and_commit(
     target: Destination,
     journal: Journal,
     memory_bytes: int,
-    job: Coordinator,
-    timeout_s: float,
+    coordinator: Coordinator,
     progress: BytesProgress | None,
     unchanged: Callable[[], None],
 ) -> None:
     """This process's part, and when all have theirs the commit."""
     error = None
     try:
-        _write_part(source, plan, target, journal, memory_bytes, job, progress)
+        _write_part(source, plan, target, journal, memory_bytes, coordinator, progress)
     except Exception as caught:  # noqa: BLE001  said to the others, who would wait for this part
         error = caught
 
@@ -132,14 +130,13 @@ def _write_and_commit(
         for process, failure in enumerate(failures):
             if failure is not None:
                 raise CheckpointError(f"process {process} could not write its part of {plan.target}: {failure}")
-        _finish(source, plan, target, job.count, unchanged)
+        _finish(source, plan, target, coordinator.count, unchanged)
 
     try:
-        job.agree(
+        coordinator.agree(
             "reshard-written",
             None if error is None else f"{type(error).__name__}: {error}",
             finish,
-            timeout_s=timeout_s,
         )
     finally:
         if error is not None:
@@ -164,13 +161,15 @@ def _write_part(
     target: Destination,
     journal: Journal,
     memory_bytes: int,
-    job: Coordinator,
+    coordinator: Coordinator,
     progress: BytesProgress | None,
 ) -> None:
     """Everything that this process writes: its blocks of every item, and its records."""
     noted = list(journal.entries())
     works = _works(source, plan, memory_bytes)
-    chosen = share_of([work.block.size * work.record.itemsize for _, work in works], job.process, job.count)
+    chosen = share_of(
+        [work.block.size * work.record.itemsize for _, work in works], coordinator.process, coordinator.count
+    )
     mine = [works[at] for at in chosen]
     total, written = sum(work.block.size * work.record.itemsize for _, work in mine), 0
 
@@ -184,8 +183,8 @@ def _write_part(
     for item in source.items:
         above = _key(source, item)
         directory = f"{target.url}/{above}".rstrip("/")
-        part = directory if job.count == 1 else process_directory(directory, job.process)
-        writer = ItemWriter(part, item.name, journal, noted, memory_bytes, describes=job.process == 0)
+        part = directory if coordinator.count == 1 else process_directory(directory, coordinator.process)
+        writer = ItemWriter(part, item.name, journal, noted, memory_bytes, describes=coordinator.process == 0)
         leaves = [leaf for leaf in plan.leaves if leaf.item == item.name]
         records = [leaf.target(plan.meshes[0]) for leaf in leaves]
         own = [work for name, work in mine if name == item.name]
@@ -194,12 +193,12 @@ def _write_part(
         for work in own:
             blocks.setdefault(work.record.name, []).append(work.block)
         proven = [writer.written(record, blocks.get(record.name, ())) for record in records]
-        name, small = _name(source, item, plan), source.small_of(job.process, job.count)
+        name, small = _name(source, item, plan), source.small_of(coordinator.process, coordinator.count)
         files = side_files(
             name,
             proven,
             _identity(source, plan),
-            this_writer(job.process, job.count),
+            this_writer(coordinator.process, coordinator.count),
             small if item.structure is None else {**small, name: item.structure},
             provable=item.provable,
         )
