@@ -10,7 +10,7 @@ from ckptkit.restore.outlook import Outlook
 from ckptkit.restore.plan import BoxRead, RestorePlan
 from ckptkit.util import clock
 
-_COLUMNS = [
+_STEP_COLUMNS = [
     ("step", True),
     ("state", False),
     ("save", False),
@@ -31,11 +31,11 @@ def show_steps(listing: Listing) -> None:
     if listing.steps:
         told = any(entry.metrics is not None for entry in listing.steps)
         print_line()
-        rows = [[*_row(entry), *[_metrics_text(entry.metrics)] * told] for entry in listing.steps]
-        print_table([*_COLUMNS, *[("metrics", False)] * told], rows)
+        rows = [[*_step_row(entry), *[_metrics_text(entry.metrics)] * told] for entry in listing.steps]
+        print_table([*_STEP_COLUMNS, *[("metrics", False)] * told], rows)
 
 
-def _row(entry: StepEntry) -> list[str]:
+def _step_row(entry: StepEntry) -> list[str]:
     present = entry.processes
     of = "" if present is None else f"{len(present)} of {entry.expected}"
     age = "" if entry.committed_at_s is None else age_text(clock.wall_s() - entry.committed_at_s)
@@ -57,7 +57,7 @@ def _metrics_text(metrics: Any) -> str:
     return "" if metrics is None else short_json(metrics, _METRICS_CHARS)
 
 
-_COLUMNS = [("leaf", False), ("from", True), ("to", True), ("bytes", True), ("tier", False)]
+_READ_COLUMNS = [("leaf", False), ("from", True), ("to", True), ("bytes", True), ("tier", False)]
 
 
 def show_outlook(found: Outlook) -> None:
@@ -74,10 +74,10 @@ def show_outlook(found: Outlook) -> None:
     for tier, read_bytes in found.plan.bytes_by_tier().items():
         print_line(f"  {size_text(read_bytes)} ({read_bytes} bytes) from {tier}")
     print_line()
-    print_table(_COLUMNS, [_row(found.plan, read) for read in found.plan.reads])
+    print_table(_READ_COLUMNS, [_read_row(found.plan, read) for read in found.plan.reads])
 
 
-def _row(plan: RestorePlan, read: BoxRead) -> list[str]:
+def _read_row(plan: RestorePlan, read: BoxRead) -> list[str]:
     tier = plan.tiers[read.sources[0][0]]
     start, stop = shape_text(read.wanted.start), shape_text(read.wanted.stop)
     return [f"{read.key[0]}:{'.'.join(read.key[1])}", start, stop, size_text(read.nbytes), tier]

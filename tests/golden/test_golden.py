@@ -50,7 +50,7 @@ def test_step_of_an_earlier_release_is_restored(version: str, tier: str, tmp_pat
 @pytest.mark.parametrize("version", VERSIONS)
 def test_durable_step_of_an_earlier_release_is_verified(version: str, tmp_path: Path) -> None:
     """Digests of an earlier release would be called damage."""
-    found = verify(copy_of(version, tmp_path, ("root",)) / "root")
+    found = verify(str(copy_of(version, tmp_path, ("root",)) / "root"))
     assert [proof.state for proof in found.steps] == ["proven"] * len(STEPS)
 
 
