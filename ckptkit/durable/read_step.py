@@ -19,13 +19,13 @@ from ckptkit.durable.cells.local_reader import PlacedCells
 from ckptkit.durable.cells.range_reader import PlacedRanges
 from ckptkit.durable.cells.reader import CellReader, Wanted
 from ckptkit.durable.cells.tensorstore_wait import UNREACHABLE, awaited, small_objects, translated, words_of
-from ckptkit.durable.orbax.files import ARRAY_METADATAS, STEP_METADATA, marked_save
+from ckptkit.durable.orbax.files import marked_save
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, TransientStoreError
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, Proves, SaveId, copy_proven, prove_all
-from ckptkit.model.paths import COMMIT_MARK
+from ckptkit.model.paths import ARRAY_METADATAS, COMMIT_MARK, STEP_METADATA
 from ckptkit.store import Store, all_of
 from ckptkit.store.refused import is_refusal
 from ckptkit.store.roots import is_remote

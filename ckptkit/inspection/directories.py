@@ -6,26 +6,24 @@ import json
 import re
 from typing import Any, Literal
 
-from ckptkit.inspection.arrays import ARRAY_METADATAS, METADATA, OCDBT, SHARDINGS
 from ckptkit.inspection.places import Place, readable
 from ckptkit.model import paths
+from ckptkit.model.paths import (
+    ARRAY_METADATAS,
+    JSON_VALUE,
+    METRICS,
+    OCDBT_MANIFEST,
+    SHARDINGS,
+    STEP_METADATA,
+    TREE_METADATA,
+)
 from ckptkit.store.roots import is_remote
-
-STEP_METADATA = "_CHECKPOINT_METADATA"
 
 ItemKind = Literal["arrays", "json", "grain", "other"]
 
-_ARRAY_SIGNS = frozenset({METADATA, OCDBT, SHARDINGS, f"{ARRAY_METADATAS}/"})
-METRICS = "metrics"  # the item with the metrics of a step, and its file
-_JSON_NAMES = ("metadata", METRICS)
+_ARRAY_SIGNS = frozenset({TREE_METADATA, OCDBT_MANIFEST, SHARDINGS, f"{ARRAY_METADATAS}/"})
+_JSON_NAMES = (JSON_VALUE, METRICS)
 _GRAIN = re.compile(r"process_\d+-of-\d+\.json")
-_STEP_NAME = re.compile(r"(?:[^/]*_)?(\d{1,18})")
-
-
-def step_of_name(name: str) -> int | None:
-    """The step of a directory's name (`12`, `00012`, `step_12`), of a temporary one too; None for other names."""
-    match = _STEP_NAME.fullmatch(name.partition(paths.TEMPORARY)[0])
-    return int(match[1]) if match else None
 
 
 def item_kind(place: Place) -> ItemKind | None:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.inspection.arrays import ARRAY_METADATAS, read_arrays
+from ckptkit.inspection.arrays import read_arrays
 from ckptkit.inspection.directories import (
-    STEP_METADATA,
     committed_at_s,
     grain_names,
     is_committed,
@@ -21,7 +20,6 @@ from ckptkit.inspection.directories import (
     json_name,
     json_value,
     step_items,
-    step_of_name,
 )
 from ckptkit.inspection.places import Place, local_kind, nothing_at, readable
 from ckptkit.inspection.records import Inspection, Item, LeafInfo, SaveOrigin
@@ -39,6 +37,7 @@ from ckptkit.inspection.shares import (
 from ckptkit.inspection.steps import durable_steps, newest_committed, read_ancestry
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest
+from ckptkit.model.paths import ARRAY_METADATAS, STEP_METADATA
 from ckptkit.store.roots import is_remote, root_url
 
 
@@ -121,7 +120,7 @@ def _directory(place: Place, kind: Literal["step", "item"], items: Sequence[Plac
         raise CorruptCheckpointError(f"{place.url} is a step without any item", path=place.url)
     origin, sidecars = _origin(place, items, problems)
     found = tuple(_item(item, sidecars.get(item.name), problems, timeout_s) for item in items)
-    step = step_of_name(place.name) if kind == "step" else origin.save_id.step if origin.save_id else None
+    step = paths.step_of_name(place.name) if kind == "step" else origin.save_id.step if origin.save_id else None
     return Inspection(
         path=place.url,
         kind=kind,

@@ -10,21 +10,19 @@ from pathlib import Path
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.directories import (
-    METRICS,
-    STEP_METADATA,
     committed_at_s,
     is_committed,
     is_slot_directory,
     item_kind,
     json_value,
     step_items,
-    step_of_name,
 )
 from ckptkit.inspection.places import Place, no_directory, readable
 from ckptkit.inspection.records import Holding, Listing, StepEntry, StepState
 from ckptkit.inspection.shares import Share, incomplete, own_processes, read_shares, read_sidecars, sidecar_processes
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
+from ckptkit.model.paths import METRICS, STEP_METADATA
 from ckptkit.model.tiers import DURABLE
 from ckptkit.slots.reader import slot_directories
 from ckptkit.store.roots import root_url
@@ -93,7 +91,7 @@ def durable_steps(place: Place, ancestry: Ancestry) -> list[DurableStep]:
     """The step directories of a root with their states, ascending by step."""
     found = []
     for name in place.directories():
-        step = step_of_name(name)
+        step = paths.step_of_name(name)
         if step is not None and name != paths.SIDECAR_DIR:
             found += _durable_step(place.below(name), step, ancestry)
     return sorted(found, key=lambda each: (each.step, each.place.name))

@@ -9,12 +9,13 @@ from typing import Any
 
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CorruptCheckpointError, NoRestorableStepError, StepNotFoundError, TreeMismatchError
-from ckptkit.inspection.directories import is_slot_directory, step_of_name
+from ckptkit.inspection.directories import is_slot_directory
 from ckptkit.inspection.places import Place, nothing_at
 from ckptkit.inspection.shares import Share, read_share, read_shares
 from ckptkit.inspection.steps import durable_steps, read_ancestry, tier_shares
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import LeafRecord, Manifest, SaveId
+from ckptkit.model.paths import step_of_name
 from ckptkit.model.tiers import DURABLE
 from ckptkit.restore.plan import Candidate, Key, RestorePlan, Source, plan_restore, rank_candidates
 from ckptkit.store.roots import root_url

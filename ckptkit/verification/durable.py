@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.durable.orbax.files import ARRAY_METADATAS
 from ckptkit.durable.read_step import DurableReader, has_sidecar_sign
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.arrays import read_arrays
 from ckptkit.inspection.directories import (
-    STEP_METADATA,
     committed_at_s,
     grain_names,
     is_committed,
@@ -32,6 +30,7 @@ from ckptkit.inspection.shares import incomplete, leaf_of_record, own_processes,
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import LeafRecord, Manifest, SaveId, cell_ranges, digest_of
+from ckptkit.model.paths import ARRAY_METADATAS, STEP_METADATA
 from ckptkit.store.roots import is_remote
 from ckptkit.verification.pool import CellCheck, Limits, check_cells
 from ckptkit.verification.records import Finding, StepProof

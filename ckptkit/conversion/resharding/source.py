@@ -10,9 +10,10 @@ from ckptkit.conversion.resharding.meshes import Spec, sharding_of_json
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.formats import open_checkpoint
 from ckptkit.formats.tensors import Checkpoint, Tensor
-from ckptkit.inspection.arrays import METADATA, SHARDINGS, read_shardings
+from ckptkit.inspection.arrays import read_shardings
 from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.shares import own_processes, read_sidecars, sidecar_processes
+from ckptkit.model import paths
 from ckptkit.model.manifest import LeafKind, LeafRecord, SaveId
 from ckptkit.snapshot.small_items import STRUCTURE
 
@@ -129,15 +130,15 @@ def specs_like(path: str, *, timeout_s: float) -> dict[str, Spec]:
                 named = sharding_of_json(text)
                 found[leaf] = () if named is None else named[0]
     if not found:
-        raise CheckpointError(f"{path} has no {SHARDINGS}, and so says nothing of how its leaves lay", path=path)
+        raise CheckpointError(f"{path} has no {paths.SHARDINGS}, and so says nothing of how its leaves lay", path=path)
     return found
 
 
 def _item(place: Place, name: str, tensors: Sequence[Tensor]) -> SourceItem:
-    described = place.json(METADATA)
+    described = place.json(paths.TREE_METADATA)
     if described is None:
-        raise CorruptCheckpointError(f"{place.url} has no {METADATA}, without which Orbax does not read it")
-    with readable(f"{place.url}/{METADATA}"):
+        raise CorruptCheckpointError(f"{place.url} has no {paths.TREE_METADATA}, without which Orbax does not read it")
+    with readable(f"{place.url}/{paths.TREE_METADATA}"):
         nodes = list(described["tree_metadata"].values())
         letters = {_path(node): _letters(node) for node in nodes}
         empty = [_empty(node) for node in nodes if node["value_metadata"].get("skip_deserialize")]

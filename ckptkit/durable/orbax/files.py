@@ -26,11 +26,6 @@ from ckptkit.durable.orbax.host_shards import HostShards
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId, digest_of
 
-STEP_METADATA = "_CHECKPOINT_METADATA"
-TREE_METADATA = "_METADATA"
-SHARDINGS = "_sharding"
-ARRAY_METADATAS = "array_metadatas"
-JSON_VALUE = "metadata"  # in an item of JSON
 _MARKED = re.compile(r"\(ckptkit save (\d+ \d+ \d+ [0-9a-f]{32}) ([0-9a-f]{32})\)$")
 _TYPES = {HostShards: "jax.Array", np.ndarray: "np.ndarray", int: "scalar", float: "scalar", bool: "scalar"}
 
