@@ -6,9 +6,11 @@ import os
 import stat
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from ckptkit.durable.sidecars import incomplete, of_one_save
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.arrays import read_arrays
 from ckptkit.inspection.directories import (
@@ -25,10 +27,9 @@ from ckptkit.inspection.places import Place, local_kind, nothing_at, readable
 from ckptkit.inspection.records import Inspection, Item, LeafInfo, SaveOrigin
 from ckptkit.inspection.shares import (
     Share,
-    incomplete,
     items_of_manifest,
     leaf_of_record,
-    own_processes,
+    marked_above,
     read_share,
     read_shares,
     read_sidecars,
@@ -149,18 +150,17 @@ def _origin(place: Place, items: Sequence[Place], problems: list[str]) -> tuple[
     for item in ours:
         try:
             present = sidecar_processes(item)
-            (told,) = read_sidecars(item, present[:1], extent="leaves")  # each names all leaves
-            present = own_processes(item, told, present)
-            manifests = [told, *read_sidecars(item, present[1:], extent="head")]
+            told = read_sidecars(item, present[:1], extent="leaves")  # each names all leaves
+            own = of_one_save(told | read_sidecars(item, present[1:], extent="head"), partial(marked_above, item))
         except CorruptCheckpointError as error:
             problems.append(str(error))
             continue
-        why = incomplete(item, manifests, present)
+        why = incomplete(item.url, own, own)
         if why is not None:
             problems.append(why)
             continue
-        sidecars[item.name] = manifests[0]
-        hosts.update(manifest.writer.host for manifest in manifests)
+        sidecars[item.name] = told[present[0]]
+        hosts.update(manifest.writer.host for manifest in own.values())
     first = next(iter(sidecars.values()), None)
     origin = SaveOrigin(
         writer="ckptkit",

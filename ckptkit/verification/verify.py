@@ -105,6 +105,6 @@ def _step_number(place: Place) -> tuple[int, bool]:
         if (step := paths.step_of_name(name)) is not None:
             return step, True
     if processes := sidecar_processes(place):
-        save_id = read_sidecars(place, processes[:1], extent="head")[0].save_id
+        save_id = read_sidecars(place, processes[:1], extent="head")[processes[0]].save_id
         return save_id.step, save_id.epoch > 0  # a run's first is 1
     return 0, False

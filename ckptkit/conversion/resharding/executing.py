@@ -19,7 +19,7 @@ from ckptkit.conversion.resharding.planning import LeafPlan, ReshardPlan, make_p
 from ckptkit.conversion.resharding.source import ReshardSource, SourceItem
 from ckptkit.conversion.stamps import fingerprint
 from ckptkit.durable.cells.writer import merge_processes, process_directory
-from ckptkit.durable.orbax.files import marker_text
+from ckptkit.durable.sidecars import marker_text
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.tensors import MEMORY_BYTES
 from ckptkit.inspection.places import Place

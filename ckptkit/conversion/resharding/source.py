@@ -12,7 +12,7 @@ from ckptkit.formats import open_checkpoint
 from ckptkit.formats.tensors import Checkpoint, Tensor
 from ckptkit.inspection.arrays import read_shardings
 from ckptkit.inspection.places import Place, readable
-from ckptkit.inspection.shares import own_processes, read_sidecars, sidecar_processes
+from ckptkit.inspection.shares import own_sidecars, read_sidecars, sidecar_processes
 from ckptkit.model import paths
 from ckptkit.model.manifest import LeafKind, LeafRecord, SaveId
 from ckptkit.snapshot.small_items import STRUCTURE
@@ -109,9 +109,7 @@ def _small(items: Sequence[SourceItem]) -> tuple[Small, ...]:
     """What every process's sidecar says of the items that have none of their own. Each item's sidecars say it all."""
     arrays = {item.name for item in items}
     for item in items:
-        if processes := sidecar_processes(item.place):
-            first = read_sidecars(item.place, processes[:1], extent="head")[0]
-            own = read_sidecars(item.place, own_processes(item.place, first, processes), extent="head")
+        if own := own_sidecars(item.place, extent="head").values():
             return tuple({n: each for n, each in manifest.inline.items() if n not in arrays} for manifest in own)
     return ()
 
@@ -146,7 +144,7 @@ def _item(place: Place, name: str, tensors: Sequence[Tensor]) -> SourceItem:
     known: dict[tuple[str, ...], LeafRecord] = {}
     structure: Mapping[str, Any] | None = {"kind": STRUCTURE, "value": empty} if empty else None
     if processes:
-        manifest = read_sidecars(place, processes[:1])[0]
+        manifest = read_sidecars(place, processes[:1])[processes[0]]
         known = {leaf.path: leaf for leaf in manifest.arrays.get(name, ())}
         structure = manifest.inline.get(name, structure)
     records = tuple(_record(tensor, known.get(tensor.leaf.path), letters) for tensor in tensors)
