@@ -8,21 +8,12 @@ from typing import Any, Literal
 
 from ckptkit.inspection.places import Place, readable
 from ckptkit.model import paths
-from ckptkit.model.paths import (
-    ARRAY_METADATAS,
-    JSON_VALUE,
-    METRICS,
-    OCDBT_MANIFEST,
-    SHARDINGS,
-    STEP_METADATA,
-    TREE_METADATA,
-)
 from ckptkit.store.roots import is_remote
 
 ItemKind = Literal["arrays", "json", "grain", "other"]
 
-_ARRAY_SIGNS = frozenset({TREE_METADATA, OCDBT_MANIFEST, SHARDINGS, f"{ARRAY_METADATAS}/"})
-_JSON_NAMES = (JSON_VALUE, METRICS)
+_ARRAY_SIGNS = frozenset({paths.TREE_METADATA, paths.OCDBT_MANIFEST, paths.SHARDINGS, f"{paths.ARRAY_METADATAS}/"})
+_JSON_NAMES = (paths.JSON_VALUE, paths.METRICS)
 _GRAIN = re.compile(r"process_\d+-of-\d+\.json")
 
 
@@ -31,7 +22,7 @@ def item_kind(place: Place) -> ItemKind | None:
     names = place.names()
     if _ARRAY_SIGNS.intersection(names):
         return "arrays"
-    if STEP_METADATA in names:
+    if paths.STEP_METADATA in names:
         return None
     if json_name(place) is not None:
         return "json"
@@ -77,7 +68,7 @@ def is_committed(place: Place) -> bool:
 
 def committed_at_s(place: Place) -> float | None:
     """When Orbax committed a step, in seconds of the wall clock; None where it does not say."""
-    recorded = place.json(STEP_METADATA)
-    with readable(f"{place.url}/{STEP_METADATA}"):
+    recorded = place.json(paths.STEP_METADATA)
+    with readable(f"{place.url}/{paths.STEP_METADATA}"):
         nanoseconds = (recorded or {}).get("commit_timestamp_nsecs")
         return None if nanoseconds is None else int(nanoseconds) / 1e9

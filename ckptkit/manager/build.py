@@ -28,6 +28,7 @@ from ckptkit.model import paths
 from ckptkit.model.manifest import Writer
 from ckptkit.model.tiers import DURABLE, PEER, Tier
 from ckptkit.peers import PeerLink
+from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.restorer import Restorer
 from ckptkit.save.ledger import Branch, Ledger
 from ckptkit.save.pipeline import SavePipeline
@@ -44,6 +45,7 @@ class Components:
     durable: DurableSteps
     tiers: tuple[Tier, ...]  # those that can be had among these hosts, fastest first
     arenas: Mapping[str, Arena]
+    inventory: Inventory
     restorer: Restorer
     ledger: Ledger
     branch: Branch
@@ -94,23 +96,20 @@ def make_components(url: str, settings: Settings, setup: Setup, coordinator: Coo
         link, peer_copies = open_peers(job_hosts, host_dirs, arenas, settings, coordinator)
         if link is not None:
             opened.callback(link.close)
-        restorer = Restorer(
+        inventory = Inventory(
             host_dirs,
             durable,
             epochs,
-            coordinator,
             events,
-            timeout_s,
-            settings.verify,
             client=link.client if link is not None else None,
             rank=rank if link is not None else (0, 1),
-            broadcast=settings.broadcast,
         )
-        held, epoch = take_stock(restorer, durable, ledger.ancestry, coordinator, timeout_s)
+        restorer = Restorer(inventory, coordinator, events, timeout_s, settings.verify, broadcast=settings.broadcast)
+        held, epoch = take_stock(inventory, ledger.ancestry, coordinator, timeout_s)
         ledger.refill(held)
         retention = Retention(tiers, arenas, ledger, in_flight_max)
         retention.opened()
-        metadata_index = MetadataIndex(options, durable, restorer)
+        metadata_index = MetadataIndex(options, durable, inventory)
         metadata_index.refill(ledger.steps())
         pipeline = SavePipeline(
             make_tiers(arenas, memory, in_flight_max, durable, epochs, peer_copies),
@@ -131,6 +130,7 @@ def make_components(url: str, settings: Settings, setup: Setup, coordinator: Coo
         durable=durable,
         tiers=tiers,
         arenas=arenas,
+        inventory=inventory,
         restorer=restorer,
         ledger=ledger,
         branch=Branch(ledger, epoch + 1),

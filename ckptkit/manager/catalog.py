@@ -21,9 +21,7 @@ class Catalog:
         """Looks at every tier afresh. Called by all processes together."""
         components, ledger = self._components, self._components.ledger
         components.durable.reload()
-        held, _ = take_stock(
-            components.restorer, components.durable, ledger.ancestry, self._coordinator, self._timeout_s
-        )
+        held, _ = take_stock(components.inventory, ledger.ancestry, self._coordinator, self._timeout_s)
         ledger.refill(held)
         components.metadata_index.refill(ledger.steps())
         components.decider.refill(durable_infos(ledger, components.durable))

@@ -20,6 +20,7 @@ from ckptkit.manager.restore_handle import RestoreHandle
 from ckptkit.manager.settings import Settings
 from ckptkit.model.broadcast_options import BroadcastOptions
 from ckptkit.model.verify_mode import Verify
+from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.request import RestoreRequest, request_of
 from ckptkit.restore.restorer import Restored, Restorer
 
@@ -49,8 +50,8 @@ def restore_elsewhere(
     )
     with closing(DurableSteps(url, read_only, coordinator, timeout_s=timeout_s)) as durable:
         durable.stock.adopt_handlers(stock)
-        epochs = epoch_records(url, events)
-        restorer = Restorer({}, durable, epochs, coordinator, events, timeout_s, verify, broadcast=broadcast, name=name)
+        inventory = Inventory({}, durable, epoch_records(url, events), events)
+        restorer = Restorer(inventory, coordinator, events, timeout_s, verify, broadcast=broadcast, name=name)
         return restorer.restore(step, wanted)
 
 

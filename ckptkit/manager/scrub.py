@@ -82,7 +82,7 @@ class Scrubber:
                 for _, asked in said
             ]
 
-        mine = [self._components.restorer.reports(), wanted]
+        mine = [self._components.inventory.reports(), wanted]
         told = self._coordinator.agree("scrub-givers", mine, chosen, timeout_s=self._timeout_s)
         own = self._coordinator.process
         return {
@@ -93,7 +93,7 @@ class Scrubber:
     def _here(self, save_id: SaveId) -> list[RepairSource]:
         """What this host's slots hold of the save."""
         found: list[RepairSource] = []
-        local = self._components.restorer.local_saves().get(save_id)
+        local = self._components.inventory.local.saves().get(save_id)
         for pairs in local.held.values() if local is not None else ():
             for directory, _ in pairs:
                 with suppress(CorruptCheckpointError, FileNotFoundError):
@@ -103,7 +103,7 @@ class Scrubber:
 
     def _elsewhere(self, save_id: SaveId, givers: list[tuple[int, int]]) -> Iterator[RepairSource]:
         """Other processes, then the durable step."""
-        client, durable = self._components.restorer.client, self._components.durable
+        client, durable = self._components.inventory.client, self._components.durable
         if client is not None:
             client.try_again()
             yield from peer_sources(client, save_id, givers)
