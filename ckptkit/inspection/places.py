@@ -16,7 +16,6 @@ from ckptkit.store import Stat, Store, open_store
 from ckptkit.store.base import PutMode
 from ckptkit.store.roots import is_remote
 
-_ABOVE_S = 20.0  # for an answer about the directory above the one that was asked for
 _REASON_CHARS = 200  # of a library's own words in a message
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 
@@ -117,12 +116,6 @@ class Place:
         if name not in self._below:
             self._below[name] = Place(self.store, self._key(name))
         return self._below[name]
-
-    def above(self) -> Place:
-        """The directory that it is in."""
-        if self._prefix:
-            return Place(self.store, self._prefix.rpartition("/")[0])
-        return Place.open(self.url.rstrip("/").rpartition("/")[0], timeout_s=_ABOVE_S)
 
     def again(self) -> Place:
         """The same directory, to be listed afresh."""

@@ -20,6 +20,7 @@ from ckptkit.slots.latest_pointer import lost_newest
 from ckptkit.slots.reader import read_manifest
 
 _READ_THREADS = 8
+_MARKER_S = 20.0  # for a marker, which is rarely asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,7 @@ def own_sidecars(item: Place, *, extent: ManifestDepth = "all") -> dict[int, Man
 
 def marked_above(item: Place) -> SaveId | None:
     """The save that the marker of an item's step names; None where there is no marker, or it names none."""
-    mark = item.above().read(paths.COMMIT_MARK)
+    mark = Place.open(item.url.rpartition("/")[0], timeout_s=_MARKER_S).read(paths.COMMIT_MARK)
     return None if mark is None else marked_save(mark)
 
 

@@ -73,8 +73,7 @@ class Inventory:
         together. Raises `StoreError`.
         """
         fast = [{held.save_id: held.refusal for held in report} for report in reports]
-        ahead = proves if not any(reports) else None
-        look = partial(self._look, step, ahead)
+        look = partial(self._look, step, None if any(reports) else proves)
         ancestry, (steps, named) = all_of(self.durable.url, [self._epochs.read, look])
         durable = self._newest(ancestry, steps, named, looked_into)
         return rank_candidates(fast, durable, ancestry.superseded, step, linked=self.client is not None)

@@ -90,7 +90,7 @@ def outlook(
     rejected: list[tuple[str, int, str]] = []
     for candidate in rank_candidates([dict.fromkeys(fast)], list(durable), ancestry.superseded, step, linked=True):
         save = candidate.save_id
-        search = _search(candidate, fast.get(save, {}), durable.get(save), events)
+        search = _search(candidate, LocalSave(save_id=save, held=fast.get(save, {})), durable, events)
         try:
             plan = search.planned(partial(_plan, candidate, wanted))
         except CorruptCheckpointError as error:
@@ -112,14 +112,11 @@ def outlook(
     raise nothing_at(url, "there is no step that could be restored, here or in a tier that was given")
 
 
-def _search(
-    candidate: Candidate, held: Mapping[str, Sequence[tuple[Path, Manifest]]], place: Place | None, events: EventLog
-) -> SourceSearch:
+def _search(candidate: Candidate, local: LocalSave, durable: Mapping[SaveId, Place], events: EventLog) -> SourceSearch:
     def open_durable(proves: VerifySelection) -> DurableReader:
-        assert place is not None, "a candidate that is durable has a directory"
-        return DurableReader(place.url, step=candidate.save_id.step, proves=proves)
+        return DurableReader(durable[local.save_id].url, step=local.save_id.step, proves=proves)
 
-    own = LocalTiers({}, events).holdings(LocalSave(save_id=candidate.save_id, held=held))
+    own = LocalTiers({}, events).holdings(local)
     return SourceSearch(candidate, own, None, open_durable, events, VerifySelection())
 
 

@@ -99,8 +99,8 @@ class Restorer:
         local = {save: held for save, held in found.items() if step is None or save.step == step}
         prepared: dict[SaveId, Prepared] = {}
         rejected: list[tuple[str, int, str]] = []
-        if self._inventory.client is not None:
-            self._inventory.client.try_again()
+        if (client := self._inventory.client) is not None:
+            client.try_again()
         tried: set[SaveId] = set()
         for looked_into in (LISTED_DURABLE_STEPS, None):
             for candidate in self._candidates(local, prepared, wanted, step, looked_into):
@@ -201,13 +201,11 @@ class Restorer:
         save_id = candidate.save_id
         own = prepared.holdings if prepared is not None else self._inventory.local.holdings(local, wanted.proves)
         search = self._search(candidate, own, wanted)
-        rejection, planned = self._together("plan", lambda: self._plan(candidate, search, prepared, wanted))
+        rejection, planned = self._together("plan", lambda: self._plan(search, prepared, wanted))
         if rejection is not None:
             return rejection
         shared, choice = self._broadcaster.share(planned, wanted.proves, caller)
-        rejection, proven = self._together(
-            "restore", lambda: self._read(candidate, local, search, planned, wanted, shared)
-        )
+        rejection, proven = self._together("restore", lambda: self._read(local, search, planned, wanted, shared))
         if rejection is not None:
             return rejection
         assert proven is not None
@@ -235,13 +233,15 @@ class Restorer:
 
     def _search(self, candidate: Candidate, own: Holdings, wanted: RestoreRequest) -> SourceSearch:
         """Where the save's boxes can be had; what others hold of it is heard from process 0."""
-        save_id, peers = candidate.save_id, None
-        if self._inventory.client is not None and candidate.fast:
-            count, runs = self._coordinator.ask_process_0(
-                "holders", lambda: self._told(candidate), timeout_s=self._timeout_s
-            )
+        save_id, client, peers = candidate.save_id, self._inventory.client, None
+        if client is not None and candidate.fast:
+
+            def told() -> list[Any]:
+                return [writers_of(self._reports, save_id), to_runs(holders_of(self._reports, save_id))]
+
+            count, runs = self._coordinator.ask_process_0("holders", told, timeout_s=self._timeout_s)
             peers = PeerShares(
-                client=self._inventory.client,
+                client=client,
                 process=(self._coordinator.process, self._coordinator.count),
                 count=count,
                 holders=from_runs(runs),
@@ -250,22 +250,13 @@ class Restorer:
         open_durable = self._inventory.durable_opener(save_id.step, wanted.proves)
         return SourceSearch(candidate, own, peers, open_durable, self._events, wanted.proves)
 
-    def _told(self, candidate: Candidate) -> list[Any]:
-        save_id = candidate.save_id
-        return [writers_of(self._reports, save_id), to_runs(holders_of(self._reports, save_id))]
-
     def _plan(
-        self,
-        candidate: Candidate,
-        search: SourceSearch,
-        prepared: Prepared | None,
-        wanted: RestoreRequest,
-        why: Why = "uncovered",
+        self, search: SourceSearch, prepared: Prepared | None, wanted: RestoreRequest, why: Why = "uncovered"
     ) -> Prepared | None:
         """Reaches until every wanted box has a source; None: stock Orbax restores it. Reads nothing but manifests."""
 
         def prepare(holdings: Holdings) -> Prepared:
-            return prepared or self._preparer.prepared(candidate, holdings, wanted)
+            return prepared or self._preparer.prepared(search.candidate, holdings, wanted)
 
         planned = search.planned(prepare, why)
         if planned is not None:
@@ -274,7 +265,6 @@ class Restorer:
 
     def _read(
         self,
-        candidate: Candidate,
         local: LocalSave | None,
         search: SourceSearch,
         prepared: Prepared | None,
@@ -283,22 +273,17 @@ class Restorer:
     ) -> Verified:
         """Reads, proves and places this process's part; launches no collective, and meets nobody."""
         try:
-            return self._read_reaching(candidate, search, prepared, wanted, shared)
+            return self._read_reaching(search, prepared, wanted, shared)
         except CorruptCheckpointError:
             if not wanted.proves.is_sample:
                 raise
         # What is damaged in one place may be in others, which the sample has passed over.
         wanted = replace(wanted, proves=VerifySelection())
         search = search.proving_all(self._inventory.local.holdings(local, wanted.proves))
-        return self._read_reaching(candidate, search, self._plan(candidate, search, None, wanted), wanted)
+        return self._read_reaching(search, self._plan(search, None, wanted), wanted)
 
     def _read_reaching(
-        self,
-        candidate: Candidate,
-        search: SourceSearch,
-        prepared: Prepared | None,
-        wanted: RestoreRequest,
-        shared: Shared | None = None,
+        self, search: SourceSearch, prepared: Prepared | None, wanted: RestoreRequest, shared: Shared | None = None
     ) -> Verified:
         """Reaches further where what was planned does not prove whole, or does not answer."""
         while prepared is not None:
@@ -310,10 +295,10 @@ class Restorer:
                     raise
                 shared = None
                 try:
-                    prepared = self._plan(candidate, search, None, wanted, "damaged")
+                    prepared = self._plan(search, None, wanted, "damaged")
                 except CorruptCheckpointError:
                     raise error from None  # no source is left: what the last one had is the reason
-        return self._reading.by_orbax(candidate.save_id.step, wanted)
+        return self._reading.by_orbax(search.candidate.save_id.step, wanted)
 
     def _say_planned(self, plan: RestorePlan) -> None:
         _log.info("restore plan: %s", plan)

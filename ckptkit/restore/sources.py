@@ -66,7 +66,7 @@ class SourceSearch:
         events: EventLog,
         proves: VerifySelection,
     ):
-        self._candidate = candidate
+        self.candidate = candidate
         self._own = own
         self._peers = peers
         self._open_durable = open_durable
@@ -105,14 +105,12 @@ class SourceSearch:
                 raise
             except (CorruptCheckpointError, ValueError) as error:
                 failed, why = error, "uncovered"
-        save_id = self._candidate.save_id
+        save_id = self.candidate.save_id
         raise failed or CorruptCheckpointError(f"the slots of save {save_id} are gone or damaged", step=save_id.step)
 
     def proving_all(self, own: Holdings) -> SourceSearch:
         """The same from the start, with a proof of every cell; `own` are this host's sources, read so."""
-        return SourceSearch(
-            self._candidate, own, self._peers, self._open_durable, self._events, proves=VerifySelection()
-        )
+        return SourceSearch(self.candidate, own, self._peers, self._open_durable, self._events, VerifySelection())
 
     def _widen(self) -> Iterator[Holdings | Stock]:
         fast = self._own
@@ -120,9 +118,9 @@ class SourceSearch:
             yield fast
         for fast in self._with_peers(self._peers) if self._peers is not None else ():
             yield fast
-            if self._damaged and self._candidate.durable:
+            if self._damaged and self.candidate.durable:
                 break
-        if self._candidate.durable:
+        if self.candidate.durable:
             yield self._with_durable(fast)
 
     def _with_peers(self, peers: PeerShares) -> Iterator[Holdings]:
@@ -155,7 +153,7 @@ class SourceSearch:
         """The share of as many holders as answer, up to a few: the next one is asked for what one has damaged."""
         found: list[tuple[Source, Any]] = []
         manifest = None
-        client, save_id = peers.client, self._candidate.save_id
+        client, save_id = peers.client, self.candidate.save_id
         others = [each for each in peers.holders[share] if each != peers.process[0] and client.serves(each)]
         for holder in others[:_TRIED_MAX]:
             try:
@@ -176,7 +174,7 @@ class SourceSearch:
         return Holdings(sources=(*self._own.sources, both[0]), readers=(*self._own.readers, both[1]))
 
     def _with_durable(self, fast: Holdings) -> Holdings | Stock:
-        save_id = self._candidate.save_id
+        save_id = self.candidate.save_id
         reader = self._open_durable(self._proves)
         durable = tuple(reader.manifests(to_read=True))
         if save_id.ours and {manifest.save_id for manifest in durable} - {save_id}:

@@ -27,9 +27,7 @@ def latest_step(root: str) -> int | None:
     return next((step for step, name in named if _is_committed(store, name)), None)
 
 
-StepListing = dict[
-    int, list[str] | None
-]  # committed steps, each with the names right below it, where they were looked at
+StepListing = dict[int, list[str] | None]  # committed steps, each with the names right below it, if they were listed
 
 
 def committed_steps(root: str, name_format: Any, known: Iterable[int] = ()) -> StepListing:
