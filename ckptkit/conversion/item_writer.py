@@ -14,12 +14,13 @@ import numpy as np
 from ckptkit.conversion.journal import Journal
 from ckptkit.conversion.passes import read_ahead
 from ckptkit.durable.cells.writer import CellStream
-from ckptkit.durable.orbax.files import ARRAY_METADATAS, SHARDINGS, array_metadatas_text, shardings_text
+from ckptkit.durable.orbax.files import array_metadatas_text, shardings_text
 from ckptkit.durable.orbax.host_shards import HostShards
 from ckptkit.formats.tensors import Tensor
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box, boxes_of_cells, cells_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
+from ckptkit.model.paths import ARRAY_METADATAS, SHARDINGS
 from ckptkit.store.local import sync_tree
 from ckptkit.store.schemes import properties_of
 

@@ -13,12 +13,12 @@ from ckptkit.conversion.item_writer import ItemWriter, Work, side_files
 from ckptkit.conversion.journal import Journal
 from ckptkit.conversion.mapping import Tensors
 from ckptkit.conversion.passes import block_shape, blocks_of, pieces_of
-from ckptkit.durable.orbax.files import TREE_METADATA, tree_text
+from ckptkit.durable.orbax.files import tree_text
 from ckptkit.durable.orbax.host_shards import HostShards
 from ckptkit.durable.orbax.shardings import sharding_text
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.tensors import CELL_SHARE, Tensor, block_bytes
-from ckptkit.inspection.directories import step_of_name
+from ckptkit.model import paths
 from ckptkit.model.boxes import cell_shape
 from ckptkit.model.manifest import LeafRecord, SaveId, Writer
 
@@ -60,9 +60,9 @@ def write_step(
     writer.write(records.values(), works, count)
     proven = [writer.written(record, ()) for record in records.values()]
     store = target.store()
-    save_id = SaveId(0, step_of_name(item) or 0, 0)
+    save_id = SaveId(0, paths.step_of_name(item) or 0, 0)
     files = side_files(item, proven, save_id, Writer(process=0, count=1, host=HOST), {}, provable=True)
-    for name, text in {**files, TREE_METADATA: tree_text(_tree(proven))}.items():
+    for name, text in {**files, paths.TREE_METADATA: tree_text(_tree(proven))}.items():
         store.put(name, text.encode())
 
 

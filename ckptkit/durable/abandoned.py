@@ -10,7 +10,6 @@ bucket; Orbax's `cleanup_tmp_directories` removes it, on the caller's word.
 from __future__ import annotations
 
 import os
-import re
 import uuid
 from collections.abc import Callable, Collection
 
@@ -18,8 +17,6 @@ from ckptkit.durable.commit import intents, remove_uncommitted
 from ckptkit.durable.lifecycle.delete import move_away
 from ckptkit.model import paths
 from ckptkit.store import Store, put_new
-
-_STEP_NAME = re.compile(r"(?:[^/]*_)?(\d{1,18})/")
 
 
 def left_behind(store: Store, committed: Collection[int]) -> list[str]:
@@ -32,8 +29,8 @@ def left_behind(store: Store, committed: Collection[int]) -> list[str]:
     if store.properties.atomic_rename:
         left = [name.rstrip("/") for name in names if paths.TEMPORARY in name]
         return [*left, *(f"{paths.LEAVING_DIR}/{name.rstrip('/')}" for name in store.list(paths.LEAVING_DIR))]
-    steps = ((name, _STEP_NAME.fullmatch(name)) for name in names)
-    return [name.rstrip("/") for name, match in steps if match and int(match[1]) not in committed]
+    steps = ((name[:-1], paths.step_of_name(name[:-1], temporary=False)) for name in names if name.endswith("/"))
+    return [name for name, step in steps if step is not None and step not in committed]
 
 
 def clean_left(store: Store, epoch: int, remove_directory: Callable[[str], None]) -> list[str]:

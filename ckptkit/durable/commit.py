@@ -19,7 +19,7 @@ from typing import final
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from ckptkit.durable.lifecycle.delete import move_away
-from ckptkit.durable.orbax import files as orbax_files
+from ckptkit.durable.sidecars import marker_text
 from ckptkit.errors import CheckpointError, StoreError
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
@@ -61,7 +61,7 @@ class DiskAttempt:
             self._close()
 
     def _commit(self) -> None:
-        mark = orbax_files.marker_text(self._where, self._save_id).encode()
+        mark = marker_text(self._where, self._save_id).encode()
         LocalStore(self.place).put(paths.COMMIT_MARK, mark)
         if not self._is_in_place():  # a put makes the directory that it needs, and that would be committed
             raise _fenced(self._where, self._save_id)
@@ -106,7 +106,7 @@ class BucketAttempt:
         self.place, self._save_id = f"{url}/{name}", save_id
         self._name = name
         self._store = open_store(url)
-        self._mark = orbax_files.marker_text(self.place, save_id).encode()
+        self._mark = marker_text(self.place, save_id).encode()
         self._intent = f"{paths.INTENTS_DIR}/{paths.intent_name(name, save_id.epoch, uuid.uuid4().hex)}"
 
     def begin(self) -> None:

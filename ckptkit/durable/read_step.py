@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -19,13 +19,22 @@ from ckptkit.durable.cells.local_reader import PlacedCells
 from ckptkit.durable.cells.range_reader import PlacedRanges
 from ckptkit.durable.cells.reader import CellReader, Wanted
 from ckptkit.durable.cells.tensorstore_wait import UNREACHABLE, awaited, small_objects, translated, words_of
-from ckptkit.durable.orbax.files import ARRAY_METADATAS, STEP_METADATA, marked_save
+from ckptkit.durable.sidecars import (
+    has_sidecar_sign,
+    incomplete,
+    lost_sidecars,
+    marked_save,
+    of_one_save,
+    several_saves,
+    sidecars_among,
+    wrong_step,
+)
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, TransientStoreError
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, Proves, SaveId, copy_proven, prove_all
-from ckptkit.model.paths import COMMIT_MARK
+from ckptkit.model.paths import ARRAY_METADATAS, COMMIT_MARK, STEP_METADATA
 from ckptkit.store import Store, all_of
 from ckptkit.store.refused import is_refusal
 from ckptkit.util.gc_pause import collection_paused
@@ -44,13 +53,6 @@ _TRANSIENT_ERRNOS = (
 )
 
 _IDENTITY = "ckptkit_save_id"
-
-
-def has_sidecar_sign(array_metadatas: bytes) -> bool:
-    """Whether a file of an item's `array_metadatas` says that the item has sidecars; False for one that is damaged."""
-    with suppress(ValueError, KeyError, TypeError, RecursionError):
-        return json.loads(array_metadatas)[paths.SIDECAR_SIGN] is True
-    return False
 
 
 def identity_metadata(save_id: SaveId) -> dict[str, Any]:
@@ -139,57 +141,58 @@ class DurableReader:
 
     def _manifests(self, names: Sequence[str] | None, to_read: bool) -> list[Manifest]:
         items = self.item_names() if names is None else _directories(names)
-        by_item = all_of(self._url, [partial(self._sidecars, item, to_read) for item in items])
-        found = [sidecar for sidecars in by_item for sidecar in sidecars]
-        self._require_sidecars(items, {item for item, _, _ in found})
-        if not found:
-            return []
+        listed = dict(
+            zip(items, all_of(self._url, [partial(self._listed, item, to_read) for item in items]), strict=True)
+        )
+        self._require_sidecars([item for item, sidecars in listed.items() if not sidecars])
+        missing = [(item, n) for item, sidecars in listed.items() for n, known in sidecars.items() if known is None]
         with ThreadPoolExecutor(READ_THREADS) as pool:
-            manifests = self._of_one_save(list(pool.map(lambda each: each[2] or self._manifest(each[1]), found)))
-        self._check_complete(manifests)
-        return manifests
+            read = dict(zip(missing, pool.map(lambda key: self._sidecar(*key), missing), strict=True))
+        found = {
+            item: of_one_save({n: known or read[item, n] for n, known in sidecars.items()}, self._marked)
+            for item, sidecars in listed.items()
+        }
+        return self._of_one_step({item: own for item, own in found.items() if own})
 
-    def _sidecars(self, item: str, to_read: bool) -> list[tuple[str, str, Manifest | None]]:
-        """The item's sidecars by their keys. Most have one, which is read while they are listed."""
-        directory = f"{item}/{paths.SIDECAR_DIR}"
-        first = f"{directory}/{paths.sidecar_name(0)}"
+    def _listed(self, item: str, to_read: bool) -> dict[int, Manifest | None]:
+        """The processes that have a sidecar of the item. Most items have one, which is read while they are listed."""
 
-        def listed() -> list[str]:
-            names = self._store.list(directory)
-            keys = [f"{directory}/{name}" for name in names if paths.process_of_sidecar(name) is not None]
-            if keys and to_read and self._ranges is not None:
+        def listed() -> list[int]:
+            processes = sidecars_among(self._store.list(f"{item}/{paths.SIDECAR_DIR}"))
+            if processes and to_read and self._ranges is not None:
                 self._ranges.open(item)
-            return keys
+            return processes
 
         def read() -> Manifest | None:
             with suppress(FileNotFoundError):
-                return self._manifest(first)
+                return self._sidecar(item, 0)
             return None
 
-        keys, manifest = all_of(self._url, [listed, read])
-        return [(item, key, manifest if key == first else None) for key in keys]
+        processes, first = all_of(self._url, [listed, read])
+        return {process: None if process else first for process in processes}
 
-    def _require_sidecars(self, items: Sequence[str], present: set[str]) -> None:
+    def _of_one_step(self, found: Mapping[str, Mapping[int, Manifest]]) -> list[Manifest]:
+        """The sidecars of all items, if they are all that one save has."""
+        whys = [incomplete(f"{self._url}/{item}", own, own, item=item) for item, own in found.items()]
+        manifests = [manifest for own in found.values() for manifest in own.values()]
+        whys.append(several_saves(self._url, (manifest.save_id for manifest in manifests)))
+        if any(whys):
+            raise self._corrupt("; ".join(filter(None, whys)))
+        return manifests
+
+    def _require_sidecars(self, without: Sequence[str]) -> None:
         """An item without sidecars is stock Orbax's, unless it says of itself that it had some."""
-        lost = [item for item in items if item not in present and self._is_ours(item)]
+        lost = [lost_sidecars(f"{self._url}/{item}") for item in without if self._is_ours(item)]
         if lost:
-            raise CorruptCheckpointError(
-                f"step {self._step} in {self._url}: items {lost} have lost their sidecars, which alone prove them",
-                step=self._step,
-                path=self._url,
-            )
+            raise self._corrupt("; ".join(lost))
 
     def _is_ours(self, item: str) -> bool:
         with suppress(FileNotFoundError):
             return has_sidecar_sign(self._store.get(f"{item}/{ARRAY_METADATAS}/process_0"))
         return False
 
-    def newest_manifest(self, item: str) -> Manifest | None:
-        """Process 0's sidecar of one item: enough to name the save. None for a step that stock Orbax wrote."""
-        try:
-            return self._manifest(f"{item}/{paths.SIDECAR_DIR}/{paths.sidecar_name(0)}")
-        except FileNotFoundError:
-            return None
+    def _corrupt(self, why: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(why, step=self._step, path=self._url)
 
     def save_id(self) -> SaveId | None:
         """Which save the step is; None for one that stock Orbax wrote.
@@ -202,15 +205,14 @@ class DurableReader:
             return named
         items = self.item_names()
         for item in items:
-            manifest = self.newest_manifest(item)
-            if manifest is not None:
-                return manifest.save_id
-        self._require_sidecars(items, set())
+            with suppress(FileNotFoundError):
+                return self._sidecar(item, 0).save_id
+        self._require_sidecars(items)
         return self.save_id_in_metadata()
 
     def _marked(self) -> SaveId | None:
-        with suppress(FileNotFoundError, UnicodeDecodeError):
-            return marked_save(self._store.get(COMMIT_MARK).decode())
+        with suppress(FileNotFoundError):
+            return marked_save(self._store.get(COMMIT_MARK))
         return None
 
     def save_id_in_metadata(self) -> SaveId | None:
@@ -265,43 +267,14 @@ class DurableReader:
     def _awaited(self, future: Any) -> Any:
         return awaited([future], self._profile, self._url, nbytes=self._profile.read_ahead_bytes)[0]
 
-    def _manifest(self, key: str) -> Manifest:
-        data = self._store.get(key)
+    def _sidecar(self, item: str, process: int) -> Manifest:
+        where = f"{item}/{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}"
+        data = self._store.get(where)
         with collection_paused():  # records of every leaf, which stay
-            manifest = Manifest.from_bytes(data, path=f"{self._url}/{key}")
-        if manifest.save_id.step != self._step:
-            raise CorruptCheckpointError(
-                f"{self._url}/{key} belongs to step {manifest.save_id.step}, found in step {self._step}",
-                step=self._step,
-                path=self._url,
-            )
+            manifest = Manifest.from_bytes(data, path=f"{self._url}/{where}")
+        if why := wrong_step(f"{self._url}/{item}", manifest.save_id, self._step):
+            raise self._corrupt(why)
         return manifest
-
-    def _of_one_save(self, manifests: list[Manifest]) -> list[Manifest]:
-        """Those of the save that the marker names. A run of more processes that was fenced off, and goes on, may still
-        put a sidecar into a bucket under a name that the step has no use for."""
-        if len({manifest.save_id for manifest in manifests}) == 1:
-            return manifests
-        named = self._marked()
-        own = [manifest for manifest in manifests if manifest.save_id == named]
-        items, of_own = ({item for manifest in some for item in manifest.arrays} for some in (manifests, own))
-        return own if of_own == items else manifests
-
-    def _check_complete(self, manifests: list[Manifest]) -> None:
-        by_item: dict[str, set[int]] = {}
-        for manifest in manifests:
-            for item in manifest.arrays:
-                by_item.setdefault(item, set()).add(manifest.writer.process)
-        saves = {manifest.save_id for manifest in manifests}
-        for item, processes in by_item.items():
-            expected = set(range(manifests[0].writer.count))
-            if len(saves) > 1 or processes != expected:
-                raise CorruptCheckpointError(
-                    f"step {self._step} in {self._url}: item {item} has sidecars of processes {sorted(processes)} and "
-                    f"saves {sorted(map(str, saves))}, expected processes {sorted(expected)} and one save",
-                    step=self._step,
-                    path=self._url,
-                )
 
     def _open(self, item: str, leaf: LeafRecord) -> Any:
         with self._lock:

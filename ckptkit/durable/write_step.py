@@ -165,7 +165,7 @@ class StepWriter:
                 if isinstance(args, ocp.args.JsonSave):
                     if self._coordinator.process == 0:
                         # Orbax names the file of its metrics after their item.
-                        file = METRICS_ITEM if item == METRICS_ITEM else orbax_files.JSON_VALUE
+                        file = METRICS_ITEM if item == METRICS_ITEM else paths.JSON_VALUE
                         puts.append(pool.submit(put, f"{item}/{file}", json.dumps(args.item).encode()))
                         puts.append(pool.submit(put, *_item_mark(item, place)))
                     continue
@@ -204,14 +204,14 @@ class StepWriter:
     @collection_paused()
     def _side_files(self, args: Any) -> dict[str, bytes]:
         process, shards = self._coordinator.process, shards_of(args.item)
-        files = {f"{orbax_files.ARRAY_METADATAS}/process_{process}": orbax_files.array_metadatas_text(shards).encode()}
+        files = {f"{paths.ARRAY_METADATAS}/process_{process}": orbax_files.array_metadatas_text(shards).encode()}
         if shards:
             files[f"{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}"] = shards[0].sidecar
         if process == 0:
-            files[orbax_files.TREE_METADATA] = orbax_files.tree_text(args.item, args.custom_metadata).encode()
+            files[paths.TREE_METADATA] = orbax_files.tree_text(args.item, args.custom_metadata).encode()
             shardings = orbax_files.shardings_text(shards)
             if shardings is not None:
-                files[orbax_files.SHARDINGS] = shardings.encode()
+                files[paths.SHARDINGS] = shardings.encode()
         return files
 
     # On process 0.
@@ -235,7 +235,7 @@ class StepWriter:
                     for directory in (f"{place}/{item}/d", f"{place}/{item}"):
                         _sync(directory)
         text = orbax_files.step_text(handlers, init_ns, time.time_ns(), custom_metadata)
-        puts = [*(_item_mark(item, place) for item in trees), (orbax_files.STEP_METADATA, text.encode())]
+        puts = [*(_item_mark(item, place) for item in trees), (paths.STEP_METADATA, text.encode())]
         all_of(place, [*(partial(_put, store, *each) for each in puts), check_epoch])
 
 
@@ -257,7 +257,7 @@ def _written_below(place: str) -> list[str]:
     found = []
     for directory, _, names in os.walk(place):
         found.append(directory)
-        if not os.path.exists(os.path.join(os.path.dirname(directory), "manifest.ocdbt")):
+        if not os.path.exists(os.path.join(os.path.dirname(directory), paths.OCDBT_MANIFEST)):
             found += [os.path.join(directory, name) for name in names]
     return found
 

@@ -16,14 +16,7 @@ from ckptkit.formats.tensors import Checkpoint, FormatFacts, Tensor
 from ckptkit.inspection import Inspection, Item, LeafInfo
 from ckptkit.inspection.arrays import finished, open_array, stores_all
 from ckptkit.inspection.places import Place, nothing_at
-from ckptkit.inspection.shares import (
-    leaf_of_record,
-    own_processes,
-    read_share,
-    read_shares,
-    read_sidecars,
-    sidecar_processes,
-)
+from ckptkit.inspection.shares import leaf_of_record, own_sidecars, read_share, read_shares
 from ckptkit.model.boxes import Box, missing_elements
 from ckptkit.model.manifest import BoxRecord, LeafRecord
 from ckptkit.slots.reader import SlotReader, slot_directories
@@ -75,10 +68,7 @@ def _facts(found: Inspection) -> FormatFacts:
 
 def _item_tensors(found: Inspection, item: Item, here: Place, context: Any, timeout_s: float) -> list[Tensor]:
     leaves = [leaf for leaf in item.leaves if leaf.dtype is not None]
-    if found.origin.proven and sidecar_processes(here):
-        present = sidecar_processes(here)
-        sidecars = dict(zip(present, read_sidecars(here, present), strict=True))
-        manifests = [sidecars[process] for process in own_processes(here, sidecars[present[0]], present)]
+    if found.origin.proven and (manifests := list(own_sidecars(here).values())):
         reader = DurableReader(here.url.rpartition("/")[0], step=manifests[0].save_id.step)
         records: dict[tuple[str, ...], list[tuple[LeafRecord, BoxRecord]]] = {}
         for manifest in manifests:

@@ -22,11 +22,7 @@ from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.records import LeafInfo
 from ckptkit.inspection.words import dtype_name, sharding_words
 from ckptkit.model.manifest_checks import BYTES_MAX
-
-METADATA = "_METADATA"
-OCDBT = "manifest.ocdbt"
-SHARDINGS = "_sharding"
-ARRAY_METADATAS = "array_metadatas"
+from ckptkit.model.paths import ARRAY_METADATAS, OCDBT_MANIFEST, SHARDINGS, TREE_METADATA
 
 _ZARR_NAMES = {2: ".zarray", 3: "zarr.json"}
 _KINDS = {"jax.Array": "jax", "np.ndarray": "numpy"}
@@ -53,13 +49,15 @@ def read_arrays(place: Place, *, timeout_s: float) -> tuple[str, tuple[LeafInfo,
     Raises `CorruptCheckpointError` where a leaf has no readable zarr metadata: then nothing is known of it.
     """
     problems: list[str] = []
-    ocdbt = OCDBT in place.names()
-    described = place.json(METADATA)
+    ocdbt = OCDBT_MANIFEST in place.names()
+    described = place.json(TREE_METADATA)
     kvstore = open_kvstore(place, ocdbt, timeout_s) if ocdbt or not place.store.properties.file_system else None
-    with readable(f"{place.url}/{METADATA}"):
+    with readable(f"{place.url}/{TREE_METADATA}"):
         version, entries = (2, []) if described is None else _entries(described)
     if described is None:
-        problems.append(f"{place.url} has no {METADATA}: the names and kinds of its leaves are guessed from its arrays")
+        problems.append(
+            f"{place.url} has no {TREE_METADATA}: the names and kinds of its leaves are guessed from its arrays"
+        )
         version, entries = _guessed(place, kvstore, timeout_s)
     names = [".".join(path) for path, _, in_zarr in entries if in_zarr]
     documents = _documents(place, kvstore, [f"{name}/{_ZARR_NAMES[version]}" for name in names], ocdbt, timeout_s)
@@ -91,7 +89,7 @@ def _guessed(place: Place, kvstore: Any, timeout_s: float) -> tuple[int, list[Tr
         names = sorted(key.removesuffix(f"/{zarr_name}") for key in keys if key.endswith(f"/{zarr_name}"))
         if names:
             return version, [(tuple(name.split(".")), "array", True) for name in names]
-    raise CorruptCheckpointError(f"{place.url} has neither {METADATA} nor any zarr array", path=place.url)
+    raise CorruptCheckpointError(f"{place.url} has neither {TREE_METADATA} nor any zarr array", path=place.url)
 
 
 def _documents(place: Place, kvstore: Any, keys: Sequence[str], ocdbt: bool, timeout_s: float) -> list[bytes]:
@@ -115,7 +113,7 @@ def _documents(place: Place, kvstore: Any, keys: Sequence[str], ocdbt: bool, tim
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise CorruptCheckpointError(
-            f"{place.url}: no array of leaf {', '.join(missing[:5])}{more} is there, though {METADATA} names it; "
+            f"{place.url}: no array of leaf {', '.join(missing[:5])}{more} is there, though {TREE_METADATA} names it; "
             "the item is damaged or not whole",
             path=place.url,
         )
@@ -123,9 +121,9 @@ def _documents(place: Place, kvstore: Any, keys: Sequence[str], ocdbt: bool, tim
 
 
 def _in_tree(place: Place, keys: Sequence[str], timeout_s: float) -> dict[str, bytes]:
-    with readable(f"{place.url}/{OCDBT}"):
+    with readable(f"{place.url}/{OCDBT_MANIFEST}"):
         base = finished(ts.KvStore.open(base_of(place.url)), place.url, timeout_s)
-        return inline_values(base, keys, lambda future: finished(future, f"{place.url}/{OCDBT}", timeout_s))
+        return inline_values(base, keys, lambda future: finished(future, f"{place.url}/{OCDBT_MANIFEST}", timeout_s))
 
 
 def _leaves(
@@ -251,8 +249,8 @@ def open_array(
 
 def stores_all(item: Place) -> bool:
     """Whether the writer stored also chunks that hold only the fill value: then a chunk that is not there is lost."""
-    with readable(f"{item.url}/{METADATA}"):
-        return (item.json(METADATA) or {}).get("store_array_data_equal_to_fill_value") is True
+    with readable(f"{item.url}/{TREE_METADATA}"):
+        return (item.json(TREE_METADATA) or {}).get("store_array_data_equal_to_fill_value") is True
 
 
 def finished(future: Any, where: str, timeout_s: float) -> Any:

@@ -6,25 +6,14 @@ import json
 import re
 from typing import Any, Literal
 
-from ckptkit.inspection.arrays import ARRAY_METADATAS, METADATA, OCDBT, SHARDINGS
 from ckptkit.inspection.places import Place, readable
 from ckptkit.model import paths
 
-STEP_METADATA = "_CHECKPOINT_METADATA"
-
 ItemKind = Literal["arrays", "json", "grain", "other"]
 
-_ARRAY_SIGNS = frozenset({METADATA, OCDBT, SHARDINGS, f"{ARRAY_METADATAS}/"})
-METRICS = "metrics"  # the item with the metrics of a step, and its file
-_JSON_NAMES = ("metadata", METRICS)
+_ARRAY_SIGNS = frozenset({paths.TREE_METADATA, paths.OCDBT_MANIFEST, paths.SHARDINGS, f"{paths.ARRAY_METADATAS}/"})
+_JSON_NAMES = (paths.JSON_VALUE, paths.METRICS)
 _GRAIN = re.compile(r"process_\d+-of-\d+\.json")
-_STEP_NAME = re.compile(r"(?:[^/]*_)?(\d{1,18})")
-
-
-def step_of_name(name: str) -> int | None:
-    """The step of a directory's name (`12`, `00012`, `step_12`), of a temporary one too; None for other names."""
-    match = _STEP_NAME.fullmatch(name.partition(paths.TEMPORARY)[0])
-    return int(match[1]) if match else None
 
 
 def item_kind(place: Place) -> ItemKind | None:
@@ -32,7 +21,7 @@ def item_kind(place: Place) -> ItemKind | None:
     names = place.names()
     if _ARRAY_SIGNS.intersection(names):
         return "arrays"
-    if STEP_METADATA in names:
+    if paths.STEP_METADATA in names:
         return None
     if json_name(place) is not None:
         return "json"
@@ -78,7 +67,7 @@ def is_committed(place: Place) -> bool:
 
 def committed_at_s(place: Place) -> float | None:
     """When Orbax committed a step, in seconds of the wall clock; None where it does not say."""
-    recorded = place.json(STEP_METADATA)
-    with readable(f"{place.url}/{STEP_METADATA}"):
+    recorded = place.json(paths.STEP_METADATA)
+    with readable(f"{place.url}/{paths.STEP_METADATA}"):
         nanoseconds = (recorded or {}).get("commit_timestamp_nsecs")
         return None if nanoseconds is None else int(nanoseconds) / 1e9

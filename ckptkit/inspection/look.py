@@ -6,13 +6,14 @@ import os
 import stat
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from ckptkit.durable.sidecars import incomplete, of_one_save
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.inspection.arrays import ARRAY_METADATAS, read_arrays
+from ckptkit.inspection.arrays import read_arrays
 from ckptkit.inspection.directories import (
-    STEP_METADATA,
     committed_at_s,
     grain_names,
     is_committed,
@@ -21,16 +22,14 @@ from ckptkit.inspection.directories import (
     json_name,
     json_value,
     step_items,
-    step_of_name,
 )
 from ckptkit.inspection.places import Place, local_kind, nothing_at, readable
 from ckptkit.inspection.records import Inspection, Item, LeafInfo, SaveOrigin
 from ckptkit.inspection.shares import (
     Share,
-    incomplete,
     items_of_manifest,
     leaf_of_record,
-    own_processes,
+    marked_above,
     read_share,
     read_shares,
     read_sidecars,
@@ -39,6 +38,7 @@ from ckptkit.inspection.shares import (
 from ckptkit.inspection.steps import durable_steps, newest_committed, read_ancestry
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest
+from ckptkit.model.paths import ARRAY_METADATAS, STEP_METADATA
 from ckptkit.store.roots import root_url
 from ckptkit.store.schemes import properties_of
 
@@ -123,7 +123,7 @@ def _directory(place: Place, kind: Literal["step", "item"], items: Sequence[Plac
         raise CorruptCheckpointError(f"{place.url} is a step without any item", path=place.url)
     origin, sidecars = _origin(place, items, problems)
     found = tuple(_item(item, sidecars.get(item.name), problems, timeout_s) for item in items)
-    step = step_of_name(place.name) if kind == "step" else origin.save_id.step if origin.save_id else None
+    step = paths.step_of_name(place.name) if kind == "step" else origin.save_id.step if origin.save_id else None
     return Inspection(
         path=place.url,
         kind=kind,
@@ -152,18 +152,17 @@ def _origin(place: Place, items: Sequence[Place], problems: list[str]) -> tuple[
     for item in ours:
         try:
             present = sidecar_processes(item)
-            (told,) = read_sidecars(item, present[:1], extent="leaves")  # each names all leaves
-            present = own_processes(item, told, present)
-            manifests = [told, *read_sidecars(item, present[1:], extent="head")]
+            told = read_sidecars(item, present[:1], extent="leaves")  # each names all leaves
+            own = of_one_save(told | read_sidecars(item, present[1:], extent="head"), partial(marked_above, item))
         except CorruptCheckpointError as error:
             problems.append(str(error))
             continue
-        why = incomplete(item, manifests, present)
+        why = incomplete(item.url, own, own)
         if why is not None:
             problems.append(why)
             continue
-        sidecars[item.name] = manifests[0]
-        hosts.update(manifest.writer.host for manifest in manifests)
+        sidecars[item.name] = told[present[0]]
+        hosts.update(manifest.writer.host for manifest in own.values())
     first = next(iter(sidecars.values()), None)
     origin = SaveOrigin(
         writer="ckptkit",

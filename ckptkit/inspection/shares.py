@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from ckptkit.durable.sidecars import marked_save, of_one_save, sidecars_among
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, readable, require_regular
 from ckptkit.inspection.records import Item, LeafInfo
 from ckptkit.inspection.words import dtype_name, sharding_words
 from ckptkit.model import paths
-from ckptkit.model.manifest import LeafRecord, Manifest, ManifestDepth
+from ckptkit.model.manifest import LeafRecord, Manifest, ManifestDepth, SaveId
 from ckptkit.slots.latest_pointer import lost_newest
 from ckptkit.slots.reader import read_manifest
 
 _READ_THREADS = 8
+_MARKER_S = 20.0  # for a marker, which is rarely asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,57 +65,43 @@ def read_share(path: Path) -> Share:
         raise StoreError(f"{path}: {error.strerror}; look at its permissions", path=str(path)) from error
 
 
-def read_sidecars(item: Place, processes: Iterable[int], *, extent: ManifestDepth = "all") -> list[Manifest]:
+def sidecar_processes(item: Place) -> list[int]:
+    """The processes whose sidecars are in a durable item; none in one that stock Orbax wrote."""
+    if f"{paths.SIDECAR_DIR}/" not in item.names():
+        return []
+    return sidecars_among(item.below(paths.SIDECAR_DIR).names())
+
+
+def read_sidecars(item: Place, processes: Iterable[int], *, extent: ManifestDepth = "all") -> dict[int, Manifest]:
     """The sidecars of these processes in a durable item, as far as `extent` of them; raises `CorruptCheckpointError`
     for a damaged one."""
     directory = item.below(paths.SIDECAR_DIR)
 
-    def read(process: int) -> Manifest:
+    def read(process: int) -> tuple[int, Manifest]:
         name = paths.sidecar_name(process)
         data = directory.read(name)
         where = f"{directory.url}/{name}"
         if data is None:
             raise CorruptCheckpointError(f"{where} is gone", path=where)
         with readable(where):
-            return Manifest.from_bytes(data, path=where, extent=extent)
+            return process, Manifest.from_bytes(data, path=where, extent=extent)
 
     with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="ckptkit-inspect") as pool:
-        return list(pool.map(read, processes))
+        return dict(pool.map(read, processes))
 
 
-def sidecar_processes(item: Place) -> list[int]:
-    """The processes whose sidecars are in a durable item; none in one that stock Orbax wrote."""
-    if f"{paths.SIDECAR_DIR}/" not in item.names():
-        return []
-    names = item.below(paths.SIDECAR_DIR).names()
-    return sorted(process for name in names if (process := paths.process_of_sidecar(name)) is not None)
+def own_sidecars(item: Place, *, extent: ManifestDepth = "all") -> dict[int, Manifest]:
+    """The sidecars of the save that a durable item is of, by process; none in one that stock Orbax wrote.
 
-
-def own_processes(item: Place, first: Manifest, present: Sequence[int]) -> list[int]:
-    """Those of `present` whose sidecars may be of the save of `first`, the sidecar of one of them.
-
-    A run of more processes that was fenced off, and goes on, may put a sidecar into a bucket late, under a number for
-    which the step's save has no process. Cost: a read for each number beyond that. Raises `CorruptCheckpointError`.
+    Cost: a read of each. Raises `CorruptCheckpointError` for a damaged one.
     """
-    beyond = [process for process in present if process >= first.writer.count]
-    late = {
-        process
-        for process, manifest in zip(beyond, read_sidecars(item, beyond, extent="head"), strict=True)
-        if manifest.save_id != first.save_id
-    }
-    return [process for process in present if process not in late]
+    return of_one_save(read_sidecars(item, sidecar_processes(item), extent=extent), partial(marked_above, item))
 
 
-def incomplete(item: Place, manifests: Sequence[Manifest], present: Sequence[int]) -> str | None:
-    """Why the sidecars of an item do not prove it; None where they do."""
-    saves = sorted({str(manifest.save_id) for manifest in manifests})
-    expected = list(range(manifests[0].writer.count))
-    if list(present) != expected or len(saves) > 1:
-        return (
-            f"{item.url} has sidecars of processes {_ranges(present)} and saves {', '.join(saves)}, expected "
-            f"processes {_ranges(expected)} and one save"
-        )
-    return None
+def marked_above(item: Place) -> SaveId | None:
+    """The save that the marker of an item's step names; None where there is no marker, or it names none."""
+    mark = Place.open(item.url.rpartition("/")[0], timeout_s=_MARKER_S).read(paths.COMMIT_MARK)
+    return None if mark is None else marked_save(mark)
 
 
 def leaf_of_record(record: LeafRecord, *, held: bool) -> LeafInfo:
@@ -161,8 +150,3 @@ def _listed(directory: Path) -> list[str]:
         return []
     except OSError as error:
         raise StoreError(f"{directory}: {error.strerror}; look at its permissions", path=str(directory)) from error
-
-
-def _ranges(processes: Sequence[int]) -> str:
-    shown = ", ".join(map(str, processes[:8]))
-    return f"{shown} and {len(processes) - 8} more" if len(processes) > 8 else shown or "none"

@@ -5,26 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
+from ckptkit.durable.sidecars import incomplete, of_one_save, wrong_step
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.directories import (
-    METRICS,
-    STEP_METADATA,
     committed_at_s,
     is_committed,
     is_slot_directory,
     item_kind,
     json_value,
     step_items,
-    step_of_name,
 )
 from ckptkit.inspection.places import Place, no_directory, readable
 from ckptkit.inspection.records import Holding, Listing, StepEntry, StepState
-from ckptkit.inspection.shares import Share, incomplete, own_processes, read_shares, read_sidecars, sidecar_processes
+from ckptkit.inspection.shares import Share, marked_above, read_shares, read_sidecars, sidecar_processes
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
+from ckptkit.model.paths import METRICS, STEP_METADATA
 from ckptkit.model.tiers import DURABLE
 from ckptkit.slots.reader import slot_directories
 from ckptkit.store.roots import root_url
@@ -93,7 +93,7 @@ def durable_steps(place: Place, ancestry: Ancestry) -> list[DurableStep]:
     """The step directories of a root with their states, ascending by step."""
     found = []
     for name in place.directories():
-        step = step_of_name(name)
+        step = paths.step_of_name(name)
         if step is not None and name != paths.SIDECAR_DIR:
             found += _durable_step(place.below(name), step, ancestry)
     return sorted(found, key=lambda each: (each.step, each.place.name))
@@ -134,12 +134,12 @@ def _sidecar_facts(place: Place, step: int, items: Sequence[str], ancestry: Ance
         processes = sidecar_processes(item)
         if not processes:
             continue
-        manifest = read_sidecars(item, processes[:1], extent="head")[0]
-        processes = own_processes(item, manifest, processes)
-        identity, present, expected = manifest.save_id, tuple(processes), manifest.writer.count
-        problem = problem or incomplete(item, [manifest], processes)
-        if identity.step != step:
-            problem = f"{item.url} has sidecars of step {identity.step}"
+        first = read_sidecars(item, processes[:1], extent="head")
+        identity, expected = first[processes[0]].save_id, first[processes[0]].writer.count
+        beyond = [process for process in processes if process >= expected]
+        own = of_one_save(first | read_sidecars(item, beyond, extent="head"), partial(marked_above, item))
+        present = tuple(process for process in processes if process < expected or process in own)
+        problem = wrong_step(item.url, identity, step) or problem or incomplete(item.url, present, own)
     superseded = ancestry.superseded(identity)
     return DurableStep(
         place=place,

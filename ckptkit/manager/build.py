@@ -28,6 +28,7 @@ from ckptkit.model import paths
 from ckptkit.model.manifest import Writer
 from ckptkit.model.tiers import DURABLE, PEER, Tier
 from ckptkit.peers import PeerLink
+from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.restorer import Restorer
 from ckptkit.save.ledger import Branch, Ledger
 from ckptkit.save.pipeline import SavePipeline
@@ -51,6 +52,7 @@ class Storage:
 class History:
     """What is known of steps: which there are, what they were saved with, which save is due."""
 
+    inventory: Inventory
     ledger: Ledger
     branch: Branch
     metadata_index: MetadataIndex
@@ -106,23 +108,20 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
         link, peer_copies = open_peers(job_hosts, host_dirs, arenas, settings.processes.peers, job)
         if link is not None:
             opened.callback(link.close)
-        restorer = Restorer(
+        inventory = Inventory(
             host_dirs,
             durable,
             epochs,
-            coordinator,
             events,
-            coordinator.timeout_s,
-            settings.restoring.verify,
             client=link.client if link is not None else None,
             rank=job_hosts.rank if link is not None else (0, 1),
-            broadcast=settings.restoring.broadcast,
         )
-        held, epoch = take_stock(restorer, durable, ledger.ancestry, coordinator)
+        restorer = Restorer(inventory, job, settings.restoring)
+        held, epoch = take_stock(inventory, ledger.ancestry, coordinator)
         ledger.refill(held)
         retention = Retention(tiers, arenas, ledger, in_flight_max)
         retention.opened()
-        metadata_index = MetadataIndex(options, durable, restorer)
+        metadata_index = MetadataIndex(options, durable, inventory)
         metadata_index.refill(ledger.steps())
         pipeline = SavePipeline(
             make_tiers(arenas, memory, in_flight_max, durable, epochs, peer_copies),
@@ -138,7 +137,11 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
         job=job,
         storage=Storage(tiers=tiers, arenas=arenas, durable=durable, link=link),
         history=History(
-            ledger=ledger, branch=Branch(ledger, epoch + 1), metadata_index=metadata_index, decider=decider
+            inventory=inventory,
+            ledger=ledger,
+            branch=Branch(ledger, epoch + 1),
+            metadata_index=metadata_index,
+            decider=decider,
         ),
         restorer=restorer,
         pipeline=pipeline,

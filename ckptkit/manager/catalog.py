@@ -13,14 +13,13 @@ class Catalog:
 
     def __init__(self, components: Components):
         self._storage, self._history = components.storage, components.history
-        self._restorer = components.restorer
         self._coordinator = components.job.coordinator
 
     def reload(self) -> None:
         """Looks at every tier afresh. Called by all processes together."""
         durable, ledger = self._storage.durable, self._history.ledger
         durable.reload()
-        held, _ = take_stock(self._restorer, durable, ledger.ancestry, self._coordinator)
+        held, _ = take_stock(self._history.inventory, ledger.ancestry, self._coordinator)
         ledger.refill(held)
         self._history.metadata_index.refill(ledger.steps())
         self._history.decider.refill(durable_infos(ledger, durable))

@@ -16,11 +16,12 @@ from ckptkit.durable.lifecycle.leases import Lease
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, TransientStoreError
 from ckptkit.events import EventLog, Kind
-from ckptkit.inspection.directories import is_committed, step_of_name
+from ckptkit.inspection.directories import is_committed
 from ckptkit.inspection.places import Place
 from ckptkit.job.coordination import make_coordinator
 from ckptkit.manager import CheckpointManager
 from ckptkit.model.manifest import SaveId, cell_ranges
+from ckptkit.model.paths import step_of_name
 from ckptkit.model.tiers import DURABLE
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url

@@ -15,9 +15,9 @@ from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import StepNotFoundError
 from ckptkit.model.manifest import Manifest
 from ckptkit.model.tiers import DURABLE
+from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.local_tiers import LocalSave
 from ckptkit.restore.request import stored_tree
-from ckptkit.restore.restorer import Restorer
 from ckptkit.restore.tree import merged_leaves
 from ckptkit.save.ledger import Ledger
 from ckptkit.schedule.decider import StepInfo
@@ -27,10 +27,10 @@ from ckptkit.snapshot.small_items import STRUCTURE
 class MetadataIndex:
     """Answers about steps. Reads on this process alone."""
 
-    def __init__(self, options: ocp.CheckpointManagerOptions, durable: DurableSteps, restorer: Restorer):
+    def __init__(self, options: ocp.CheckpointManagerOptions, durable: DurableSteps, inventory: Inventory):
         self._options = options
         self._durable = durable
-        self._restorer = restorer
+        self._inventory = inventory
         self._metrics: dict[int, Any] = {}
         self._as_saved = False  # a step was restored as it was saved, and Orbax was not told its kinds yet
 
@@ -44,7 +44,7 @@ class MetadataIndex:
         if self._options.best_fn is None or self._options.lightweight_initialize:
             self._metrics = durable
             return
-        fast = {save_id.step: _metrics_in(save.manifests) for save_id, save in self._restorer.local_saves().items()}
+        fast = {save_id.step: _metrics_in(save.manifests) for save_id, save in self._inventory.local.saves().items()}
         self._metrics = {step: durable.get(step) if durable.get(step) is not None else fast.get(step) for step in steps}
 
     def taken(self, step: int, metrics: Any) -> None:
@@ -92,7 +92,7 @@ class MetadataIndex:
         return found
 
     def _local(self, step: int) -> LocalSave | None:
-        saves = [save for save_id, save in self._restorer.local_saves().items() if save_id.step == step]
+        saves = [save for save_id, save in self._inventory.local.saves().items() if save_id.step == step]
         return max(saves, key=lambda save: save.save_id, default=None)
 
     def _of_manifests(self, manifests: Sequence[Manifest]) -> Any:

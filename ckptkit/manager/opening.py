@@ -29,8 +29,8 @@ from ckptkit.peers import PeerLink, open_link
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.receiver import CopyReceiver
 from ckptkit.peers.ring import Seat, keepers, kept_for
+from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.inventory import Held, distinct_shares, hole_in, is_whole
-from ckptkit.restore.restorer import Restorer
 from ckptkit.save.records import PeerCopies, SaveTargets
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.host_memory import HostMemory
@@ -172,7 +172,7 @@ def rank_on_host(hosts: Sequence[str], process: int) -> tuple[int, int]:
 
 
 def take_stock(
-    restorer: Restorer, durable: DurableSteps, ancestry: Ancestry, coordinator: Coordinator
+    inventory: Inventory, ancestry: Ancestry, coordinator: Coordinator
 ) -> tuple[dict[SaveId, list[str]], int]:
     """Every save that can be had with the tiers that hold it, agreed by all processes, and the highest epoch seen.
 
@@ -184,16 +184,16 @@ def take_stock(
     def stock(said: list[list[list[Any]]]) -> dict[str, Any]:
         reports = [[Held.from_json(values) for values in report] for report in said]
         with ThreadPoolExecutor(_LOOKS, thread_name_prefix="ckptkit-look") as pool:  # a round trip each, in a bucket
-            listed = list(pool.map(lambda step: restorer.identity(step, ancestry), durable.steps()))
+            listed = list(pool.map(lambda step: inventory.identity(step, ancestry), inventory.durable.steps()))
         seen = sorted({held.save_id for report in reports for held in report})
-        if restorer.client is None and coordinator.count > 1:
+        if inventory.client is None and coordinator.count > 1:
             common = [save for save in seen if _each_has_its_own(reports, save)]
         else:
             common = [save for save in seen if is_whole(reports, save)]
             newest = max([*common, *listed], default=None)
             partial = [save for save in seen if save not in common and (newest is None or save > newest)]
-            if restorer.client is not None:
-                common += _covered(restorer.client, reports, [s for s in partial if not ancestry.superseded(s)])
+            if inventory.client is not None:
+                common += _covered(inventory.client, reports, [s for s in partial if not ancestry.superseded(s)])
         tiers = {
             save: sorted({tier for report in reports for held in report if held.save_id == save for tier in held.tiers})
             for save in common
@@ -204,7 +204,7 @@ def take_stock(
             "epoch": max([ancestry.epoch, *(save.epoch for save in seen), *(save.epoch for save in listed)]),
         }
 
-    agreed = coordinator.agree("stock", restorer.reports(), stock)
+    agreed = coordinator.agree("stock", inventory.reports(), stock)
     held: dict[SaveId, list[str]] = {}
     for epoch, step, number, names in agreed["fast"]:
         held.setdefault(SaveId(epoch, step, number), []).extend(names)

@@ -16,6 +16,7 @@ from ckptkit.manager.opening import epoch_records
 from ckptkit.manager.orbax_compat import Began, restore_entry
 from ckptkit.manager.restore_handle import RestoreHandle
 from ckptkit.manager.settings import Settings
+from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.request import RestoreRequest, request_of
 from ckptkit.restore.restorer import Restored, Restorer
 
@@ -53,7 +54,7 @@ class Resumer:
         from where it was."""
         name = next(self._elsewhere)
         self._components.pipeline.wait()
-        job, options, restoring = self._components.job, self._settings.options, self._settings.restoring
+        job, options = self._components.job, self._settings.options
         read_only = ocp.CheckpointManagerOptions(
             read_only=True,
             step_prefix=options.step_prefix,
@@ -63,18 +64,8 @@ class Resumer:
         )
         with closing(DurableSteps(url, read_only, job.coordinator)) as durable:
             durable.stock.adopt_handlers(self._components.storage.durable.stock)
-            restorer = Restorer(
-                {},
-                durable,
-                epoch_records(url, job.events),
-                job.coordinator,
-                job.events,
-                job.coordinator.timeout_s,
-                restoring.verify,
-                broadcast=restoring.broadcast,
-                name=name,
-            )
-            restored = restorer.restore(step, wanted)
+            inventory = Inventory({}, durable, epoch_records(url, job.events), job.events)
+            restored = Restorer(inventory, job, self._settings.restoring, name=name).restore(step, wanted)
         return self._given(restored, began, url)
 
     def wanted(self, items: Any, restore_kwargs: Any, args: Any) -> RestoreRequest:

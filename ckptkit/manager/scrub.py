@@ -30,7 +30,7 @@ class Scrubber:
     """Belongs to the caller's thread; called by all processes together, with no save on its way."""
 
     def __init__(self, components: Components):
-        self._storage, self._restorer = components.storage, components.restorer
+        self._storage, self._inventory = components.storage, components.history.inventory
         self._coordinator = ScopedCoordinator(components.job.coordinator)
         self._events = components.job.events
         self._scrubs = map("scrub-{}".format, itertools.count())  # the name of each
@@ -81,7 +81,7 @@ class Scrubber:
                 for _, asked in said
             ]
 
-        mine = [self._restorer.reports(), wanted]
+        mine = [self._inventory.reports(), wanted]
         told = self._coordinator.agree("scrub-givers", mine, chosen)
         own = self._coordinator.process
         return {
@@ -92,7 +92,7 @@ class Scrubber:
     def _here(self, save_id: SaveId) -> list[RepairSource]:
         """What this host's slots hold of the save."""
         found: list[RepairSource] = []
-        local = self._restorer.local_saves().get(save_id)
+        local = self._inventory.local.saves().get(save_id)
         for pairs in local.held.values() if local is not None else ():
             for directory, _ in pairs:
                 with suppress(CorruptCheckpointError, FileNotFoundError):
@@ -102,7 +102,7 @@ class Scrubber:
 
     def _elsewhere(self, save_id: SaveId, givers: list[tuple[int, int]]) -> Iterator[RepairSource]:
         """Other processes, then the durable step."""
-        client, durable = self._restorer.client, self._storage.durable
+        client, durable = self._inventory.client, self._storage.durable
         if client is not None:
             client.try_again()
             yield from peer_sources(client, save_id, givers)

@@ -24,11 +24,20 @@ SIDECAR_DIR = "_ckptkit"
 SIDECAR_SIGN = "ckptkit_sidecars"  # in an item's `array_metadatas`: it has sidecars, and one without has lost them
 EPOCHS_DIR = f"{SIDECAR_DIR}/epochs"
 LEASES_DIR = f"{SIDECAR_DIR}/leases"
-COMMIT_MARK = "commit_success.txt"  # an object in what Orbax has committed, on a bucket
-TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of what it has not committed yet, on a disk
 DOOMED_KEY = f"{SIDECAR_DIR}/doomed.json"
 INTENTS_DIR = f"{SIDECAR_DIR}/intents"
 LEAVING_DIR = f"{SIDECAR_DIR}/leaving"
+
+# The names of Orbax.
+STEP_METADATA = "_CHECKPOINT_METADATA"  # in a step
+TREE_METADATA = "_METADATA"  # in an array item, as the next three
+SHARDINGS = "_sharding"
+ARRAY_METADATAS = "array_metadatas"  # a directory with a file of each process
+OCDBT_MANIFEST = "manifest.ocdbt"  # names the root of an OCDBT database: what is not below it is not in the database
+JSON_VALUE = "metadata"  # in an item of JSON
+METRICS = "metrics"  # the item with the metrics of a step, and its file
+COMMIT_MARK = "commit_success.txt"  # an object in what Orbax has committed, on a bucket
+TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of what it has not committed yet, on a disk
 
 _MANIFEST = re.compile(r"step-([0-9]{12})-e([0-9]{8})-n([0-9]{8})\.json")
 _SIDECAR = re.compile(r"process-([0-9]{1,6})\.json")
@@ -38,6 +47,7 @@ _DOOMED = re.compile(r"doomed-[0-9a-f]{32}\.json")
 _OWNED = re.compile(r".+" + re.escape(TEMPORARY) + r"-e([0-9]{8})-[0-9a-f]{32}")
 _INTENT = re.compile(r"e([0-9]{8})-[0-9a-f]{32}-(.+)")
 _SLOT = re.compile(r"slot-([0-9]{1,3})\.bin")
+_STEP = re.compile(r"(?:.*_)?([0-9]{1,18})", re.DOTALL)
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -126,6 +136,13 @@ def step_of_pin(name: str) -> int | None:
 def is_announcement(name: str) -> bool:
     """Whether a file beside the leases names steps that a command is about to delete."""
     return _DOOMED.fullmatch(name) is not None
+
+
+def step_of_name(name: str, *, temporary: bool = True) -> int | None:
+    """The step of a directory's name under any of Orbax's standard formats (`12`, `00012`, `step_12`), with `temporary`
+    also of a name that Orbax has not committed yet; None for any other name."""
+    match = _STEP.fullmatch(name.partition(TEMPORARY)[0] if temporary else name)
+    return int(match[1]) if match else None
 
 
 def temporary_name(step_name: str, epoch: int, attempt: str) -> str:

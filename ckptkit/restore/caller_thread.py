@@ -111,14 +111,13 @@ class CallerThread:
         self._changed.notify_all()
 
 
-def all_come(
-    caller: CallerThread, left: Callable[[], bool], coordinator: Coordinator, *, timeout_s: float
-) -> str | None:
+def all_come(caller: CallerThread, left: Callable[[], bool], coordinator: Coordinator) -> str | None:
     """Waits until the callers of all processes are there, and keeps them; or says why they are not waited for.
 
-    That is when one is gone, when nothing is `left` for anybody, and when one comes `timeout_s` later than the first:
-    it may be waiting for something that the first would do after the restore. The same on every process.
+    That is when one is gone, when nothing is `left` for anybody, and when one comes the coordinator's `timeout_s` later
+    than the first: it may be waiting for something that the first would do after the restore. The same everywhere.
     """
+    timeout_s = coordinator.timeout_s
     first: list[Deadline] = []  # on process 0, since somebody has come
 
     def verdict(said: list[list[Any]]) -> list[Any]:
@@ -138,7 +137,7 @@ def all_come(
 
     while True:
         said = [caller.come(min(_LOOK_S, timeout_s / 4)), left()]
-        waits, why = coordinator.agree("broadcast-callers", said, verdict, timeout_s=timeout_s)
+        waits, why = coordinator.agree("broadcast-callers", said, verdict)
         if waits or why is not None:
             caller.release()
         if not waits:

@@ -15,7 +15,7 @@ from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore import stock_restore
-from ckptkit.restore.broadcast.assembly import Assembly
+from ckptkit.restore.assembly import Assembly
 from ckptkit.restore.place import device_buffers_of, place
 from ckptkit.restore.plan import Key, RestorePlan, plan_restore
 from ckptkit.restore.prepare import Prepared

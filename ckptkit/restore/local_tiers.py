@@ -27,7 +27,7 @@ class LocalSave:
     """A save as this host's fast tiers hold it: by tier, the slot directories with their manifests."""
 
     save_id: SaveId
-    held: Mapping[str, tuple[tuple[Path, Manifest], ...]]
+    held: Mapping[str, Sequence[tuple[Path, Manifest]]]
 
     @property
     def manifests(self) -> tuple[Manifest, ...]:
@@ -86,10 +86,7 @@ class LocalTiers:
             for directory, manifest in pairs:
                 found.setdefault(manifest.save_id, {}).setdefault(tier, []).append((directory, manifest))
         self._manifests.keep_only(pair for tiers in found.values() for pairs in tiers.values() for pair in pairs)
-        return {
-            save: LocalSave(save_id=save, held={tier: tuple(pairs) for tier, pairs in tiers.items()})
-            for save, tiers in found.items()
-        }
+        return {save: LocalSave(save_id=save, held=tiers) for save, tiers in found.items()}
 
     def holdings(self, save: LocalSave | None, proves: VerifySelection = VerifySelection()) -> Holdings:  # noqa: B008  frozen
         """One source per slot directory, so that a reader knows where a record's bytes stand."""

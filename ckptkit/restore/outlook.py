@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CorruptCheckpointError, NoRestorableStepError, StepNotFoundError, TreeMismatchError
-from ckptkit.inspection.directories import is_slot_directory, step_of_name
+from ckptkit.events import EventLog
+from ckptkit.inspection.directories import is_slot_directory
 from ckptkit.inspection.places import Place, nothing_at
-from ckptkit.inspection.shares import Share, read_share, read_shares
+from ckptkit.inspection.shares import read_share, read_shares
 from ckptkit.inspection.steps import durable_steps, read_ancestry, tier_shares
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import LeafRecord, Manifest, SaveId
-from ckptkit.model.tiers import DURABLE
-from ckptkit.restore.plan import Candidate, Key, RestorePlan, Source, plan_restore, rank_candidates
+from ckptkit.model.paths import step_of_name
+from ckptkit.model.verify_mode import VerifySelection
+from ckptkit.restore.local_tiers import Holdings, LocalSave, LocalTiers
+from ckptkit.restore.plan import Candidate, Key, RestorePlan, plan_restore, rank_candidates
+from ckptkit.restore.sources import SourceSearch
 from ckptkit.store.roots import root_url
 
 FORMAT = 1
@@ -73,18 +78,21 @@ def outlook(
     ancestry, problems = read_ancestry(place)
     durable = {each.identity: each.place for each in durable_steps(place, ancestry) if each.state == "committed"}
     notes: list[str] = []
-    fast: dict[SaveId, list[tuple[str, Share]]] = {}
+    fast: dict[SaveId, dict[str, list[tuple[Path, Manifest]]]] = {}
     for tier in tiers:
         found, damaged = tier_shares(tier, url, host_id, notes)
         problems += map(str, damaged)
         for share in found:
-            fast.setdefault(share.manifest.save_id, []).append((tier, share))
+            fast.setdefault(share.manifest.save_id, {}).setdefault(tier, []).append((share.directory, share.manifest))
     wanted = None if like is None else _wanted_like(like, timeout_s)
+    events = EventLog()
+    events.observe(lambda event: problems.append(str(event.fields["reason"])))
     rejected: list[tuple[str, int, str]] = []
     for candidate in rank_candidates([dict.fromkeys(fast)], list(durable), ancestry.superseded, step, linked=True):
         save = candidate.save_id
+        search = _search(candidate, LocalSave(save_id=save, held=fast.get(save, {})), durable, events)
         try:
-            plan = _plan(candidate, _sources(fast.get(save, ()), durable.get(save), save.step), wanted)
+            plan = search.planned(partial(_plan, candidate, wanted))
         except CorruptCheckpointError as error:
             rejected.append((candidate.where, save.step, str(error)))
             continue
@@ -104,29 +112,25 @@ def outlook(
     raise nothing_at(url, "there is no step that could be restored, here or in a tier that was given")
 
 
-def _sources(shares: Sequence[tuple[str, Share]], place: Place | None, step: int) -> list[Source]:
-    sources = [Source(tier=tier, manifests=(share.manifest,)) for tier, share in shares]
-    if len(sources) > 1:  # a box may lie in parts of several shares
-        sources.append(Source(tier=sources[-1].tier, manifests=tuple(share.manifest for _, share in shares)))
-    if place is not None and (durable := tuple(DurableReader(place.url, step=step).manifests())):
-        sources.append(Source(tier=DURABLE, manifests=durable, remote=True))
-    return sources
+def _search(candidate: Candidate, local: LocalSave, durable: Mapping[SaveId, Place], events: EventLog) -> SourceSearch:
+    def open_durable(proves: VerifySelection) -> DurableReader:
+        return DurableReader(durable[local.save_id].url, step=local.save_id.step, proves=proves)
+
+    own = LocalTiers({}, events).holdings(local)
+    return SourceSearch(candidate, own, None, open_durable, events, VerifySelection())
 
 
 def _plan(
-    candidate: Candidate, sources: Sequence[Source], wanted: Mapping[Key, tuple[LeafRecord, list[Box]]] | None
-) -> RestorePlan | None:
-    if not sources and candidate.durable:
-        return None
+    candidate: Candidate, wanted: Mapping[Key, tuple[LeafRecord, list[Box]]] | None, holdings: Holdings
+) -> RestorePlan:
     stored: dict[Key, LeafRecord] = {}
-    for source in sources:
-        for manifest in source.manifests:
-            stored |= {(item, leaf.path): leaf for item, leaves in manifest.arrays.items() for leaf in leaves}
+    for manifest in holdings.manifests:
+        stored |= {(item, leaf.path): leaf for item, leaves in manifest.arrays.items() for leaf in leaves}
     if wanted is None:
         whole = {key: [Box.whole(leaf.shape)] for key, leaf in stored.items()}
-        return plan_restore(candidate.save_id, whole, sources)
+        return plan_restore(candidate.save_id, whole, holdings.sources)
     _compare(candidate, stored, wanted)
-    return plan_restore(candidate.save_id, {key: boxes for key, (_, boxes) in wanted.items()}, sources)
+    return plan_restore(candidate.save_id, {key: boxes for key, (_, boxes) in wanted.items()}, holdings.sources)
 
 
 def _compare(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -214,3 +215,27 @@ def _covering(
 def _joined(refusals: Sequence[str]) -> str:
     more = f"; and {len(refusals) - 4} more processes" if len(refusals) > 4 else ""
     return "; ".join(refusals[:4]) + more
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is read at a time: the part of a wanted box that lies in one cell."""
+
+    key: Key
+    wanted: Box
+    box: Box
+    nbytes: int
+
+
+def pieces_of(box: Box, cell: Sequence[int]) -> list[Box]:
+    """A box cut at the borders of cells, in C order; a box without elements has no pieces.
+
+    Every cell that the box meets gives one piece, so that each is read, and proven, once.
+    """
+    if box.size == 0:
+        return []
+    cuts = [
+        [(max(a, at), min(b, at + rows)) for at in range(a // rows * rows, b, rows)]
+        for a, b, rows in zip(box.start, box.stop, cell, strict=True)
+    ]
+    return [Box(tuple(a for a, _ in part), tuple(b for _, b in part)) for part in product(*cuts)]

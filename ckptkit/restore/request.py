@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -14,14 +15,15 @@ from ckptkit.durable.orbax.manager import DEFAULT_ITEM, StockManager
 from ckptkit.errors import ItemNotFoundError, TreeMismatchError
 from ckptkit.model.manifest import LeafRecord, Manifest
 from ckptkit.model.verify_mode import VerifySelection
-from ckptkit.restore.casting import Finish, as_template
 from ckptkit.restore.tree import abstract_of, merged_leaves
-from ckptkit.snapshot.describe import leaf_path
+from ckptkit.snapshot.describe import kind_of_number, leaf_path
 from ckptkit.snapshot.empty_nodes import empties_of
 from ckptkit.snapshot.small_items import STRUCTURE, gives_back
 
 # From the stored leaves, by item, to nested dicts of those that are wanted: the same answer whenever it is asked.
 Choose = Callable[[Mapping[str, Sequence[LeafRecord]]], Mapping[str, Any]]
+
+Finish = Callable[[Any], Any]  # what is made of a leaf that was read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,11 +176,66 @@ def _as_templates(template: Any, stored: Sequence[LeafRecord]) -> TreeAnswer:
     for path, leaf in flat:
         if leaf is not None:
             record = by_path.get(leaf_path(path)[0])
-            target, finish = (leaf, None) if record is None else as_template(leaf, record)
+            target, finish = (leaf, None) if record is None else _as_template(leaf, record)
             targets.append(target)
             finishes.append(finish)
     abstract = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(template), targets)
     return replace(plain, abstract=abstract, finishes=finishes)
+
+
+def _as_template(template: Any, record: LeafRecord) -> tuple[Any, Finish | None]:
+    """What to read of a stored leaf, as it is stored, and what to make of it to have what `template` says.
+
+    What cannot be cast (shapes, typed keys, an array for a number) is given back as it is: the comparison with what is
+    stored names it. Raises ValueError for a template that is no array and no number.
+    """
+    if isinstance(template, bool | int | float):
+        return _cast_number(template, record)
+    if not hasattr(template, "dtype") or not hasattr(template, "shape"):
+        raise ValueError(
+            f"Unsupported type: {type(template)} for leaf {record.name}: give an array, a jax.ShapeDtypeStruct "
+            "or a number"
+        )
+    if isinstance(template, np.generic) or _is_key(template.dtype) or "key_impl" in record.extra:
+        return template, None
+    if tuple(template.shape) != record.shape:
+        return template, None
+    if isinstance(template, np.ndarray) or (getattr(template, "sharding", None) is None and record.kind != "jax"):
+        return _cast_on_host(template, record)
+    return _cast_on_devices(template, record)
+
+
+def _cast_number(template: Any, record: LeafRecord) -> tuple[Any, Finish | None]:
+    kind = type(template)
+    if record.shape or "key_impl" in record.extra or record.kind == kind_of_number(template):
+        return template, None
+    return np.empty((), np.dtype(record.dtype)), lambda block: kind(block.item())
+
+
+def _cast_on_host(template: Any, record: LeafRecord) -> tuple[Any, Finish | None]:
+    block = np.empty(record.shape, np.dtype(record.dtype))
+    return block, None if template.dtype == block.dtype else lambda stored: stored.astype(template.dtype)
+
+
+def _cast_on_devices(template: Any, record: LeafRecord) -> tuple[Any, Finish | None]:
+    stored, wanted = np.dtype(record.dtype), np.dtype(template.dtype)
+    if stored == wanted:
+        return template, None
+    sharding = template.sharding
+    if record.kind == "jax":
+        return jax.ShapeDtypeStruct(record.shape, stored, sharding=sharding), lambda array: array.astype(wanted)
+
+    def place(block: np.ndarray) -> jax.Array:
+        # Cast before it is placed, for devices may not know the stored dtype; one block per device, for one that is
+        # donated must not take another's memory with it.
+        cast = np.asarray(block).astype(wanted)
+        return jax.make_array_from_callback(cast.shape, sharding, lambda index: cast[index].copy())
+
+    return np.empty(record.shape, stored), place
+
+
+def _is_key(dtype: Any) -> bool:
+    return not isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _pytree_answer(

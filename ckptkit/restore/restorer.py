@@ -6,15 +6,11 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
-from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -24,26 +20,24 @@ from ckptkit.errors import (
     StepNotFoundError,
     TreeMismatchError,
 )
-from ckptkit.events import EventLog, Kind
-from ckptkit.job.coordination import Coordinator, ScopedCoordinator
+from ckptkit.events import Kind
+from ckptkit.job.coordination import Job, ScopedCoordinator
 from ckptkit.job.vote import act_together
-from ckptkit.model.broadcast_options import BroadcastOptions
 from ckptkit.model.manifest import SaveId
+from ckptkit.model.policies import RestoreOptions
 from ckptkit.model.verify_mode import Verify, VerifySelection, begin
-from ckptkit.peers.client import PeerClient
 from ckptkit.restore.broadcast.coordinator import Broadcaster
 from ckptkit.restore.broadcast.cost_model import BroadcastChoice
 from ckptkit.restore.caller_thread import CallerThread
-from ckptkit.restore.durable_candidates import DurableCandidates
+from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.execute import LocalRead, Shared, Verified
 from ckptkit.restore.inventory import Held, from_runs, holders_of, to_runs, writers_of
-from ckptkit.restore.local_tiers import Holdings, LocalSave, LocalTiers
-from ckptkit.restore.plan import Candidate, RestorePlan, rank_candidates
+from ckptkit.restore.local_tiers import Holdings, LocalSave
+from ckptkit.restore.plan import Candidate, RestorePlan
 from ckptkit.restore.prepare import Prepared, Preparer, only_by_orbax
 from ckptkit.restore.request import RestoreRequest
-from ckptkit.restore.sources import SourceSearch
+from ckptkit.restore.sources import PeerShares, SourceSearch, Why
 from ckptkit.restore.tree import Target
-from ckptkit.store import all_of
 from ckptkit.util import clock
 from ckptkit.util.pages import PAGE_BYTES
 
@@ -69,49 +63,23 @@ class Restorer:
 
     def __init__(
         self,
-        host_dirs: Mapping[str, Path],
-        durable: DurableSteps,
-        epochs: EpochRecords,
-        coordinator: Coordinator,
-        events: EventLog,
-        timeout_s: float,
-        verify: Verify = "always",
+        inventory: Inventory,
+        job: Job,
+        options: RestoreOptions = RestoreOptions(),  # noqa: B008  frozen
         *,
-        client: PeerClient | None = None,
-        rank: tuple[int, int] = (0, 1),
-        broadcast: BroadcastOptions = BroadcastOptions(),  # noqa: B008  frozen
         name: str = "restore",
     ):
-        """`client` reads other processes' tiers; `rank` is this process's place on its host, of how many. `name` is
-        another for each that meets over the same coordinator."""
-        self._verify: Verify = verify
-        self._local = LocalTiers(host_dirs, events)
-        self._client = client
-        self._rank = rank
+        """`name` differs for each that uses the coordinator of the same job."""
+        self._verify: Verify = options.verify
+        self._inventory = inventory
+        self._url = inventory.durable.url
         self._restores = map((name + "-{}").format, itertools.count())  # the name of each, for the meetings
-        self._coordinator = coordinator = ScopedCoordinator(coordinator)
-        self._preparer = Preparer(durable.url, coordinator)
+        self._coordinator = coordinator = ScopedCoordinator(job.coordinator)
+        self._preparer = Preparer(self._url, coordinator)
         self._reports: list[list[Held]] = []  # on process 0, of the last gathering
-        self._durable = durable
-        self._durable_saves = DurableCandidates(durable, events)
-        self._epochs = epochs
-        self._events = events
-        self._timeout_s = timeout_s
-        self._reading = LocalRead(durable, events)
-        self._broadcaster = Broadcaster(broadcast, self._reading, coordinator, events, timeout_s)
-
-    @property
-    def client(self) -> PeerClient | None:
-        """How other processes' tiers are read; None where they are not."""
-        return self._client
-
-    def reports(self) -> list[list[Any]]:
-        """What this process tells the others of the saves on its host."""
-        return [save.report(self._rank).to_json() for save in self.local_saves().values()]
-
-    def local_saves(self) -> dict[SaveId, LocalSave]:
-        """What this host's fast tiers hold; a local look, for any thread."""
-        return self._local.saves()
+        self._events = job.events
+        self._reading = LocalRead(inventory.durable, job.events)
+        self._broadcaster = Broadcaster(options.broadcast, self._reading, replace(job, coordinator=coordinator))
 
     def restore(self, step: int | None, wanted: RestoreRequest, *, caller: CallerThread | None = None) -> Restored:
         """The newest save that every process can have and that proves whole (`step`: only that one).
@@ -123,11 +91,12 @@ class Restorer:
         """
         self._coordinator.begin(next(self._restores))
         wanted = replace(wanted, proves=begin(self._verify))
-        local = {save: held for save, held in self.local_saves().items() if step is None or save.step == step}
+        found = self._inventory.local.saves()
+        local = {save: held for save, held in found.items() if step is None or save.step == step}
         prepared: dict[SaveId, Prepared] = {}
         rejected: list[tuple[str, int, str]] = []
-        if self._client is not None:
-            self._client.try_again()
+        if (client := self._inventory.client) is not None:
+            client.try_again()
         tried: set[SaveId] = set()
         for looked_into in (LISTED_DURABLE_STEPS, None):
             for candidate in self._candidates(local, prepared, wanted, step, looked_into):
@@ -143,14 +112,14 @@ class Restorer:
         if not rejected:
             what = f"step {step} was not found" if step is not None else "no step was found"
             raise StepNotFoundError(
-                f"{what} in {self._durable.url} or in the fast tiers of any host; list what there is with "
-                f"`ckptkit steps {self._durable.url}`",
+                f"{what} in {self._url} or in the fast tiers of any host; list what there is with "
+                f"`ckptkit steps {self._url}`",
                 step=step,
-                path=self._durable.url,
+                path=self._url,
             )
         if all(ItemNotFoundError.__name__ in reason for _, _, reason in rejected):
-            raise ItemNotFoundError("; ".join(dict.fromkeys(r for _, _, r in rejected)), path=self._durable.url)
-        raise NoRestorableStepError(rejected, path=self._durable.url)
+            raise ItemNotFoundError("; ".join(dict.fromkeys(r for _, _, r in rejected)), path=self._url)
+        raise NoRestorableStepError(rejected, path=self._url)
 
     def _candidates(
         self,
@@ -172,21 +141,12 @@ class Restorer:
                     "remove it"
                 )
             self._reports = [[Held.from_json(entry) for entry in each["held"]] for each in reports]
-            fast = [{held.save_id: held.refusal for held in report} for report in self._reports]
-            ahead = wanted.proves if not any(self._reports) else None  # it will be read: nothing else holds anything
-            look = partial(self._durable_saves.look, step, ahead)
-            ancestry, looked = all_of(self._durable.url, [self._epochs.read, look])
-            durable = self._durable_saves.newest(ancestry, looked, looked_into)
-            ranked = rank_candidates(fast, durable, ancestry.superseded, step, linked=self._client is not None)
+            ranked = self._inventory.candidates(self._reports, step, looked_into, wanted.proves)
             return [{**asdict(candidate), "save_id": list(asdict(candidate.save_id).values())} for candidate in ranked]
 
-        said = {"held": report, "refused": self._local.refused}
-        agreed = self._coordinator.agree("candidates", said, rank, timeout_s=self._timeout_s)
+        said = {"held": report, "refused": self._inventory.local.refused}
+        agreed = self._coordinator.agree("candidates", said, rank)
         return [Candidate(**{**entry, "save_id": SaveId(*entry["save_id"])}) for entry in agreed]
-
-    def identity(self, step: int, ancestry: Ancestry) -> SaveId:
-        """Which save a durable step is, on process 0. A damaged step is of unknown age: the oldest there is."""
-        return self._durable_saves.identity(step, ancestry)
 
     def _report(
         self, local: Mapping[SaveId, LocalSave], prepared: dict[SaveId, Prepared], wanted: RestoreRequest
@@ -204,13 +164,13 @@ class Restorer:
                     prepared[save] = prepared_or_why
                 else:
                     refusal = prepared_or_why
-            report.append(local[save].report(self._rank, refusal).to_json())
+            report.append(self._inventory.report(local[save], refusal))
         return report
 
     def _prepare_fast(self, save: LocalSave, wanted: RestoreRequest) -> Prepared | str | None:
         """How to have `save` from its own host's fast tiers alone, or why that cannot be; None: raised when tried."""
         try:
-            holdings = self._local.holdings(save, wanted.proves)
+            holdings = self._inventory.local.holdings(save, wanted.proves)
             if not holdings.manifests:
                 return f"the slots of save {save.save_id} are gone"
             asked = self._preparer.asked(holdings.manifests, wanted)
@@ -235,15 +195,13 @@ class Restorer:
         """
         start_s = clock.monotonic_s()
         save_id = candidate.save_id
-        own = prepared.holdings if prepared is not None else self._local.holdings(local, wanted.proves)
+        own = prepared.holdings if prepared is not None else self._inventory.local.holdings(local, wanted.proves)
         search = self._search(candidate, own, wanted)
-        rejection, planned = self._together("plan", lambda: self._plan(candidate, search, prepared, wanted))
+        rejection, planned = self._together("plan", lambda: self._plan(search, prepared, wanted))
         if rejection is not None:
             return rejection
         shared, choice = self._broadcaster.share(planned, wanted.proves, caller)
-        rejection, proven = self._together(
-            "restore", lambda: self._read(candidate, local, search, planned, wanted, shared)
-        )
+        rejection, proven = self._together("restore", lambda: self._read(local, search, planned, wanted, shared))
         if rejection is not None:
             return rejection
         assert proven is not None
@@ -267,62 +225,42 @@ class Restorer:
         )
 
     def _together(self, channel: str, act: Callable[[], _T]) -> tuple[str | None, _T | None]:
-        return act_together(self._coordinator, channel, act, timeout_s=self._timeout_s)
+        return act_together(self._coordinator, channel, act)
 
     def _search(self, candidate: Candidate, own: Holdings, wanted: RestoreRequest) -> SourceSearch:
         """Where the save's boxes can be had; what others hold of it is heard from process 0."""
-        count, runs = 1, list[list[int]]()
-        if self._client is not None and candidate.fast:
-            count, runs = self._coordinator.ask_process_0(
-                "holders", lambda: self._told(candidate), timeout_s=self._timeout_s
-            )
-        coordinator = self._coordinator
-        return SourceSearch(
-            candidate,
-            own,
-            (count, from_runs(runs)),
-            self._client,
-            self._durable,
-            self._events,
-            proves=wanted.proves,
-            ahead=self._durable_saves.take_reader(candidate.save_id.step),
-            process=(coordinator.process, coordinator.count),
-            alike=lambda manifests: self._preparer.alike(candidate.save_id, manifests, wanted),
-        )
+        save_id, client, peers = candidate.save_id, self._inventory.client, None
+        if client is not None and candidate.fast:
 
-    def _told(self, candidate: Candidate) -> list[Any]:
-        save_id = candidate.save_id
-        return [writers_of(self._reports, save_id), to_runs(holders_of(self._reports, save_id))]
+            def told() -> list[Any]:
+                return [writers_of(self._reports, save_id), to_runs(holders_of(self._reports, save_id))]
+
+            count, runs = self._coordinator.ask_process_0("holders", told)
+            peers = PeerShares(
+                client=client,
+                process=(self._coordinator.process, self._coordinator.count),
+                count=count,
+                holders=from_runs(runs),
+                alike=lambda manifests: self._preparer.alike(save_id, manifests, wanted),
+            )
+        open_durable = self._inventory.durable_opener(save_id.step, wanted.proves)
+        return SourceSearch(candidate, own, peers, open_durable, self._events, wanted.proves)
 
     def _plan(
-        self, candidate: Candidate, search: SourceSearch, prepared: Prepared | None, wanted: RestoreRequest
+        self, search: SourceSearch, prepared: Prepared | None, wanted: RestoreRequest, why: Why = "uncovered"
     ) -> Prepared | None:
-        """Reaches as far as every wanted box has a source; None: stock Orbax restores it. Reads nothing but manifests.
+        """Reaches until every wanted box has a source; None: stock Orbax restores it. Reads nothing but manifests."""
 
-        The durable tier is asked only for what the fast ones do not cover, or hold damaged. What does not answer is
-        not absent: it raises where it might have been what is missing.
-        """
-        error: Exception | None = None
-        for holdings in search.holdings:
-            try:
-                prepared = prepared or self._preparer.prepared(candidate, holdings, wanted)
-                self._say_planned(prepared.plan)
-                return prepared
-            except (CorruptCheckpointError, ValueError) as caught:
-                if isinstance(caught, TreeMismatchError):
-                    raise
-                error = caught
-        if search.stock:
-            return None
-        if search.unreachable is not None:
-            raise search.unreachable
-        raise error or CorruptCheckpointError(
-            f"the slots of save {candidate.save_id} are gone or damaged", step=candidate.save_id.step
-        )
+        def prepare(holdings: Holdings) -> Prepared:
+            return prepared or self._preparer.prepared(search.candidate, holdings, wanted)
+
+        planned = search.planned(prepare, why)
+        if planned is not None:
+            self._say_planned(planned.plan)
+        return planned
 
     def _read(
         self,
-        candidate: Candidate,
         local: LocalSave | None,
         search: SourceSearch,
         prepared: Prepared | None,
@@ -331,22 +269,17 @@ class Restorer:
     ) -> Verified:
         """Reads, proves and places this process's part; launches no collective, and meets nobody."""
         try:
-            return self._read_reaching(candidate, search, prepared, wanted, shared)
+            return self._read_reaching(search, prepared, wanted, shared)
         except CorruptCheckpointError:
             if not wanted.proves.is_sample:
                 raise
         # What is damaged in one place may be in others, which the sample has passed over.
         wanted = replace(wanted, proves=VerifySelection())
-        search = search.proving_all(self._local.holdings(local, wanted.proves))
-        return self._read_reaching(candidate, search, self._plan(candidate, search, None, wanted), wanted)
+        search = search.proving_all(self._inventory.local.holdings(local, wanted.proves))
+        return self._read_reaching(search, self._plan(search, None, wanted), wanted)
 
     def _read_reaching(
-        self,
-        candidate: Candidate,
-        search: SourceSearch,
-        prepared: Prepared | None,
-        wanted: RestoreRequest,
-        shared: Shared | None = None,
+        self, search: SourceSearch, prepared: Prepared | None, wanted: RestoreRequest, shared: Shared | None = None
     ) -> Verified:
         """Reaches further where what was planned does not prove whole, or does not answer."""
         while prepared is not None:
@@ -356,12 +289,12 @@ class Restorer:
                 sampled = wanted.proves.is_sample and isinstance(error, CorruptCheckpointError)
                 if sampled or isinstance(error, TreeMismatchError):
                     raise
-                search.damaged, shared = True, None
+                shared = None
                 try:
-                    prepared = self._plan(candidate, search, None, wanted)
+                    prepared = self._plan(search, None, wanted, "damaged")
                 except CorruptCheckpointError:
                     raise error from None  # no source is left: what the last one had is the reason
-        return self._reading.by_orbax(candidate.save_id.step, wanted)
+        return self._reading.by_orbax(search.candidate.save_id.step, wanted)
 
     def _say_planned(self, plan: RestorePlan) -> None:
         _log.info("restore plan: %s", plan)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, final
 
 from ckptkit.durable.read_step import DurableReader
-from ckptkit.durable.steps import DurableSteps
-from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError
+from ckptkit.errors import CorruptCheckpointError, PeerUnreachableError, TreeMismatchError
 from ckptkit.events import EventLog, Kind
 from ckptkit.model.manifest import Manifest
 from ckptkit.model.tiers import DURABLE, PEER
@@ -17,115 +17,153 @@ from ckptkit.restore.inventory import ShareHolders, in_batches, in_order_of_use
 from ckptkit.restore.local_tiers import Holdings, together
 from ckptkit.restore.plan import Candidate, Source
 
+_T = TypeVar("_T")
 _TRIED_MAX = 3  # holders of one share
+
+Why = Literal["uncovered", "damaged"]  # a wanted box has no source yet; or one had sources, and none proved whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stock:
+    """The step is stock Orbax's, and nothing else is known of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreachable:
+    """There are no more sources, and a process that may hold what is missing did not answer."""
+
+    error: PeerUnreachableError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerShares:
+    """What the processes hold of one save, as this process reads it from the others.
+
+    `alike` returns, from manifests, the processes that want most of what this one wants: their shares are read first.
+    """
+
+    client: PeerClient
+    process: tuple[int, int]  # this one's index, of how many
+    count: int  # processes that wrote the save
+    holders: ShareHolders
+    alike: Callable[[Sequence[Manifest]], Sequence[int]]
 
 
 @final
 class SourceSearch:
     """The sources of one candidate, more of them each time that those so far were not enough.
 
-    `holders`: how many processes wrote the save, and who can give each share (none where there is no `client`).
-    `ahead` reads the durable step, and has looked into it. `alike` says from manifests which processes want most of
-    what this one wants: their shares are looked into first.
+    `own` are this host's; `peers` None where other processes' tiers are not read. `open_durable` returns a reader of
+    the durable step, which proves what it is given.
     """
 
     def __init__(
         self,
         candidate: Candidate,
         own: Holdings,
-        holders: tuple[int, ShareHolders],
-        client: PeerClient | None,
-        durable: DurableSteps,
+        peers: PeerShares | None,
+        open_durable: Callable[[VerifySelection], DurableReader],
         events: EventLog,
-        *,
         proves: VerifySelection,
-        ahead: DurableReader | None = None,
-        process: tuple[int, int],  # this one's index, of how many
-        alike: Callable[[Sequence[Manifest]], Sequence[int]],
     ):
-        self._candidate = candidate
+        self.candidate = candidate
         self._own = own
-        self._count, self._holders = holders
-        self._client = client
-        self._durable = durable
+        self._peers = peers
+        self._open_durable = open_durable
         self._events = events
         self._proves = proves
-        self._ahead = ahead
-        self._process = process
-        self._alike = alike
-        self.holdings = self._widening()  # that cover more and more; raises where the durable tier cannot be read
-        self.stock = False  # the step is stock Orbax's, and nothing else is known of it
-        self.unreachable: PeerUnreachableError | None = None
-        self.damaged = False  # what was covered did not prove whole
+        self._widening = self._widen()
+        self._damaged = False  # from then on, sources of what is damaged come first
+        self._unreachable: PeerUnreachableError | None = None
+
+    def next(self, why: Why) -> Holdings | Stock | Unreachable | None:
+        """Sources that cover more than those before, which `why` says were not enough; None where there are no more.
+
+        Reads nothing but manifests. Raises `CorruptCheckpointError` and `StoreError` where those of the durable step
+        cannot be read.
+        """
+        self._damaged |= why == "damaged"
+        found = next(self._widening, None)
+        return Unreachable(error=self._unreachable) if found is None and self._unreachable is not None else found
+
+    def planned(self, plan: Callable[[Holdings], _T], why: Why = "uncovered") -> _T | None:
+        """What `plan` returns for the next sources that are enough for it; None where stock Orbax restores the step.
+
+        `plan` raises `CorruptCheckpointError` or ValueError where they are not enough, and `TreeMismatchError`, which
+        is raised at once. The durable tier is asked only for what the fast ones do not cover, or hold damaged. What
+        does not answer is not absent: `PeerUnreachableError` is raised where it might have been what is missing.
+        """
+        failed: Exception | None = None
+        while (found := self.next(why)) is not None:
+            if isinstance(found, Stock):
+                return None
+            if isinstance(found, Unreachable):
+                raise found.error
+            try:
+                return plan(found)
+            except TreeMismatchError:
+                raise
+            except (CorruptCheckpointError, ValueError) as error:
+                failed, why = error, "uncovered"
+        save_id = self.candidate.save_id
+        raise failed or CorruptCheckpointError(f"the slots of save {save_id} are gone or damaged", step=save_id.step)
 
     def proving_all(self, own: Holdings) -> SourceSearch:
         """The same from the start, with a proof of every cell; `own` are this host's sources, read so."""
-        return SourceSearch(
-            self._candidate,
-            own,
-            (self._count, self._holders),
-            self._client,
-            self._durable,
-            self._events,
-            proves=VerifySelection(),
-            process=self._process,
-            alike=self._alike,
-        )
+        return SourceSearch(self.candidate, own, self._peers, self._open_durable, self._events, VerifySelection())
 
-    def _widening(self) -> Iterator[Holdings]:
+    def _widen(self) -> Iterator[Holdings | Stock]:
         fast = self._own
         if fast.manifests:
             yield fast
-        for fast in self._with_peers():
+        for fast in self._with_peers(self._peers) if self._peers is not None else ():
             yield fast
-            if self.damaged and self._candidate.durable:
+            if self._damaged and self.candidate.durable:
                 break
-        if self._candidate.durable:
-            yield from self._with_durable(fast)
+        if self.candidate.durable:
+            yield self._with_durable(fast)
 
-    def _with_peers(self) -> Iterator[Holdings]:
+    def _with_peers(self, peers: PeerShares) -> Iterator[Holdings]:
         given: dict[int, tuple[Manifest, list[tuple[Source, Any]]]] = {}
         asked: set[int] = set()
         alike: Sequence[int] = ()
-        for batch_size in map(len, list(in_batches(self._in_order(())))):
+        for batch_size in map(len, list(in_batches(self._in_order(peers, ())))):
             if given and not alike:
-                alike = self._alike([manifest for manifest, _ in given.values()])
-            batch = [share for share in self._in_order(alike) if share not in asked][:batch_size]
+                alike = peers.alike([manifest for manifest, _ in given.values()])
+            batch = [share for share in self._in_order(peers, alike) if share not in asked][:batch_size]
             asked.update(batch)
-            given |= {share: found for share in batch if (found := self._ask(share)) is not None}
+            given |= {share: found for share in batch if (found := self._ask(peers, share)) is not None}
             if given:
                 yield self._joined([pair for _, pairs in given.values() for pair in pairs])
 
-    def _in_order(self, alike: Sequence[int]) -> list[int]:
+    def _in_order(self, peers: PeerShares, alike: Sequence[int]) -> list[int]:
         """The shares that others hold: what this host lacks, then copies of what it has; what is damaged here first."""
-        held, (index, of) = {manifest.writer.process for manifest in self._own.manifests}, self._process
-        missing = [share for share in self._holders if share not in held]
-        copies = [share for share in self._holders if share in held and set(self._holders[share]) - {index}]
-        halves = (copies, missing) if self.damaged else (missing, copies)
+        held, holders = {manifest.writer.process for manifest in self._own.manifests}, peers.holders
+        index, of = peers.process
+        missing = [share for share in holders if share not in held]
+        copies = [share for share in holders if share in held and set(holders[share]) - {index}]
+        halves = (copies, missing) if self._damaged else (missing, copies)
         return [
             share
             for half in halves
-            for share in in_order_of_use(half, mine=index, of=of, count=self._count, alike=alike)
+            for share in in_order_of_use(half, mine=index, of=of, count=peers.count, alike=alike)
         ]
 
-    def _ask(self, share: int) -> tuple[Manifest, list[tuple[Source, Any]]] | None:
+    def _ask(self, peers: PeerShares, share: int) -> tuple[Manifest, list[tuple[Source, Any]]] | None:
         """The share of as many holders as answer, up to a few: the next one is asked for what one has damaged."""
-        assert self._client is not None
         found: list[tuple[Source, Any]] = []
         manifest = None
-        index = self._process[0]
-        others = [holder for holder in self._holders[share] if holder != index and self._client.serves(holder)]
+        client, save_id = peers.client, self.candidate.save_id
+        others = [each for each in peers.holders[share] if each != peers.process[0] and client.serves(each)]
         for holder in others[:_TRIED_MAX]:
             try:
-                manifest, tag = self._client.manifest(holder, self._candidate.save_id, share)
-            except PeerUnreachableError as error:
-                self.unreachable = error
-                self._reject(error)
+                manifest, tag = client.manifest(holder, save_id, share)
+            except (PeerUnreachableError, CorruptCheckpointError) as error:
+                if isinstance(error, PeerUnreachableError):
+                    self._unreachable = error
+                self._events.emit(Kind.REJECTED, step=save_id.step, tier=PEER, reason=str(error))
                 continue
-            except CorruptCheckpointError as error:
-                self._reject(error)
-                continue
-            reader = self._client.reader(holder, self._candidate.save_id, share, tag, self._proves)
+            reader = client.reader(holder, save_id, share, tag, self._proves)
             found.append((Source(tier=PEER, manifests=(manifest,), remote=True), reader))
         return None if manifest is None else (manifest, found)
 
@@ -135,21 +173,16 @@ class SourceSearch:
         both = together([*peers, *own], PEER, self._proves, remote=True)
         return Holdings(sources=(*self._own.sources, both[0]), readers=(*self._own.readers, both[1]))
 
-    def _with_durable(self, fast: Holdings) -> Iterator[Holdings]:
-        save_id = self._candidate.save_id
-        reader = self._ahead or self._durable.reader(save_id.step, self._proves)
+    def _with_durable(self, fast: Holdings) -> Holdings | Stock:
+        save_id = self.candidate.save_id
+        reader = self._open_durable(self._proves)
         durable = tuple(reader.manifests(to_read=True))
         if save_id.ours and {manifest.save_id for manifest in durable} - {save_id}:
-            raise CorruptCheckpointError(
-                f"step {save_id.step} in {self._durable.url} is no longer save {save_id}", step=save_id.step
-            )
-        self.stock = not durable and not fast.manifests
-        if not self.stock:
-            yield Holdings(
-                sources=(*fast.sources, Source(tier=DURABLE, manifests=durable, remote=reader.round_trips)),
-                readers=(*fast.readers, reader.read),
-                expect=reader.expect,
-            )
-
-    def _reject(self, error: Exception) -> None:
-        self._events.emit(Kind.REJECTED, step=self._candidate.save_id.step, tier=PEER, reason=str(error))
+            raise CorruptCheckpointError(f"{reader.url} is no longer save {save_id}", step=save_id.step)
+        if not durable and not fast.manifests:
+            return Stock()
+        return Holdings(
+            sources=(*fast.sources, Source(tier=DURABLE, manifests=durable, remote=reader.round_trips)),
+            readers=(*fast.readers, reader.read),
+            expect=reader.expect,
+        )

@@ -15,9 +15,10 @@ from ckptkit.durable.read_step import is_damage
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import CorruptCheckpointError, ItemNotFoundError
 from ckptkit.inspection.arrays import read_arrays
-from ckptkit.inspection.directories import STEP_METADATA, item_kind, json_name, step_items
+from ckptkit.inspection.directories import item_kind, json_name, step_items
 from ckptkit.inspection.places import Place, readable
 from ckptkit.model.manifest import LeafRecord
+from ckptkit.model.paths import STEP_METADATA
 from ckptkit.model.tiers import DURABLE
 from ckptkit.restore.request import Choose, RestoreRequest
 

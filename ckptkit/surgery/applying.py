@@ -14,9 +14,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ckptkit.errors import StepNotFoundError, SurgeryError
-from ckptkit.inspection.directories import STEP_METADATA, item_kind, step_of_name
+from ckptkit.inspection.directories import item_kind
 from ckptkit.inspection.places import Place
 from ckptkit.manager.checkpoint_manager import CheckpointManager
+from ckptkit.model import paths
 from ckptkit.model.leaf_patterns import Rule
 from ckptkit.model.manifest import LeafRecord
 from ckptkit.restore.request import Choose
@@ -145,9 +146,9 @@ def _opened(source: Any, step: int | None) -> Iterator[tuple[Any, str]]:
     place = Place.open(url, timeout_s=_LOOK_S)
     names = place.names()
     is_item = item_kind(place) == "arrays"
-    items = [name for name in place.directories() if step_of_name(name) is None and item_kind(place.below(name))]
-    is_step = STEP_METADATA in names or bool(items)
-    number = step_of_name(place.name)
+    items = [name for name in place.directories() if paths.step_of_name(name) is None and item_kind(place.below(name))]
+    is_step = paths.STEP_METADATA in names or bool(items)
+    number = paths.step_of_name(place.name)
     if (is_item or is_step) and (number is None or is_item):
         yield (lambda choose: (choose_of_stock(url, choose), number, {}, False)), url
         return

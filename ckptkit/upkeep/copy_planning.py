@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
-from ckptkit.inspection.directories import STEP_METADATA, item_kind
+from ckptkit.inspection.directories import item_kind
 from ckptkit.inspection.places import Place, no_directory
 from ckptkit.inspection.records import FORMAT
 from ckptkit.inspection.steps import DurableStep, durable_steps
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId, digest_of
+from ckptkit.model.paths import STEP_METADATA
 from ckptkit.store.roots import root_url
 
 CopyAction = Literal["copy", "skip", "leave"]

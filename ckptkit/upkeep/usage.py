@@ -16,12 +16,12 @@ from ckptkit.durable.cells.kvstore import base_of
 from ckptkit.durable.lifecycle.leases import PruneGuard
 from ckptkit.durable.lifecycle.pins import pin_reason, pinned_steps
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.inspection.arrays import ARRAY_METADATAS, METADATA, OCDBT, SHARDINGS
-from ckptkit.inspection.directories import STEP_METADATA, item_kind, step_of_name
+from ckptkit.inspection.directories import item_kind
 from ckptkit.inspection.places import Place, local_kind, no_directory
 from ckptkit.inspection.records import FORMAT, StepState
 from ckptkit.inspection.steps import DurableStep, durable_steps, no_slots, no_tier, read_ancestry
 from ckptkit.model import paths
+from ckptkit.model.paths import ARRAY_METADATAS, OCDBT_MANIFEST, SHARDINGS, STEP_METADATA, TREE_METADATA
 from ckptkit.store.roots import root_url
 from ckptkit.upkeep.arenas import ArenaEntry, list_arenas
 from ckptkit.verification.quarantine import QUARANTINE_DIR
@@ -29,7 +29,9 @@ from ckptkit.verification.quarantine import QUARANTINE_DIR
 UsageKind = Literal["arrays", "digests", "small", "metadata"]
 DeadKind = Literal["leftover", "superseded", "quarantine", "stray", "unreferenced"]
 
-_METADATA = frozenset({METADATA, OCDBT, SHARDINGS, STEP_METADATA, paths.COMMIT_MARK, ".zarray", ".zattrs", "zarr.json"})
+_METADATA = frozenset(
+    {TREE_METADATA, OCDBT_MANIFEST, SHARDINGS, STEP_METADATA, paths.COMMIT_MARK, ".zarray", ".zattrs", "zarr.json"}
+)
 _LEAVING = paths.LEAVING_DIR.rpartition("/")[2]
 _ROOT_FILES = frozenset({"metadata", "array_metadatas", "descriptor"})  # what Orbax's manager keeps beside steps
 
@@ -211,7 +213,7 @@ def _root_dead(place: Place, found: Sequence[DurableStep]) -> list[DeadWeight]:
                 dead.append(_dead("leftover", leaving, "steps that are being deleted, or were: the job's next start"))
         elif name in known and known[name].state != "unfinished":
             continue
-        elif step_of_name(name) is not None:
+        elif paths.step_of_name(name) is not None:
             remedy = (
                 "a save under way, or cut off: the next save of its number replaces it, or delete it with no job on"
             )
@@ -248,7 +250,7 @@ def _unreferenced(step: Place, problems: list[str]) -> list[DeadWeight]:
     whole = item_kind(step) is not None
     found = []
     for item in [step] if whole else [step.below(name) for name in step.directories()]:
-        if OCDBT not in item.names():
+        if OCDBT_MANIFEST not in item.names():
             continue
         try:
             used = set(_referenced(item))

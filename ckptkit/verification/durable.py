@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.durable.orbax.files import ARRAY_METADATAS
-from ckptkit.durable.read_step import DurableReader, has_sidecar_sign
+from ckptkit.durable.read_step import DurableReader
+from ckptkit.durable.sidecars import has_sidecar_sign, incomplete, lost_sidecars, several_saves, wrong_step
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.arrays import read_arrays
 from ckptkit.inspection.directories import (
-    STEP_METADATA,
     committed_at_s,
     grain_names,
     is_committed,
@@ -28,10 +27,11 @@ from ckptkit.inspection.directories import (
     step_items,
 )
 from ckptkit.inspection.places import Place, readable
-from ckptkit.inspection.shares import incomplete, leaf_of_record, own_processes, read_sidecars, sidecar_processes
+from ckptkit.inspection.shares import leaf_of_record, own_sidecars, sidecar_processes
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import LeafRecord, Manifest, SaveId, cell_ranges, digest_of
+from ckptkit.model.paths import ARRAY_METADATAS, STEP_METADATA
 from ckptkit.verification.pool import CellCheck, Limits, check_cells
 from ckptkit.verification.records import Finding, StepProof
 from ckptkit.verification.slots import not_covered
@@ -149,9 +149,8 @@ def _look(place: Place, step: int, timeout_s: float) -> _Looked:
             stock.append(item.name)
             _said(findings, item.url, partial(_stock_into, checks, item, timeout_s, findings))
     first = next((manifests[0] for manifests in sidecars.values()), None)
-    saves = sorted({str(manifests[0].save_id) for manifests in sidecars.values()})
-    if len(saves) > 1:  # a restore refuses it, too
-        findings.append(Finding(path=place.url, problem=f"{place.url} has items of saves {', '.join(saves)}"))
+    if mixed := several_saves(place.url, (manifests[0].save_id for manifests in sidecars.values())):
+        findings.append(Finding(path=place.url, problem=mixed))
     small = _small_items(items, first, findings)
     if first is not None and place not in items:
         own = next(iter(sidecars.values()))
@@ -191,28 +190,15 @@ def _check_step_metadata(place: Place, items: Sequence[Place]) -> None:
 
 def _sidecars_into(sidecars: dict[str, tuple[Manifest, ...]], item: Place, step: int) -> None:
     """Reads the sidecars of an item, which must be those of every process of one save, and cover every leaf."""
-    present = sidecar_processes(item)
-    if not present:
-        if f"{paths.SIDECAR_DIR}/" in item.names():
-            raise CorruptCheckpointError(f"{item.url}/{paths.SIDECAR_DIR} has no sidecar of any process")
+    found = own_sidecars(item)
+    if not found:
         signs = item.below(ARRAY_METADATAS).read("process_0") if f"{ARRAY_METADATAS}/" in item.names() else None
-        if signs is not None and has_sidecar_sign(signs):
-            raise CorruptCheckpointError(f"{item.url} has lost its {paths.SIDECAR_DIR}, which every item of ours has")
+        if f"{paths.SIDECAR_DIR}/" in item.names() or (signs is not None and has_sidecar_sign(signs)):
+            raise CorruptCheckpointError(lost_sidecars(item.url), path=item.url)
         return
-    found = dict(zip(present, read_sidecars(item, present), strict=True))
-    present = own_processes(item, found[present[0]], present)
-    manifests = tuple(found[process] for process in present)
-    why = incomplete(item, manifests, present)
-    if why is None and manifests[0].save_id.step != step:
-        why = f"{item.url} has sidecars of step {manifests[0].save_id.step}, found in step {step}"
-    if why is None and any(item.name not in manifest.arrays for manifest in manifests):
-        why = f"{item.url} has sidecars of item {', '.join(manifests[0].arrays)}"
-    if why is None:
-        for process, manifest in zip(present, manifests, strict=True):
-            if manifest.writer.process != process:
-                why = f"{item.url}: the sidecar of process {process} says that process {manifest.writer.process} wrote"
-    missing = not_covered(manifests)
-    if why is None and missing is not None:
+    manifests = tuple(found.values())
+    why = incomplete(item.url, found, found, item=item.name) or wrong_step(item.url, manifests[0].save_id, step)
+    if why is None and (missing := not_covered(manifests)) is not None:
         why = f"{item.url}: {missing}"
     if why is not None:
         raise CorruptCheckpointError(why, path=item.url)

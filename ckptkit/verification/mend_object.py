@@ -14,7 +14,6 @@ from contextlib import suppress
 
 from ckptkit.durable.lifecycle.delete import remove_step
 from ckptkit.errors import StoreError
-from ckptkit.inspection.arrays import OCDBT
 from ckptkit.inspection.places import Place
 from ckptkit.model import paths
 from ckptkit.store import PutMode, Store, open_store
@@ -144,11 +143,11 @@ def _order(key: str, sidecars: Sidecars) -> tuple[int, str]:
     """Data, the trees that name it, then the records that prove it."""
     if not _is_tree(key, sidecars):
         return 2, key
-    return (1 if key.endswith(f"/{OCDBT}") else 0), key
+    return (1 if key.endswith(f"/{paths.OCDBT_MANIFEST}") else 0), key
 
 
 def _is_tree(key: str, sidecars: Sidecars) -> bool:
     """Whether an object is part of an item's OCDBT tree, or of one that a process wrote of it."""
     item, _, rest = key.partition("/")
     part = rest.partition("/")[0]
-    return item in sidecars and (part in ("d", OCDBT) or part.startswith("ocdbt.process_"))
+    return item in sidecars and (part in ("d", paths.OCDBT_MANIFEST) or part.startswith("ocdbt.process_"))

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from ckptkit.inspection.arrays import OCDBT
 from ckptkit.inspection.places import Place
 from ckptkit.model import paths
 from ckptkit.store.local import sync_directory
@@ -23,7 +22,7 @@ from ckptkit.verification.sources import Sources
 
 _PREFIX = "repair-"
 _SWAPPING = "swapping"  # in a repair's directory from before the names change places
-_TREE = ("d", OCDBT)  # what an OCDBT tree consists of, and the processes' own trees
+_TREE = ("d", paths.OCDBT_MANIFEST)  # what an OCDBT tree consists of, and the processes' own trees
 
 
 def mend_step(

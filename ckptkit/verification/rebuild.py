@@ -61,7 +61,7 @@ def intact_sidecars(item: Place, name: str, like: Manifest) -> dict[int, Manifes
     with suppress(CorruptCheckpointError):
         for process in sidecar_processes(item):
             with suppress(CorruptCheckpointError):
-                (manifest,) = read_sidecars(item, [process])
+                manifest = read_sidecars(item, [process])[process]
                 same = manifest.save_id == like.save_id and manifest.writer.count == like.writer.count
                 if same and manifest.writer.process == process and name in manifest.arrays:
                     found[process] = manifest

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from ckptkit.inspection.arrays import OCDBT, finished, open_array, open_kvstore, read_arrays, stores_all
+from ckptkit.inspection.arrays import finished, open_array, open_kvstore, read_arrays, stores_all
 from ckptkit.inspection.places import Place
 from ckptkit.inspection.records import LeafInfo
+from ckptkit.model import paths
 from ckptkit.model.boxes import Box, cells_of
 from ckptkit.verification.pool import CellCheck
 from ckptkit.verification.records import Finding
@@ -26,7 +27,7 @@ def stock_checks(item: Place, timeout_s: float, findings: list[Finding]) -> list
     words, leaves, problems = read_arrays(item, timeout_s=timeout_s)
     findings += [Finding(path=item.url, problem=problem) for problem in problems]
     version = 3 if words.endswith("zarr3") else 2
-    ocdbt = OCDBT in item.names()
+    ocdbt = paths.OCDBT_MANIFEST in item.names()
     if version == 2 and stores_all(item):
         findings += _missing_chunks(item, leaves, ocdbt, timeout_s)
     # Without a cache: every chunk is read once.

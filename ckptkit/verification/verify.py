@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptkit.errors import StepNotFoundError
-from ckptkit.inspection.directories import STEP_METADATA, item_kind, step_of_name
+from ckptkit.inspection.directories import item_kind
 from ckptkit.inspection.places import Place, local_kind, no_directory, nothing_at
 from ckptkit.inspection.shares import read_sidecars, sidecar_processes
 from ckptkit.inspection.steps import durable_steps, read_ancestry
+from ckptkit.model import paths
 from ckptkit.model.paths import COMMIT_MARK
 from ckptkit.store.roots import root_url
 from ckptkit.store.schemes import properties_of
@@ -69,7 +70,7 @@ def _of_durable(place: Place, step: int | None, limits: Limits, timeout_s: float
     if not names:
         on_disk = place.store.properties.file_system
         raise nothing_at(place.url, "it is empty" if on_disk else "there is nothing; check the path")
-    if item_kind(place) is not None or STEP_METADATA in names or COMMIT_MARK in names:
+    if item_kind(place) is not None or paths.STEP_METADATA in names or COMMIT_MARK in names:
         found, of_run = _step_number(place)
         proofs = prove_step(place, found, limits, notes, timeout_s=timeout_s) if step in (None, found) else []
         _require(proofs, notes, place.url, step, "no such step")
@@ -83,7 +84,7 @@ def _of_durable(place: Place, step: int | None, limits: Limits, timeout_s: float
         if step in (None, each.step)
         for proof in prove_step(each.place, each.step, limits, notes, timeout_s=timeout_s)
     ]
-    if not steps and not problems and step_of_name(place.name) is not None and place.directories():
+    if not steps and not problems and paths.step_of_name(place.name) is not None and place.directories():
         proofs = prove_step(place, _step_number(place)[0], limits, notes, timeout_s=timeout_s)
     if not problems:
         _require(proofs, notes, place.url, step, "neither a step, a root with steps, nor a fast tier with slots")
@@ -103,9 +104,9 @@ def _step_number(place: Place) -> tuple[int, bool]:
     that is the step of a run: of an item that stands alone nobody knows it (0, or what a conversion wrote)."""
     above = place.url.rstrip("/").rpartition("/")[0].rpartition("/")[2]
     for name in (place.name, above):
-        if (step := step_of_name(name)) is not None:
+        if (step := paths.step_of_name(name)) is not None:
             return step, True
     if processes := sidecar_processes(place):
-        save_id = read_sidecars(place, processes[:1], extent="head")[0].save_id
+        save_id = read_sidecars(place, processes[:1], extent="head")[processes[0]].save_id
         return save_id.step, save_id.epoch > 0  # a run's first is 1
     return 0, False

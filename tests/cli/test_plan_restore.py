@@ -104,3 +104,15 @@ def test_text_names_every_box(ckpt: Run, ours: Ours) -> None:
     assert said.out.startswith(f"{ours.root}: step 5, save 5@2.0, as host {HOST} sees it\n")
     assert "state:w" in said.out
     assert f"from {ours.ram}" in said.out
+
+
+def test_a_slot_that_is_gone_is_not_planned(ckpt: Run, mine: Ours) -> None:
+    """The plan would name bytes that a restart does not find."""
+    for slot in mine.slots.glob("slot-*.bin"):
+        slot.unlink()
+    said = ckpt("plan-restore", mine.root, *tiers(mine), "--json")
+    assert said.code == 11
+    found = json.loads(said.out)
+    assert (found["step"], set(found["plan"]["bytes_by_tier"])) == (4, {"durable"})
+    (rejected,) = found["rejected"]
+    assert rejected == {"tier": "fast", "step": 5, "reason": "the slots of save 5@2.0 are gone or damaged"}

@@ -21,6 +21,7 @@ from ckptkit.durable.commit import BucketAttempt
 from ckptkit.durable.lifecycle.delete import move_away
 from ckptkit.durable.write_step import StepWriter
 from ckptkit.errors import CheckpointError
+from ckptkit.inspection import list_steps
 from ckptkit.job.coordination import make_coordinator
 from ckptkit.model import paths
 from ckptkit.model.durable_profile import DurableProfile
@@ -293,10 +294,15 @@ def test_a_late_record_of_a_larger_run_that_was_fenced_off_is_no_part_of_the_ste
             assert restored(manager) == (2, 2.0)
         assert [proof.state for proof in ckptkit.verify("gs://runs/run").steps] == ["proven", "proven"]
         assert ckptkit.inspect("gs://runs/run/2").origin.proven
+        assert ckptkit.inspect("gs://runs/run/2/default").origin.proven
+        assert [step.state for step in list_steps("gs://runs/run", host_id="h").steps] == ["committed", "committed"]
         # Without a marker that says which of them is the step's, nobody knows.
         store.put(f"2/{paths.COMMIT_MARK}", b"Checkpoint commit was successful")
         with make_manager("gs://runs/run") as manager:
             assert restored(manager)[1] == 1.0
+        assert [proof.state for proof in ckptkit.verify("gs://runs/run").steps] == ["proven", "corrupt"]
+        assert not ckptkit.inspect("gs://runs/run/2").origin.proven
+        assert [step.state for step in list_steps("gs://runs/run", host_id="h").steps] == ["committed", "damaged"]
 
 
 def test_a_cleaning_of_a_disk_that_dies_is_done_by_the_next(tmp_path: Path) -> None:

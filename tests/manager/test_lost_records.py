@@ -93,7 +93,7 @@ def test_all_sidecars_of_an_item(job: Job) -> None:
     shutil.rmtree(job.home / "ssd")
     job.rejected.clear()
     assert job.restored() == 1
-    assert any("items ['state'] have lost their sidecars" in event.fields["reason"] for event in job.rejected)
+    assert any("2/state has lost its sidecars" in event.fields["reason"] for event in job.rejected)
     with ocp.CheckpointManager(job.home / "root") as stock:
         found: Any = stock.restore(2, args=restore_args(abstract(make_state())))
     assert_same(found["state"], make_state(2))

@@ -12,7 +12,7 @@ import pytest
 
 import ckptkit
 from ckptkit import Kind
-from ckptkit.restore.restorer import Restorer
+from ckptkit.restore.candidates import Inventory
 from ckptkit.testing.bucket import BucketServer
 from ckptkit.testing.damage import inflict
 
@@ -114,12 +114,12 @@ def test_a_restart_looks_into_many_steps_at_a_time(tmp_path: Path, monkeypatch: 
         for step in range(4):
             save(manager, step)
     together = threading.Barrier(4, timeout=60)  # breaks where fewer come
-    look = Restorer.identity
+    look = Inventory.identity
 
-    def identity(self: Restorer, step: int, ancestry: Any) -> Any:
+    def identity(self: Inventory, step: int, ancestry: Any) -> Any:
         together.wait()
         return look(self, step, ancestry)
 
-    monkeypatch.setattr(Restorer, "identity", identity)
+    monkeypatch.setattr(Inventory, "identity", identity)
     with make_manager(tmp_path / "root", tmp_path, []) as manager:
         assert manager.all_steps() == [0, 1, 2, 3]

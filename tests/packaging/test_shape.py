@@ -15,8 +15,6 @@ ARGUMENTS_MAX = FIELDS_MAX = 8
 LONG_CONSTRUCTORS = {
     "CheckpointManager",  # Orbax's eight arguments, and ours beside them
     "Checkpointer",  # those of Orbax's v1 checkpointer
-    "Restorer",  # restore/ is not composed yet
-    "SourceSearch",  # the same
 }
 
 # Public and documented: users write or read every field of these by name.

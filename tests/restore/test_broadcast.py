@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from ckptkit import BroadcastOptions
 from ckptkit.errors import PeerUnreachableError
 from ckptkit.events import EventLog
-from ckptkit.job.coordination import LocalCoordinator
+from ckptkit.job.coordination import Job, LocalCoordinator
 from ckptkit.model.boxes import Box, missing_elements
 from ckptkit.model.manifest import SaveId
+from ckptkit.restore.assembly import Assembly
 from ckptkit.restore.broadcast import stream as broadcast_stream
-from ckptkit.restore.broadcast.assembly import Assembly
 from ckptkit.restore.broadcast.coordinator import Broadcaster
 from ckptkit.restore.broadcast.cost_model import LEAST_BYTES, STARTUP_S, BroadcastRates, Remaining, choose, rate_of
 from ckptkit.restore.broadcast.schedule import Common, Groups, Piece, Stream, by_groups, groups_of, pieces_of, share_out
@@ -279,7 +279,8 @@ def test_a_process_that_does_not_answer_ends_the_sharing_and_not_the_restore() -
     def away(*_: Any) -> None:
         raise PeerUnreachableError("process 3 did not answer")
 
-    caster = Broadcaster(BroadcastOptions(mode="always"), SimpleNamespace(), LocalCoordinator(), EventLog(), 5.0)  # pyright: ignore[reportArgumentType]
+    job = Job(coordinator=LocalCoordinator(5.0), events=EventLog())
+    caster = Broadcaster(BroadcastOptions(mode="always"), SimpleNamespace(), job)  # pyright: ignore[reportArgumentType]
     state = SimpleNamespace(shared=SimpleNamespace(failure=None), choice=None)
     sends, reads = SimpleNamespace(rounds=2), SimpleNamespace(fill=away)
     caster._run(ALL, 512, [[None]], sends, reads, state)  # pyright: ignore[reportArgumentType]

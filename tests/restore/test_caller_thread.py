@@ -26,13 +26,13 @@ class Threads:
         self.meeting = threading.Barrier(count, timeout=LIMIT_S)
         self.verdict = ""
 
-    def coordinator(self, process: int) -> Any:
-        return Member(self, process)
+    def coordinator(self, process: int, timeout_s: float) -> Any:
+        return Member(self, process, timeout_s)
 
 
 class Member:
-    def __init__(self, job: Threads, process: int):
-        self.job, self.process, self.count = job, process, job.count
+    def __init__(self, job: Threads, process: int, timeout_s: float):
+        self.job, self.process, self.count, self.timeout_s = job, process, job.count, timeout_s
 
     def agree(
         self, channel: str, value: Any, decide: Decide, *, timeout_s: float | None = None, about: str = ""
@@ -56,7 +56,7 @@ class Job:
         self._threads = ThreadPoolExecutor(4)
         self.over = False
         self.waiting = [
-            self._threads.submit(all_come, caller, lambda: self.left, job.coordinator(process), timeout_s=timeout_s)
+            self._threads.submit(all_come, caller, lambda: self.left, job.coordinator(process, timeout_s))
             for process, caller in enumerate(self.callers)
         ]
 

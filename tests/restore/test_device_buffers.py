@@ -13,8 +13,7 @@ import pytest
 
 import ckptkit
 from ckptkit.restore import execute, place
-from ckptkit.restore.device_buffers import allocate_buffers, can_allocate
-from ckptkit.restore.place import device_buffers_of
+from ckptkit.restore.place import allocate_buffers, can_allocate, device_buffers_of
 
 LARGE = 1 << 19  # float32: 2 MiB, a leaf with a block of its own
 

@@ -18,23 +18,22 @@ from ckptkit.conversion.resharding.meshes import Mesh, Spec
 from ckptkit.conversion.resharding.planning import LeafPlan, ReshardPlan, make_plan, plan_leaves
 from ckptkit.conversion.resharding.source import ReshardSource, SourceItem
 from ckptkit.durable.cells.writer import merge_processes, process_directory
-from ckptkit.durable.orbax.files import SHARDINGS, TREE_METADATA, marker_text
+from ckptkit.durable.sidecars import marker_text
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.tensors import MEMORY_BYTES
-from ckptkit.inspection.arrays import OCDBT
-from ckptkit.inspection.directories import step_of_name
 from ckptkit.inspection.places import Place
 from ckptkit.job.coordination import Coordinator, LocalCoordinator
 from ckptkit.model import paths
 from ckptkit.model.boxes import CELL_BYTES, Box
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import SaveId
+from ckptkit.model.paths import OCDBT_MANIFEST, SHARDINGS, TREE_METADATA
 from ckptkit.store import Store
 from ckptkit.store.schemes import properties_of
 
 BytesProgress = Callable[[int, int], None]  # bytes written by this process, bytes that it will write
 
-_REPLACED = frozenset({TREE_METADATA, OCDBT, SHARDINGS, paths.COMMIT_MARK})
+_REPLACED = frozenset({TREE_METADATA, OCDBT_MANIFEST, SHARDINGS, paths.COMMIT_MARK})
 
 
 def plan_reshard(
@@ -232,7 +231,7 @@ def _finish(
         directory = f"{target.url}/{above}".rstrip("/")
         if count > 1:
             if not target.properties.atomic_rename:  # joined by a run that was interrupted before the marker
-                store.delete(f"{above}{OCDBT}")
+                store.delete(f"{above}{OCDBT_MANIFEST}")
             merge_processes(directory, count, DurableProfile())
         leaves = [leaf for leaf in plan.leaves if leaf.item == item.name]
         text = json.dumps(_described(item.described, leaves))
@@ -254,7 +253,7 @@ def _finish(
 
 def _identity(source: ReshardSource, plan: ReshardPlan) -> SaveId:
     """The save that the source is, under the number that the target's name has: readers compare the two."""
-    return replace(source.save_id, step=step_of_name(plan.target.rpartition("/")[2]) or 0)
+    return replace(source.save_id, step=paths.step_of_name(plan.target.rpartition("/")[2]) or 0)
 
 
 def _described(described: Any, leaves: Iterable[LeafPlan]) -> Any:

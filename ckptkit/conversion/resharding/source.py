@@ -10,9 +10,10 @@ from ckptkit.conversion.resharding.meshes import Spec, sharding_of_json
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.formats import open_checkpoint
 from ckptkit.formats.tensors import Checkpoint, Tensor
-from ckptkit.inspection.arrays import METADATA, SHARDINGS, read_shardings
+from ckptkit.inspection.arrays import read_shardings
 from ckptkit.inspection.places import Place, readable
-from ckptkit.inspection.shares import own_processes, read_sidecars, sidecar_processes
+from ckptkit.inspection.shares import own_sidecars, read_sidecars, sidecar_processes
+from ckptkit.model import paths
 from ckptkit.model.manifest import LeafKind, LeafRecord, SaveId
 from ckptkit.snapshot.small_items import STRUCTURE
 
@@ -108,9 +109,7 @@ def _small(items: Sequence[SourceItem]) -> tuple[Small, ...]:
     """What every process's sidecar says of the items that have none of their own. Each item's sidecars say it all."""
     arrays = {item.name for item in items}
     for item in items:
-        if processes := sidecar_processes(item.place):
-            first = read_sidecars(item.place, processes[:1], extent="head")[0]
-            own = read_sidecars(item.place, own_processes(item.place, first, processes), extent="head")
+        if own := own_sidecars(item.place, extent="head").values():
             return tuple({n: each for n, each in manifest.inline.items() if n not in arrays} for manifest in own)
     return ()
 
@@ -129,15 +128,15 @@ def specs_like(path: str, *, timeout_s: float) -> dict[str, Spec]:
                 named = sharding_of_json(text)
                 found[leaf] = () if named is None else named[0]
     if not found:
-        raise CheckpointError(f"{path} has no {SHARDINGS}, and so says nothing of how its leaves lay", path=path)
+        raise CheckpointError(f"{path} has no {paths.SHARDINGS}, and so says nothing of how its leaves lay", path=path)
     return found
 
 
 def _item(place: Place, name: str, tensors: Sequence[Tensor]) -> SourceItem:
-    described = place.json(METADATA)
+    described = place.json(paths.TREE_METADATA)
     if described is None:
-        raise CorruptCheckpointError(f"{place.url} has no {METADATA}, without which Orbax does not read it")
-    with readable(f"{place.url}/{METADATA}"):
+        raise CorruptCheckpointError(f"{place.url} has no {paths.TREE_METADATA}, without which Orbax does not read it")
+    with readable(f"{place.url}/{paths.TREE_METADATA}"):
         nodes = list(described["tree_metadata"].values())
         letters = {_path(node): _letters(node) for node in nodes}
         empty = [_empty(node) for node in nodes if node["value_metadata"].get("skip_deserialize")]
@@ -145,7 +144,7 @@ def _item(place: Place, name: str, tensors: Sequence[Tensor]) -> SourceItem:
     known: dict[tuple[str, ...], LeafRecord] = {}
     structure: Mapping[str, Any] | None = {"kind": STRUCTURE, "value": empty} if empty else None
     if processes:
-        manifest = read_sidecars(place, processes[:1])[0]
+        manifest = read_sidecars(place, processes[:1])[processes[0]]
         known = {leaf.path: leaf for leaf in manifest.arrays.get(name, ())}
         structure = manifest.inline.get(name, structure)
     records = tuple(_record(tensor, known.get(tensor.leaf.path), letters) for tensor in tensors)

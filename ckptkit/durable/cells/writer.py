@@ -25,6 +25,7 @@ from ckptkit.durable.cells.tensorstore_wait import awaited, small_objects
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import COMPRESSORS, Codec, DurableProfile
 from ckptkit.model.manifest import LeafRecord
+from ckptkit.model.paths import OCDBT_MANIFEST
 from ckptkit.store import PutMode, put_new
 from ckptkit.store.schemes import properties_of
 from ckptkit.util.clock import Deadline
@@ -34,7 +35,6 @@ _CONFIG = {
     "max_decoded_node_bytes": 100_000_000,  # one node, as Orbax has it: a listing or a lookup is one read
     "manifest_kind": "single",
 }
-_MANIFEST = "manifest.ocdbt"  # names the root of an OCDBT database: what is not below it is not in the database
 _UNPUBLISHED = {"driver": "memory", "path": "unpublished/"}
 _NODES = "n/"  # where the trees of pieces stand, in memory: only the last one's, which joins them, is in the storage
 _CACHE_BYTES = 100_000_000
@@ -310,22 +310,22 @@ def publish(directory: str, context: ts.Context, profile: DurableProfile, *, mod
     if properties_of(directory).atomic_rename:
         return
     store = small_objects(directory, profile)
-    found = ts.KvStore.open(_UNPUBLISHED, context=context).result().read(_MANIFEST).result()
+    found = ts.KvStore.open(_UNPUBLISHED, context=context).result().read(OCDBT_MANIFEST).result()
     if found.state == "missing":  # nothing was written: on a disk TensorStore makes no database then either
         if mode == "replace":
-            store.delete(_MANIFEST)
+            store.delete(OCDBT_MANIFEST)
     elif mode == "create":
-        put_new(store, _MANIFEST, found.value)
+        put_new(store, OCDBT_MANIFEST, found.value)
     else:
-        store.put(_MANIFEST, found.value)
+        store.put(OCDBT_MANIFEST, found.value)
 
 
 def _adopt(directory: str, context: ts.Context, profile: DurableProfile) -> None:
     """Goes on from the database that stands in a bucket, where there is one. On a disk TensorStore does."""
     if not properties_of(directory).atomic_rename:
         with suppress(FileNotFoundError):
-            manifest = small_objects(directory, profile).get(_MANIFEST)
-            ts.KvStore.open(_UNPUBLISHED, context=context).result().write(_MANIFEST, manifest).result()
+            manifest = small_objects(directory, profile).get(OCDBT_MANIFEST)
+            ts.KvStore.open(_UNPUBLISHED, context=context).result().write(OCDBT_MANIFEST, manifest).result()
 
 
 def process_directory(directory: str, process: int) -> str:

@@ -5,17 +5,15 @@ There is no index object, which could go stale: what is listed is what is there.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ckptkit.model.paths import COMMIT_MARK
+from ckptkit.model.paths import COMMIT_MARK, step_of_name
 from ckptkit.store import Store, open_store
 from ckptkit.store.roots import root_url
 
 _LOOKS = 16  # markers that are looked for at a time
-_NUMBER = re.compile(r"(?:.*_)?([0-9]{1,18})")
 
 
 def latest_step(root: str) -> int | None:
@@ -25,13 +23,11 @@ def latest_step(root: str) -> int | None:
     a run with 1,000 steps. Raises `StoreError` where the root cannot be read.
     """
     store = open_store(root_url(root))
-    named = [(int(match[1]), name) for name in _directories(store) if (match := _NUMBER.fullmatch(name))]
-    return next((step for step, name in sorted(named, reverse=True) if _is_committed(store, name)), None)
+    named = sorted(((step, name) for name, step in _step_directories(store)), reverse=True)
+    return next((step for step, name in named if _is_committed(store, name)), None)
 
 
-StepListing = dict[
-    int, list[str] | None
-]  # committed steps, each with the names right below it, where they were looked at
+StepListing = dict[int, list[str] | None]  # committed steps, each with the names right below it, if they were listed
 
 
 def committed_steps(root: str, name_format: Any, known: Iterable[int] = ()) -> StepListing:
@@ -40,11 +36,7 @@ def committed_steps(root: str, name_format: Any, known: Iterable[int] = ()) -> S
     Cost in a bucket: a request per 1,000 names, and one for each step that is not known.
     """
     store, trusted = open_store(root), set(known)
-    named = {}
-    for name in _directories(store):
-        match = _NUMBER.fullmatch(name)
-        if match and name_format.build_name(int(match[1])) == name:
-            named[int(match[1])] = name
+    named = {step: name for name, step in _step_directories(store) if name_format.build_name(step) == name}
     if store.properties.atomic_rename:
         return dict.fromkeys(sorted(named))
     unknown = sorted(set(named) - trusted)
@@ -54,8 +46,9 @@ def committed_steps(root: str, name_format: Any, known: Iterable[int] = ()) -> S
     return {step: committed.get(step) for step in sorted({*committed, *(trusted & set(named))})}
 
 
-def _directories(store: Store) -> list[str]:
-    return [name[:-1] for name in store.list("") if name.endswith("/")]
+def _step_directories(store: Store) -> list[tuple[str, int]]:
+    names = [name[:-1] for name in store.list("") if name.endswith("/")]
+    return [(name, step) for name in names if (step := step_of_name(name, temporary=False)) is not None]
 
 
 def _is_committed(store: Store, name: str) -> bool:

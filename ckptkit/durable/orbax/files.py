@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
-import uuid
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -24,14 +22,7 @@ from orbax.checkpoint._src.tree import utils as tree_utils
 
 from ckptkit.durable.orbax.host_shards import HostShards
 from ckptkit.model import paths
-from ckptkit.model.manifest import SaveId, digest_of
 
-STEP_METADATA = "_CHECKPOINT_METADATA"
-TREE_METADATA = "_METADATA"
-SHARDINGS = "_sharding"
-ARRAY_METADATAS = "array_metadatas"
-JSON_VALUE = "metadata"  # in an item of JSON
-_MARKED = re.compile(r"\(ckptkit save (\d+ \d+ \d+ [0-9a-f]{32}) ([0-9a-f]{32})\)$")
 _TYPES = {HostShards: "jax.Array", np.ndarray: "np.ndarray", int: "scalar", float: "scalar", bool: "scalar"}
 
 
@@ -116,23 +107,6 @@ def shardings_text(shards: Sequence[HostShards]) -> str | None:
         if "sharding" in each.record.extra
     }
     return json.dumps(shardings) if shardings else None
-
-
-def marker_text(where: str, save_id: SaveId) -> str:
-    """`commit_success.txt` of a step: Orbax's words, and the save's identity, which Orbax ignores.
-
-    No two are equal, so that a put whose answer was lost can tell its own marker from another writer's.
-    """
-    identity = f"{save_id.epoch} {save_id.step} {save_id.number} {uuid.uuid4().hex}"
-    return f"Checkpoint commit was successful to {where} (ckptkit save {identity} {digest_of(identity.encode())})"
-
-
-def marked_save(text: str) -> SaveId | None:
-    """The identity in a step's marker; None where there is none, or a damaged one."""
-    match = _MARKED.search(text)
-    if match is None or digest_of(match[1].encode()) != match[2]:
-        return None
-    return SaveId(*map(int, match[1].split()[:3]))
 
 
 def step_text(handlers: Mapping[str, str], init_ns: int, commit_ns: int, custom_metadata: Any) -> str:

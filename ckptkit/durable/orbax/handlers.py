@@ -79,9 +79,9 @@ def write_side_files(directory: Any, values: Sequence[HostShards]) -> None:
     """Two files of Orbax's own (without them typed keys and shardings are lost), and our sidecar."""
     process = jax.process_index()
     array_metadatas = orbax_files.array_metadatas_text(values)
-    _write_text(directory / orbax_files.ARRAY_METADATAS, f"process_{process}", array_metadatas)
+    _write_text(directory / paths.ARRAY_METADATAS, f"process_{process}", array_metadatas)
     if process == 0 and (shardings := orbax_files.shardings_text(values)) is not None:
-        (directory / orbax_files.SHARDINGS).write_text(shardings)
+        (directory / paths.SHARDINGS).write_text(shardings)
     _write_text(directory / paths.SIDECAR_DIR, paths.sidecar_name(process), values[0].sidecar.decode())
 
 

@@ -16,12 +16,12 @@ import jax
 import numpy as np
 
 from ckptkit.errors import PeerUnreachableError
-from ckptkit.events import EventLog, Kind
-from ckptkit.job.coordination import Coordinator
+from ckptkit.events import Kind
+from ckptkit.job.coordination import Job
 from ckptkit.job.vote import REJECTING, act_together
 from ckptkit.model.broadcast_options import BroadcastOptions
 from ckptkit.model.verify_mode import VerifySelection
-from ckptkit.restore.broadcast.assembly import Assembly
+from ckptkit.restore.assembly import Assembly
 from ckptkit.restore.broadcast.collective import AllGather, links_of
 from ckptkit.restore.broadcast.cost_model import BroadcastChoice, BroadcastRates, Remaining, choose
 from ckptkit.restore.broadcast.offer import NothingToShareError, Offer, first_problem, judge, needs_of, offer_of
@@ -57,19 +57,10 @@ class Broadcaster:
     On the thread that launches collectives; or on another one, with a `CallerThread` that lends that thread.
     """
 
-    def __init__(
-        self,
-        options: BroadcastOptions,
-        reading: LocalRead,
-        coordinator: Coordinator,
-        events: EventLog,
-        timeout_s: float,
-    ):
+    def __init__(self, options: BroadcastOptions, reading: LocalRead, job: Job):
         self._options = options
         self._reading = reading
-        self._coordinator = coordinator
-        self._events = events
-        self._timeout_s = timeout_s
+        self._coordinator, self._events = job.coordinator, job.events
         self._interconnect: float | None = None  # as the last restore measured it
 
     def share(
@@ -183,7 +174,6 @@ class Broadcaster:
                 self._coordinator,
                 "broadcast-read",
                 lambda at=number: ready(at),
-                timeout_s=self._timeout_s,
                 rejecting=(*REJECTING, PeerUnreachableError),  # who reads alone reaches further than another process
             )
             if rejection is not None:
@@ -231,7 +221,7 @@ class Broadcaster:
             reader.read_on()
         else:
             state.caller.is_all_that_is_missing = True
-        problem = all_come(state.caller, lambda: bool(missing()), self._coordinator, timeout_s=self._timeout_s)
+        problem = all_come(state.caller, lambda: bool(missing()), self._coordinator)
         reader.stop()
         state.caller.is_all_that_is_missing = False
         if problem is not None:
@@ -288,7 +278,7 @@ class Broadcaster:
         self._events.emit(Kind.REJECTED, tier=REPLICA, reason=reason)
 
     def _agree(self, channel: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        return self._coordinator.agree(channel, value, decide, timeout_s=self._timeout_s)
+        return self._coordinator.agree(channel, value, decide)
 
 
 def _launch(caller: CallerThread | None, act: Callable[[], _T]) -> _T:

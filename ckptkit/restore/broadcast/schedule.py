@@ -11,11 +11,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import final
 
 from ckptkit.model.boxes import Box
-from ckptkit.restore.plan import Key
+from ckptkit.restore.plan import Key, Piece, pieces_of
 
 Groups = tuple[tuple[int, ...], ...]  # each ascending, in order of their first
 
@@ -40,16 +40,6 @@ class Common:
         return math.prod(self.shape) * self.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What is read at a time: the part of a wanted box that lies in one cell."""
-
-    key: Key
-    wanted: Box
-    box: Box
-    nbytes: int
-
-
 def groups_of(holders: Mapping[Box, tuple[int, ...]], count: int) -> Groups | None:
     """The groups of a leaf by who holds its boxes, out of `count` processes.
 
@@ -59,20 +49,6 @@ def groups_of(holders: Mapping[Box, tuple[int, ...]], count: int) -> Groups | No
     members = [process for group in groups for process in group]
     alike = len({len(group) for group in groups}) == 1 and len(groups[0]) > 1
     return tuple(groups) if alike and sorted(members) == list(range(count)) else None
-
-
-def pieces_of(box: Box, cell: Sequence[int]) -> list[Box]:
-    """A box cut at the borders of cells, in C order; a box without elements has no pieces.
-
-    Every cell that the box meets gives one piece, so that each is read, and proven, once.
-    """
-    if box.size == 0:
-        return []
-    cuts = [
-        [(max(a, at), min(b, at + rows)) for at in range(a // rows * rows, b, rows)]
-        for a, b, rows in zip(box.start, box.stop, cell, strict=True)
-    ]
-    return [Box(tuple(a for a, _ in part), tuple(b for _, b in part)) for part in product(*cuts)]
 
 
 def by_groups(leaves: Iterable[Common]) -> dict[Groups, list[Common]]:

@@ -13,10 +13,10 @@ import xxhash
 
 from ckptkit.model.boxes import Box
 from ckptkit.model.tiers import DURABLE
-from ckptkit.restore.broadcast.assembly import Assembly
+from ckptkit.restore.assembly import Assembly
 from ckptkit.restore.broadcast.cost_model import rate_of
-from ckptkit.restore.broadcast.schedule import Piece, Stream
-from ckptkit.restore.plan import BoxRead, Key, RestorePlan, plan_restore
+from ckptkit.restore.broadcast.schedule import Stream
+from ckptkit.restore.plan import BoxRead, Key, Piece, RestorePlan, plan_restore
 from ckptkit.restore.prepare import Prepared
 from ckptkit.restore.read import OnRejected, execute
 from ckptkit.util import clock

@@ -9,9 +9,8 @@ from typing import Any, final
 import numpy as np
 
 from ckptkit.model.boxes import Box
-from ckptkit.restore.broadcast.schedule import Piece, pieces_of
 from ckptkit.restore.place import place
-from ckptkit.restore.plan import Key
+from ckptkit.restore.plan import Key, Piece, pieces_of
 from ckptkit.restore.tree import Target
 from ckptkit.util.pages import empty_block
 

@@ -1,0 +1,103 @@
+"""Which save a durable step is: its marker, the sidecars that belong to it, and whether they are all there.
+
+A sidecar is one process's manifest of one item. Each reader has its own way to list and read them. The rules are these,
+and nothing here touches a disk.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from ckptkit.model import paths
+from ckptkit.model.manifest import Manifest, SaveId, digest_of
+
+_MARKED = re.compile(r"\(ckptkit save (\d+ \d+ \d+ [0-9a-f]{32}) ([0-9a-f]{32})\)$")
+
+
+def marker_text(where: str, save_id: SaveId) -> str:
+    """`commit_success.txt` of a step: Orbax's words, and the save's identity, which Orbax ignores.
+
+    No two are equal, so that a put whose answer was lost can tell its own marker from another writer's.
+    """
+    identity = f"{save_id.epoch} {save_id.step} {save_id.number} {uuid.uuid4().hex}"
+    return f"Checkpoint commit was successful to {where} (ckptkit save {identity} {digest_of(identity.encode())})"
+
+
+def marked_save(mark: bytes) -> SaveId | None:
+    """The identity in a step's marker; None where there is none, or a damaged one."""
+    match = _MARKED.search(mark.decode(errors="replace"))
+    if match is None or digest_of(match[1].encode()) != match[2]:
+        return None
+    return SaveId(*map(int, match[1].split()[:3]))
+
+
+def sidecars_among(names: Iterable[str]) -> list[int]:
+    """The processes whose sidecars these names in an item's sidecar directory are, ascending."""
+    return sorted(process for name in names if (process := paths.process_of_sidecar(name)) is not None)
+
+
+def has_sidecar_sign(array_metadatas: bytes) -> bool:
+    """Whether a file of an item's `array_metadatas` says that the item has sidecars; False for one that is damaged."""
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        return json.loads(array_metadatas)[paths.SIDECAR_SIGN] is True
+    return False
+
+
+def lost_sidecars(where: str) -> str:
+    """What is reported of an item of ours that has no sidecar any more."""
+    return f"{where} has lost its sidecars, which alone prove it"
+
+
+def of_one_save(found: Mapping[int, Manifest], marked: Callable[[], SaveId | None]) -> dict[int, Manifest]:
+    """`found`, an item's sidecars by the number in their names, without those that another run added late.
+
+    A run of more processes that was fenced off, and goes on, may put a sidecar into a bucket under a number for which
+    the step's save has no process. The step's marker tells them apart: `marked` reads it, where it is needed.
+    """
+    if len({manifest.save_id for manifest in found.values()}) < 2:
+        return dict(found)
+    named = marked()
+    return {n: manifest for n, manifest in found.items() if manifest.save_id == named} or dict(found)
+
+
+def wrong_step(where: str, found: SaveId, step: int) -> str | None:
+    """Why a sidecar at `where` does not belong to `step`; None where it does."""
+    return None if found.step == step else f"{where} has sidecars of step {found.step}, found in step {step}"
+
+
+def incomplete(
+    where: str, present: Collection[int], found: Mapping[int, Manifest], *, item: str | None = None
+) -> str | None:
+    """Why the sidecars of an item at `where` do not prove it; None where they do.
+
+    `present` are the numbers in their names, without late ones (`of_one_save`), and `found` those that were read, at
+    least one. With `item` each has to hold the arrays of that item.
+    """
+    saves = sorted({str(manifest.save_id) for manifest in found.values()})
+    expected = range(found[min(found)].writer.count)  # a hostile count may be any: never made a list
+    if len(saves) > 1 or len(present) != len(expected) or any(process not in expected for process in present):
+        return (
+            f"{where} has sidecars of processes {_shown(sorted(present))} and saves {', '.join(saves)}, expected "
+            f"processes {_shown(expected)} and one save"
+        )
+    for process, manifest in found.items():
+        if item is not None and item not in manifest.arrays:
+            return f"{where} has sidecars of item {', '.join(manifest.arrays)}"
+        if manifest.writer.process != process:
+            return f"{where}: the sidecar of process {process} says that process {manifest.writer.process} wrote it"
+    return None
+
+
+def several_saves(where: str, saves: Iterable[SaveId]) -> str | None:
+    """Why items of these saves are not one step; None where it is the same save."""
+    distinct = sorted({str(save) for save in saves})
+    return f"{where} has items of saves {', '.join(distinct)}" if len(distinct) > 1 else None
+
+
+def _shown(processes: Sequence[int]) -> str:
+    shown = ", ".join(map(str, processes[:8]))
+    return f"{shown} and {len(processes) - 8} more" if len(processes) > 8 else shown or "none"

@@ -1,0 +1,138 @@
+"""Which saves there are to restore: what this host's tiers hold, and what the durable tier does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
+from ckptkit.durable.read_step import DurableReader
+from ckptkit.durable.steps import DurableSteps
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.events import EventLog, Kind
+from ckptkit.model.manifest import SaveId
+from ckptkit.model.tiers import DURABLE
+from ckptkit.model.verify_mode import VerifySelection
+from ckptkit.peers.client import PeerClient
+from ckptkit.restore.inventory import Held
+from ckptkit.restore.local_tiers import LocalSave, LocalTiers
+from ckptkit.restore.plan import Candidate, rank_candidates
+from ckptkit.store import all_of
+from ckptkit.store.schemes import properties_of
+
+_AT_ONCE = 8  # steps that are asked for their names
+
+_Named = SaveId | CorruptCheckpointError | None  # the save that a step says it is, or why it does not
+
+
+@final
+class Inventory:
+    """What the tiers of this host hold, how other processes' tiers are read, and which saves there are.
+
+    `client` reads other processes' tiers, None where they are not read; `rank` is this process's place on its host, of
+    how many. Each method looks on this process alone, and events name the durable steps that are damaged.
+    """
+
+    def __init__(
+        self,
+        host_dirs: Mapping[str, Path],
+        durable: DurableSteps,
+        epochs: EpochRecords,
+        events: EventLog,
+        *,
+        client: PeerClient | None = None,
+        rank: tuple[int, int] = (0, 1),
+    ):
+        self.local = LocalTiers(host_dirs, events)
+        self.durable = durable
+        self.client = client
+        self._rank = rank
+        self._epochs = epochs
+        self._events = events
+        self._ahead: tuple[int, DurableReader] | None = None
+
+    def report(self, save: LocalSave, refusal: str | None = None) -> list[Any]:
+        """What this process tells the others of a save on its host; `refusal`: why it cannot be had from there."""
+        return save.report(self._rank, refusal).to_json()
+
+    def reports(self) -> list[list[Any]]:
+        """What this process tells the others of the saves on its host."""
+        return [self.report(save) for save in self.local.saves().values()]
+
+    def candidates(
+        self, reports: Sequence[Sequence[Held]], step: int | None, looked_into: int | None, proves: VerifySelection
+    ) -> list[Candidate]:
+        """The saves in the order in which they are to be tried, on process 0, from what all processes report.
+
+        `step`: those of that step alone. Of the durable tier the newest `looked_into`, or all. Where nothing else holds
+        anything, the newest step of a bucket is looked into on the way, by a reader that `proves` so.
+
+        Cost: a read of the epoch records, a listing, then a look into steps that are not known, then their names
+        together. Raises `StoreError`.
+        """
+        fast = [{held.save_id: held.refusal for held in report} for report in reports]
+        look = partial(self._look, step, None if any(reports) else proves)
+        ancestry, (steps, named) = all_of(self.durable.url, [self._epochs.read, look])
+        durable = self._newest(ancestry, steps, named, looked_into)
+        return rank_candidates(fast, durable, ancestry.superseded, step, linked=self.client is not None)
+
+    def durable_opener(self, step: int, proves: VerifySelection) -> Callable[[VerifySelection], DurableReader]:
+        """How a durable step is opened. A reader that `candidates` has made of it, to prove as `proves`, is used."""
+        looked_into, reader = self._ahead or (-1, None)
+        self._ahead = None
+        ahead = reader if step == looked_into else None
+
+        def open_durable(wanted: VerifySelection) -> DurableReader:
+            return ahead if ahead is not None and wanted == proves else self.durable.reader(step, wanted)
+
+        return open_durable
+
+    def identity(self, step: int, ancestry: Ancestry) -> SaveId:
+        """Which save a durable step is. A damaged step is of unknown age: the oldest there is."""
+        return self._identified(step, self._names([step])[step], ancestry)
+
+    def _look(self, step: int | None, ahead: VerifySelection | None) -> tuple[list[int], dict[int, _Named]]:
+        """The durable steps, newest first, and what the first of them say that they are."""
+        looked = self.durable.looked()
+        steps = sorted((each for each in looked if step is None or each == step), reverse=True)
+        self._ahead = None
+        others: list[Callable[[], Any]] = []
+        if steps and ahead is not None and properties_of(self.durable.url).round_trips:
+            self._ahead = steps[0], self.durable.reader(steps[0], ahead)
+            others = [partial(self._ahead[1].look_ahead, looked[steps[0]])]
+        return steps, self._names(steps[:_AT_ONCE], others)
+
+    def _newest(
+        self, ancestry: Ancestry, steps: Sequence[int], named: Mapping[int, _Named], looked_into: int | None
+    ) -> list[SaveId]:
+        """The newest saves that no rollback has abandoned, up to `looked_into`."""
+        saves: list[SaveId] = []
+        for some in (steps[at : at + _AT_ONCE] for at in range(0, len(steps), _AT_ONCE)):
+            named = named if some[0] in named else self._names(some)
+            found = [self._identified(step, named[step], ancestry) for step in some]
+            # Abandoned steps do not count: a rollback may leave any number of them above the newest good one.
+            saves += [save for save in found if not ancestry.superseded(save)]
+            if looked_into is not None and len(saves) >= looked_into:
+                return saves[:looked_into]
+        return saves
+
+    def _names(self, steps: Sequence[int], others: Sequence[Callable[[], Any]] = ()) -> dict[int, _Named]:
+        """What steps say that they are, asked together with what `others` ask."""
+
+        def name_of(step: int) -> _Named:
+            try:
+                return self.durable.save_id(step)
+            except CorruptCheckpointError as error:
+                return error
+
+        found = all_of(self.durable.url, [*(partial(name_of, step) for step in steps), *others])
+        return dict(zip(steps, found, strict=False))
+
+    def _identified(self, step: int, name: _Named, ancestry: Ancestry) -> SaveId:
+        if isinstance(name, CorruptCheckpointError):
+            # A candidate of unknown age: tried last, and rejected with this reason.
+            self._events.emit(Kind.REJECTED, step=step, tier=DURABLE, reason=str(name))
+            return SaveId(0, step, 0)
+        return name or ancestry.of_stock(step)
