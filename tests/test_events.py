@@ -34,7 +34,7 @@ EVENTS = st.builds(
 
 @given(event=EVENTS)
 @settings(deadline=None)
-def test_an_event_is_read_back_as_it_was_recorded(event: Event) -> None:
+def test_event_round_trips(event: Event) -> None:
     """If it failed, goodput would be computed from other events than happened."""
     line = event.to_json()
     assert "\n" not in line
@@ -42,7 +42,7 @@ def test_an_event_is_read_back_as_it_was_recorded(event: Event) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED - {"kind", "step", "tier"}))
-def test_a_field_never_replaces_what_every_event_has(name: str) -> None:
+def test_field_never_replaces_a_common_field(name: str) -> None:
     """If it failed, a field called `process` would make the launcher's event look like a worker's."""
     log, seen = EventLog(process=-1), []
     log.observe(seen.append)
@@ -80,7 +80,7 @@ def test_a_torn_last_line_is_dropped_at_every_byte(tmp_path: Path) -> None:
     assert [event.kind for event in read_events(path)] == [Kind.STARTED, Kind.STAGED]
 
 
-def test_a_log_that_goes_on_after_a_torn_line_is_readable(tmp_path: Path) -> None:
+def test_log_continued_after_a_torn_line_is_readable(tmp_path: Path) -> None:
     """If it failed, the restart after a crash would glue its first event to the torn line and spoil the log."""
     path = tmp_path / "log.jsonl"
     first = EventLog(path)
@@ -141,7 +141,7 @@ def test_an_event_costs_one_write_and_no_sync(tmp_path: Path, monkeypatch: pytes
     log.close()
 
 
-def test_a_span_costs_little_more_than_encoding_and_writing_its_line(tmp_path: Path) -> None:
+def test_span_costs_little_more_than_writing_its_line(tmp_path: Path) -> None:
     """If it failed, the account of a run would slow the run: as a ratio, since microseconds depend on the machine."""
     log = EventLog(tmp_path / "log.jsonl")
     fd = os.open(tmp_path / "plain.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -167,7 +167,7 @@ def test_a_span_costs_little_more_than_encoding_and_writing_its_line(tmp_path: P
     assert min(costs_s[spans]) < 5.0 * min(costs_s[lines])  # 2.1 on a quiet machine
 
 
-def test_a_killed_process_loses_at_most_the_line_that_it_was_writing(tmp_path: Path) -> None:
+def test_killed_process_loses_at_most_one_line(tmp_path: Path) -> None:
     """If it failed, the last events before a crash, which explain it, would die in a queue."""
     path = tmp_path / "log.jsonl"
     program = (
@@ -202,7 +202,7 @@ def test_a_log_without_a_file_neither_encodes_nor_writes(monkeypatch: pytest.Mon
     assert [(event.kind, event.fields) for event in seen] == [(Kind.FAILED, {"reason": "x"})]
 
 
-def test_lines_of_several_threads_are_whole(tmp_path: Path) -> None:
+def test_lines_of_several_threads_are_not_torn(tmp_path: Path) -> None:
     """If it failed, two background threads would tear each other's lines."""
     path = tmp_path / "log.jsonl"
     log = EventLog(path)
@@ -223,7 +223,7 @@ def test_lines_of_several_threads_are_whole(tmp_path: Path) -> None:
         assert [event.step for event in found if event.fields["phase"][0] == f"{n}"] == list(range(100))
 
 
-def test_a_span_lasts_as_the_monotonic_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_span_duration_uses_the_monotonic_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, a clock that is set back in mid-run would give spans of negative length."""
     times = iter([100.0, 102.5])
     monkeypatch.setattr(clock, "monotonic_s", lambda: next(times))
@@ -252,7 +252,7 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path, monkeypatch: pytest.M
     log.close()
 
 
-def test_a_closed_log_still_tells_observers(tmp_path: Path) -> None:
+def test_closed_log_still_notifies_observers(tmp_path: Path) -> None:
     """If it failed, the last events of a run would raise from its shutdown."""
     log, seen = EventLog(tmp_path / "log.jsonl"), []
     log.observe(seen.append)
@@ -263,7 +263,7 @@ def test_a_closed_log_still_tells_observers(tmp_path: Path) -> None:
     assert read_events(tmp_path / "log.jsonl") == []
 
 
-def test_an_observer_that_fails_is_heard_of_and_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_observer_is_reported_and_does_not_raise(caplog: pytest.LogCaptureFixture) -> None:
     """If it failed, a dashboard that is away would raise from `save`, or end a thread that other processes wait for."""
     log, seen = EventLog(), []
 

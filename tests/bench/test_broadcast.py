@@ -15,7 +15,7 @@ from bench.replica_states import DTYPES
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_it_measures_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_benchmark_measures_and_removes_its_files(tmp_path: Path) -> None:
     """A broadcast could read the bucket twice, or change a dtype, and nobody would see it."""
     out = tmp_path / "out" / "result.json"
     command = [sys.executable, "-m", "bench", "broadcast", "--replicas", "2", "--megabytes", "8", "--rate", "1000"]
@@ -38,7 +38,7 @@ def test_it_measures_and_leaves_nothing_behind(tmp_path: Path) -> None:
     )
 
 
-def test_the_bars() -> None:
+def test_bars_fail_on_extra_reads_and_on_the_slower_choice() -> None:
     """A choice of the slower side, or a byte that was read twice, would be called met."""
 
     def result(chosen: bool, bytes_read: int = 100) -> dict[str, Any]:

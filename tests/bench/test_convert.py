@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_it_measures_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_benchmark_measures_and_removes_its_files(tmp_path: Path) -> None:
     """Rates and memory would be claimed, and not be known."""
     out = tmp_path / "result.json"
     words = ["--size", "20MB", "--repeats", "1", "--obvious-repeats", "1", "--job", "reshard"]

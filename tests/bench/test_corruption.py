@@ -17,7 +17,7 @@ from ckptkit.testing.damage import DAMAGE_KINDS, inflict
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_short_campaign(tmp_path: Path) -> None:
+def test_short_corruption_campaign_passes(tmp_path: Path) -> None:
     """A damaged file could be restored as a checkpoint, silently; or the campaign not notice."""
     out = tmp_path / "out" / "result.json"
     command = [sys.executable, "-m", "bench", "corruption", "--json", str(out)]
@@ -39,14 +39,14 @@ def test_short_campaign(tmp_path: Path) -> None:
     assert stock["wrong"] > 0, "a campaign that stock Orbax survives tests nothing"
 
 
-def test_a_wrong_restore_fails_the_campaign() -> None:
+def test_wrong_restore_fails_the_campaign() -> None:
     """A campaign could end well whatever it found."""
     assert held({"misses": [], "ckptkit": {"ram data": {"faults": 1, "detected": 1}}})
     assert not held({"misses": [], "ckptkit": {"ram data": {"faults": 1, "wrong": 1}}})
     assert not held({"misses": [{}], "ckptkit": {}})
 
 
-def test_the_plan_is_that_of_its_seed_and_has_every_kind_in_every_place() -> None:
+def test_seed_repeats_the_plan_with_every_kind_in_every_place() -> None:
     """A failure could not be repeated, or a kind never be tried."""
     found = plan(PLACES, 102, 7)
     assert found == plan(PLACES, 102, 7) != plan(PLACES, 102, 8)
@@ -55,7 +55,7 @@ def test_the_plan_is_that_of_its_seed_and_has_every_kind_in_every_place() -> Non
 
 
 @pytest.mark.parametrize("kind", DAMAGE_KINDS)
-def test_each_kind_changes_a_file_the_same_way_for_the_same_seed(tmp_path: Path, kind: str) -> None:
+def test_each_damage_kind_is_repeatable_by_seed(tmp_path: Path, kind: str) -> None:
     """A fault that changes nothing would be counted as survived."""
 
     def damaged() -> dict[str, bytes]:

@@ -20,7 +20,7 @@ TIERS = ("ram", "ssd", "durable", "bucket")
 
 
 @pytest.mark.skipif(not can_trace(), reason="strace is not there or may not trace: make setup-system")
-def test_short_campaign(tmp_path: Path) -> None:
+def test_short_crashpoint_campaign_passes(tmp_path: Path) -> None:
     """A crash after some storage operation could lose a committed step."""
     out = tmp_path / "out" / "result.json"
     command = [sys.executable, "-m", "bench", "crashpoints", "--json", str(out)]
@@ -38,7 +38,7 @@ def test_short_campaign(tmp_path: Path) -> None:
     assert all(row["restarts"] >= row["points"] for row in result["rows"].values())
 
 
-def test_a_violation_fails_the_campaign() -> None:
+def test_violation_fails_the_campaign() -> None:
     """A campaign could end well whatever it found."""
     assert held({"violations": [], "control": 1})
     assert not held({"violations": [{}], "control": 1})
@@ -49,7 +49,7 @@ def said(*records: dict[str, Any]) -> list[str]:
     return [json.dumps(record) for record in records]
 
 
-def test_what_was_promised() -> None:
+def test_oracle_tracks_commits_rollbacks_and_deletions() -> None:
     """An oracle that forgets a promise finds no violation of it."""
     run = said(*({"committed": ["durable", 0, step]} for step in (2, 4, 6)), {"committed": ["ram", 0, 7]})
     assert promised(run).kept == {"ram": [(0, 7)], "ssd": [], "durable": [(0, 4), (0, 6)]}

@@ -104,7 +104,7 @@ def test_ratios_are_computed_from_the_samples(result: dict[str, Any]) -> None:
         assert each["met"] == reached
 
 
-def test_the_environment_says_where_it_was_measured(result: dict[str, Any]) -> None:
+def test_environment_records_where_it_was_measured(result: dict[str, Any]) -> None:
     # Numbers without a machine cannot be compared with anything.
     environment = result["environment"]
     assert environment["cores"] >= 1

@@ -22,14 +22,14 @@ def test_every_benchmark_with_rows_is_run_by_all() -> None:
 
 
 @pytest.mark.parametrize("entry", everything.ENTRIES, ids=lambda entry: entry.name)
-def test_the_words_of_every_entry_are_understood(entry: everything.Entry) -> None:
+def test_every_campaign_entry_has_valid_arguments(entry: everything.Entry) -> None:
     """A renamed option would show after an hour, as one benchmark less."""
     command = commands._CAMPAIGNS.get(entry.name, commands.main)
     words = [*([entry.name] if command is commands.main else []), *entry.words, *everything.SMALL[entry.name]]
     command.make_context("bench", [*words, "--json", "never.json"])
 
 
-def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_and_failed_benchmarks_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A campaign begun with too little time ends with nothing; one that failed must not look done."""
     ran: list[tuple[str, tuple[str, ...]]] = []
 
@@ -47,7 +47,7 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path, monkeypatch: pyt
     assert "simulator: left out: 5.0 minutes are left, it takes 12" in done.output
 
 
-def test_the_policy_is_judged_end_to_end(tmp_path: Path) -> None:
+def test_policy_benchmark_writes_its_report(tmp_path: Path) -> None:
     """The glue: a process of its own, its JSON where the report finds it."""
     done = CliRunner().invoke(everything.main, ["--small", "--only", "policy", "--into", str(tmp_path)])
     assert done.exit_code == 0, done.output

@@ -43,7 +43,7 @@ def test_a_seed_repeats_its_schedule_with_every_kind_of_fault() -> None:
     assert [fault.at_s for fault in planned] == sorted(fault.at_s for fault in planned)
 
 
-def test_a_trace_is_compressed_in_time(tmp_path: Path) -> None:
+def test_trace_is_compressed_in_time(tmp_path: Path) -> None:
     """A trace of years would have no fault within minutes."""
     gaps_min = [60, 30, 240, 10, 20, 60]
     rows, at_min = ["System,Prob Started,Down Time", "2,01/01/2000 00:00,5"], 0
@@ -62,7 +62,7 @@ def fault(at_s: float, **other: Any) -> Fault:
     return Fault(at_s=at_s, victim=0, wipes=other.get("wipes", False), flips=other.get("flips", False))
 
 
-def test_the_ceiling_loses_only_starts_and_cut_steps() -> None:
+def test_ceiling_loses_only_startup_and_interrupted_steps() -> None:
     """A share of a gap to a wrong ceiling means nothing."""
     times = {"start_s": 5.0, "step_s": 1.0}
     assert ceiling_s((), steps=10, **times) == 15.0
@@ -74,7 +74,7 @@ def test_the_ceiling_loses_only_starts_and_cut_steps() -> None:
     assert gap_closed(0.7, 0.9, 0.9) is None
 
 
-def test_intervals_fit_into_each_other_and_the_best_tried_one_is_taken() -> None:
+def test_intervals_are_multiples_and_the_best_tried_is_chosen() -> None:
     """A save of a slower tier between two of the faster would cost a copy of its own."""
     guess = first_guess("ckptkit", 60.0, 0.9)
     assert guess.ram is not None
@@ -85,7 +85,7 @@ def test_intervals_fit_into_each_other_and_the_best_tried_one_is_taken() -> None
     assert [row["goodput"] for row in rows] == [0.3, 0.5, 0.4]
 
 
-def test_dear_saves_are_made_less_often() -> None:
+def test_costly_saves_get_longer_intervals() -> None:
     """Ours would be run at an interval that has nothing to do with what its saves cost."""
 
     def every(stall_s: float) -> int:
@@ -117,7 +117,7 @@ def places(tmp_path: Path) -> Places:
     return made
 
 
-def test_a_flip_hits_array_data_of_the_newest_step_that_is_left(places: Places) -> None:
+def test_bit_flip_hits_array_data_of_the_newest_remaining_step(places: Places) -> None:
     """A bit that turns where nobody reads would prove that nothing was noticed."""
     found = places.flip(1)
     assert found is not None
@@ -143,7 +143,7 @@ def test_a_flip_hits_array_data_of_the_newest_step_that_is_left(places: Places) 
     assert places.flip(4) is None
 
 
-def test_the_verdict_sees_wrong_bits_and_unfinished_runs(tmp_path: Path) -> None:
+def test_verdict_detects_wrong_bits_and_unfinished_runs(tmp_path: Path) -> None:
     """A campaign could end well whatever came back."""
     places = Places(disk=tmp_path / "disk", ram=tmp_path / "ram")
     places.proof.mkdir(parents=True)
@@ -185,7 +185,7 @@ def test_the_verdict_sees_wrong_bits_and_unfinished_runs(tmp_path: Path) -> None
     assert against["lost_work_ratio"] == 0.25
 
 
-def test_a_run_that_never_comes_up_is_unfinished(tmp_path: Path) -> None:
+def test_run_that_never_starts_is_unfinished(tmp_path: Path) -> None:
     """A campaign of hours would end in a traceback, because of one run that was killed at every start."""
     places = Places(disk=tmp_path / "disk", ram=tmp_path / "ram")
     launcher = EventLog(places.events / "launcher.jsonl", process=-1)
@@ -226,7 +226,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads((place / "result.json").read_text())
 
 
-def test_a_campaign_finishes_and_its_bits_are_right(result: dict[str, Any]) -> None:
+def test_campaign_finishes_with_correct_bits(result: dict[str, Any]) -> None:
     """Contenders could be driven by the benchmark into ends of their own."""
     assert [run["contender"] for run in result["runs"]] == ["ckptkit", "orbax"]
     for run in result["runs"]:
@@ -239,7 +239,7 @@ def test_a_campaign_finishes_and_its_bits_are_right(result: dict[str, Any]) -> N
         assert 0 < run["goodput"] <= 1.5
 
 
-def test_a_campaign_says_what_it_ran(result: dict[str, Any]) -> None:
+def test_campaign_records_schedule_intervals_and_machine(result: dict[str, Any]) -> None:
     """Figures without schedule, intervals and machine cannot be compared."""
     assert result["settings"]["every"].keys() == {"ckptkit", "orbax"}
     assert len(result["schedules"]) == len(result["ceilings"]) == 1

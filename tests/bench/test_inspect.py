@@ -11,7 +11,7 @@ from bench.inspect import main, names_of, orbax_ratio
 from bench.rows import rows_of
 
 
-def test_names() -> None:
+def test_generated_leaf_names_are_unique() -> None:
     """Two leaves of one name would be one."""
     assert len(set(names_of(1000))) == 1000
 

@@ -62,7 +62,7 @@ def test_the_oracle_knows_abandoned_branches(roots: dict[str, Path]) -> None:
     assert newest(roots) == 1
 
 
-def test_a_seed_repeats_its_plan_and_has_every_moment() -> None:
+def test_seed_repeats_its_plan_with_every_kill_moment() -> None:
     """A failure could not be repeated, or mid-restore never be tried."""
     kills = plan(50, 4, 3)
     assert kills == plan(50, 4, 3) != plan(50, 4, 4)
@@ -71,7 +71,7 @@ def test_a_seed_repeats_its_plan_and_has_every_moment() -> None:
     assert 20 <= sum(kill.wipes for kill in kills) <= 30
 
 
-def test_the_verdict_sees_wrong_bits_a_wrong_step_and_a_job_that_stays_away(tmp_path: Path) -> None:
+def test_verdict_detects_wrong_bits_wrong_step_and_missing_job(tmp_path: Path) -> None:
     """A campaign could end well whatever came back."""
     kills = plan(3, 2, 0)
     log = EventLog(tmp_path / "launcher.jsonl", process=-1)

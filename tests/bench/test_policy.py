@@ -13,7 +13,7 @@ from ckptkit import simulation as sim
 from ckptkit.schedule.intervals import daly_s
 
 
-def test_the_judgement_of_exponential_failures_is_what_theory_says() -> None:
+def test_exponential_failures_are_judged_as_theory_predicts() -> None:
     """If it failed, ratios to the oracle would be ratios to something else."""
     rng = np.random.default_rng(1)
     trace = sim.FailureTrace("made up", rng.exponential(20_000.0, 120), np.zeros(120))
@@ -30,7 +30,7 @@ def test_the_judgement_of_exponential_failures_is_what_theory_says() -> None:
     assert law.ratio < 1.0
 
 
-def test_where_failures_cluster_the_policy_beats_the_best_fixed_interval() -> None:
+def test_policy_beats_best_fixed_interval_on_clustered_failures() -> None:
     """The claim that growing intervals are for: without it they would be decoration."""
     exponential, clustered = (policy.judge(policy.made_up()[i], 0.01, policy.Size(runs=30)) for i in (0, 2))
     assert clustered.growing.above()
@@ -41,7 +41,7 @@ def test_where_failures_cluster_the_policy_beats_the_best_fixed_interval() -> No
     assert exponential.blurred.ratio > 0.99
 
 
-def test_the_command_reads_what_is_there_and_says_what_it_left_out(tmp_path: Path) -> None:
+def test_command_reports_traces_that_it_left_out(tmp_path: Path) -> None:
     """If it failed, a trace that is too short would be judged by noise, or passed over without a word."""
     counts = ([1] * 7 + [0, 0]) * 40
     for name, data in (("long.json", counts), ("none.json", [1] * 60), ("short.json", counts[:60])):

@@ -13,7 +13,7 @@ from bench.proof import SETTINGS, judge
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_it_measures_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_benchmark_measures_and_removes_its_files(tmp_path: Path) -> None:
     """The cost of digests would be claimed, and not be known."""
     out = tmp_path / "out" / "result.json"
     command = [sys.executable, "-m", "bench", "proof", "--pairs", "2", "--megabytes", "2", "--json", str(out)]
@@ -31,7 +31,7 @@ def test_it_measures_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert done.stdout.count("CPU s per GB") == len(SETTINGS)
 
 
-def test_the_bars() -> None:
+def test_bars_fail_only_when_both_are_missed() -> None:
     """A run that misses both would be called met."""
 
     def samples(with_s: float, cpu_s: float) -> dict[str, dict[str, list[float]]]:

@@ -14,19 +14,19 @@ from bench.limits import _shares  # pyright: ignore[reportPrivateUsage]
 from bench.states import assert_same_bits, make_case
 
 
-def test_case_names_read_back() -> None:
+def test_case_names_round_trip() -> None:
     # `--full` and `--state` would measure different things under one name.
     assert [CaseName.parse(str(case)) for case in ALL_CASES] == list(ALL_CASES)
     assert CaseName.parse("many") == CaseName("many", 1)
 
 
-def test_an_unknown_state_names_those_there_are() -> None:
+def test_unknown_state_error_lists_known_states() -> None:
     # Somebody would have to read the source to find a state's name.
     with pytest.raises(ValueError, match=r"there is no state '125m@3'; choose among 125m@1, 125m@8, many@1"):
         CaseName.parse("125m@3")
 
 
-def test_nothing_measured_is_null() -> None:
+def test_unmeasured_values_are_null() -> None:
     # An absent measurement must not look like a zero.
     found = medians({"commit_gbps": {"limit": [3.0, 1.0, 2.0]}}, ("ckptkit", "limit"))
     assert tuple(found) == KEYS
@@ -34,7 +34,7 @@ def test_nothing_measured_is_null() -> None:
     assert found["blocking_ms"]["limit"] == {"ready": None, "in_flight": None}
 
 
-def test_a_bar_is_a_ratio_of_medians() -> None:
+def test_bar_is_a_ratio_of_medians() -> None:
     # The report would praise, or blame, the wrong side.
     samples = {"commit_gbps": {"ckptkit": [8.0, 8.0, 1.0], "orbax_tuned": [2.0], "limit": [0.0]}}
     found = ratios(CaseName("125m", 1), samples)
@@ -44,7 +44,7 @@ def test_a_bar_is_a_ratio_of_medians() -> None:
     ]
 
 
-def test_a_stall_below_zero_meets_no_bar() -> None:
+def test_negative_stall_gives_no_ratio() -> None:
     # On a noisy machine the loop with saves is at times the faster one; that is nothing to be proud of.
     samples = {"stall_ms_per_save": {"ckptkit": [-23.0], "orbax_tuned": [1619.0]}}
     [found] = ratios(CaseName("125m", 1), samples)
@@ -62,7 +62,7 @@ def test_shares_cover_every_byte_once() -> None:
         assert all(a + size == b for (a, size), (b, _) in itertools.pairwise(covered))
 
 
-def test_the_large_states_have_the_sizes_that_their_names_promise() -> None:
+def test_large_states_have_the_sizes_in_their_names() -> None:
     # Bars hold for these sizes alone. Nothing is allocated here.
     cases = {name: make_case(CaseName(name, 1)) for name in ("125m", "many", "one")}
     assert (cases["125m"].leaves, cases["125m"].state_bytes) == (590, 1_493_710_856)
@@ -70,7 +70,7 @@ def test_the_large_states_have_the_sizes_that_their_names_promise() -> None:
     assert (cases["one"].leaves, cases["one"].state_bytes) == (1, 1 << 30)
 
 
-def test_other_bits_are_found() -> None:
+def test_different_bits_are_detected() -> None:
     # A contender that restores wrongly would be measured as a fast one.
     assert_same_bits({"a": np.float32(0.0)}, {"a": np.float32(0.0)}, "x")
     with pytest.raises(AssertionError, match=r"x restored other bits in \['a'\]"):

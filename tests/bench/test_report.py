@@ -28,7 +28,7 @@ def test_readme_and_report_agree_with_the_stored_results() -> None:
     assert len(readme.split(BEGIN)[1].split(END)[0].strip().splitlines()) >= 8
 
 
-def test_a_figure_that_was_typed_is_replaced() -> None:
+def test_hand_edited_figure_is_replaced() -> None:
     """The test above would let a changed table pass."""
     rows = [
         Row(benchmark="stall", case="s", figure="stall_ms_per_save", meaning="m", ours=5.0, peer=20.0, peer_name="o")
@@ -48,7 +48,7 @@ def compared(ours: list[float], peers: dict[str, list[float]], figure: str, at: 
     return {"benchmark": "commit", "environment": {"at": at, "load": [0.5, 0, 0]}, "states": states}
 
 
-def test_the_peer_is_its_best_way_and_the_newest_measurement_counts(tmp_path: Path) -> None:
+def test_report_uses_the_best_peer_mode_and_newest_result(tmp_path: Path) -> None:
     """We would be held against the peer's slow way, or shown with yesterday's figure."""
     peers = {"orbax_async": [1.0, 2.0, 3.0], "orbax_tuned": [4.0, 5.0, 6.0], "limit": [20.0]}
     for day, ours in (("2026-01-02", [10.0, 12.0, 11.0]), ("2026-01-01", [1.0])):
@@ -94,14 +94,14 @@ def test_every_kind_of_result_has_rows() -> None:
     assert {entry.name for entry in ENTRIES} == SMALL.keys()
 
 
-def test_what_does_not_fit_into_the_budget_is_left_out_and_said(tmp_path: Path) -> None:
+def test_benchmarks_beyond_the_time_budget_are_reported(tmp_path: Path) -> None:
     """`bench all` would run for hours, or end in silence."""
     told = run_all(ENTRIES, tmp_path, minutes=0.01, small=False)
     assert told.keys() == {entry.name for entry in ENTRIES}
     assert all(text.startswith("left out: 0.0 minutes are left, it takes ") for text in told.values())
 
 
-def test_all_stores_what_a_benchmark_measured(tmp_path: Path) -> None:
+def test_bench_all_stores_benchmark_results(tmp_path: Path) -> None:
     """A campaign of hours would leave nothing."""
     command = [sys.executable, "-m", "bench", "all", "--only", "gather", "--small", "--minutes", "5"]
     done = subprocess.run([*command, "--into", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=200)

@@ -70,7 +70,7 @@ def played(plan: RunPlan, costs: Costs = TRUE) -> list[list[Event]]:
 PLANS = [plan_run(number, 300.0) for number in range(10)]
 
 
-def test_costs_are_found_again_in_the_logs() -> None:
+def test_fit_recovers_costs_from_logs() -> None:
     """If it failed, the comparison would blame the simulator for what the fit has got wrong."""
     found = fit([(plan, played(plan)) for plan in PLANS[:3]])
     assert (found.startup_s, found.cycle_s, found.step_s) == pytest.approx((8.0, 0.21, 0.2), abs=1e-3)
@@ -79,7 +79,7 @@ def test_costs_are_found_again_in_the_logs() -> None:
     assert found.resume_s == pytest.approx(TRUE.resume_s, abs=1e-3)
 
 
-def test_the_prediction_of_other_runs_is_close_and_a_wrong_one_is_seen(tmp_path: Path) -> None:
+def test_prediction_is_close_and_a_wrong_one_is_detected(tmp_path: Path) -> None:
     """If it failed, either every prediction would pass, or none that is right."""
     recorded = [(plan, played(plan)) for plan in PLANS]
     costs = fit(recorded[:3])
@@ -96,7 +96,7 @@ def test_the_prediction_of_other_runs_is_close_and_a_wrong_one_is_seen(tmp_path:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_whose_steps_were_slowed_by_something_else_is_named() -> None:
+def test_run_slowed_by_outside_load_is_reported() -> None:
     """If it failed, a neighbour's load would be blamed on the simulator, or left out without a rule."""
     slow = replace(TRUE, cycle_s=1.4 * TRUE.cycle_s, step_s=1.4 * TRUE.step_s)
     recorded = [(plan, played(plan, slow if number == 5 else TRUE)) for number, plan in enumerate(PLANS)]
@@ -107,7 +107,7 @@ def test_a_run_whose_steps_were_slowed_by_something_else_is_named() -> None:
     assert "run 5: steps or the start took 1.25 times the median of all runs or more" in console.export_text()
 
 
-def test_a_run_without_failures_loses_only_its_start_and_its_saves() -> None:
+def test_run_without_failures_loses_only_startup_and_saves() -> None:
     """If it failed, an offset would hide in every prediction."""
     plan = RunPlan(run_s=100.0, ram_every=10, durable_every=1000)
     saves = (100.0 - 8.0) / (10 * 0.21 + 0.05)
@@ -122,7 +122,7 @@ def test_runs_that_cannot_be_fitted_are_refused() -> None:
         fit([(plan, played(plan))])
 
 
-def test_the_command_reads_runs_that_are_recorded(tmp_path: Path) -> None:
+def test_command_reuses_recorded_runs(tmp_path: Path) -> None:
     """If it failed, a campaign that was cut off would begin again."""
     (tmp_path / "cache").mkdir()
     for number in range(5):
@@ -140,7 +140,7 @@ def test_the_command_reads_runs_that_are_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_simulator_against_three_runs_of_the_trainer(tmp_path: Path) -> None:
+def test_simulator_prediction_is_close_to_trainer_runs(tmp_path: Path) -> None:
     """If it failed, the campaign could not run at all; how close it comes depends on the machine."""
     done = CliRunner().invoke(simulator.main, ["--runs", "4", "--run-s", "40", "--json", str(tmp_path / "found.json")])
     assert done.exit_code == 0, done.output

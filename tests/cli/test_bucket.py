@@ -20,7 +20,7 @@ BUCKET = "runs"
 ROOT = f"gs://{BUCKET}/run"
 
 
-def test_a_bucket_is_a_root(ckpt: Run, server: BucketServer, tmp_path: Path) -> None:
+def test_bucket_is_accepted_as_root(ckpt: Run, server: BucketServer, tmp_path: Path) -> None:
     """Where people keep their checkpoints, nothing could be looked at."""
     ram = str(tmp_path / "ram")
     options = ocp.CheckpointManagerOptions(save_interval_steps=2)
@@ -48,7 +48,7 @@ def test_a_bucket_is_a_root(ckpt: Run, server: BucketServer, tmp_path: Path) -> 
     assert shapes["w"] == ([8, 8], [4, 8])
 
 
-def test_nothing_there(ckpt: Run, server: BucketServer) -> None:
+def test_absent_bucket_or_prefix_exits_10(ckpt: Run, server: BucketServer) -> None:
     """A mistyped prefix would look like an empty job, or like a failure of the network."""
     for path in (ROOT, "gs://no-such-bucket/run"):
         said = ckpt("inspect", path)
@@ -57,7 +57,7 @@ def test_nothing_there(ckpt: Run, server: BucketServer) -> None:
         assert ckpt("steps", path).code == 10
 
 
-def test_no_permission(ckpt: Run, server: BucketServer) -> None:
+def test_missing_bucket_permission_is_reported(ckpt: Run, server: BucketServer) -> None:
     """A withdrawn permission would be called an absent checkpoint."""
     server.faults = FaultPlan(seed=1, faults=(Fault(effect=PermissionWithdrawn()),))
     for command in ("inspect", "steps"):
@@ -66,7 +66,7 @@ def test_no_permission(ckpt: Run, server: BucketServer) -> None:
         assert "does not have permission" in said.err
 
 
-def test_unreachable(ckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_bucket_is_reported(ckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket that does not answer would be called absent, or end in a page of tracebacks."""
     # gcsfs itself tries for half a minute, whatever our deadline is: without that, and so without its waits.
     monkeypatch.setattr(gcsfs.GCSFileSystem, "_request", inspect.unwrap(gcsfs.GCSFileSystem._request))

@@ -212,7 +212,7 @@ CASES: list[Case] = [
 
 
 @pytest.mark.parametrize(("rule", "ill", "well", "words"), CASES, ids=[case[0].__name__ for case in CASES])
-def test_a_rule(rule: Callable[[Facts], Any], ill: Facts, well: Facts, words: str) -> None:
+def test_each_rule_fires_exactly_in_its_case(rule: Callable[[Facts], Any], ill: Facts, well: Facts, words: str) -> None:
     """A rule would be silent where it should speak, or the reverse."""
     (found,) = rule(ill)
     assert words in found.what
@@ -229,7 +229,7 @@ def test_every_rule_has_a_case_and_a_source() -> None:
     assert [each for rule in RULES for each in rule(nothing)] == []
 
 
-def test_a_run_that_went_well(ckpt: Run, tmp_path: Path) -> None:
+def test_healthy_run_has_no_findings(ckpt: Run, tmp_path: Path) -> None:
     """A doctor who always finds something is not believed."""
     root, logs = tmp_path / "run", tmp_path / "events"
     events = ckptkit.EventLog(logs / "attempt-0-process-0.jsonl")
@@ -249,7 +249,7 @@ def test_a_run_that_went_well(ckpt: Run, tmp_path: Path) -> None:
     assert "no event logs were given" in ckpt("doctor", root).out
 
 
-def test_a_run_that_did_not(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
+def test_damaged_run_is_diagnosed(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
     """What happened to a real run would not be found in what it left."""
     logs = tmp_path / "events"
     events = ckptkit.EventLog(logs / "attempt-0-process-0.jsonl")
@@ -273,7 +273,7 @@ def test_a_run_that_did_not(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
         assert line in said.out, said.out
 
 
-def test_logs_that_cannot_be_read(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+def test_unreadable_logs_are_reported(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     """A damaged log would end in a traceback, a missing one pass for a quiet run."""
     said = ckpt("doctor", ours.root, "--events", tmp_path)
     assert (said.code, "no event logs in" in said.err) == (10, True)

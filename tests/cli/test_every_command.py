@@ -85,7 +85,7 @@ CALLS: dict[str, list[list[str]]] = {
 }
 
 
-def test_every_command_is_tried() -> None:
+def test_every_command_is_covered_by_these_tests() -> None:
     """A new command would be the one that ends in a traceback."""
     assert set(CALLS) == {name for name, _ in named_commands()}
 
@@ -174,7 +174,7 @@ def run(home: Path) -> None:
         print(json.dumps([words, code, took_s]), flush=True)
 
 
-def test_hostile_input(tmp_path: Path) -> None:
+def test_hostile_input_never_gives_a_traceback(tmp_path: Path) -> None:
     """Whoever names a wrong path gets a page of Python, or a machine without memory."""
     (tmp_path / "cwd").mkdir()
     environment = {**os.environ, "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false", "CKPTKIT_FUZZ_SEED": str(SEED)}
@@ -191,7 +191,7 @@ def test_hostile_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["merge", "copy"])
-def test_ctrl_c(tmp_path: Path, command: str) -> None:
+def test_ctrl_c_leaves_no_partial_output(tmp_path: Path, command: str) -> None:
     """Ctrl-C in the middle would leave half of what was asked for where it was asked for."""
     target = tmp_path / "target"
     if command == "merge":

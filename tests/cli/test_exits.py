@@ -62,7 +62,7 @@ HOSTILE = (
         (("inspect", "what://there/is"), 1, "Protocol not known: what"),
     ],
 )
-def test_codes_and_messages(ckpt: Run, mine: Ours, arguments: tuple[str, ...], code: int, message: str) -> None:
+def test_exit_codes_and_messages(ckpt: Run, mine: Ours, arguments: tuple[str, ...], code: int, message: str) -> None:
     """A script could not tell a missing checkpoint from a broken one, nor a person what to do next."""
     (mine.home / "empty").mkdir()
     (mine.home / "some.txt").write_text("words")
@@ -73,7 +73,7 @@ def test_codes_and_messages(ckpt: Run, mine: Ours, arguments: tuple[str, ...], c
     assert message.format(**names) in said.err
 
 
-def test_version(ckpt: Run) -> None:
+def test_version_is_printed(ckpt: Run) -> None:
     """A report of a defect could not say what it is of."""
     assert ckpt("--version").out == f"ckptkit {version('ckptkit')}\n"
 
@@ -83,7 +83,7 @@ def test_an_empty_root_has_no_steps(ckpt: Run, tmp_path: Path) -> None:
     assert ckpt("steps", tmp_path).out.startswith(f"{tmp_path}: 0 steps")
 
 
-def test_interrupt(ckpt: Run, ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_ends_without_traceback(ckpt: Run, ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C would end in a traceback."""
 
     def interrupted(*_: object, **__: object) -> None:
@@ -105,7 +105,7 @@ def unprivileged() -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_missing_permission(ckpt: Run, mine: Ours, unprivileged: None) -> None:
+def test_missing_permission_is_not_absence(ckpt: Run, mine: Ours, unprivileged: None) -> None:
     """What may not be read would pass for absent, and a restart would begin anew."""
     if os.geteuid() != 65534:
         mine.home.chmod(0)
@@ -147,7 +147,7 @@ def look(ckpt: Run, ours: Ours) -> set[int]:
         "ram",
     ],
 )
-def test_damaged_metadata_of_ours(ckpt: Run, mine: Ours, name: str) -> None:
+def test_damaged_ckptkit_metadata_is_reported(ckpt: Run, mine: Ours, name: str) -> None:
     """A torn or hostile record would end in a traceback, or be shown as a good step."""
     path = mine.manifest(5) if name == "ram" else mine.home / name
     whole = path.read_bytes()
@@ -177,7 +177,7 @@ def test_damaged_metadata_of_ours(ckpt: Run, mine: Ours, name: str) -> None:
         "files/w/.zarray",
     ],
 )
-def test_damaged_metadata_of_orbax(ckpt: Run, stock: Path, tmp_path: Path, name: str) -> None:
+def test_damaged_orbax_metadata_is_reported(ckpt: Run, stock: Path, tmp_path: Path, name: str) -> None:
     """A torn or hostile file of stock Orbax would end in a traceback, or be shown as a good checkpoint."""
     home = tmp_path / "stock"
     shutil.copytree(stock, home)
@@ -198,7 +198,7 @@ def test_damaged_metadata_of_orbax(ckpt: Run, stock: Path, tmp_path: Path, name:
     assert ckpt("inspect", looked).code in (0, 11)
 
 
-def test_hostile_manifest_with_a_right_digest(ckpt: Run, mine: Ours) -> None:
+def test_hostile_manifest_with_a_valid_digest_is_refused(ckpt: Run, mine: Ours) -> None:
     """A digest proves only that its writer computed it: every field must still be checked."""
     path = mine.manifest(5)
     body = json.loads(path.read_text())["manifest"]
@@ -226,7 +226,7 @@ def test_hostile_manifest_with_a_right_digest(ckpt: Run, mine: Ours) -> None:
         assert ckpt("steps", mine.root, "--tier", mine.ram, "--host-id", HOST).code == 11, (field, value)
 
 
-def test_damaged_node_of_an_ocdbt_tree(ckpt: Run, stock: Path, tmp_path: Path) -> None:
+def test_damaged_ocdbt_node_is_corrupt(ckpt: Run, stock: Path, tmp_path: Path) -> None:
     """Damage that TensorStore gives no status name would pass for a failure of the network."""
     home = tmp_path / "stock"
     shutil.copytree(stock / "zarr3", home)
@@ -242,7 +242,7 @@ def test_damaged_node_of_an_ocdbt_tree(ckpt: Run, stock: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory", "dangling"])
-def test_what_is_no_file(ckpt: Run, mine: Ours, kind: str) -> None:
+def test_pipes_devices_and_broken_links_are_reported(ckpt: Run, mine: Ours, kind: str) -> None:
     """A pipe would hang the command, and a link to a device fill its memory."""
     for path in (mine.manifest(5), mine.root / "4/state/_ckptkit/process-0.json", mine.root / "4/data/metadata"):
         path.unlink()
@@ -256,7 +256,7 @@ def test_what_is_no_file(ckpt: Run, mine: Ours, kind: str) -> None:
     assert 11 in codes
 
 
-def test_links_that_lead_upwards(ckpt: Run, mine: Ours) -> None:
+def test_links_to_parent_directories_do_not_loop(ckpt: Run, mine: Ours) -> None:
     """A link to a parent directory would count bytes for ever."""
     (mine.root / "4/state/up").symlink_to(mine.root)
     (mine.root / "20").symlink_to(mine.root)
@@ -265,7 +265,7 @@ def test_links_that_lead_upwards(ckpt: Run, mine: Ours) -> None:
     assert "4@1.4" in said.out
 
 
-def test_names_do_not_command_the_terminal(ckpt: Run, mine: Ours) -> None:
+def test_control_characters_in_names_are_escaped(ckpt: Run, mine: Ours) -> None:
     """A name in a checkpoint could clear the screen, or be taken for markup."""
     (mine.root / "4" / "\x1b[2J[red]x\udcff").mkdir()
     for arguments in (("inspect", mine.root / "4"), ("steps", mine.root)):
@@ -274,7 +274,7 @@ def test_names_do_not_command_the_terminal(ckpt: Run, mine: Ours) -> None:
         assert "\\x1b[2J[red]x\\udcff" in out
 
 
-def test_numbers_that_json_does_not_have(ckpt: Run, mine: Ours) -> None:
+def test_nan_and_infinity_are_valid_json(ckpt: Run, mine: Ours) -> None:
     """A NaN loss in a small item would make `--json` no JSON."""
     (mine.root / "4/data/metadata").write_text('{"loss": NaN, "most": 1e999}')
 
@@ -285,7 +285,7 @@ def test_numbers_that_json_does_not_have(ckpt: Run, mine: Ours) -> None:
     assert found["items"][0]["value"] == {"loss": "NaN", "most": "Infinity"}
 
 
-def test_libraries_keep_their_loggers(ckpt: Run, ours: Ours) -> None:
+def test_command_keeps_library_loggers(ckpt: Run, ours: Ours) -> None:
     """One command run in a process would silence its libraries for good."""
     before = logging.getLogger("gcsfs").level
     ckpt("inspect", ours.root)

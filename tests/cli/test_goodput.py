@@ -50,7 +50,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def test_the_table_says_goodput_and_what_each_loss_cost(run_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_table_shows_goodput_and_the_cost_of_each_loss(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     """What a person reads first must be there: three definitions, the parts, the loss, who served the restore."""
     assert main(["goodput", str(run_dir)]) == 0
     out = capsys.readouterr().out
@@ -60,7 +60,7 @@ def test_the_table_says_goodput_and_what_each_loss_cost(run_dir: Path, capsys: p
     assert "peer 75%, ram 25%" in out
 
 
-def test_a_damaged_log_is_named(run_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_damaged_log_is_reported_by_name(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     """A person would report a block that a power failure took as an error of ours."""
     path = run_dir / "attempt-0-process-0.jsonl"
     path.write_text(path.read_text().replace('"compile"', "\0\0\0\0", 1))
@@ -70,7 +70,7 @@ def test_a_damaged_log_is_named(run_dir: Path, capsys: pytest.CaptureFixture[str
     assert "report it" not in err
 
 
-def test_json_adds_up(run_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_json_parts_add_up(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     """Programs take the same numbers as people."""
     assert main(["goodput", str(run_dir), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -78,7 +78,7 @@ def test_json_adds_up(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert found["disruptions"][0]["lost_steps"] == 3
 
 
-def test_prometheus_text_is_what_the_collector_reads(run_dir: Path, tmp_path: Path):
+def test_prometheus_text_is_valid(run_dir: Path, tmp_path: Path):
     """One wrong line and the node exporter drops the whole file: types before samples, labels escaped, no repeats."""
     path = tmp_path / "run.prom"
     assert main(["goodput", str(run_dir), "--prometheus", str(path)]) == 0
@@ -101,7 +101,7 @@ def test_tensorboard_and_picture_are_written(run_dir: Path, tmp_path: Path):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_following_ends_with_the_run(run_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_follow_returns_when_the_run_ends(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     """--follow must show a run that is not there yet, and return when it is finished."""
     hidden = run_dir.with_name("later")
     run_dir.rename(hidden)
@@ -121,7 +121,7 @@ def test_following_ends_with_the_run(run_dir: Path, capsys: pytest.CaptureFixtur
     assert "9 steps kept, 1 loss;" in capsys.readouterr().out
 
 
-def test_following_does_not_end_with_an_earlier_launch(run_dir: Path):
+def test_follow_ignores_the_end_of_an_earlier_launch(run_dir: Path):
     """A job that was preempted and launched again would be shown as over."""
     launcher = EventLog(run_dir / "launcher.jsonl", process=-1)
     launcher.emit(Kind.STARTED, attempt=2, pid=1)
@@ -143,7 +143,7 @@ def test_following_does_not_end_with_an_earlier_launch(run_dir: Path):
 
 
 @pytest.mark.parametrize("command", ["goodput", "simulate", "tune"])
-def test_a_file_that_cannot_be_written_is_said_before_the_work(
+def test_missing_output_directory_is_refused_before_the_work(
     command: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """The result of an hour of measuring would be thrown away, for a directory that is not there."""
@@ -159,7 +159,7 @@ def test_a_file_that_cannot_be_written_is_said_before_the_work(
     assert not (tmp_path / "root").exists()
 
 
-def test_a_file_that_fails_is_named_as_it_was_asked_for(
+def test_failed_output_is_reported_under_the_given_name(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """The message would speak of a file that nobody knows, and leave it behind."""
@@ -174,7 +174,7 @@ def test_a_file_that_fails_is_named_as_it_was_asked_for(
     ("words", "code", "message"),
     [(["nowhere"], 10, "no event logs in"), ([".", "--follow", "--json"], 2, "leave --json out")],
 )
-def test_a_wrong_directory_or_flag_is_one_sentence(
+def test_wrong_directory_or_flag_gives_one_sentence(
     words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ):
     """Never a traceback for a slip of the finger."""
@@ -182,7 +182,7 @@ def test_a_wrong_directory_or_flag_is_one_sentence(
     assert message in capsys.readouterr().err
 
 
-def test_the_page_fetches_nothing_and_escapes_what_logs_say(run_dir: Path):
+def test_html_page_fetches_nothing_and_escapes_log_text(run_dir: Path):
     """A page that loads from the network, or runs what an event's text contains, is not a report but a hole."""
     logs = load_run(run_dir)
     page = goodput_page(goodput_report(logs), timeline_of(logs), title="my <run>")
@@ -192,7 +192,7 @@ def test_the_page_fetches_nothing_and_escapes_what_logs_say(run_dir: Path):
 
 
 @needs_browser
-def test_a_browser_draws_every_loss_without_a_complaint(run_dir: Path, tmp_path: Path):
+def test_browser_draws_every_loss_without_errors(run_dir: Path, tmp_path: Path):
     """The page in a real browser: no console message, and as many marks as the run had losses, saves and restores."""
     page = tmp_path / "report.html"
     assert main(["goodput", str(run_dir), "--html", str(page)]) == 0

@@ -27,7 +27,7 @@ def test_help_imports_no_library_and_takes_little_memory() -> None:
     assert int(memory_mb) < MEMORY_MB_MAX
 
 
-def test_help_lists_every_command_with_a_whole_line() -> None:
+def test_help_lists_every_command_on_an_uncut_line() -> None:
     """A command that is not listed is not found, and a line that is cut does not say what it does."""
     context = click.Context(commands, terminal_width=80)
     listed = commands.get_help(context).split("Commands:\n")[1].splitlines()

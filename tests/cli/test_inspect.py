@@ -63,7 +63,7 @@ def assert_describes(found: dict[str, Any], state: Any) -> None:
         ("files", "files, zarr2"),
     ],
 )
-def test_stock_orbax_in_every_layout(ckpt: Run, stock: Path, path: str, layout: str) -> None:
+def test_inspects_stock_orbax_in_every_layout(ckpt: Run, stock: Path, path: str, layout: str) -> None:
     """A checkpoint that ckptkit did not write would be shown wrong, or not at all."""
     found = json.loads(ckpt("inspect", stock / path, "--json").out)
     state = make_state(3)
@@ -83,7 +83,7 @@ def test_stock_orbax_in_every_layout(ckpt: Run, stock: Path, path: str, layout: 
         assert {leaves[name]["kind"] for name in ("text", "nothing", "empty")} == {"string", "None", "Dict"}
 
 
-def test_our_step(ckpt: Run, ours: Ours) -> None:
+def test_inspects_a_ckptkit_step(ckpt: Run, ours: Ours) -> None:
     """Our own steps would not be called ours, proven, or be given their save and cells."""
     found = json.loads(ckpt("inspect", ours.root / "4", "--json").out)
     assert_describes(found, make_state(4))
@@ -100,7 +100,7 @@ def test_our_step(ckpt: Run, ours: Ours) -> None:
     assert values == {"data": {"step": 4}}
 
 
-def test_sidecars_and_orbax_say_the_same(ckpt: Run, mine: Ours) -> None:
+def test_sidecars_and_orbax_metadata_agree(ckpt: Run, mine: Ours) -> None:
     """What we record of a leaf would differ from what stock Orbax finds in the same step."""
     ours_said = leaves_of(json.loads(ckpt("inspect", mine.root / "4", "--json").out))
     shutil.rmtree(mine.root / "4/state/_ckptkit")
@@ -113,7 +113,7 @@ def test_sidecars_and_orbax_say_the_same(ckpt: Run, mine: Ours) -> None:
             assert leaf[fact] == stock_said[name][fact], (name, fact)
 
 
-def test_root_gives_its_newest_step_that_no_rollback_superseded(ckpt: Run, ours: Ours) -> None:
+def test_root_shows_its_newest_step_not_superseded(ckpt: Run, ours: Ours) -> None:
     """A root would show an abandoned branch as its newest state."""
     said = ckpt("inspect", ours.root)
     assert said.code == 0
@@ -121,7 +121,7 @@ def test_root_gives_its_newest_step_that_no_rollback_superseded(ckpt: Run, ours:
     assert f"the only committed step in {ours.root}" in said.out
 
 
-def test_slot_directory_and_manifest_file(ckpt: Run, ours: Ours) -> None:
+def test_inspects_a_slot_directory_and_a_manifest_file(ckpt: Run, ours: Ours) -> None:
     """Nobody could see what a ramdisk holds, or which process's share it is."""
     found = json.loads(ckpt("inspect", ours.slots, "--json").out)
     assert (found["kind"], found["step"]) == ("slot", 5)
@@ -136,7 +136,7 @@ def test_slot_directory_and_manifest_file(ckpt: Run, ours: Ours) -> None:
     assert (sidecar["kind"], sidecar["step"], sidecar["origin"]["proven"]) == ("item", 4, True)
 
 
-def test_slot_whose_bytes_are_gone(ckpt: Run, mine: Ours) -> None:
+def test_manifest_whose_slot_was_deleted_is_reported(ckpt: Run, mine: Ours) -> None:
     """A manifest that names no bytes any more would pass for a save."""
     body = json.loads(mine.manifest(5).read_text())["manifest"]
     (mine.slots / body["slot"]).unlink()
@@ -146,7 +146,7 @@ def test_slot_whose_bytes_are_gone(ckpt: Run, mine: Ours) -> None:
     assert "step 5" in said.out
 
 
-def test_table_for_people(ckpt: Run, ours: Ours) -> None:
+def test_text_table_has_all_columns(ckpt: Run, ours: Ours) -> None:
     """The text that people read would lose a column, a total or a small item."""
     lines = ckpt("inspect", ours.root / "4").out.splitlines()
     row = next(line.split() for line in lines if line.startswith("state:w "))
@@ -156,7 +156,7 @@ def test_table_for_people(ckpt: Run, ours: Ours) -> None:
     assert 'data (json): {"step": 4}' in lines
 
 
-def test_table_on_a_terminal(ckpt: Run, ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_fits_a_narrow_terminal(ckpt: Run, ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a narrow terminal names would be cut, or a bracket be taken for markup."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "60")
@@ -167,7 +167,7 @@ def test_table_on_a_terminal(ckpt: Run, ours: Ours, monkeypatch: pytest.MonkeyPa
     assert max(map(len, rows)) <= 60
 
 
-def test_match_depth_and_sort(ckpt: Run, ours: Ours) -> None:
+def test_match_depth_and_sort_options(ckpt: Run, ours: Ours) -> None:
     """A large tree could not be narrowed, grouped or ordered."""
     found = json.loads(ckpt("inspect", ours.root / "4", "--json", "--match", "list.*", "--depth", "2").out)
     assert leaves_of(found).keys() == {"list.0", "list.1"}
@@ -189,7 +189,7 @@ def test_match_depth_and_sort(ckpt: Run, ours: Ours) -> None:
     assert "state:list.0" not in grouped
 
 
-def test_stored_bytes(ckpt: Run, ours: Ours, stock: Path, tmp_path: Path) -> None:
+def test_stored_bytes_are_reported(ckpt: Run, ours: Ours, stock: Path, tmp_path: Path) -> None:
     """Nobody could see what compression saves, or what a checkpoint costs where it stands."""
     item = stock / "root/3/state"
     taken = sum(path.stat().st_size for path in item.rglob("*") if path.is_file())
@@ -205,7 +205,7 @@ def test_stored_bytes(ckpt: Run, ours: Ours, stock: Path, tmp_path: Path) -> Non
     assert "  1 leaf, 781.2 KiB (800000 bytes), " in ckpt("inspect", path).out
 
 
-def test_json_shape(ckpt: Run, ours: Ours) -> None:
+def test_json_shape_is_documented(ckpt: Run, ours: Ours) -> None:
     """Scripts that read `--json` would break: docs/CLI.md promises these names."""
     found = json.loads(ckpt("inspect", ours.root / "4", "--json").out)
     top = ["format", "path", "kind", "step", "origin", "items", "totals", "notes", "problems"]
@@ -222,7 +222,7 @@ def test_json_shape(ckpt: Run, ours: Ours) -> None:
 
 
 @pytest.mark.parametrize("root", ["ours", "stock"])
-def test_no_backend_and_one_device(root: str, ours: Ours, stock: Path) -> None:
+def test_runs_without_a_backend_and_with_one_device(root: str, ours: Ours, stock: Path) -> None:
     """A login node without accelerators, or with fewer than the job had, could not look at a checkpoint."""
     path = ours.root if root == "ours" else stock / "root"
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
@@ -232,7 +232,7 @@ def test_no_backend_and_one_device(root: str, ours: Ours, stock: Path) -> None:
     assert leaves_of(json.loads(done.stdout))["w"]["sharding"] == "P('fsdp') on data=2,fsdp=2"
 
 
-def test_module_is_the_command(ours: Ours) -> None:
+def test_python_m_runs_the_command(ours: Ours) -> None:
     """`python -m ckptkit.cli` would not pass on its exit code, or end a pipe with a traceback."""
     command = f"{sys.executable} -m ckptkit.cli"
     missing = subprocess.run(f"{command} inspect {ours.home}/none", shell=True, capture_output=True, text=True)

@@ -25,7 +25,7 @@ def tiers(ours: Ours) -> tuple[object, ...]:
     return ("--tier", ours.ram, "--host-id", HOST)
 
 
-def test_the_step_of_the_new_branch_is_taken_from_the_ramdisk(ckpt: Run, ours: Ours) -> None:
+def test_plan_reads_the_new_branch_from_the_ramdisk(ckpt: Run, ours: Ours) -> None:
     """Somebody would plan a restart by the highest number, which a rollback has abandoned."""
     found = planned(ckpt, ours.root, *tiers(ours))
     assert (found["step"], found["save_id"], found["rejected"]) == (5, {"epoch": 2, "step": 5, "number": 0}, [])
@@ -37,14 +37,14 @@ def test_the_step_of_the_new_branch_is_taken_from_the_ramdisk(ckpt: Run, ours: O
     assert all(box["stop"] == whole[box["leaf"]] for box in plan["boxes"])
 
 
-def test_without_tiers_the_durable_step_is_taken(ckpt: Run, ours: Ours) -> None:
+def test_plan_without_tiers_reads_the_durable_step(ckpt: Run, ours: Ours) -> None:
     """The plan would name a place that was not given."""
     found = planned(ckpt, ours.root)
     assert (found["step"], set(found["plan"]["bytes_by_tier"])) == (4, {"durable"})
     assert planned(ckpt, ours.root, "--step", 4)["where"] == "durable"
 
 
-def test_like_a_slot_wants_its_boxes(ckpt: Run, ours: Ours) -> None:
+def test_like_slot_plans_the_boxes_of_that_slot(ckpt: Run, ours: Ours) -> None:
     """Nobody could ask what one process of a job would read."""
     like = planned(ckpt, ours.root, *tiers(ours), "--like", ours.slots)
     boxes = {(box["leaf"], tuple(box["start"])) for box in like["plan"]["boxes"]}
@@ -54,7 +54,7 @@ def test_like_a_slot_wants_its_boxes(ckpt: Run, ours: Ours) -> None:
     assert by_step["plan"] == planned(ckpt, ours.root)["plan"]
 
 
-def test_like_a_step_with_a_prefix(ckpt: Run, tmp_path: Path) -> None:
+def test_like_accepts_a_step_with_a_prefix(ckpt: Run, tmp_path: Path) -> None:
     """Who names steps `run_7` could not say which leaves are wanted."""
     options = ocp.CheckpointManagerOptions(step_prefix="run")
     with ckptkit.CheckpointManager(tmp_path / "root", options=options) as manager:
@@ -63,7 +63,7 @@ def test_like_a_step_with_a_prefix(ckpt: Run, tmp_path: Path) -> None:
     assert (found["step"], bool(found["plan"]["boxes"])) == (7, True)
 
 
-def test_a_damaged_manifest_is_said_and_the_next_source_is_planned(ckpt: Run, mine: Ours) -> None:
+def test_damaged_manifest_is_reported_and_next_source_planned(ckpt: Run, mine: Ours) -> None:
     """A restart that falls back would come as a surprise."""
     mine.manifest(5).write_text("{}")
     said = ckpt("plan-restore", mine.root, *tiers(mine))
@@ -72,7 +72,7 @@ def test_a_damaged_manifest_is_said_and_the_next_source_is_planned(ckpt: Run, mi
     assert str(mine.manifest(5)) in said.err
 
 
-def test_other_leaves_are_a_mismatch(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+def test_different_leaves_are_a_mismatch(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     """A restart with a changed model would be planned, and then refused."""
     from dataclasses import replace
 
@@ -84,7 +84,7 @@ def test_other_leaves_are_a_mismatch(ckpt: Run, ours: Ours, tmp_path: Path) -> N
     assert f"state:{held.arrays['state'][0].name} is" in said.err
 
 
-def test_a_step_of_stock_orbax_is_said_to_be_read_by_it(ckpt: Run, stock: Path) -> None:
+def test_stock_orbax_step_is_reported_as_such(ckpt: Run, stock: Path) -> None:
     """It would be taken for a step without leaves."""
     said = ckpt("plan-restore", stock / "root")
     assert said.code == 0
@@ -93,12 +93,14 @@ def test_a_step_of_stock_orbax_is_said_to_be_read_by_it(ckpt: Run, stock: Path) 
 
 
 @pytest.mark.parametrize("arguments", [(), ("--step", "77")])
-def test_nothing_to_restore_is_not_found(ckpt: Run, ours: Ours, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_nothing_to_restore_exits_as_not_found(
+    ckpt: Run, ours: Ours, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
     """A script could not tell a fresh start from a broken one."""
     assert ckpt("plan-restore", tmp_path / "none" if not arguments else ours.root, *arguments).code == 10
 
 
-def test_text_names_every_box(ckpt: Run, ours: Ours) -> None:
+def test_text_lists_every_box(ckpt: Run, ours: Ours) -> None:
     """A person would have to read JSON."""
     said = ckpt("plan-restore", ours.root, *tiers(ours))
     assert said.out.startswith(f"{ours.root}: step 5, save 5@2.0, as host {HOST} sees it\n")

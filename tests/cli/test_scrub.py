@@ -10,7 +10,7 @@ from ckptkit.slots.reader import read_manifest
 from tests.cli.conftest import HOST, Ours, Run
 
 
-def test_plan_and_repair(ckpt: Run, mine: Ours) -> None:
+def test_scrub_prints_the_plan_and_repairs(ckpt: Run, mine: Ours) -> None:
     """Nobody could see what a repair would do, or whether it was done."""
     slot = mine.slots / read_manifest(mine.manifest(8)).slot
     data = bytearray(slot.read_bytes())
@@ -38,13 +38,13 @@ def test_plan_and_repair(ckpt: Run, mine: Ours) -> None:
         (("scrub", "{root}", "--host-id", "../x"), "cannot be a directory name"),
     ],
 )
-def test_usage(ckpt: Run, ours: Ours, arguments: tuple[str, ...], message: str) -> None:
+def test_usage_errors_are_refused(ckpt: Run, ours: Ours, arguments: tuple[str, ...], message: str) -> None:
     """A mistyped tier would pass for one without damage."""
     said = ckpt(*(argument.format(root=ours.root) for argument in arguments))
     assert said.code == 2
     assert message in said.err
 
 
-def test_nothing_there(ckpt: Run, ours: Ours) -> None:
+def test_absent_root_is_not_found(ckpt: Run, ours: Ours) -> None:
     """A mistyped root would pass for one without damage."""
     assert ckpt("scrub", ours.home / "none").code == 10

@@ -12,7 +12,7 @@ from ckptkit.cli import main
 QUICK = ["simulate", "--runs", "5", "--days", "3", "--hosts", "2000"]
 
 
-def test_json_says_all_that_went_in_and_parts_that_add_up(capsys: pytest.CaptureFixture[str]):
+def test_json_has_all_inputs_and_parts_that_add_up(capsys: pytest.CaptureFixture[str]):
     """Whoever reads the document must be able to repeat the run, and to trust its sums."""
     assert main([*QUICK, "--json", "--stall", "durable=2.5"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -35,7 +35,7 @@ def test_the_same_seed_gives_the_same_answer(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("preset", ["llama3-405b", "tpu-pod", "spot"])
-def test_presets_name_their_source_and_what_is_assumed(capsys: pytest.CaptureFixture[str], preset: str):
+def test_presets_state_their_source_and_assumptions(capsys: pytest.CaptureFixture[str], preset: str):
     """A published job without its source would be a made-up number."""
     assert main(["simulate", "--preset", preset, "--runs", "3", "--days", "2", "--policy", "levels"]) == 0
     out = capsys.readouterr().out
@@ -43,7 +43,7 @@ def test_presets_name_their_source_and_what_is_assumed(capsys: pytest.CaptureFix
     assert "oracle" in out
 
 
-def test_the_projection_is_the_job_itself_on_more_hosts(capsys: pytest.CaptureFixture[str]):
+def test_projection_is_the_same_job_on_more_hosts(capsys: pytest.CaptureFixture[str]):
     """If it failed, the answer for 100,000 hosts would be one for another job."""
     words = ["simulate", "--days", "0.3", "--runs", "4", "--policy", "levels", "--json"]
     assert main([*words, "--hosts", "1000", "--project", "1000,100000"]) == 0
@@ -56,7 +56,7 @@ def test_the_projection_is_the_job_itself_on_more_hosts(capsys: pytest.CaptureFi
     assert sum(large[name] for name in ("goodput", "stall", "lost", "down")) == pytest.approx(1.0)
 
 
-def test_a_plot_is_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_plot_writes_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """--plot must write a PNG with something on it."""
     path = tmp_path / "shares.png"
     assert main([*QUICK, "--fixed", "60,60,600", "--plot", str(path)]) == 0
@@ -81,7 +81,7 @@ def test_a_plot_is_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--system", "20"], "belong to --trace"),
     ],
 )
-def test_a_wrong_flag_is_one_sentence(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_wrong_flag_gives_one_sentence(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     """Exit code 2 and what to write instead; never a traceback, never a number from half an input."""
     assert main([*QUICK, *words]) == 2
     captured = capsys.readouterr()
@@ -89,7 +89,7 @@ def test_a_wrong_flag_is_one_sentence(words: list[str], message: str, capsys: py
     assert captured.out == ""
 
 
-def test_a_trace_brings_its_own_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_trace_excludes_other_failure_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Two sources of failures at once would make one of them a lie."""
     path = tmp_path / "spot.json"
     path.write_text(json.dumps({"metadata": {"gap_seconds": 3600}, "data": [1, 0, 1, 1, 0, 1, 1, 1, 0, 1, 0]}))

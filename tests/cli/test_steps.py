@@ -31,7 +31,7 @@ def tiers(ours: Ours) -> tuple[object, ...]:
     return ("--tier", ours.ram, "--host-id", HOST)
 
 
-def test_all_tiers_and_states(ckpt: Run, ours: Ours) -> None:
+def test_lists_steps_of_all_tiers_and_states(ckpt: Run, ours: Ours) -> None:
     """Nobody could tell which step a restart takes, or which were abandoned by a rollback."""
     steps = listed(ckpt, ours.root, *tiers(ours))
     assert {step: entry["state"] for step, entry in steps.items()} == {
@@ -51,7 +51,7 @@ def test_all_tiers_and_states(ckpt: Run, ours: Ours) -> None:
     assert 0 <= os.stat(ours.manifest(8)).st_mtime - steps[8]["committed_at_s"] < 60
 
 
-def test_text_for_people(ckpt: Run, ours: Ours) -> None:
+def test_text_table_has_all_columns(ckpt: Run, ours: Ours) -> None:
     """The table that people read would lose a column."""
     lines = ckpt("steps", ours.root, *tiers(ours)).out.splitlines()
     assert lines[0] == f"{ours.root}: 4 steps, host {HOST}"
@@ -74,7 +74,7 @@ def test_only_the_given_host_is_opened(ckpt: Run, mine: Ours, monkeypatch: pytes
     assert 5 not in listed(ckpt, mine.root, "--tier", mine.ram, "--host-id", "h2")
 
 
-def test_another_roots_slots_are_left_out(ckpt: Run, ours: Ours, stock: Path) -> None:
+def test_slots_of_another_root_are_skipped(ckpt: Run, ours: Ours, stock: Path) -> None:
     """Two jobs on one ramdisk would be mixed up."""
     said = ckpt("steps", stock / "root", *tiers(ours))
     assert said.code == 0
@@ -82,7 +82,7 @@ def test_another_roots_slots_are_left_out(ckpt: Run, ours: Ours, stock: Path) ->
     assert list(listed(ckpt, stock / "root", *tiers(ours))) == [3]
 
 
-def test_share_of_some_processes_is_partial(ckpt: Run, mine: Ours) -> None:
+def test_missing_process_share_makes_a_save_partial(ckpt: Run, mine: Ours) -> None:
     """A save of which this host lost a process's share would look whole."""
     path = mine.manifest(5)
     manifest = read_manifest(path)
@@ -96,7 +96,7 @@ def test_share_of_some_processes_is_partial(ckpt: Run, mine: Ours) -> None:
     assert "2 of 3" in ckpt("steps", mine.root, *tiers(mine)).out
 
 
-def test_two_tiers_make_a_save_whole(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
+def test_shares_in_two_tiers_make_a_save_whole(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
     """A save whose shares stand in different tiers would be called partial, though a restart takes it."""
     path = mine.manifest(5)
     manifest = read_manifest(path)
@@ -109,7 +109,7 @@ def test_two_tiers_make_a_save_whole(ckpt: Run, mine: Ours, tmp_path: Path) -> N
     assert listed(ckpt, mine.root, *tiers(mine), "--tier", tmp_path / "ssd")[5]["state"] == "committed"
 
 
-def test_unfinished_and_damaged_steps(ckpt: Run, mine: Ours) -> None:
+def test_unfinished_and_damaged_steps_are_marked(ckpt: Run, mine: Ours) -> None:
     """A save that was cut off, or a step without its records, would be taken for good."""
     shutil.copytree(mine.root / "4", mine.root / "12.orbax-checkpoint-tmp")
     (mine.root / "16").mkdir()
@@ -135,7 +135,7 @@ def test_unfinished_and_damaged_steps(ckpt: Run, mine: Ours) -> None:
     assert said.out.count("damaged") == 3
 
 
-def test_missing_process_of_a_durable_step(ckpt: Run, mine: Ours) -> None:
+def test_durable_step_missing_a_process_record_is_damaged(ckpt: Run, mine: Ours) -> None:
     """A durable step that lost a process's record would be called committed."""
     path = mine.root / "4/state/_ckptkit/process-0.json"
     manifest = Manifest.from_bytes(path.read_bytes(), path=str(path))
@@ -146,7 +146,7 @@ def test_missing_process_of_a_durable_step(ckpt: Run, mine: Ours) -> None:
     assert ckpt("inspect", mine.root / "4").code == 11
 
 
-def test_a_damaged_newest_step_is_not_passed_over_in_silence(ckpt: Run, mine: Ours) -> None:
+def test_damaged_newest_step_is_reported(ckpt: Run, mine: Ours) -> None:
     """`inspect ROOT` would show an older step as the newest, and nobody would look at what broke."""
     (mine.root / "6").mkdir()
     said = ckpt("inspect", mine.root)
@@ -159,7 +159,7 @@ def test_a_damaged_newest_step_is_not_passed_over_in_silence(ckpt: Run, mine: Ou
     assert f"{mine.root} has no whole step" in said.err
 
 
-def test_looking_changes_nothing(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
+def test_listing_steps_writes_nothing(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
     """A look would write, make directories, or take a lock that a starting job needs."""
 
     def facts() -> dict[str, tuple[int, int]]:
@@ -175,7 +175,7 @@ def test_looking_changes_nothing(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_stock_orbax_beside_ours(ckpt: Run, tmp_path: Path) -> None:
+def test_steps_of_stock_orbax_are_listed_with_ours(ckpt: Run, tmp_path: Path) -> None:
     """Steps that stock Orbax wrote, with its own names and metrics, would be missing from the list."""
     options = ocp.CheckpointManagerOptions(step_prefix="run", step_format_fixed_length=6)
     with ocp.CheckpointManager(tmp_path / "root", options=options) as manager:
@@ -186,7 +186,7 @@ def test_stock_orbax_beside_ours(ckpt: Run, tmp_path: Path) -> None:
     assert json.loads(ckpt("inspect", tmp_path / "root", "--json").out)["step"] == 7
 
 
-def test_metrics(ckpt: Run, stock: Path, tmp_path: Path) -> None:
+def test_metrics_are_listed(ckpt: Run, stock: Path, tmp_path: Path) -> None:
     """Whoever looks for the best step would have to open every one."""
     assert listed(ckpt, stock / "root")[3]["metrics"] == {"loss": 0.5}
     assert ckpt("steps", stock / "root").out.splitlines()[-1].endswith("loss 0.5")
@@ -201,7 +201,7 @@ def test_metrics(ckpt: Run, stock: Path, tmp_path: Path) -> None:
     assert "loss 0.25, steps [1, 2]" in ckpt("steps", tmp_path / "ours").out
 
 
-def test_json_shape(ckpt: Run, ours: Ours) -> None:
+def test_json_shape_is_documented(ckpt: Run, ours: Ours) -> None:
     """Scripts that read `--json` would break: docs/CLI.md promises these names."""
     found = json.loads(ckpt("steps", ours.root, "--json", *tiers(ours)).out)
     top = ["format", "root", "host_id", "steps", "notes", "problems"]

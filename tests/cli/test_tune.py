@@ -41,7 +41,7 @@ def like(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "1"
 
 
-def test_a_disk_is_tuned_and_left_as_it_was(tmp_path: Path, like: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tuning_a_disk_removes_its_probes(tmp_path: Path, like: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A profile that no manager takes, a table that says nothing, or a root full of probes."""
     root, out = tmp_path / "root", tmp_path / "profile.json"
     root.mkdir()
@@ -58,7 +58,7 @@ def test_a_disk_is_tuned_and_left_as_it_was(tmp_path: Path, like: Path, capsys: 
         assert manager.latest_step() == 1
 
 
-def test_a_dry_run_is_the_plan_and_writes_nothing(
+def test_dry_run_prints_the_plan_and_writes_nothing(
     tmp_path: Path, like: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Gigabytes would be written to a bucket by somebody who asked what would be."""
@@ -85,7 +85,7 @@ def test_a_dry_run_is_the_plan_and_writes_nothing(
     assert list(tmp_path.iterdir()) == [out], "a root that was not there is not there again"
 
 
-def test_a_bucket_is_tuned(
+def test_tunes_a_bucket(
     tmp_path: Path, like: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The tier that has the most to gain could not be measured."""
@@ -130,7 +130,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("step", "encoded"), [(1, True), (2, False)], ids=["whole numbers", "noise"])
-def test_a_slow_bucket_gets_compression_where_the_bytes_are_worth_it(
+def test_slow_bucket_gets_compression_if_it_saves_enough(
     tmp_path: Path, saved: Path, step: int, encoded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save would take three times as long as it could, or a core encode what stays as large as it was."""
@@ -155,7 +155,7 @@ def test_a_slow_bucket_gets_compression_where_the_bytes_are_worth_it(
             assert sum(each.size_bytes for each in stored.values()) < state["w"].nbytes / 2
 
 
-def test_a_fast_disk_gets_none(saved: Path) -> None:
+def test_fast_disk_gets_no_compression(saved: Path) -> None:
     """A core would be busy for nothing: a ramdisk takes several times what one encodes of weights."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
         found = ckptkit.tune(root, like=str(saved / "3"), probe_bytes=8 << 20, rounds=3)
@@ -169,7 +169,7 @@ def trial(write: float, read: float = 100.0, **knobs: Any) -> Trial:
     return Trial(profile=dataclasses.replace(DurableProfile(), **knobs), write_bytes_per_s=write, read_bytes_per_s=read)
 
 
-def test_only_what_is_worth_it_is_proposed() -> None:
+def test_small_gains_are_not_proposed() -> None:
     """Noise would move every knob, or a fast write be bought with a slow restart."""
     base = trial(100.0)
     noise = [base, trial(105.0, data_file_bytes=1 << 24), trial(90.0, write_concurrency=64)]
@@ -194,7 +194,7 @@ def test_only_what_is_worth_it_is_proposed() -> None:
     assert reasons[0] == f"data_file_bytes {1 << 26}: writes 1.80 times as fast as {256 << 20}"
 
 
-def test_a_save_is_explained(like: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explains_the_cost_of_a_save(like: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The price of a save would be known from its bill."""
     DurableProfile(data_file_bytes=1 << 18, in_flight_bytes=1 << 18).save(tmp_path / "profile.json")
     assert main(["explain", "gs://runs/run", "--like", str(like), "--json"]) == 0

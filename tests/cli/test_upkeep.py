@@ -16,7 +16,7 @@ def snapshot(home: Path) -> dict[str, int]:
     return {str(path.relative_to(home)): path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()}
 
 
-def test_dry_runs_write_nothing_and_are_the_plan(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+def test_dry_runs_print_the_plan_and_write_nothing(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     """What is printed would not be what is done, or be done."""
     before = snapshot(ours.home)
     tiers = ("--tier", ours.ram, "--host-id", HOST)
@@ -36,7 +36,7 @@ def test_dry_runs_write_nothing_and_are_the_plan(ckpt: Run, ours: Ours, tmp_path
     assert not (tmp_path / "into").exists()
 
 
-def test_a_morning_of_work(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
+def test_commands_work_in_sequence(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
     """The commands would not fit together."""
     found = json.loads(ckpt("du", mine.root, "--tier", mine.ram, "--host-id", HOST, "--keep", "newest=1", "--json").out)
     assert [(step["step"], step["state"]) for step in found["steps"]] == [(4, "committed"), (8, "superseded")]
@@ -93,7 +93,7 @@ def test_a_morning_of_work(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
         (("tiers",), 2, "Usage: ckptkit tiers"),
     ],
 )
-def test_codes_and_messages(ckpt: Run, mine: Ours, arguments: tuple[str, ...], code: int, message: str) -> None:
+def test_exit_codes_and_messages(ckpt: Run, mine: Ours, arguments: tuple[str, ...], code: int, message: str) -> None:
     """A slip would be carried out, or end in words that do not help."""
     (mine.home / "some.txt").write_text("words")
     names = {"home": mine.home, "root": mine.root, "ram": mine.ram}
@@ -104,7 +104,7 @@ def test_codes_and_messages(ckpt: Run, mine: Ours, arguments: tuple[str, ...], c
     assert snapshot(mine.home) == before
 
 
-def test_a_tier_that_has_nothing_to_do_with_the_root_is_said(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+def test_unrelated_tier_is_reported(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     """A slip in a tier's path, or another host's name, would look like a tier without bytes."""
     none = tmp_path / "none"
     for words in (("du",), ("doctor",), ("steps",), ("scrub",), ("rollback", "--to", "4", "--dry-run")):
@@ -116,7 +116,7 @@ def test_a_tier_that_has_nothing_to_do_with_the_root_is_said(ckpt: Run, ours: Ou
         assert found["notes"] == [f"{none} is no directory: a ramdisk that was wiped, or another host's tier"]
 
 
-def test_a_cleaning_that_means_nothing_says_what_there_is(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+def test_clean_without_a_match_lists_existing_arenas(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     """A slip in a job's or host's name would look like a tier that is clean."""
     clean = ("tiers", "clean", ours.ram, "--dry-run")
     said = ckpt(*clean, "--job", "job-1", "--host-id", "h9").out
@@ -128,7 +128,7 @@ def test_a_cleaning_that_means_nothing_says_what_there_is(ckpt: Run, ours: Ours,
     assert json.loads(ckpt(*clean, "--job", job, "--host-id", HOST, "--json").out)["notes"] == []
 
 
-def test_what_was_copied_before_a_damaged_step(ckpt: Run, tmp_path: Path) -> None:
+def test_copy_reports_steps_copied_before_a_damaged_one(ckpt: Run, tmp_path: Path) -> None:
     """Nobody would know what stands at the target when a step in the middle is damaged."""
     make_root(tmp_path / "run", (1, 2, 3))
     flip(tmp_path / "run", 3)
@@ -137,7 +137,7 @@ def test_what_was_copied_before_a_damaged_step(ckpt: Run, tmp_path: Path) -> Non
     assert said.err.endswith("ckptkit: copied and proven before that: steps 1, 2\n")
 
 
-def test_what_a_pruning_would_free_in_words(ckpt: Run, mine: Ours) -> None:
+def test_prune_text_states_freed_bytes_and_steps(ckpt: Run, mine: Ours) -> None:
     """A person would read `0 B: steps none`."""
     assert ckpt("du", mine.root, "--keep", "newest=9").out.endswith(": step 8\n"), "superseded"
     assert ckpt("prune", mine.root, "--keep", "newest=9").out.startswith(f"{mine.root}: 1 of 2 steps, ")

@@ -15,7 +15,7 @@ from tests.cli.conftest import HOST, Ours, Run
 from tests.cli.test_inspect import CHECK_BACKEND
 
 
-def test_a_whole_run(ckpt: Run, ours: Ours) -> None:
+def test_whole_run_is_proven(ckpt: Run, ours: Ours) -> None:
     """A whole checkpoint would be called damaged, or nobody see what was proven."""
     lines = ckpt("verify", ours.root).out.splitlines()
     assert lines[0] == f"{ours.root}: 2 saves, 2 proven, 0 corrupt"
@@ -24,7 +24,7 @@ def test_a_whole_run(ckpt: Run, ours: Ours) -> None:
         assert "3 saves, 3 proven, 0 corrupt" in ckpt("verify", path).out
 
 
-def test_one_flipped_bit(ckpt: Run, mine: Ours) -> None:
+def test_flipped_bit_exits_11_and_names_the_leaf(ckpt: Run, mine: Ours) -> None:
     """A script could not tell a damaged checkpoint from a whole one, nor a person which leaf it is."""
     slot = mine.slots / read_manifest(mine.manifest(8)).slot
     data = bytearray(slot.read_bytes())
@@ -42,7 +42,7 @@ def test_one_flipped_bit(ckpt: Run, mine: Ours) -> None:
     ]
 
 
-def test_stock_orbax(ckpt: Run, stock: Path) -> None:
+def test_stock_orbax_steps_are_unproven(ckpt: Run, stock: Path) -> None:
     """People would take a step that nobody can prove for a proven one."""
     said = ckpt("verify", stock / "root")
     assert said.code == 0
@@ -60,7 +60,7 @@ def test_stock_orbax(ckpt: Run, stock: Path) -> None:
         (("verify", "{home}/loop"), 1, "look at its permissions and links"),
     ],
 )
-def test_codes_and_messages(ckpt: Run, mine: Ours, arguments: tuple[str, ...], code: int, message: str) -> None:
+def test_exit_codes_and_messages(ckpt: Run, mine: Ours, arguments: tuple[str, ...], code: int, message: str) -> None:
     """A mistyped path would look like a proven checkpoint."""
     (mine.home / "loop").symlink_to("loop")
     said = ckpt(*(argument.format(home=mine.home, root=mine.root) for argument in arguments))
@@ -68,7 +68,7 @@ def test_codes_and_messages(ckpt: Run, mine: Ours, arguments: tuple[str, ...], c
     assert message in said.err
 
 
-def test_interrupt(ckpt: Run, ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_ends_without_traceback(ckpt: Run, ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in a long read would end in a traceback."""
 
     def interrupted(*_: object, **__: object) -> None:
@@ -78,7 +78,7 @@ def test_interrupt(ckpt: Run, ours: Ours, monkeypatch: pytest.MonkeyPatch) -> No
     assert ckpt("verify", ours.root).code == 130
 
 
-def test_no_device_is_asked(ours: Ours) -> None:
+def test_verify_starts_no_jax_backend(ours: Ours) -> None:
     """A check on a training host would fight the job for its accelerator."""
     arguments = ["verify", str(ours.root)]
     done = subprocess.run([sys.executable, "-c", CHECK_BACKEND, *arguments], capture_output=True, text=True, timeout=60)

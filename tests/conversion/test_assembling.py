@@ -40,7 +40,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("to", ["orbax", "safetensors", "npz"])
-def test_a_sub_tree(ckpt: Run, tmp_path: Path, to: str) -> None:
+def test_extract_takes_exactly_one_subtree(ckpt: Run, tmp_path: Path, to: str) -> None:
     """What is taken out would lack a leaf, have one too many, or other bits."""
     source, tree = by_safetensors(tmp_path / "a.safetensors", model(1)), flat(model(1))
     assert ckpt("extract", source, tmp_path / "p", "--only", "params", "--without", "params.a.b*", "--to", to).code == 0
@@ -52,7 +52,7 @@ def test_a_sub_tree(ckpt: Run, tmp_path: Path, to: str) -> None:
     assert "has no leaf param, nor a sub-tree; at its top are mask, opt_state, params" in said.err
 
 
-def test_with_rules(ckpt: Run, tmp_path: Path) -> None:
+def test_extract_applies_rules(ckpt: Run, tmp_path: Path) -> None:
     """A sub-tree could not become the whole."""
     source = by_safetensors(tmp_path / "a.safetensors", model(1))
     (tmp_path / "rules.toml").write_text('[[rule]]\nfrom = "params.**"\nto = "**"\n')
@@ -61,7 +61,7 @@ def test_with_rules(ckpt: Run, tmp_path: Path) -> None:
     assert sorted(read(tmp_path / "p")) == ["a.bias", "a.kernel", "ab"]
 
 
-def test_put_together(ckpt: Run, tmp_path: Path) -> None:
+def test_merge_keeps_the_leaves_of_every_source(ckpt: Run, tmp_path: Path) -> None:
     """Leaves of one would be lost under those of another."""
     one = by_safetensors(tmp_path / "one.safetensors", {"a": np.arange(3.0), "b": {"c": np.arange(4)}})
     two = by_safetensors(tmp_path / "two.safetensors", {"d": np.arange(5.0)})
@@ -79,7 +79,7 @@ def test_put_together(ckpt: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", "float64", "bfloat16", "float16", "float8_e4m3fn", "complex64"])
-def test_the_mean_of_several(tmp_path: Path, name: str) -> None:
+def test_average_of_several_rounds_once(tmp_path: Path, name: str) -> None:
     """Rounding at every term would lose what averaging is for."""
     dtype = np.dtype(getattr(ml_dtypes, name, name))
     values = [(RNG.standard_normal((5, 33)) * 3).astype(dtype) for _ in range(4)]
@@ -107,7 +107,7 @@ def by_npz(path: Path, tree: dict[str, Any]) -> Path:
     return path
 
 
-def test_what_has_no_mean(ckpt: Run, tmp_path: Path) -> None:
+def test_average_refuses_leaves_without_a_mean(ckpt: Run, tmp_path: Path) -> None:
     """A step counter would be averaged, or a checkpoint of another model."""
     one, two = model(1), model(2)
     a = by_safetensors(tmp_path / "a.safetensors", one)
@@ -131,7 +131,7 @@ def test_what_has_no_mean(ckpt: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["peft", "nnx"])
-def test_lora(ckpt: Run, tmp_path: Path, kind: str) -> None:
+def test_lora_merge_equals_base_plus_adapter(ckpt: Run, tmp_path: Path, kind: str) -> None:
     """A merged model would not compute what base and adapter do together."""
     x = RNG.standard_normal((3, 8)).astype(np.float32)
     base = RNG.standard_normal((8, 6)).astype(np.float32)  # [in, out]
@@ -158,7 +158,7 @@ def test_lora(ckpt: Run, tmp_path: Path, kind: str) -> None:
     assert same_bits(found["o"], other)
 
 
-def test_another_alpha_is_other_work(ckpt: Run, tmp_path: Path, ended_at: Callable[..., None]) -> None:
+def test_resume_with_another_lora_alpha_is_refused(ckpt: Run, tmp_path: Path, ended_at: Callable[..., None]) -> None:
     """Half of the layers would have the update at another strength."""
     base = by_safetensors(tmp_path / "b.safetensors", {"q.kernel": RNG.standard_normal((8, 6)).astype(np.float32)})
     update = {"q.lora_a": np.ones((8, 2), np.float32), "q.lora_b": np.ones((2, 6), np.float32)}
@@ -170,7 +170,7 @@ def test_another_alpha_is_other_work(ckpt: Run, tmp_path: Path, ended_at: Callab
     assert re.fullmatch(rf"{tmp_path}/m: 1 leaf, \d+ B written as safetensors\n", ckpt(*words, 8, "--resume").out)
 
 
-def test_updates_that_do_not_fit(tmp_path: Path) -> None:
+def test_unfitting_lora_updates_are_refused(tmp_path: Path) -> None:
     """An adapter of another model would be folded in where it happens to fit."""
     base = by_safetensors(tmp_path / "b.safetensors", {"q.weight": np.zeros((4, 6)), "n.weight": np.zeros(4)})
     adapter = by_safetensors(
@@ -197,7 +197,7 @@ def test_updates_that_do_not_fit(tmp_path: Path) -> None:
             conversion.lora_merged(one, two)
 
 
-def test_resume_and_changed_sources(ckpt: Run, tmp_path: Path, ended_at: Callable[..., None]) -> None:
+def test_resume_is_refused_if_a_source_changed(ckpt: Run, tmp_path: Path, ended_at: Callable[..., None]) -> None:
     """The halves of two different models would become one."""
     one = by_safetensors(tmp_path / "one.safetensors", {"a": np.arange(3.0)})
     two = by_safetensors(tmp_path / "two.safetensors", {"b": np.arange(3.0)})
@@ -212,7 +212,7 @@ def test_resume_and_changed_sources(ckpt: Run, tmp_path: Path, ended_at: Callabl
     assert read(tmp_path / "dst")["b"].tolist() == [1.0, 2.0, 3.0]
 
 
-def test_memory(tmp_path: Path) -> None:
+def test_merge_memory_is_bounded(tmp_path: Path) -> None:
     """A laptop could not merge what is larger than its memory."""
     rows, dtype = 4_000, ml_dtypes.bfloat16  # 64 MB
     path = by_safetensors(tmp_path / "a.safetensors", {"q.weight": np.ones((rows, 8_000), dtype)})

@@ -55,7 +55,7 @@ def assert_same_bits(found: dict[str, Any], expected: dict[str, np.ndarray]) -> 
         assert same_bits(np.asarray(found[name]), leaf), name
 
 
-def test_read_by_safetensors_and_numpy(ckpt: Run, tmp_path: Path) -> None:
+def test_output_is_read_by_safetensors_and_numpy(ckpt: Run, tmp_path: Path) -> None:
     """What we write would be read by nobody else, or with other bits."""
     package = pytest.importorskip("safetensors.numpy")
     nested = tree((*PLAIN, "bfloat16"))
@@ -74,7 +74,7 @@ def test_read_by_safetensors_and_numpy(ckpt: Run, tmp_path: Path) -> None:
     assert_same_bits(loaded, flat(plain))
 
 
-def test_read_by_torch(ckpt: Run, tmp_path: Path) -> None:
+def test_output_is_read_by_torch(ckpt: Run, tmp_path: Path) -> None:
     """`torch.load` would refuse our archive, or give other bits."""
     torch = pytest.importorskip("torch")
     nested = tree((*PLAIN, *LOW, "complex64", "complex128"))
@@ -88,7 +88,7 @@ def test_read_by_torch(ckpt: Run, tmp_path: Path) -> None:
         assert view.numpy().tobytes() == leaf.tobytes(), name
 
 
-def test_read_by_stock_orbax(ckpt: Run, tmp_path: Path) -> None:
+def test_output_is_read_by_stock_orbax(ckpt: Run, tmp_path: Path) -> None:
     """Stock Orbax would not restore what we write, or `verify` not prove it."""
     nested = tree(("float32", "bfloat16", "int8", "bool", "int4"))
     for leaves in nested.values():
@@ -103,7 +103,7 @@ def test_read_by_stock_orbax(ckpt: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
-def test_our_step_with_keys(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+def test_typed_keys_survive_a_round_trip(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     """Typed PRNG keys would become numbers on the way there and back, without a word."""
     said = ckpt("convert", ours.root / "4", tmp_path / "a.safetensors", "--to", "safetensors")
     assert "PRNG keys are stored as their key data" in said.out
@@ -117,7 +117,7 @@ def test_our_step_with_keys(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     assert jax.random.key_impl(found["key"]) == jax.random.key_impl(state["key"])
 
 
-def test_rules_and_casts(ckpt: Run, tmp_path: Path) -> None:
+def test_rules_and_casts_change_the_right_elements(ckpt: Run, tmp_path: Path) -> None:
     """A rule would move the wrong elements, or a cast touch integers."""
     rng = np.random.default_rng(0)
     kv = rng.normal(size=(6, 2, 4, 5)).astype(np.float32)
@@ -149,7 +149,7 @@ def test_rules_and_casts(ckpt: Run, tmp_path: Path) -> None:
     assert same_bits(read(tmp_path / "c.npz")["b0.kv"], kv)
 
 
-def test_a_cast_leaves_small_integers_as_they_are(ckpt: Run, tmp_path: Path) -> None:
+def test_cast_keeps_small_integers(ckpt: Run, tmp_path: Path) -> None:
     """`--dtype '*=float8_e5m2'` would round the quantised weights: 9 has no float of that kind."""
     nested = {"q": np.arange(16).astype(dtype_of("uint4")), "w": np.arange(4, dtype=np.float32)}
     source = writers.by_flax(tmp_path / "a.msgpack", nested)
@@ -159,7 +159,7 @@ def test_a_cast_leaves_small_integers_as_they_are(ckpt: Run, tmp_path: Path) -> 
     assert_same_bits(read(target), expected)
 
 
-def test_rules_do_not_make_integers_of_keys(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+def test_rules_keep_typed_keys(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     """A stacked or split PRNG key would come out as plain integers, without a word."""
     rules = tmp_path / "rules.toml"
     rules.write_text('[[rule]]\nfrom = "keys"\nto = ["k0", "k1", "k2", "k3"]\nsplit = 0\n')
@@ -186,7 +186,7 @@ def test_rules_do_not_make_integers_of_keys(ckpt: Run, ours: Ours, tmp_path: Pat
         ('from = "w"\nto = "x', "rules.toml: "),
     ],
 )
-def test_rules_that_cannot_be(ckpt: Run, tmp_path: Path, rule: str, why: str) -> None:
+def test_invalid_rules_are_refused(ckpt: Run, tmp_path: Path, rule: str, why: str) -> None:
     """A slip in a rule file would be answered in Python's words."""
     source = writers.by_numpy(tmp_path / "a.npz", {"w": np.zeros((3, 2))})
     (tmp_path / "rules.toml").write_text(f"[[rule]]\n{rule}\n")
@@ -195,7 +195,7 @@ def test_rules_that_cannot_be(ckpt: Run, tmp_path: Path, rule: str, why: str) ->
     assert why in said.err
 
 
-def test_dry_run_and_target_that_is_there(ckpt: Run, tmp_path: Path) -> None:
+def test_dry_run_writes_nothing_and_existing_target_is_kept(ckpt: Run, tmp_path: Path) -> None:
     """A dry run would write, or a file that is there be overwritten."""
     source = writers.by_numpy(tmp_path / "a.npz", {"w": np.arange(3)})
     said = ckpt("convert", source, tmp_path / "b.pt", "--to", "torch", "--dry-run")
@@ -209,7 +209,7 @@ def test_dry_run_and_target_that_is_there(ckpt: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_what_cannot_be_written_is_refused_before_anything_is(to: str, ckpt: Run, tmp_path: Path) -> None:
+def test_unsupported_dtype_is_refused_before_any_write(to: str, ckpt: Run, tmp_path: Path) -> None:
     """A dry run would promise it, an archive be written that nobody reads again, or half a work be left behind."""
     wide = writers.by_numpy(tmp_path / "a.npz", {"w": np.arange(3, dtype=np.longdouble)})
     said = ckpt("convert", wide, tmp_path / "t", "--to", to, "--dry-run")
@@ -223,14 +223,14 @@ def test_what_cannot_be_written_is_refused_before_anything_is(to: str, ckpt: Run
     assert not list(tmp_path.glob(".*"))
 
 
-def test_npz_name_that_leaves_its_directory(ckpt: Run, tmp_path: Path) -> None:
+def test_npz_name_outside_its_directory_is_refused(ckpt: Run, tmp_path: Path) -> None:
     """Whoever unpacks our archive would write outside his directory."""
     source = writers.by_flax(tmp_path / "a.msgpack", {"../../x": np.arange(3)})
     assert ckpt("convert", source, tmp_path / "b.npz", "--to", "npz").code == 1
     assert os.listdir(tmp_path) == ["a.msgpack"]
 
 
-def test_what_does_not_come_along_is_said(ckpt: Run, ours: Ours, stock: Path, tmp_path: Path) -> None:
+def test_omitted_items_and_leaves_are_reported(ckpt: Run, ours: Ours, stock: Path, tmp_path: Path) -> None:
     """Text and small items would be lost without a word."""
     said = ckpt("convert", ours.root / "4", tmp_path / "4", "--to", "orbax").out
     assert "left out: item data, which is no array" in said
@@ -244,7 +244,7 @@ def test_what_does_not_come_along_is_said(ckpt: Run, ours: Ours, stock: Path, tm
         assert all(leaf in line for leaf in ("text (string)", "nothing (None)", "empty (Dict)"))
 
 
-def test_a_cast_that_matches_nothing(ckpt: Run, tmp_path: Path) -> None:
+def test_cast_that_matches_no_leaf_is_refused(ckpt: Run, tmp_path: Path) -> None:
     """A slip in a pattern would be a checkpoint of twice the size, and nobody would know."""
     source = writers.by_numpy(tmp_path / "a.npz", {"w": np.arange(3.0)})
     said = ckpt("convert", source, tmp_path / "b", "--to", "npz", "--dtype", "kernel=bfloat16")
@@ -254,7 +254,7 @@ def test_a_cast_that_matches_nothing(ckpt: Run, tmp_path: Path) -> None:
     assert one.out.startswith(f"{tmp_path / 'b'}: 1 leaf, ")
 
 
-def test_damage_leaves_nothing_behind(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
+def test_damaged_source_leaves_no_partial_target(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
     """What can never be finished would stay on the disk, under a name that nobody looks for."""
     data = max((mine.root / "4/state").rglob("d/*"), key=lambda file: file.stat().st_size)
     data.write_bytes(bytes(byte ^ 1 for byte in data.read_bytes()))
@@ -265,7 +265,7 @@ def test_damage_leaves_nothing_behind(ckpt: Run, mine: Ours, tmp_path: Path) -> 
         assert os.listdir(tmp_path / "out") == []
 
 
-def test_what_is_damaged_and_can_be_converted_is_said(ckpt: Run, stock: Path, tmp_path: Path) -> None:
+def test_convertible_damage_is_reported(ckpt: Run, stock: Path, tmp_path: Path) -> None:
     """Keys whose kind cannot be read any more come out as plain integers: nobody would hear of it."""
     shutil.copytree(stock / "zarr3", tmp_path / "item")
     for file in (tmp_path / "item/array_metadatas").iterdir():

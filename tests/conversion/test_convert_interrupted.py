@@ -26,7 +26,7 @@ from tests.formats.writers import flat, tree
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_interrupted_at_every_tensor_and_resumed(
+def test_conversion_resumes_after_an_interruption_at_any_tensor(
     to: str, ckpt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interrupted conversion would leave half a file under the target's name, or be resumed into wrong bytes."""
@@ -53,7 +53,9 @@ def test_interrupted_at_every_tensor_and_resumed(
 
 
 @pytest.mark.parametrize("changed", ["memory", "rules"])
-def test_other_work_is_not_gone_on_with(changed: str, ckpt: Run, tmp_path: Path, ended_at: Callable[..., None]) -> None:
+def test_resume_of_a_different_conversion_is_refused(
+    changed: str, ckpt: Run, tmp_path: Path, ended_at: Callable[..., None]
+) -> None:
     """Cells of two sizes, or halves made by two rules, would become one checkpoint that nobody can read."""
     square = {name: np.arange(1 << 18, dtype=np.float32).reshape(512, 512) for name in "ab"}  # 1 MiB each
     source = writers.by_safetensors(tmp_path / "s.safetensors", square)
@@ -75,7 +77,7 @@ def test_other_work_is_not_gone_on_with(changed: str, ckpt: Run, tmp_path: Path,
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_a_source_that_is_written_while_it_is_read(to: str, ckpt: Run, tmp_path: Path) -> None:
+def test_source_changed_during_the_read_is_refused(to: str, ckpt: Run, tmp_path: Path) -> None:
     """One half of the old file and one of the new would be a checkpoint that nobody has ever saved."""
     one, two = ({f"w{at}": np.full(8, at + more, np.float32) for at in range(4)} for more in (0, 10))
     source = writers.by_flax(tmp_path / "a.msgpack", one)
@@ -97,7 +99,7 @@ def test_a_source_that_is_written_while_it_is_read(to: str, ckpt: Run, tmp_path:
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_two_that_make_the_same_target(ckpt: Run, tmp_path: Path, resume: bool) -> None:
+def test_concurrent_conversion_to_the_same_target_is_refused(ckpt: Run, tmp_path: Path, resume: bool) -> None:
     """The second would clear what the first still writes, and the first commit what the second has begun."""
     nested = tree(("float32",))
     source = writers.by_flax(tmp_path / "a.msgpack", nested)
@@ -115,7 +117,7 @@ def test_two_that_make_the_same_target(ckpt: Run, tmp_path: Path, resume: bool) 
     assert sorted(os.listdir(tmp_path)) == ["a.msgpack", "t"]
 
 
-def test_a_source_in_a_bucket_that_changed_is_not_gone_on_with(
+def test_resume_is_refused_if_the_bucket_source_changed(
     ckpt: Run, server: BucketServer, tmp_path: Path, ended_at: Callable[..., None]
 ) -> None:
     """Tensors of two files of the same size would become one checkpoint."""
@@ -131,7 +133,7 @@ def test_a_source_in_a_bucket_that_changed_is_not_gone_on_with(
 
 
 @pytest.mark.parametrize("to", ["orbax", "npz", "hf"])
-def test_a_full_disk_leaves_what_can_be_gone_on_with_and_says_so(
+def test_full_disk_leaves_a_resumable_conversion(
     to: str, ckpt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hours of work would be thrown away, or left where nobody knows of them."""
@@ -158,7 +160,7 @@ def test_a_full_disk_leaves_what_can_be_gone_on_with_and_says_so(
 
 
 @pytest.mark.parametrize("to", ["safetensors", "npz", "torch"])
-def test_large_tensors_by_direct_io_and_resumed(to: str, ckpt: Run, tmp_path: Path) -> None:
+def test_large_tensors_use_direct_io_and_resume(to: str, ckpt: Run, tmp_path: Path) -> None:
     """Tensors that begin anywhere in a page would be written beside their place, or a zip have a wrong checksum."""
     rng = np.random.default_rng(0)
     nested = {"small": np.arange(3, dtype=np.int8), "w": rng.normal(size=(1 << 10, 701)), "x": np.ones(1 << 19)}

@@ -23,7 +23,7 @@ def difference(path: Path, a: dict[str, Any], b: dict[str, Any], *options: str, 
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_value_differences_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A difference would be given the wrong size, or not be seen."""
     a = np.linspace(1, 2, 1000, dtype=np.float32)
     b = a.copy()
@@ -42,7 +42,7 @@ def test_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert difference(tmp_path, {"w": a}, {"w": b}, "--rtol", "0.1", capsys=capsys)[0] == 20
 
 
-def test_signs_nans_and_infinities(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_signed_zeros_nans_and_infinities_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """-0.0 would pass for 0.0, or a NaN that became a number for a small difference."""
     zero, nan = np.zeros(3, np.float32), np.array([0, np.nan, 0], np.float32)
     _, found = difference(tmp_path, {"w": zero}, {"w": -zero}, capsys=capsys)
@@ -52,7 +52,7 @@ def test_signs_nans_and_infinities(tmp_path: Path, capsys: pytest.CaptureFixture
     assert difference(tmp_path, {"w": nan}, {"w": nan.copy()}, capsys=capsys)[0] == 0
 
 
-def test_leaves_shapes_and_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_leaves_shapes_and_dtypes_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A leaf that one side lacks, or that changed its shape, would go unseen."""
     x = np.arange(4, dtype=np.float32)
     a, b = {"x": x, "y": x, "z": x}, {"x": x.reshape(2, 2), "y": x.astype(ml_dtypes.bfloat16), "q": x}
@@ -62,7 +62,7 @@ def test_leaves_shapes_and_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert found["shapes"] == [["x", "float32[4]", "float32[2,2]"], ["y", "float32[4]", "bfloat16[4]"]]
 
 
-def test_rules_and_our_step(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+def test_diff_applies_rules_and_reads_steps_and_slots(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     """Two names of one leaf could not be held against each other, nor a step against a slot or a file."""
     text = ckpt("diff", ours.root / "4", ours.root / "4").out
     assert text == "12 leaves are the same, 0 differ in their values\n  not compared: item data, which is no array\n"
@@ -74,7 +74,7 @@ def test_rules_and_our_step(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     )
 
 
-def test_keys_of_another_implementation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_of_another_implementation_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same bits draw other numbers: a run would not go on as before, and `diff` say that nothing differs."""
     for impl in ("rbg", "unsafe_rbg"):
         with ocp.StandardCheckpointer() as checkpointer:
@@ -85,7 +85,7 @@ def test_keys_of_another_implementation(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["diff", one, one]) == 0
 
 
-def test_statistics(ckpt: Run, tmp_path: Path) -> None:
+def test_statistics_are_exact(ckpt: Run, tmp_path: Path) -> None:
     """The statistics would be of other numbers than those in the file, or NaN would poison them."""
     rng = np.random.default_rng(0)
     w = (rng.normal(size=3_000_000) + 100).astype(np.float32)
@@ -101,7 +101,7 @@ def test_statistics(ckpt: Run, tmp_path: Path) -> None:
     assert "3.162" in ckpt("inspect", path, "--stats").out
 
 
-def test_statistics_beside_damage(ckpt: Run, tmp_path: Path) -> None:
+def test_statistics_survive_one_damaged_leaf(ckpt: Run, tmp_path: Path) -> None:
     """One damaged cell would hide the numbers of every other leaf."""
     source = writers.by_numpy(tmp_path / "a.npz", {"w": np.arange(1e5), "x": np.ones(3)})
     step = tmp_path / "4"
@@ -118,7 +118,7 @@ def test_statistics_beside_damage(ckpt: Run, tmp_path: Path) -> None:
     assert (text.code, "4:w " in text.out, "1.732" in text.out, "damaged: " in text.err) == (11, True, True, True)
 
 
-def test_one_of_each_in_words(ckpt: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_uses_singular_and_plural(ckpt: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A person would read `1 leaves are the same`."""
     x = np.arange(4, dtype=np.float32)
     one = writers.by_numpy(tmp_path / "a.npz", {"x": x, "y": x})

@@ -29,7 +29,7 @@ def ended(tmp_path: Path, codes: list[int], **environ: str) -> tuple[int, list[s
     return done.returncode, (tmp_path / "called").read_text().splitlines(), done.stderr
 
 
-def test_the_wait_between_tries_grows_to_a_minute_and_the_last_one_ends(tmp_path: Path) -> None:
+def test_retry_delay_doubles_to_a_minute_then_the_job_ends(tmp_path: Path) -> None:
     """A thousand hosts would stand idle for hours before a late try, and after the last one for nothing."""
     code, called, said = ended(tmp_path, [1] * 7, RESTARTS="6")
     assert code == 1
@@ -46,6 +46,8 @@ def test_the_wait_between_tries_grows_to_a_minute_and_the_last_one_ends(tmp_path
         ([75], 75, ["scontrol requeue 7"]),
     ],
 )
-def test_a_job_goes_on_as_its_exit_code_says(tmp_path: Path, codes: list[int], code: int, called: list[str]) -> None:
+def test_exit_code_decides_requeue_retry_or_stop(
+    tmp_path: Path, codes: list[int], code: int, called: list[str]
+) -> None:
     """A preempted job would not be queued again, or one with bad input be started for ever."""
     assert ended(tmp_path, codes)[:2] == (code, called)

@@ -32,20 +32,20 @@ def as_known(what: dict[str, Any], model: str) -> dict[str, Any]:
     return known
 
 
-def test_every_field_is_one_that_kubernetes_knows(job: dict[str, Any]) -> None:
+def test_every_manifest_field_is_in_the_kubernetes_schema(job: dict[str, Any]) -> None:
     """A misspelled field is dropped by a cluster without a word: a ramdisk that is none, a grace that is 30 s."""
     assert as_known(job["spec"]["template"], "V1PodTemplateSpec") == job["spec"]["template"]
     assert as_known(job["spec"], "V1JobSpec") == job["spec"]
 
 
-def test_the_check_sees_a_misspelled_field(job: dict[str, Any]) -> None:
+def test_schema_check_detects_a_misspelled_field(job: dict[str, Any]) -> None:
     """A check that passes whatever is written checks nothing."""
     pod = json.loads(json.dumps(job["spec"]["template"]))
     pod["spec"]["volumes"][0]["emptyDir"]["sizeLimits"] = "1Gi"
     assert as_known(pod, "V1PodTemplateSpec") != pod
 
 
-def test_the_pod_has_what_the_tiers_need(job: dict[str, Any]) -> None:
+def test_pod_provides_ramdisk_memory_and_grace_period(job: dict[str, Any]) -> None:
     """A ramdisk on a disk, a pod that forgets it at each restart, or one that is killed in mid-save."""
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -63,7 +63,7 @@ def test_the_pod_has_what_the_tiers_need(job: dict[str, Any]) -> None:
     assert f"--processes {job['spec']['completions']} " in script
 
 
-def test_the_trainer_knows_every_flag_of_the_manifests(job: dict[str, Any]) -> None:
+def test_trainer_accepts_every_flag_in_the_manifests(job: dict[str, Any]) -> None:
     """A flag that was renamed would end every pod with exit code 2."""
     from trainer.__main__ import main
 

@@ -12,7 +12,7 @@ from tools.cli_docs import PAGE, named_commands, rewritten
 from tools.session import COMMANDS, SVG
 
 
-def test_the_page_has_the_help_of_today() -> None:
+def test_page_matches_the_current_help() -> None:
     """A flag that is on the page would be refused, or one that there is never be found: run `make docs-cli`."""
     page = PAGE.read_text()
     assert rewritten(page) == page
@@ -35,13 +35,13 @@ def test_every_command_has_json_with_its_shape() -> None:
 
 
 @pytest.mark.parametrize("page", ["", "<!-- help: nonsense -->\n<!-- /help -->"])
-def test_a_command_without_a_block(page: str) -> None:
+def test_command_without_a_block_is_refused(page: str) -> None:
     """A new command would not be documented, and nobody would see it."""
     with pytest.raises(ValueError, match="commands without a block"):
         rewritten(page)
 
 
-def test_the_recorded_session() -> None:
+def test_recorded_session_is_current_and_self_contained() -> None:
     """The README would show commands that are no more, or fetch fonts from a stranger: run `make docs-session`."""
     svg = html.unescape(SVG.read_text()).replace("\xa0", " ")
     known = dict(named_commands())

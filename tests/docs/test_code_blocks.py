@@ -19,7 +19,7 @@ def blocks() -> list[tuple[str, str]]:
     return [(page.name, code) for page in pages for code in BLOCK.findall(page.read_text())]
 
 
-def test_there_is_an_example() -> None:
+def test_documents_have_code_blocks() -> None:
     """The pattern would match nothing, and the test below would test nothing."""
     assert "README.md" in [page for page, _ in blocks()]
 
@@ -46,7 +46,7 @@ def test_the_drop_in_is_fifteen_lines() -> None:
     assert len(lines) <= 16
 
 
-def test_every_file_that_the_readme_names_is_there() -> None:
+def test_files_named_in_the_readme_exist() -> None:
     """The tree in the README would be that of an older version."""
     text = (ROOT / "README.md").read_text()
     tree = text.split("## What is where")[1].split("```")[1]

@@ -24,7 +24,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert all(hasattr(ckptkit, name) for name in told - {"goodput", "simulation", "testing"}), "a name that is gone"
 
 
-def test_every_page_is_in_the_menu() -> None:
+def test_every_page_is_in_the_site_menu() -> None:
     """Nobody would find a page that is not there."""
     menu = (ROOT / "mkdocs.yml").read_text().split("nav:")[1]
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}
@@ -32,7 +32,7 @@ def test_every_page_is_in_the_menu() -> None:
 
 
 @pytest.mark.slow
-def test_the_site_builds_with_the_docstrings(tmp_path: Path) -> None:
+def test_site_builds_with_docstrings(tmp_path: Path) -> None:
     """`make docs` would fail, or give an empty reference."""
     pytest.importorskip("mkdocs", reason="needs the extra docs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]

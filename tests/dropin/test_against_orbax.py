@@ -224,12 +224,12 @@ TestSideBySideWithTiers.settings = settings(deadline=None, max_examples=6, state
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [SideBySide, SideBySideWithTiers])
-def test_many_random_runs_side_by_side(machine: type[SideBySide]) -> None:
+def test_random_runs_match_orbax(machine: type[SideBySide]) -> None:
     """As the short runs: rarer orders of calls."""
     run_state_machine_as_test(machine, settings=settings(deadline=None, max_examples=100, stateful_step_count=30))
 
 
-def test_a_deletion_leaves_the_order_of_saves() -> None:
+def test_deletion_keeps_the_order_of_saves() -> None:
     """If it failed, a step forced below the latest would be pruned first, where Orbax goes by the order of saves."""
     run = SideBySide()
     run.begin(at=run.names.index("keep two and every fourth"), composite=False)

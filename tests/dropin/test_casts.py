@@ -113,7 +113,7 @@ def test_a_cast_array_shares_no_memory_with_another_device(saved: Any) -> None:
         ("f32", int),
     ],
 )
-def test_what_cannot_be_cast_is_refused_everywhere(saved: Any, name: str, template: Any) -> None:
+def test_impossible_cast_is_refused_by_every_tier(saved: Any, name: str, template: Any) -> None:
     """A shape would be cut or padded in silence, or one tier would answer what another refuses. (Orbax raises
     ValueError for each of these too, and leaves readers behind that nobody awaits.)"""
     for kind in MANAGERS[1:]:

@@ -59,7 +59,7 @@ def full() -> OSError:
     return OSError(28, "No space left on device")
 
 
-def test_older_steps_stay_and_the_failure_is_raised_once(tmp_path: Path) -> None:
+def test_failed_save_keeps_older_steps_and_raises_once(tmp_path: Path) -> None:
     """Stock Orbax forgets step 0, says that step 1 is there, and `check_for_errors` says nothing."""
     events: list[ckptkit.Event] = []
     Break.errors = {1: [full()]}
@@ -83,7 +83,7 @@ def test_older_steps_stay_and_the_failure_is_raised_once(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("end", ["wait_until_finished", "close"])
-def test_a_failure_is_raised_by_whichever_asks_first(tmp_path: Path, end: str) -> None:
+def test_failure_is_raised_by_the_first_waiting_call(tmp_path: Path, end: str) -> None:
     """A job would end well whose last checkpoint is missing."""
     Break.errors = {0: [full()]}
     manager = manager_of(tmp_path, [])
@@ -94,7 +94,7 @@ def test_a_failure_is_raised_by_whichever_asks_first(tmp_path: Path, end: str) -
     manager.close()
 
 
-def test_a_fast_tier_keeps_the_step_that_the_durable_one_lost(tmp_path: Path) -> None:
+def test_fast_tier_keeps_a_step_that_the_durable_tier_lost(tmp_path: Path) -> None:
     """The newest step would be called lost while the ramdisk has it."""
     Break.errors = {1: [full()]}
     with manager_of(tmp_path, [], tiers=True) as manager:
@@ -109,7 +109,7 @@ def test_a_fast_tier_keeps_the_step_that_the_durable_one_lost(tmp_path: Path) ->
         np.testing.assert_array_equal(manager.restore(None)["w"], np.arange(3) + 1)
 
 
-def test_a_transient_failure_is_tried_again(tmp_path: Path) -> None:
+def test_transient_failure_is_retried(tmp_path: Path) -> None:
     """One throttled request would cost a checkpoint."""
     events: list[ckptkit.Event] = []
     Break.errors = {0: [ConnectionResetError("reset"), ConnectionResetError("reset")]}
@@ -125,7 +125,7 @@ def test_a_transient_failure_is_tried_again(tmp_path: Path) -> None:
         np.testing.assert_array_equal(stock.restore(0)["w"], np.arange(3))
 
 
-def test_a_failure_that_no_retry_helps_is_not_tried_again(tmp_path: Path) -> None:
+def test_permanent_failure_is_not_retried(tmp_path: Path) -> None:
     """A full bucket would hold the next save up for nothing."""
     events: list[ckptkit.Event] = []
     Break.errors = {0: [full(), full()]}
@@ -138,9 +138,7 @@ def test_a_failure_that_no_retry_helps_is_not_tried_again(tmp_path: Path) -> Non
     assert kinds.count(ckptkit.Kind.DEGRADED) == 1
 
 
-def test_a_durable_tier_that_fails_for_too_long_is_an_error_at_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_durable_tier_failing_too_long_raises_at_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job would train for days with nothing but its ramdisk."""
     Break.errors = {step: [full()] for step in range(3)}
     policy = ckptkit.FailurePolicy(durable_max_age_s=600)
@@ -158,7 +156,7 @@ def test_a_durable_tier_that_fails_for_too_long_is_an_error_at_save(
         manager.close()
 
 
-def test_a_durable_save_that_works_ends_the_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_successful_durable_save_resets_the_failure_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two failures a day apart would stop the job."""
     Break.errors = {0: [full()]}
     with manager_of(
@@ -173,7 +171,7 @@ def test_a_durable_save_that_works_ends_the_count(tmp_path: Path, monkeypatch: p
         assert manager.save(2, args=state(2))
 
 
-def test_a_save_that_is_not_taken_says_why(tmp_path: Path) -> None:
+def test_skipped_save_reports_its_reason(tmp_path: Path) -> None:
     """A run that goes back would save nothing, in silence."""
     events: list[ckptkit.Event] = []
     with manager_of(tmp_path, events) as manager:
@@ -185,7 +183,7 @@ def test_a_save_that_is_not_taken_says_why(tmp_path: Path) -> None:
     assert reasons == [(5, why), (3, why)]
 
 
-def test_an_item_of_the_callers_that_fails_is_reported_too(tmp_path: Path) -> None:
+def test_failure_of_a_custom_item_is_reported(tmp_path: Path) -> None:
     """A step that Orbax writes with the caller's handler would be missing in silence."""
     Break.errors = {1: [full()]}
     with manager_of(tmp_path, []) as manager:
@@ -211,7 +209,7 @@ def test_a_synchronous_save_raises_what_failed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tiers", [False, True])
-def test_a_busy_durable_tier_blocks_neither_the_age_nor_a_step_of_ours(tmp_path: Path, tiers: bool) -> None:
+def test_busy_durable_tier_does_not_block_age_check_or_our_step(tmp_path: Path, tiers: bool) -> None:
     """With `durable_busy="skip"` the loop would stand still until a stuck bucket answers; what Orbax writes itself
     would be lost, since nobody can vote on it in the background."""
     events: list[ckptkit.Event] = []

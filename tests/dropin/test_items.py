@@ -58,7 +58,7 @@ def stock_of(tmp_path: Path, *given: Any, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_a_small_item_comes_back_from_every_side(manager_of: Any, tmp_path: Path, kind: str) -> None:
+def test_small_item_is_restored_from_every_source(manager_of: Any, tmp_path: Path, kind: str) -> None:
     """A run would continue with other random numbers or other data."""
     save, restore = SMALL[kind]
     expected = save.item
@@ -74,7 +74,7 @@ def test_a_small_item_comes_back_from_every_side(manager_of: Any, tmp_path: Path
         assert type(manager.restore(1).item) is type(stock.restore(1).item)
 
 
-def test_a_small_item_is_what_it_was_when_save_returned(manager_of: Any, tmp_path: Path) -> None:
+def test_small_item_is_copied_before_save_returns(manager_of: Any, tmp_path: Path) -> None:
     """The loop goes on and changes it while the step is written."""
     array, words, key = np.arange(4), {"at": 1}, np.random.RandomState(1).get_state(legacy=False)
     given = args.Composite(a=args.ArraySave(array), b=args.JsonSave(words), c=args.NumpyRandomKeySave(key))
@@ -92,7 +92,7 @@ def test_a_small_item_is_what_it_was_when_save_returned(manager_of: Any, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["Standard", "PyTree"])
-def test_a_tree_comes_back_as_orbax_gives_it(manager_of: Any, tmp_path: Path, kind: str) -> None:
+def test_restored_tree_has_the_structure_of_orbax(manager_of: Any, tmp_path: Path, kind: str) -> None:
     """Empty optimizer states, None and numbers would be lost, or move to other places of a list."""
     save, restore = getattr(args, f"{kind}Save"), getattr(args, f"{kind}Restore")
     with manager_of() as manager:
@@ -133,7 +133,7 @@ def test_save_args_and_restore_args_cast(manager_of: Any, tmp_path: Path) -> Non
             np.testing.assert_array_equal(np.asarray(found["w"]), np.asarray(stored["w"]).astype(np.float32))
 
 
-def test_a_part_of_a_tree(manager_of: Any, tmp_path: Path) -> None:
+def test_part_of_a_tree_is_restored(manager_of: Any, tmp_path: Path) -> None:
     """An evaluation that needs the parameters alone would have to read the optimizer state too."""
     with manager_of() as manager:
         assert manager.save(0, args=args.PyTreeSave(tree()))
@@ -164,9 +164,7 @@ def test_another_shape_is_refused_or_padded(manager_of: Any, tmp_path: Path, str
 
 @pytest.mark.parametrize("ocdbt", [True, False])
 @pytest.mark.parametrize("zarr3", [True, False])
-def test_a_handler_of_the_callers_writes_the_durable_tier(
-    manager_of: Any, tmp_path: Path, ocdbt: bool, zarr3: bool
-) -> None:
+def test_custom_handler_writes_the_durable_tier(manager_of: Any, tmp_path: Path, ocdbt: bool, zarr3: bool) -> None:
     """A layout that other tools need would not be written."""
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)
     with manager_of(item_names=("state",), item_handlers={"state": handler}) as manager:
@@ -211,7 +209,7 @@ class NoteRestore(ocp.args.CheckpointArgs):
     item: Any = None
 
 
-def test_an_item_of_the_callers_kind(manager_of: Any, tmp_path: Path) -> None:
+def test_custom_item_type_is_saved_and_restored(manager_of: Any, tmp_path: Path) -> None:
     """A script with a handler of its own could not change its import."""
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add("note", NoteSave, NoteHandler())
@@ -234,7 +232,7 @@ def test_an_item_of_the_callers_kind(manager_of: Any, tmp_path: Path) -> None:
         assert stock.restore(2, args=args.Composite(note=NoteRestore())).note == Note("at 2")
 
 
-def test_the_legacy_forms(manager_of: Any, tmp_path: Path) -> None:
+def test_legacy_call_forms_work(manager_of: Any, tmp_path: Path) -> None:
     """Scripts from before 2024 would stop at the import."""
     state = {"w": np.arange(4.0)}
     for number, checkpointers in enumerate(
@@ -270,14 +268,14 @@ def test_the_legacy_forms(manager_of: Any, tmp_path: Path) -> None:
         {"options": ocp.CheckpointManagerOptions(max_to_keep=1, preservation_policy=object())},  # pyright: ignore[reportArgumentType]
     ],
 )
-def test_what_does_not_go_together_is_refused_as_orbax_does(tmp_path: Path, setup: Any) -> None:
+def test_conflicting_arguments_are_refused_like_orbax(tmp_path: Path, setup: Any) -> None:
     """One of the two would be dropped in silence."""
     for make in (ckptkit.CheckpointManager, ocp.CheckpointManager):
         with pytest.raises(ValueError, match=r"mutually exclusive|together"):
             make(tmp_path, **setup)
 
 
-def test_restore_from_another_directory(manager_of: Any, tmp_path: Path) -> None:
+def test_restores_from_another_directory(manager_of: Any, tmp_path: Path) -> None:
     """Fine-tuning from another run's checkpoint would need a second manager."""
     with ckptkit.CheckpointManager(tmp_path / "other") as other:
         other.save(7, args=args.StandardSave(make_state(7)))
@@ -292,7 +290,7 @@ def test_restore_from_another_directory(manager_of: Any, tmp_path: Path) -> None
             manager.restore(None, directory=tmp_path / "nowhere")
 
 
-def test_metadata_of_a_step_that_only_a_fast_tier_holds(tmp_path: Path) -> None:
+def test_metadata_of_a_step_only_in_a_fast_tier_is_available(tmp_path: Path) -> None:
     """A tool that asks for shapes before it restores would find nothing."""
     options = ocp.CheckpointManagerOptions(save_interval_steps=100, best_fn=lambda m: m["loss"])
     tiers = [ckptkit.Tier.ram(str(tmp_path / "ram"))]
@@ -328,7 +326,7 @@ class Entries(ocp.logging.AbstractLogger):
         self.entries.append(entry)
 
 
-def test_the_logger_gets_an_entry_for_each_save_and_restore(manager_of: Any, tmp_path: Path) -> None:
+def test_logger_gets_an_entry_for_each_save_and_restore(manager_of: Any, tmp_path: Path) -> None:
     """Dashboards that read Orbax's entries would go dark."""
     logger, orbaxs = Entries(), Entries()
     for manager in (manager_of(logger=logger), ocp.CheckpointManager(tmp_path / "stock", logger=orbaxs)):
@@ -341,7 +339,7 @@ def test_the_logger_gets_an_entry_for_each_save_and_restore(manager_of: Any, tmp
     ]
 
 
-def test_it_is_an_abstract_checkpoint_manager(manager_of: Any) -> None:
+def test_manager_is_an_orbax_abstract_checkpoint_manager(manager_of: Any) -> None:
     """Libraries that ask for Orbax's interface would refuse ours."""
     with manager_of() as manager:
         assert ocp.AbstractCheckpointManager in type(manager).__mro__

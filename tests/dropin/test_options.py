@@ -121,14 +121,14 @@ ELSEWHERE = {
 }
 
 
-def test_every_field_has_its_test() -> None:
+def test_every_orbax_option_has_a_test() -> None:
     """A field of a newer Orbax would be dropped in silence."""
     tested = {row[0] for row in BY_NAMES} | ELSEWHERE
     assert tested == {field.name for field in dataclasses.fields(Options)}
 
 
 @pytest.mark.parametrize("row", BY_NAMES, ids=lambda row: row[0])
-def test_what_a_field_leaves_in_the_durable_root(job: Callable[[], Job], row: Any) -> None:
+def test_option_decides_which_steps_are_kept(job: Callable[[], Job], row: Any) -> None:
     """The option would be accepted and do nothing."""
     _, unset, added, names_unset, names_set = row
     assert job().run(**unset) == names_unset
@@ -144,14 +144,14 @@ def test_best_fn_chooses_the_best_step(job: Callable[[], Job]) -> None:
             assert manager.best_step() == best
 
 
-def test_keep_checkpoints_without_metrics(job: Callable[[], Job]) -> None:
+def test_keep_checkpoints_without_metrics_option(job: Callable[[], Job]) -> None:
     """Steps without metrics would push out good ones, or never go."""
     kept = {"max_to_keep": 1, "best_fn": _loss}
     assert job().run(range(3, 6), **kept) == ["3", "4", "5"]
     assert job().run(range(3, 6), **kept, keep_checkpoints_without_metrics=False) == ["3"]
 
 
-def test_create(job: Callable[[], Job]) -> None:
+def test_create_option_decides_whether_the_root_is_made(job: Callable[[], Job]) -> None:
     """A mistyped path would be made."""
     made, missing = job(), job()
     with made.manager(), missing.manager(create=False) as manager:
@@ -160,7 +160,7 @@ def test_create(job: Callable[[], Job]) -> None:
     assert not missing.durable.exists()
 
 
-def test_cleanup_tmp_directories(job: Callable[[], Job]) -> None:
+def test_cleanup_tmp_directories_option(job: Callable[[], Job]) -> None:
     """What a crash left behind would be billed for ever."""
     for options, left in (({}, True), ({"cleanup_tmp_directories": True}, False)):
         each = job()
@@ -171,7 +171,7 @@ def test_cleanup_tmp_directories(job: Callable[[], Job]) -> None:
         assert left_behind.exists() == left
 
 
-def test_single_host_load_and_broadcast_is_how_it_always_works(job: Callable[[], Job]) -> None:
+def test_single_host_load_and_broadcast_must_match_name_format(job: Callable[[], Job]) -> None:
     """With it set, Orbax would broadcast over the devices, from a background thread too. What is left of the difference
     is what Orbax checks: the name format has to say the same."""
     alone, shared = (
@@ -189,7 +189,7 @@ def test_single_host_load_and_broadcast_is_how_it_always_works(job: Callable[[],
             job().run(**options, step_name_format=names)
 
 
-def test_todelete_full_path_is_for_buckets(job: Callable[[], Job]) -> None:
+def test_todelete_full_path_is_refused_outside_buckets(job: Callable[[], Job]) -> None:
     """Orbax refuses it elsewhere when it deletes; it must not be dropped on the way there, nor leave steps for ever."""
     each = job()
     with pytest.raises(ckptkit.SaveFailedError, match="NotImplementedError: todelete_full_path is for gs://"):
@@ -205,7 +205,7 @@ def test_background_deletion_ends_with_close(job: Callable[[], Job]) -> None:
         assert job().run(max_to_keep=1, **options) == ["3"]
 
 
-def test_deletion_never_runs_on_the_path_of_a_save(job: Callable[[], Job], monkeypatch: Any) -> None:
+def test_deletion_runs_on_its_own_thread(job: Callable[[], Job], monkeypatch: Any) -> None:
     """A save would take as long as the deletion of an old step: minutes in a bucket."""
     seen: list[str] = []
     real = prune.delete_directory
@@ -222,7 +222,7 @@ def test_deletion_never_runs_on_the_path_of_a_save(job: Callable[[], Job], monke
         seen.clear()
 
 
-def test_num_deletion_threads(job: Callable[[], Job], monkeypatch: Any) -> None:
+def test_num_deletion_threads_option(job: Callable[[], Job], monkeypatch: Any) -> None:
     """Deleting on a mount with slow unlinks would take as long as without it."""
     given: list[Any] = []
     real = stock.deleter.PathDeleter
@@ -236,7 +236,7 @@ def test_num_deletion_threads(job: Callable[[], Job], monkeypatch: Any) -> None:
     assert set(given) == {40}
 
 
-def test_enable_async_checkpointing(job: Callable[[], Job], monkeypatch: Any) -> None:
+def test_enable_async_checkpointing_option(job: Callable[[], Job], monkeypatch: Any) -> None:
     """A script that copies the step after `save` would copy half of it."""
     hold_the_durable_tier(monkeypatch, threading.Event(), wait_s=0.2)
     for options, committed in (({}, False), ({"enable_async_checkpointing": False}, True)):
@@ -245,7 +245,7 @@ def test_enable_async_checkpointing(job: Callable[[], Job], monkeypatch: Any) ->
             assert (0 in manager._durable.steps()) == committed
 
 
-def test_async_options(job: Callable[[], Job]) -> None:
+def test_async_options_callback_is_called(job: Callable[[], Job]) -> None:
     """The callback that copies finished steps away would never be called."""
     called: list[int] = []
     job().run(range(2))
@@ -258,7 +258,7 @@ def test_async_options(job: Callable[[], Job]) -> None:
         )
 
 
-def test_multiprocessing_options(job: Callable[[], Job]) -> None:
+def test_multiprocessing_options_separate_barriers(job: Callable[[], Job]) -> None:
     """Two managers of one job would meet at each other's barriers."""
     given = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix="mine")
     for options, prefix in (({}, None), ({"multiprocessing_options": given}, "mine")):
@@ -269,7 +269,7 @@ def test_multiprocessing_options(job: Callable[[], Job]) -> None:
                 assert inner._multiprocessing_options.barrier_sync_key_prefix == prefix
 
 
-def test_file_options(job: Callable[[], Job]) -> None:
+def test_file_options_set_permissions(job: Callable[[], Job]) -> None:
     """Checkpoints would be readable by everybody on a shared machine."""
     for options, mode in (({}, 0o755), ({"file_options": ocp.options.FileOptions(path_permission_mode=0o700)}, 0o700)):
         each = job()
@@ -278,7 +278,7 @@ def test_file_options(job: Callable[[], Job]) -> None:
         assert each.durable.stat().st_mode & 0o777 == mode
 
 
-def test_atomicity_options_and_temporary_path_class(job: Callable[[], Job]) -> None:
+def test_atomicity_options_require_the_commit_file(job: Callable[[], Job]) -> None:
     """On a mount without atomic rename a half-written step would pass for a whole one."""
     given = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
     by_class = {"temporary_path_class": ocp.path.atomicity.CommitFileTemporaryPath}
@@ -294,7 +294,7 @@ def test_atomicity_options_and_temporary_path_class(job: Callable[[], Job]) -> N
             assert 0 in manager._durable.steps()
 
 
-def test_save_root_metadata(job: Callable[[], Job]) -> None:
+def test_save_root_metadata_option(job: Callable[[], Job]) -> None:
     """What describes the run would be lost, or written where it must not be."""
     for options, written in (({}, True), ({"save_root_metadata": False}, False)):
         each = job()
@@ -304,7 +304,7 @@ def test_save_root_metadata(job: Callable[[], Job]) -> None:
             assert manager.metadata().custom_metadata == ({"lang": "en"} if written else {})
 
 
-def test_prevent_write_metrics(job: Callable[[], Job]) -> None:
+def test_prevent_write_metrics_option(job: Callable[[], Job]) -> None:
     """Metrics that must not leave the machine would be written."""
     for options, found in (({}, {"loss": 1.0}), ({"prevent_write_metrics": True}, None)):
         each = job()
@@ -314,7 +314,7 @@ def test_prevent_write_metrics(job: Callable[[], Job]) -> None:
             assert manager.best_step() == (3 if found else None)
 
 
-def test_enable_should_save_is_saving_in_progress_check(job: Callable[[], Job], monkeypatch: Any) -> None:
+def test_should_save_in_progress_check_option(job: Callable[[], Job], monkeypatch: Any) -> None:
     """Continuous checkpointing would queue saves up, or skip them although it was told not to look."""
     for options, taken in (({}, False), ({"enable_should_save_is_saving_in_progress_check": False}, True)):
         release = threading.Event()
@@ -331,7 +331,7 @@ def test_enable_should_save_is_saving_in_progress_check(job: Callable[[], Job], 
                 assert manager.should_save(1)
 
 
-def test_enable_per_process_directory_creation(job: Callable[[], Job], monkeypatch: Any) -> None:
+def test_per_process_directory_creation_option(job: Callable[[], Job], monkeypatch: Any) -> None:
     """Orbax allows it only where no process is primary, and then each has signals of its own."""
     alone = ocp.options.MultiprocessingOptions(primary_host=None)
     with pytest.raises(ValueError, match="primary_host is None"):
@@ -344,7 +344,7 @@ def test_enable_per_process_directory_creation(job: Callable[[], Job], monkeypat
     assert contract.awaitable_signals_contract_prefix.startswith("signals_0")
 
 
-def test_lightweight_initialize(job: Callable[[], Job]) -> None:
+def test_lightweight_initialize_reads_no_metrics(job: Callable[[], Job]) -> None:
     """A restart would read the metrics of ten thousand steps."""
     each = job()
     each.run(best_fn=_loss)

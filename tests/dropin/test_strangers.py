@@ -37,7 +37,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("step", [np.int64(3), np.int32(3), np.uint64(3), np.array(3), jnp.int32(3), 3.0], ids=repr)
-def test_a_step_may_be_any_whole_number(make: Callable[..., Any], step: Any) -> None:
+def test_any_integer_type_is_accepted_as_step(make: Callable[..., Any], step: Any) -> None:
     """A loop whose counter is an array would lose every step in the background."""
     with make() as manager:
         assert manager.save(0, args=args.StandardSave(state(0)))
@@ -55,7 +55,7 @@ def test_a_step_may_be_any_whole_number(make: Callable[..., Any], step: Any) -> 
         assert manager.all_steps() == [0]
 
 
-def test_what_is_no_step_is_refused_by_save(tmp_path: Path) -> None:
+def test_invalid_step_is_refused_by_save(tmp_path: Path) -> None:
     """The save would be taken, and lost in the background."""
     with ckptkit.CheckpointManager(tmp_path / "run", tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"))]) as manager:
         with pytest.raises(TypeError, match="step '3' is no whole number"):
@@ -70,7 +70,7 @@ def test_what_is_no_step_is_refused_by_save(tmp_path: Path) -> None:
         assert manager.all_steps() == [0]
 
 
-def test_trees_are_described_after_a_restore_without_arguments(make: Callable[..., Any]) -> None:
+def test_tree_metadata_after_restore_without_arguments(make: Callable[..., Any]) -> None:
     """A script that looks at shapes after its restore would find nothing."""
     with make() as manager:
         both = args.Composite(s=args.StandardSave(state(1)), p=args.PyTreeSave(state(2)), j=args.JsonSave({"a": 1}))
@@ -82,7 +82,7 @@ def test_trees_are_described_after_a_restore_without_arguments(make: Callable[..
         assert found["j"] is None
 
 
-def test_an_unnamed_tree_is_described_after_a_restore_without_arguments(make: Callable[..., Any]) -> None:
+def test_unnamed_tree_metadata_after_restore_without_arguments(make: Callable[..., Any]) -> None:
     """The same for the commonest kind of step."""
     with make() as manager:
         manager.save(1, args=args.StandardSave(state(1)))
@@ -91,7 +91,7 @@ def test_an_unnamed_tree_is_described_after_a_restore_without_arguments(make: Ca
         assert manager.item_metadata(1)["w"].shape == (3,)
 
 
-def test_metrics_that_cannot_be_ordered_are_refused_by_the_save_that_brings_them(tmp_path: Path) -> None:
+def test_save_with_unorderable_metrics_is_refused(tmp_path: Path) -> None:
     """Orbax raises at each later save, because the bad metrics stay; ours would prune by what is left, in silence."""
 
     def best(metrics: Any) -> Any:

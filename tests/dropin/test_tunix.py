@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 
-def test_tunix_runs_with_its_import_changed(tmp_path: Path) -> None:
+def test_tunix_runs_with_the_import_replaced(tmp_path: Path) -> None:
     """A drop-in would be one for our own scripts alone."""
     pytest.importorskip("tunix", reason="google-tunix is not installed: make stranger")
     script = Path(__file__).with_name("tunix_trainer.py")

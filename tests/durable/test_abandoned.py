@@ -95,7 +95,7 @@ class Stopped:
         return self.raised
 
 
-def test_a_directory_that_was_made_again_is_not_committed(tmp_path: Path) -> None:
+def test_recreated_directory_is_not_committed(tmp_path: Path) -> None:
     """A disk gives its number to the next directory: half a step of a run that was fenced off would be committed."""
     for step in range(20):
         attempt = commit.make_attempt(str(tmp_path), str(step), SaveId(1, step, 0), 0o777)
@@ -118,7 +118,7 @@ def _target_of(descriptor: str) -> str:
 
 @pytest.mark.parametrize("point", ["_write_part", "_finish"], ids=["before its data", "before its mark"])
 @pytest.mark.parametrize("step", [5, 3], ids=["a number of its own", "the number of a later run's step"])
-def test_a_writer_that_stopped_cannot_commit_what_a_later_run_has_cleaned(
+def test_stopped_writer_cannot_commit_a_cleaned_attempt(
     root: str, step: int, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would commit half a step, or bytes of two runs under one name, or take a committed step with it."""
@@ -145,7 +145,7 @@ def test_a_writer_that_stopped_cannot_commit_what_a_later_run_has_cleaned(
         assert left_behind(open_store(root), [1, 3, 5, 6]) == []
 
 
-def test_what_is_being_written_now_is_not_taken(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cleanup_skips_a_save_in_progress(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cleaning that takes a live save of the same or a later epoch would fail it for nothing."""
     with make_manager(root) as manager:
         save(manager, 1, 1.0)
@@ -157,7 +157,7 @@ def test_what_is_being_written_now_is_not_taken(root: str, monkeypatch: pytest.M
         assert restored(manager) == (3, -1.0)
 
 
-def test_an_older_run_does_not_begin_where_a_later_one_writes(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_run_cannot_replace_an_attempt_of_a_later_run(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs would write one step in a bucket; on a disk each has a place of its own, and the first commits."""
     stopped = Stopped(root, 2, 3, "_finish", monkeypatch)
     items = {"default": ocp.args.PyTreeSave({"w": np.zeros(3000, np.float32)})}  # pyright: ignore[reportCallIssue]
@@ -172,7 +172,7 @@ def test_an_older_run_does_not_begin_where_a_later_one_writes(root: str, monkeyp
         assert left_behind(open_store(root), [3]) == []
 
 
-def test_a_run_that_is_superseded_in_mid_save_does_not_commit(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_superseded_run_does_not_commit(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of the older branch would appear beside the newer run's, and push one of its steps out."""
     with make_manager(root) as older:
         save(older, 1, 1.0)
@@ -207,7 +207,7 @@ def without_intents(store: Any) -> list[str]:
     return [key for key in store.list_all("") if not key.startswith(paths.INTENTS_DIR)]
 
 
-def test_a_cleaning_that_dies_anywhere_is_done_by_the_next() -> None:
+def test_crashed_bucket_cleanup_is_completed_by_the_next() -> None:
     """What it had begun to remove would be nobody's for ever, or could still be committed."""
     whole = [f"4/{paths.COMMIT_MARK}", "4/d/x", "6/d/x", "7/d/x"]
     count = FaultyStore(make_left())
@@ -227,7 +227,7 @@ def test_a_cleaning_that_dies_anywhere_is_done_by_the_next() -> None:
         assert store.list(paths.INTENTS_DIR) == []
 
 
-def test_what_an_attempt_could_not_remove_is_removed_by_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_left_by_an_attempt_are_removed_by_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the intents of those before it first: without its own the objects would be nobody's, and stay."""
     store = make_left()
     refuses = FaultyStore(store, [StoreFault(effect="io error", operations=("delete",), keys="5/*")])
@@ -242,7 +242,7 @@ def test_what_an_attempt_could_not_remove_is_removed_by_the_next_run(monkeypatch
     assert store.list(paths.INTENTS_DIR) == []
 
 
-def test_an_attempt_that_another_has_the_step_of_leaves_no_intent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempt_on_an_existing_step_leaves_no_intent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every later run would look into a step that is whole."""
     store = make_left()
     monkeypatch.setattr(commit, "open_store", lambda url: store)
@@ -268,15 +268,13 @@ class SaysItsOwnIsThere:
             raise FileExistsError(key)
 
 
-def test_a_cleaning_knows_its_own_intent() -> None:
+def test_cleanup_recognises_its_own_intent() -> None:
     """One lost answer, and nothing of what earlier runs have left would be removed in this one."""
     store: Any = SaysItsOwnIsThere(make_left())
     assert clean_left(store, 2, lambda place: None) == ["5"]
 
 
-def test_a_late_record_of_a_larger_run_that_was_fenced_off_is_no_part_of_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_record_of_a_fenced_run_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that wakes up puts what it still had to, under a name that the newer run with fewer processes has not
     taken: a step that is committed would be damaged by it."""
     with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
@@ -305,7 +303,7 @@ def test_a_late_record_of_a_larger_run_that_was_fenced_off_is_no_part_of_the_ste
         assert [step.state for step in list_steps("gs://runs/run", host_id="h").steps] == ["committed", "damaged"]
 
 
-def test_a_cleaning_of_a_disk_that_dies_is_done_by_the_next(tmp_path: Path) -> None:
+def test_crashed_disk_cleanup_is_completed_by_the_next(tmp_path: Path) -> None:
     """The same on a disk: a directory that was moved away would stay for ever."""
     removed: list[str] = []
 
@@ -327,7 +325,7 @@ def test_a_cleaning_of_a_disk_that_dies_is_done_by_the_next(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["4", orbax, "_ckptkit"]
 
 
-def test_the_directory_of_an_attempt_that_was_taken_away_is_not_committed_when_it_comes_back(tmp_path: Path) -> None:
+def test_attempt_with_a_moved_directory_is_not_committed(tmp_path: Path) -> None:
     """A writer makes the directories that it needs: an empty step would be committed."""
     attempt = commit.make_attempt(str(tmp_path), "5", SaveId(1, 5, 0), 0o777)
     attempt.begin()

@@ -51,7 +51,7 @@ def name_of(kind: Kind, name: str) -> str:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_depends_on_a_request_begins_when_it_is_over(
+def test_dependent_requests_start_after_their_dependency(
     server: BucketServer, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mark before the bytes, or bytes before the intent that says whose they are: only some timings would show it."""
@@ -105,7 +105,7 @@ def states() -> list[frozenset[str]]:
     return sorted(found, key=lambda done: (len(done), sorted(done)))
 
 
-def test_a_save_that_dies_between_any_two_requests_is_no_step_and_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crashed_save_is_never_a_step_and_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a step would be restored, or stay in the bucket for ever."""
     enumerated = states()
     assert len(enumerated) > 30

@@ -38,7 +38,7 @@ def requests(server: BucketServer) -> int:
     return count
 
 
-def test_a_save_of_600_leaves_and_its_restore_are_few_requests(server: BucketServer) -> None:
+def test_saving_and_restoring_600_leaves_takes_few_requests(server: BucketServer) -> None:
     """Buckets throttle by requests, and each costs a round trip: stock Orbax takes 90 to 180."""
     with ckptkit.CheckpointManager("gs://runs/run", options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
         saves = []
@@ -70,7 +70,7 @@ def in_a_row(server: BucketServer) -> int:
     return count
 
 
-def test_a_save_and_a_restore_wait_for_few_answers_in_a_row(server: BucketServer) -> None:
+def test_save_and_restore_have_few_sequential_round_trips(server: BucketServer) -> None:
     """Each is a round trip: 15 and 12 of them took longer than the bytes of a small state."""
     state = {"w": jnp.arange(3000.0)}
     with ckptkit.CheckpointManager("gs://runs/run") as manager:
@@ -86,7 +86,7 @@ def test_a_save_and_a_restore_wait_for_few_answers_in_a_row(server: BucketServer
 
 
 @pytest.mark.parametrize("harm", ["default/_ckptkit/process-0.json", "default/manifest.ocdbt", "commit_success.txt"])
-def test_a_newest_step_that_was_looked_into_in_vain_is_passed_over(server: BucketServer, harm: str) -> None:
+def test_damaged_newest_step_is_skipped(server: BucketServer, harm: str) -> None:
     """What is read ahead of a step that turns out to be damaged would end the restore."""
     state = {"w": jnp.arange(3000.0)}
     with ckptkit.CheckpointManager("gs://runs/run") as manager:
@@ -124,7 +124,7 @@ def _mark(effect: Status) -> Fault:
     return Fault(effect=effect, objects="run/_ckptkit/intents/*", kinds=(Kind.COPY,), count=1)
 
 
-def test_what_an_attempt_has_left_is_gone_with_the_next_one(server: BucketServer) -> None:
+def test_next_attempt_removes_objects_of_a_failed_one(server: BucketServer) -> None:
     """Objects of an attempt that failed would be joined to those of the next, or billed for ever."""
     server.faults = FaultPlan(faults=(_mark(Status(code=403)),))
     with ckptkit.CheckpointManager("gs://runs/run") as manager:
@@ -158,7 +158,7 @@ def test_after_several_failed_saves_old_steps_are_still_pruned(server: BucketSer
 
 
 @pytest.mark.parametrize("stage", ["before", "after"])
-def test_a_marker_whose_answer_is_lost_commits_once(server: BucketServer, stage: Any) -> None:
+def test_lost_marker_response_commits_once(server: BucketServer, stage: Any) -> None:
     """The retry would find its own marker and call a step that is there a failure."""
     server.faults = FaultPlan(faults=(_mark(Status(code=503, stage=stage)),))
     with ckptkit.CheckpointManager("gs://runs/run") as manager:
@@ -167,7 +167,7 @@ def test_a_marker_whose_answer_is_lost_commits_once(server: BucketServer, stage:
         assert server.fired() == [1]
 
 
-def test_a_deletion_that_fails_costs_no_save(server: BucketServer) -> None:
+def test_failed_deletion_does_not_fail_the_save(server: BucketServer) -> None:
     """A permission that is missing for deletions would stop all checkpoints."""
     with ckptkit.CheckpointManager("gs://runs/run", options=ocp.CheckpointManagerOptions(max_to_keep=1)) as manager:
         save(manager, 1)
@@ -198,7 +198,7 @@ FIVE_PERCENT = FaultPlan(
 
 
 @pytest.mark.parametrize("saves", SAVES)
-def test_five_faults_in_a_hundred_requests_lose_nothing(
+def test_five_percent_request_faults_lose_nothing(
     server: BucketServer, saves: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bucket on a bad day would commit half a step, or leave objects that nobody sees and somebody pays for."""

@@ -45,7 +45,7 @@ def restored(manager: ckptkit.CheckpointManager) -> int:
 
 
 @pytest.mark.parametrize("make", [jnp.full, np.full], ids=["jax", "numpy"])
-def test_a_step_that_takes_an_abandoned_number_is_kept(tmp_path: Path, make: Any) -> None:
+def test_step_that_reuses_an_abandoned_number_is_kept(tmp_path: Path, make: Any) -> None:
     """Its own save would prune it, or a restart take it for the abandoned one: committed, and lost."""
     with make_manager(tmp_path, save_interval_steps=2, max_to_keep=2) as manager:
         for step in (2, 4, 6):
@@ -58,9 +58,7 @@ def test_a_step_that_takes_an_abandoned_number_is_kept(tmp_path: Path, make: Any
         assert restored(manager) == 66
 
 
-def test_an_abandoned_number_is_saved_again_where_steps_are_deleted_in_the_background(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_abandoned_number_is_reusable_with_background_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each save of the new branch would meet the old step of its number and fail, or be deleted in its place."""
     move_away = delete.move_away
 
@@ -81,9 +79,7 @@ def test_an_abandoned_number_is_saved_again_where_steps_are_deleted_in_the_backg
         assert restored(manager) == 30
 
 
-def test_a_deletion_in_the_background_that_fails_says_so_to_the_save_that_takes_its_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_background_deletion_fails_the_reusing_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save would wait for ever for Orbax's thread, which ends at the first error."""
 
     def refused(where: str) -> str:
@@ -103,7 +99,7 @@ def test_a_deletion_in_the_background_that_fails_says_so_to_the_save_that_takes_
         assert restored(manager) == 1
 
 
-def test_what_goes_is_not_decided_by_this_process_alone() -> None:
+def test_deletion_is_agreed_even_if_nothing_is_due_here() -> None:
     """Where nothing is to go by its own clock it would not come to the meeting, and the others wait for it."""
     options = ocp.CheckpointManagerOptions(keep_time_interval=datetime.timedelta(hours=1), max_to_keep=1)
     asked: list[list[int]] = []
@@ -121,9 +117,7 @@ def test_what_goes_is_not_decided_by_this_process_alone() -> None:
 
 @pytest.mark.parametrize("background", [False, True], ids=["in place", "background"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_deletion_that_dies_leaves_no_step_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
-) -> None:
+def test_crashed_deletion_leaves_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool) -> None:
     """`latest_step` would name a step that is half gone, at every restart."""
     removed: list[str] = []
 
@@ -154,7 +148,7 @@ def test_a_deletion_that_dies_leaves_no_step_behind(
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "_ckptkit") == ["1"]
 
 
-def test_a_bucket_loses_the_mark_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_deletion_removes_the_mark_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same on a bucket, where a deletion is one request for each object."""
     with BucketServer(dir=tmp_path, buckets=["runs"]) as server:
         for name, value in server.env().items():
@@ -173,7 +167,7 @@ def test_a_bucket_loses_the_mark_first(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("prunes", [False, True], ids=["by name", "pruned"])
-def test_what_a_deletion_in_a_bucket_has_left_is_removed_by_the_next_run(
+def test_next_run_completes_a_partial_bucket_deletion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prunes: bool
 ) -> None:
     """A step without its mark says to nobody whose it was: its bytes would be billed for ever."""
@@ -198,7 +192,7 @@ def test_what_a_deletion_in_a_bucket_has_left_is_removed_by_the_next_run(
         assert store.list(paths.INTENTS_DIR) == []
 
 
-def test_a_deletion_in_a_bucket_that_dies_anywhere_is_done_by_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_run_completes_a_bucket_deletion_crashed_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same after each of its requests: what is left is the whole step, or is gone with the next run."""
     keys = [f"{step}/{name}" for step in (4, 40) for name in (paths.COMMIT_MARK, "_CHECKPOINT_METADATA", "a/d/x")]
 
@@ -224,7 +218,7 @@ def test_a_deletion_in_a_bucket_that_dies_anywhere_is_done_by_the_next_run(monke
         assert store.list_all("") == sorted(keys if keys[0] in left else keys[3:]), died_after
 
 
-def test_a_bucket_that_takes_nothing_any_more_can_be_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_can_be_deleted_from_a_full_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a quota is reached a deletion would wait for room that only it can make."""
     store = MemoryStore("gs://runs/run")
     for name in (paths.COMMIT_MARK, "default/d/x"):
@@ -236,9 +230,7 @@ def test_a_bucket_that_takes_nothing_any_more_can_be_emptied(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["by name", "an abandoned one"])
-def test_every_deletion_is_announced_until_it_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
-) -> None:
+def test_deletion_is_announced_until_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool) -> None:
     """A scrub beside it would take a step that is half deleted for damaged, and put it aside or mend it."""
     announced: list[str] = []
     move_away = delete.move_away
@@ -262,7 +254,7 @@ def test_every_deletion_is_announced_until_it_is_done(
         assert not (tmp_path / paths.DOOMED_KEY).exists()
 
 
-def test_a_deletion_that_cannot_be_announced_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unannounced_deletion_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody is warned of would be mended while it goes."""
 
     def refused(*_: Any) -> None:
@@ -290,7 +282,7 @@ def make_listening(root: Path) -> tuple[ckptkit.CheckpointManager, list[str]]:
     ), reasons
 
 
-def test_a_prune_that_fails_is_said_and_done_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_prune_is_reported_and_retried_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read-only directory would keep every step, and nobody would hear of it; or the save would fail with it."""
     announced: list[str] = []
 
@@ -312,9 +304,7 @@ def test_a_prune_that_fails_is_said_and_done_later(tmp_path: Path, monkeypatch: 
         assert not (tmp_path / paths.DOOMED_KEY).exists()
 
 
-def test_a_number_that_is_saved_again_is_not_pruned_for_what_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_retried_prune_keeps_a_newer_step_of_the_same_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deletion that has to be tried again would take the new step of that number."""
 
     def refused(path: str, options: Any) -> None:

@@ -34,7 +34,9 @@ PROFILES = [
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=["pieces", "one at a time", "rate", "encoded"])
-def test_pieces_make_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: DurableProfile) -> None:
+def test_step_in_several_pieces_is_identical(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: DurableProfile
+) -> None:
     """A step that only fits in several commits of its database would be half of one."""
     taken: list[int] = []
     in_flight: list[int] = []
@@ -58,7 +60,7 @@ def test_pieces_make_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert_same(stock.restore(1, args=ocp.args.StandardRestore(abstract(state))), state)  # pyright: ignore[reportCallIssue]
 
 
-def test_small_cells_are_held_a_sixth_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_small_cells_is_a_sixth_of_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A state of small leaves would stand in memory twice, beside its snapshot."""
     held: list[int] = []
     add = Pieces.add
@@ -94,7 +96,7 @@ def restored(root: Path, state: Any) -> Any:
 
 
 @pytest.mark.parametrize("codec", COMPRESSORS)
-def test_encoded_cells_are_smaller_and_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Codec) -> None:
+def test_encoded_cells_are_smaller_and_bit_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Codec) -> None:
     """Compression would cost bits, or a millisecond and a request for each leaf of a restore."""
     state = {
         "wide": jnp.arange(300 * 64).reshape(300, 64) % 7,
@@ -112,7 +114,7 @@ def test_encoded_cells_are_smaller_and_the_same(tmp_path: Path, monkeypatch: pyt
         assert_same(stock.restore(1, args=ocp.args.StandardRestore(abstract(state))), state)  # pyright: ignore[reportCallIssue]
 
 
-def test_damage_of_encoded_cells_is_found(tmp_path: Path) -> None:
+def test_damaged_encoded_cells_are_detected(tmp_path: Path) -> None:
     """A flipped bit in a frame would become another number, or crash whoever decodes it."""
     state = {"wide": jax.random.randint(jax.random.key(0), (300, 64), 0, 7)}
     step = step_of(tmp_path / "run", state, DurableProfile(compression="lz4_shuffle", copied_bytes=1 << 10))
@@ -130,7 +132,7 @@ def test_damage_of_encoded_cells_is_found(tmp_path: Path) -> None:
                 restored(tmp_path / "run", state)
 
 
-def test_a_plain_cell_that_begins_like_an_encoded_one_is_read_as_it_is(tmp_path: Path) -> None:
+def test_plain_cell_with_a_codec_magic_is_not_decoded(tmp_path: Path) -> None:
     """It would be decoded to something else, and a good step be refused."""
     leaf = np.arange(1024, dtype=np.uint32)
     leaf[1] = leaf[3] = leaf.nbytes
@@ -140,7 +142,7 @@ def test_a_plain_cell_that_begins_like_an_encoded_one_is_read_as_it_is(tmp_path:
     assert_same(restored(tmp_path, state), state)
 
 
-def test_all_processes_encode_as_process_0_says(tmp_path: Path) -> None:
+def test_all_processes_use_the_profile_of_process_0(tmp_path: Path) -> None:
     """Profiles that differ between processes: cells would not be what the leaf's metadata says of them."""
 
     class ProcessZeroEncodes:
@@ -163,7 +165,7 @@ def test_all_processes_encode_as_process_0_says(tmp_path: Path) -> None:
     assert np.array_equal(ts.open(spec, open=True).result().read().result(), leaf)
 
 
-def test_what_is_asked_for_before_its_turn_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cell_requested_out_of_order_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes would be paid for twice, and what nobody takes would fill the room for reading ahead."""
     step = step_of(tmp_path, {name: jnp.arange(2000.0) + index for index, name in enumerate("abc")}, DurableProfile())
     (manifest,) = DurableReader(str(step), step=1).manifests()

@@ -66,14 +66,14 @@ def histories(draw: st.DrawFn) -> Model:
 
 @given(model=histories())
 @settings(deadline=None, max_examples=400)
-def test_superseded_says_exactly_what_the_model_abandoned(model: Model) -> None:
+def test_superseded_matches_the_model(model: Model) -> None:
     """If it failed, a host that returns with an old ramdisk could overrule the run that replaced it."""
     assert {save for save in model.saves if model.ancestry.superseded(save)} == model.abandoned
 
 
 @given(model=histories(), data=st.data())
 @settings(deadline=None, max_examples=200)
-def test_an_abandoned_branch_never_wins(model: Model, data: st.DataObject) -> None:
+def test_abandoned_branch_is_never_restored(model: Model, data: st.DataObject) -> None:
     """If it failed, training would silently go on from weights that were rolled back."""
     held = data.draw(st.lists(st.sampled_from(model.saves), unique=True))  # whatever survived, in whatever tiers
     ranked = rank_candidates([dict.fromkeys(held)], held, model.ancestry.superseded)
@@ -84,7 +84,7 @@ def test_an_abandoned_branch_never_wins(model: Model, data: st.DataObject) -> No
 
 @given(model=histories(), epoch=st.integers(0, 12), step=st.integers(0, 60))
 @settings(deadline=None, max_examples=400)
-def test_forgetting_redundant_rollbacks_changes_no_answer(model: Model, epoch: int, step: int) -> None:
+def test_dropping_redundant_rollbacks_changes_no_result(model: Model, epoch: int, step: int) -> None:
     """If it failed, the record would be short and wrong; without pruning it would grow with every restart."""
     keep_all = Ancestry(model.ancestry.epoch, tuple(model.unpruned))
     save = SaveId(epoch, step, 0)
@@ -98,7 +98,7 @@ def test_forgetting_redundant_rollbacks_changes_no_answer(model: Model, epoch: i
     restarts=st.lists(st.tuples(st.integers(0, 30), st.sets(st.integers(1, 8), max_size=4)), min_size=1, max_size=5),
 )
 @settings(deadline=None, max_examples=300)
-def test_steps_of_stock_orbax_never_outrank_the_saves_that_followed_them(
+def test_older_stock_orbax_steps_never_outrank_later_saves(
     stock: set[int], restarts: list[tuple[int, set[int]]]
 ) -> None:
     """If it failed, a job that moved here from Orbax would, after a crash, resume from before it moved."""
@@ -117,7 +117,7 @@ def test_steps_of_stock_orbax_never_outrank_the_saves_that_followed_them(
                     assert theirs < save or model.ancestry.superseded(theirs), (step, theirs, save, model.ancestry)
 
 
-def test_a_claimed_epoch_without_a_save_changes_nothing_about_what_is_newest() -> None:
+def test_claimed_epoch_without_a_save_keeps_the_newest_step() -> None:
     """If it failed, a crash between an epoch's claim and its first commit would send a job back to Orbax's step."""
     first = Ancestry().begin(1, 10, [10])  # restored Orbax's step 10, then saved 20 and 25
     second = first.begin(2, 25, [10])  # restored 25, claimed its epoch, and died
@@ -126,7 +126,7 @@ def test_a_claimed_epoch_without_a_save_changes_nothing_about_what_is_newest() -
     assert [candidate.save_id.step for candidate in ranked] == [25, 20, 10]
 
 
-def test_steps_that_stock_orbax_wrote_since_are_newer_than_ours() -> None:
+def test_later_stock_orbax_steps_are_newer_than_ours() -> None:
     """If it failed, a job that went back to Orbax for a while would lose what it trained there."""
     ancestry = Ancestry().begin(1, 10, [10])
     assert max(SaveId(1, 25, 7), ancestry.of_stock(30)) == ancestry.of_stock(30)
@@ -143,7 +143,7 @@ def test_a_run_that_restored_nothing_abandons_nothing() -> None:
 
 @given(model=histories())
 @settings(deadline=None, max_examples=50)
-def test_a_record_is_read_back_as_it_was_written(model: Model) -> None:
+def test_record_round_trips(model: Model) -> None:
     """If it failed, a restart would not know which branches were given up."""
     records = EpochRecords(MemoryStore())
     assert records.read() == Ancestry()
@@ -151,7 +151,7 @@ def test_a_record_is_read_back_as_it_was_written(model: Model) -> None:
     assert records.read() == model.ancestry
 
 
-def test_the_newest_record_wins_whatever_the_order_of_writing() -> None:
+def test_newest_record_wins_in_any_write_order() -> None:
     """If it failed, a slow run of an older epoch could take back what a newer one recorded."""
     store = MemoryStore()
     records = EpochRecords(store)
@@ -171,7 +171,7 @@ def recorded() -> tuple[MemoryStore, Ancestry]:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_every_changed_bit_of_a_record_is_found_and_the_copy_read(key: str) -> None:
+def test_flipped_bit_in_a_record_is_found_and_its_copy_read(key: str) -> None:
     """A changed base step would abandon the newest steps, or bring an abandoned branch back."""
     store, ancestry = recorded()
     whole = store.get(key)
@@ -190,7 +190,7 @@ def test_every_changed_bit_of_a_record_is_found_and_the_copy_read(key: str) -> N
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("data", [None, b"", b"{}"])
-def test_a_record_is_mended_from_its_copy_and_the_reverse(key: str, data: bytes | None) -> None:
+def test_record_and_copy_repair_each_other(key: str, data: bytes | None) -> None:
     """A root that lost one copy would lose the next one too."""
     store, ancestry = recorded()
     whole = store.get(KEYS[0])
@@ -221,14 +221,14 @@ def test_both_copies_damaged_are_refused() -> None:
             act()
 
 
-def test_a_record_of_before_the_digest_is_read() -> None:
+def test_record_without_a_digest_is_read() -> None:
     """A root of an earlier version could not be opened any more."""
     store, ancestry = MemoryStore(), Ancestry(3, ((3, 40),))
     store.put(KEYS[0], json.dumps({**ancestry.to_json(), "run": "r"}).encode())
     assert EpochRecords(store).check() == (ancestry, [])
 
 
-def test_a_claim_whose_record_is_gone_is_not_claimed_again() -> None:
+def test_epoch_with_a_lost_record_is_not_claimed_again() -> None:
     """Two runs could save under one epoch."""
     store, _ = recorded()
     store.delete(KEYS[0])
@@ -313,7 +313,7 @@ def test_two_runs_cannot_both_claim_an_epoch_through_a_retry() -> None:
         b"\xff\xfe\x00",
     ],
 )
-def test_a_damaged_record_is_refused_and_named(text: bytes) -> None:
+def test_damaged_record_is_refused_by_name(text: bytes) -> None:
     """If it failed, a torn record would count as no record, and an abandoned branch would come back."""
     store = MemoryStore("gs://b/run")
     store.put("_ckptkit/epochs/00000003.json", text)

@@ -34,7 +34,7 @@ def take(store: Any, step: int, *, lease_s: float = 60.0, clock: Clock | None = 
     return Lease(store, step, lease_s=lease_s, monotonic_s=clock or Clock())
 
 
-def test_a_leased_step_is_spared_until_it_is_released(store: MemoryStore) -> None:
+def test_leased_step_is_kept_until_released(store: MemoryStore) -> None:
     """An evaluator would lose the step that it reads."""
     guard = PruneGuard(store)
     with take(store, 2) as lease:
@@ -45,7 +45,7 @@ def test_a_leased_step_is_spared_until_it_is_released(store: MemoryStore) -> Non
     assert store.list(paths.LEASES_DIR) == []
 
 
-def test_a_doomed_step_is_not_granted(store: MemoryStore) -> None:
+def test_lease_on_a_doomed_step_is_refused(store: MemoryStore) -> None:
     """The writer has looked for leases already, and deletes it."""
     guard = PruneGuard(store)
     assert guard.spare([2]) == set()
@@ -77,7 +77,7 @@ class Turns:
 
 
 @pytest.mark.parametrize("order", sorted(set(itertools.permutations("rrwww"))), ids="".join)
-def test_one_of_two_that_meet_sees_the_other(order: tuple[str, ...]) -> None:
+def test_concurrent_lease_and_prune_detect_each_other(order: tuple[str, ...]) -> None:
     """A step would be granted and deleted, in one order of operations out of ten."""
     inner, left, condition = MemoryStore(), list(order), threading.Condition()
     spared: set[int] = set()
@@ -101,7 +101,7 @@ def test_one_of_two_that_meet_sees_the_other(order: tuple[str, ...]) -> None:
     assert not granted or spared == {2}
 
 
-def test_a_dead_reader_holds_a_step_for_its_lease_and_no_longer(store: MemoryStore) -> None:
+def test_dead_reader_holds_a_step_only_for_its_lease(store: MemoryStore) -> None:
     """An evaluator that was killed would fill the bucket."""
     clock = Clock()
     guard = PruneGuard(store, monotonic_s=clock)
@@ -115,7 +115,7 @@ def test_a_dead_reader_holds_a_step_for_its_lease_and_no_longer(store: MemorySto
     assert store.list(paths.LEASES_DIR) == []
 
 
-def test_a_lease_that_is_renewed_lives_on(store: MemoryStore) -> None:
+def test_renewed_lease_stays_valid(store: MemoryStore) -> None:
     """A long evaluation would lose its step."""
     clock = Clock()
     guard = PruneGuard(store, monotonic_s=clock)
@@ -126,7 +126,7 @@ def test_a_lease_that_is_renewed_lives_on(store: MemoryStore) -> None:
         clock.now_s += 59
 
 
-def test_a_lease_renews_itself(store: MemoryStore) -> None:
+def test_lease_is_renewed_in_the_background(store: MemoryStore) -> None:
     """The thread that keeps it would be missing."""
     beats = set()
     with take(store, 2, lease_s=0.03):
@@ -135,7 +135,7 @@ def test_a_lease_renews_itself(store: MemoryStore) -> None:
             beats.add(json.loads(store.get(f"{paths.LEASES_DIR}/{name}"))["beat"])
 
 
-def test_a_reader_knows_that_its_lease_is_lost_before_the_writer_drops_it(store: MemoryStore) -> None:
+def test_reader_sees_a_lost_lease_before_the_writer_deletes(store: MemoryStore) -> None:
     """It would read on, and take half a step for damage."""
     clock = Clock()
     with take(store, 2, clock=clock) as lease:
@@ -144,7 +144,7 @@ def test_a_reader_knows_that_its_lease_is_lost_before_the_writer_drops_it(store:
         assert not lease.granted()
 
 
-def test_a_damaged_lease_stands_for_every_step(store: MemoryStore) -> None:
+def test_damaged_lease_protects_every_step(store: MemoryStore) -> None:
     """The step that it was for cannot be known."""
     clock = Clock()
     guard = PruneGuard(store, monotonic_s=clock)
@@ -154,7 +154,7 @@ def test_a_damaged_lease_stands_for_every_step(store: MemoryStore) -> None:
     assert guard.spare([1, 2]) == set()
 
 
-def test_what_cannot_be_looked_up_is_not_deleted(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_leases_prevent_deletion(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unreachable bucket would count as one without readers."""
 
     def unreachable(prefix: str) -> list[str]:
@@ -165,7 +165,7 @@ def test_what_cannot_be_looked_up_is_not_deleted(store: MemoryStore, monkeypatch
 
 
 @pytest.mark.parametrize("lease_s", [0.0, -1.0, 3601.0])
-def test_a_lease_is_bounded(store: MemoryStore, lease_s: float) -> None:
+def test_lease_duration_is_bounded(store: MemoryStore, lease_s: float) -> None:
     """A reader that died would hold a step for ever."""
     with pytest.raises(ValueError, match="lease_s is"):
         take(store, 1, lease_s=lease_s)

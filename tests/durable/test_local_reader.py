@@ -49,7 +49,7 @@ def _data_files(root: Path) -> list[Path]:
     return [path for path in root.glob("1/default/**/d/*") if path.is_file()]
 
 
-def test_tensorstore_is_not_asked_for_what_stands_in_a_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_cells_are_read_without_tensorstore(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It hands out copies of copies: a third of the speed."""
     asked: list[str] = []
     real = CellReader.fetch
@@ -75,7 +75,7 @@ def test_a_flipped_bit_in_a_data_file_is_never_restored(root: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["gone", "short", "empty"])
-def test_a_data_file_that_is_gone_or_short_is_damage(root: Path, harm: str) -> None:
+def test_missing_or_truncated_data_file_is_damage(root: Path, harm: str) -> None:
     path = max(_data_files(root), key=lambda each: each.stat().st_size)
     if harm == "gone":
         path.unlink()
@@ -85,12 +85,12 @@ def test_a_data_file_that_is_gone_or_short_is_damage(root: Path, harm: str) -> N
         manager.restore(None, args=ocp.args.StandardRestore(STATE))  # pyright: ignore[reportCallIssue]
 
 
-def test_encoded_cells_are_left_to_those_who_decode(tmp_path: Path) -> None:
+def test_encoded_cells_are_left_to_the_decoder(tmp_path: Path) -> None:
     _save(tmp_path / "encoded", durable=DurableProfile(compression="zstd"))
     _restore(tmp_path / "encoded")
 
 
-def test_a_tree_that_names_files_elsewhere_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tree_that_names_outside_files_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that somebody prepared would have any file of the host read."""
     entries = [
         {"key": b"a/0", "indirect_value": "value::d/abc:12:34"},

@@ -29,7 +29,7 @@ def make_tree(path: Path, node_bytes: int, inline_bytes: int = 20) -> tuple[Any,
 
 
 @pytest.mark.parametrize("node_bytes", [200, 1000, 1 << 20])
-def test_every_value_of_every_node(tmp_path: Path, node_bytes: int) -> None:
+def test_every_value_of_every_node_is_read(tmp_path: Path, node_bytes: int) -> None:
     """A leaf would be shown with another's shape, or not at all, once a tree has more than one node."""
     base, values = make_tree(tmp_path, node_bytes)
     wanted = [key for key in values if key.startswith("params")]
@@ -38,7 +38,7 @@ def test_every_value_of_every_node(tmp_path: Path, node_bytes: int) -> None:
     assert len(found) < len(wanted), "some stand beside the tree"
 
 
-def test_an_empty_tree(tmp_path: Path) -> None:
+def test_empty_tree_is_read(tmp_path: Path) -> None:
     """An item without leaves would be called damaged."""
     base, values = make_tree(tmp_path, 1 << 20)
     tree = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path}/"}).result()
@@ -46,7 +46,7 @@ def test_an_empty_tree(tmp_path: Path) -> None:
     assert inline_values(base, values, lambda future: future.result()) == {}
 
 
-def test_a_tree_that_names_its_nodes_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tree_with_repeated_nodes_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hostile tree of a few nodes would be read for ever."""
     dumped = []
     entry = {"location": "below", "subtree_common_prefix": b"", "key": b""}

@@ -11,7 +11,7 @@ from ckptkit.durable.cells.pacing import WritePace
 from ckptkit.util import clock
 
 
-def test_a_rate_is_kept_on_average() -> None:
+def test_average_rate_is_limited() -> None:
     """The durable tier would take the network that the training needs."""
     pace = WritePace(1e6)
     began_s = clock.monotonic_s()
@@ -20,12 +20,12 @@ def test_a_rate_is_kept_on_average() -> None:
     assert waits[0] < 0.05
 
 
-def test_without_a_rate_nothing_is_waited_for() -> None:
+def test_unlimited_rate_never_waits() -> None:
     """A setting that was not made would cost throughput."""
     assert sum(WritePace().take(1 << 40) for _ in range(100)) < 1.0
 
 
-def test_a_save_on_its_way_to_a_fast_tier_goes_first() -> None:
+def test_fast_tier_save_has_priority() -> None:
     """A commit of milliseconds would take as long as the durable tier's next pieces."""
     pace = WritePace()
     pace.begin_urgent("step 1")
@@ -39,7 +39,7 @@ def test_a_save_on_its_way_to_a_fast_tier_goes_first() -> None:
     thread.join()
 
 
-def test_a_loop_that_never_pauses_does_not_stop_the_durable_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continuous_fast_saves_do_not_starve_the_durable_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that saves all the time would never have a durable step."""
     monkeypatch.setattr(pacing, "YIELD_S_MAX", 0.05)
     pace = WritePace()

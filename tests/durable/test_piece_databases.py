@@ -79,7 +79,7 @@ def assert_whole(base: Any, arrays: Mapping[str, Any], below: str = "d/") -> Non
 
 @pytest.mark.parametrize("expect", [1.0, 0.4, 2.0], ids=["as expected", "more", "less"])
 @pytest.mark.parametrize("profile", [SMALL, ENCODED], ids=["plain", "encoded"])
-def test_nothing_refers_to_memory(tmp_path: Path, profile: DurableProfile, expect: float) -> None:
+def test_database_does_not_refer_to_memory(tmp_path: Path, profile: DurableProfile, expect: float) -> None:
     """A step would be there, be committed, and be gone with the process that wrote it."""
     directory = tmp_path / "a b#c%41ü?"
     directory.mkdir()
@@ -88,7 +88,7 @@ def test_nothing_refers_to_memory(tmp_path: Path, profile: DurableProfile, expec
     assert_whole({"driver": "file", "path": f"{directory}/"}, ARRAYS)
 
 
-def test_a_leaf_without_a_name(tmp_path: Path) -> None:
+def test_leaf_without_a_name_is_written(tmp_path: Path) -> None:
     """A state that is one array, in several pieces."""
     arrays = {"": (np.arange(40_000.0).reshape(400, 100), (20, 100))}
     write(str(tmp_path), SMALL, arrays)
@@ -96,7 +96,7 @@ def test_a_leaf_without_a_name(tmp_path: Path) -> None:
     assert_whole({"driver": "file", "path": f"{tmp_path}/"}, arrays)
 
 
-def test_in_a_bucket(server: BucketServer) -> None:
+def test_pieces_are_written_to_a_bucket(server: BucketServer) -> None:
     """The tree of a piece would be an object, or data be read back and written a second time."""
     directory = "gs://runs/run/1/default"
     write(directory, SMALL, ARRAYS)
@@ -106,7 +106,7 @@ def test_in_a_bucket(server: BucketServer) -> None:
 
 
 @pytest.mark.parametrize("where", ["disk", "bucket"])
-def test_names_that_a_url_would_read_otherwise(tmp_path: Path, server: BucketServer, where: str) -> None:
+def test_names_with_url_characters_are_restored(tmp_path: Path, server: BucketServer, where: str) -> None:
     """The data of `a%41` went to `aA`: the step was committed, and nothing of it could be restored."""
     root = f"{tmp_path if where == 'disk' else 'gs://runs'}/a%41 b#ü?"
     state = {name: jnp.asarray(array, np.float32) for name, array in LEAVES.items()}
@@ -120,7 +120,7 @@ def test_names_that_a_url_would_read_otherwise(tmp_path: Path, server: BucketSer
 
 
 @pytest.mark.parametrize("where", ["disk", "bucket"])
-def test_several_processes(tmp_path: Path, server: BucketServer, where: str) -> None:
+def test_pieces_of_several_processes_are_merged(tmp_path: Path, server: BucketServer, where: str) -> None:
     """Joining what processes wrote would copy it, or refer to what one of them had in memory."""
     item = str(tmp_path) if where == "disk" else "gs://runs/run/1/default"
     shares = [dict(list(ARRAYS.items())[process::2]) for process in range(2)]
@@ -139,7 +139,7 @@ def test_several_processes(tmp_path: Path, server: BucketServer, where: str) -> 
 
 
 @pytest.mark.parametrize("count", [2, 24])
-def test_several_processes_take_the_files_that_were_said(server: BucketServer, count: int) -> None:
+def test_several_processes_write_the_forecast_files(server: BucketServer, count: int) -> None:
     """A bucket is paid by requests; of three processes one has nothing to write where there are two leaves."""
     arrays = {f"w{index:02}": (np.arange(1000.0) + index, (1000,)) for index in range(count)}
     for process in range(3):
@@ -155,7 +155,7 @@ def test_several_processes_take_the_files_that_were_said(server: BucketServer, c
     assert len(server.log.entries()) == several.requests - (one.requests - one.files) - small_files
 
 
-def test_a_stream_without_cells_leaves_no_database(server: BucketServer) -> None:
+def test_stream_without_cells_writes_no_database(server: BucketServer) -> None:
     """An empty object in its place could not be read, and what was there before would be taken for its own."""
     directory = "gs://runs/run/1/default"
     for described in (True, False):
@@ -183,7 +183,7 @@ def save(root: str, profile: DurableProfile) -> None:
     writer.write("1", SaveId(1, 1, 0), items, {"default": "handler"}, {})
 
 
-def test_a_piece_that_hangs_ends_the_save(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_piece_fails_the_save(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save would never fail, and never end."""
     monkeypatch.setattr(cells, "_GIVE_UP_S", 0.1)
     faults = (Fault(effect=Hang(), kinds=(Kind.WRITE,), objects="run/1/*/d/*", skip=1),)
@@ -193,7 +193,7 @@ def test_a_piece_that_hangs_ends_the_save(server: BucketServer, monkeypatch: pyt
         save("gs://runs/run", profile)
 
 
-def test_what_is_on_its_way_is_waited_for_when_a_piece_fails(server: BucketServer) -> None:
+def test_failed_piece_waits_for_writes_in_flight(server: BucketServer) -> None:
     """It would land in what the next attempt writes, or make a directory anew that was removed since."""
     place = "run/1/*/d/*"
     server.faults = FaultPlan(

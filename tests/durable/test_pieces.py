@@ -63,9 +63,7 @@ def sent(pieces: Pieces, share: Share, *, more: int = 0) -> tuple[list[int], int
 
 
 @given(shapes=SHAPES, profile=PROFILES, known=st.booleans(), more=st.integers(0, 3))
-def test_no_more_is_held_than_may_be(
-    shapes: list[tuple[int, int]], profile: DurableProfile, known: bool, more: int
-) -> None:
+def test_held_bytes_are_bounded(shapes: list[tuple[int, int]], profile: DurableProfile, known: bool, more: int) -> None:
     """Memory beside the snapshot would grow with the state, or what was expected wrongly would not be written."""
     share = share_of(shapes)
     wholes = [_whole(leaf, box, profile) for leaf, boxes in [*share, *share[:more]] for box in boxes]
@@ -79,7 +77,7 @@ def test_no_more_is_held_than_may_be(
 
 
 @pytest.mark.parametrize("rows", [5, 8], ids=["padded", "whole"])
-def test_a_sixth_of_the_cells_is_held(rows: int) -> None:
+def test_held_bytes_are_a_sixth_of_the_cells(rows: int) -> None:
     """Cells are held as they are stored: leaves of 5 rows in cells of 8 take as much as leaves of 8."""
     share = share_of([(rows * 1000, 8 * 1000)] * 1800)
     all_bytes = 1800 * 8 * 1000 * 16

@@ -75,7 +75,7 @@ class Overtaken:
 
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("number", range(1, 7))
-def test_two_runs_that_begin_one_step_at_once_do_not_both_commit(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_runs_never_both_commit_one_step(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each order of their first operations: the older one fails, unless it had committed before the other looked."""
     store = MemoryStore("gs://runs/run")
     overtaken = Overtaken(store, number, monkeypatch)
@@ -102,7 +102,7 @@ def test_two_runs_that_begin_one_step_at_once_do_not_both_commit(number: int, mo
 @pytest.mark.parametrize("number", range(1, 9))
 @pytest.mark.parametrize("cleans", [True, False], ids=["while cleaning", "while saving"])
 @pytest.mark.usefixtures("order")
-def test_a_run_that_stops_before_it_deletes_takes_nothing_of_a_later_one(
+def test_paused_run_deletes_nothing_of_a_later_run(
     cleans: bool, number: int, commits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped between two requests, it goes on when a later run has saved the step: its deletions are of what it saw

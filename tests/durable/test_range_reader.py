@@ -55,7 +55,7 @@ def data_objects() -> list[str]:
 
 
 @pytest.mark.parametrize(("range_bytes", "read_ahead_bytes"), [(1, 1), (100_000, 256 << 10), (8 << 20, 128 << 20)])
-def test_cells_are_read_in_few_requests_within_the_memory_that_may_be_taken(
+def test_cells_are_read_in_few_requests_within_the_budget(
     server: BucketServer, range_bytes: int, read_ahead_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request and a future for each cell: 4,000 leaves took twice as long, or held all of the step in memory."""
@@ -86,7 +86,7 @@ def test_cells_are_read_in_few_requests_within_the_memory_that_may_be_taken(
 
 
 @pytest.mark.parametrize("harm", ["flipped", "gone", "short"])
-def test_harm_to_a_data_object_is_never_restored(server: BucketServer, harm: str) -> None:
+def test_damaged_data_object_is_never_restored(server: BucketServer, harm: str) -> None:
     """What is read beside TensorStore would pass by its checks."""
     save()
     store, (key,) = open_store("gs://runs/run"), data_objects()
@@ -100,13 +100,13 @@ def test_harm_to_a_data_object_is_never_restored(server: BucketServer, harm: str
         restore()
 
 
-def test_encoded_cells_are_left_to_those_who_decode(server: BucketServer) -> None:
+def test_encoded_cells_are_left_to_the_decoder(server: BucketServer) -> None:
     """Frames would be taken for elements."""
     save(durable=DurableProfile(compression="zstd"))
     restore()
 
 
-def test_what_is_not_known_or_does_not_come_is_left_to_tensorstore(
+def test_unlocated_or_hanging_reads_fall_back_to_tensorstore(
     server: BucketServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shortcut that fails would fail the restore."""
@@ -120,7 +120,7 @@ def test_what_is_not_known_or_does_not_come_is_left_to_tensorstore(
 
 
 @given(st.data())
-def test_every_expected_cell_is_in_one_range_and_ranges_are_bounded(data: st.DataObject) -> None:
+def test_each_cell_is_in_one_range_and_ranges_are_bounded(data: st.DataObject) -> None:
     """A cell in no range would never come, and one in two would free the bytes of others."""
     lengths = data.draw(st.lists(st.integers(1, 3 << 20), min_size=1, max_size=30))
     gaps = data.draw(st.lists(st.integers(0, 2 << 20), min_size=len(lengths), max_size=len(lengths)))

@@ -65,7 +65,7 @@ class Meeting:
 
 
 @pytest.mark.parametrize("broken", [0, 1])
-def test_a_part_that_fails_fails_the_step_on_every_process(
+def test_failed_part_fails_the_step_on_every_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int
 ) -> None:
     """Whoever took the step for committed would prune the older one, and nothing would be left of either."""

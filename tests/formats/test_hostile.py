@@ -156,7 +156,7 @@ HOSTILE: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_hostile_file(kind: str, tmp_path: Path, ckpt: Run) -> None:
+def test_hostile_file_is_refused(kind: str, tmp_path: Path, ckpt: Run) -> None:
     """A file made to do harm would crash the command, hang it, be executed, or pass for a checkpoint."""
     path = tmp_path / "file"
     path.write_bytes(HOSTILE[kind])
@@ -168,7 +168,7 @@ def test_hostile_file(kind: str, tmp_path: Path, ckpt: Run) -> None:
     assert not Path("/tmp/ckptkit-was-here").exists()
 
 
-def test_a_torch_tensor_that_is_sound(tmp_path: Path) -> None:
+def test_valid_torch_tensor_is_read(tmp_path: Path) -> None:
     """The hand-made pickles above would be refused for another reason than the one that they are meant for."""
     path = zipped(
         tmp_path / "t.pt", torch_file(tensor_pickle("K\x04\x85", "K\x01\x85"), np.arange(4, dtype="f4").tobytes())
@@ -180,14 +180,14 @@ def test_a_torch_tensor_that_is_sound(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "gone.safetensors", "x.py"]
 )
-def test_index_that_names_files_elsewhere(name: str, tmp_path: Path, ckpt: Run) -> None:
+def test_index_that_names_outside_files_is_refused(name: str, tmp_path: Path, ckpt: Run) -> None:
     """An index would make the command read files outside its directory."""
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     said = ckpt("inspect", tmp_path)
     assert (said.code, len(said.err.splitlines())) == (11, 1)
 
 
-def test_pipe_is_not_waited_for(tmp_path: Path, ckpt: Run) -> None:
+def test_pipe_does_not_block(tmp_path: Path, ckpt: Run) -> None:
     """A named pipe would hang the command for ever."""
     os.mkfifo(tmp_path / "model.safetensors")
     assert ckpt("inspect", tmp_path / "model.safetensors").code == 11
@@ -212,7 +212,7 @@ print(list(map(int, codes)))
 """
 
 
-def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
+def test_reader_memory_is_bounded(tmp_path: Path) -> None:
     """A small file would fill the memory of whoever looks at it: 1 GiB more is all that each may take."""
     paths = []
     for kind, data in BOMBS.items():
@@ -273,7 +273,7 @@ def read_all(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", FUZZED)
-def test_mutated_file(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_mutated_file_raises_only_known_errors(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Some damage to a file would make its reader raise what nobody expects."""
     directory = tmp_path_factory.mktemp(kind)
     pytest.importorskip({"torch": "torch", "safetensors": "safetensors"}.get(kind, "numpy"))
@@ -294,7 +294,7 @@ def test_mutated_file(kind: str, tmp_path_factory: pytest.TempPathFactory) -> No
 @pytest.mark.parametrize(
     "layout", [{"use_ocdbt": False}, {"use_zarr3": True, "use_ocdbt": False}], ids=["zarr2", "zarr3"]
 )
-def test_mutated_orbax_metadata(layout: dict[str, Any], tmp_path: Path) -> None:
+def test_mutated_orbax_metadata_raises_only_known_errors(layout: dict[str, Any], tmp_path: Path) -> None:
     """Some damage to Orbax's or zarr's metadata would make the reader raise what nobody expects, or take all memory."""
     item = writers.by_orbax(tmp_path / "item", {"w": np.arange(24.0).reshape(4, 6), "b": np.ones(3, np.int8)}, **layout)
     names = ["_METADATA", "w/.zarray" if "use_zarr3" not in layout else "w/zarr.json"]
@@ -311,7 +311,7 @@ def test_mutated_orbax_metadata(layout: dict[str, Any], tmp_path: Path) -> None:
     fuzz()
 
 
-def test_huge_shape_in_zarr_metadata(tmp_path: Path) -> None:
+def test_huge_shape_in_zarr_metadata_is_refused(tmp_path: Path) -> None:
     """A shape that was changed to 2**40 would be read, and written, as a terabyte of zeros."""
     item = writers.by_orbax(tmp_path / "item", {"w": np.arange(24.0)}, use_ocdbt=False)
     described = json.loads((item / "w/.zarray").read_text())

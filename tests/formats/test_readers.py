@@ -50,14 +50,14 @@ def assert_reads(path: Path, expected: dict[str, np.ndarray]) -> None:
     ],
     ids=["safetensors", "npz", "npz-compressed", "msgpack"],
 )
-def test_files(write: Write, names: tuple[str, ...], tmp_path: Path) -> None:
+def test_files_of_every_format_are_read(write: Write, names: tuple[str, ...], tmp_path: Path) -> None:
     """A dtype, an empty shape or a scalar would come out wrong."""
     pytest.importorskip("safetensors")
     nested = tree(names)
     assert_reads(write(tmp_path / "file.npz", nested), flat(nested))
 
 
-def test_torch(tmp_path: Path) -> None:
+def test_torch_tensors_views_and_storages_are_read(tmp_path: Path) -> None:
     """Tensors, views and shared storages of torch would come out wrong, or need torch to be read."""
     torch = pytest.importorskip("torch")
     nested = tree((*TORCH_PLAIN, *LOW, "complex64", "complex128"))
@@ -85,7 +85,7 @@ def test_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mark", ["conj", "neg"])
-def test_views_of_torch_that_are_yet_to_be_computed(tmp_path: Path, mark: str) -> None:
+def test_unresolved_conj_or_neg_torch_views_are_refused(tmp_path: Path, mark: str) -> None:
     """The storage has the numbers before they are conjugated, or negated: these would be given out as the tensor's."""
     torch = pytest.importorskip("torch")
     base = torch.tensor([1 + 2j, 3 - 4j])
@@ -98,7 +98,7 @@ def test_views_of_torch_that_are_yet_to_be_computed(tmp_path: Path, mark: str) -
 
 
 @pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}, {"use_zarr3": True}], ids=["ocdbt", "files", "zarr3"])
-def test_stock_orbax(options: dict[str, Any], tmp_path: Path) -> None:
+def test_stock_orbax_checkpoints_are_read(options: dict[str, Any], tmp_path: Path) -> None:
     """A checkpoint that stock Orbax wrote would be read wrong."""
     nested = tree(("float32", "bfloat16", "int8", "bool", "uint16"))
     for leaves in nested.values():
@@ -107,7 +107,7 @@ def test_stock_orbax(options: dict[str, Any], tmp_path: Path) -> None:
     assert_reads(tmp_path / "item", flat(nested))
 
 
-def test_orbax_v1(tmp_path: Path) -> None:
+def test_orbax_v1_checkpoints_are_read(tmp_path: Path) -> None:
     """Checkpoints of Orbax's new interface would not be read."""
     from orbax.checkpoint import v1
 
@@ -116,7 +116,7 @@ def test_orbax_v1(tmp_path: Path) -> None:
     assert_reads(tmp_path / "v1", {"a": np.asarray(state["a"]), "b.c": np.asarray(state["b"]["c"])})
 
 
-def test_our_step_and_slot(ours: Ours) -> None:
+def test_ckptkit_steps_and_slots_are_read(ours: Ours) -> None:
     """Our own steps and slots would be read wrong, sharded leaves and keys first."""
     for path, step in ((ours.root / "4", 4), (ours.root, 4), (ours.slots, 5), (ours.manifest(7), 7)):
         expected = {
@@ -131,7 +131,7 @@ def test_our_step_and_slot(ours: Ours) -> None:
             assert found["key"].leaf.key_impl == "threefry2x32"
 
 
-def test_a_changed_bit_of_our_step_is_not_given_out(mine: Ours) -> None:
+def test_changed_cell_of_a_ckptkit_step_is_refused(mine: Ours) -> None:
     """What was damaged since it was saved would be converted into something that looks whole."""
     base = f"file://{mine.root}/4/state/"
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": "w/"}}
@@ -142,7 +142,7 @@ def test_a_changed_bit_of_our_step_is_not_given_out(mine: Ours) -> None:
 
 @pytest.mark.parametrize("block_bytes", [1 << 20, 64])
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_changed_bit_of_npz_is_not_given_out(tmp_path: Path, compressed: bool, block_bytes: int) -> None:
+def test_flipped_bit_in_npz_is_refused(tmp_path: Path, compressed: bool, block_bytes: int) -> None:
     """NumPy refuses the file; a conversion would make something of it that looks whole."""
     path, array = tmp_path / "a.npz", np.arange(1000.0)
     writers.by_numpy(path, {"w": array}, compressed=compressed)
@@ -162,14 +162,14 @@ def test_a_changed_bit_of_npz_is_not_given_out(tmp_path: Path, compressed: bool,
             list(map(tensor.read, tensor.blocks(block_bytes)))
 
 
-def test_fortran_order_and_big_endian(tmp_path: Path) -> None:
+def test_fortran_order_and_big_endian_are_read(tmp_path: Path) -> None:
     """An array that NumPy stored by columns, or in the other byte order, would come out scrambled."""
     array = np.arange(24.0).reshape(2, 3, 4)
     np.savez(tmp_path / "a.npz", f=np.asfortranarray(array), b=array.astype(">f4"))
     assert_reads(tmp_path / "a.npz", {"f": array, "b": array.astype(np.float32)})
 
 
-def test_flax_chunks_and_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flax_chunks_and_scalars_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flax's arrays above 1 GiB, which it stores in chunks, would be many small leaves; its scalars would be lost."""
     from flax import serialization
 
@@ -180,7 +180,7 @@ def test_flax_chunks_and_scalars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert_reads(tmp_path / "checkpoint_3", expected)
 
 
-def test_flax_chunks_out_of_order(tmp_path: Path) -> None:
+def test_flax_chunks_are_ordered_by_name(tmp_path: Path) -> None:
     """Flax goes by the chunks' names: a writer that sorts them as text puts "10" before "2", and rows change places."""
     import msgpack
     from flax import serialization
@@ -193,7 +193,7 @@ def test_flax_chunks_out_of_order(tmp_path: Path) -> None:
         open_checkpoint(str(tmp_path / "checkpoint_1"))
 
 
-def test_hugging_face_directory_that_is_not_whole(tmp_path: Path) -> None:
+def test_incomplete_hugging_face_directory_is_refused(tmp_path: Path) -> None:
     """A model that was uploaded or downloaded in part, its index last, would be taken for a smaller one."""
     pytest.importorskip("safetensors")
     for at, of in ((1, 3), (3, 3)):
@@ -207,7 +207,7 @@ def test_hugging_face_directory_that_is_not_whole(tmp_path: Path) -> None:
         assert sorted(opened.by_name()) == ["w1", "w2", "w3"]
 
 
-def test_what_of_safetensors_is_not_read_is_said(tmp_path: Path) -> None:
+def test_unread_safetensors_content_is_reported(tmp_path: Path) -> None:
     """Tensors that an index forgot, and what a writer said besides, would be lost without a word."""
     save_file = pytest.importorskip("safetensors.numpy").save_file
     name = "model-00001-of-00001.safetensors"
@@ -221,7 +221,7 @@ def test_what_of_safetensors_is_not_read_is_said(tmp_path: Path) -> None:
         assert plan_convert(opened, str(tmp_path / "t.npz"), "npz").notes == expected
 
 
-def test_hugging_face_directory(tmp_path: Path) -> None:
+def test_hugging_face_directory_is_read(tmp_path: Path) -> None:
     """A model in several files would be read in part, or another file beside it be taken for a part."""
     pytest.importorskip("safetensors")
     a, b = {"a.x": values("float32", (3, 4))}, {"b": values("bfloat16", (5,))}
@@ -235,7 +235,7 @@ def test_hugging_face_directory(tmp_path: Path) -> None:
     assert_reads(tmp_path, {**a, **b})
 
 
-def test_chunk_above_a_quarter_of_the_budget(tmp_path: Path) -> None:
+def test_chunk_above_a_quarter_of_the_budget_is_refused(tmp_path: Path) -> None:
     """A chunk that is read whole would take more memory than the caller allowed."""
     writers.by_orbax(tmp_path / "item", {"w": np.zeros((64, 1024), np.float32)})
     with open_checkpoint(str(tmp_path / "item")) as opened:
@@ -244,7 +244,7 @@ def test_chunk_above_a_quarter_of_the_budget(tmp_path: Path) -> None:
         assert len(list(opened.tensors[0].blocks(1 << 20))) == 1
 
 
-def test_remote_file(tmp_path: Path) -> None:
+def test_remote_file_is_read_by_range(tmp_path: Path) -> None:
     """Files on a bucket could not be read by range."""
     import fsspec
 

@@ -74,7 +74,7 @@ def parts(report: GoodputReport) -> dict[str, float]:
     return {str(part): round(seconds, 6) for part, seconds in report.parts_s.items() if seconds}
 
 
-def test_each_second_of_a_known_run_is_named() -> None:
+def test_each_second_of_a_known_run_is_classified() -> None:
     """Breaks when lost steps count as productive, a nested span twice, or recovery is not seen."""
     report = goodput_report(two_attempts())
     assert report.wall_s == 35.5  # process 0 says that it is finished; the launcher sees it gone at 36
@@ -95,7 +95,7 @@ def test_each_second_of_a_known_run_is_named() -> None:
     assert report.goodput.distinct_steps == 7
 
 
-def test_a_disruption_says_what_it_cost() -> None:
+def test_disruption_records_lost_steps_and_resume_phases() -> None:
     """Breaks when lost steps or the phases of a resume are attributed to another loss."""
     (loss,) = goodput_report(two_attempts()).disruptions
     assert (loss.attempt, loss.process, loss.cause, loss.wiped) == (0, 1, "SIGKILL", ("ram",))
@@ -110,7 +110,7 @@ def test_a_disruption_says_what_it_cost() -> None:
     }
 
 
-def test_the_phases_of_a_resume_add_up_and_hide_what_runs_beside_the_compiler() -> None:
+def test_resume_phases_add_up_when_restore_overlaps_compile() -> None:
     """Breaks when a restore in the background is charged twice, or the time until a loss was noticed not at all."""
     logs = two_attempts()
     logs[2] = [
@@ -145,7 +145,7 @@ def test_the_phases_of_a_resume_add_up_and_hide_what_runs_beside_the_compiler() 
     assert math.fsum(loss.phases_s.values()) == pytest.approx(9.5)
 
 
-def test_a_step_is_lost_once_and_to_the_loss_that_undid_it() -> None:
+def test_step_is_lost_once_to_the_loss_that_undid_it() -> None:
     """Breaks when a deep rewind is charged to an earlier, cheap loss, or a loss before any step has a price."""
 
     def attempt(number: int, steps: range) -> list[Event]:
@@ -159,7 +159,7 @@ def test_a_step_is_lost_once_and_to_the_loss_that_undid_it() -> None:
     assert report.parts_s[Part.WASTED] == pytest.approx(2 + 76)
 
 
-def test_saves_and_restores_are_added_over_processes() -> None:
+def test_saves_and_restores_are_aggregated_over_processes() -> None:
     """Breaks when a save of two processes counts as two, or a tier's bytes are those of one process."""
     report = goodput_report(two_attempts())
     assert report.saves.saves == 1
@@ -171,7 +171,7 @@ def test_saves_and_restores_are_added_over_processes() -> None:
     assert restore.restore_s == 1.2
 
 
-def test_stall_percentiles_are_numpys() -> None:
+def test_stall_percentiles_match_numpy() -> None:
     """Breaks when p99 of a few saves is not interpolated (it would be the maximum, or the one below)."""
     log = [at(Kind.STARTED, 0.0, attempt=0)]
     log += [at(Kind.STAGED, 1.0 + k, step=k, stall_s=k / 1000) for k in range(11)]
@@ -179,13 +179,13 @@ def test_stall_percentiles_are_numpys() -> None:
     assert (saves.stall_ms_p50, saves.stall_ms_p99) == (pytest.approx(5.0), pytest.approx(9.9))
 
 
-def test_inner_span_wins_although_its_start_looks_earlier() -> None:
+def test_nesting_of_spans_is_decided_by_their_ends() -> None:
     """Breaks when nesting is told by starts: the outer's is late by what its thread was preempted at its end."""
     log = [at(Kind.STARTED, 0.0, attempt=0), span("data_loading", 0.0, 4.0), span("step", 0.5, 10.5, step=0)]
     assert parts(goodput_report([log])) == {"data_loading": 4.0, "productive": 6.5}
 
 
-def test_a_run_without_launcher_still_has_its_disruptions() -> None:
+def test_disruptions_are_found_without_a_launcher_log() -> None:
     """Breaks when a cluster's own restarts (no launcher.jsonl) are not accounted for."""
     report = goodput_report(two_attempts()[:-1])
     (loss,) = report.disruptions
@@ -193,7 +193,7 @@ def test_a_run_without_launcher_still_has_its_disruptions() -> None:
     assert loss.resume_s == pytest.approx(10.0)  # from the last sign of life, at 19
 
 
-def test_a_loss_that_nobody_came_back_from_is_recovery_to_the_end() -> None:
+def test_loss_without_a_restart_is_recovery_to_the_end() -> None:
     """Breaks when a run whose restarts were spent counts the wait as `other` or its steps as wasted."""
     first, other, *_ = two_attempts()
     lost = at(Kind.DISRUPTED, 20.0, process=-1, attempt=0, lost=0, cause="exit code 1")
@@ -204,7 +204,7 @@ def test_a_loss_that_nobody_came_back_from_is_recovery_to_the_end() -> None:
     assert (loss.resume_s, loss.caught_up_s, loss.resume_parts_s) == (None, None, {})
 
 
-def test_an_attempt_that_died_before_its_first_event_prolongs_the_recovery() -> None:
+def test_attempt_without_events_extends_the_recovery() -> None:
     """Breaks when a process 0 that was lost at once leaves a hole that is called `other`."""
     first, other, second, _, launcher = two_attempts()
     stillborn = [at(Kind.STARTED, 22.0, process=1, attempt=1)]
@@ -215,13 +215,13 @@ def test_an_attempt_that_died_before_its_first_event_prolongs_the_recovery() -> 
     assert [loss.lost_steps for loss in report.disruptions] == [2]
 
 
-def test_nothing_logged_is_an_error() -> None:
+def test_empty_log_directory_is_refused() -> None:
     """Breaks when an empty directory reads as a perfect run."""
     with pytest.raises(ValueError, match="nothing to account for"):
         goodput_report([[], [at(Kind.STARTED, 0.0, process=-1, attempt=0)]])
 
 
-def test_load_run_reads_what_event_logs_write(tmp_path: Path) -> None:
+def test_load_run_reads_event_logs(tmp_path: Path) -> None:
     """Breaks when the names of the files or of the fields drift between writer and reader."""
     with pytest.raises(FileNotFoundError, match=r"attempt-<a>-process-<p>\.jsonl"):
         load_run(tmp_path)
@@ -240,7 +240,7 @@ def test_load_run_reads_what_event_logs_write(tmp_path: Path) -> None:
     assert report.goodput.distinct_steps == 1
 
 
-def test_a_log_without_a_start_is_of_the_attempt_and_process_in_its_name(tmp_path: Path) -> None:
+def test_log_without_a_start_takes_attempt_from_its_file_name(tmp_path: Path) -> None:
     """Breaks when a loop that writes no `started` has one attempt for ever: steps taken again would be productive."""
     for attempt, steps in enumerate((range(6), range(3, 9))):
         for process in (0, 1):
@@ -256,7 +256,7 @@ def test_a_log_without_a_start_is_of_the_attempt_and_process_in_its_name(tmp_pat
     assert [len(attempt.steps) for attempt in attempts_of(logs)[0]] == [6, 6]
 
 
-def test_a_start_under_a_number_that_was_used_is_an_attempt_of_its_own() -> None:
+def test_start_with_a_reused_number_is_a_separate_attempt() -> None:
     """Breaks when a container that starts again with the same arguments counts what it repeats as productive."""
 
     def life(begin_s: float, steps: range, number: int) -> list[Event]:
@@ -274,7 +274,7 @@ def test_a_start_under_a_number_that_was_used_is_an_attempt_of_its_own() -> None
     }
 
 
-def test_the_clock_of_another_host_moves_nothing() -> None:
+def test_clock_offset_of_another_host_changes_nothing() -> None:
     """Breaks when a host whose clock is an hour ahead adds an hour to the run, or a loss is over before it began."""
     logs = two_attempts()
     ahead = [[replace(e, at_s=e.at_s + 3600.0 * (e.process == 1)) for e in log] for log in logs]
@@ -287,7 +287,7 @@ def test_the_clock_of_another_host_moves_nothing() -> None:
     assert loss.resume_s == loss.caught_up_s == 0.0
 
 
-def test_a_run_that_is_made_longer_has_lost_nothing() -> None:
+def test_continued_run_has_no_loss() -> None:
     """Breaks when an attempt that came to its end counts as a loss, and the weekend after it as the time to resume."""
     first, _, second, *_ = two_attempts()
     report = goodput_report([[*first, at(Kind.FINISHED, 20.0)], second])
@@ -295,7 +295,7 @@ def test_a_run_that_is_made_longer_has_lost_nothing() -> None:
     assert report.mean_time_to_resume_s == {}
 
 
-def test_a_step_that_ended_in_an_exception_was_not_done(tmp_path: Path) -> None:
+def test_step_that_raised_does_not_count(tmp_path: Path) -> None:
     """Breaks when the step that hangs until another process's loss is noticed counts as done, and then as lost."""
     log = EventLog(tmp_path / "attempt-0-process-0.jsonl")
     for step in range(4):
@@ -317,14 +317,14 @@ def test_a_step_that_ended_in_an_exception_was_not_done(tmp_path: Path) -> None:
     assert report.goodput.distinct_steps == 4
 
 
-def test_a_preemption_is_called_one() -> None:
+def test_preemption_is_reported_as_preemption() -> None:
     """Breaks when a cluster that takes its machines back looks like one that loses them for reasons unknown."""
     first, _, second, *_ = two_attempts()
     (loss,) = goodput_report([[*first, at(Kind.PREEMPTED, 20.0, step=5, tiers=["ram"])], second]).disruptions
     assert loss.cause == "preempted"
 
 
-def test_a_damaged_log_leaves_the_steps_done_unknown(tmp_path: Path) -> None:
+def test_damaged_log_makes_steps_done_unknown(tmp_path: Path) -> None:
     """Breaks when a run cannot go on from its checkpoint because a line of its telemetry is damaged."""
     log = EventLog(tmp_path / "attempt-0-process-0.jsonl")
     for step in range(3):
@@ -341,7 +341,7 @@ def test_a_damaged_log_leaves_the_steps_done_unknown(tmp_path: Path) -> None:
         load_run(tmp_path)
 
 
-def test_the_mean_time_to_resume_has_phases_that_add_up() -> None:
+def test_phases_of_the_mean_time_to_resume_add_up() -> None:
     """Breaks when a phase is averaged over other losses than the whole is."""
     means = goodput_report(two_attempts()).mean_time_to_resume_s
     assert means.pop("total") == pytest.approx(9.0)
@@ -357,7 +357,7 @@ def test_the_report_is_plain_json() -> None:
     assert plain["disruptions"][0]["resume_parts_s"]["checkpoint_restore"] == 1.0
 
 
-def test_the_timeline_has_every_second_and_every_mark() -> None:
+def test_timeline_covers_every_second_and_mark() -> None:
     """Breaks when the picture of a run leaves out a loss, a save or a stretch of time."""
     run = timeline_of(two_attempts())
     assert (run.origin_s, run.wall_s) == (0.0, 35.5)

@@ -85,7 +85,7 @@ def play(lives: list[Life], *, origin_s: float) -> tuple[list[list[Event]], dict
 
 @settings(deadline=None, max_examples=200)
 @given(lives=LIVES, origin_s=st.sampled_from([0.0, 1.75e9]))
-def test_the_parts_of_any_history_are_the_truth(lives: list[Life], origin_s: float) -> None:
+def test_parts_are_exact_for_any_history(lives: list[Life], origin_s: float) -> None:
     """Breaks when any order of losses, rewinds and nested spans puts a second under a wrong name."""
     logs, truth_s = play(lives, origin_s=origin_s)
     report = goodput_report(logs)

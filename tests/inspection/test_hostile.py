@@ -104,7 +104,7 @@ def outside(record: Any) -> None:
 
 @pytest.mark.parametrize("change", [grow, outside])
 @pytest.mark.parametrize("where", ["slot", "sidecar", "both"])
-def test_a_hostile_manifest_in_a_job(saved: Saved, change: Callable[[Any], None], where: str) -> None:
+def test_commands_survive_a_hostile_manifest(saved: Saved, change: Callable[[Any], None], where: str) -> None:
     """A repair would write, or a restore allocate, what a manifest says."""
     if where != "sidecar":
         resealed(saved.manifest(), change)
@@ -114,7 +114,7 @@ def test_a_hostile_manifest_in_a_job(saved: Saved, change: Callable[[Any], None]
 
 
 @pytest.mark.parametrize("what", ["slot", "manifest", "sidecars", "epochs", "records", "item", "json", "newest"])
-def test_links_out_of_the_tree(saved: Saved, what: str) -> None:
+def test_links_out_of_the_tree_are_not_followed(saved: Saved, what: str) -> None:
     """What a link points to would be read as ours, or overwritten by a repair."""
     if what == "epochs":
         old = saved.job / "root/_ckptkit/epochs"
@@ -183,7 +183,7 @@ def test_a_link_in_a_tier_is_not_written_through(tmp_path: Path, tier: str, what
     assert (canary / "file").read_bytes() == b"canary"
 
 
-def test_links_in_a_durable_root_are_not_followed_by_a_deletion(tmp_path: Path) -> None:
+def test_deletion_does_not_follow_links_in_a_durable_root(tmp_path: Path) -> None:
     """A prune would empty a directory that somebody linked to."""
     canary = tmp_path / "canary"
     canary.mkdir()
@@ -211,7 +211,7 @@ def test_links_in_a_durable_root_are_not_followed_by_a_deletion(tmp_path: Path) 
     assert [path.name for path in canary.iterdir()] == ["file"]
 
 
-def test_links_that_lead_in_circles_end(tmp_path: Path) -> None:
+def test_circular_links_terminate(tmp_path: Path) -> None:
     """Two links to the root that holds them would be followed a trillion ways."""
     (tmp_path / "a").symlink_to(tmp_path)
     (tmp_path / "b").symlink_to(tmp_path)
@@ -223,7 +223,7 @@ def test_links_that_lead_in_circles_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["state/_METADATA", "state/array_metadatas/process_0", "_CHECKPOINT_METADATA", "state/_sharding"]
 )
-def test_hostile_metadata_of_orbax(saved: Saved, name: str) -> None:
+def test_commands_survive_hostile_orbax_metadata(saved: Saved, name: str) -> None:
     """A tool that looks at a checkpoint would die of it."""
     path = saved.job / "root/1" / name
     whole = path.read_bytes()
@@ -243,7 +243,7 @@ def test_hostile_metadata_of_orbax(saved: Saved, name: str) -> None:
                 ckptkit.verify(str(saved.job / "root/1"))
 
 
-def test_a_store_does_not_leave_its_root(tmp_path: Path) -> None:
+def test_store_does_not_leave_its_root(tmp_path: Path) -> None:
     """A record would be read from, or written to, wherever a link leads; a pipe would be waited for."""
     root, other = tmp_path / "root", tmp_path / "other"
     for directory in (root / "a", other):

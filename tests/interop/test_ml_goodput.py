@@ -118,7 +118,7 @@ def play(lives: Any) -> list[list[Event]]:
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lives=LIVES)
-def test_goodput_is_what_googles_calculator_says(lives: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_goodput_matches_ml_goodput(lives: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Breaks when `ml_goodput` is a number of our own: 0.1 percentage points on any history are the bar."""
     logs = play(lives)
     ours = 100.0 * goodput_report(logs).goodput.ml_goodput

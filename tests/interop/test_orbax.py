@@ -80,7 +80,7 @@ def test_orbax_v1_loads_our_steps(ours: Path) -> None:
 
 @pytest.mark.parametrize("ocdbt", [True, False])
 @pytest.mark.parametrize("zarr3", [True, False])
-def test_we_restore_what_stock_orbax_wrote(tmp_path: Path, ocdbt: bool, zarr3: bool) -> None:
+def test_restores_steps_of_stock_orbax(tmp_path: Path, ocdbt: bool, zarr3: bool) -> None:
     """A job could not begin from the checkpoints that it has."""
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)
     with ocp.CheckpointManager(tmp_path, item_names=("state", "data"), item_handlers={"state": handler}) as stock:
@@ -94,7 +94,7 @@ def test_we_restore_what_stock_orbax_wrote(tmp_path: Path, ocdbt: bool, zarr3: b
         assert_same(manager.restore(7)["state"], make_state(7))
 
 
-def test_a_job_goes_on_from_stock_orbax_and_back(tmp_path: Path) -> None:
+def test_job_switches_to_stock_orbax_and_back(tmp_path: Path) -> None:
     """Changing the import in the middle of a run would lose it."""
     with ocp.CheckpointManager(tmp_path) as stock:
         stock.save(1, args=save_args(make_state(1), 1))
@@ -110,7 +110,7 @@ def test_a_job_goes_on_from_stock_orbax_and_back(tmp_path: Path) -> None:
         assert_same(manager.restore(None, args=restore_args(abstract(make_state())))["state"], make_state(3))
 
 
-def test_a_grain_iterator_goes_on_where_it_was_when_the_step_was_saved(tmp_path: Path) -> None:
+def test_grain_iterator_resumes_where_it_was_at_the_save(tmp_path: Path) -> None:
     """The iterator moves on while the step is written: the data would skip ahead at a resume."""
 
     def iterator() -> Any:
@@ -137,7 +137,7 @@ def test_a_grain_iterator_goes_on_where_it_was_when_the_step_was_saved(tmp_path:
     assert [next(resumed) for _ in range(5)] == expected
 
 
-def test_steps_of_stock_orbax_that_a_rollback_abandoned_stay_abandoned(tmp_path: Path) -> None:
+def test_abandoned_steps_of_stock_orbax_stay_abandoned(tmp_path: Path) -> None:
     """They have no identity of ours: the abandoned branch would win at the next restart."""
     with ocp.CheckpointManager(tmp_path) as stock:
         for step in (10, 20, 30):
@@ -154,7 +154,7 @@ def test_steps_of_stock_orbax_that_a_rollback_abandoned_stay_abandoned(tmp_path:
         assert manager.all_steps() == [10, 12, 14]
 
 
-def test_max_to_keep_rules_the_durable_tier(tmp_path: Path) -> None:
+def test_max_to_keep_applies_to_the_durable_tier(tmp_path: Path) -> None:
     """The bucket would fill up, or the only durable step would go."""
     options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=2)
     with ckptkit.CheckpointManager(tmp_path, options=options) as manager:
@@ -182,7 +182,7 @@ def test_large_leaves_are_cut_into_cells_that_orbax_reads(tmp_path: Path, monkey
     assert np.asarray(restored["w"]).shape == (8, 8)
 
 
-def test_an_empty_step_directory_is_passed_over(tmp_path: Path) -> None:
+def test_empty_step_directory_is_skipped(tmp_path: Path) -> None:
     """An interrupted copy or deletion would be restored as a step of nothing."""
     with ckptkit.CheckpointManager(tmp_path) as manager:
         for step in (1, 2):
@@ -196,7 +196,7 @@ def test_an_empty_step_directory_is_passed_over(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:coroutine 'Store._get_array_metadatas' was never awaited")  # Orbax's
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("lost", ["state/manifest.ocdbt", "state"])
-def test_a_half_deleted_step_of_stock_orbax_is_passed_over(tmp_path: Path, lost: str) -> None:
+def test_half_deleted_step_of_stock_orbax_is_skipped(tmp_path: Path, lost: str) -> None:
     """A deletion that was cut off would stop every restart."""
     with ocp.CheckpointManager(tmp_path) as stock:
         for step in (1, 2):
@@ -207,7 +207,7 @@ def test_a_half_deleted_step_of_stock_orbax_is_passed_over(tmp_path: Path, lost:
         assert manager.restore(None, args=restore_args(abstract(make_state())))["data"] == {"step": 1}
 
 
-def test_a_step_of_small_items_alone_keeps_its_identity(tmp_path: Path) -> None:
+def test_step_of_only_small_items_keeps_its_identity(tmp_path: Path) -> None:
     """It would count as stock Orbax's, and be abandoned for good by the rollback that it belongs to."""
 
     def args(step: int) -> Any:

@@ -41,7 +41,7 @@ TREES = {
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_every_side_file_says_what_orbax_would_say(tree: str, tmp_path: Path) -> None:
+def test_metadata_files_equal_those_of_orbax(tree: str, tmp_path: Path) -> None:
     """Stock Orbax would read another tree than was saved, or none."""
     state = TREES[tree]()
     args = ocp.args.Composite(
@@ -71,7 +71,7 @@ def test_every_side_file_says_what_orbax_would_say(tree: str, tmp_path: Path) ->
     assert all((ours / item / "commit_success.txt").is_file() for item in ("", "state", "data", "metrics"))
 
 
-def test_every_cell_is_where_zarr_has_it(tmp_path: Path) -> None:
+def test_every_cell_has_its_zarr_position(tmp_path: Path) -> None:
     """Partial cells, dtypes of few bits and leaves without an axis would come back moved, or not at all."""
     state = {
         "partial": jnp.arange(5 * 7, dtype=jnp.float32).reshape(5, 7),
@@ -129,7 +129,7 @@ class Odd:
         return cls(*children)
 
 
-def test_a_structure_is_remembered_for_what_it_is() -> None:
+def test_cached_tree_metadata_distinguishes_structures() -> None:
     """The metadata of one tree would be written for another, or a node without a hash end the save."""
     numbers, text = {"a": 1, "b": np.ones(2)}, {"a": np.ones(2), "b": 1}
     assert tree_text(numbers) == tree_text(dict(numbers)) != tree_text(text)

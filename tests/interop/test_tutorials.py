@@ -45,7 +45,7 @@ def template() -> Any:
     return jax.tree.map(ocp.utils.to_shape_dtype_struct, weights(0))
 
 
-def test_the_manager_in_a_loop(managed: Any) -> None:
+def test_manager_in_a_training_loop(managed: Any) -> None:
     """CheckpointManager: interval, how many to keep, wait, latest, restore."""
     with managed(options=Options(save_interval_steps=2, max_to_keep=3)) as manager:
         for step in range(11):
@@ -58,7 +58,7 @@ def test_the_manager_in_a_loop(managed: Any) -> None:
         assert not manager.should_save(13)
 
 
-def test_a_restart_goes_on(managed: Any) -> None:
+def test_restart_resumes_from_an_existing_directory(managed: Any) -> None:
     """CheckpointManager: an existing directory is found again, and a step that is there is not saved again."""
     with managed(options=Options(save_interval_steps=2)) as manager:
         for step in range(5):
@@ -72,7 +72,7 @@ def test_a_restart_goes_on(managed: Any) -> None:
         assert manager.save(6, args=ocp.args.StandardSave(weights(6)))
 
 
-def test_the_best_checkpoints_are_kept(managed: Any) -> None:
+def test_best_checkpoints_are_kept(managed: Any) -> None:
     """CheckpointManager: metrics, `best_fn`, `best_mode`."""
     options = Options(best_fn=lambda metrics: metrics["accuracy"], best_mode="max", max_to_keep=2)
     with managed(options=options) as manager:
@@ -84,7 +84,7 @@ def test_the_best_checkpoints_are_kept(managed: Any) -> None:
         assert {2, 4} <= set(manager.all_steps())
 
 
-def test_several_items_in_one_step(managed: Any) -> None:
+def test_several_items_in_one_step_are_restored(managed: Any) -> None:
     """Composite: save several, restore all, some, and with templates for some."""
     with managed() as manager:
         args = ocp.args.Composite(
@@ -110,7 +110,7 @@ def test_several_items_in_one_step(managed: Any) -> None:
         assert set(described.keys()) >= {"state", "extra", "other"}
 
 
-def test_asynchronous_saving(managed: Any) -> None:
+def test_asynchronous_save_is_isolated_from_training(managed: Any) -> None:
     """Async: training goes on, and overwrites what was saved, while the step is written."""
     with managed(options=Options(enable_async_checkpointing=True)) as manager:
         state = {"w": np.arange(1 << 16, dtype=np.float32)}
@@ -125,7 +125,7 @@ def test_asynchronous_saving(managed: Any) -> None:
         np.testing.assert_array_equal(restored["w"], np.arange(1 << 16))
 
 
-def test_restoring_to_another_sharding(managed: Any) -> None:
+def test_restores_to_another_sharding(managed: Any) -> None:
     """Sharding: the template says where each array goes."""
     moved = NamedSharding(mesh(), PartitionSpec("data", "fsdp"))
     with managed() as manager:
@@ -138,7 +138,7 @@ def test_restoring_to_another_sharding(managed: Any) -> None:
     assert_same(restored, weights(0))
 
 
-def test_restore_arguments_per_leaf(managed: Any) -> None:
+def test_restore_arguments_apply_per_leaf(managed: Any) -> None:
     """PyTree: `construct_restore_args`, another dtype, NumPy instead of device arrays."""
     with managed() as manager:
         manager.save(0, args=ocp.args.PyTreeSave(weights(0)))
@@ -152,7 +152,7 @@ def test_restore_arguments_per_leaf(managed: Any) -> None:
         assert restored["layer"]["kernel"].dtype == np.float16
 
 
-def test_part_of_a_tree(managed: Any) -> None:
+def test_part_of_a_tree_is_restored(managed: Any) -> None:
     """Partial restoring: placeholders, and a template with fewer leaves."""
     with managed() as manager:
         manager.save(0, args=ocp.args.PyTreeSave(weights(0)))
@@ -169,7 +169,7 @@ def test_part_of_a_tree(managed: Any) -> None:
         assert_same(manager.restore(0, args=args), less)
 
 
-def test_random_keys_and_arrays(managed: Any) -> None:
+def test_random_keys_and_arrays_are_restored(managed: Any) -> None:
     """Other kinds of item: a JAX key, NumPy's random state, a single array."""
     np.random.seed(3)
     numpy_state = np.random.get_state()
@@ -194,7 +194,7 @@ def test_random_keys_and_arrays(managed: Any) -> None:
     np.testing.assert_array_equal(found["array"], np.arange(5.0))
 
 
-def test_a_grain_pipeline(managed: Any) -> None:
+def test_grain_pipeline_resumes_with_the_next_batch(managed: Any) -> None:
     """Grain: the iterator is saved with the state, and goes on with the next batch."""
 
     def batches() -> Any:
@@ -219,7 +219,7 @@ def test_a_grain_pipeline(managed: Any) -> None:
     np.testing.assert_array_equal(next(resumed), expected)
 
 
-def test_flax_nnx(managed: Any) -> None:
+def test_flax_nnx_model_is_restored(managed: Any) -> None:
     """NNX: split, save the state, make the model abstractly, restore, merge; parameters alone; a pure dict."""
     model = Net(0)
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
@@ -249,7 +249,7 @@ def test_flax_nnx(managed: Any) -> None:
     np.testing.assert_array_equal(nnx.view(fresh, deterministic=True)(x), nnx.view(model, deterministic=True)(x))
 
 
-def test_custom_metadata(managed: Any) -> None:
+def test_custom_metadata_of_run_and_step(managed: Any) -> None:
     """Metadata: of the run, and of a step."""
     with managed(metadata={"project": "p"}) as manager:
         manager.save(0, args=ocp.args.StandardSave(weights(0)), custom_metadata={"note": "first"})

@@ -29,7 +29,7 @@ MOVED = (
 )
 
 
-def test_the_private_client_is_where_we_look_for_it() -> None:
+def test_private_jax_client_is_where_expected() -> None:
     """If it failed, a new JAX has moved its private coordination client: follow it (the message says how)."""
 
     def moved(what: str) -> str:
@@ -57,7 +57,7 @@ def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.undo()
 
 
-def test_one_process_agrees_with_itself_in_json() -> None:
+def test_single_process_result_passes_through_json() -> None:
     """If it failed, one process would see Python objects where several see JSON, and only several would fail."""
     local = make_coordinator()
     assert isinstance(local, LocalCoordinator)
@@ -70,14 +70,14 @@ def test_one_process_agrees_with_itself_in_json() -> None:
         local.agree("x", 1, lambda _: {}["missing"], timeout_s=1)
 
 
-def test_several_processes_without_a_service_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_coordination_service_error_gives_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, a forgotten jax.distributed.initialize() would end in an AttributeError."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(RuntimeError, match=r"no coordination service: call jax\.distributed\.initialize\(\) before"):
         make_coordinator()
 
 
-def test_everybody_hears_what_process_0_decides(job: FakeJob) -> None:
+def test_every_process_receives_the_decision_of_process_0(job: FakeJob) -> None:
     """If it failed, processes would take different steps or restore different saves."""
     answers = job.all(lambda c: c.agree("vote", c.process * 10, lambda values: [max(values), values], timeout_s=5))
     assert answers == [[30, [0, 10, 20, 30]]] * 4
@@ -92,7 +92,7 @@ def test_only_process_0_decides(job: FakeJob) -> None:
 
 
 @pytest.mark.parametrize("absent", [(2,), (1, 3)])
-def test_a_missing_process_is_named_to_everybody(job: FakeJob, absent: tuple[int, ...]) -> None:
+def test_missing_process_is_named_on_every_process(job: FakeJob, absent: tuple[int, ...]) -> None:
     """If it failed, a thousand hosts would time out and none would say because of whom."""
     answers = job.all(lambda c: c.agree("commit", 1, sum, timeout_s=3), absent=absent)
     who = ", ".join(map(str, absent))
@@ -105,7 +105,7 @@ def test_a_missing_process_is_named_to_everybody(job: FakeJob, absent: tuple[int
         assert str(answer) == f"{channel}: process {who} did not come {within}; look at why it stopped"
 
 
-def test_a_thousand_processes_are_heard_in_few_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thousand_processes_are_gathered_in_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, process 0 of a large job would ask for each other's word, five times at every start."""
     job = FakeJob(monkeypatch, 1000)
     for process in [*range(1, 700), *range(701, 1000)]:
@@ -120,7 +120,7 @@ def test_a_thousand_processes_are_heard_in_few_words(monkeypatch: pytest.MonkeyP
         gather(job.processes[0], "x", 0, timeout_s=30)
 
 
-def test_a_silent_process_0_is_named(job: FakeJob) -> None:
+def test_timed_out_process_0_is_named(job: FakeJob) -> None:
     """If it failed, everybody would wait for ever for a host that is gone."""
     with job.service.changed:
         job.service.gone = {0}
@@ -135,7 +135,7 @@ def test_a_silent_process_0_is_named(job: FakeJob) -> None:
         job.processes[1].agree("commit", 1, sum, timeout_s=3)
 
 
-def test_a_call_without_a_timeout_waits_as_long_as_its_coordinator(job: FakeJob) -> None:
+def test_call_without_timeout_uses_that_of_its_coordinator(job: FakeJob) -> None:
     """If it failed, the longest wait that a job gives would not hold for its saves and restores."""
     job.service.gone = {"out"}  # pyright: ignore[reportAttributeAccessIssue]  process 0 is held up
     process = job.processes[1]
@@ -150,14 +150,14 @@ def test_a_call_without_a_timeout_waits_as_long_as_its_coordinator(job: FakeJob)
             act_together(coordinator, f"vote-{number}", lambda: 1)
 
 
-def test_many_missing_processes_are_one_line() -> None:
+def test_many_missing_processes_fit_one_line() -> None:
     """If it failed, the error of a large job would be pages of numbers."""
     text = str(coordination._missing("vote", list(range(1000)), 5))
     assert text.startswith("vote: process 0, 1, 2, ")
     assert text.endswith("19 and 980 more did not come within 5 s; look at why it stopped")
 
 
-def test_a_decision_that_fails_is_heard_by_all(job: FakeJob) -> None:
+def test_failed_decision_raises_on_every_process(job: FakeJob) -> None:
     """If it failed, process 0 would raise and the others would wait until the timeout for a verdict."""
 
     def fails(_: list[Any]) -> Any:
@@ -171,7 +171,7 @@ def test_a_decision_that_fails_is_heard_by_all(job: FakeJob) -> None:
 
 
 @pytest.mark.parametrize("kind", [StoreError, TransientStoreError, CorruptCheckpointError])
-def test_a_store_that_fails_on_process_0_fails_alike_on_all(job: FakeJob, kind: type[CheckpointError]) -> None:
+def test_store_error_on_process_0_has_the_same_type_on_all(job: FakeJob, kind: type[CheckpointError]) -> None:
     """If it failed, one process would end with exit code 2 and a message, the others with a traceback."""
 
     def fails(_: list[Any]) -> Any:
@@ -182,14 +182,14 @@ def test_a_store_that_fails_on_process_0_fails_alike_on_all(job: FakeJob, kind: 
     assert [(type(error), str(error)) for error in others] == [(kind, "process 0: gs://b: 403")] * 3
 
 
-def test_a_verdict_that_is_no_json_is_heard_by_all(job: FakeJob) -> None:
+def test_verdict_that_is_not_json_raises_on_every_process(job: FakeJob) -> None:
     """If it failed, a programming error on process 0 would be a time-out on all others."""
     first, *others = job.all(lambda c: c.agree("stock", 1, lambda _: object(), timeout_s=5))
     assert isinstance(first, TypeError)
     assert [str(error) for error in others] == ["process 0: Object of type object is not JSON serializable"] * 3
 
 
-def test_a_missed_meeting_does_not_shift_the_next_one(job: FakeJob) -> None:
+def test_missed_barrier_does_not_shift_the_next_one(job: FakeJob) -> None:
     """If it failed, one late process would hear answers to the question before, for the rest of the run."""
     job.all(lambda c: c.agree("vote", 1, sum, timeout_s=3), absent=(3,))
     job.service.gone = set()
@@ -199,7 +199,7 @@ def test_a_missed_meeting_does_not_shift_the_next_one(job: FakeJob) -> None:
     assert job.all(lambda c: c.agree("vote", c.process, sum, timeout_s=5)) == [6] * 4
 
 
-def test_who_has_missed_a_meeting_does_not_take_the_next_one_for_it(job: FakeJob) -> None:
+def test_late_process_does_not_mix_up_two_barriers(job: FakeJob) -> None:
     """If it failed, a process that the others gave up once would agree with them on other saves than they mean, for the
     rest of the run: steps would count as committed that nobody holds whole."""
     first, *others = job.processes
@@ -225,9 +225,7 @@ def test_who_has_missed_a_meeting_does_not_take_the_next_one_for_it(job: FakeJob
     assert answers == [[0, 4, 8]] * 4, "several meetings about one thing"
 
 
-def test_who_has_missed_a_part_of_one_occasion_is_there_at_the_next(
-    job: FakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_process_rejoins_at_the_next_operation(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, no later restore, scrub or durable save of a job would succeed after one in which a process was
     late or could not come to one of the meetings."""
     monkeypatch.setattr(coordination, "_ABOUT_KEPT", 1)
@@ -258,7 +256,7 @@ def test_who_has_missed_a_part_of_one_occasion_is_there_at_the_next(
     assert not [key for key in job.service.values if "save 1" in key or "save 2" in key], "nothing of them is kept"
 
 
-def test_channels_do_not_hear_each_other(job: FakeJob) -> None:
+def test_channels_are_isolated(job: FakeJob) -> None:
     """If it failed, a vote of the disk thread would answer a question of the writer thread."""
     answers = job.all(
         lambda c: [
@@ -268,7 +266,7 @@ def test_channels_do_not_hear_each_other(job: FakeJob) -> None:
     assert answers == [[["a", [0, 1, 2, 3]], ["b", [0, 1, 2, 3]]]] * 4
 
 
-def test_a_thousand_meetings_leave_no_more_keys_than_one(job: FakeJob) -> None:
+def test_thousand_barriers_leave_no_more_keys_than_one(job: FakeJob) -> None:
     """If it failed, the coordination service of a long run would run out of memory."""
 
     def meet(c: Any) -> int:
@@ -279,7 +277,7 @@ def test_a_thousand_meetings_leave_no_more_keys_than_one(job: FakeJob) -> None:
     assert job.service.most <= 2 * 5
 
 
-def test_failures_of_the_service_are_ours(job: FakeJob) -> None:
+def test_service_failures_are_translated(job: FakeJob) -> None:
     """If it failed, JAX's own error would escape from a background thread, and its slot stay leased for ever."""
 
     def broken(*_: Any) -> Any:
@@ -295,7 +293,7 @@ def test_failures_of_the_service_are_ours(job: FakeJob) -> None:
         setattr(job.service, method, original)
 
 
-def test_a_word_that_could_not_be_put_is_an_error(job: FakeJob) -> None:
+def test_failed_put_of_a_message_is_an_error(job: FakeJob) -> None:
     """If it failed, process 0 would take a step for committed by all whose verdict nobody has heard."""
 
     def late(key: str, value: str) -> None:
@@ -327,7 +325,7 @@ class FakeJobOfOne:
         return self._process.agree(channel, 1, sum, timeout_s=3)
 
 
-def test_two_managers_of_one_process_do_not_share_meetings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_managers_of_one_process_do_not_share_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, a second manager would hear the votes of the first."""
     monkeypatch.setattr(coordination.distributed.global_state, "client", FakeService())
     first, second = JaxCoordinator(), JaxCoordinator()
@@ -335,7 +333,7 @@ def test_two_managers_of_one_process_do_not_share_meetings(monkeypatch: pytest.M
     assert second.agree("vote", 2, sum, timeout_s=1) == 2  # the service refuses a key that is there already
 
 
-def test_process_0_tells_without_waiting_for_anybody(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_0_publishes_without_a_barrier(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy with a clock would stop every step until the slowest host has come, or fill the service."""
     monkeypatch.setattr(coordination, "_TOLD_KEPT", 3)
     first, *others = job.processes

@@ -47,7 +47,7 @@ def refuse(error: Exception) -> Any:
     return act
 
 
-def test_what_ten_thousand_processes_reject_is_told_in_few_words() -> None:
+def test_rejections_of_ten_thousand_processes_are_summarised() -> None:
     """Each of them would hear what all have said: of a damaged step 100 million reasons, through one process."""
     job = Alike()
     error = CorruptCheckpointError("leaf params.h0.w is damaged; " * 1000)
@@ -60,7 +60,7 @@ def test_what_ten_thousand_processes_reject_is_told_in_few_words() -> None:
     assert len(job.heard) < 16384
 
 
-def test_who_has_a_fatal_error_raises_all_of_it() -> None:
+def test_fatal_error_is_raised_in_full() -> None:
     """The list of differences between two models would be cut off where it is read."""
     error = PeerUnreachableError("x" * 100_000)
     job = Alike()

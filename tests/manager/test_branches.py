@@ -11,7 +11,7 @@ from tests.manager.runs import Run, restored_step
 from tests.states import assert_same, make_state, save_args
 
 
-def test_a_rollback_holds_across_restarts(run: Run) -> None:
+def test_rollback_persists_across_restarts(run: Run) -> None:
     """An abandoned branch would win at the next restart, as it does with stock Orbax (30 instead of 11)."""
     run.save_steps(range(10, 31, 10), save_every=1)
     with run.manager(save_every=1) as manager:
@@ -30,7 +30,7 @@ def test_a_rollback_holds_across_restarts(run: Run) -> None:
         assert_same(manager.restore(20)["state"], make_state(21))
 
 
-def test_a_look_at_the_tiers_or_a_deletion_undoes_no_rollback(run: Run) -> None:
+def test_listing_or_deletion_does_not_undo_a_rollback(run: Run) -> None:
     """A run that went back would save nothing until it has passed the steps of the branch that it left."""
     run.save_steps(range(10, 31, 10), save_every=1)
     with run.manager(save_every=1) as manager:
@@ -41,7 +41,7 @@ def test_a_look_at_the_tiers_or_a_deletion_undoes_no_rollback(run: Run) -> None:
         assert manager.all_steps() == [10, 11]
 
 
-def test_a_lost_tier_with_newer_steps_cannot_win_after_a_newer_run(run: Run, tmp_path: Path) -> None:
+def test_returning_tier_of_an_older_run_is_not_restored(run: Run, tmp_path: Path) -> None:
     """A host that returns with an old ramdisk would bring back a branch that the job has left behind."""
     run.save_steps(range(8))
     shutil.copytree(run.ram, tmp_path / "old")
@@ -60,7 +60,7 @@ def durable_steps(run: Run) -> set[str]:
     return {path.name for path in run.durable.iterdir() if path.name.isdigit()}
 
 
-def test_a_damaged_sidecar_costs_one_step_and_can_be_saved_again(run: Run) -> None:
+def test_step_with_a_damaged_sidecar_can_be_saved_again(run: Run) -> None:
     """One flipped byte would stop every restart, and the step could never be written again."""
     run.save_steps(range(1, 4), tiers=False, save_every=1)
     (sidecar,) = (run.durable / "3" / "state").rglob("process-0.json")
@@ -75,7 +75,7 @@ def test_a_damaged_sidecar_costs_one_step_and_can_be_saved_again(run: Run) -> No
         assert_same(manager.restore(None)["state"], make_state(33))
 
 
-def test_the_branch_is_found_below_any_number_of_abandoned_steps(run: Run) -> None:
+def test_branch_is_found_below_many_abandoned_steps(run: Run) -> None:
     """Only the highest steps would be looked at, and the newest committed one be lost."""
     run.save_steps(range(10, 31), tiers=False, save_every=1)
     with run.manager(tiers=False, save_every=1) as manager:
@@ -87,7 +87,7 @@ def test_the_branch_is_found_below_any_number_of_abandoned_steps(run: Run) -> No
         assert manager.restore(None)["data"] == {"step": 11}
 
 
-def test_abandoned_steps_do_not_push_good_ones_out(run: Run) -> None:
+def test_abandoned_steps_do_not_evict_good_ones(run: Run) -> None:
     """`max_to_keep` would keep the abandoned step and delete the newest good one."""
     run.save_steps(range(10, 21, 10), tiers=False, save_every=1, max_to_keep=2)
     with run.manager(tiers=False, save_every=1, max_to_keep=2) as manager:
@@ -102,7 +102,7 @@ def test_abandoned_steps_do_not_push_good_ones_out(run: Run) -> None:
         assert durable_steps(run) == {"11", "12"}
 
 
-def test_a_damaged_step_of_the_own_branch_is_not_taken_for_an_abandoned_one(run: Run) -> None:
+def test_damaged_step_of_the_own_branch_is_kept(run: Run) -> None:
     """A damaged sidecar would cost the step, which might still be mended."""
     run.save_steps(range(1, 3), tiers=False, save_every=1)
     with run.manager(tiers=False, save_every=1) as manager:
@@ -117,7 +117,7 @@ def test_a_damaged_step_of_the_own_branch_is_not_taken_for_an_abandoned_one(run:
     assert durable_steps(run) == {"2", "3", "4", "5"}
 
 
-def test_a_fast_save_that_is_gone_never_stands_in_for_an_abandoned_durable_one(run: Run) -> None:
+def test_lost_fast_save_does_not_revive_an_abandoned_step(run: Run) -> None:
     """The step of the same number in the durable tier is of a branch that was left."""
     run.save_steps(range(5, 7), tiers=False, save_every=1)
     with run.manager(save_every=100) as manager:
@@ -128,7 +128,7 @@ def test_a_fast_save_that_is_gone_never_stands_in_for_an_abandoned_durable_one(r
     assert restored_step(run) == 5
 
 
-def test_a_save_that_raises_before_it_is_taken_counts_as_on_the_others(run: Run) -> None:
+def test_refused_save_consumes_its_save_number(run: Run) -> None:
     """Where it raises on one process alone its next save would have another identity than on the others: no step would
     be whole any more."""
     with run.manager(save_every=1) as manager:

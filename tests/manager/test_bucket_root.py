@@ -9,13 +9,13 @@ from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Hang, Permiss
 from tests.states import abstract, assert_same, make_state, restore_args, save_args
 
 
-def test_a_bucket_that_is_not_there_is_named(server: BucketServer) -> None:
+def test_missing_bucket_is_named(server: BucketServer) -> None:
     """A typing error in the URL would be found at the first save, hours later."""
     with pytest.raises(ckptkit.StoreError, match=r"gs://no-such-bucket/run cannot be written: .*create the bucket"):
         ckptkit.CheckpointManager("gs://no-such-bucket/run")
 
 
-def test_a_refused_permission_names_what_is_missing(server: BucketServer) -> None:
+def test_refused_permission_names_the_missing_one(server: BucketServer) -> None:
     """A person would look for the bug in the trainer."""
     server.faults = FaultPlan(faults=(Fault(effect=PermissionWithdrawn()),))
     with pytest.raises(ckptkit.StoreError, match=r"grant storage\.objects\.get, \.list, \.create") as caught:
@@ -23,7 +23,7 @@ def test_a_refused_permission_names_what_is_missing(server: BucketServer) -> Non
     assert not isinstance(caught.value, ckptkit.TransientStoreError)
 
 
-def test_an_unreachable_bucket_is_not_an_empty_one(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_bucket_is_not_an_empty_bucket(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart while the bucket is away would begin again from step 0."""
     monkeypatch.setattr("gcsfs.retry.asyncio.sleep", _no_sleep)
     monkeypatch.setattr("ckptkit.manager.opening.STORE_DEADLINE_S", 0.5)
@@ -38,7 +38,7 @@ def test_an_unreachable_bucket_is_not_an_empty_one(server: BucketServer, monkeyp
         assert_same(manager.restore(None, args=restore_args(abstract(make_state())))["state"], make_state(3))
 
 
-def test_a_bucket_that_never_answers_is_given_up(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_that_never_responds_times_out(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart would hang for ever, and nobody would know on what."""
     monkeypatch.setattr("ckptkit.store.remote._OPERATION_TIMEOUT_S", 1.0)
     monkeypatch.setattr("ckptkit.manager.opening.STORE_DEADLINE_S", 0.5)

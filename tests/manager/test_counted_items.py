@@ -30,7 +30,7 @@ def written_by_two(slots: Path) -> None:
             path.write_bytes(replace(held, writer=Writer(process=process, count=2, host="h")).to_bytes())
 
 
-def test_a_data_iterator_of_two_processes_is_refused_by_one(tmp_path: Path) -> None:
+def test_one_process_refuses_a_data_iterator_of_two(tmp_path: Path) -> None:
     """One process would go on with half of the data, or the state be read for nothing."""
     events: list[Any] = []
     log = ckptkit.EventLog()

@@ -39,7 +39,7 @@ def followed(root: Path, **options: Any) -> list[int]:
     return [found.step for found in ckptkit.follow(root, poll_s=0.01, idle_timeout_s=0.0, **options)]
 
 
-def test_an_evaluator_in_step_with_a_job(tmp_path: Path) -> None:
+def test_evaluator_receives_every_step_once(tmp_path: Path) -> None:
     """A step would be missed, given twice, or be another than the one that was saved."""
     root, seen = tmp_path / "run", list[int]()
 
@@ -88,7 +88,7 @@ for found in ckptkit.follow(sys.argv[1], poll_s=0.01, lease_s=float(sys.argv[2])
 """
 
 
-def test_an_evaluator_that_is_killed_holds_its_step_for_its_lease_alone(tmp_path: Path) -> None:
+def test_killed_evaluator_holds_its_step_only_for_its_lease(tmp_path: Path) -> None:
     """The bucket would fill up with what dead evaluators read."""
     with ckptkit.CheckpointManager(tmp_path, options=KEEP_ONE) as manager:
         save(manager, 1)
@@ -107,7 +107,7 @@ def test_an_evaluator_that_is_killed_holds_its_step_for_its_lease_alone(tmp_path
     assert not (tmp_path / paths.DOOMED_KEY).exists()
 
 
-def test_what_is_damaged_is_passed_over_and_said(tmp_path: Path) -> None:
+def test_damaged_step_is_skipped_and_reported(tmp_path: Path) -> None:
     """An evaluator would report the score of garbage, or end."""
     weights = np.random.default_rng(0).random((8, 512))  # larger than what OCDBT keeps in its compressed nodes
     with ckptkit.CheckpointManager(tmp_path) as manager:
@@ -129,7 +129,7 @@ def test_what_is_damaged_is_passed_over_and_said(tmp_path: Path) -> None:
     assert [event.step for event in events if event.kind == ckptkit.Kind.REJECTED] == [2, 3]
 
 
-def test_the_branch_that_goes_on_is_followed(tmp_path: Path) -> None:
+def test_evaluator_follows_the_branch_after_a_rollback(tmp_path: Path) -> None:
     """After a rollback the evaluator would wait for ever for a number above the abandoned ones."""
     found = ckptkit.follow(tmp_path, poll_s=0.01)
     with ckptkit.CheckpointManager(tmp_path) as manager:
@@ -145,7 +145,7 @@ def test_the_branch_that_goes_on_is_followed(tmp_path: Path) -> None:
     assert followed(tmp_path) == [10, 20]
 
 
-def test_a_number_that_is_saved_anew_is_not_taken_for_the_old_step(tmp_path: Path) -> None:
+def test_reused_step_number_is_a_new_step(tmp_path: Path) -> None:
     """The score of one branch would be written down for the other."""
     with ckptkit.CheckpointManager(tmp_path) as manager:
         for step in (1, 2):
@@ -159,7 +159,7 @@ def test_a_number_that_is_saved_anew_is_not_taken_for_the_old_step(tmp_path: Pat
         found.close()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_where_to_begin_and_what_to_leave_out(tmp_path: Path) -> None:
+def test_after_newest_only_and_prove_options(tmp_path: Path) -> None:
     """A restarted evaluator would begin at the first step, and a slow one would never catch up."""
     with ckptkit.CheckpointManager(tmp_path) as manager:
         for step in range(5):
@@ -170,7 +170,7 @@ def test_where_to_begin_and_what_to_leave_out(tmp_path: Path) -> None:
     assert followed(tmp_path, prove=False) == [0, 1, 2, 3, 4]
 
 
-def test_steps_of_stock_orbax_are_followed_and_not_called_proven(tmp_path: Path) -> None:
+def test_stock_orbax_steps_are_followed_as_unproven(tmp_path: Path) -> None:
     """A job that has not changed its import could not be evaluated, or its bytes would pass for proven."""
     with ocp.CheckpointManager(tmp_path) as stock:
         for step in (1, 2):
@@ -180,9 +180,7 @@ def test_steps_of_stock_orbax_are_followed_and_not_called_proven(tmp_path: Path)
         assert_same(found.restore(restore_args(abstract(make_state())))["state"], make_state(found.step))
 
 
-def test_a_step_whose_lease_was_lost_while_it_was_proven_is_not_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_with_a_lost_lease_is_not_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer may have begun to prune it: the evaluation would end in half a step."""
     with ckptkit.CheckpointManager(tmp_path) as manager:
         save(manager, 1)

@@ -54,7 +54,7 @@ def restored(manager: ckptkit.CheckpointManager, step: int | None = None) -> flo
 
 
 @pytest.mark.parametrize("stage", ["before", "after"])
-def test_an_upload_that_hangs_is_given_up_and_made_again(server: BucketServer, run: str, stage: Any) -> None:
+def test_hanging_upload_times_out_and_is_retried(server: BucketServer, run: str, stage: Any) -> None:
     """The durable thread would wait for ever, and every later durable save with it."""
     events: list[ckptkit.Event] = []
     server.faults = FaultPlan(faults=(Fault(effect=Hang(stage=stage), kinds=(Kind.WRITE,), objects=DATA, count=1),))
@@ -76,7 +76,7 @@ def test_an_upload_that_hangs_is_given_up_and_made_again(server: BucketServer, r
         assert (recovered.step, recovered.tier, recovered.fields["failures"]) == (3, "durable", 1)
 
 
-def test_a_bucket_that_cannot_be_listed_does_not_hide_why_a_save_failed(
+def test_failed_listing_does_not_hide_the_save_error(
     server: BucketServer, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What Orbax says of a bucket that is away is nothing to try again after: the save would be given up."""
@@ -113,7 +113,7 @@ def test_a_bucket_that_cannot_be_listed_does_not_hide_why_a_save_failed(
 
 
 @pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "default/_METADATA", "default/manifest.ocdbt"])
-def test_a_small_object_that_hangs_is_written_again(server: BucketServer, run: str, name: str) -> None:
+def test_hanging_small_object_write_is_retried(server: BucketServer, run: str, name: str) -> None:
     """One lost packet would cost a step."""
     server.faults = FaultPlan(faults=(Fault(effect=Hang(), kinds=(Kind.WRITE,), objects=f"*/1/{name}", count=1),))
     with manager_of(run, []) as manager:
@@ -124,7 +124,7 @@ def test_a_small_object_that_hangs_is_written_again(server: BucketServer, run: s
 
 
 @pytest.mark.parametrize("objects", [DATA, "*/1/default/manifest.ocdbt", "*/1/default/_ckptkit/*"])
-def test_a_read_that_hangs_is_begun_again(server: BucketServer, run: str, objects: str) -> None:
+def test_hanging_read_is_retried(server: BucketServer, run: str, objects: str) -> None:
     """A restart would wait for ever on one connection, while the others are well."""
     with manager_of(run, []) as manager:
         save(manager, 1)
@@ -134,7 +134,7 @@ def test_a_read_that_hangs_is_begun_again(server: BucketServer, run: str, object
         assert server.fired() == [1]
 
 
-def test_a_restore_from_a_bucket_that_hangs_ends(server: BucketServer, run: str) -> None:
+def test_restore_from_a_hanging_bucket_times_out(server: BucketServer, run: str) -> None:
     """The cluster would be idle until somebody looks."""
     with manager_of(run, []) as manager:
         save(manager, 1)
@@ -146,7 +146,7 @@ def test_a_restore_from_a_bucket_that_hangs_ends(server: BucketServer, run: str)
         assert restored(manager) == 1
 
 
-def test_a_tier_that_fails_is_paused_and_training_goes_on(server: BucketServer, run: str, tmp_path: Path) -> None:
+def test_failing_tier_is_paused_and_training_continues(server: BucketServer, run: str, tmp_path: Path) -> None:
     """Each durable save would hold the step loop up until it is given up, for as long as the bucket is away."""
     events: list[ckptkit.Event] = []
     policy = FailurePolicy(retries=0, pause_after=2, pause_s=0.5)
@@ -183,7 +183,7 @@ def test_a_tier_that_fails_is_paused_and_training_goes_on(server: BucketServer, 
     manager.close(remove_arenas=True)
 
 
-def test_a_forced_save_is_tried_in_a_pause(server: BucketServer, run: str) -> None:
+def test_forced_save_is_attempted_during_a_pause(server: BucketServer, run: str) -> None:
     """The last save of a run would be missing because of what was mended a moment before."""
     policy = FailurePolicy(retries=0, pause_after=1, pause_s=3600)
     refused = Fault(effect=Status(code=403), kinds=(Kind.WRITE,), objects="*/1/_CHECKPOINT_METADATA")

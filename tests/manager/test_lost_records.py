@@ -47,7 +47,7 @@ def job(tmp_path: Path) -> Job:
 
 
 @pytest.mark.parametrize("tier", ["ram", "ssd"])
-def test_the_manifest_of_the_newest_save(job: Job, tier: str) -> None:
+def test_lost_manifest_of_the_newest_save_is_reported(job: Job, tier: str) -> None:
     """A run would train the last steps again, or on another branch, and nobody would know why."""
     (path,) = (job.home / tier).rglob("step-000000000002-*.json")
     path.unlink()
@@ -63,7 +63,7 @@ def test_the_manifest_of_the_newest_save(job: Job, tier: str) -> None:
     assert set(said) == {(2, tier)}
 
 
-def test_older_manifests_and_saves_that_go_their_way_are_not_missed(job: Job) -> None:
+def test_lost_older_manifests_are_not_reported(job: Job) -> None:
     """An alarm at every restart is one that nobody reads."""
     with job.manager() as manager:
         manager.restore(0, args=restore_args(abstract(make_state())))  # a rollback: 1 and 2 are abandoned
@@ -84,7 +84,7 @@ def test_older_manifests_and_saves_that_go_their_way_are_not_missed(job: Job) ->
     assert job.rejected == []
 
 
-def test_all_sidecars_of_an_item(job: Job) -> None:
+def test_step_that_lost_its_sidecars_is_rejected(job: Job) -> None:
     """A step of ours would be restored as one of stock Orbax: unproven, with whatever bits are there."""
     shutil.rmtree(job.home / "root/2/state/_ckptkit")
     assert ckptkit.verify(str(job.home / "root"), 2).corrupt
@@ -99,7 +99,7 @@ def test_all_sidecars_of_an_item(job: Job) -> None:
     assert_same(found["state"], make_state(2))
 
 
-def test_the_epoch_record(job: Job) -> None:
+def test_lost_epoch_record_is_read_from_its_copy(job: Job) -> None:
     """A restart would refuse the root, or not know which branch was given up."""
     record, copy = sorted((job.home / "root/_ckptkit/epochs").iterdir(), reverse=True)
     for damage in (record.unlink, lambda: record.write_bytes(b"{"), copy.unlink):

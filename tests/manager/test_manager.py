@@ -23,7 +23,7 @@ def refused(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_each_tier_serves_when_the_faster_ones_are_gone(run: Run) -> None:
+def test_each_tier_is_restored_when_faster_ones_are_lost(run: Run) -> None:
     """A lost ramdisk or disk would cost more than the steps that only it had."""
     run.save_steps(range(8))
     assert restored_step(run) == 7
@@ -36,7 +36,7 @@ def test_each_tier_serves_when_the_faster_ones_are_gone(run: Run) -> None:
     assert run.sources() == {"durable"}
 
 
-def test_without_template_the_tree_comes_back_as_it_was(run: Run) -> None:
+def test_restore_without_a_template_returns_the_saved_tree(run: Run) -> None:
     """A person who lost the model's code could not read a checkpoint."""
     run.save_steps(range(1))
     with run.manager() as manager:
@@ -46,7 +46,7 @@ def test_without_template_the_tree_comes_back_as_it_was(run: Run) -> None:
     assert restored["data"] == {"step": 0}
 
 
-def test_default_item_and_context_manager(run: Run) -> None:
+def test_default_item_and_context_manager_work(run: Run) -> None:
     """The simplest script, one unnamed state, would not work as with Orbax."""
     with run.manager(tiers=False, save_every=1) as manager:
         assert manager.save(3, args=ocp.args.StandardSave(make_state(3)))  # pyright: ignore[reportCallIssue]
@@ -56,7 +56,7 @@ def test_default_item_and_context_manager(run: Run) -> None:
         assert_same(manager.restore(3), make_state(3))
 
 
-def test_a_step_is_taken_once_and_forced_twice_is_an_error(run: Run) -> None:
+def test_step_is_saved_once_and_a_forced_repeat_is_refused(run: Run) -> None:
     """Saving a step again would overwrite it, or pass for saved when it was not."""
     with run.manager() as manager:
         assert manager.save(5, args=save_args(make_state(5), 5))
@@ -66,7 +66,7 @@ def test_a_step_is_taken_once_and_forced_twice_is_an_error(run: Run) -> None:
             manager.save(5, args=save_args(make_state(5), 5), force=True)
 
 
-def test_what_is_saved_is_what_was_there_when_save_returned(run: Run) -> None:
+def test_save_is_a_snapshot_of_the_state_at_return(run: Run) -> None:
     """A donating step right after `save` would change the checkpoint (or raise 'Array has been deleted')."""
     step = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), donate_argnums=0)
     state = {"a": put(np.zeros((64, 64), np.float32), "data", "fsdp"), "b": put(np.zeros(8, np.float32))}
@@ -80,7 +80,7 @@ def test_what_is_saved_is_what_was_there_when_save_returned(run: Run) -> None:
                 assert (np.asarray(leaf) == number).all()
 
 
-def test_metrics_are_what_they_were_when_save_was_called(run: Run) -> None:
+def test_metrics_are_copied_at_the_call_of_save(run: Run) -> None:
     """A dict that is used again would give every step the metrics of the last one: the best step would be pruned."""
     metrics, custom = {"loss": 0.0}, {"of": ["step 0"]}
     options = {"best_fn": lambda found: found["loss"], "best_mode": "min", "max_to_keep": 1}
@@ -169,7 +169,7 @@ def test_every_difference_of_the_trees_is_named(run: Run) -> None:
     )
 
 
-def test_nothing_to_restore_says_what_was_looked_at(run: Run) -> None:
+def test_nothing_to_restore_error_names_the_places_searched(run: Run) -> None:
     """An empty directory would look like a corrupt one."""
     with run.manager() as manager:
         assert manager.latest_step() is None
@@ -180,7 +180,7 @@ def test_nothing_to_restore_says_what_was_looked_at(run: Run) -> None:
             manager.restore(9)
 
 
-def test_a_durable_step_that_a_crash_prevented_is_made_good_after_the_restart(run: Run, monkeypatch: Any) -> None:
+def test_durable_step_missed_by_a_crash_is_saved_after_restart(run: Run, monkeypatch: Any) -> None:
     """Two losses in a row would fall back two intervals: the second finds what the first one left undone."""
     run.save_steps(range(4))
     with monkeypatch.context() as patched:
@@ -198,7 +198,7 @@ def test_a_durable_step_that_a_crash_prevented_is_made_good_after_the_restart(ru
     assert restored_step(run) == 5
 
 
-def test_a_failed_durable_save_is_reported_once_and_forgets_nothing(run: Run, monkeypatch: Any) -> None:
+def test_failed_durable_save_is_reported_once_and_keeps_steps(run: Run, monkeypatch: Any) -> None:
     """A full disk would end training, or (as with stock Orbax) make good steps vanish without a word."""
     run.save_steps(range(4), save_every=2)
     with run.manager(save_every=2) as manager:
@@ -214,7 +214,7 @@ def test_a_failed_durable_save_is_reported_once_and_forgets_nothing(run: Run, mo
         assert {r.step for r in manager.steps() if "durable" in r.tiers} >= {0, 2, 6}
 
 
-def test_no_free_slot_skips_the_step_and_says_so(run: Run, monkeypatch: Any) -> None:
+def test_step_without_a_free_slot_is_skipped_and_reported(run: Run, monkeypatch: Any) -> None:
     """The step loop would wait for a slow bucket, or overwrite a slot that is being uploaded."""
     with run.manager(save_every=100) as manager:
         assert manager.save(0, args=save_args(make_state(0), 0))  # Orbax's first save is always durable
@@ -247,7 +247,7 @@ def test_slots_are_made_before_the_first_save(run: Run) -> None:
     assert {path.stat().st_size for path in run.ram.rglob("slot-*.bin")} == set(sizes.values())
 
 
-def test_slots_are_made_from_the_abstract_state_as_large_as_from_the_real_one(run: Run, tmp_path: Path) -> None:
+def test_slots_from_abstract_and_real_state_have_equal_size(run: Run, tmp_path: Path) -> None:
     """Room would be refused, or found missing, only when minutes have gone into making the state."""
     sizes = []
     for number, state in enumerate((make_state(0), abstract(make_state(0)))):
@@ -278,7 +278,7 @@ def test_unsupported_items_and_leaves_are_refused_by_name(run: Run) -> None:
         assert manager.save(1, args=save_args(make_state(1), 1))
 
 
-def test_a_tier_that_cannot_be_written_is_refused_at_construction(tmp_path: Path) -> None:
+def test_unwritable_tier_is_refused_at_construction(tmp_path: Path) -> None:
     """The job would find out at its first save that it has no tier."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ckptkit.TierUnusableError, match="cannot be used: Not a directory; give a directory"):
@@ -294,7 +294,7 @@ def test_only_directories_of_the_own_host_are_opened(run: Run, tmp_path: Path) -
         assert run.sources() == {"durable"}
 
 
-def test_a_state_that_was_donated_is_an_error_of_the_caller_and_costs_no_slot(run: Run) -> None:
+def test_donated_state_raises_and_releases_its_slot(run: Run) -> None:
     """Two such calls would take both slots for good, and every later save be dropped without a word."""
     with run.manager(save_every=100) as manager:
         manager.save(0, args=save_args(make_state(0), 0))
@@ -309,7 +309,7 @@ def test_a_state_that_was_donated_is_an_error_of_the_caller_and_costs_no_slot(ru
         assert manager.latest_step() == 6
 
 
-def test_an_array_without_elements_is_refused_by_name_for_the_durable_tier(run: Run) -> None:
+def test_empty_array_is_refused_by_name_for_the_durable_tier(run: Run) -> None:
     """The durable save would fail in the background, step after step."""
     state = {"w": put(np.zeros((0, 8), np.float32)), "v": put(np.ones(4, np.float32))}
     with run.manager(save_every=100) as manager:
@@ -322,7 +322,7 @@ def test_an_array_without_elements_is_refused_by_name_for_the_durable_tier(run: 
         assert_same(manager.restore(2), state)
 
 
-def test_events_tell_the_whole_story_as_json(run: Run, tmp_path: Path) -> None:
+def test_events_are_complete_and_json(run: Run, tmp_path: Path) -> None:
     """Goodput would be computed from holes."""
     log = ckptkit.EventLog(tmp_path / "events.jsonl")
     with ckptkit.CheckpointManager(run.durable, tiers=[ckptkit.Tier.ram(str(run.ram))], events=log) as manager:

@@ -44,7 +44,7 @@ def test_a_resumed_training_run_draws_the_same_dropout_masks(tmp_path: Path, tie
     assert_same(nnx.state(resumed), nnx.state(train))
 
 
-def test_sharded_state_comes_back_where_it_was_without_making_the_model(tmp_path: Path) -> None:
+def test_sharded_state_is_restored_without_building_the_model(tmp_path: Path) -> None:
     """A restart would first make a model that it then throws away, or gather it on one device."""
     with nnx.logical_axis_rules(RULES):
         with jax.set_mesh(mesh()):
@@ -86,7 +86,7 @@ def test_every_kind_of_node_round_trips_with_stock_orbax(tmp_path: Path, node: A
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-def test_without_a_template_there_are_nested_dicts(tmp_path: Path) -> None:
+def test_restore_without_a_template_gives_nested_dicts(tmp_path: Path) -> None:
     """A state could be read only by who has the code of the model that wrote it."""
     train = Train(0)
     with ckptkit.CheckpointManager(tmp_path) as manager:

@@ -37,7 +37,7 @@ def covered(answers: dict[int, Exception | None]) -> list[SaveId]:
     return _covered(client, [[], *reports], [OLD, NEW])
 
 
-def test_replicas_cover_what_is_lost() -> None:
+def test_replicas_cover_lost_shares() -> None:
     """A job whose replicas hold everything would go back to the durable step."""
     assert covered({1: None, 2: None}) == [NEW]
     assert covered({2: None}) == [NEW], "who serves nothing is not asked"
@@ -45,7 +45,7 @@ def test_replicas_cover_what_is_lost() -> None:
     assert covered({1: CorruptCheckpointError("no longer there")}) == []
 
 
-def test_who_does_not_answer_is_not_without_the_save() -> None:
+def test_unreachable_process_does_not_count_as_missing() -> None:
     """`latest_step` would be an older one because of a moment on the network, and what came after be trained anew."""
     with pytest.raises(PeerUnreachableError, match="process 1"):
         covered({1: PeerUnreachableError("process 1 did not answer"), 2: None})

@@ -34,7 +34,7 @@ def args_of(step: int) -> Any:
     return ocp.args.StandardSave({"w": jnp.full((300, 77), step, jnp.float32)})  # pyright: ignore[reportCallIssue]
 
 
-def test_with_time_enough_every_tier_has_the_last_step(
+def test_long_grace_saves_the_last_step_to_every_tier(
     manager: ckptkit.CheckpointManager, events: list[ckptkit.Event]
 ) -> None:
     """Breaks when a preempted job goes with its state in memory alone, or says so of a step that is durable."""
@@ -46,7 +46,7 @@ def test_with_time_enough_every_tier_has_the_last_step(
     assert (said.step, said.fields["tiers"], said.fields["grace_s"]) == (7, ("ram", "ssd", "durable"), 600.0)
 
 
-def test_a_slow_bucket_costs_neither_the_grace_nor_the_faster_tiers(
+def test_slow_bucket_does_not_delay_the_faster_tiers(
     manager: ckptkit.CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Breaks when a job that is about to be killed waits for an upload that cannot be done."""
@@ -70,7 +70,7 @@ def test_a_slow_bucket_costs_neither_the_grace_nor_the_faster_tiers(
     )
 
 
-def test_a_tier_whose_measured_rate_does_not_fit_is_left_out(manager: ckptkit.CheckpointManager) -> None:
+def test_tier_too_slow_for_the_grace_is_skipped(manager: ckptkit.CheckpointManager) -> None:
     """Breaks when the rates of earlier saves are not asked."""
     assert manager.save(1, args=args_of(1), force=True)
     manager.wait_until_finished()
@@ -81,13 +81,13 @@ def test_a_tier_whose_measured_rate_does_not_fit_is_left_out(manager: ckptkit.Ch
     assert manager.steps()[-1].tiers == ("ram",)
 
 
-def test_a_step_that_is_there_already_is_only_waited_for(manager: ckptkit.CheckpointManager) -> None:
+def test_existing_step_is_only_waited_for(manager: ckptkit.CheckpointManager) -> None:
     """Breaks when a preemption at a step that was just saved ends in an error instead of an exit."""
     assert manager.save(3, args=args_of(3), force=True)
     assert manager.save_last(3, args_of(3), grace_s=600.0).tiers == ("ram", "ssd", "durable")
 
 
-def test_a_step_that_came_too_early_is_saved_after_all(tmp_path: Path) -> None:
+def test_step_skipped_as_too_early_is_saved_at_preemption(tmp_path: Path) -> None:
     """Breaks when the last step counts as saved because a save of it is on its way that is then dropped."""
     go_on, held = threading.Event(), threading.Event()
 
@@ -111,7 +111,7 @@ def test_a_step_that_came_too_early_is_saved_after_all(tmp_path: Path) -> None:
     assert (last.tiers, last.unfinished, dict(last.left_out)) == (("ram", "durable"), (), {})
 
 
-def test_a_step_of_a_branch_that_was_left_is_none_of_this_run(manager: ckptkit.CheckpointManager) -> None:
+def test_step_number_of_an_abandoned_branch_is_saved_again(manager: ckptkit.CheckpointManager) -> None:
     """Breaks when a run that went back is preempted at a step that it had saved before: nothing of it is saved, and the
     restart goes on from the branch that it has left."""
     for step in (1, 2, 3):
@@ -124,7 +124,7 @@ def test_a_step_of_a_branch_that_was_left_is_none_of_this_run(manager: ckptkit.C
     assert float(manager.restore(None)["w"][0, 0]) == 22.0
 
 
-def test_a_step_that_is_there_already_says_which_tiers_do_not_have_it(manager: ckptkit.CheckpointManager) -> None:
+def test_existing_step_reports_tiers_that_lack_it(manager: ckptkit.CheckpointManager) -> None:
     """Breaks when a job goes with its step in memory alone and nothing says so: not tried, not unfinished."""
     assert manager.save(1, args=args_of(1), force=True)
     assert manager.save(3, args=args_of(3))
@@ -134,7 +134,7 @@ def test_a_step_that_is_there_already_says_which_tiers_do_not_have_it(manager: c
     assert dict(last.left_out) == {"ssd": "the step was saved before, and not to this tier"}
 
 
-def test_what_cannot_be_a_grace_is_refused(manager: ckptkit.CheckpointManager) -> None:
+def test_invalid_grace_is_refused(manager: ckptkit.CheckpointManager) -> None:
     """Breaks when a forgotten unit or sign leaves a job without its last save, silently."""
     with pytest.raises(ValueError, match="grace_s is 0: give the seconds between the signal and the end"):
         manager.save_last(1, args_of(1), grace_s=0)

@@ -46,7 +46,7 @@ def restored(manager: Any) -> int:
 
 
 @pytest.mark.parametrize("kind", ["bit flip", "truncation", "missing file"])
-def test_no_restart_is_lost_on_a_step_that_is_damaged_each_time(tmp_path: Path, kind: Any) -> None:
+def test_restarts_survive_repeated_damage_to_the_newest_step(tmp_path: Path, kind: Any) -> None:
     """A job that dies on its newest step at every start would never train again."""
     events: list[ckptkit.Event] = []
     with make_manager(tmp_path / "durable", tmp_path, events) as manager:
@@ -69,7 +69,7 @@ def test_no_restart_is_lost_on_a_step_that_is_damaged_each_time(tmp_path: Path, 
         assert restored(manager) == 3 + RESTARTS
 
 
-def test_what_a_dead_run_left_on_a_disk_is_named_and_never_a_step(tmp_path: Path) -> None:
+def test_leftovers_on_disk_are_reported_and_never_a_step(tmp_path: Path) -> None:
     """Half a step would be restored; or fill the disk, and nobody know of it."""
     events: list[ckptkit.Event] = []
     with make_manager(tmp_path / "durable", tmp_path, events) as manager:
@@ -90,7 +90,7 @@ def test_what_a_dead_run_left_on_a_disk_is_named_and_never_a_step(tmp_path: Path
         assert restored(manager) == 2
 
 
-def test_what_a_dead_run_left_in_a_bucket_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_in_a_bucket_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, where a step without its mark is what is left."""
     import gcsfs
 
@@ -108,7 +108,7 @@ def test_what_a_dead_run_left_in_a_bucket_is_named(tmp_path: Path, monkeypatch: 
             assert restored(manager) == 1
 
 
-def test_a_restart_looks_into_many_steps_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_examines_steps_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run with 1,000 steps in a bucket would wait for as many round trips, one after the other."""
     with make_manager(tmp_path / "root", tmp_path, []) as manager:
         for step in range(4):

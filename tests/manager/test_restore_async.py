@@ -49,7 +49,7 @@ def held(tmp_path: Path) -> Iterator[Held]:
     held.manager.close()
 
 
-def test_the_caller_goes_on_while_the_bytes_come_in(held: Held) -> None:
+def test_restore_async_does_not_block_the_caller(held: Held) -> None:
     """A restart would compile only after it has read."""
     handle = held.restore_async()
     assert not handle.done()
@@ -64,7 +64,7 @@ def test_the_caller_goes_on_while_the_bytes_come_in(held: Held) -> None:
     assert held.threads == ["ckptkit-restore"]
 
 
-def test_nothing_else_is_saved_or_restored_before_the_result_is_taken(held: Held) -> None:
+def test_other_calls_are_refused_until_result_is_called(held: Held) -> None:
     """One process would save a step of the old branch that another, which was faster, refuses."""
     handle = held.restore_async(2)
     said = "a restore_async has not been taken over; call result"
@@ -90,7 +90,7 @@ def test_nothing_else_is_saved_or_restored_before_the_result_is_taken(held: Held
     assert_same(held.manager.restore(None, args=restore_args(abstract(make_state())))["state"], make_state(33))
 
 
-def test_errors_are_those_of_restore_and_end_it(held: Held) -> None:
+def test_errors_equal_those_of_restore_and_end_it(held: Held) -> None:
     """A failure in the background would be lost, or leave the manager unusable."""
     held.go.set()
     state: dict[str, Any] = abstract(make_state())
@@ -111,7 +111,7 @@ def test_errors_are_those_of_restore_and_end_it(held: Held) -> None:
     assert held.manager.save(9, args=save_args(make_state(9), 9))
 
 
-def test_close_waits_for_a_restore_that_nobody_took(held: Held) -> None:
+def test_close_waits_for_a_pending_restore(held: Held) -> None:
     """The thread would read slots that are unmapped, and devices that are gone."""
     handle = held.restore_async()
     threading.Timer(0.2, held.go.set).start()

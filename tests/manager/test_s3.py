@@ -77,7 +77,7 @@ def restored(manager: ckptkit.CheckpointManager, step: int | None) -> Any:
     return manager.restore(step, args=ocp.args.StandardRestore(abstract(make_state())))  # pyright: ignore[reportCallIssue]
 
 
-def test_steps_are_saved_restored_pruned_and_proven(root: str) -> None:
+def test_steps_are_saved_restored_pruned_and_verified(root: str) -> None:
     """A job on Amazon's machines would have no durable tier."""
     with ckptkit.CheckpointManager(root, options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
         for step in range(4):
@@ -93,7 +93,7 @@ def test_steps_are_saved_restored_pruned_and_proven(root: str) -> None:
         assert_same(restored(manager, 2), make_state(2))
 
 
-def test_a_step_in_several_pieces(root: str) -> None:
+def test_step_in_several_pieces_is_restored(root: str) -> None:
     """The pieces are databases that are joined: here too what joins them has to refer to their objects."""
     profile = ckptkit.DurableProfile(data_file_bytes=1 << 13, in_flight_bytes=1 << 15)
     args: Any = ocp.args.StandardSave({f"leaf{index}": jnp.arange(900) + index for index in range(12)})  # pyright: ignore[reportCallIssue]
@@ -109,7 +109,7 @@ def test_a_step_in_several_pieces(root: str) -> None:
     assert_same(found, args.item)
 
 
-def test_what_was_not_committed_is_no_step(root: str) -> None:
+def test_uncommitted_step_is_not_a_step(root: str) -> None:
     """Orbax knows no marks on s3://: it would restore half of a step, or refuse to save its number again."""
     with ckptkit.CheckpointManager(root) as manager:
         save(manager, 1)
@@ -125,7 +125,7 @@ def test_what_was_not_committed_is_no_step(root: str) -> None:
         assert_same(restored(manager, 2), make_state(2))
 
 
-def test_damage_is_found(root: str) -> None:
+def test_damage_is_detected(root: str) -> None:
     """A proof that reads nothing proves everything."""
     with ckptkit.CheckpointManager(root) as manager:
         save(manager, 1)
@@ -137,13 +137,13 @@ def test_damage_is_found(root: str) -> None:
     assert [step.state for step in ckptkit.verify(root).steps] == ["corrupt"]
 
 
-def test_a_bucket_that_is_not_there_is_named(root: str) -> None:
+def test_missing_bucket_is_named(root: str) -> None:
     """A typing error in the URL would be found at the first save."""
     with pytest.raises(ckptkit.StoreError, match=r"s3://no-such-bucket/run cannot be written: .*create the bucket"):
         ckptkit.CheckpointManager("s3://no-such-bucket/run")
 
 
-def test_a_claim_is_one_writers(root: str) -> None:
+def test_claim_succeeds_for_one_writer_only(root: str) -> None:
     """Two runs would have the same epoch: the second put of a name has to be refused by the service."""
     store = open_store(root)
     store.put("claim", b"first", mode="create")
@@ -152,7 +152,7 @@ def test_a_claim_is_one_writers(root: str) -> None:
     assert store.get("claim") == b"first"
 
 
-def test_what_was_put_after_a_listing_is_there(root: str) -> None:
+def test_object_put_after_a_listing_is_seen(root: str) -> None:
     """s3fs takes what it has listed for all there is: of two runs that claim one epoch, the second would hear that the
     record is gone, and not that there is another run."""
     store = open_store(root)
@@ -182,7 +182,7 @@ def conditional_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("conditional_copies")
-def test_of_two_commits_at_once_one_is_refused(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_two_concurrent_commits_is_refused(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs would commit one step: the second looked before the first had copied."""
     store = open_store(root)
     store.put("intents/a", b"first")
@@ -218,7 +218,7 @@ def kept_marks(root: str) -> Iterator[None]:
     client.delete_bucket_policy(Bucket=BUCKET)
 
 
-def test_a_mark_that_the_service_keeps_keeps_its_step(root: str, kept_marks: None) -> None:
+def test_step_is_kept_when_its_mark_cannot_be_deleted(root: str, kept_marks: None) -> None:
     """s3fs passes over what was not deleted: the bytes would go, the step stay in listings, and nobody hear of it."""
     reasons: list[str] = []
     log = ckptkit.EventLog()
@@ -235,7 +235,7 @@ def test_a_mark_that_the_service_keeps_keeps_its_step(root: str, kept_marks: Non
             assert_same(restored(reader, 1), make_state(1))
 
 
-def test_an_object_that_a_batch_has_left_is_deleted_by_the_next(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_left_by_a_batch_delete_is_deleted_by_the_next(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An internal error of the service, which it asks to try again, would leave objects that somebody pays for."""
     store, asked = open_store(root), RemoteStore._ask
     failed: list[str] = []
@@ -262,7 +262,7 @@ def test_a_refusal_names_bucket_key_and_permission(root: str) -> None:
     assert "grant s3:GetObject, s3:ListBucket, s3:PutObject and s3:DeleteObject on the bucket" in said
 
 
-def test_commands_read_and_write_it(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_read_and_write_s3(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What stands on Amazon could be looked at and moved only after it was downloaded by other means."""
     with ckptkit.CheckpointManager(f"{root}/run") as manager:
         save(manager, 3)
@@ -282,7 +282,7 @@ def test_commands_read_and_write_it(root: str, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("to", ["orbax", "hf"])
-def test_an_interrupted_conversion_is_gone_on_with(
+def test_interrupted_conversion_is_resumed(
     root: str, to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Half a checkpoint would be taken for one, or hours of uploads be done again."""
@@ -311,7 +311,7 @@ def test_an_interrupted_conversion_is_gone_on_with(
         assert main(["verify", target]) == 0, capsys.readouterr()
 
 
-def test_a_step_is_resharded_into_it(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_is_resharded_into_s3(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A layout for Amazon's machines could be written only elsewhere."""
     with ckptkit.CheckpointManager(str(tmp_path / "run")) as manager:
         save(manager, 3)

@@ -105,14 +105,14 @@ def test_cells_respect_the_limit_or_the_documented_exception(
     assert cell[axis] == min(d for d in divisors if d > wanted) <= 4 * wanted
 
 
-def test_a_prime_split_dimension_takes_the_divisor_above_unless_it_is_far() -> None:
+def test_prime_dimension_takes_the_next_divisor_unless_far() -> None:
     """If it failed, a prime split would give a digest per row, or one cell as large as the whole box."""
     assert cell_shape((2 * 311, 4), (311, 4), 4, limit_bytes=1600) == (311, 4)
     assert cell_shape((2 * 10007, 4), (10007, 4), 4, limit_bytes=1600) == (1, 4)
     assert cell_shape((10007, 4), (10007, 4), 4, limit_bytes=1600) == (100, 4)  # not split: any rows will do
 
 
-def test_cells_are_even_where_that_is_cheap() -> None:
+def test_cells_are_even_where_padding_allows() -> None:
     """If it failed, the last cell of every large leaf would be padded: 64 MiB of memory and of disk for each."""
     assert cell_shape((32_000_000,), (32_000_000,), 4) == (16_000_000,)
     assert cell_shape((1 << 26,), (1 << 26,), 4) == (1 << 24,)
@@ -153,7 +153,7 @@ def test_missing_elements_counts_what_no_box_covers(
 @pytest.mark.parametrize(
     ("start", "stop"), [((0,), (1, 1)), ((2,), (1,)), ((-1,), (1,))], ids=["ranks", "reversed", "negative"]
 )
-def test_what_is_no_box_is_refused(start: tuple[int, ...], stop: tuple[int, ...]) -> None:
+def test_invalid_box_is_refused(start: tuple[int, ...], stop: tuple[int, ...]) -> None:
     """If it failed, a damaged manifest could index an array from its end."""
     with pytest.raises(ValueError, match=r"not a box: start \("):
         Box(start, stop)

@@ -13,7 +13,7 @@ from ckptkit.model.durable_profile import DurableProfile
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(DurableProfile)])
 @pytest.mark.parametrize("value", [0, -1, "64", None, True])
-def test_a_value_that_is_none_is_refused(field: str, value: Any) -> None:
+def test_invalid_value_is_refused(field: str, value: Any) -> None:
     """The mistake would be found in the background, at the first durable save."""
     if field == "compression":
         if value is not None:
@@ -30,7 +30,7 @@ def test_a_value_that_is_none_is_refused(field: str, value: Any) -> None:
         DurableProfile(**{field: value})
 
 
-def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
+def test_profile_file_round_trips(tmp_path: Path) -> None:
     """A tuned profile would be another one in the job."""
     profile = DurableProfile(data_file_bytes=1 << 20, copied_bytes=7, operation_timeout_s=0.5, compression="zstd")
     profile.save(tmp_path / "profile.json")
@@ -38,7 +38,7 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"zstd": 1}', '{"data_file_bytes": 0}'])
-def test_a_file_that_is_no_profile_is_named(text: str, tmp_path: Path) -> None:
+def test_invalid_profile_file_is_named(text: str, tmp_path: Path) -> None:
     """A person would look for the mistake in the job."""
     (tmp_path / "profile.json").write_text(text)
     with pytest.raises(ValueError, match=r"profile\.json is no durable profile: "):

@@ -16,7 +16,7 @@ from ckptkit.store import MemoryStore
 from tests.model.hostile import ANYTHING, HOSTILE, body, bounded, changed, places, refused, sealed
 
 
-def test_every_value_of_a_manifest_made_hostile() -> None:
+def test_hostile_value_anywhere_in_a_manifest_is_refused() -> None:
     """A process would die of a manifest, or allocate for one, instead of passing it over."""
     whole = body()
     assert Manifest.from_bytes(sealed(whole), path="p").save_id.step == 5
@@ -28,7 +28,7 @@ def test_every_value_of_a_manifest_made_hostile() -> None:
 
 @given(data=st.data())
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
-def test_any_values_anywhere_in_a_manifest(data: st.DataObject) -> None:
+def test_arbitrary_values_in_a_manifest_are_refused(data: st.DataObject) -> None:
     """The same, for what nobody has thought of."""
     record = body()
     for _ in range(data.draw(st.integers(1, 3))):
@@ -40,7 +40,7 @@ def test_any_values_anywhere_in_a_manifest(data: st.DataObject) -> None:
 
 @given(data=st.data())
 @settings(deadline=None, max_examples=200)
-def test_any_values_anywhere_in_an_epoch_record(data: st.DataObject) -> None:
+def test_arbitrary_values_in_an_epoch_record_are_refused(data: st.DataObject) -> None:
     """A restart would die of a record, or take nonsense for a branch."""
     record: Any = {**Ancestry(3, ((2, 10), (3, 40)), ((5, 1),)).to_json(), "run": "r"}
     for _ in range(data.draw(st.integers(1, 2))):
@@ -70,7 +70,7 @@ def test_any_values_anywhere_in_an_epoch_record(data: st.DataObject) -> None:
         (("writer", "count"), 0, "by process 0 of 0"),
     ],
 )
-def test_what_is_said_of_a_hostile_manifest(at: tuple[Any, ...], value: Any, word: str) -> None:
+def test_hostile_manifest_error_names_the_fault(at: tuple[Any, ...], value: Any, word: str) -> None:
     """Nobody would know what is wrong with the file."""
     with pytest.raises(CorruptCheckpointError, match=f"manifest p cannot be read: .*{word}"):
         Manifest.from_bytes(sealed(changed(body(), at, value)), path="p")
@@ -88,7 +88,7 @@ def test_what_is_said_of_a_hostile_manifest(at: tuple[Any, ...], value: Any, wor
         b"\0" * 100_000,
     ],
 )
-def test_text_that_no_writer_writes(data: bytes) -> None:
+def test_malformed_json_text_is_refused(data: bytes) -> None:
     """Deep nesting, two keys of one name, other encodings, endless numbers."""
     with bounded():
         assert refused(lambda: Manifest.from_bytes(data, path="p"))

@@ -155,7 +155,7 @@ def body_of(manifest: Manifest) -> dict[str, Any]:
 
 @given(manifest=MANIFESTS)
 @settings(deadline=None, max_examples=200)
-def test_a_manifest_is_read_back_as_it_was_written(manifest: Manifest) -> None:
+def test_manifest_round_trips(manifest: Manifest) -> None:
     """If it failed, a committed step would be restored as something else, or not at all."""
     found = Manifest.from_bytes(manifest.to_bytes(), path="here")
     assert found == manifest
@@ -165,7 +165,7 @@ def test_a_manifest_is_read_back_as_it_was_written(manifest: Manifest) -> None:
 
 @given(data=st.data())
 @settings(deadline=None, max_examples=30)
-def test_every_single_byte_change_is_refused_or_means_the_same(data: st.DataObject) -> None:
+def test_single_byte_change_is_refused_or_equivalent(data: st.DataObject) -> None:
     """If it failed, one damaged byte of a manifest could turn one save into another."""
     manifest = small_manifest()
     whole = manifest.to_bytes()
@@ -183,14 +183,14 @@ def test_every_single_byte_change_is_refused_or_means_the_same(data: st.DataObje
 
 @given(at=st.integers(0, 10_000))
 @settings(deadline=None)
-def test_a_manifest_that_ends_early_is_refused(at: int) -> None:
+def test_truncated_manifest_is_refused(at: int) -> None:
     """If it failed, a manifest torn by a power failure would pass for a step with fewer leaves."""
     whole = small_manifest().to_bytes()
     with pytest.raises(CorruptCheckpointError, match=r"^manifest here cannot be read: "):
         Manifest.from_bytes(whole[: at % len(whole)], path="here")
 
 
-def test_a_wrong_digest_is_named() -> None:
+def test_wrong_digest_is_reported_with_the_file() -> None:
     """If it failed, the user would not learn which file to look at."""
     text = small_manifest().to_bytes().replace(b'"step":1200', b'"step":1201')
     with pytest.raises(CorruptCheckpointError, match=r"^manifest /a/b\.json does not match its own digest$") as caught:
@@ -263,7 +263,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_field_that_no_writer_writes_is_refused(name: str) -> None:
+def test_invalid_field_value_is_refused(name: str) -> None:
     """If it failed, a manifest could make a restore allocate, index or return what nobody saved."""
     alter, text = HOSTILE[name]
     body = body_of(small_manifest())
@@ -278,7 +278,7 @@ def test_a_field_that_no_writer_writes_is_refused(name: str) -> None:
     [b"", b"null", b"[]", b"{}", b'{"digest":"x"}', b"\xff\xfe", b"[" * 100_000, b'{"digest":1,"manifest":null}'],
     ids=["empty", "null", "list", "object", "half", "utf16", "deep", "none"],
 )
-def test_what_is_no_manifest_is_refused(data: bytes) -> None:
+def test_file_that_is_not_a_manifest_is_refused(data: bytes) -> None:
     """If it failed, a file of zeros after a power failure would end the restart with a traceback."""
     with pytest.raises(CorruptCheckpointError, match=r"^manifest here (cannot be read|does not match its own digest)"):
         Manifest.from_bytes(data, path="here")
@@ -295,7 +295,7 @@ def test_save_ids_are_ordered_by_epoch_then_step() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dtype_names_are_found_again(dtype: str) -> None:
+def test_dtype_names_round_trip(dtype: str) -> None:
     """If it failed, a leaf of this dtype could be saved and never be read."""
     leaf = replace(small_manifest().arrays["state"][0], dtype=dtype)
     assert np.dtype(leaf.dtype).name == dtype

@@ -15,7 +15,7 @@ NUMBERS = st.integers(0, 10**8 - 1)
 
 @given(step=st.integers(0, 10**12 - 1), epoch=NUMBERS, number=NUMBERS)
 @settings(deadline=None)
-def test_a_manifest_name_says_which_save_it_is(step: int, epoch: int, number: int) -> None:
+def test_manifest_name_encodes_the_save(step: int, epoch: int, number: int) -> None:
     """If it failed, a committed save would not be found after a restart."""
     assert paths.save_of_manifest(paths.manifest_name(step, epoch, number)) == (step, epoch, number)
 
@@ -24,7 +24,7 @@ def test_a_manifest_name_says_which_save_it_is(step: int, epoch: int, number: in
 @example(step=10**12)
 @example(step=-1)
 @settings(deadline=None)
-def test_a_step_that_has_no_name_is_refused_rather_than_hidden(step: int) -> None:
+def test_step_without_a_readable_name_is_refused(step: int) -> None:
     """If it failed, a save would be reported as committed under a name that no reader looks at."""
     try:
         name = paths.manifest_name(step, 1, 0)
@@ -62,14 +62,14 @@ def test_slots_sidecars_and_epochs_are_found_by_name(index: int) -> None:
         "",
     ],
 )
-def test_other_names_are_nobodys(name: str) -> None:
+def test_foreign_names_are_not_parsed(name: str) -> None:
     """If it failed, an unfinished put or a user's file would be taken for a save."""
     found = paths.save_of_manifest, paths.slot_index, paths.process_of_sidecar, paths.epoch_of_name
     assert [parse(name) for parse in found] == [None] * 4
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "a\0b", "a b", "a\n", "-rf", "x" * 129, "\u00e9"])
-def test_a_name_that_could_leave_its_directory_is_refused(name: str) -> None:
+def test_name_that_leaves_its_directory_is_refused(name: str) -> None:
     """If it failed, a host id or a job name could point a tier anywhere on the machine."""
     with pytest.raises(ValueError, match=rf"host id {re.escape(repr(name))} cannot be a directory name: use letters"):
         paths.checked_name(name, "host id")
@@ -77,7 +77,7 @@ def test_a_name_that_could_leave_its_directory_is_refused(name: str) -> None:
 
 @given(name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", fullmatch=True))
 @settings(deadline=None)
-def test_safe_names_are_kept_as_they_are(name: str) -> None:
+def test_safe_names_are_unchanged(name: str) -> None:
     """If it failed, a host would not find its own directory after a restart."""
     assert paths.checked_name(name, "host id") == name
 

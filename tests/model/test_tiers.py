@@ -27,7 +27,7 @@ KEEPS = st.integers(1, 6).map(KeepNewest) | st.integers(1, 100).map(KeepBytes) |
 
 @given(interval=st.integers(1, 50), step=st.integers(0, 1000))
 @settings(deadline=None)
-def test_every_steps_takes_the_multiples(interval: int, step: int) -> None:
+def test_every_steps_saves_at_multiples(interval: int, step: int) -> None:
     """If it failed, a tier would save at other steps than the job asked for."""
     assert EverySteps(interval).due(step) == (step in range(0, 1001, interval))
 
@@ -60,13 +60,13 @@ def test_tiers_are_sorted_fastest_first() -> None:
     assert checked_tiers(()) == ()
 
 
-def test_the_same_tier_twice_is_refused() -> None:
+def test_same_tier_twice_is_refused() -> None:
     """If it failed, one of the two would silently never be written."""
     with pytest.raises(ValueError, match=r"tiers \['ram', 'ram'\]: at most one ram, one peer and one ssd tier"):
         checked_tiers((Tier.ram("/a"), Tier.ram("/b")))
 
 
-def test_two_tiers_of_one_medium_are_refused_whatever_they_are_called() -> None:
+def test_two_tiers_of_one_medium_are_refused() -> None:
     """If it failed, a tier with a name of its own would be opened and never be written."""
     own_name = Tier(name="scratch", medium="ram", path="/b", save=EverySteps(1), slots=2)
     with pytest.raises(ValueError, match=r"at most one ram, one peer and one ssd tier"):
@@ -75,7 +75,7 @@ def test_two_tiers_of_one_medium_are_refused_whatever_they_are_called() -> None:
 
 @given(keep=KEEPS, held=st.sets(st.integers(0, 30)), flushed=st.sets(st.integers(0, 30)), share=st.integers(0, 40))
 @settings(deadline=None)
-def test_what_is_kept_is_held_bounded_and_has_the_newest(
+def test_kept_steps_are_held_bounded_and_include_the_newest(
     keep: TierKeep, held: set[int], flushed: set[int], share: int
 ) -> None:
     """If it failed, the newest step could be given up, or no slot would be left for the next save."""
@@ -92,7 +92,7 @@ def test_what_is_kept_is_held_bounded_and_has_the_newest(
 
 @given(held=st.sets(st.integers(0, 30)), flushed=st.sets(st.integers(0, 30)), count=st.integers(1, 6))
 @settings(deadline=None)
-def test_each_policy_keeps_what_it_says(held: set[int], flushed: set[int], count: int) -> None:
+def test_each_policy_keeps_the_documented_steps(held: set[int], flushed: set[int], count: int) -> None:
     """If it failed, two policies would be the same, or one would keep older steps than it could."""
     newest_first = sorted(held, reverse=True)
     assert KeepNewest(count).kept(newest_first, flushed, count) == newest_first[:count]
@@ -125,7 +125,7 @@ def test_each_policy_keeps_what_it_says(held: set[int], flushed: set[int], count
         ),
     ],
 )
-def test_what_cannot_work_is_refused_when_it_is_written_down(make: Callable[[], object], why: str) -> None:
+def test_invalid_tier_is_refused_at_construction(make: Callable[[], object], why: str) -> None:
     """If it failed, the mistake would be found in the middle of training, or never."""
     with pytest.raises(ValueError, match=why):
         make()
@@ -133,13 +133,13 @@ def test_what_cannot_work_is_refused_when_it_is_written_down(make: Callable[[], 
 
 @given(seconds=st.floats(0.1, 100), passed=st.floats(0, 200))
 @settings(deadline=None)
-def test_every_seconds_takes_the_first_step_and_then_waits(seconds: float, passed: float) -> None:
+def test_every_seconds_saves_the_first_step_and_then_waits(seconds: float, passed: float) -> None:
     """If it failed, a tier would save at every step, or never."""
     assert EverySeconds(seconds).due_after(None)
     assert EverySeconds(seconds).due_after(passed) == (passed >= seconds)
 
 
-def test_copies_on_other_hosts_are_of_the_ramdisk() -> None:
+def test_peer_tier_needs_a_ramdisk_tier() -> None:
     """If it failed, a job would believe that its hosts keep copies of each other."""
     with pytest.raises(ValueError, match=r"tiers \['peer'\]: a peer tier keeps copies of the ramdisk's slots; add"):
         checked_tiers((Tier.peer(),))
@@ -161,7 +161,7 @@ def test_copies_on_other_hosts_are_of_the_ramdisk() -> None:
     assert kept_beside(peer, (ram, peer)) == kept_beside(ram, (ram,)) == 0
 
 
-def test_a_peer_is_waited_for_some_time() -> None:
+def test_peer_timeout_of_zero_is_refused() -> None:
     """If it failed, no process would ever be answered."""
     with pytest.raises(ValueError, match="timeout_s=0: give seconds above 0"):
         PeerOptions(timeout_s=0)

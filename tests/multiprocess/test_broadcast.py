@@ -53,7 +53,7 @@ def wanted_bytes(each: dict[str, Any]) -> int:
     return sum(each["sources"].values())
 
 
-def test_every_dtype_comes_bit_by_bit(found: Found) -> None:
+def test_every_dtype_is_broadcast_bit_exact(found: Found) -> None:
     """-0.0, NaN payloads, booleans, small integers or keys would change, as they do where replicas are summed."""
     alone = act(found, "alone", broadcast=False)
     shared = act(found, "shared", broadcast=True)
@@ -76,7 +76,7 @@ def test_each_byte_is_read_once(found: Found) -> None:
     assert durable_bytes(plainly) >= 2 * LARGE_BYTES
 
 
-def test_it_gives_way_where_there_is_nothing_to_share(found: Found) -> None:
+def test_no_broadcast_where_nothing_is_shared(found: Found) -> None:
     """A sharded job would wait for collectives that bring nothing."""
     for each in act(found, "one", broadcast=False):
         assert each["why"] == "process 0: no two processes want the same"
@@ -84,21 +84,21 @@ def test_it_gives_way_where_there_is_nothing_to_share(found: Found) -> None:
         assert "for each process: less than" in each["why"]
 
 
-def test_a_restore_in_the_background_shares_once_all_ask_for_it(found: Found) -> None:
+def test_background_restore_broadcasts_once_all_call_result(found: Found) -> None:
     """Its collectives would cross those of the step, or a process that comes late would be waited for in one."""
     acts = act(found, "later", broadcast=True)
     assert LARGE_BYTES <= durable_bytes(acts) <= 1.05 * LARGE_BYTES
     assert all(each["rounds"] >= 3 for each in acts)
 
 
-def test_what_is_asked_for_late_is_read_meanwhile(found: Found) -> None:
+def test_late_result_call_finds_everything_read(found: Found) -> None:
     """A long compilation would be followed by a transfer that reading in its shadow makes needless."""
     for each in act(found, "late", broadcast=False):
         assert each["why"] == "all was read before everybody asked for the result"
         assert (each["rounds"], each["sources"].get("replica", 0)) == (0, 0)
 
 
-def test_who_never_asks_is_not_waited_for(found: Found) -> None:
+def test_process_that_never_calls_result_is_not_waited_for(found: Found) -> None:
     """A process that closes its manager would hang, and the others with it."""
     assert found[2]["gone"]["error"] == "RuntimeError: it leaves"
     for each in (found[process]["gone"] for process in (0, 1, 3)):
@@ -106,7 +106,7 @@ def test_who_never_asks_is_not_waited_for(found: Found) -> None:
         assert each["why"] == "process 2 gave the restore up"
 
 
-def test_damage_on_the_way_is_seen_and_read_again(found: Found) -> None:
+def test_damage_in_transit_is_detected_and_read_again(found: Found) -> None:
     """A wire that flips a bit would give one replica other weights than the rest."""
     acts = act(found, "flipped", broadcast=True)
     assert [bool(each["rejected"]) for each in acts] == [False, False, True, False]
@@ -114,7 +114,7 @@ def test_damage_on_the_way_is_seen_and_read_again(found: Found) -> None:
     assert "has another digest here" in acts[2]["rejected"][0][1]
 
 
-def test_a_process_that_cannot_read_makes_all_read_for_themselves(found: Found) -> None:
+def test_failed_read_on_one_process_makes_all_read_directly(found: Found) -> None:
     """The others would hang in a collective to which it never comes."""
     for each in act(found, "failing", broadcast=False):
         assert "gave way to reading alone: process 1: CorruptCheckpointError: a cell that" in each["why"]
@@ -123,14 +123,14 @@ def test_a_process_that_cannot_read_makes_all_read_for_themselves(found: Found) 
         assert wanted_bytes(each) <= 1.01 * LARGE_BYTES / 2, "and not read again"
 
 
-def test_a_process_without_room_makes_all_read_for_themselves(found: Found) -> None:
+def test_process_without_memory_makes_all_read_directly(found: Found) -> None:
     """The same, where it is the collective that one of them cannot have."""
     for each in act(found, "no_room", broadcast=False):
         assert each["why"] == "no collective: process 3: MemoryError: RESOURCE_EXHAUSTED"
         assert each["rounds"] == 0
 
 
-def test_damage_in_the_storage_sends_all_to_the_older_step(found: Found) -> None:
+def test_damaged_storage_makes_all_restore_the_older_step(found: Found) -> None:
     """Some would go on from one step, and some from another."""
     for each in act(found, "damaged", broadcast=True):
         assert each["step"] == 0
@@ -138,14 +138,14 @@ def test_damage_in_the_storage_sends_all_to_the_older_step(found: Found) -> None
         assert "has digest" in each["rejected"][-1][1]
 
 
-def test_what_is_fatal_for_one_is_raised_by_all(found: Found) -> None:
+def test_fatal_error_on_one_process_is_raised_on_all(found: Found) -> None:
     """A missing permission would look like a lost process to the others."""
     for process in found:
         assert process["denied"]["error"].startswith("StoreError:"), process["denied"]
         assert "PERMISSION_DENIED" in process["denied"]["error"]
 
 
-def test_what_some_have_in_memory_is_read_there(found: Found) -> None:
+def test_boxes_in_memory_are_not_read_from_the_bucket(found: Found) -> None:
     """The bucket would be read although a replica's ramdisk holds everything."""
     acts = act(found, "memory", broadcast=True)
     assert durable_bytes(acts) == 0
@@ -153,6 +153,6 @@ def test_what_some_have_in_memory_is_read_there(found: Found) -> None:
     assert all("ram" not in each["sources"] for each in acts[2:])
 
 
-def test_the_budget_is_kept() -> None:
+def test_state_exceeds_the_smallest_budget() -> None:
     """The acts have windows of the smallest budget: more than one round is what they are about."""
     assert LARGE_BYTES > SMALLEST

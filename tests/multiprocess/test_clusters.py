@@ -29,7 +29,7 @@ def flags(root: Path, cache: Path, steps: int) -> list[str]:
 
 
 @pytest.mark.parametrize("starter", STARTERS)
-def test_the_trainer_finds_its_peers_by_what_started_it(starter: str, tmp_path: Path, cache: Path) -> None:
+def test_trainer_finds_its_peers_under_each_launcher(starter: str, tmp_path: Path, cache: Path) -> None:
     """Breaks when two tasks train two models, each for itself, or each takes itself for process 0."""
     skip_without(starter)
     command = [sys.executable, "-m", "trainer", "--cluster", "detect", *flags(tmp_path, cache, 3)]
@@ -40,7 +40,7 @@ def test_the_trainer_finds_its_peers_by_what_started_it(starter: str, tmp_path: 
     assert logs == ["attempt-0-process-0.jsonl", "attempt-0-process-1.jsonl"]
 
 
-def test_a_job_that_slurm_preempts_saves_and_ends_with_75(tmp_path: Path, cache: Path) -> None:
+def test_job_preempted_by_slurm_saves_and_exits_75(tmp_path: Path, cache: Path) -> None:
     """Breaks when SIGTERM from the scheduler costs the steps since the last save."""
     skip_without("srun")
     command = [sys.executable, "-m", "trainer", "--cluster", "detect", *flags(tmp_path, cache, 5000)]
@@ -61,7 +61,7 @@ def test_a_job_that_slurm_preempts_saves_and_ends_with_75(tmp_path: Path, cache:
     assert "is saved in ram, durable" in said
 
 
-def test_the_batch_script_runs_a_job_to_its_end(tmp_path: Path, cache: Path) -> None:
+def test_batch_script_runs_a_job_to_completion(tmp_path: Path, cache: Path) -> None:
     """Breaks when the script that people copy does not run."""
     skip_without("srun")
     log = tmp_path / "job.log"
@@ -79,7 +79,7 @@ def test_the_batch_script_runs_a_job_to_its_end(tmp_path: Path, cache: Path) -> 
 
 
 @pytest.mark.parametrize("words", [["--cluster", "detect"], ["--cluster", "detect", "--coordinator", "127.0.0.1:1"]])
-def test_what_no_cluster_started_is_told_so(words: list[str]) -> None:
+def test_detect_outside_a_cluster_is_refused(words: list[str]) -> None:
     """Breaks when a job that was to find its peers trains alone."""
     command = [sys.executable, "-m", "trainer", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)

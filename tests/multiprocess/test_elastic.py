@@ -103,14 +103,14 @@ def reference(root: Path, cache: Path) -> Run:
     return run
 
 
-def test_a_lost_host_is_read_from_its_buddy(preempted: Run) -> None:
+def test_shares_of_a_lost_host_are_read_from_its_peer(preempted: Run) -> None:
     """A fully sharded trainer that loses one host would read the bucket."""
     restored = preempted.events(Kind.RESTORED)
     sources = {event.process: {tier for tier, size in event.fields["sources"].items() if size} for event in restored}
     assert sources == {0: {"ram"}, 1: {"peer"}}
 
 
-def test_a_preempted_job_of_two_processes_goes_on_as_one(root: Path, preempted: Run, reference: Run) -> None:
+def test_preempted_job_of_two_processes_resumes_as_one(root: Path, preempted: Run, reference: Run) -> None:
     """Breaks when a preemption loses steps, or a job that comes back with fewer hosts trains something else."""
     run = preempted.copied(root / "as-one")
     assert run.launch(one(SHARDED, 4)) == ExitCode.OK, run.said
@@ -122,9 +122,7 @@ def test_a_preempted_job_of_two_processes_goes_on_as_one(root: Path, preempted: 
     assert load_proof(run.proofs[-1]).boxes == load_proof(reference.proofs[-1]).boxes
 
 
-def test_a_lost_job_reads_the_bucket_once_and_goes_on_over_another_mesh(
-    root: Path, preempted: Run, reference: Run
-) -> None:
+def test_lost_job_reads_the_bucket_once_and_resumes_on_new_mesh(root: Path, preempted: Run, reference: Run) -> None:
     """One that loses all of its hosts would read the bucket as often as it has replicas; one that comes back on another
     mesh skip records or read them twice."""
     run = preempted.copied(root / "replicated")
@@ -149,7 +147,7 @@ def test_a_lost_job_reads_the_bucket_once_and_goes_on_over_another_mesh(
 
 
 @pytest.mark.slow
-def test_any_number_of_processes(tmp_path: Path, cache: Path) -> None:
+def test_any_number_of_processes_restores_any_other(tmp_path: Path, cache: Path) -> None:
     """Breaks when some number of processes cannot read what another one wrote: 4 -> 2 -> 3 -> 1 -> 4."""
     mesh = "data=3,fsdp=4"  # 12 devices divide among any of them
     shapes = [Shape(processes=n, devices=12 // n, mesh=mesh) for n in (4, 2, 3, 1, 4)]
@@ -157,14 +155,14 @@ def test_any_number_of_processes(tmp_path: Path, cache: Path) -> None:
 
 
 @pytest.mark.slow
-def test_any_mesh(tmp_path: Path, cache: Path) -> None:
+def test_any_mesh_restores_any_other(tmp_path: Path, cache: Path) -> None:
     """Breaks when a layout cannot follow another: (data=2,fsdp=2) -> (data=1,fsdp=4) -> (model=4)."""
     meshes = ("data=2,fsdp=2", "data=1,fsdp=4", "model=4")
     check_chain(tmp_path, cache, [Shape(processes=2, devices=2, mesh=mesh) for mesh in meshes], batch=8, steps=STEPS)
 
 
 @pytest.mark.slow
-def test_the_fast_tiers_of_hosts_that_stay_are_used(tmp_path: Path, cache: Path) -> None:
+def test_fast_tiers_of_remaining_hosts_are_used(tmp_path: Path, cache: Path) -> None:
     """Breaks when a job that comes back as it was reads the bucket for what its memory holds."""
     shapes = [Shape(processes=2, devices=2, mesh="data=2,fsdp=2")] * 2
     _, run = check_chain(tmp_path, cache, shapes, batch=8, steps=30, wipe=False)

@@ -104,13 +104,13 @@ def test_the_list_of_phases_is_complete(undisturbed: Path) -> None:
     assert crossed == set(PHASES)
 
 
-def test_saving_changes_nothing(reference: Path, undisturbed: Path) -> None:
+def test_saving_does_not_change_training(reference: Path, undisturbed: Path) -> None:
     """A snapshot that touched the state would change the training."""
     verdict = compare(reference / "proof" / "0", undisturbed / "proof" / "0")
     assert verdict.is_identical, verdict.differences
 
 
-def test_a_process_opens_only_slot_directories_of_its_own_host(undisturbed: Path) -> None:
+def test_process_opens_only_slots_of_its_own_host(undisturbed: Path) -> None:
     """On hosts that share a mount, one would take another's slots for its own, or destroy them."""
     opened = {}
     for process in range(PROCESSES):

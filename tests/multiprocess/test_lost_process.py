@@ -24,7 +24,7 @@ def ready_pid(line: str) -> int | None:
     return int(words[1]) if words[:1] == ["ready"] else None
 
 
-def test_survivors_of_a_killed_process_end_by_themselves(tmp_path: Path) -> None:
+def test_survivors_of_a_killed_process_exit(tmp_path: Path) -> None:
     """Breaks when a job without our launcher hangs in a collective until its time limit, all machines paid for."""
     coordinator, error = f"127.0.0.1:{free_port()}", tmp_path / "error.txt"
     with error.open("w") as out:
@@ -53,7 +53,7 @@ def test_survivors_of_a_killed_process_end_by_themselves(tmp_path: Path) -> None
     assert codes == [-signal.SIGABRT, -signal.SIGKILL, -signal.SIGABRT], error.read_text()[-3000:]
 
 
-def test_a_process_that_falls_silent_is_named_and_the_job_starts_again() -> None:
+def test_frozen_process_is_named_and_the_job_restarts() -> None:
     """Breaks when a machine that froze is not noticed, or the survivor that gave up first is taken for the lost one:
     the next launch would leave out the wrong host."""
     events: list[Event] = []

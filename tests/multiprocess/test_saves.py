@@ -46,13 +46,13 @@ def found(job: tuple[Path, int, str]) -> list[dict[str, Any]]:
     return [json.loads((job[0] / f"found-{process}.json").read_text()) for process in range(PROCESSES)]
 
 
-def test_the_job_ends_well(job: tuple[Path, int, str]) -> None:
+def test_job_exits_with_0(job: tuple[Path, int, str]) -> None:
     """A process would wait for ever for another that takes no part in a meeting, or in a collective."""
     _, code, output = job
     assert code == ExitCode.OK, output
 
 
-def test_the_counter_counts_a_real_collective(found: list[dict[str, Any]]) -> None:
+def test_collective_counter_counts_a_real_collective(found: list[dict[str, Any]]) -> None:
     """A counter that counts nothing would prove nothing."""
     for process in found:
         first, second = process["collectives"]["sum"], process["collectives"]["sum again"]
@@ -74,7 +74,7 @@ def test_a_save_launches_no_device_collective(found: list[dict[str, Any]], strat
 
 
 @pytest.mark.parametrize("step", [2, 0])
-def test_a_restore_in_the_background_launches_no_device_collective(found: list[dict[str, Any]], step: int) -> None:
+def test_background_restore_launches_no_device_collective(found: list[dict[str, Any]], step: int) -> None:
     """It would meet whatever the caller runs meanwhile."""
     for process in found:
         assert process["collectives"][f"restore step {step}"] == {"sent_bytes": 0, "programs": []}
@@ -82,7 +82,7 @@ def test_a_restore_in_the_background_launches_no_device_collective(found: list[d
         assert process["sources"] == [["ram"], ["durable"]]
 
 
-def test_a_step_that_one_process_vetoes_is_dropped_everywhere(found: list[dict[str, Any]]) -> None:
+def test_step_vetoed_by_one_process_is_dropped_on_all(found: list[dict[str, Any]]) -> None:
     """A step that one process has and another has not would be taken for the newest."""
     for number, process in enumerate(found):
         veto = process["veto"]
@@ -97,7 +97,7 @@ def test_a_step_that_one_process_vetoes_is_dropped_everywhere(found: list[dict[s
         assert fields["reason"].startswith("process 1: no free slot")
 
 
-def test_a_save_that_raises_on_one_process_is_dropped_on_the_others(found: list[dict[str, Any]]) -> None:
+def test_save_that_raises_on_one_process_is_dropped_on_all(found: list[dict[str, Any]]) -> None:
     """They would wait for its vote, take the next one for it, and from then on agree on another step than it does."""
     assert [bool(process["veto"]["raised"]) for process in found] == [False, True]
     assert "deleted" in found[1]["veto"]["raised"]
@@ -105,7 +105,7 @@ def test_a_save_that_raises_on_one_process_is_dropped_on_the_others(found: list[
         assert process["veto"]["steps at last"] == [12, 14]
 
 
-def test_replicas_on_two_processes_that_differ_are_named_and_dropped(found: list[dict[str, Any]]) -> None:
+def test_differing_replicas_are_named_and_the_save_dropped(found: list[dict[str, Any]]) -> None:
     """One host's broken memory would go into the next restart, on every host, depending on which one is read."""
     assert found[0]["collectives"]["replicas"] == {"sent_bytes": 0, "programs": []}
     for process in found:
@@ -122,7 +122,7 @@ def test_replicas_on_two_processes_that_differ_are_named_and_dropped(found: list
         assert fields["suspects"] == ["host host-0", "host host-1"], "of two, nobody knows which one is right"
 
 
-def test_what_is_deleted_is_what_process_0_says(found: list[dict[str, Any]]) -> None:
+def test_process_0_decides_which_steps_are_deleted(found: list[dict[str, Any]]) -> None:
     """Clocks differ by milliseconds: by `keep_time_interval` one process would delete a step that another keeps, and
     wait for it in a meeting to which it does not come, at that save and at every later one."""
     for process in found:
@@ -143,9 +143,7 @@ def scrubbed(root: Path, host: int, *, repair: bool = True) -> list[tuple[int, s
 
 @pytest.mark.parametrize("process", range(PROCESSES))
 @pytest.mark.parametrize("how", ["sidecar and data", "sidecar", "sidecar gone"])
-def test_what_one_of_two_processes_wrote_is_mended_from_its_slot(
-    job: tuple[Path, int, str], how: str, process: int
-) -> None:
+def test_share_of_one_process_is_repaired_from_its_slot(job: tuple[Path, int, str], how: str, process: int) -> None:
     """Sidecars are the only proof of a durable step: a step of several processes would be lost with one of them."""
     item = job[0] / "gate" / "2" / "default"
     sidecar = item / "_ckptkit" / f"process-{process}.json"
@@ -165,7 +163,7 @@ def test_what_one_of_two_processes_wrote_is_mended_from_its_slot(
     assert same_here(found, make_state(2))
 
 
-def test_a_step_of_two_processes_that_no_host_can_mend_alone_stays(job: tuple[Path, int, str]) -> None:
+def test_step_that_no_single_host_can_repair_is_kept(job: tuple[Path, int, str]) -> None:
     """One host would take away what the hosts together still have."""
     item = job[0] / "gate" / "2" / "default"
     kept = {path: path.read_bytes() for path in (item / "_ckptkit").iterdir()}

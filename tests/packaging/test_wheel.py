@@ -40,7 +40,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_the_wheel_holds_the_library_alone(wheel: Path) -> None:
+def test_wheel_contains_only_the_library(wheel: Path) -> None:
     """`pip install` would put packages named tests, tools and trainer into people's environments; or drop the types."""
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"ckptkit"}
@@ -57,13 +57,13 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_the_library_needs_its_core_dependencies_alone(installed: Path, tmp_path: Path) -> None:
+def test_library_imports_only_its_core_dependencies(installed: Path, tmp_path: Path) -> None:
     """An import of what only an extra brings would break everybody who did not ask for it."""
     said = call(sys.executable, SCRIPT, tmp_path / "work", "--block", cwd=tmp_path, PYTHONPATH=str(installed))
     assert f"CORE ONLY: {installed}" in said
 
 
-def test_the_block_refuses_what_is_not_required(installed: Path, tmp_path: Path) -> None:
+def test_import_block_refuses_undeclared_packages(installed: Path, tmp_path: Path) -> None:
     """The test above would pass whatever the library imports."""
     code = (
         f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); from core_only import block\n"
@@ -77,7 +77,7 @@ def test_the_block_refuses_what_is_not_required(installed: Path, tmp_path: Path)
     call(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(installed))
 
 
-def test_extras_and_version_are_those_that_the_documents_name() -> None:
+def test_extras_and_version_match_the_documents() -> None:
     """`pip install ckptkit[s3]` would warn and install nothing; a release would have no entry in the changelog."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {"s3", "torch", "test", "bench", "docs"} <= set(project["optional-dependencies"])
@@ -88,7 +88,7 @@ def test_extras_and_version_are_those_that_the_documents_name() -> None:
 
 
 @pytest.mark.slow
-def test_a_fresh_environment_needs_nothing_else(wheel: Path, tmp_path: Path) -> None:
+def test_fresh_environment_needs_no_other_package(wheel: Path, tmp_path: Path) -> None:
     """The same from the registry, as a person installs it: `make test-wheel`."""
     call(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
@@ -98,7 +98,7 @@ def test_a_fresh_environment_needs_nothing_else(wheel: Path, tmp_path: Path) -> 
     assert "w" in said
 
 
-def test_the_floor_is_what_the_requirements_say() -> None:
+def test_floor_versions_match_the_requirements() -> None:
     """`make test-floor` would test other versions than those that are promised."""
     found = floors((ROOT / "pyproject.toml").read_text())
     assert "jax==0.10" in found

@@ -41,7 +41,7 @@ class Kept:
         self.peer_arena.close()
 
 
-def test_the_newest_copied_save_outlasts_the_policy_until_a_newer_one_is_copied(host_dir: Path) -> None:
+def test_newest_copied_save_is_kept_until_a_newer_one_is_copied(host_dir: Path) -> None:
     """Hosts would hold copies of a save that nobody has whole any more, or of one too many."""
     kept = Kept(host_dir, Tier.ram("/r", keep=KeepNewest(1)))
     kept.save(1, copied=True)
@@ -56,7 +56,7 @@ def test_the_newest_copied_save_outlasts_the_policy_until_a_newer_one_is_copied(
     kept.close()
 
 
-def test_copies_in_other_ramdisks_are_no_slower_tier(host_dir: Path) -> None:
+def test_peer_copies_do_not_count_as_flushed(host_dir: Path) -> None:
     """A save that waits for the durable tier would be given up once it stands in other hosts' memory."""
     kept = Kept(host_dir, Tier.ram("/r", keep=KeepUnflushed(2)))
     for step in (1, 2, 3):
@@ -65,7 +65,7 @@ def test_copies_in_other_ramdisks_are_no_slower_tier(host_dir: Path) -> None:
     kept.close()
 
 
-def test_a_restored_save_is_kept_here_and_in_lanes(host_dir: Path) -> None:
+def test_restored_save_is_kept_in_ramdisk_and_peer_slots(host_dir: Path) -> None:
     """The save that all go on from could be overwritten before the next one has its copies."""
     kept = Kept(host_dir, Tier.ram("/r", keep=KeepNewest(1)))
     kept.save(1, copied=True)

@@ -48,7 +48,7 @@ def act(found: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return acts
 
 
-def test_a_lost_ramdisk_is_read_from_another_host(found: list[dict[str, Any]]) -> None:
+def test_lost_ramdisk_is_restored_from_another_host(found: list[dict[str, Any]]) -> None:
     """One lost host of a data-parallel job would throw everybody back to the bucket, an hour of training."""
     first, second = act(found, "lose_a_ramdisk")
     assert (first["latest"], first["step"]) == (second["latest"], second["step"]) == (1, 1)
@@ -58,7 +58,7 @@ def test_a_lost_ramdisk_is_read_from_another_host(found: list[dict[str, Any]]) -
     assert planned["sources"] == second["sources"], "every box once"
 
 
-def test_a_lost_shard_is_refused_before_anything_is_read(found: list[dict[str, Any]]) -> None:
+def test_lost_shard_is_refused_before_any_read(found: list[dict[str, Any]]) -> None:
     """A hole would be restored as random memory, or each host restore a step of its own."""
     first, second = act(found, "lose_a_shard")
     assert first["sources"] == {"ram": WHOLE // 2 + SMALL}
@@ -69,14 +69,14 @@ def test_a_lost_shard_is_refused_before_anything_is_read(found: list[dict[str, A
         assert "process 1: CorruptCheckpointError: save 1@1.1: nothing that this process can reach covers" in rejected
 
 
-def test_swapped_hosts_find_their_boxes(found: list[dict[str, Any]]) -> None:
+def test_swapped_hosts_restore_their_boxes_from_peers(found: list[dict[str, Any]]) -> None:
     """A scheduler that shuffles the hosts would cost every restart its fast tiers."""
     for process in act(found, "swap_hosts"):
         assert (process["latest"], process["step"]) == (1, 1)
         assert process["sources"]["peer"] == WHOLE // 2
 
 
-def test_damage_is_mended_from_another_host(found: list[dict[str, Any]]) -> None:
+def test_damage_is_repaired_from_another_host(found: list[dict[str, Any]]) -> None:
     """A flipped bit would cost a step, although another host has it whole."""
     first, second = act(found, "damage_a_slot")
     assert first["sources"] == {"ram": WHOLE + SMALL}
@@ -84,21 +84,21 @@ def test_damage_is_mended_from_another_host(found: list[dict[str, Any]]) -> None
     assert any("has digest" in each for each in second["rejected"])
 
 
-def test_a_host_that_returns_with_an_old_ramdisk_does_not_win(found: list[dict[str, Any]]) -> None:
+def test_host_with_an_old_ramdisk_is_not_restored_from(found: list[dict[str, Any]]) -> None:
     """Step 3 of the abandoned branch is the higher number, and half of it is there."""
     first, second = act(found, "return_with_an_old_ramdisk")
     assert (first["latest"], first["step"], first["epoch"]) == (2, 2, 2)
     assert second["sources"] == {"peer": WHOLE + SMALL}
 
 
-def test_a_zombie_of_the_run_before_does_not_win(found: list[dict[str, Any]]) -> None:
+def test_zombie_of_an_earlier_run_is_not_restored_from(found: list[dict[str, Any]]) -> None:
     """Its step 5 is the higher number, whole, on a host that is alive, and has copies of its own."""
     first, second = act(found, "outlive_a_zombie")
     assert (first["latest"], first["step"], first["epoch"]) == (2, 2, 2)
     assert second["sources"] == {"peer": WHOLE // 2 + SMALL}
 
 
-def test_without_peers_everybody_falls_back(found: list[dict[str, Any]]) -> None:
+def test_without_peers_all_restore_the_durable_step(found: list[dict[str, Any]]) -> None:
     """`peers=None` would serve all the same."""
     for process in act(found, "go_without_peers"):
         assert (process["latest"], process["step"]) == (0, 0)
@@ -114,7 +114,7 @@ def test_a_fully_sharded_job_survives_the_loss_of_a_host(found: list[dict[str, A
     assert first["committed"] == second["committed"] == [[step, "peer"] for step in range(3)]
 
 
-def test_the_loss_of_both_hosts_falls_back_to_the_durable_step(found: list[dict[str, Any]]) -> None:
+def test_loss_of_both_hosts_restores_the_durable_step(found: list[dict[str, Any]]) -> None:
     """A copy of a lost host's copy would have to be invented."""
     for process in act(found, "lose_both"):
         assert (process["latest"], process["step"], set(process["sources"])) == (0, 0, {"durable"})
@@ -131,7 +131,7 @@ def test_copies_are_made_again_after_a_loss(found: list[dict[str, Any]]) -> None
     assert second["sources"] == {"ram": WHOLE // 2 + SMALL}
 
 
-def test_the_last_save_reaches_other_hosts(found: list[dict[str, Any]]) -> None:
+def test_last_save_is_copied_to_other_hosts(found: list[dict[str, Any]]) -> None:
     """A preempted job would lose the step with the first host, because the copy before was still on its way."""
     for process in found:
         assert process["save_last"] == {"tiers": ["ram", "peer", "durable"], "unfinished": [], "left_out": {}}
@@ -140,7 +140,7 @@ def test_the_last_save_reaches_other_hosts(found: list[dict[str, Any]]) -> None:
     assert second["sources"] == {"peer": WHOLE // 2 + SMALL}
 
 
-def test_a_slow_peer_costs_the_last_save_nothing_else(found: list[dict[str, Any]]) -> None:
+def test_slow_peer_does_not_delay_the_last_save(found: list[dict[str, Any]]) -> None:
     """A host that is gone already would cost the others their last step, or the same wait at every preemption."""
     for process in found:
         said = process["save_last_beside_a_slow_peer"]
@@ -150,7 +150,7 @@ def test_a_slow_peer_costs_the_last_save_nothing_else(found: list[dict[str, Any]
         assert "peer" in said["then_left_out"], "it took seconds the last time"
 
 
-def test_a_scrub_of_a_running_job_mends_from_other_hosts(found: list[dict[str, Any]]) -> None:
+def test_scrub_of_a_running_job_repairs_from_other_hosts(found: list[dict[str, Any]]) -> None:
     """A bit that flipped in a running job's ramdisk would be met at the restart, when its other copy may be gone."""
     first, second = (process["scrub"] for process in found)
     assert first["dry"] == first["mend"] == {"checked": 4, "damaged": False, "treatments": []}
@@ -165,7 +165,7 @@ def test_a_scrub_of_a_running_job_mends_from_other_hosts(found: list[dict[str, A
     assert second["events"] == [[1, False]] * 2 + [[1, True]] * 2
 
 
-def test_a_scrub_leaves_what_nobody_has(found: list[dict[str, Any]]) -> None:
+def test_scrub_leaves_cells_that_no_host_has(found: list[dict[str, Any]]) -> None:
     """Made-up bytes would be called mended, or the job would stop over a step that it replaces anyway."""
     for process in found:
         (lost,) = process["scrub"]["lost"]["treatments"]
@@ -175,7 +175,7 @@ def test_a_scrub_leaves_what_nobody_has(found: list[dict[str, Any]]) -> None:
     act(found, "restore_scrubbed")
 
 
-def test_three_processes_restore_what_two_have_saved(root: Path, found: list[dict[str, Any]]) -> None:
+def test_three_processes_restore_a_save_of_two(root: Path, found: list[dict[str, Any]]) -> None:
     """An elastic restart would go back to the bucket while everything is in memory."""
     assert found
     for process in act(launch(root, "grow", 3), "grow"):

@@ -21,7 +21,7 @@ def opened(host_dir: Path, arena: Arena, options: PeerOptions, events: EventLog)
     return open_link({"ram": host_dir}, [arena], ["h"], options, Job(coordinator=LocalCoordinator(), events=events))
 
 
-def test_a_link_serves_on_its_interface_alone(host_dir: Path, arena: Arena) -> None:
+def test_server_listens_on_its_interface_only(host_dir: Path, arena: Arena) -> None:
     """A host with a public address would offer the weights there."""
     made = opened(host_dir, arena, PeerOptions(host="127.0.0.2"), EventLog())
     try:
@@ -38,7 +38,7 @@ def test_a_link_serves_on_its_interface_alone(host_dir: Path, arena: Arena) -> N
         socket.create_connection((host, int(port)), timeout=10)
 
 
-def test_a_name_with_several_addresses_is_served_on_one(
+def test_name_with_several_addresses_is_served_on_one(
     host_dir: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host whose name stands for all its networks would offer the weights on each of them."""
@@ -67,7 +67,7 @@ def test_an_address_that_means_every_interface_is_refused(host: str) -> None:
         PeerOptions(host=host)
 
 
-def test_an_address_of_another_host_degrades_and_stops_nothing(host_dir: Path, arena: Arena) -> None:
+def test_address_of_another_host_degrades_the_tier(host_dir: Path, arena: Arena) -> None:
     """A wrong option would stop a job that can train without peers."""
     said: list[Event] = []
     events = EventLog()
@@ -92,7 +92,7 @@ def test_an_address_of_another_host_degrades_and_stops_nothing(host_dir: Path, a
         (None, False, "127.0.0.1"),
     ],
 )
-def test_the_interface_is_that_of_the_coordinator(
+def test_server_uses_the_interface_to_the_coordinator(
     monkeypatch: pytest.MonkeyPatch, coordinator: str | None, several: bool, expected: str | None
 ) -> None:
     """Others could not reach it, or anybody could."""
@@ -100,7 +100,7 @@ def test_the_interface_is_that_of_the_coordinator(
     assert job_interface(several) in ([expected] if expected else ["127.0.0.1", "::1"])
 
 
-def test_a_loopback_name_of_the_own_host_is_not_taken_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_address_is_not_used_in_a_multi_host_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian maps a host's own name to 127.0.1.1, where no other host finds process 0."""
     monkeypatch.setattr(link, "coordinator_address", lambda: "head-node:1234")
     asked: list[str] = []
@@ -115,7 +115,7 @@ def test_a_loopback_name_of_the_own_host_is_not_taken_among_several(monkeypatch:
     assert job_interface(False) == "127.0.1.1"
 
 
-def test_an_address_to_which_no_way_leads_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_address_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host without IPv6 would serve nothing where the coordinator's name has an IPv6 address too."""
     real = socket.getaddrinfo
 
@@ -130,7 +130,7 @@ def test_an_address_to_which_no_way_leads_is_passed_over(monkeypatch: pytest.Mon
     assert job_interface(False) == "127.0.0.1"
 
 
-def test_a_host_of_ipv6_alone_is_not_told_by_its_loopback_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ipv6_only_host_does_not_use_its_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others would ask themselves for what process 0 holds."""
     monkeypatch.setattr(link, "coordinator_address", lambda: "head-node:1234")
 
@@ -146,7 +146,7 @@ def test_a_host_of_ipv6_alone_is_not_told_by_its_loopback_name(monkeypatch: pyte
     assert job_interface(True) == "fd00::5"
 
 
-def test_a_name_server_that_says_again_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_name_resolution_failure_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process would serve nothing, and take no copies, for the whole run because of a moment at its start."""
     real, asked = socket.getaddrinfo, list[str]()
 

@@ -84,7 +84,7 @@ def committed(peer_arena: Arena) -> list[SaveId]:
     return [manifest.save_id for _, manifest in read_manifests([peer_arena.directory])[0]]
 
 
-def test_a_copy_is_a_slot_like_any_other(keeper: PeerClient, peer_arena: Arena) -> None:
+def test_copy_is_an_ordinary_slot(keeper: PeerClient, peer_arena: Arena) -> None:
     """A restart would not find it, or give other bytes."""
     send(keeper, FIRST)
     assert committed(peer_arena) == peer_arena.held() == [FIRST]
@@ -95,7 +95,7 @@ def test_a_copy_is_a_slot_like_any_other(keeper: PeerClient, peer_arena: Arena) 
     np.testing.assert_array_equal(into, values(FIRST))
 
 
-def test_a_copy_with_a_flipped_bit_is_refused_and_its_slot_is_free(keeper: PeerClient, peer_arena: Arena) -> None:
+def test_copy_with_a_flipped_bit_is_refused_and_its_slot_freed(keeper: PeerClient, peer_arena: Arena) -> None:
     """Damage on the way would be found at the restart, when nothing else is left."""
     damaged = flat(FIRST).copy()
     damaged[5_000_000] ^= 1
@@ -106,9 +106,7 @@ def test_a_copy_with_a_flipped_bit_is_refused_and_its_slot_is_free(keeper: PeerC
     assert None not in slots, "both are free"
 
 
-def test_a_sender_that_dies_in_mid_transfer_costs_nothing(
-    keeper: PeerClient, peer_arena: Arena, receiver: CopyReceiver
-) -> None:
+def test_crashed_sender_releases_the_slot(keeper: PeerClient, peer_arena: Arena, receiver: CopyReceiver) -> None:
     """The slots of a lane would be gone for good, and the copy before with them."""
     send(keeper, FIRST)
     peer_arena.protect(FIRST)
@@ -126,7 +124,7 @@ def test_a_sender_that_dies_in_mid_transfer_costs_nothing(
     assert slot is not None, "what was given up is free"
 
 
-def test_the_newest_copy_of_all_is_kept_while_the_next_one_comes(keeper: PeerClient, peer_arena: Arena) -> None:
+def test_newest_copy_is_kept_until_the_next_is_committed(keeper: PeerClient, peer_arena: Arena) -> None:
     """A host that is lost in the middle of a copy would take the share with it."""
     send(keeper, FIRST)
     peer_arena.protect(FIRST)
@@ -135,7 +133,9 @@ def test_the_newest_copy_of_all_is_kept_while_the_next_one_comes(keeper: PeerCli
     assert sorted(committed(peer_arena)) == [FIRST, THIRD]
 
 
-def test_a_keeper_without_room_says_so(keeper: PeerClient, peer_arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeper_without_memory_reports_it(
+    keeper: PeerClient, peer_arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A full ramdisk would end the job, or be taken for a lost host."""
 
     def full(*_: object, **__: object) -> None:
@@ -146,7 +146,7 @@ def test_a_keeper_without_room_says_so(keeper: PeerClient, peer_arena: Arena, mo
         send(keeper, FIRST)
 
 
-def test_a_keeper_whose_slots_are_read_is_busy(keeper: PeerClient, peer_arena: Arena) -> None:
+def test_keeper_with_leased_slots_reports_busy(keeper: PeerClient, peer_arena: Arena) -> None:
     """A slot that a restore reads would be overwritten."""
     held = [peer_arena.acquire(1), peer_arena.acquire(1)]
     with pytest.raises(PeerUnreachableError, match="it is busy"):
@@ -158,7 +158,7 @@ def test_a_keeper_whose_slots_are_read_is_busy(keeper: PeerClient, peer_arena: A
     send(keeper, FIRST)
 
 
-def test_a_sender_that_stalls_in_mid_request_is_cut_off(server: PeerServer, peer_arena: Arena) -> None:
+def test_stalled_sender_is_disconnected(server: PeerServer, peer_arena: Arena) -> None:
     """One hanging host would keep all others from sending their copies."""
     head = f"PUT /copies/2.7.4/{SENDER}/bytes HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {SECRET}\r\n"
     head += "Content-Range: bytes 0-8388607/*\r\nContent-Length: 8388608\r\n\r\nhalf"
@@ -173,9 +173,7 @@ def test_a_sender_that_stalls_in_mid_request_is_cut_off(server: PeerServer, peer
             wait_until_cut(connection)
 
 
-def test_a_zombie_of_the_run_before_cannot_send_copies(
-    server: PeerServer, keeper: PeerClient, peer_arena: Arena
-) -> None:
+def test_zombie_of_an_earlier_run_cannot_send_copies(server: PeerServer, keeper: PeerClient, peer_arena: Arena) -> None:
     """Its step would stand in the place of this run's newest copy; each run makes up a secret of its own."""
     send(keeper, FIRST)
     zombie = PeerClient([server.address], "the secret of the run before", timeout_s=5.0)
@@ -185,7 +183,7 @@ def test_a_zombie_of_the_run_before_cannot_send_copies(
     assert committed(peer_arena) == peer_arena.held() == [FIRST]
 
 
-def test_a_body_beyond_every_manifest_is_not_read(server: PeerServer) -> None:
+def test_oversized_request_body_is_not_read(server: PeerServer) -> None:
     """A client could fill the server's memory."""
     head = f"POST /copies/2.7.4/{SENDER}/manifest HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {SECRET}\r\n"
     answer = say(server.address, head + f"Content-Length: {1 << 40}\r\n\r\n")
@@ -193,7 +191,7 @@ def test_a_body_beyond_every_manifest_is_not_read(server: PeerServer) -> None:
     assert answer.split(b" ")[1] == b"413"
 
 
-def test_a_commit_whose_answer_was_lost_is_committed_once(receiver: CopyReceiver, peer_arena: Arena) -> None:
+def test_commit_with_a_lost_response_is_committed_once(receiver: CopyReceiver, peer_arena: Arena) -> None:
     """A connection that breaks at the end would veto a copy that is whole."""
     path = f"/copies/2.7.4/{SENDER}"
     begun = receiver("POST", path, "", json.dumps({"bytes": 4096}).encode())
@@ -210,7 +208,7 @@ def test_a_commit_whose_answer_was_lost_is_committed_once(receiver: CopyReceiver
     assert peer_arena.held() == [FIRST]
 
 
-def test_a_keeper_has_time_to_prove_a_large_copy(
+def test_timeout_allows_verifying_a_large_copy(
     keeper: PeerClient, peer_arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hosts with shares of 100 GB would never have copies: a keeper proves the whole before it answers."""
@@ -241,7 +239,7 @@ def test_a_keeper_has_time_to_prove_a_large_copy(
         ("DELETE", "/copies/2.7.4/1", "", b"", None),
     ],
 )
-def test_what_is_no_copy_is_refused(
+def test_invalid_copy_request_is_refused(
     receiver: CopyReceiver,
     peer_arena: Arena,
     method: str,
@@ -269,7 +267,7 @@ def test_bytes_outside_of_the_slot_are_refused(receiver: CopyReceiver, content_r
     assert answer.status == 416
 
 
-def test_two_requests_at_once_do_not_mix(receiver: CopyReceiver, peer_arena: Arena) -> None:
+def test_concurrent_requests_are_not_mixed(receiver: CopyReceiver, peer_arena: Arena) -> None:
     """A sender that was restarted, and its zombie, would write one slot together."""
     begun = receiver("POST", "/copies/2.7.4/1", "", b'{"bytes": 4096}')
     assert begun is not None

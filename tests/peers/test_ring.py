@@ -38,7 +38,7 @@ def test_every_copy_is_on_a_host_of_its_own(seats: list[Seat], copies: int) -> N
 
 @given(seats=jobs(equal=True), copies=st.integers(1, 4))
 @settings(deadline=None)
-def test_every_process_keeps_as_many_as_it_gives(seats: list[Seat], copies: int) -> None:
+def test_every_process_keeps_as_many_copies_as_it_sends(seats: list[Seat], copies: int) -> None:
     """One ramdisk would fill up with everybody's copies."""
     kept = Counter(keeper for chosen in keepers(seats, copies) for keeper in chosen)
     expected = min(copies, len({seat.host for seat in seats}) - 1)
@@ -48,7 +48,7 @@ def test_every_process_keeps_as_many_as_it_gives(seats: list[Seat], copies: int)
 
 @given(seats=jobs(), copies=st.integers(1, 4))
 @settings(deadline=None)
-def test_sender_and_keeper_know_of_each_other(seats: list[Seat], copies: int) -> None:
+def test_sender_and_keeper_agree_on_the_assignment(seats: list[Seat], copies: int) -> None:
     """A copy would be refused by the one that it is sent to."""
     chosen = keepers(seats, copies)
     for process in range(len(seats)):
@@ -57,7 +57,7 @@ def test_sender_and_keeper_know_of_each_other(seats: list[Seat], copies: int) ->
 
 @given(seats=jobs())
 @settings(deadline=None)
-def test_a_rack_is_not_shared_where_no_rack_has_more_than_half_of_the_hosts(seats: list[Seat]) -> None:
+def test_copies_are_on_another_rack_if_no_rack_has_a_majority(seats: list[Seat]) -> None:
     """A rack that loses its power would take shares and copies."""
     rack_of = {seat.host: seat.rack or seat.host for seat in seats}
     largest = max(Counter(rack_of.values()).values())
@@ -73,7 +73,7 @@ def test_a_large_job_is_a_ring_of_its_hosts() -> None:
     assert keepers(seats, 1) == [((process + 8) % 10_000,) for process in range(10_000)]
 
 
-def test_the_order_of_hosts_does_not_depend_on_the_order_of_processes() -> None:
+def test_host_order_is_independent_of_process_order() -> None:
     """After a restart every host would keep other shares, and the copies that it has be of no use to its neighbour."""
     seats = [Seat("b"), Seat("a"), Seat("c")]
     assert [[seats[k].host for k in chosen] for chosen in keepers(seats, 1)] == [["c"], ["b"], ["a"]]

@@ -57,12 +57,12 @@ def read_all(client: PeerClient) -> np.ndarray:
     return into
 
 
-def test_a_box_comes_bit_exact_over_several_requests(client: PeerClient) -> None:
+def test_box_is_bit_exact_over_several_requests(client: PeerClient) -> None:
     """A restore from a peer would be another state."""
     np.testing.assert_array_equal(read_all(client), values())
 
 
-def test_part_of_a_box_is_cut_out(client: PeerClient) -> None:
+def test_part_of_a_box_is_extracted(client: PeerClient) -> None:
     """On another mesh a process would get rows that are not its own."""
     manifest, tag = client.manifest(0, SAVE, 0)
     (leaf,) = manifest.arrays["state"]
@@ -73,7 +73,7 @@ def test_part_of_a_box_is_cut_out(client: PeerClient) -> None:
 
 
 @pytest.mark.parametrize("secret", [None, "", "the secret of another job", SECRET + "x", SECRET[:-1], "\udcff"])
-def test_without_the_secret_nothing_is_said(server: PeerServer, secret: str | None) -> None:
+def test_request_without_the_secret_is_refused(server: PeerServer, secret: str | None) -> None:
     """Anybody in the network could read the weights."""
     if secret == "\udcff":
         answer = say(server.address, f"GET {MANIFEST} HTTP/1.1\r\nHost: x\r\nAuthorization: \xff\r\n\r\n")
@@ -84,7 +84,7 @@ def test_without_the_secret_nothing_is_said(server: PeerServer, secret: str | No
     assert status(server.address, BYTES, secret=secret, Range="bytes=0-1") == 401
 
 
-def test_before_the_secret_is_known_nobody_is_answered(share_index: ShareIndex) -> None:
+def test_requests_before_the_secret_is_set_are_refused(share_index: ShareIndex) -> None:
     """An empty secret would be everybody's."""
     server = PeerServer(share_index, "127.0.0.1")
     try:
@@ -110,13 +110,13 @@ def test_before_the_secret_is_known_nobody_is_answered(share_index: ShareIndex) 
         "/",
     ],
 )
-def test_only_what_a_manifest_names_has_a_path(server: PeerServer, path: str) -> None:
+def test_only_slots_named_by_a_manifest_have_a_path(server: PeerServer, path: str) -> None:
     """A `..` in a name would read the host's files."""
     assert status(server.address, path) == 404
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "HEAD"])
-def test_nothing_can_be_changed(server: PeerServer, method: str) -> None:
+def test_write_requests_are_refused(server: PeerServer, method: str) -> None:
     """A client could overwrite a slot."""
     assert status(server.address, MANIFEST, method=method) == 404
 
@@ -135,9 +135,7 @@ def test_a_range_outside_of_a_box_is_refused(server: PeerServer, share_index: Sh
             share_index.read(SAVE, 0, tag, start, stop)
 
 
-def test_a_slot_that_cannot_be_read_is_left_for_the_next_source(
-    client: PeerClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_slot_is_reported_as_damage(client: PeerClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bad sector of one host's SSD would end the restore on all, though others hold the same bytes."""
 
     def bad(*_: Any) -> bytes:
@@ -150,7 +148,7 @@ def test_a_slot_that_cannot_be_read_is_left_for_the_next_source(
     np.testing.assert_array_equal(read_all(client), values())
 
 
-def test_a_save_that_is_replaced_is_superseded_not_corrupt(client: PeerClient, arena: Arena) -> None:
+def test_replaced_save_is_superseded_not_corrupt(client: PeerClient, arena: Arena) -> None:
     """A running job would be reported as damaged, or a restore mix two saves."""
     manifest, tag = client.manifest(0, SAVE, 0)
     (leaf,) = manifest.arrays["state"]
@@ -163,7 +161,7 @@ def test_a_save_that_is_replaced_is_superseded_not_corrupt(client: PeerClient, a
         client.manifest(0, SAVE, 0)
 
 
-def test_a_slot_is_leased_while_it_is_copied_and_no_longer(share_index: ShareIndex, arena: Arena) -> None:
+def test_slot_is_leased_only_while_it_is_copied(share_index: ShareIndex, arena: Arena) -> None:
     """A save would overwrite what a peer reads, or a peer that stalls would keep a slot from the job."""
     tag, _ = share_index.manifest(SAVE, 0)
     assert share_index.read(SAVE, 0, tag, 0, 8) == values().tobytes()[:8]
@@ -177,7 +175,7 @@ def test_a_slot_is_leased_while_it_is_copied_and_no_longer(share_index: ShareInd
         share_index.read(SAVE, 0, tag, 0, 8)
 
 
-def test_a_slot_that_another_process_replaces_while_it_is_read_is_superseded(
+def test_slot_replaced_during_a_read_is_superseded(
     host_dir: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its bytes could be of the newer save; no lease reaches across processes."""
@@ -197,7 +195,7 @@ def test_a_slot_that_another_process_replaces_while_it_is_read_is_superseded(
         share_index.read(SAVE, 0, tag, 0, 8)
 
 
-def test_a_slot_file_that_was_cut_short_is_not_held(host_dir: Path, share_index: ShareIndex) -> None:
+def test_truncated_slot_file_is_not_held(host_dir: Path, share_index: ShareIndex) -> None:
     """A mapping of it would kill the process that serves."""
     tag, _ = share_index.manifest(SAVE, 0)
     (slot,) = host_dir.glob("0/slot-0.bin")
@@ -207,7 +205,7 @@ def test_a_slot_file_that_was_cut_short_is_not_held(host_dir: Path, share_index:
         share_index.read(SAVE, 0, tag, 0, 4096)
 
 
-def test_boxes_beyond_the_end_of_a_slot_are_not_promised(host_dir: Path, client: PeerClient) -> None:
+def test_boxes_beyond_the_end_of_a_slot_are_not_listed(host_dir: Path, client: PeerClient) -> None:
     """A restore would make room for, and wait for, what no slot has."""
     (slot,) = host_dir.glob("0/slot-0.bin")
     assert [len(leaf.boxes) for leaf in client.manifest(0, SAVE, 0)[0].arrays["state"]] == [1]
@@ -220,7 +218,7 @@ def test_boxes_beyond_the_end_of_a_slot_are_not_promised(host_dir: Path, client:
     fresh.close()
 
 
-def test_a_process_that_is_gone_is_given_up_once(server: PeerServer, share_index: ShareIndex) -> None:
+def test_dead_process_times_out_once(server: PeerServer, share_index: ShareIndex) -> None:
     """A restore of a thousand boxes would wait a thousand times for a host that has died."""
     gone = PeerClient([server.address], SECRET, timeout_s=0.5)
     gone.manifest(0, SAVE, 0)
@@ -236,14 +234,14 @@ def test_a_process_that_is_gone_is_given_up_once(server: PeerServer, share_index
         PeerClient([None, None], SECRET, timeout_s=1).manifest(1, SAVE, 0)
 
 
-def test_a_process_of_another_job_is_an_error_not_an_absence(server: PeerServer) -> None:
+def test_process_of_another_job_is_unreachable_not_absent(server: PeerServer) -> None:
     """A zombie of the run before, at a port that was given anew, would be taken for a host without the save; or end the
     restore on all, by an error that no restart is tried after, though others hold the same bytes."""
     with pytest.raises(PeerUnreachableError, match="was refused"):
         PeerClient([server.address], "another secret", timeout_s=5).manifest(0, SAVE, 0)
 
 
-def test_a_server_that_breaks_is_left_for_the_next_source(
+def test_server_error_is_reported_as_unreachable(
     server: PeerServer, client: PeerClient, share_index: ShareIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exception in one process's server would end the restore on all."""
@@ -260,7 +258,7 @@ def test_a_server_that_breaks_is_left_for_the_next_source(
     np.testing.assert_array_equal(read_all(client), values())
 
 
-def test_a_manifest_of_a_stale_epoch_is_not_taken_for_the_one_that_was_asked_for(
+def test_manifest_of_a_stale_epoch_is_refused(
     server: PeerServer, client: PeerClient, share_index: ShareIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host that came back with an old ramdisk, or a cache in front of it, would give an abandoned branch its name."""
@@ -273,7 +271,7 @@ def test_a_manifest_of_a_stale_epoch_is_not_taken_for_the_one_that_was_asked_for
     assert status(server.address, "/saves/1.7.4/0/bytes", Range="bytes=0-9", If_Match=f'"{tag}"') == 404
 
 
-def test_damage_on_the_way_is_found(client: PeerClient, host_dir: Path) -> None:
+def test_damage_in_transit_is_detected(client: PeerClient, host_dir: Path) -> None:
     """A flipped bit in another host's memory would be restored."""
     (slot,) = host_dir.glob("0/slot-0.bin")
     with slot.open("r+b") as file:

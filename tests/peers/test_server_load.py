@@ -18,7 +18,7 @@ from tests.peers.conftest import LIMITS, SAVE, SECRET, values
 from tests.peers.test_server import BYTES, read_all, say, status
 
 
-def test_who_stalls_is_cut_off_and_the_others_are_served(server: PeerServer, client: PeerClient) -> None:
+def test_stalled_client_is_disconnected_and_others_are_served(server: PeerServer, client: PeerClient) -> None:
     """One hanging process would stop the restore of all others, or hold memory for ever."""
     head = f"GET {BYTES} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {SECRET}\r\n"
     _, tag = client.manifest(0, SAVE, 0)
@@ -46,7 +46,7 @@ def wait_until_cut(connection: socket.socket) -> None:
         return
 
 
-def test_connections_beyond_the_limit_are_ended(share_index: ShareIndex) -> None:
+def test_connections_beyond_the_limit_are_closed(share_index: ShareIndex) -> None:
     """A client that opens connections for ever would take the server's file descriptors."""
     server = PeerServer(share_index, "127.0.0.1", limits=type(LIMITS)(connections_max=3, idle_s=60))
     try:
@@ -65,7 +65,7 @@ def test_connections_beyond_the_limit_are_ended(share_index: ShareIndex) -> None
         server.close()
 
 
-def test_who_is_done_keeps_nobody_out(share_index: ShareIndex) -> None:
+def test_idle_clients_do_not_block_new_ones(share_index: ShareIndex) -> None:
     """Of a thousand hosts that read from one, the last would give it up while the first keep connections for later."""
     server = PeerServer(share_index, "127.0.0.1", limits=type(LIMITS)(connections_max=3, idle_s=60))
     server.admit(SECRET)
@@ -79,7 +79,7 @@ def test_who_is_done_keeps_nobody_out(share_index: ShareIndex) -> None:
         server.close()
 
 
-def test_hosts_that_come_at_the_same_moment_are_let_in(server: PeerServer) -> None:
+def test_simultaneous_connections_are_accepted(server: PeerServer) -> None:
     """Of a thousand hosts some would be given up: the kernel turns away whom it has no room for."""
     busy = threading.Event()
     server._loop.call_soon_threadsafe(busy.wait, 60)  # the interpreter is taken, say
@@ -92,12 +92,12 @@ def test_hosts_that_come_at_the_same_moment_are_let_in(server: PeerServer) -> No
         connection.close()
 
 
-def test_who_waits_for_its_turn_is_told_so_before_it_gives_up() -> None:
+def test_queued_client_gets_busy_before_its_timeout() -> None:
     """It would go to the end of the line, again and again, and what was read for it be sent to nobody."""
     assert type(LIMITS)().busy_s < client_module._TRY_S
 
 
-def test_answers_that_nobody_takes_are_few(share_index: ShareIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_responses_are_bounded(share_index: ShareIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of slow hosts would hold 8 MiB each, gigabytes beside a ramdisk that fills the host already."""
     read: list[int] = []
     real = share_index.read

@@ -51,7 +51,7 @@ def test_pieces_tile_a_box_and_each_lies_in_one_cell(data: st.DataObject) -> Non
         assert all(a // rows == (b - 1) // rows for a, b, rows in ends)
 
 
-def test_groups_are_of_one_size_and_take_in_everybody() -> None:
+def test_groups_have_one_size_and_include_every_process() -> None:
     """A process that is in no group, or in two, would wait for a collective that nobody else begins."""
     a, b, c = Box((0,), (1,)), Box((1,), (2,)), Box((2,), (3,))
     assert groups_of({a: (0, 2), b: (1, 3)}, 4) == PAIRS
@@ -63,7 +63,7 @@ def test_groups_are_of_one_size_and_take_in_everybody() -> None:
     assert groups_of({a: (0, 1)}, 3) is None, "process 2 holds none of it"
 
 
-def test_small_leaves_of_coarser_groups_are_carried() -> None:
+def test_small_leaves_join_the_group_of_a_large_leaf() -> None:
     """A step counter would cost a compilation and a round of its own."""
     large, counter = leaf("w", 1 << 20), leaf("count", groups=ALL, cell=())
     assert by_groups([counter, large]) == {PAIRS: [large, counter]}
@@ -75,7 +75,7 @@ def test_small_leaves_of_coarser_groups_are_carried() -> None:
 
 
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(2, 4), st.randoms(use_true_random=False))
-def test_each_piece_is_read_once_by_who_has_least_to_read(sizes: list[int], count: int, rng: random.Random) -> None:
+def test_each_piece_is_read_once_by_the_least_loaded_process(sizes: list[int], count: int, rng: random.Random) -> None:
     """The storage would be asked twice for a byte, or one process for all of them while the others wait."""
     group = tuple(range(count))
     leaves = [leaf(f"{number}", size, groups=(group,)) for number, size in enumerate(sizes)]
@@ -95,7 +95,7 @@ def test_each_piece_is_read_once_by_who_has_least_to_read(sizes: list[int], coun
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 40))
-def test_windows_show_every_byte_once(sizes: list[int], width: int) -> None:
+def test_windows_cover_every_byte_once(sizes: list[int], width: int) -> None:
     """A window that is cut wrongly would put bytes into other leaves."""
     pieces = [Piece(("s", (str(n),)), Box((0,), (size,)), Box((0,), (size,)), size) for n, size in enumerate(sizes)]
     stream, whole, begun = Stream(pieces, width), bytearray(sum(sizes)), list[Piece]()
@@ -117,7 +117,7 @@ def test_windows_show_every_byte_once(sizes: list[int], width: int) -> None:
     assert stream.filled(windows) == 0
 
 
-def test_pieces_come_in_any_order_and_once() -> None:
+def test_pieces_are_accepted_once_in_any_order() -> None:
     """A piece that two have read would be counted for one that nobody has."""
     host = Target(key=("s", ("w",)), kind="numpy", shape=(6,), dtype="int32", sharding=None, process=0)
     none = Target(key=("s", ("none",)), kind="numpy", shape=(0, 3), dtype="int8", sharding=None, process=0)
@@ -138,7 +138,7 @@ def test_pieces_come_in_any_order_and_once() -> None:
 
 
 @given(st.integers(0, 1 << 36), st.integers(2, 64), st.integers(1, 8))
-def test_the_budget_bounds_what_is_sent_at_a_time(longest: int, replicas: int, links: int) -> None:
+def test_budget_bounds_the_bytes_per_round(longest: int, replicas: int, links: int) -> None:
     """A transfer would push the state that is being restored out of memory."""
     options = BroadcastOptions(device_bytes=8 << 20, host_bytes=16 << 20)
     width = options.width(longest, replicas, links)
@@ -152,7 +152,7 @@ def whole(wanted: int, replicas: int = 2, unread: int | None = None) -> Remainin
     return Remaining(wanted=wanted, unread=wanted // replicas if unread is None else unread, sent=wanted)
 
 
-def test_the_faster_side_is_chosen() -> None:
+def test_faster_side_is_chosen() -> None:
     """A broadcast of a small state, or over a slow interconnect, would make the restart slower."""
     gigabyte = 10**9
     assert not choose("auto", whole(LEAST_BYTES - 1), 8, BroadcastRates()).broadcast
@@ -172,7 +172,7 @@ def test_the_faster_side_is_chosen() -> None:
     assert not choose("never", whole(gigabyte), 2, BroadcastRates(storage=1.0)).broadcast
 
 
-def test_what_was_read_meanwhile_counts() -> None:
+def test_already_read_bytes_count_in_the_choice() -> None:
     """A process that has read its part would be told that the others' half takes as long as before."""
     rates = BroadcastRates(storage=100e6, interconnect=300e6)
     assert choose("auto", Remaining(wanted=500, unread=0, sent=1000), 2, rates).broadcast, "5 against 3.3"
@@ -180,7 +180,7 @@ def test_what_was_read_meanwhile_counts() -> None:
     assert choose("auto", Remaining(wanted=500, unread=200, sent=500), 2, rates).broadcast, "5 against 3.7"
 
 
-def test_finding_out_costs_less_than_there_is_to_win() -> None:
+def test_broadcast_is_probed_only_if_the_gain_exceeds_startup() -> None:
     """A fast storage would be left for a collective that takes longer to begin than all of the reading."""
     nearly = Remaining(wanted=10**9, unread=0, sent=10**9)
     assert choose("auto", nearly, 2, BroadcastRates(storage=0.9 * 10**9 / (2 * STARTUP_S))).broadcast
@@ -189,7 +189,7 @@ def test_finding_out_costs_less_than_there_is_to_win() -> None:
 
 
 @given(st.floats(1e6, 1e11), st.floats(1e6, 1e12), st.integers(2, 1000))
-def test_more_replicas_never_speak_against_it(storage: float, interconnect: float, replicas: int) -> None:
+def test_more_replicas_never_disable_the_broadcast(storage: float, interconnect: float, replicas: int) -> None:
     """The model would turn round where it matters most."""
     rates = BroadcastRates(storage=storage, interconnect=interconnect)
     fewer, more = (choose("auto", whole(10**10, each), each, rates).broadcast for each in (replicas, replicas + 1))
@@ -202,7 +202,7 @@ def test_more_replicas_never_speak_against_it(storage: float, interconnect: floa
     st.floats(1e6, 1e11),
     st.floats(0, 10),
 )
-def test_latency_is_not_taken_for_rate(some: int, times: float, rate: float, latency_s: float) -> None:
+def test_latency_does_not_lower_the_measured_rate(some: int, times: float, rate: float, latency_s: float) -> None:
     """A bucket that answers after 50 ms would be called slow, and shared where reading alone is faster."""
     more = int(some * times) + 1
     found = rate_of((some, latency_s + some / rate), (more, latency_s + more / rate))
@@ -213,7 +213,7 @@ def test_latency_is_not_taken_for_rate(some: int, times: float, rate: float, lat
         assert found == pytest.approx(2 * seen)
 
 
-def test_a_short_read_that_was_held_up_makes_no_storage_fast() -> None:
+def test_delayed_short_read_does_not_raise_the_measured_rate() -> None:
     """A hiccup of the first read would be subtracted from the long one, down to nothing."""
     assert rate_of((1, 5.0), (100, 4.0)) == 50.0
     assert rate_of((1, 0.0), (100, 0.0)) > 1e10, "no time at all, as a clock may say"
@@ -222,9 +222,7 @@ def test_a_short_read_that_was_held_up_makes_no_storage_fast() -> None:
 
 
 @pytest.mark.parametrize(("latency_s", "rate"), [(0.0, 20e6), (0.05, 200e6), (0.03, 1e9)])
-def test_the_reader_measures_the_rate_of_the_storage(
-    monkeypatch: pytest.MonkeyPatch, latency_s: float, rate: float
-) -> None:
+def test_reader_measures_the_storage_rate(monkeypatch: pytest.MonkeyPatch, latency_s: float, rate: float) -> None:
     """What is judged would be the opening of the step, or one request's latency: 35 MB/s were, where 150 was true."""
     now_s, opened = 0.0, False
 
@@ -273,7 +271,7 @@ def test_bad_options_are_refused() -> None:
         BroadcastOptions(host_bytes=5)
 
 
-def test_a_process_that_does_not_answer_ends_the_sharing_and_not_the_restore() -> None:
+def test_unresponsive_process_ends_broadcast_not_restore() -> None:
     """A restore would fail on all where the durable tier has the step: only who reads alone reaches further."""
 
     def away(*_: Any) -> None:

@@ -75,7 +75,7 @@ class Job:
         self._threads.shutdown()
 
 
-def test_nothing_is_launched_before_all_callers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_collective_starts_before_all_callers_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process would be in a collective while another one's caller is still compiling, or in its own."""
     job = Job(monkeypatch)
     first = job.serve(0)
@@ -89,7 +89,7 @@ def test_nothing_is_launched_before_all_callers_are_there(monkeypatch: pytest.Mo
     job.end(first, second)
 
 
-def test_a_caller_stays_once_all_have_come_and_may_leave_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caller_may_time_out_only_before_all_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose time runs out in the middle would leave the others in a collective to which it never comes."""
     job = Job(monkeypatch)
     job.serve(0, timeout_s=0.2).result(LIMIT_S)
@@ -104,7 +104,7 @@ def test_a_caller_stays_once_all_have_come_and_may_leave_before(monkeypatch: pyt
     job.end(kept[1])
 
 
-def test_who_gives_up_or_is_late_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_or_timed_out_caller_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that closes, or waits for something that the others do after the restore, would hold them for ever."""
     job = Job(monkeypatch)
     served = job.serve(0)
@@ -117,7 +117,7 @@ def test_who_gives_up_or_is_late_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     job.end(served)
 
 
-def test_nobody_is_waited_for_once_all_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callers_are_not_awaited_after_everything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A caller that looks at `done` until it is true would never come."""
     job = Job(monkeypatch)
     time.sleep(0.3)
@@ -127,7 +127,7 @@ def test_nobody_is_waited_for_once_all_is_read(monkeypatch: pytest.MonkeyPatch) 
     job.end()
 
 
-def test_what_the_act_raises_is_raised_where_it_was_asked_for() -> None:
+def test_collective_error_is_raised_in_the_requesting_thread() -> None:
     """A collective that fails would end the caller's wait, and leave the restore behind it waiting."""
     caller, over = CallerThread(), threading.Event()
     with ThreadPoolExecutor(1) as threads:
@@ -141,7 +141,7 @@ def test_what_the_act_raises_is_raised_where_it_was_asked_for() -> None:
         served.result(LIMIT_S)
 
 
-def test_an_interrupted_caller_is_gone() -> None:
+def test_interrupted_caller_counts_as_absent() -> None:
     """Ctrl-C in the middle of a transfer would leave the background thread waiting, and the process with it."""
     caller = CallerThread()
 

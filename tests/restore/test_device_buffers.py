@@ -19,7 +19,7 @@ LARGE = 1 << 19  # float32: 2 MiB, a leaf with a block of its own
 
 
 @pytest.mark.parametrize("medium", ["ram", "ssd", "durable"])
-def test_a_donating_step_does_not_copy_what_was_restored(
+def test_donating_step_does_not_copy_restored_arrays(
     tmp_path: Path, medium: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would take as long as the restore, and as much memory again."""
@@ -52,7 +52,7 @@ def test_a_donating_step_does_not_copy_what_was_restored(
             assert np.array_equal(after, state[name] + 1)
 
 
-def test_a_view_keeps_the_array() -> None:
+def test_view_keeps_its_array_alive() -> None:
     """A thread that still reads into a part when the restore has failed would write into freed memory."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     (landing,) = allocate_buffers([((LARGE,), np.dtype(np.float32))], sharding)
@@ -66,7 +66,7 @@ def test_a_view_keeps_the_array() -> None:
     assert kept() is None
 
 
-def test_only_large_arrays_that_lie_as_in_numpy_land() -> None:
+def test_only_large_arrays_with_numpy_layout_get_buffers() -> None:
     """A byte in the wrong place, or a host array where the user asked for another memory, would be silent."""
     (device, *_) = jax.devices()
     here = jax.sharding.SingleDeviceSharding(device)
@@ -79,7 +79,7 @@ def test_only_large_arrays_that_lie_as_in_numpy_land() -> None:
     assert not can_allocate((LARGE,), np.dtype(np.float32), pinned)
 
 
-def test_without_such_a_program_arrays_take_over_what_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_works_without_buffer_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interface is experimental: a JAX without it must restore the same bits."""
 
     def gone(*_: Any) -> Any:
@@ -94,7 +94,7 @@ def test_without_such_a_program_arrays_take_over_what_was_read(tmp_path: Path, m
     assert np.array_equal(found["w"], state["w"])
 
 
-def test_dtypes_that_lie_otherwise_on_the_device_come_back_bit_for_bit(tmp_path: Path) -> None:
+def test_dtypes_packed_on_the_device_are_restored_bit_exact(tmp_path: Path) -> None:
     """XLA packs four bits; a copy of host bytes into its memory would be wrong."""
     state = {"q": jnp.arange(4 * LARGE, dtype=jnp.int32).astype(jnp.int4), "t": jnp.ones(4 * LARGE, jnp.bool_)}
     with ckptkit.CheckpointManager(tmp_path / "durable", tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"))]) as manager:

@@ -54,12 +54,12 @@ def test_a_report_is_at_most_4_kib(
 
 
 @given(st.dictionaries(st.integers(0, 30), st.sets(st.integers(0, 30), min_size=1).map(sorted).map(tuple)))
-def test_runs_say_who_holds_what(holders: dict[int, tuple[int, ...]]) -> None:
+def test_runs_encode_the_holders(holders: dict[int, tuple[int, ...]]) -> None:
     """A process would ask another for what that one does not have."""
     assert from_runs(json.loads(json.dumps(to_runs(holders)))) == holders
 
 
-def test_one_run_is_enough_where_everybody_holds_its_own() -> None:
+def test_own_shares_are_encoded_as_one_run() -> None:
     """The word of process 0 would grow with the job."""
     assert to_runs({share: (share,) for share in range(10_000)}) == [[0, 0, 10_000]]
 
@@ -70,9 +70,7 @@ def test_one_run_is_enough_where_everybody_holds_its_own() -> None:
     count=st.sampled_from([4, 8, 41]),
     alike=st.lists(st.integers(0, 7), unique=True),
 )
-def test_every_share_is_looked_into_once_its_own_first(
-    shares: set[int], mine: int, count: int, alike: list[int]
-) -> None:
+def test_every_share_is_examined_once_its_own_first(shares: set[int], mine: int, count: int, alike: list[int]) -> None:
     """A share that is left out would be a lost one; one that is asked for twice costs a restart its time."""
     order = in_order_of_use(shares, mine=mine, of=8, count=count, alike=alike)
     assert sorted(order) == sorted(shares)
@@ -81,26 +79,26 @@ def test_every_share_is_looked_into_once_its_own_first(
         assert order[0] == mine
 
 
-def test_who_wants_the_same_comes_before_who_is_near() -> None:
+def test_replicas_are_preferred_to_neighbours() -> None:
     """A data replica's host would be asked last, after thousands that hold nothing of use."""
     assert in_order_of_use(range(8), mine=1, of=8, count=8, alike=[1, 5])[:3] == [1, 5, 0]
     assert in_order_of_use(range(4), mine=7, of=8, count=4)[0] == 3
 
 
 @given(names=st.lists(st.from_regex(r"[0-9]{1,2}(\.[0-9])?|buddy-[0-9]-[0-9]|x", fullmatch=True)), of=st.integers(1, 5))
-def test_each_directory_is_told_by_one_process_of_its_host(names: list[str], of: int) -> None:
+def test_each_directory_is_reported_by_one_process_of_its_host(names: list[str], of: int) -> None:
     """Others would ask a process for what nobody said it has, or a share would count as lost."""
     for name in names:
         assert [part_of(name, rank, of) for rank in range(of)].count(True) == 1
 
 
-def test_replicas_have_the_same_hash_and_other_boxes_another() -> None:
+def test_replicas_hash_equal_and_other_boxes_differ() -> None:
     """Process 0 would ask every replica for its boxes, or count a part as a copy."""
     assert box_set_hash(manifest(rows((0, 4)))) == box_set_hash(manifest(rows((0, 4)), process=1))
     assert box_set_hash(manifest(rows((0, 4)))) != box_set_hash(manifest(rows((4, 8))))
 
 
-def test_a_save_is_whole_when_every_share_is_held_by_somebody() -> None:
+def test_save_is_complete_if_every_share_is_held() -> None:
     """A fully sharded save of which one host is lost would be called restorable."""
     first = Held(save_id=SAVE, count=2, shares=((0, "a"),))
     second = Held(save_id=SAVE, count=2, shares=((1, "b"),))
@@ -113,19 +111,19 @@ def test_a_save_is_whole_when_every_share_is_held_by_somebody() -> None:
     assert distinct_shares([[first], [local_replica]], SAVE) == [(0, 0)]
 
 
-def test_a_save_of_more_processes_than_there_can_be_is_not_whole() -> None:
+def test_save_of_impossibly_many_processes_is_incomplete() -> None:
     """A manifest that somebody has made up would take all memory of process 0 at the start of every job there."""
     assert not is_whole([[Held(save_id=SAVE, count=10**17, shares=((0, "a"),))]], SAVE)
 
 
-def test_a_hole_names_its_leaf() -> None:
+def test_missing_box_error_names_its_leaf() -> None:
     """A lost shard would be restored as random memory."""
     assert hole_in([manifest(rows((0, 5))), manifest(rows((4, 8)))]) is None
     assert hole_in([manifest(rows((0, 5))), manifest(rows((6, 8)))]) == "1 elements of leaf state:w are held by nobody"
     assert hole_in([manifest([])]) == "8 elements of leaf state:w are held by nobody"
 
 
-def test_a_job_of_ten_thousand_processes_is_gathered() -> None:
+def test_inventory_of_ten_thousand_processes_is_gathered() -> None:
     """A restart of a large job would wait for its own bookkeeping. Figures: bench/LOG.md."""
     saves = [SaveId(3, 1000 + step, step) for step in range(5)]
     count, lost = 10_000, 4321
@@ -162,9 +160,7 @@ def test_a_job_of_ten_thousand_processes_is_gathered() -> None:
     shares=st.lists(st.tuples(st.integers(0, 40), st.sampled_from("abc")), max_size=60),
     writer=st.integers(0, 40),
 )
-def test_who_is_asked_for_a_damaged_share_is_likely_to_have_it_and_few(
-    shares: list[tuple[int, str]], writer: int
-) -> None:
+def test_givers_of_a_share_are_few_and_ranked(shares: list[tuple[int, str]], writer: int) -> None:
     """A scrub of ten thousand processes would ask all of them for one flipped bit, or pass the copy over."""
     reports = [[Held(save_id=SAVE, count=41, shares=((share, boxes),))] for share, boxes in shares]
     givers = givers_of(

@@ -80,7 +80,7 @@ def restored(plan: RestorePlan, values: np.ndarray) -> dict[Box, np.ndarray]:
     step=st.none() | st.integers(0, 5),
 )
 @settings(deadline=None, max_examples=200)
-def test_candidates_are_newest_first_and_abandoned_ones_left_out(
+def test_candidates_are_newest_first_without_abandoned_ones(
     fast: list[dict[SaveId, str | None]], durable: list[SaveId], gone: set[SaveId], step: int | None
 ) -> None:
     """If it failed, a restart would resume from an old step, or from a branch that was given up."""
@@ -110,7 +110,7 @@ def test_a_refusal_names_each_process_and_its_reason() -> None:
     assert candidate.where == "fast"
 
 
-def test_a_refusal_of_a_thousand_processes_is_one_line() -> None:
+def test_refusal_of_a_thousand_processes_fits_one_line() -> None:
     """If it failed, the error of a large job would be a megabyte."""
     (candidate,) = rank_candidates([{SAVE: None}, *[{}] * 999], [], never)
     assert candidate.refusal is not None
@@ -118,7 +118,7 @@ def test_a_refusal_of_a_thousand_processes_is_one_line() -> None:
     assert len(candidate.refusal) < 300
 
 
-def test_a_durable_save_is_no_ones_refusal() -> None:
+def test_durable_save_is_not_refused() -> None:
     """If it failed, one wiped ramdisk would hide a good durable step."""
     (candidate,) = rank_candidates([{}, {SAVE: "damaged"}], [SAVE], never)
     assert (candidate.refusal, candidate.where) == (None, "durable")
@@ -131,7 +131,7 @@ def test_a_durable_save_is_no_ones_refusal() -> None:
     durable=st.lists(SAVES, unique=True, max_size=5),
 )
 @settings(deadline=None, max_examples=50)
-def test_linked_processes_refuse_no_save_that_anybody_holds(
+def test_linked_processes_accept_a_save_that_any_holds(
     fast: list[dict[SaveId, str | None]], durable: list[SaveId]
 ) -> None:
     """If it failed, a lost ramdisk would hide a save that the other hosts hold whole."""
@@ -218,7 +218,7 @@ def test_shares_of_several_processes_tile_every_wanted_box(data: st.DataObject) 
     assert len(served) == len(set(served)), "a piece was read twice"
 
 
-def test_damage_that_a_sample_finds_is_not_passed_over_for_another_source() -> None:
+def test_damage_found_by_a_sample_is_not_masked() -> None:
     """What the sample did not look at would be taken from a source that is known to be damaged."""
     whole = Box.whole((8,))
 
@@ -254,7 +254,7 @@ def test_overlapping_boxes_do_not_hide_a_hole() -> None:
         plan_restore(SAVE, {KEY: rows((0, 8))}, [overlapping])
 
 
-def test_sources_are_in_order_of_cost_and_bytes_are_counted_at_the_first() -> None:
+def test_sources_are_ordered_by_cost_and_bytes_counted_at_first() -> None:
     """If it failed, a restart would read the bucket while the ramdisk holds the bytes."""
     sources = [
         Source(tier="ram", manifests=(manifest(rows((0, 4))),)),
@@ -292,7 +292,7 @@ def test_two_saves_are_never_mixed(other: SaveId) -> None:
         plan_restore(SAVE, {KEY: rows((0, 8))}, [alone])
 
 
-def test_a_leaf_that_nobody_holds_is_named() -> None:
+def test_leaf_without_a_source_is_named() -> None:
     """If it failed, a new layer of the model would be restored as nothing."""
     with pytest.raises(
         CorruptCheckpointError, match=r"^save 7@2\.4: nothing .* covers leaf state:opt\.mu, box"
@@ -310,7 +310,7 @@ def test_empty_arrays_are_restored_on_any_mesh() -> None:
     assert {box: block.shape for box, block in blocks.items()} == dict.fromkeys(wanted, (0, 4))
 
 
-def test_a_bad_source_is_mended_from_the_next_of_the_same_save() -> None:
+def test_damaged_source_is_replaced_by_the_next_of_the_same_save() -> None:
     """If it failed, one flipped bit in a ramdisk would cost a step although the disk has it whole."""
     source = Source(tier="ram", manifests=(manifest(rows((0, 8))),))
     plan = plan_restore(SAVE, {KEY: rows((0, 8))}, [source, replace(source, tier="ssd")])

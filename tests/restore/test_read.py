@@ -114,7 +114,7 @@ def check(found: dict[Key, Any], leaves: Sequence[tuple[np.ndarray, tuple[int, .
 
 @settings(max_examples=60, deadline=None)
 @given(stored_leaves(), st.booleans(), st.booleans(), st.data())
-def test_every_way_of_reading_gives_the_bytes(leaves: Any, split: bool, remote: bool, data: st.DataObject) -> None:
+def test_every_read_method_gives_the_same_bytes(leaves: Any, split: bool, remote: bool, data: st.DataObject) -> None:
     """If it failed, arrays of some size, or some mesh, would come back with another's bytes.
 
     The first source loses some of its boxes: they come from the second, and are counted there.
@@ -144,7 +144,7 @@ def test_every_way_of_reading_gives_the_bytes(leaves: Any, split: bool, remote: 
     assert bool(told) == bool(lost)
 
 
-def test_what_no_source_has_is_one_error_and_no_leaf() -> None:
+def test_leaf_damaged_in_every_source_raises_one_error() -> None:
     """If it failed, a leaf that is bad everywhere would be given, or the readers of the others would go on for ever."""
     leaves = [(np.arange(4096, dtype=np.float32).reshape(64, 64), (4, 64)) for _ in range(4)]
     manifest = manifest_of(leaves)
@@ -171,7 +171,7 @@ def test_what_no_source_has_is_one_error_and_no_leaf() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("joined", [False, True])
-def test_what_does_not_answer_may_be_whole(order: tuple[int, int], joined: bool) -> None:
+def test_unreachable_source_is_not_treated_as_damage(order: tuple[int, int], joined: bool) -> None:
     """If it failed, all would go back to an older step because one copy is damaged, while a whole one cannot be reached
     for the moment."""
     leaves = [(np.arange(64, dtype=np.float32), (64,))]

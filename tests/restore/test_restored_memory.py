@@ -22,7 +22,7 @@ def pointers(array: jax.Array) -> set[int]:
     return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
 
 
-def test_what_is_restored_never_changes_with_the_slot(arena: Arena) -> None:
+def test_restored_arrays_do_not_alias_the_slot(arena: Arena) -> None:
     """If it failed, the next save would change the weights of the running model (FACTS 3)."""
     tree = big_tree(0)
     manifest = save(arena, tree)
@@ -56,7 +56,7 @@ def finite_tree(seed: int) -> dict[str, jax.Array]:
     }
 
 
-def test_a_donating_step_on_what_was_restored_computes_what_it_should(arena: Arena) -> None:
+def test_donating_step_on_restored_arrays_is_correct(arena: Arena) -> None:
     """If it failed, the first step after a resume would compute on memory that it also writes."""
     tree = finite_tree(1)
     found = restore(arena, save(arena, tree), abstract(tree))
@@ -73,7 +73,7 @@ def test_a_donating_step_on_what_was_restored_computes_what_it_should(arena: Are
 
 @given(seed=st.integers(0, 2**31))
 @settings(deadline=None, max_examples=5)
-def test_donating_steps_after_a_save_never_change_what_was_saved(seed: int) -> None:
+def test_donating_steps_do_not_change_a_saved_checkpoint(seed: int) -> None:
     """If it failed, a checkpoint would hold parts of two steps, and its digests would prove it whole."""
     tree = finite_tree(seed)
     slots: list[tuple[describe.Description, np.ndarray, Any]] = []
@@ -94,7 +94,7 @@ def test_donating_steps_after_a_save_never_change_what_was_saved(seed: int) -> N
 
 
 @pytest.mark.parametrize("sharding", ["one device", "2-D", "replicated"])
-def test_staging_keeps_no_hold_on_the_state(sharding: str) -> None:
+def test_staging_keeps_no_reference_to_the_state(sharding: str) -> None:
     """If it failed, the step after a save would take fresh memory instead of the donated (FACTS 3): a slow step."""
     value = jax.device_put(np.ones((256, 256), np.float32), SHARDINGS[sharding]())
     double = jax.jit(lambda x: x * 2, donate_argnums=0)

@@ -92,7 +92,7 @@ def test_each_look_covers_more_than_the_one_before() -> None:
     assert looking.next("uncovered") is None
 
 
-def test_damage_ends_the_search_among_peers_where_the_durable_tier_has_the_save() -> None:
+def test_damage_sends_the_search_from_peers_to_the_durable_tier() -> None:
     """Every process would be asked for what the durable tier certainly has."""
     peers = Peers()
     looking = search(own(0), peers, Step(SAVE))

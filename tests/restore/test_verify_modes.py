@@ -72,7 +72,7 @@ def job(tmp_path: Path) -> Job:
     return found
 
 
-def test_what_each_mode_finds(job: Job) -> None:
+def test_each_mode_detects_the_documented_damage(job: Job) -> None:
     """A mode would promise what another one does."""
     job.flip(LEAVES)
     found, (restored,), _ = job.restore()
@@ -89,7 +89,7 @@ def test_what_each_mode_finds(job: Job) -> None:
     assert restored.fields["sources"] == {"durable": LEAVES * 64}
 
 
-def test_a_sample_misses_what_its_formula_says(job: Job) -> None:
+def test_sample_miss_rate_matches_its_formula(job: Job) -> None:
     """A share that is not the share would let through more than is said."""
     job.flip(1)
     seeds, share = 60, 0.4
@@ -103,7 +103,7 @@ def test_a_sample_misses_what_its_formula_says(job: Job) -> None:
 
 @pytest.mark.parametrize("cells", [1, 3, 10])
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.9])
-def test_the_probability_of_missing_a_fault(cells: int, share: float) -> None:
+def test_miss_probability_matches_its_formula(cells: int, share: float) -> None:
     """The formula in the docstring would not be that of the code."""
     leaf = LeafRecord(path=("w",), keys="d", kind="jax", shape=(100,), dtype="uint8", cell=(1,))
     runs = 4000
@@ -114,7 +114,7 @@ def test_the_probability_of_missing_a_fault(cells: int, share: float) -> None:
     assert abs(missed / runs - expected) <= 5 * deviation + 1e-3
 
 
-def test_what_is_not_proven_is_never_called_so(job: Job) -> None:
+def test_unverified_restore_is_never_reported_as_verified(job: Job) -> None:
     """Somebody would trust a step as verified that nobody has read."""
     modes: tuple[tuple[VerifyMode, bool], ...] = (("always", True), ("sample", False), ("never", False))
     for verify, proven in modes:
@@ -125,7 +125,7 @@ def test_what_is_not_proven_is_never_called_so(job: Job) -> None:
         assert ("seed" in restored.fields) == (verify == "sample")
 
 
-def test_a_missing_slot_is_seen_whatever_the_mode(job: Job) -> None:
+def test_missing_slot_is_detected_in_every_mode(job: Job) -> None:
     """A mode that compares nothing would give bytes that were never written."""
     for path in (job.home / "ram").rglob("slot-*.bin"):
         with path.open("r+b") as file:
@@ -135,7 +135,7 @@ def test_a_missing_slot_is_seen_whatever_the_mode(job: Job) -> None:
     assert list(restored.fields["sources"]) == ["durable"]
 
 
-def test_from_the_durable_tier_and_in_orbaxs_newer_style(job: Job) -> None:
+def test_mode_applies_to_the_durable_tier_and_v1(job: Job) -> None:
     """The choice would hold for one tier, or for one of the two surfaces."""
     import shutil
 
@@ -156,7 +156,7 @@ def test_from_the_durable_tier_and_in_orbaxs_newer_style(job: Job) -> None:
 
 
 @pytest.mark.parametrize("verify", ["sometimes", None, 0.5])
-def test_a_mode_that_does_not_exist_is_refused(tmp_path: Path, verify: Any) -> None:
+def test_unknown_mode_is_refused(tmp_path: Path, verify: Any) -> None:
     """A mistyped mode would prove nothing."""
     with pytest.raises(ValueError, match=r"give 'always', 'sample', 'never' or ckptkit\.Sample"):
         ckptkit.CheckpointManager(tmp_path, restoring=ckptkit.RestoreOptions(verify=verify))
@@ -164,13 +164,13 @@ def test_a_mode_that_does_not_exist_is_refused(tmp_path: Path, verify: Any) -> N
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -1, 2])
-def test_a_share_that_is_none_is_refused(share: float) -> None:
+def test_invalid_sample_share_is_refused(share: float) -> None:
     """`Sample(share=0)` would be `never` by another name."""
     with pytest.raises(ValueError, match="give a share between 0 and 1"):
         ckptkit.Sample(share=share)
 
 
-def test_every_restore_has_another_seed() -> None:
+def test_every_restore_uses_another_seed() -> None:
     """What one restore misses all would."""
     verify: Verify = "sample"
     assert len({begin(verify).seed for _ in range(8)}) == 8

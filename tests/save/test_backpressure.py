@@ -85,7 +85,7 @@ class Job:
         return [record.step for record in self.manager.steps() if tier in record.tiers]
 
 
-def test_a_save_that_comes_too_early_is_skipped_and_the_event_says_so(tmp_path: Path) -> None:
+def test_early_save_is_skipped_and_reported(tmp_path: Path) -> None:
     """Snapshots would pile up in host memory, or the step loop would wait for the writer."""
     gate = Gate("ram", "staged", 1)
     job = Job(tmp_path, gate=gate)
@@ -103,7 +103,7 @@ def test_a_save_that_comes_too_early_is_skipped_and_the_event_says_so(tmp_path: 
     assert job.said(Kind.SKIPPED, "policy", "reason") == [(2, "ram", "skip", too_early)]
 
 
-def test_a_forced_save_of_a_step_that_came_too_early_is_taken_after_all(tmp_path: Path) -> None:
+def test_forced_repeat_of_an_early_save_is_saved(tmp_path: Path) -> None:
     """The end of a run, saved again to be sure, would be refused for a save that then comes to nothing; of several
     processes some would refuse it, and some take it."""
     gate = Gate("ram", "staged", 1)
@@ -120,7 +120,7 @@ def test_a_forced_save_of_a_step_that_came_too_early_is_taken_after_all(tmp_path
             job.save(2, force=True)
 
 
-def test_more_snapshots_in_flight_where_they_are_allowed(tmp_path: Path) -> None:
+def test_in_flight_max_allows_more_snapshots(tmp_path: Path) -> None:
     """The setting would be a word without a meaning."""
     gate = Gate("ram", "staged", 1)
     job = Job(tmp_path, gate=gate, saving=ckptkit.SaveOptions(in_flight_max=2))
@@ -135,7 +135,7 @@ def test_more_snapshots_in_flight_where_they_are_allowed(tmp_path: Path) -> None
     assert [step for step, *_ in job.said(Kind.SKIPPED)] == [3]
 
 
-def test_any_number_of_early_saves_never_stops_the_step_loop(tmp_path: Path) -> None:
+def test_early_saves_never_block_the_step_loop(tmp_path: Path) -> None:
     """A writer that hangs in a meeting would stop training once its queue is full."""
     gate = Gate("ram", "staged", 1)
     job = Job(tmp_path, gate=gate, save_every=10**6)
@@ -149,7 +149,7 @@ def test_any_number_of_early_saves_never_stops_the_step_loop(tmp_path: Path) -> 
     assert len(job.said(Kind.SKIPPED)) == 198
 
 
-def test_a_durable_save_waits_for_the_last_one_and_reports_how_long(tmp_path: Path) -> None:
+def test_durable_save_waits_for_the_last_and_reports_the_time(tmp_path: Path) -> None:
     """A step that the durable tier was due would be lost, or a stall would have no cause."""
     gate = Gate("durable", "begun", 10)
     job = Job(tmp_path, gate=gate)
@@ -166,7 +166,7 @@ def test_a_durable_save_waits_for_the_last_one_and_reports_how_long(tmp_path: Pa
     assert second[3] > 0.2
 
 
-def test_a_durable_save_that_waits_in_vain_is_dropped_and_says_so(tmp_path: Path) -> None:
+def test_durable_save_that_times_out_is_dropped_and_reported(tmp_path: Path) -> None:
     """A bucket that hangs would hang training with it."""
     gate = Gate("durable", "begun", 10)
     job = Job(tmp_path, gate=gate, timeout_s=0.3)
@@ -182,7 +182,7 @@ def test_a_durable_save_that_waits_in_vain_is_dropped_and_says_so(tmp_path: Path
         job.manager.wait_until_finished()
 
 
-def test_a_durable_tier_may_skip_instead(tmp_path: Path) -> None:
+def test_durable_tier_may_skip_instead_of_waiting(tmp_path: Path) -> None:
     """A slow bucket would stop a loop whose owner said that it must not."""
     gate = Gate("durable", "begun", 10)
     job = Job(tmp_path, gate=gate, saving=ckptkit.SaveOptions(durable_busy="skip"))
@@ -202,7 +202,7 @@ def test_a_durable_tier_may_skip_instead(tmp_path: Path) -> None:
         assert job.steps("durable") == [10, 21]
 
 
-def test_a_step_that_every_tier_skips_is_forgotten(tmp_path: Path) -> None:
+def test_step_skipped_by_every_tier_is_not_listed(tmp_path: Path) -> None:
     """It would be listed as on its way for ever, and never be there."""
     gate = Gate("durable", "begun", 10)
     job = Job(tmp_path, gate=gate, saving=ckptkit.SaveOptions(durable_busy="skip", in_flight_max=2), tiers=[])
@@ -224,13 +224,13 @@ def test_a_step_that_every_tier_skips_is_forgotten(tmp_path: Path) -> None:
         ({"durable_busy": "block"}, "durable_busy 'block': give one of wait, skip"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     """A typing error would be found in the middle of a run."""
     with pytest.raises(ValueError, match=said):
         Job(tmp_path, saving=ckptkit.SaveOptions(**options))
 
 
-def test_without_a_ramdisk_there_is_one_snapshot_in_memory_however_many_tiers(tmp_path: Path) -> None:
+def test_one_snapshot_in_memory_without_a_ramdisk(tmp_path: Path) -> None:
     """Host memory would hold a snapshot per tier, and the kernel would end the job."""
     job = Job(tmp_path, tiers=[ckptkit.Tier.ssd(str(tmp_path / "ssd"), save=ckptkit.EverySteps(1))])
     with job.manager:
@@ -245,7 +245,7 @@ def test_without_a_ramdisk_there_is_one_snapshot_in_memory_however_many_tiers(tm
     assert set(job.steps("durable")) >= {0, 10, 20, 30}
 
 
-def test_a_save_beyond_host_bytes_max_is_skipped_in_fast_tiers_and_fails_the_durable_one(tmp_path: Path) -> None:
+def test_save_beyond_host_bytes_max_fails_the_durable_tier(tmp_path: Path) -> None:
     """The limit would be exceeded, or a run would find out at its end that it has no checkpoint."""
     job = Job(tmp_path, saving=ckptkit.SaveOptions(host_bytes_max=20_000), save_every=10)
     with job.manager:
@@ -263,7 +263,7 @@ def test_a_save_beyond_host_bytes_max_is_skipped_in_fast_tiers_and_fails_the_dur
     assert len(job.said(Kind.DEGRADED)) >= 2
 
 
-def test_a_slot_of_an_undecided_save_is_kept_until_a_newer_one_is_committed_by_all(
+def test_slot_of_an_undecided_save_is_kept_until_a_newer_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others may have heard that the step is committed, and restore it."""
@@ -288,9 +288,7 @@ def test_a_slot_of_an_undecided_save_is_kept_until_a_newer_one_is_committed_by_a
         assert not any(slot.leases for slot in arena._slots)
 
 
-def test_a_vote_for_a_slower_tier_that_fails_is_said_and_costs_no_other_tier(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_vote_of_one_tier_does_not_affect_other_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step would be missing there without an event, and `check_for_errors` say nothing; the other tiers' votes
     would not be held, and who comes to them wait for this process."""
     tiers = [ckptkit.Tier.ram(str(tmp_path / "ram")), ckptkit.Tier.ssd(str(tmp_path / "ssd"))]
@@ -316,7 +314,7 @@ def test_a_vote_for_a_slower_tier_that_fails_is_said_and_costs_no_other_tier(
         assert [job.steps(tier)[-1:] for tier in ("ram", "ssd", "durable")] == [[20], [20], [20]]
 
 
-def test_a_dropped_save_that_cannot_be_forgotten_keeps_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_save_releases_its_slot_if_discard_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ramdisk that fails for a moment would have a slot less for ever: soon none, and no save."""
     job = Job(tmp_path, save_every=10**6)
     outcomes = job.manager._pipeline.outcomes
@@ -338,7 +336,7 @@ def test_a_dropped_save_that_cannot_be_forgotten_keeps_no_slot(tmp_path: Path, m
         assert (1, "ram", "ckptkit.errors.StoreError: Read-only file system") in job.said(Kind.DEGRADED, "reason")
 
 
-def test_an_observer_that_fails_costs_no_tier_its_save(tmp_path: Path) -> None:
+def test_failing_observer_does_not_fail_a_save(tmp_path: Path) -> None:
     """What a user's dashboard raises in a thread of ours would keep every step from the durable tier."""
 
     def away(event: ckptkit.Event) -> None:
@@ -352,7 +350,7 @@ def test_an_observer_that_fails_costs_no_tier_its_save(tmp_path: Path) -> None:
         assert [job.steps("ram"), job.steps("durable")] == [[1], [1]]
 
 
-def test_a_ramdisk_that_fills_up_later_degrades_the_tier_and_never_the_job(
+def test_full_ramdisk_degrades_the_tier_not_the_job(
     tmp_path: Path, mounts: Mounts, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another job's file in /dev/shm would end the training."""

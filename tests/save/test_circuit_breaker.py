@@ -53,7 +53,7 @@ def fail(kept: DurableRetry) -> None:
         kept.attempt(0, write, lambda: False)
 
 
-def test_what_process_0_knows_decides_for_all() -> None:
+def test_process_0_decides_for_all() -> None:
     """One process would raise from `save` where the others go on and wait for it."""
     with pytest.raises(SaveFailedError, match=r"step 7 is not saved: every durable save of the last 3\.0 s has failed"):
         upkeep(Told(3.0), 2.0).raise_if_overdue(7)  # nothing has failed here yet
@@ -62,14 +62,14 @@ def test_what_process_0_knows_decides_for_all() -> None:
     behind.raise_if_overdue(8)  # process 0 has not heard of it
 
 
-def test_without_a_limit_nobody_is_asked() -> None:
+def test_no_limit_means_no_exchange() -> None:
     """Every durable save would cost a round trip for an option that is not set."""
     told = Told(1e9)
     upkeep(told, None).raise_if_overdue(1)
     assert told.asked == 0
 
 
-def test_one_process_decides_by_its_own_clock() -> None:
+def test_single_process_decides_by_its_own_clock() -> None:
     """A job of one process would never stop."""
     kept = upkeep(LocalCoordinator(), 0.0)
     kept.raise_if_overdue(1)
@@ -95,7 +95,7 @@ def paused(monkeypatch: pytest.MonkeyPatch, pauses: int) -> tuple[DurableRetry, 
     return kept, events, now_s
 
 
-def test_a_pause_ends_with_one_try_and_grows_while_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pause_ends_with_one_attempt_and_grows_if_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket that is away would be asked at every save, or never again."""
     kept, events, now_s = paused(monkeypatch, 1)
     with pytest.raises(StoreError, match=r"paused for 10\.0 s more, after 2 failed saves in a row: .*full"):
@@ -121,7 +121,7 @@ def test_a_pause_ends_with_one_try_and_grows_while_that_fails(monkeypatch: pytes
     assert not kept.failing
 
 
-def test_who_missed_a_verdict_pauses_with_the_others() -> None:
+def test_process_that_missed_a_verdict_pauses_with_the_others() -> None:
     """It would begin a save to which nobody comes, wait for them twice, and be busy there all the time."""
     told = Told(25.0)
     kept = DurableRetry(FailurePolicy(pause_after=3), Job(coordinator=told, events=EventLog()))
@@ -133,14 +133,14 @@ def test_who_missed_a_verdict_pauses_with_the_others() -> None:
     assert not kept.failing
 
 
-def test_a_pause_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pause_length_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a night of failures a tier would be left alone for days."""
     _, events, _ = paused(monkeypatch, 9)
     pauses = [event.fields["pause_s"] for event in events if "pause_s" in event.fields]
     assert pauses == [10.0, 20.0, 40.0, 80.0, 160.0, 160.0, 160.0, 160.0, 160.0]
 
 
-def test_a_forced_save_and_one_that_has_begun_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_and_started_saves_are_not_refused_in_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last save of a run, or what Orbax is writing already, would be called failed untried."""
     words: dict[str, Any]
     for words in ({"forced": True}, {"repeatable": False}):
@@ -149,7 +149,7 @@ def test_a_forced_save_and_one_that_has_begun_are_not_refused(monkeypatch: pytes
         assert not kept.failing
 
 
-def test_a_bucket_that_cannot_be_looked_at_is_tried_again() -> None:
+def test_unreadable_bucket_is_retried() -> None:
     """Whether the step has landed is asked of the bucket that has just failed: that would end all retries."""
     job = Job(coordinator=LocalCoordinator(), events=EventLog())
     kept = DurableRetry(FailurePolicy(retries=2, retry_delay_s=0.001), job)

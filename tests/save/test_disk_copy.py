@@ -35,7 +35,7 @@ def aligned(size: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("method", ["direct", "mapping"])
-def test_what_was_written_and_synced_is_in_the_file(tmp_path: Path, method: Any) -> None:
+def test_synced_writes_are_in_the_file(tmp_path: Path, method: Any) -> None:
     path = tmp_path / "slot"
     file = DiskFile(path, 5 * PAGE)
     assert file.is_new
@@ -54,7 +54,7 @@ def test_what_was_written_and_synced_is_in_the_file(tmp_path: Path, method: Any)
     again.close()
 
 
-def test_what_direct_io_refuses_goes_through_the_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_io_falls_back_to_the_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some file systems open a file for direct I/O and then refuse each write."""
     file = DiskFile(tmp_path / "slot", 4 * PAGE)
     if file.methods == ("mapping",):
@@ -75,7 +75,7 @@ def test_what_direct_io_refuses_goes_through_the_mapping(tmp_path: Path, monkeyp
     file.close()
 
 
-def test_an_error_of_the_disk_is_not_hidden_by_the_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_error_is_not_hidden_by_the_mapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = DiskFile(tmp_path / "slot", PAGE)
     if file.methods == ("mapping",):
         pytest.skip("this file system has no direct I/O")
@@ -89,7 +89,7 @@ def test_an_error_of_the_disk_is_not_hidden_by_the_mapping(tmp_path: Path, monke
     file.close()
 
 
-def test_the_probe_chooses_what_was_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_chooses_the_faster_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = DiskFile(tmp_path / "slot", PAGE)
     if file.methods == ("mapping",):
         pytest.skip("this file system has no direct I/O")
@@ -102,7 +102,7 @@ def test_the_probe_chooses_what_was_faster(tmp_path: Path, monkeypatch: pytest.M
     file.close()
 
 
-def test_new_slots_are_written_before_they_are_needed_and_saves_are_left_alone(tmp_path: Path) -> None:
+def test_preparing_slots_does_not_overwrite_saves(tmp_path: Path) -> None:
     """If a probe ever wrote over a slot that holds a save, a restart would lose it."""
     arena = Arena.open(tmp_path, 0, slots=2, synced=True)
     slot = arena.acquire(3 * PAGE)
@@ -153,7 +153,7 @@ def committed(arena: Arena, copied: Slot) -> bytes:
 
 @given(sizes=st.lists(st.integers(0, 5 * PAGE), max_size=6), order=st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_copy_has_every_byte_however_the_source_is_filled(
+def test_copy_is_complete_in_any_fill_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int], order: Any
 ) -> None:
     """If a piece were written before its last box was there, the disk tier would hold parts of two saves."""
@@ -179,7 +179,7 @@ def test_the_copy_has_every_byte_however_the_source_is_filled(
     arena.close()
 
 
-def test_an_abandoned_copy_ends_and_gives_its_slot_back(tmp_path: Path) -> None:
+def test_abandoned_copy_ends_and_releases_its_slot(tmp_path: Path) -> None:
     """If it did not end, a save that was dropped by vote would hang the disk tier and `close`."""
     arena = Arena.open(tmp_path, 0, slots=2, synced=True)
     source = Source([3 * PAGE])
@@ -196,9 +196,7 @@ def test_an_abandoned_copy_ends_and_gives_its_slot_back(tmp_path: Path) -> None:
     arena.close()
 
 
-def test_a_copy_that_fails_ends_both_writers_and_gives_its_slot_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_copy_ends_both_writers_and_releases_its_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_copy, "PIECE_BYTES", PAGE)
     arena = Arena.open(tmp_path, 0, slots=2, synced=True)
     source = Source([4 * PAGE])
@@ -217,7 +215,7 @@ def test_a_copy_that_fails_ends_both_writers_and_gives_its_slot_back(
     arena.close()
 
 
-def test_a_full_arena_is_said_with_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_arena_error_names_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_copy, "SLOT_WAIT_S", 0.1)
     arena = Arena.open(tmp_path, 0, slots=2, synced=True)
     taken = [arena.acquire(1), arena.acquire(1)]
@@ -228,7 +226,7 @@ def test_a_full_arena_is_said_with_its_directory(tmp_path: Path, monkeypatch: py
     arena.close()
 
 
-def test_a_slot_that_is_still_being_made_is_waited_for(tmp_path: Path) -> None:
+def test_slot_under_construction_is_waited_for(tmp_path: Path) -> None:
     """The first steps of a run would be missing on the disk, and the tier called degraded."""
     arena = Arena.open(tmp_path, 0, slots=2, synced=True)
     taken = [arena.acquire(1), arena.acquire(1)]

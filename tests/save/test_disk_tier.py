@@ -47,7 +47,7 @@ def on_disk(tmp_path: Path) -> list[int]:
     return sorted(int(path.name.split("-")[1].removesuffix(".json")) for path in tmp_path.glob("ssd/*/*/*/step-*"))
 
 
-def test_a_save_that_fails_on_the_ramdisk_leaves_nothing_on_the_disk(
+def test_failed_ramdisk_save_leaves_no_disk_manifest(
     tmp_path: Path, manager: ckptkit.CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its bytes may be on the disk by then. Without a manifest they are nobody's, and the slot is free again."""
@@ -71,9 +71,7 @@ def test_a_save_that_fails_on_the_ramdisk_leaves_nothing_on_the_disk(
     assert on_disk(tmp_path) == [2, 3]
 
 
-def test_a_save_of_deleted_arrays_is_refused_and_the_disk_goes_on(
-    tmp_path: Path, manager: ckptkit.CheckpointManager
-) -> None:
+def test_save_of_deleted_arrays_does_not_hang_the_disk_tier(tmp_path: Path, manager: ckptkit.CheckpointManager) -> None:
     """If the copy that had begun waited for its bytes, the disk tier and `close` would hang."""
     save(manager, 0)
     manager.wait_until_finished()
@@ -87,7 +85,7 @@ def test_a_save_of_deleted_arrays_is_refused_and_the_disk_goes_on(
     assert on_disk(tmp_path) == [0, 2]
 
 
-def test_what_the_disk_holds_is_what_was_saved(
+def test_disk_tier_holds_the_saved_bytes(
     tmp_path: Path, manager: ckptkit.CheckpointManager, events: list[ckptkit.Event]
 ) -> None:
     for step in range(4):

@@ -40,7 +40,7 @@ def claim_of(epochs: Any, degraded: list[Any]) -> EpochFence:
     return EpochFence(tiers, LocalCoordinator(), book, outcomes)
 
 
-def test_nothing_is_committed_durably_before_the_epoch_is_recorded() -> None:
+def test_no_durable_commit_before_the_epoch_is_recorded() -> None:
     """A run whose record did not land would commit, and the next one take the same epoch: two branches, one name."""
     epochs, degraded = Away(MemoryStore()), list[Any]()
     claim = claim_of(epochs, degraded)
@@ -54,7 +54,7 @@ def test_nothing_is_committed_durably_before_the_epoch_is_recorded() -> None:
     assert epochs.newest_epoch() == SAVE.epoch
 
 
-def test_a_fence_that_was_passed_once_sees_a_later_run() -> None:
+def test_fence_is_checked_again_for_a_later_run() -> None:
     """What was recorded before would be taken for good, and the older run overtake the newer one's branch."""
     epochs = Away(MemoryStore())
     epochs.away = False
@@ -65,7 +65,7 @@ def test_a_fence_that_was_passed_once_sees_a_later_run() -> None:
         claim.fence(SAVE)
 
 
-def test_an_epoch_that_another_run_recorded_is_not_committed_under() -> None:
+def test_epoch_recorded_by_another_run_blocks_commits() -> None:
     """Two runs that began at once would both commit under one epoch."""
     store = MemoryStore()
     EpochRecords(store).write(Ancestry(epoch=SAVE.epoch))

@@ -80,7 +80,7 @@ TestBook = BookAgainstModel.TestCase
 TestBook.settings = settings(deadline=None, max_examples=60, stateful_step_count=25)
 
 
-def test_a_rollback_hides_the_abandoned_steps_at_once() -> None:
+def test_rollback_hides_abandoned_steps_immediately() -> None:
     """If it failed, `latest_step` right after a rollback's first save would be the abandoned branch's (FACTS 14)."""
     book = Ledger(Ancestry(1))
     for step in (10, 20, 30):
@@ -92,7 +92,7 @@ def test_a_rollback_hides_the_abandoned_steps_at_once() -> None:
     assert book.latest_step() == 15
 
 
-def test_a_failed_save_leaves_the_tiers_that_hold_it() -> None:
+def test_failed_save_stays_committed_in_tiers_that_hold_it() -> None:
     """If it failed, one failed upload would make a run forget a step that its ramdisk has."""
     book = Ledger(Ancestry(1))
     save = SaveId(1, 5, 0)

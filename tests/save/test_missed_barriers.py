@@ -17,7 +17,7 @@ from ckptkit.model.manifest import SaveId
 from tests.job.fake_service import FakeJob
 
 
-def test_one_listing_that_fails_on_one_process_costs_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_listing_on_one_process_fails_only_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No later save of the job would be committed durably: each time the others would wait in vain for a process that
     hears the answer to the question before."""
     with monkeypatch.context() as patched:

@@ -81,7 +81,7 @@ def compared(coordinator: Alike) -> list[Event]:
     return [event for event in found if event.kind == Kind.REPLICAS_DIFFER]
 
 
-def test_a_scalar_that_ten_thousand_processes_hold_is_few_bytes_of_each() -> None:
+def test_report_of_a_shared_scalar_is_small_per_process() -> None:
     """Process 0 would hear half a gigabyte at every save: each process would name all of them."""
     job = Alike()
     assert compared(job) == []
@@ -89,7 +89,7 @@ def test_a_scalar_that_ten_thousand_processes_hold_is_few_bytes_of_each() -> Non
 
 
 @pytest.mark.parametrize("detailed", [True, False])
-def test_what_differs_is_named_by_its_processes_where_no_more_is_known(detailed: bool) -> None:
+def test_mismatch_names_its_processes_if_details_are_missing(detailed: bool) -> None:
     """A broken device would be looked for on ten thousand hosts."""
     job = Alike(differing=True, detailed=detailed)
     (event,) = compared(job)

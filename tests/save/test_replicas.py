@@ -58,7 +58,7 @@ def damaged_state() -> Any:
 
 
 @pytest.mark.parametrize("staging", ["slot_copy", "device_copy", "alias", "gate"])
-def test_every_difference_is_named(tmp_path: Path, staging: Any) -> None:
+def test_every_replica_difference_is_reported(tmp_path: Path, staging: Any) -> None:
     """A device that computes wrong numbers would go into every later step of the run, and nobody would know."""
     job = Job(tmp_path, saving=ckptkit.SaveOptions(staging=staging))
     with job.manager as manager:
@@ -83,7 +83,7 @@ def test_every_difference_is_named(tmp_path: Path, staging: Any) -> None:
     json.dumps([dict(event.fields) for event in job.differing()])
 
 
-def test_the_last_step_that_agreed_is_kept(tmp_path: Path) -> None:
+def test_last_step_with_equal_replicas_is_kept(tmp_path: Path) -> None:
     """The step to which a run goes back would hold what one of its devices got wrong."""
     job = Job(tmp_path, saving=ckptkit.SaveOptions(replicas=ReplicaPolicy(on_difference="keep")))
     with job.manager as manager:
@@ -101,7 +101,7 @@ def test_the_last_step_that_agreed_is_kept(tmp_path: Path) -> None:
     assert not [e for e in job.events if e.step == 1 and e.fields.get("phase") == "committed_here"]
 
 
-def test_the_run_stops(tmp_path: Path) -> None:
+def test_on_difference_stop_ends_the_run(tmp_path: Path) -> None:
     """A run that was told to stop would train on a broken device for days."""
     job = Job(tmp_path, saving=ckptkit.SaveOptions(replicas=ReplicaPolicy(on_difference="stop")))
     manager = job.manager
@@ -125,7 +125,7 @@ def test_the_run_stops(tmp_path: Path) -> None:
     assert manager.all_steps() == [0, 2], "a restore puts it behind the run"
 
 
-def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
+def test_disabled_comparison_reads_nothing(tmp_path: Path) -> None:
     """A copy of the whole state could be read at each save though nobody wants it."""
     for replicas in (None, ReplicaPolicy(local_bytes_max=0)):
         job = Job(tmp_path, saving=ckptkit.SaveOptions(replicas=replicas))
@@ -134,7 +134,7 @@ def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
         assert job.differing() == []
 
 
-def test_copies_take_turns(tmp_path: Path) -> None:
+def test_comparison_rotates_over_the_copies(tmp_path: Path) -> None:
     """Copies beyond the limit would never be looked at."""
     bad = damaged_state()
     job = Job(tmp_path, saving=ckptkit.SaveOptions(replicas=ReplicaPolicy(local_bytes_max=64)))
@@ -148,7 +148,7 @@ def test_copies_take_turns(tmp_path: Path) -> None:
     assert len(said) < saves, "not all at every save"
 
 
-def test_rotation_looks_at_each_copy_once_before_any_twice() -> None:
+def test_rotation_compares_each_copy_before_any_repeats() -> None:
     """Some copies would be compared all the time, others never."""
 
     def local_replica(number: int, nbytes: int) -> LocalReplica:
@@ -166,7 +166,7 @@ def test_rotation_looks_at_each_copy_once_before_any_twice() -> None:
     assert rotation.choose(local_replicas[:1]) == local_replicas[:1], "another state, with fewer of them"
 
 
-def test_who_is_suspected() -> None:
+def test_minority_is_suspected() -> None:
     """A host would be taken out that is the only one that is right."""
     assert minority({0: "a", 1: "b"}) == [0, 1]
     assert minority({0: "a", 1: "b", 2: "a"}) == [1]
@@ -181,7 +181,7 @@ def test_bad_settings_are_refused(words: str, value: Any) -> None:
         ReplicaPolicy(**{words: value})
 
 
-def test_a_scalar_and_a_key_have_replicas_too(tmp_path: Path) -> None:
+def test_replicas_of_scalars_and_keys_are_compared(tmp_path: Path) -> None:
     """Leaves without extent, or behind a typed key, would be passed over."""
     key = jax.random.key(4)
     bad_data = with_bad_copy(put(jax.random.key_data(key)), 3)

@@ -88,7 +88,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return move
 
 
-def test_save_by_seconds_takes_a_step_when_they_have_passed(job: Job, later: Callable[[float], None]) -> None:
+def test_save_by_seconds_saves_after_the_interval(job: Job, later: Callable[[float], None]) -> None:
     """A tier that is to be filled every ten minutes would be filled at every step, or never."""
     with job.manager(ram={"save": ckptkit.EverySeconds(600)}) as manager:
         save(manager, [0])
@@ -105,7 +105,7 @@ def test_save_by_seconds_takes_a_step_when_they_have_passed(job: Job, later: Cal
         assert manager.should_save(3), "unset: every step"
 
 
-def test_save_by_seconds_goes_on_from_a_restore(job: Job, later: Callable[[float], None]) -> None:
+def test_save_by_seconds_resumes_from_a_restore(job: Job, later: Callable[[float], None]) -> None:
     """A job that is restarted again and again would save right after each restart."""
     job.run([0], ram={"save": ckptkit.EverySeconds(600)})
     with job.manager(ram={"save": ckptkit.EverySeconds(600)}) as manager:
@@ -129,7 +129,7 @@ def test_each_tier_has_its_own_clock(job: Job, later: Callable[[float], None]) -
 
 
 @pytest.mark.parametrize("tier", ["ram", "ssd"])
-def test_keep_by_count_is_exact_and_outlasts_a_restart(job: Job, tier: str) -> None:
+def test_keep_by_count_is_exact_across_a_restart(job: Job, tier: str) -> None:
     """A job that wants its last four steps at hand would find as many as the slots happened to hold."""
 
     def tiers(keep: Any) -> Any:
@@ -146,7 +146,7 @@ def test_keep_by_count_is_exact_and_outlasts_a_restart(job: Job, tier: str) -> N
     assert found == ([17, 18, 19] if tier == "ram" else [18, 19]), "unset: as many as the slots hold"
 
 
-def test_fewer_kept_steps_than_the_run_before_keep_the_newest(job: Job) -> None:
+def test_lower_keep_count_after_a_restart_keeps_the_newest(job: Job) -> None:
     """A restart with a smaller ramdisk would drop steps that it is to keep: their slots are beyond its count."""
     job.run(range(1, 9), ram={"keep": ckptkit.KeepNewest(6)})
     assert job.slot_files("ram") == 8
@@ -159,7 +159,7 @@ def test_fewer_kept_steps_than_the_run_before_keep_the_newest(job: Job) -> None:
     assert job.slot_files("ram") == 4, "two kept, one being written, one being read"
 
 
-def test_keep_by_bytes_makes_as_many_slots_as_the_bytes_say(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_keep_by_bytes_sets_the_slot_count(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     """A limit in bytes would hold more than it says, or only the newest step."""
     caplog.set_level(logging.INFO, logger="ckptkit")
     keep = ckptkit.KeepBytes(3 * SLOT_BYTES + 1)
@@ -178,7 +178,7 @@ def test_keep_by_bytes_makes_as_many_slots_as_the_bytes_say(job: Job, caplog: py
     assert job.run([11, 12, 13, 14], ram={})["ram"] == [12, 13, 14], "unset: what the slots hold"
 
 
-def test_slots_that_follow_from_bytes_are_checked_against_the_room(job: Job) -> None:
+def test_slots_from_keep_by_bytes_must_fit_the_ramdisk(job: Job) -> None:
     """A job would find out at its tenth save that the ramdisk is too small for what it is to keep."""
     with (
         job.manager(
@@ -189,7 +189,7 @@ def test_slots_that_follow_from_bytes_are_checked_against_the_room(job: Job) -> 
         manager.prepare(args.StandardSave({"w": np.arange(3)}))
 
 
-def test_keep_until_flushed_holds_what_the_slower_tier_lacks(job: Job) -> None:
+def test_keep_until_flushed_keeps_steps_the_slower_tier_lacks(job: Job) -> None:
     """A step that the durable tier does not have yet would be overwritten in the ramdisk while there is room for it."""
     unflushed = {"keep": ckptkit.KeepUnflushed(3)}
     found = job.run(range(1, 10), ram=unflushed, every=4)
@@ -206,16 +206,14 @@ def test_keep_until_flushed_holds_what_the_slower_tier_lacks(job: Job) -> None:
     assert third in (7, 9, 10)
 
 
-def test_the_slower_tier_of_a_ramdisk_is_the_disk(job: Job) -> None:
+def test_slower_tier_of_the_ramdisk_is_the_disk(job: Job) -> None:
     """Steps would be kept in memory for the bucket although the disk has them."""
     every_second = {"save": ckptkit.EverySteps(2), "keep": ckptkit.KeepUnflushed(2)}
     found = job.run(range(1, 9), ram={"keep": ckptkit.KeepUnflushed(3)}, ssd=every_second)
     assert found == {"ram": [3, 5, 7, 8], "ssd": [4, 6, 8], "durable": [1]}
 
 
-def test_a_step_that_failed_in_the_durable_tier_stays_in_the_fast_one(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_that_failed_durably_is_kept_in_the_fast_tier(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """The only copy of a step whose upload failed would be overwritten two saves later."""
     from ckptkit.durable.steps import DurableSteps
 
@@ -235,7 +233,7 @@ def test_a_step_that_failed_in_the_durable_tier_stays_in_the_fast_one(
             assert held(manager)["ram"] == expected
 
 
-def test_a_disk_that_takes_no_deletion_costs_no_other_tier_its_saves(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_disk_deletion_does_not_affect_other_tiers(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that an SSD's error has made read-only would end the durable saves too, without a word."""
     delete = LocalStore.delete
 
@@ -263,7 +261,7 @@ def test_a_disk_that_takes_no_deletion_costs_no_other_tier_its_saves(job: Job, m
         assert held(manager)["ssd"] == [5]
 
 
-def test_who_only_reads_leaves_the_tiers_as_they_are(job: Job) -> None:
+def test_read_only_manager_does_not_change_the_tiers(job: Job) -> None:
     """An evaluator would delete the steps that it has no slots for, and a job that starts meanwhile find its slots
     taken: it would need as much memory again."""
     assert job.run(range(1, 5), ram={"slots": 4})["ram"] == [1, 2, 3, 4]
@@ -281,7 +279,7 @@ def test_who_only_reads_leaves_the_tiers_as_they_are(job: Job) -> None:
     assert job.slot_files("ram") == 4
 
 
-def test_a_manager_that_could_not_be_made_holds_no_slots(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_constructor_releases_its_slots(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that tries again until the bucket answers would have slots beside those of each try, and soon no room."""
     job.run([1], ram={})
 
@@ -298,7 +296,7 @@ def test_a_manager_that_could_not_be_made_holds_no_slots(job: Job, monkeypatch: 
     assert [path.name for path in (job.root / "ram").glob("*/h/*")] == ["0"]
 
 
-def test_a_closed_manager_takes_no_save(job: Job) -> None:
+def test_closed_manager_refuses_saves(job: Job) -> None:
     """Its slots are another run's by then: a late save would overwrite what that one counts on."""
     closed = job.manager(ram={"slots": 2})
     save(closed, [1, 2])

@@ -111,14 +111,14 @@ def failing_below(root: Path, code: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("code", CODES, ids=[errno.errorcode[code] for code in CODES])
 @pytest.mark.parametrize("tier", TIERS)
-def test_an_error_of_the_storage_in_mid_save(tmp_path: Path, tier: str, code: int) -> None:
+def test_storage_error_during_a_save_is_survived(tmp_path: Path, tier: str, code: int) -> None:
     """One bad disk would end the training, or lose the saves after it."""
     job = Job(tmp_path)
     check_survival(job, tier, lambda: failing_below(tmp_path / tier, code))
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_a_mount_that_is_full_in_mid_run(tmp_path: Path, mounts: Mounts, tier: str) -> None:
+def test_full_mount_is_survived(tmp_path: Path, mounts: Mounts, tier: str) -> None:
     """The same by the kernel itself: no page is left."""
     mount = mounts.small(tmp_path / tier, "1m")
 
@@ -132,7 +132,7 @@ def test_a_mount_that_is_full_in_mid_run(tmp_path: Path, mounts: Mounts, tier: s
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_a_mount_that_becomes_read_only_in_mid_run(tmp_path: Path, mounts: Mounts, tier: str) -> None:
+def test_read_only_mount_is_survived(tmp_path: Path, mounts: Mounts, tier: str) -> None:
     """The same by the kernel itself: what ext4 does to a disk that fails."""
     mount = mounts.small(tmp_path / tier, "1m")
 
@@ -146,7 +146,7 @@ def test_a_mount_that_becomes_read_only_in_mid_run(tmp_path: Path, mounts: Mount
 
 
 @pytest.mark.parametrize("keeps", [None, ckptkit.KeepNewest(1)], ids=["any", "newest"])
-def test_a_ramdisk_that_takes_no_deletion_never_raises_from_save(
+def test_failed_ramdisk_deletion_never_raises_from_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: Any
 ) -> None:
     """A slot that cannot be freed would end the training on this host, and leave the others waiting at the vote."""
@@ -183,7 +183,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BucketServer]:
 
 
 @pytest.mark.parametrize("effect", [bucket.QuotaFull(), bucket.PermissionWithdrawn()], ids=["quota", "permission"])
-def test_a_bucket_that_refuses_writes(tmp_path: Path, server: BucketServer, effect: Any) -> None:
+def test_bucket_that_refuses_writes_is_survived(tmp_path: Path, server: BucketServer, effect: Any) -> None:
     """A quota that is reached at night would end the run."""
     writes = (bucket.Kind.WRITE, bucket.Kind.RESUME, bucket.Kind.CHUNK)
 
@@ -196,7 +196,7 @@ def test_a_bucket_that_refuses_writes(tmp_path: Path, server: BucketServer, effe
     check_survival(Job(tmp_path, f"gs://runs/{type(effect).__name__}"), "durable", refusing)
 
 
-def test_a_bucket_that_is_away_for_a_while(tmp_path: Path, server: BucketServer) -> None:
+def test_temporary_bucket_outage_is_survived(tmp_path: Path, server: BucketServer) -> None:
     """Clients try 503 again: the step may only be late, and it is in the fast tiers meanwhile."""
     job = Job(tmp_path, "gs://runs/away")
     assert job.save(1) == []
@@ -210,7 +210,7 @@ def test_a_bucket_that_is_away_for_a_while(tmp_path: Path, server: BucketServer)
 
 
 @pytest.mark.parametrize("what", ["manifest", "slot"])
-def test_what_may_not_be_read_stops_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_missing_read_permission_stops_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """If it failed, a job that is started as another user would go on from an older step, or from the slow tier."""
     job = Job(tmp_path)
     assert job.save(1) == []

@@ -74,7 +74,7 @@ def test_submit_waits_while_the_queue_is_full(worker: Worker, monkeypatch: pytes
     assert ran == [1, 2, 3]
 
 
-def test_idle_says_whether_anything_runs_or_waits(worker: Worker) -> None:
+def test_idle_is_true_only_without_running_or_queued_jobs(worker: Worker) -> None:
     """If it failed, `is_saving_in_progress` would lie, and a flush would begin while another one runs."""
     assert worker.idle
     gate = Gate()
@@ -88,7 +88,7 @@ def test_idle_says_whether_anything_runs_or_waits(worker: Worker) -> None:
     assert worker.idle
 
 
-def test_drain_raises_the_first_escaped_error_once_and_the_thread_lives_on(worker: Worker) -> None:
+def test_drain_raises_the_first_error_once_and_thread_survives(worker: Worker) -> None:
     """If it failed, a failed save would be silent, be raised twice, or end all later saves."""
 
     def fails(text: str) -> None:

@@ -76,7 +76,7 @@ def orbaxs(root: Path, options: Options, steps: Iterable[int], before: Sequence[
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_durable_tier_takes_the_steps_that_orbax_would(tmp_path: Path, name: str) -> None:
+def test_durable_tier_saves_the_same_steps_as_orbax(tmp_path: Path, name: str) -> None:
     """If it failed, swapping the import would change which steps a job finds in its bucket."""
     for number, (steps, before) in enumerate(itertools.product(STEPS, [(), (3, 4)])):
         expected = orbaxs(tmp_path / f"{number}", OPTIONS[name](), steps, before)
@@ -90,7 +90,7 @@ def test_the_durable_tier_takes_the_steps_that_orbax_would(tmp_path: Path, name:
     steps=st.lists(st.integers(0, 20), min_size=1, max_size=8),
 )
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_interval_and_any_steps_are_decided_as_orbax_does(
+def test_decisions_equal_those_of_orbax_for_any_interval(
     tmp_path_factory: pytest.TempPathFactory, interval: int, on_steps: list[int] | None, steps: list[int]
 ) -> None:
     """If it failed, some combination of options would save other steps than Orbax."""
@@ -102,7 +102,7 @@ def test_any_interval_and_any_steps_are_decided_as_orbax_does(
     assert [DURABLE in due for due in ours(options(), steps)] == expected
 
 
-def test_a_preemption_is_saved() -> None:
+def test_step_at_a_preemption_is_saved() -> None:
     """If it failed, the step before a host is taken away would be lost."""
     decider = Decider(Options(save_interval_steps=100), (), [1])
     assert decider.due(7, last=1, reached_preemption=False, force=False) == frozenset()
@@ -125,7 +125,7 @@ def test_fast_tiers_follow_their_own_policy() -> None:
     ]
 
 
-def test_a_step_at_or_below_the_last_is_taken_only_by_force() -> None:
+def test_step_at_or_below_the_last_needs_force() -> None:
     """If it failed, a step would be saved twice, or `force` would mean nothing."""
     tiers = (Tier.ram("/r"),)
     decider = Decider(Options(), tiers, [])
@@ -136,13 +136,13 @@ def test_a_step_at_or_below_the_last_is_taken_only_by_force() -> None:
     assert decider.due(13, last=9, reached_preemption=False, force=False) == {"ram", DURABLE}
 
 
-def test_a_read_only_manager_takes_nothing_even_by_force() -> None:
+def test_read_only_manager_refuses_even_forced_saves() -> None:
     """If it failed, an evaluation job would write into the training job's bucket."""
     decider = Decider(Options(read_only=True), (Tier.ram("/r"),), [])
     assert decider.due(1, last=None, reached_preemption=True, force=True) == frozenset()
 
 
-def test_a_rollback_forgets_the_abandoned_steps() -> None:
+def test_rollback_drops_the_abandoned_steps() -> None:
     """If it failed, a run that went back to step 10 would not save before it passed step 30 again."""
 
     def far_enough(step: int, last: int | None) -> bool:
@@ -154,7 +154,7 @@ def test_a_rollback_forgets_the_abandoned_steps() -> None:
     assert decider.due(15, last=30, reached_preemption=False, force=False) == {DURABLE}
 
 
-def test_a_durable_step_that_a_crash_prevented_is_made_good() -> None:
+def test_durable_step_missed_by_a_crash_is_saved_next() -> None:
     """If it failed, a second lost host would fall back two durable intervals instead of one."""
     tiers = (Tier.ram("/r", save=EverySteps(2)),)
     decider = Decider(Options(save_interval_steps=10), tiers, [0, 10])
@@ -168,7 +168,7 @@ def test_a_durable_step_that_a_crash_prevented_is_made_good() -> None:
     assert settled.due(24, last=22, reached_preemption=False, force=False) == {"ram"}
 
 
-def test_decisions_do_not_depend_on_the_wall_clock_of_a_background_save() -> None:
+def test_decisions_ignore_the_clock_of_a_background_save() -> None:
     """If it failed, two processes could decide differently and one would wait for the other for ever."""
     policy_saw = []
 
@@ -211,7 +211,7 @@ class Told:
         (lambda ask: Options(save_interval_steps=2), False),
     ],
 )
-def test_a_policy_with_a_clock_is_asked_on_process_0_alone(options: Any, asked: bool) -> None:
+def test_policy_with_a_clock_is_evaluated_on_process_0(options: Any, asked: bool) -> None:
     """If it failed, two hosts whose clocks differ would take different steps, and wait for each other for ever."""
     words: list[bool] = []
     answers: list[list[int]] = [[], []]
@@ -235,7 +235,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("primary", [0, 1])
-def test_orbaxs_continuous_policy_is_asked_without_its_own_meeting(primary: int) -> None:
+def test_continuous_policy_of_orbax_runs_without_its_barrier(primary: int) -> None:
     """Where process 1 is primary process 0 would wait for its word, at every step, and process 1 is not asked; and
     process 0 alone would count operations by which Orbax's saves in several processes know what they wait for."""
     meetings = ocp.options.MultiprocessingOptions(primary_host=primary)

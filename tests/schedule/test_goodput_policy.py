@@ -28,7 +28,7 @@ def save(events: EventLog, step: int, tier: str, *, stall_s: float, commit_s: fl
     events.emit(Kind.COMMITTED, step=step, tier=tier, bytes=1, duration_s=commit_s)
 
 
-def test_one_tier_has_dalys_interval_of_cost_and_prior(now: SimpleNamespace) -> None:
+def test_one_tier_gets_the_daly_interval_of_cost_and_prior(now: SimpleNamespace) -> None:
     """A wrong factor anywhere between event and formula would save too often or too seldom for ever."""
     events = EventLog()
     best = GoodputOptimal(events, tiers=("durable",), prior_mtbf_s=7200.0)
@@ -40,7 +40,7 @@ def test_one_tier_has_dalys_interval_of_cost_and_prior(now: SimpleNamespace) -> 
     assert best.interval_s("durable") == pytest.approx(float(daly_s(2.0, 6 * 7200.0)), rel=1e-6)
 
 
-def test_each_change_says_why(now: SimpleNamespace) -> None:
+def test_each_interval_change_reports_its_reason(now: SimpleNamespace) -> None:
     """An interval that moves without a word is a bug report; a change within the hysteresis is no change."""
     del now
     events, heard = EventLog(), []
@@ -56,7 +56,7 @@ def test_each_change_says_why(now: SimpleNamespace) -> None:
     assert len(heard) == count
 
 
-def test_slower_steps_until_the_commit_are_a_cost(now: SimpleNamespace) -> None:
+def test_slowdown_until_the_commit_counts_as_cost(now: SimpleNamespace) -> None:
     """A save that stalls nothing and slows every step meanwhile would look free."""
     del now
     events = EventLog()
@@ -73,7 +73,7 @@ def test_slower_steps_until_the_commit_are_a_cost(now: SimpleNamespace) -> None:
     assert best.interval_s("durable") > free_s
 
 
-def test_bounds_hold_and_a_tier_never_overtakes_its_own_commits(now: SimpleNamespace) -> None:
+def test_interval_is_bounded_and_at_least_the_commit_time(now: SimpleNamespace) -> None:
     """A save due before the last one is committed would only be skipped, at every step."""
     del now
     events = EventLog()
@@ -102,9 +102,7 @@ def history(directory: Path, *, lives_s: list[float], served: list[str | None]) 
         at_s += life_s + 60
 
 
-def test_failures_before_the_restart_set_the_rate_of_the_tier_that_they_needed(
-    tmp_path: Path, now: SimpleNamespace
-) -> None:
+def test_failure_history_sets_the_rate_of_the_tier_needed(tmp_path: Path, now: SimpleNamespace) -> None:
     """The failure rate of a run is known only over its restarts: forgetting it at each would never learn."""
     del now
     lives_s, served = [600.0] * 12, [None, *["ram"] * 11]
@@ -118,7 +116,7 @@ def test_failures_before_the_restart_set_the_rate_of_the_tier_that_they_needed(
     assert best._up_s == pytest.approx(600.0 * weights.sum(), rel=1e-6)
 
 
-def test_after_clustered_failures_intervals_begin_short_and_grow(tmp_path: Path, now: SimpleNamespace) -> None:
+def test_intervals_start_short_after_clustered_failures(tmp_path: Path, now: SimpleNamespace) -> None:
     """Failures follow failures: with the same interval always, the minutes after a restart would be lost again."""
     lives_s = (np.random.default_rng(1).weibull(0.5, 60) * 3600.0 + 1.0).tolist()
     history(tmp_path, lives_s=lives_s, served=[None, *["durable"] * 59])
@@ -153,7 +151,7 @@ def test_no_tier_saves_more_often_than_a_faster_one(now: SimpleNamespace) -> Non
                 assert best.interval_s("ram") <= best.interval_s("durable")
 
 
-def test_an_empty_history_is_none(tmp_path: Path, now: SimpleNamespace) -> None:
+def test_missing_history_is_accepted(tmp_path: Path, now: SimpleNamespace) -> None:
     """The first attempt of a run finds no logs: it must begin all the same."""
     del now
     best = GoodputOptimal(EventLog(), tiers=("ram", "durable"), history=tmp_path / "not there yet")
@@ -163,7 +161,7 @@ def test_an_empty_history_is_none(tmp_path: Path, now: SimpleNamespace) -> None:
     events.close()
 
 
-def test_what_this_very_run_has_logged_is_no_failure(tmp_path: Path, now: SimpleNamespace) -> None:
+def test_events_of_the_current_run_are_not_failures(tmp_path: Path, now: SimpleNamespace) -> None:
     """A loop that times its start before it makes the policy would add a failure of the slowest tier at each start."""
     del now
     history(tmp_path, lives_s=[600.0] * 3, served=[None, "ram", "ram"])
@@ -179,7 +177,7 @@ def test_what_this_very_run_has_logged_is_no_failure(tmp_path: Path, now: Simple
         (tmp_path / "attempt-3-process-0.jsonl").unlink(missing_ok=True)
 
 
-def test_process_0_alone_looks_back(tmp_path: Path, now: SimpleNamespace) -> None:
+def test_only_process_0_reads_the_history(tmp_path: Path, now: SimpleNamespace) -> None:
     """Each of a thousand processes would read the logs of all attempts of all of them at each start, for nothing."""
     del now
     history(tmp_path, lives_s=[600.0] * 3, served=[None, "ram", "ram"])
@@ -187,7 +185,7 @@ def test_process_0_alone_looks_back(tmp_path: Path, now: SimpleNamespace) -> Non
     assert other._failures.sum() == 0.0
 
 
-def test_a_loop_that_writes_no_start_is_learned_from(tmp_path: Path, now: SimpleNamespace) -> None:
+def test_failures_are_learned_from_logs_without_a_start(tmp_path: Path, now: SimpleNamespace) -> None:
     """The example in docs/GOODPUT.md writes none: its failures would never count, and its intervals stay a guess."""
     del now
     history(tmp_path, lives_s=[600.0] * 3, served=[None, "ram", "ram"])
@@ -212,7 +210,7 @@ def test_the_slowest_tier_that_any_process_needed_counts(tmp_path: Path, now: Si
     assert best._failures[1] == pytest.approx(1.0 + math.exp(-1 / 20))
 
 
-def test_a_preemption_that_lost_nothing_is_no_failure(tmp_path: Path, now: SimpleNamespace) -> None:
+def test_preemption_without_lost_steps_is_not_a_failure(tmp_path: Path, now: SimpleNamespace) -> None:
     """A fleet that is preempted all day, with time for a last save, would save for failures that never cost a step."""
     del now
     history(tmp_path, lives_s=[600.0] * 3, served=[None, "durable", "durable"])
@@ -226,7 +224,7 @@ def test_a_preemption_that_lost_nothing_is_no_failure(tmp_path: Path, now: Simpl
     assert best._up_s == pytest.approx((600.0 * math.exp(-1 / 20) + 600.0) + 600.0)
 
 
-def test_a_damaged_log_keeps_no_job_from_starting(
+def test_damaged_log_does_not_prevent_a_start(
     tmp_path: Path, now: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A line of telemetry that a power failure took would end every restart with a traceback."""
@@ -239,7 +237,7 @@ def test_a_damaged_log_keeps_no_job_from_starting(
     assert "attempt-1-process-0.jsonl:2" in caplog.text
 
 
-def test_as_orbaxs_policy_it_saves_first_at_a_preemption_and_by_the_clock(now: SimpleNamespace) -> None:
+def test_orbax_policy_saves_first_step_preemption_and_by_clock(now: SimpleNamespace) -> None:
     """The durable tier is ruled by Orbax's protocol: a missed preemption or a first step not taken loses work."""
     del now
     best = GoodputOptimal(EventLog(), tiers=("durable",), bounds=IntervalBounds(min_s=100.0, max_s=100.0))
@@ -257,7 +255,7 @@ def test_as_orbaxs_policy_it_saves_first_at_a_preemption_and_by_the_clock(now: S
     assert repr(policy) == "OptimalInterval('durable', 100 s)"
 
 
-def test_a_clock_that_is_set_back_delays_no_save(now: SimpleNamespace) -> None:
+def test_clock_set_back_does_not_delay_a_save(now: SimpleNamespace) -> None:
     """A host whose clock ran ahead saved last, or time is set back by a day: no durable save for a day."""
     bounds = IntervalBounds(min_s=100.0, max_s=100.0)
     policy = GoodputOptimal(EventLog(), tiers=("durable",), bounds=bounds).every("durable")
@@ -281,7 +279,7 @@ def test_a_clock_that_is_set_back_delays_no_save(now: SimpleNamespace) -> None:
         ({"tiers": ("ram",), "prior_mtbf_s": math.inf}, "give the seconds between two failures"),
     ],
 )
-def test_what_makes_no_sense_is_refused(named: dict, message: str) -> None:
+def test_invalid_options_are_refused(named: dict, message: str) -> None:
     """A slip in the declaration must not show as a run that never saves."""
     with pytest.raises(ValueError, match=message):
         GoodputOptimal(EventLog(), **named)

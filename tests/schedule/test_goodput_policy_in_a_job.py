@@ -11,7 +11,7 @@ import pytest
 import ckptkit
 
 
-def test_a_job_saves_by_the_learned_intervals(tmp_path: Path) -> None:
+def test_job_saves_at_the_learned_intervals(tmp_path: Path) -> None:
     """The policy must be asked by the real manager for both tiers, learn from its events, and save."""
     said: list[ckptkit.Event] = []
     events = ckptkit.EventLog()
@@ -33,7 +33,7 @@ def test_a_job_saves_by_the_learned_intervals(tmp_path: Path) -> None:
     assert committed == {"ram", "durable"}
 
 
-def test_both_tiers_change_their_intervals_and_say_why(tmp_path: Path) -> None:
+def test_both_tiers_change_intervals_and_report_reasons(tmp_path: Path) -> None:
     """If it failed, the slower tier would keep the interval of a guess, or nobody would know why it moved."""
     said: list[ckptkit.Event] = []
     events = ckptkit.EventLog()

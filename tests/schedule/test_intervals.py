@@ -22,7 +22,7 @@ def test_young_is_the_square_root_of_twice_the_product():
 
 
 @given(cost=COSTS, mtbf=MTBFS)
-def test_daly_costs_next_to_nothing_over_the_exact_optimum(cost: float, mtbf: float):
+def test_daly_is_within_a_ten_thousandth_of_the_optimum(cost: float, mtbf: float):
     """The estimate must be as good as its paper says: within a ten-thousandth of the least overhead."""
     grid = daly_s(cost, mtbf) * np.geomspace(0.2, 5.0, 4001) if daly_s(cost, mtbf) > 0 else np.array([mtbf])
     least = overhead(grid, cost, mtbf).min()
@@ -52,7 +52,7 @@ def test_levels_are_ordered_and_no_ordered_choice_is_cheaper(costs: list[float],
     assert first_order(found) <= best * 1.02
 
 
-def test_a_level_that_nothing_needs_never_saves_and_disturbs_no_other():
+def test_level_that_nothing_needs_never_saves_or_affects_others():
     """A tier that alone survives no failure must not pull the others to its interval."""
     found = levels_s(np.array([0.1, 5.0]), np.array([1e4, np.inf]))
     assert found[0] == pytest.approx(float(daly_s(0.1, 1e4)))
@@ -66,7 +66,7 @@ def grown(uptimes: np.ndarray) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("shape", "expected"), [(1.0, (1.0,)), (0.7, (0.8, 0.9)), (0.5, (0.7, 0.8)), (3.0, (1.0,))])
-def test_intervals_grow_as_far_as_failures_come_in_clusters(shape: float, expected: tuple[float, ...]):
+def test_interval_growth_follows_the_clustering_of_failures(shape: float, expected: tuple[float, ...]):
     """Growing where there are no clusters would cost goodput; a Weibull shape k asks for (k + 1) / 2 at most."""
     uptimes = np.random.default_rng(2).weibull(shape, 4000)
     chosen, _ = grown(uptimes)
@@ -74,7 +74,7 @@ def test_intervals_grow_as_far_as_failures_come_in_clusters(shape: float, expect
     assert grown(uptimes[:3])[0] >= 0.9, "three uptimes say little"
 
 
-def test_without_clusters_the_interval_is_the_one_it_was():
+def test_interval_is_unchanged_without_clusters():
     """All that is known of Daly's interval must go on to hold where there is nothing to gain."""
     nothing = growth(np.zeros((2, len(GROWTHS))))
     assert float(nothing[0]) == 1.0
@@ -83,7 +83,7 @@ def test_without_clusters_the_interval_is_the_one_it_was():
 
 
 @pytest.mark.parametrize("shape", [0.5, 0.7])
-def test_a_growing_interval_costs_less_than_the_best_fixed_one_where_failures_cluster(shape: float):
+def test_growing_interval_beats_fixed_on_clustered_failures(shape: float):
     """The reason for growing at all: counted save by save, on failures that the choice has not seen."""
     rng, cost = np.random.default_rng(3), 0.03
     seen, uptimes = (rng.weibull(shape, 40_000) / math.gamma(1.0 + 1.0 / shape) for _ in range(2))

@@ -16,7 +16,7 @@ def committed(tier: str, size_bytes: int, duration_s: float) -> Event:
     return Event(kind=Kind.COMMITTED, at_s=0.0, process=0, step=1, tier=tier, fields=fields)
 
 
-def test_the_grace_decides_and_says_why() -> None:
+def test_grace_decides_the_tiers_and_reports_why() -> None:
     """Breaks when a bucket upload that cannot be done is begun, or the reader is not told why it was not."""
     needs_s = {"ram": 0.1, "peer": 2.0, "ssd": 4.0, "durable": 40.0}
     plan = plan_last_save(TIERS, needs_s, 30.0)
@@ -32,7 +32,7 @@ def test_the_grace_decides_and_says_why() -> None:
     st.dictionaries(st.sampled_from(TIERS), st.floats(0.0, 1e4)),
     st.floats(0.0, 1e3),
 )
-def test_the_fastest_tier_is_always_tried_and_nothing_is_silent(
+def test_fastest_tier_is_always_tried_and_skips_are_reported(
     tiers: list[str], needs_s: dict[str, float], left_s: float
 ) -> None:
     """Breaks when a short grace saves nothing at all, or a tier is dropped without a word."""
@@ -44,7 +44,7 @@ def test_the_fastest_tier_is_always_tried_and_nothing_is_silent(
         assert MARGIN * needs_s.get(tier, 0.0) <= left_s
 
 
-def test_rates_are_those_of_the_slowest_of_the_last_saves_and_grow_with_the_state() -> None:
+def test_save_time_is_the_slowest_recent_rate_times_state_size() -> None:
     """Breaks when one lucky save makes the next look cheap, or a state that doubled is thought to take as long."""
     rates = TierRates()
     assert rates.needs_s(100) == {}
@@ -56,7 +56,7 @@ def test_rates_are_those_of_the_slowest_of_the_last_saves_and_grow_with_the_stat
     assert rates.needs_s(10)["ssd"] == 4.0
 
 
-def test_what_may_have_gone_of_the_grace_is_two_steps_and_a_poll() -> None:
+def test_spent_grace_is_estimated_as_two_steps_and_a_poll() -> None:
     """Breaks when a loop of long steps believes that its whole grace is left."""
     pace = PreemptionPace()
     assert pace.spent_s(5.0) == POLL_S

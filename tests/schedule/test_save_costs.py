@@ -29,7 +29,7 @@ class Loop:
         return self._hear(kind, step=step, tier=tier, duration_s=1.0)
 
 
-def test_noise_of_single_steps_is_no_cost() -> None:
+def test_step_noise_is_not_a_cost() -> None:
     """What only adds what is longer takes noise for a cost, more of it the longer a commit takes."""
     random, loop = np.random.default_rng(7), Loop("durable")
     for save in range(40):
@@ -41,7 +41,7 @@ def test_noise_of_single_steps_is_no_cost() -> None:
     assert cost_s < 0.2, "20 saves of 5 steps: a standard error of 0.1 s; the positive parts alone come to 0.4 s"
 
 
-def test_each_tier_costs_what_it_adds() -> None:
+def test_cost_of_each_tier_is_what_it_adds() -> None:
     """A save of all tiers is staged once; what the durable tier takes longer is its own."""
     loop = Loop("ram", "durable")
     loop.steps(*[1.0] * 10)
@@ -54,7 +54,7 @@ def test_each_tier_costs_what_it_adds() -> None:
     assert loop.costs.costs_s() == pytest.approx([0.25 + 0.5, 0.5 + 0.25])
 
 
-def test_a_save_beside_another_one_does_not_pay_for_it() -> None:
+def test_overlapping_save_does_not_include_the_other_cost() -> None:
     """A ramdisk save while the bucket is written would look as costly as the bucket, and be made as seldom."""
     loop = Loop("ram", "durable")
     loop.steps(*[1.0] * 10)
@@ -72,7 +72,7 @@ def test_a_save_beside_another_one_does_not_pay_for_it() -> None:
     assert loop.costs.costs_s() == pytest.approx([0.1, 2.0])
 
 
-def test_a_compilation_is_no_usual_step() -> None:
+def test_compilation_step_is_excluded_from_the_mean() -> None:
     """The first step compiles: with it in the mean all saves would seem to speed the loop up."""
     loop = Loop("durable")
     loop.steps(30.0, *[1.0] * 9)
@@ -83,7 +83,7 @@ def test_a_compilation_is_no_usual_step() -> None:
     assert loop.costs.costs_s() == pytest.approx([1.5])
 
 
-def test_without_step_spans_a_cost_is_the_stall_at_once() -> None:
+def test_without_step_spans_the_stall_is_the_cost() -> None:
     """A loop that records no steps would never learn anything."""
     loop = Loop("durable")
     loop.stage(1, "durable", stall_s=0.3)
@@ -92,7 +92,7 @@ def test_without_step_spans_a_cost_is_the_stall_at_once() -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.SKIPPED, Kind.FAILED, Kind.DEGRADED])
-def test_steps_after_a_save_that_came_to_nothing_are_quiet(kind: Kind) -> None:
+def test_steps_after_a_failed_save_are_quiet(kind: Kind) -> None:
     """A failed save that stays on its way for ever would leave no step to compare with."""
     loop = Loop("ram", "durable")
     loop.stage(1, "ram", "durable")
@@ -108,7 +108,7 @@ def test_steps_after_a_save_that_came_to_nothing_are_quiet(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", [Kind.SKIPPED, Kind.FAILED])
 @pytest.mark.parametrize("staged", ["ram", "memory"])
-def test_a_save_that_is_dropped_before_any_tier_has_it_is_over(kind: Kind, staged: str) -> None:
+def test_vetoed_save_counts_as_finished(kind: Kind, staged: str) -> None:
     """One veto of another process, and no step would be quiet again: steps that become longer would be a save's."""
     loop = Loop("durable")
     loop.steps(*[1.0] * 10)
@@ -122,7 +122,7 @@ def test_a_save_that_is_dropped_before_any_tier_has_it_is_over(kind: Kind, stage
     assert loop.costs.costs_s() == pytest.approx([0.0])
 
 
-def test_saves_of_which_nothing_more_is_heard_are_forgotten() -> None:
+def test_saves_without_an_end_event_are_dropped() -> None:
     """A log that lacks an end must not grow the state for ever, nor keep steps from being quiet."""
     loop = Loop("ram")
     for save in range(1000):
@@ -130,7 +130,7 @@ def test_saves_of_which_nothing_more_is_heard_are_forgotten() -> None:
     assert len(loop.costs._on_its_way) <= 8
 
 
-def test_saves_that_always_overlap_still_cost_something() -> None:
+def test_cost_is_learned_from_overlapping_saves() -> None:
     """With no save by itself nothing would be learned but stalls."""
     loop = Loop("durable")
     loop.steps(*[1.0] * 10)

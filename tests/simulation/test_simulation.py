@@ -85,7 +85,7 @@ def counted(cluster: sim.Cluster, failures: sim.Failures, run: int, times: list[
     times=st.tuples(st.integers(1, 6), st.integers(1, 6)),
     outage_s=st.sampled_from([0.0, 100.0]),
 )
-def test_it_agrees_with_counting_save_by_save(
+def test_simulation_matches_counting_save_by_save(
     seed: int, mtbf_s: float, steps: int, times: tuple[int, int], outage_s: float
 ):
     """Divisions in place of loops: one off-by-one would make every projection a little wrong."""
@@ -138,7 +138,7 @@ class Growing:
 @given(
     seed=st.integers(0, 10_000), mtbf_s=st.floats(200.0, 20_000.0), steps=st.integers(20, 400), growth=st.floats(0.6, 1)
 )
-def test_growing_intervals_agree_with_counting_save_by_save(seed: int, mtbf_s: float, steps: int, growth: float):
+def test_growing_intervals_match_counting_save_by_save(seed: int, mtbf_s: float, steps: int, growth: float):
     """One tier; save n ends at n ** (1 / growth) times the first one's end: a drift would favour our own policy."""
     durable = tier("durable", 4.0, 3.0, 40.0)
     cluster, horizon_s = sim.Cluster(hosts=1, tiers=(durable,), restart_s=37.0, step_s=0.5), 30_000.0
@@ -167,7 +167,7 @@ def test_growing_intervals_agree_with_counting_save_by_save(seed: int, mtbf_s: f
 
 @settings(deadline=None, max_examples=15)
 @given(seed=st.integers(0, 1000), growth=st.floats(0.6, 1.0), wanted=st.floats(2.0, 2000.0))
-def test_growing_intervals_over_three_tiers_lose_nothing_that_was_saved(seed: int, growth: float, wanted: float):
+def test_growing_intervals_over_three_tiers_add_up(seed: int, growth: float, wanted: float):
     """Every second once, and no tier may hold work that was not done."""
     cluster = three_tiers()
     failures = sim.draw(runs=4, horizon_s=DAY_S, mtbf_s=3000.0, shares=cluster.shares, shape=0.6, seed=seed)
@@ -177,7 +177,7 @@ def test_growing_intervals_over_three_tiers_lose_nothing_that_was_saved(seed: in
     assert min(found.work_s.min(), found.stall_s.min(), found.lost_s.min()) >= -1e-6
 
 
-def test_policies_together_are_what_each_is_alone():
+def test_policies_simulated_together_equal_each_alone():
     """They share failures, not fates: a neighbour's rows must not leak into what a policy learns or does."""
     cluster = three_tiers()
     failures = sim.draw(runs=5, horizon_s=5 * DAY_S, mtbf_s=9000.0, shares=cluster.shares, shape=0.5, seed=4)
@@ -208,7 +208,7 @@ def test_no_fixed_policy_beats_the_oracle():
     assert heard[0] == (0, failures.at_s.shape[1])
 
 
-def test_exponential_failures_cost_what_the_exact_formula_says():
+def test_exponential_failures_match_the_exact_formula():
     """Against theory, not against itself: one level, no restart, goodput is 1 - overhead within the interval."""
     cluster = sim.Cluster(hosts=1, tiers=(tier("durable", 30.0, 0.0, 0.0),), restart_s=0.0, step_s=1.0)
     failures = sim.draw(runs=400, horizon_s=30 * DAY_S, mtbf_s=7200.0, shares=cluster.shares, seed=3)
@@ -219,7 +219,7 @@ def test_exponential_failures_cost_what_the_exact_formula_says():
 
 
 @pytest.mark.parametrize(("shape", "wrong"), [(1.0, 5.0), (0.7, 0.2)])
-def test_what_was_learned_reaches_the_oracle_after_ten_failures(shape: float, wrong: float):
+def test_learned_policy_reaches_the_oracle_after_ten_failures(shape: float, wrong: float):
     """A prior that is wrong by a factor of 5 must be forgotten: 99 % of the best fixed choice is the bar."""
     cluster, horizon_s, mtbf_s = three_tiers(), 12 * DAY_S, 20_000.0
     failures = sim.draw(runs=20, horizon_s=horizon_s, mtbf_s=mtbf_s, shares=cluster.shares, shape=shape, seed=5)
@@ -231,7 +231,7 @@ def test_what_was_learned_reaches_the_oracle_after_ten_failures(shape: float, wr
     assert result.after_learning > 0.99
 
 
-def test_where_a_save_takes_an_hour_no_bound_stands_in_the_way():
+def test_default_bounds_allow_saves_of_an_hour():
     """A default bound below the best interval would be a fixed policy, and the worse the more a save costs."""
     durable = tier("durable", 3600.0, 3600.0, 600.0)
     cluster, horizon_s, mtbf_s = sim.Cluster(hosts=1, tiers=(durable,)), 600 * DAY_S, 100 * 3600.0
@@ -243,7 +243,7 @@ def test_where_a_save_takes_an_hour_no_bound_stands_in_the_way():
     assert result.after_learning > 0.985
 
 
-def test_policies_of_the_same_steps_are_one_simulation():
+def test_policies_with_equal_steps_share_one_simulation():
     """Names may differ, rows may be shared: what is asked for must come back, in its order."""
     cluster = three_tiers()
     failures = sim.draw(runs=3, horizon_s=DAY_S, mtbf_s=3000.0, shares=cluster.shares, seed=6)
@@ -269,7 +269,7 @@ def test_a_tier_never_saves_before_its_last_save_is_committed():
     assert found.lost_s[0] == pytest.approx(200.0 - 19 * 10.1)
 
 
-def test_more_levels_beat_one_where_fast_tiers_survive():
+def test_several_levels_beat_one_if_fast_tiers_survive():
     """The reason for tiers at all: the same failures, with and without them."""
     cluster = three_tiers()
     durable_only = sim.Cluster(hosts=10, tiers=cluster.tiers[-1:], restart_s=37.0, step_s=0.5)
@@ -286,7 +286,7 @@ def write_log(path: Path, *rows: str) -> Path:
     return path
 
 
-def test_a_failure_log_gives_gaps_and_outages_of_one_system(tmp_path: Path):
+def test_failure_log_gives_gaps_and_outages_of_one_system(tmp_path: Path):
     """Lines out of order, of other systems, of the same minute, or without a date must not make failures."""
     path = write_log(
         tmp_path / "log.csv",
@@ -305,7 +305,7 @@ def test_a_failure_log_gives_gaps_and_outages_of_one_system(tmp_path: Path):
         sim.read_trace(path, system="9")
 
 
-def test_spot_availability_gives_a_failure_per_fall_below_the_need(tmp_path: Path):
+def test_spot_trace_has_one_failure_per_drop_below_the_need(tmp_path: Path):
     """A fall that leaves enough machines is no failure, and one lasts until enough are back."""
     path = tmp_path / "spot.json"
     counts = [4, 4, 3, 4, 4, 2, 2, 4, 4, 4, 0, 4, 4, 1, 1, 1]
@@ -327,7 +327,7 @@ def test_spot_availability_gives_a_failure_per_fall_below_the_need(tmp_path: Pat
         ("", "neither JSON nor a table"),
     ],
 )
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str, message: str):
+def test_invalid_trace_file_is_refused(tmp_path: Path, text: str, message: str):
     """Garbage must give one sentence, not a plot of nothing."""
     path = tmp_path / "trace"
     path.write_text(text)
@@ -335,7 +335,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str, message: 
         sim.read_trace(path)
 
 
-def test_a_trace_is_replayed_as_it_is():
+def test_trace_is_replayed_exactly():
     """Every gap of a run must be a gap of the trace, in its order, times the scale."""
     trace = sim.FailureTrace("t", np.array([10.0, 20.0, 40.0]), np.array([1.0, 2.0, 3.0]))
     failures = sim.replay(trace, runs=20, horizon_s=1000.0, shares={"host": 1.0}, scale=2.0, seed=0)
@@ -346,7 +346,7 @@ def test_a_trace_is_replayed_as_it_is():
     assert {sim.FAILURES[kind] for kind in np.unique(failures.kind)} == {"host"}
 
 
-def test_a_cluster_that_could_lose_everything_is_refused():
+def test_cluster_without_a_surviving_tier_is_refused():
     """Without a tier that survives every failure a run could never end; the error says which tier is missing."""
     with pytest.raises(ValueError, match="must survive every failure"):
         sim.Cluster(hosts=1, tiers=(tier("ram", 0.1, 0.1, 0.1, "process"),))

@@ -57,7 +57,7 @@ def another_process(host: Path) -> Iterator[subprocess.Popen[str]]:
         child.wait()
 
 
-def test_a_directory_that_a_living_process_holds_is_left_to_it(host: Path) -> None:
+def test_directory_locked_by_a_live_process_is_skipped(host: Path) -> None:
     """If it failed, a process of the last run that has not died yet would overwrite the new run's saves."""
     with another_process(host) as child:
         mine = Arena.open(host, 0, slots=2, synced=False)
@@ -94,7 +94,7 @@ FORKED = textwrap.dedent(
 )
 
 
-def test_a_process_that_was_forked_holds_no_directory(host: Path) -> None:
+def test_forked_process_does_not_hold_the_lock(host: Path) -> None:
     """If it failed, data loaders' workers that outlive a job would keep its slots: the next run had to make others."""
     done = subprocess.run(
         [sys.executable, "-c", FORKED, str(host)], capture_output=True, text=True, timeout=300, check=True
@@ -102,7 +102,7 @@ def test_a_process_that_was_forked_holds_no_directory(host: Path) -> None:
     assert done.stdout == "0\n"
 
 
-def test_a_closed_arena_gives_up_its_lock_and_keeps_its_saves(host: Path) -> None:
+def test_closed_arena_releases_its_lock_and_keeps_its_saves(host: Path) -> None:
     """If it failed, every restart would begin a new directory, and memory would fill with old ones."""
     first = Arena.open(host, 0, slots=2, synced=False)
     write(first, 1)
@@ -115,7 +115,7 @@ def test_a_closed_arena_gives_up_its_lock_and_keeps_its_saves(host: Path) -> Non
     assert os.listdir(host / "0") == ["lock"]
 
 
-def test_the_newest_save_found_is_protected_until_the_run_says_otherwise(host: Path) -> None:
+def test_newest_found_save_is_protected_until_released(host: Path) -> None:
     """If it failed, the first save after a restart would overwrite the only whole one."""
     first = Arena.open(host, 0, slots=2, synced=False)
     write(first, 1)
@@ -148,14 +148,14 @@ def test_acquire_waits_for_a_lease_to_end(host: Path) -> None:
     arena.close()
 
 
-def test_a_directory_that_cannot_be_used_says_so(tmp_path: Path) -> None:
+def test_unusable_directory_is_reported(tmp_path: Path) -> None:
     """If it failed, a mistyped tier path would end in a traceback after the first step."""
     (tmp_path / "file").write_text("")
     with pytest.raises(TierUnusableError, match=r"tier directory .*/file/host/0 cannot be used: Not a directory; give"):
         Arena.open(tmp_path / "file" / "host", 0, slots=2, synced=False)
 
 
-def test_a_hundred_held_directories_are_an_error(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hundred_locked_directories_are_an_error(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, a host full of zombies would be searched for ever."""
 
     def held(fd: int, operation: int) -> None:
@@ -171,7 +171,7 @@ def test_a_hundred_held_directories_are_an_error(host: Path, monkeypatch: pytest
 # Room.
 
 
-def test_a_tmpfs_that_is_too_small_says_what_is_needed_and_free(tmp_path: Path, mounts: Mounts) -> None:
+def test_full_tmpfs_error_reports_needed_and_free_bytes(tmp_path: Path, mounts: Mounts) -> None:
     """If it failed, a full ramdisk would kill the trainer with SIGBUS instead of degrading the tier."""
     mount = mounts.small(tmp_path / "small", "2m")
     arena = Arena.open(mount / "host", 0, slots=3, synced=False)
@@ -195,9 +195,7 @@ def test_a_tmpfs_that_is_too_small_says_what_is_needed_and_free(tmp_path: Path, 
     arena.close()
 
 
-def test_a_manifest_that_could_not_be_taken_back_goes_before_its_slot_is_written_again(
-    host: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifest_is_removed_before_slot_reuse(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, a sync that fails and makes the file system read-only would leave a manifest over the bytes of
     later saves."""
     put = LocalStore.put
@@ -241,7 +239,7 @@ def test_a_slot_is_reused_after_the_state_has_grown_and_shrunk(host: Path) -> No
     again.close()
 
 
-def test_reserve_makes_every_free_slot_and_touches_no_save(host: Path) -> None:
+def test_reserve_creates_free_slots_and_keeps_saves(host: Path) -> None:
     """If it failed, making room early would destroy what is there."""
     arena = Arena.open(host, 0, slots=3, synced=False)
     write(arena, 1)
@@ -252,7 +250,7 @@ def test_reserve_makes_every_free_slot_and_touches_no_save(host: Path) -> None:
     arena.close()
 
 
-def test_fewer_slots_than_before_give_the_memory_back(host: Path) -> None:
+def test_lower_slot_count_frees_memory(host: Path) -> None:
     """If it failed, a job restarted with fewer slots would keep the old ones in memory for ever."""
     first = Arena.open(host, 0, slots=4, synced=False)
     for step in range(1, 5):
@@ -267,7 +265,7 @@ def test_fewer_slots_than_before_give_the_memory_back(host: Path) -> None:
     second.close()
 
 
-def test_junk_of_a_put_that_died_is_swept_away(host: Path) -> None:
+def test_temporary_files_of_a_crashed_put_are_deleted(host: Path) -> None:
     """If it failed, every process that dies in a commit would leave a manifest's worth of memory behind."""
     arena = Arena.open(host, 0, slots=2, synced=False)
     (host / "0" / ".put-abc123").write_bytes(b"half a manifest")
@@ -277,7 +275,7 @@ def test_junk_of_a_put_that_died_is_swept_away(host: Path) -> None:
     again.close()
 
 
-def test_an_anonymous_arena_touches_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anonymous_arena_writes_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, a run without a fast tier would write slots into the working directory."""
 
     def forbidden(*_: Any, **__: Any) -> Any:
@@ -298,7 +296,7 @@ def test_an_anonymous_arena_touches_no_file(monkeypatch: pytest.MonkeyPatch) -> 
 # Manifests and readers.
 
 
-def test_a_damaged_manifest_is_left_out_and_reported(host: Path) -> None:
+def test_damaged_manifest_is_skipped_and_reported(host: Path) -> None:
     """If it failed, one bad manifest would hide the good ones, or be restored."""
     arena = Arena.open(host, 0, slots=3, synced=False)
     write(arena, 1)
@@ -311,7 +309,7 @@ def test_a_damaged_manifest_is_left_out_and_reported(host: Path) -> None:
     arena.close()
 
 
-def test_a_manifest_under_another_name_or_of_another_file_is_refused(host: Path, tmp_path: Path) -> None:
+def test_manifest_with_a_wrong_name_or_slot_is_refused(host: Path, tmp_path: Path) -> None:
     """If it failed, a renamed manifest would pass for a newer save, or name a file outside its directory."""
     arena = Arena.open(host, 0, slots=2, synced=False)
     write(arena, 1)
@@ -343,7 +341,7 @@ def test_a_huge_manifest_is_refused_before_it_is_read(host: Path, monkeypatch: p
     arena.close()
 
 
-def test_a_reader_of_a_slot_that_was_reused_says_superseded(host: Path) -> None:
+def test_read_of_a_reused_slot_is_superseded(host: Path) -> None:
     """If it failed, a reader in another process would call a save corrupt that was only replaced."""
     arena = Arena.open(host, 0, slots=2, synced=False)
     write(arena, 1)
@@ -360,7 +358,7 @@ def test_a_reader_of_a_slot_that_was_reused_says_superseded(host: Path) -> None:
     arena.close()
 
 
-def test_a_slot_that_was_cut_short_is_refused(host: Path) -> None:
+def test_truncated_slot_is_refused(host: Path) -> None:
     """If it failed, reading beyond the end of a slot would kill the process with SIGBUS."""
     arena = Arena.open(host, 0, slots=2, synced=False)
     write(arena, 1, 4 * PAGE)
@@ -371,7 +369,7 @@ def test_a_slot_that_was_cut_short_is_refused(host: Path) -> None:
         prove(directory, manifest)
 
 
-def test_every_flipped_bit_of_a_slot_is_seen(host: Path) -> None:
+def test_every_flipped_bit_of_a_slot_is_detected(host: Path) -> None:
     """If it failed, memory that rots would be restored into the model."""
     arena = Arena.open(host, 0, slots=2, synced=False)
     slot = write(arena, 1, 100)

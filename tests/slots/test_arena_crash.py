@@ -49,9 +49,7 @@ class Dying:
 
 @pytest.mark.parametrize("synced", [False, True], ids=["ram", "ssd"])
 @pytest.mark.parametrize("grows", [False, True], ids=["same size", "grown"])
-def test_a_save_that_dies_anywhere_leaves_the_newest_committed_whole(
-    host: Path, tmp_path: Path, synced: bool, grows: bool
-) -> None:
+def test_save_crashed_anywhere_keeps_the_newest_commit(host: Path, tmp_path: Path, synced: bool, grows: bool) -> None:
     """If it failed, a process that dies in mid-save would leave its host with no whole save at all."""
     outcomes: set[frozenset[int]] = set()
     size = 5 * PAGE if grows else 2 * PAGE
@@ -91,7 +89,7 @@ def test_a_save_that_dies_anywhere_leaves_the_newest_committed_whole(
 
 
 @pytest.mark.parametrize("operation", ["link", "unlink", "fsync of the directory"])
-def test_a_commit_that_fails_after_its_name_is_there_is_taken_back(
+def test_commit_that_fails_after_its_rename_is_reverted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     """If it failed, a manifest would stay behind and name a slot that the next save overwrites."""
@@ -133,7 +131,7 @@ def test_a_commit_that_fails_after_its_name_is_there_is_taken_back(
     arena.close()
 
 
-def test_a_slot_that_cannot_grow_keeps_the_save_it_has(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_that_cannot_grow_keeps_its_save(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, a state that has grown too large would cost the saves that are there, one after the other."""
     arena = Arena.open(host, 0, slots=2, synced=False)
     write(arena, 1)

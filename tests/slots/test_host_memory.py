@@ -53,7 +53,7 @@ def frees(memory: HostMemory, taken: int = 0) -> list[int]:
     return [room.free_bytes for room in memory.rooms(taken)]
 
 
-def test_a_limit_anywhere_up_the_hierarchy_counts(groups: Groups) -> None:
+def test_memory_limit_of_any_ancestor_group_applies(groups: Groups) -> None:
     """A pod's limit stands above its container's: a snapshot beyond it is an OOM kill."""
     groups.add("pod", str(4 * GIB), used=3 * GIB)
     groups.add("pod/container", "max", used=GIB)
@@ -63,44 +63,44 @@ def test_a_limit_anywhere_up_the_hierarchy_counts(groups: Groups) -> None:
     assert [room.where.split("cgroup/")[-1] for room in memory.rooms(0)] == ["pod/container/leaf", "pod"]
 
 
-def test_version_1_is_read_and_its_no_limit_is_none(groups: Groups) -> None:
+def test_cgroup_v1_is_read_and_its_maximum_means_unlimited(groups: Groups) -> None:
     """Every host without version 2 would look unlimited, or limited to 8 exabytes less what is used."""
     groups.add("memory", "9223372036854771712", used=GIB)
     groups.add("memory/docker/abc", str(GIB), used=GIB // 4)
     assert frees(groups.memory("4:memory:/docker/abc")) == [3 * GIB // 4]
 
 
-def test_in_a_container_the_mount_is_the_own_group(groups: Groups) -> None:
+def test_container_mount_is_its_own_control_group(groups: Groups) -> None:
     """Without a namespace the process's path is the host's, which the container cannot see: no limit would be found."""
     groups.add("memory", str(GIB), used=GIB // 2)
     assert frees(groups.memory("4:hugetlb,memory:/docker/abc")) == [GIB // 2]
 
 
-def test_clean_file_pages_are_free_and_a_ramdisk_is_not(groups: Groups) -> None:
+def test_clean_file_pages_count_as_free_and_ramdisk_does_not(groups: Groups) -> None:
     """A job that has read its data set would seem to have no memory left."""
     groups.add("pod", str(4 * GIB), used=3 * GIB, clean=2 * GIB)
     assert frees(groups.memory("0::/pod")) == [3 * GIB]
 
 
-def test_a_full_group_leaves_nothing_and_the_setting_counts_what_is_taken(groups: Groups) -> None:
+def test_free_bytes_are_never_negative(groups: Groups) -> None:
     """A negative number of free bytes would pass for some."""
     groups.add("pod", str(GIB), used=2 * GIB)
     assert frees(groups.memory("0::/pod", bytes_max=100), taken=30) == [0, 70]
     assert frees(groups.memory("0::/other", bytes_max=100), taken=130) == [0]
 
 
-def test_no_control_groups_are_no_limit(tmp_path: Path) -> None:
+def test_missing_control_groups_mean_no_limit(tmp_path: Path) -> None:
     """A kernel without them would make every save an error."""
     assert frees(HostMemory(proc=tmp_path / "none", groups=tmp_path)) == []
 
 
-def test_the_groups_of_this_machine_can_be_read() -> None:
+def test_control_groups_of_this_machine_are_read() -> None:
     """The paths would be right in the tests alone."""
     for room in HostMemory().rooms(0):
         assert room.free_bytes >= 0
 
 
-def test_slots_keep_the_narrowest_limit(groups: Groups, tmp_path: Path) -> None:
+def test_slots_respect_the_lowest_limit(groups: Groups, tmp_path: Path) -> None:
     """The kernel would kill the job, or the setting would be a comment."""
     groups.add("pod", str(100 * PAGE), used=0)
     said = rf"needs {30 * PAGE} more bytes for 3 slots of {10 * PAGE}, {25 * PAGE} are free under host_bytes_max="
@@ -120,7 +120,7 @@ def test_slots_keep_the_narrowest_limit(groups: Groups, tmp_path: Path) -> None:
     anonymous.close()
 
 
-def test_the_slots_that_could_be_made_serve(tmp_path: Path) -> None:
+def test_existing_slots_are_used_if_no_more_fit(tmp_path: Path) -> None:
     """One slot too many would stop a tier that has room for two."""
     arena = Arena(tmp_path, slots=3, synced=False, memory=HostMemory(20 * PAGE, proc=tmp_path / "none"))
     names = []
@@ -135,7 +135,7 @@ def test_the_slots_that_could_be_made_serve(tmp_path: Path) -> None:
     arena.close()
 
 
-def test_a_containers_shm_says_what_to_mount(tmp_path: Path, mounts: Mounts) -> None:
+def test_container_shm_error_says_what_to_mount(tmp_path: Path, mounts: Mounts) -> None:
     """Everybody who runs in a container would have to find out for themselves."""
     small_tmpfs = mounts.small(tmp_path / "shm", str(CONTAINER_SHM_BYTES))
     arena = Arena.open(small_tmpfs / "host", 0, slots=3, synced=False)

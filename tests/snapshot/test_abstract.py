@@ -36,7 +36,7 @@ def test_arrays_keep_shape_dtype_and_sharding() -> None:
     assert (abstract["count"], type(abstract["rate"])) == (3, float)
 
 
-def test_a_model_and_a_function_that_makes_it_give_the_same_state() -> None:
+def test_model_and_its_factory_give_the_same_state() -> None:
     """A restart, which never makes the model, would ask for another tree or another sharding than was saved."""
 
     def make() -> Train:
@@ -55,7 +55,7 @@ def test_a_model_and_a_function_that_makes_it_give_the_same_state() -> None:
     assert {found[name] for name in found if name not in kernels} == {PartitionSpec()}
 
 
-def test_a_function_is_not_run() -> None:
+def test_function_is_traced_not_run() -> None:
     """A model that is larger than a device could not be restored."""
     ran = []
 
@@ -68,7 +68,7 @@ def test_a_function_is_not_run() -> None:
     assert not ran
 
 
-def test_an_optimizer_and_random_streams_are_states() -> None:
+def test_optimizer_and_random_streams_are_states() -> None:
     """They would be trees of another structure than `nnx.state` gives, and `nnx.update` would refuse them."""
     net = Net(0)
     for node in (nnx.Optimizer(net, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param), nnx.Rngs(params=0, dropout=1)):
@@ -78,7 +78,7 @@ def test_an_optimizer_and_random_streams_are_states() -> None:
     assert ckptkit.abstract_state(nnx.Rngs(7))["default"]["key"].get_value().dtype == jax.random.key(0).dtype
 
 
-def test_a_filtered_state_stays_what_it_is() -> None:
+def test_filtered_state_keeps_its_structure() -> None:
     """Saving parameters alone would not match what is asked for at the restore."""
     parameters = nnx.state(Net(0), nnx.Param)
     assert jax.tree.structure(ckptkit.abstract_state(parameters)) == jax.tree.structure(parameters)
@@ -93,7 +93,7 @@ def test_a_state_is_moved_to_another_mesh_by_its_specs() -> None:
     assert isinstance(ckptkit.abstract_state({"w": jnp.zeros(4)})["w"].sharding, SingleDeviceSharding)
 
 
-def test_the_mesh_of_the_context_counts() -> None:
+def test_mesh_of_the_context_is_used() -> None:
     """A model made abstractly in Flax's own way would lose its shardings."""
     with nnx.logical_axis_rules(RULES), jax.set_mesh(mesh()):
         abstract = ckptkit.abstract_state(lambda: Net(0, named=True))

@@ -45,7 +45,7 @@ _steps = itertools.count()
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_and_sharding_comes_back_bit_for_bit(arena: Arena, dtype: str, sharding: str) -> None:
+def test_every_dtype_and_sharding_is_restored_bit_exact(arena: Arena, dtype: str, sharding: str) -> None:
     """If it failed, weights, scales or masks of this dtype would change in a save without anybody noticing."""
     value = jax.device_put(bits(dtype, (8, 4)), SHARDINGS[sharding]())
     assert np.asarray(value).tobytes() == bits(dtype, (8, 4)).tobytes()  # the device took the bits as they are
@@ -91,7 +91,7 @@ def test_any_shape_is_restored_on_any_mesh_with_any_cells(
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 @pytest.mark.parametrize("spec", [(), ("x",), (("x", "y"),), (None, "y"), ("x", "y")], ids=str)
-def test_typed_keys_come_back_as_keys(arena: Arena, impl: str, spec: tuple[Any, ...]) -> None:
+def test_typed_keys_are_restored_as_keys(arena: Arena, impl: str, spec: tuple[Any, ...]) -> None:
     """If it failed, a resumed run would draw other dropout masks."""
     keys = jax.random.split(jax.random.key(7, impl=impl), (4, 2))
     tree = {"keys": jax.device_put(keys, named(*spec)), "one": jax.random.key(3, impl=impl)}
@@ -110,7 +110,7 @@ def test_typed_keys_are_restored_on_another_mesh(arena: Arena) -> None:
     assert len({plain(shard.data).tobytes() for shard in found.addressable_shards}) == 4
 
 
-def test_host_leaves_come_back_as_they_were(arena: Arena) -> None:
+def test_host_leaves_keep_their_type(arena: Arena) -> None:
     """If it failed, counters and learning rates would change type on the first resume."""
     tree = {
         "int": 2**53 + 1,
@@ -161,7 +161,7 @@ def test_other_byte_orders_keep_their_values(arena: Arena) -> None:
     ],
     ids=["strings", "structured", "objects", "huge", "complex", "text", "bytes", "set"],
 )
-def test_leaves_that_cannot_come_back_are_refused_before_anything_is_taken(arena: Arena, leaf: Any) -> None:
+def test_unrestorable_leaves_are_refused_before_staging(arena: Arena, leaf: Any) -> None:
     """If it failed, the save would fail in the background, or be restored as something else."""
     with pytest.raises(TypeError, match=r"^state:bad is a \w+.*; a leaf to be saved is an array or a number"):
         describe.describe_items({"state": {"bad": leaf}})
@@ -201,7 +201,7 @@ def test_two_leaves_with_one_name_are_refused(tree: Any) -> None:
         describe.describe_items({"state": tree})
 
 
-def test_boxes_lie_on_pages_and_never_overlap() -> None:
+def test_boxes_are_page_aligned_and_disjoint() -> None:
     """If it failed, one leaf would overwrite the end of another."""
     tree = {f"{n}": jnp.zeros((n,), jnp.int8) for n in (0, 1, 4095, 4096, 4097)} | {
         "split": jax.device_put(jnp.zeros((8, 3), jnp.int16), named("x", None))
@@ -218,7 +218,7 @@ def test_boxes_lie_on_pages_and_never_overlap() -> None:
     assert spans[-1][1] <= description.slot_bytes
 
 
-def test_large_states_are_copied_by_several_threads_without_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_states_are_copied_completely_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, a cell would be copied by nobody, or a piece of it would be left out of its digest."""
     monkeypatch.setattr(manifest_module, "_PIECE_BYTES", 1000)
     monkeypatch.setattr(describe, "_SHARED_BYTES", 1)
@@ -245,7 +245,7 @@ def test_large_states_are_copied_by_several_threads_without_a_gap(monkeypatch: p
 # What is on disk against what is asked for.
 
 
-def test_every_difference_is_named_at_once() -> None:
+def test_every_difference_is_reported_at_once() -> None:
     """If it failed, a changed model would be mended one restart per leaf."""
     stored = [
         source.record
@@ -296,7 +296,7 @@ def test_numbers_of_another_kind_are_differences(arena: Arena, stored: Any, aske
         restore(arena, manifest, {"n": asked})
 
 
-def test_a_tree_can_be_made_from_the_records_alone(arena: Arena) -> None:
+def test_tree_is_rebuilt_from_the_records(arena: Arena) -> None:
     """If it failed, `restore(step)` without an abstract state would give other shardings than were saved."""
     tree = {
         "layers": [{"w": jax.device_put(bits("float32", (8, 4)), named("x", "y"))}, {"w": jnp.zeros((2,))}] * 6,
@@ -318,7 +318,7 @@ def test_a_tree_can_be_made_from_the_records_alone(arena: Arena) -> None:
 # Every bit counts.
 
 
-def test_one_flipped_bit_anywhere_is_rejected_and_named(arena: Arena) -> None:
+def test_flipped_bit_anywhere_is_rejected_by_name(arena: Arena) -> None:
     """If it failed, memory that rots would go into the model."""
     tree = {
         "a": jax.device_put(bits("bfloat16", (4, 2)), named("x", "y")),
@@ -342,7 +342,7 @@ def test_one_flipped_bit_anywhere_is_rejected_and_named(arena: Arena) -> None:
     same_bits(restore(arena, manifest, abstract(tree)), tree)
 
 
-def test_the_manifest_on_disk_restores_what_the_one_in_memory_does(arena: Arena) -> None:
+def test_manifest_on_disk_restores_like_the_one_in_memory(arena: Arena) -> None:
     """If it failed, only the process that saved a step could restore it."""
     tree = big_tree(3) | {"k": jax.random.key(5), "n": 1}
     save(arena, tree)

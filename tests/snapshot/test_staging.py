@@ -64,7 +64,7 @@ def test_every_restored_step_is_exact(tmp_path_factory: Any, strategy: Any, acti
                 assert (np.asarray(leaf) == saved % 100).all()
 
 
-def test_the_event_names_the_strategy_and_its_reason(tmp_path: Path) -> None:
+def test_event_reports_the_strategy_and_its_reason(tmp_path: Path) -> None:
     """Nobody could tell why a save stalls, or that a forced strategy was not taken."""
     log, events = ckptkit.EventLog(), []
     log.observe(events.append)
@@ -80,7 +80,7 @@ def test_the_event_names_the_strategy_and_its_reason(tmp_path: Path) -> None:
     ]
 
 
-def test_all_leaf_kinds_go_through_a_device_copy(tmp_path: Path) -> None:
+def test_device_copy_supports_all_leaf_kinds(tmp_path: Path) -> None:
     """Keys, booleans or host arrays would be lost on the way that accelerators take."""
     with ckptkit.CheckpointManager(tmp_path, saving=ckptkit.SaveOptions(staging="device_copy")) as manager:
         state = make_state(5)
@@ -90,7 +90,7 @@ def test_all_leaf_kinds_go_through_a_device_copy(tmp_path: Path) -> None:
         assert_same(manager.restore(5), make_state(5))
 
 
-def test_a_state_that_was_donated_is_said_and_the_step_can_be_saved_after_all(tmp_path: Path) -> None:
+def test_donated_state_raises_and_step_can_be_saved_again(tmp_path: Path) -> None:
     """The second try, with the right arrays, would be taken for a step that is saved already: no save, and no error."""
     tiers = [ckptkit.Tier.ram(str(tmp_path / "ram"), slots=2)]
     with ckptkit.CheckpointManager(tmp_path / "d", tiers=tiers) as manager:
@@ -125,7 +125,7 @@ def test_a_device_copy_does_not_wait_for_the_step_in_flight(tmp_path: Path) -> N
         assert_same(manager.restore(1), state)
 
 
-def test_a_device_copy_of_a_state_at_rest_is_not_made_on_the_loop() -> None:
+def test_device_copy_of_an_idle_state_does_not_block_the_loop() -> None:
     """XLA's CPU client runs what it takes for cheap on the caller's thread: here, a copy of half a gigabyte."""
     from ckptkit.snapshot import describe
 
@@ -141,7 +141,7 @@ def test_a_device_copy_of_a_state_at_rest_is_not_made_on_the_loop() -> None:
     begun.finish()
 
 
-def test_boxes_that_do_not_fit_on_the_device_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boxes_that_do_not_fit_on_the_device_are_copied_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state larger than half of the memory would end the job, or be copied as a whole with a full stall."""
     from ckptkit.snapshot import describe
 
@@ -160,7 +160,7 @@ def test_boxes_that_do_not_fit_on_the_device_are_waited_for(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("free", [0, 10**9])
-def test_the_choice_follows_the_memory_of_the_device(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+def test_strategy_follows_the_free_device_memory(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     """An accelerator without room would be asked for a copy, or one with room would stall on every transfer."""
 
     class Device:
@@ -178,7 +178,7 @@ def test_the_choice_follows_the_memory_of_the_device(monkeypatch: pytest.MonkeyP
     assert ("1.0 GB of each device" if free else "say nothing of free memory") in reason
 
 
-def test_a_strategy_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_unknown_strategy_is_refused(tmp_path: Path) -> None:
     """A typing error would choose another strategy without a word."""
     with pytest.raises(
         ValueError, match=r"staging 'gated': give one of slot_copy, device_copy, gate, alias, block, auto"

@@ -53,7 +53,7 @@ def test_keys_are_checked_by_one_rule() -> None:
 # From a root to a store.
 
 
-def test_roots_open_the_store_that_serves_them(tmp_path: Path) -> None:
+def test_root_url_selects_its_store(tmp_path: Path) -> None:
     """If it failed, a bucket would be a directory called `gs:` in the working directory."""
     open_store(tmp_path).put("key", b"1")
     assert (tmp_path / "key").read_bytes() == b"1"
@@ -78,7 +78,7 @@ def test_paths_are_a_file_system_s(root: str) -> None:
 
 
 @pytest.mark.parametrize("root", ["abfs://c/run", "https://host/run", "simplecache::gs://b/run", "gs:2://b"])
-def test_any_other_scheme_is_a_bucket_that_nothing_more_is_known_of(root: str) -> None:
+def test_unknown_scheme_has_the_properties_of_any_bucket(root: str) -> None:
     """If it failed, generations would be asked of a service that has none, or Orbax not be told of its marks."""
     expected = Properties(
         file_system=False, round_trips=True, atomic_rename=False, generations=False, known_to_orbax=False

@@ -63,7 +63,7 @@ def crash_points(prepare: Callable[[], Path], act: Callable[[Path], None], check
 
 @pytest.mark.parametrize("mode", ["create", "replace"])
 @pytest.mark.parametrize("durable", [True, False], ids=["synced", "not synced"])
-def test_a_put_that_dies_anywhere_leaves_old_or_new_whole(tmp_path: Path, mode: PutMode, durable: bool) -> None:
+def test_crashed_put_leaves_the_old_or_the_new_object(tmp_path: Path, mode: PutMode, durable: bool) -> None:
     """If it failed, a crash in mid-put would leave half a manifest, or a name that no reader knows."""
     old = b"old " * 1000 if mode == "replace" else None
     new = b"new content " * 2000
@@ -92,7 +92,7 @@ def test_a_put_that_dies_anywhere_leaves_old_or_new_whole(tmp_path: Path, mode: 
     crash_points(prepare, act, check)
 
 
-def test_a_failed_put_leaves_no_junk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_put_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, every failed save would leave a file of its size on a disk that is full already."""
     store = LocalStore(tmp_path)
     store.put("dir/key", b"old")
@@ -108,9 +108,7 @@ def test_a_failed_put_leaves_no_junk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert store.get("dir/key") == b"old"
 
 
-def test_a_put_syncs_the_file_the_directory_and_every_directory_it_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_put_syncs_the_file_and_every_new_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, a power failure would take a committed manifest together with its new directory (ext4)."""
     synced: list[str] = []
     fsync = os.fsync
@@ -160,7 +158,7 @@ def test_errors_of_the_disk_have_the_right_type(
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_an_object_where_a_directory_should_be_is_an_error_of_its_own(tmp_path: Path) -> None:
+def test_object_in_place_of_a_directory_is_a_separate_error(tmp_path: Path) -> None:
     """If it failed, a put that cannot be would say that its key exists already."""
     store = LocalStore(tmp_path)
     store.put("a", b"1")

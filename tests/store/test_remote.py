@@ -58,7 +58,7 @@ def failing(error: Exception) -> RemoteStore:
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
-def test_a_bucket_that_is_busy_or_down_is_transient(status: int) -> None:
+def test_busy_or_down_bucket_is_transient(status: int) -> None:
     """If it failed, one 503 of a bucket would end a restart instead of being tried again."""
     for operation in operations_of(failing(gcs_error(status))):
         with pytest.raises(TransientStoreError, match=r"^memory://bucket/run/(key|dir): "):
@@ -66,7 +66,7 @@ def test_a_bucket_that_is_busy_or_down_is_transient(status: int) -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_bucket_that_refuses_says_what_to_grant(status: int) -> None:
+def test_refused_permission_error_says_what_to_grant(status: int) -> None:
     """If it failed, a missing permission would be retried, or be taken for an empty bucket."""
     for operation in operations_of(failing(gcs_error(status))):
         with pytest.raises(StoreError, match=r"grant storage\.objects\.get, \.list, \.create and") as caught:
@@ -100,7 +100,7 @@ def test_a_broken_connection_is_transient(error: Exception, text: str) -> None:
         ("google.auth.exceptions", "TransportError", {}),
     ],
 )
-def test_what_a_library_calls_no_answer_is_transient(library: str, name: str, fields: dict[str, str]) -> None:
+def test_timeout_errors_of_libraries_are_transient(library: str, name: str, fields: dict[str, str]) -> None:
     """If it failed, a network that blinks would end a run on Amazon, or wherever a token is due meanwhile."""
     error = getattr(pytest.importorskip(library), name)(**fields)
     for operation in operations_of(failing(error)):
@@ -132,7 +132,7 @@ def test_absent_and_existing_are_not_translated() -> None:
 # RetryStore.
 
 
-def test_a_store_that_stays_down_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_end_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, a restart would hang for ever on a bucket that is gone, or give up at the first 503."""
     fake = FakeTime(monkeypatch)
     down = TransientStoreError("gs://b: 503")
@@ -159,7 +159,7 @@ def test_what_takes_longer_than_the_deadline_is_tried_again(monkeypatch: pytest.
     assert len(fake.slept) == 3
 
 
-def test_tries_leave_the_numbers_of_a_job_that_seeds_random_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_do_not_use_the_global_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket that throttles in the background would change the data order, or the dropout, of a seeded run."""
     FakeTime(monkeypatch)
     before = random.getstate()
@@ -171,7 +171,7 @@ def test_tries_leave_the_numbers_of_a_job_that_seeds_random_alone(monkeypatch: p
 @pytest.mark.parametrize(
     "error", [StoreError("403"), StoreFullError("full"), FileNotFoundError("key"), KeyError("bug")]
 )
-def test_only_transient_errors_are_tried_again(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_only_transient_errors_are_retried(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """If it failed, a missing permission would cost a minute per operation."""
     fake = FakeTime(monkeypatch)
     for operation in operations_of(RetryStore(cast(Any, Failing(error)))):
@@ -197,7 +197,7 @@ class LosesAnswers:
             raise TransientStoreError("connection reset")
 
 
-def test_a_create_that_took_effect_is_no_conflict_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retried_create_does_not_conflict_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, a lost answer would make a run fail with `another run has begun this epoch`."""
     FakeTime(monkeypatch)
     inner = LosesAnswers(MemoryStore())
@@ -205,7 +205,7 @@ def test_a_create_that_took_effect_is_no_conflict_with_itself(monkeypatch: pytes
     assert (inner.puts, inner.inner.get("key")) == (2, b"mine")
 
 
-def test_a_create_that_finds_another_content_is_a_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_create_with_different_existing_content_is_a_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, a retry would hide that another run was first."""
     FakeTime(monkeypatch)
     inner = MemoryStore()

@@ -9,7 +9,7 @@ import pytest
 from ckptkit.store.local import sync_tree
 
 
-def test_what_is_removed_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_removed_during_the_sync_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorStore takes its lock files away whenever it likes: between the listing and the opening, too."""
     (tmp_path / "a.__lock").write_bytes(b"")
     (tmp_path / "data").write_bytes(b"bytes")
@@ -29,7 +29,7 @@ def test_what_is_removed_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: p
     assert "a.__lock" not in opened
 
 
-def test_what_was_synced_is_not_synced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_files_are_not_synced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each portion of a long work would wait for a flush of the disk for every file of those before; or a file that was
     written since would be taken for safe."""
     for name in "ab":

@@ -24,7 +24,7 @@ def moves(stored: Any, target: Any, *rules: Rule) -> dict[str, str | None]:
     return {origin.target: origin.source for origin in plan_surgery(stored, target, rules).origins}
 
 
-def test_a_new_head_and_a_renamed_body() -> None:
+def test_plan_with_a_new_head_and_a_renamed_body() -> None:
     """The commonest surgery."""
     target = {"trunk": STORED["body"], "head": {"kernel": jnp.zeros((3, 7))}, "key": STORED["key"]}
     plan = plan_surgery(STORED, target, [Skip("head.**"), Init("head.**"), Rename("body.**", "trunk.**"), Take("**")])
@@ -47,7 +47,7 @@ def test_a_new_head_and_a_renamed_body() -> None:
     assert json.loads(json.dumps(plan.to_json()))["initialised"] == ["head.kernel"]
 
 
-def test_nothing_is_initialised_or_left_behind_in_silence() -> None:
+def test_leaves_covered_by_no_rule_are_refused() -> None:
     """A typing error in a name would train a model on random weights."""
     target = {"trunk": STORED["body"], "head": STORED["head"], "key": STORED["key"]}
     with pytest.raises(SurgeryError) as caught:
@@ -82,14 +82,14 @@ def test_nothing_is_initialised_or_left_behind_in_silence() -> None:
         ({}, {"a": jax.ShapeDtypeStruct((2,), jnp.float32)}, [Init("a")], "has no value to be initialised with"),
     ],
 )
-def test_what_cannot_be_done_is_said(stored: Any, target: Any, rules: list[Rule], said: str) -> None:
+def test_impossible_plan_is_refused(stored: Any, target: Any, rules: list[Rule], said: str) -> None:
     """It would be done in some way."""
     with pytest.raises(SurgeryError) as caught:
         plan_surgery(stored, target, rules)
     assert said in str(caught.value)
 
 
-def test_a_cast_is_named_in_the_plan() -> None:
+def test_plan_lists_casts() -> None:
     """Precision would be lost without a trace."""
     target = {"a": jnp.zeros(2, jnp.bfloat16)}
     plan = plan_surgery({"a": jnp.zeros(2)}, target, [Take("**"), Cast("a"), Skip("optimizer.**")])
@@ -116,12 +116,12 @@ def test_a_cast_is_named_in_the_plan() -> None:
         (Take("**.kernel"), "my_kernel", None),
     ],
 )
-def test_patterns(rule: Take | Rename, name: str, expected: str | None) -> None:
+def test_patterns_match_and_rename(rule: Take | Rename, name: str, expected: str | None) -> None:
     """A weight would land in another layer."""
     assert rule.target_of(name) == expected
 
 
-def test_a_rename_that_cannot_be_filled_is_refused() -> None:
+def test_invalid_rename_is_refused() -> None:
     """It would raise in the middle of a plan, or fill in nothing."""
     with pytest.raises(ValueError, match="the wildcards of 'b'"):
         Rename("a.*", "b")
@@ -130,7 +130,7 @@ def test_a_rename_that_cannot_be_filled_is_refused() -> None:
 
 
 @given(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(".".join), unique=True, max_size=12))
-def test_a_rename_and_its_reverse_are_the_identity(names: list[str]) -> None:
+def test_rename_and_its_reverse_are_the_identity(names: list[str]) -> None:
     """What was renamed there could not be renamed back."""
     there, back = Rename("a.**", "z.a.**"), Rename("z.a.**", "a.**")
     for name in names:

@@ -62,7 +62,7 @@ def run(request: Any, tmp_path: Path) -> Any:
         yield manager, state
 
 
-def test_parameters_alone_into_the_bare_model(run: Any) -> None:
+def test_restores_only_parameters_into_a_bare_model(run: Any) -> None:
     """An evaluator would have to make the optimizer, and to read three times the bytes."""
     manager, state = run
     fresh = Net(1)
@@ -81,7 +81,7 @@ def _raw(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
-def test_into_a_lora_wrapped_model(run: Any) -> None:
+def test_restores_into_a_lora_wrapped_model(run: Any) -> None:
     """Fine-tuning could not begin from the run's checkpoints."""
     manager, state = run
     wrapped = LoraNet(5)
@@ -114,14 +114,14 @@ def test_another_dtype_is_cast_on_the_devices(run: Any) -> None:
     assert report.plan.taken[0].cast
 
 
-def test_all_differences_are_said_and_nothing_falls_back(run: Any) -> None:
+def test_all_differences_are_reported_without_a_fallback(run: Any) -> None:
     """A wrong rule would be tried on older and older steps, and end as 'no restorable step'."""
     manager, _ = run
     with pytest.raises(SurgeryError, match=r"head\.kernel .* covered by no rule"):
         restore_into(manager, None, Net(0), [Skip("optimizer.**"), Skip("net.head.**"), Rename("net.**", "**")])
 
 
-def test_what_is_skipped_is_not_read(tmp_path: Path) -> None:
+def test_skipped_leaves_are_not_read(tmp_path: Path) -> None:
     """A subset would cost the whole checkpoint."""
     state = {"small": jnp.arange(3.0), "large": [jnp.zeros((64, 64)), jnp.ones(4)]}
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
@@ -138,7 +138,7 @@ def test_what_is_skipped_is_not_read(tmp_path: Path) -> None:
     assert report.read_bytes == {"durable": 28}
 
 
-def test_a_look_is_no_rollback(tmp_path: Path) -> None:
+def test_restore_into_does_not_roll_back(tmp_path: Path) -> None:
     """A run that reads a part of an older step of its own would abandon the steps above it."""
     with ckptkit.CheckpointManager(tmp_path) as manager:
         for step in (1, 2, 3):
@@ -151,7 +151,7 @@ def test_a_look_is_no_rollback(tmp_path: Path) -> None:
         assert manager.all_steps() == [1, 2, 3, 4]
 
 
-def test_every_leaf_of_a_state_can_be_moved(tmp_path: Path) -> None:
+def test_every_leaf_kind_can_be_restored(tmp_path: Path) -> None:
     """Host arrays, numbers, keys and low precision would be changed on the way."""
     state = make_state(3)
     with ckptkit.CheckpointManager(tmp_path / "ours") as manager:
@@ -164,7 +164,7 @@ def test_every_leaf_of_a_state_can_be_moved(tmp_path: Path) -> None:
         assert (report.item, report.proven) == ("state", root == "ours")
 
 
-def test_directories_that_are_no_root(tmp_path: Path) -> None:
+def test_restores_from_directories_that_are_not_roots(tmp_path: Path) -> None:
     """Weights that somebody published have a directory of their own."""
     state = {"a": {"w": jnp.arange(4.0)}, "b": jnp.ones(2)}
     with ocp.StandardCheckpointer() as checkpointer:
@@ -182,7 +182,7 @@ def test_directories_that_are_no_root(tmp_path: Path) -> None:
         restore_into(str(tmp_path / "none"), None, {}, rules)
 
 
-def test_one_of_several_items_has_to_be_named(tmp_path: Path) -> None:
+def test_one_of_several_items_must_be_named(tmp_path: Path) -> None:
     """The optimizer would be taken for the model."""
     args = ocp.args.Composite(model=saved({"w": jnp.ones(2)}), optimizer=saved({"w": jnp.zeros(2)}))
     with ckptkit.CheckpointManager(tmp_path) as manager:

@@ -14,7 +14,7 @@ BUFFERS_BYTES = (64 + 16) << 20  # beside the snapshot: one cell, or the probe o
 
 
 @pytest.mark.parametrize("tiers", ["durable", "ssd"])
-def test_saves_take_one_snapshot_and_the_buffers_however_many_tiers(tiers: str, tmp_path: Path) -> None:
+def test_saves_use_one_snapshot_for_any_number_of_tiers(tiers: str, tmp_path: Path) -> None:
     """A state that fits into a host beside one snapshot would be killed by its own checkpoints."""
     command = [sys.executable, "-m", "tests.system.saving_process", tiers, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

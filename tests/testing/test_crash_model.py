@@ -56,7 +56,7 @@ def outcomes(trace, count: int, scratch: Path) -> list[dict[str, bytes]]:
 
 
 @needs_strace
-def test_every_operation_is_there_and_in_order(tmp_path: Path) -> None:
+def test_every_operation_is_recorded_in_order(tmp_path: Path) -> None:
     """A crash point that is not recorded is one that nobody looks at."""
     trace = traced(tmp_path / "run", PUT, "synced")
     assert [each.call for each in trace.operations] == ["create", "write", "fsync", "rename", "fsync"]
@@ -66,7 +66,7 @@ def test_every_operation_is_there_and_in_order(tmp_path: Path) -> None:
 
 
 @needs_strace
-def test_a_process_that_dies_tears_its_last_write(tmp_path: Path) -> None:
+def test_crash_tears_the_last_write(tmp_path: Path) -> None:
     """Half a file would never be read by anybody."""
     trace = traced(tmp_path / "run", PUT, "synced")
     sizes = [len(files(state.disk(trace), tmp_path / "at")["new"]) for state in process_crashes(trace, 1)]
@@ -74,7 +74,7 @@ def test_a_process_that_dies_tears_its_last_write(tmp_path: Path) -> None:
 
 
 @needs_strace
-def test_a_power_failure_takes_what_is_not_synced_in_any_order(tmp_path: Path) -> None:
+def test_power_failure_loses_unsynced_writes_in_any_order(tmp_path: Path) -> None:
     """A missing sync would be survived in the model, and not on a disk."""
     trace = traced(tmp_path / "run", PUT, "unsynced")
     found = outcomes(trace, len(trace.operations), tmp_path / "at")
@@ -103,7 +103,7 @@ os.fsync(fd)
 
 
 @needs_strace
-def test_what_stood_there_before_is_there_and_threads_and_offsets_are_followed(tmp_path: Path) -> None:
+def test_trace_follows_existing_files_threads_and_offsets(tmp_path: Path) -> None:
     """A tree that differs from what a crash leaves proves nothing."""
     code = """
 import os, sys, shutil, threading
@@ -151,7 +151,7 @@ memory[:4] = b"data"
 
 
 @needs_strace
-def test_stores_through_a_mapping_are_said(tmp_path: Path) -> None:
+def test_undeclared_stores_through_a_mapping_are_refused(tmp_path: Path) -> None:
     """Bytes that no system call writes would be missing, and nobody would know."""
     trace = traced(tmp_path / "run", MAPPED.replace("{say}", "notes.stored(path, 0, b'data'); notes.say('hello')"))
     assert [each.call for each in trace.operations] == ["create", "ftruncate", "store", "note"]
@@ -164,14 +164,14 @@ def test_stores_through_a_mapping_are_said(tmp_path: Path) -> None:
 
 
 @needs_strace
-def test_a_command_that_fails_gives_no_trace(tmp_path: Path) -> None:
+def test_failed_command_gives_no_trace(tmp_path: Path) -> None:
     """Half a run would be judged as a whole one."""
     with pytest.raises(TraceError, match="ended with code 1"):
         traced(tmp_path / "run", "raise SystemExit(1)")
 
 
 @needs_strace
-def test_a_state_is_described_by_what_it_lacks(tmp_path: Path) -> None:
+def test_state_is_described_by_its_missing_operations(tmp_path: Path) -> None:
     """A violation could not be repeated."""
     trace = traced(tmp_path / "run", PUT, "unsynced")
     state = CrashState(count=3, dropped=frozenset({1}), torn=())

@@ -27,7 +27,7 @@ def faulty(*faults: StoreFault, seed: int = 0) -> tuple[FaultyStore, MemoryStore
         ("io error", StoreError, False),
     ],
 )
-def test_errors_come_before_or_after_the_work(effect: Any, error: type[Exception], done: bool) -> None:
+def test_errors_are_raised_before_or_after_the_work(effect: Any, error: type[Exception], done: bool) -> None:
     """A retry would be tested against the wrong half of what may happen."""
     store, inner = faulty(StoreFault(effect=effect, operations=("put",), count=1))
     with pytest.raises(error, match=r"memory:/key: put.* as planned"):
@@ -38,7 +38,7 @@ def test_errors_come_before_or_after_the_work(effect: Any, error: type[Exception
     assert (store.hits, store.operations) == ([1], 2)
 
 
-def test_a_fault_is_for_its_keys_and_operations_after_so_many() -> None:
+def test_fault_selects_keys_operations_and_a_skip_count() -> None:
     """A plan could not say `the third record of an epoch`."""
     store, _ = faulty(StoreFault(effect="fail", operations=("get",), keys="a/*", skip=1, count=1))
     store.put("a/key", b"1")
@@ -67,7 +67,7 @@ def test_the_same_seed_gives_the_same_faults() -> None:
     assert 5 < len(failed(3)) < 35
 
 
-def test_a_delay_is_not_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delay_does_not_stop_later_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow store could not fail as well."""
     slept: list[float] = []
     monkeypatch.setattr("ckptkit.testing.faulty_store.time.sleep", slept.append)
@@ -89,7 +89,7 @@ def test_a_dead_process_makes_no_further_call() -> None:
     assert inner.get("key") == b"1234"
 
 
-def test_what_waits_is_seen_here_and_arrives_in_any_order() -> None:
+def test_reordered_writes_are_visible_and_arrive_in_any_order() -> None:
     """Code that needs an order would be tested only in the one that it happened to have."""
 
     def left(seed: int) -> tuple[str, ...]:
@@ -120,13 +120,13 @@ def test_what_waits_is_seen_here_and_arrives_in_any_order() -> None:
         ({"effect": "fail", "probability": 2.0}, "probability is 0 to 1"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused(fault: dict[str, Any], said: str) -> None:
+def test_invalid_plan_is_refused(fault: dict[str, Any], said: str) -> None:
     """A typing error would be a fault that never happens."""
     with pytest.raises(ValueError, match=said):
         StoreFault(**fault)
 
 
-def test_an_epoch_claim_that_dies_anywhere_is_made_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crashed_epoch_claim_is_complete_or_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a claim would stop every later run, or let two runs commit under one epoch."""
     monkeypatch.setattr("ckptkit.store.retry.time.sleep", lambda _: None)
     for point in range(8):
@@ -141,7 +141,7 @@ def test_an_epoch_claim_that_dies_anywhere_is_made_or_not(monkeypatch: pytest.Mo
         assert EpochRecords(inner).read() in (first, first.begin(2, 7))
 
 
-def test_a_crash_finds_some_of_many_deleted() -> None:
+def test_crash_during_a_batch_deletes_some_objects() -> None:
     """A batch that is half done would never be tried: what is left of a step has to be no step."""
     store, inner = faulty(StoreFault(effect="crash", operations=("delete",), skip=2))
     for key in ("run/a", "run/b", "run/c"):

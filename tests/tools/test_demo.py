@@ -62,7 +62,7 @@ def test_every_seed_plans_a_process_and_then_a_host() -> None:
 
 
 @pytest.mark.parametrize("text", ["one", "-1", "", "1.5", str(2**31)])
-def test_a_seed_that_is_no_number_is_refused(text: str) -> None:
+def test_seed_that_is_not_a_number_is_refused(text: str) -> None:
     """Breaks when a typing error gives a traceback, or is taken for seed 1."""
     with pytest.raises(DemoError, match=f"CKPTKIT_DEMO_SEED is '{text}': give a whole number") as caught:
         read_seed({"CKPTKIT_DEMO_SEED": text})
@@ -70,7 +70,7 @@ def test_a_seed_that_is_no_number_is_refused(text: str) -> None:
     assert read_seed({}) == 1
 
 
-def test_identical_runs_prove_nothing_without_losses_and_restores() -> None:
+def test_proof_without_losses_and_restores_is_vacuous() -> None:
     """Breaks when a demo passes whose processes were never lost, or which trained again from the start."""
     losses = plan_losses(1)
     assert vacuities(report(disruptions=2, restored=[(1, 40), (2, 80)]), VERDICT, losses) == []
@@ -81,7 +81,7 @@ def test_identical_runs_prove_nothing_without_losses_and_restores() -> None:
     ]
 
 
-def test_what_is_in_memory_is_removed_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ramdisk_files_are_removed_after_any_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks when a failed demo leaves its ramdisk tier in memory, or one that was killed is never cleaned up."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "MEMORY", tmp_path)
@@ -114,14 +114,14 @@ def test_a_machine_without_ramdisk_is_refused(tmp_path: Path, monkeypatch: pytes
     assert caught.value.code == 2
 
 
-def test_a_bucket_that_does_not_start_is_told_with_its_words(tmp_path: Path) -> None:
+def test_bucket_that_does_not_start_is_reported_with_its_output(tmp_path: Path) -> None:
     """Breaks when the demo waits for an address that never comes, or hides why."""
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises(DemoError, match="the bucket did not start; it said:\n"), running_bucket(tmp_path / "file"):
         pass
 
 
-def test_a_wrong_seed_ends_the_command_with_2_and_one_message() -> None:
+def test_wrong_seed_exits_2_with_one_message() -> None:
     """Breaks when `make demo` with a wrong seed runs, or shows more than one line."""
     env = {**os.environ, "CKPTKIT_DEMO_SEED": "many"}
     ended = subprocess.run(
@@ -169,7 +169,7 @@ def workers_in(directory: Path) -> list[str]:
     return found
 
 
-def test_an_interrupted_demo_ends_with_130_and_leaves_no_process_and_no_memory(tmp_path: Path) -> None:
+def test_interrupted_demo_exits_130_and_cleans_up(tmp_path: Path) -> None:
     """Breaks when Ctrl-C in mid-run leaves trainers, or gigabytes in /dev/shm."""
     env = {**os.environ, "CKPTKIT_DEMO_SEED": "99", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tools.demo"]

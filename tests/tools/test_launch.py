@@ -74,7 +74,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
     return condition()
 
 
-def test_a_job_that_ends_well_ends_with_0_and_each_process_knows_its_place() -> None:
+def test_successful_job_exits_0_with_placeholders_filled_in() -> None:
     """Breaks when a placeholder is not replaced, other braces are, or the devices do not reach XLA."""
     spy = Spy()
     code = "import os, sys; print(*sys.argv[1:], os.environ['XLA_FLAGS'], os.environ['JAX_PLATFORMS'])"
@@ -90,7 +90,7 @@ def test_a_job_that_ends_well_ends_with_0_and_each_process_knows_its_place() -> 
     assert spy.said == []
 
 
-def test_a_killed_process_is_told_and_all_start_again_on_another_port() -> None:
+def test_killed_process_is_reported_and_all_restart() -> None:
     """Breaks when a loss is not noticed, its event is wrong, or a survivor lives on into the next attempt."""
     spy = Spy()
     alive_at_loss: list[bool] = []
@@ -137,7 +137,7 @@ def test_kill_may_be_called_from_on_output() -> None:
     assert launcher.run() == ExitCode.OK
 
 
-def test_a_spent_budget_ends_with_1_at_once() -> None:
+def test_spent_restart_budget_exits_1_at_once() -> None:
     """Breaks when a loss is noticed only when the survivors end, or restarts go on for ever."""
     spy = Spy()
     code = "import sys, time; time.sleep(60) if sys.argv[1] == '0' else sys.exit(3)"
@@ -160,7 +160,7 @@ def test_bad_input_is_never_restarted() -> None:
     assert spy.kinds == [Kind.STARTED, Kind.FINISHED]
 
 
-def test_a_survivor_that_ignores_sigterm_is_killed_after_the_grace() -> None:
+def test_survivor_ignoring_sigterm_is_killed_after_the_grace() -> None:
     """Breaks when a hung JAX process, whose notifier eats SIGTERM, keeps the job from restarting."""
     spy = Spy()
     code = (
@@ -178,7 +178,7 @@ def test_a_survivor_that_ignores_sigterm_is_killed_after_the_grace() -> None:
     assert 1.0 <= time.monotonic() - start_s < 10.0
 
 
-def test_a_child_that_never_ends_a_line_does_not_block() -> None:
+def test_child_without_newlines_does_not_block() -> None:
     """Breaks when output waits in a full pipe (64 KiB), or is held in memory until a newline comes."""
     sizes: list[int] = []
     code = "import sys; sys.stdout.write('x' * 3_000_000); sys.stderr.write('y' * 1_000_000)"
@@ -188,7 +188,7 @@ def test_a_child_that_never_ends_a_line_does_not_block() -> None:
     assert max(sizes) <= 65536
 
 
-def test_what_a_callback_raises_stops_the_job() -> None:
+def test_exception_in_a_callback_stops_the_job() -> None:
     """Breaks when an error in a reader thread is lost and the job runs on unwatched."""
 
     def on_output(process: int, line: str) -> None:
@@ -200,7 +200,7 @@ def test_what_a_callback_raises_stops_the_job() -> None:
     assert time.monotonic() - start_s < 10.0
 
 
-def test_what_a_child_started_dies_with_it() -> None:
+def test_processes_started_by_a_child_are_killed_with_it() -> None:
     """Breaks when a data worker of a dead process goes on, holding its pipe and its files."""
     spy = Spy()
     code = (
@@ -214,7 +214,7 @@ def test_what_a_child_started_dies_with_it() -> None:
     assert wait_until(lambda: not is_alive(int(spy.lines[0][1])), timeout_s=2.0)
 
 
-def test_a_command_that_does_not_exist_is_usage() -> None:
+def test_missing_command_is_a_usage_error() -> None:
     """Breaks when a typing error in the command is restarted, or shown as a traceback."""
     spy = Spy()
     assert spy.launcher(["no-such-command"]).run() == ExitCode.USAGE
@@ -233,7 +233,7 @@ def test_wrong_arguments_are_refused() -> None:
         RestartPolicy(grace_s=-1.0)
 
 
-def test_a_line_that_processes_print_alike_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_identical_line_of_several_processes_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Breaks when N processes show the same message N times, or a repeated line of one process is swallowed."""
     show = OncePrinter()
     for process, line in [(0, "a"), (1, "a"), (1, "a"), (0, "b"), (0, "b"), (0, "a")]:
@@ -256,7 +256,7 @@ def read_pids(process: subprocess.Popen[str], count: int) -> list[int]:
     return [int(process.stdout.readline().split()[1]) for _ in range(count)]
 
 
-def test_the_command_line_shows_a_refusal_once_and_ends_with_2(tmp_path: Path) -> None:
+def test_command_line_shows_a_refusal_once_and_exits_2(tmp_path: Path) -> None:
     """Breaks when bad input is told once per process, or the exit code does not say that it is the input."""
     refuse = child("import sys; print('no corpus'); sys.exit(2)")
     process = start_cli("--processes", "2", "--events", str(tmp_path), "--", *refuse)
@@ -276,7 +276,7 @@ def test_the_command_line_shows_a_refusal_once_and_ends_with_2(tmp_path: Path) -
         (["--processes", "two", "--", "true"], "invalid int value"),
     ],
 )
-def test_wrong_usage_of_the_command_line_ends_with_2(words: list[str], message: str) -> None:
+def test_wrong_usage_of_the_command_line_exits_2(words: list[str], message: str) -> None:
     """Breaks when a wrong flag gives a traceback, or an exit code that reads as a failed job."""
     process = start_cli(*words)
     _, err = process.communicate(timeout=30)
@@ -297,7 +297,7 @@ SAVE_AND_GO = (
     ("save_s", "code", "grace_s", "expected"),
     [("1.0", "75", 20.0, ExitCode.PREEMPTED), ("0", "0", 20.0, ExitCode.OK), ("30", "75", 0.3, ExitCode.INTERRUPTED)],
 )
-def test_a_preempted_job_has_its_grace_and_says_whether_its_state_is_saved(
+def test_preempted_job_gets_its_grace_and_reports_its_save(
     save_s: str, code: str, grace_s: float, expected: ExitCode
 ) -> None:
     """Breaks when processes are killed in mid-save, or a job that lost its last save reads as one that has it."""
@@ -313,14 +313,14 @@ def test_a_preempted_job_has_its_grace_and_says_whether_its_state_is_saved(
         assert spy.said[1] == "preempted, state saved: the same command goes on from there"
 
 
-def test_processes_that_the_cluster_preempts_by_itself_are_no_loss() -> None:
+def test_processes_preempted_by_the_cluster_are_not_a_loss() -> None:
     """Breaks when a job that saved its last step is started again on a machine that is about to go."""
     spy = Spy()
     assert spy.launcher(child("import sys; sys.exit(75)")).run() == ExitCode.PREEMPTED
     assert Kind.DISRUPTED not in spy.kinds
 
 
-def test_a_sigterm_gives_the_launched_processes_time_to_save(tmp_path: Path) -> None:
+def test_sigterm_gives_processes_time_to_save(tmp_path: Path) -> None:
     """Breaks when a cluster that stops the launcher stops the job without its last save."""
     words = ["--processes", "2", "--grace-s", "0.1", "--events", str(tmp_path), "--"]
     process = start_cli(*words, *child(SAVE_AND_GO, "1.0", "75"))
@@ -331,7 +331,7 @@ def test_a_sigterm_gives_the_launched_processes_time_to_save(tmp_path: Path) -> 
     assert process.returncode == 75, err
 
 
-def test_attempts_of_a_run_are_numbered_on_over_launches(tmp_path: Path) -> None:
+def test_attempt_numbers_continue_over_launches(tmp_path: Path) -> None:
     """Breaks when a second launch of a run writes over the first one's logs, and the account mixes both."""
     command = [*child("import sys; print('attempt', sys.argv[1]); sys.exit(3)", "{attempt}")]
     words = ["--processes", "1", "--restarts", "1", "--backoff-s", "0", "--events", str(tmp_path), "--", *command]
@@ -340,7 +340,7 @@ def test_attempts_of_a_run_are_numbered_on_over_launches(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_launcher_stops_its_children_and_ends_with_130(signum: int) -> None:
+def test_interrupted_launcher_stops_its_children_and_exits_130(signum: int) -> None:
     """Breaks when Ctrl-C leaves trainers behind."""
     process = start_cli("--processes", "2", "--grace-s", "1", "--", *child("import os;print(os.getpid());" + SLEEP))
     pids = read_pids(process, 1)
@@ -351,7 +351,7 @@ def test_an_interrupted_launcher_stops_its_children_and_ends_with_130(signum: in
     assert not any(map(is_alive, pids))
 
 
-def test_stop_from_another_thread_cuts_a_backoff_short() -> None:
+def test_stop_from_another_thread_ends_the_backoff() -> None:
     """Breaks when a job that waits to be restarted cannot be stopped."""
     spy = Spy()
     policy = RestartPolicy(restarts=1, backoff_s=50.0, grace_s=0.1)

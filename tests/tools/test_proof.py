@@ -55,7 +55,7 @@ def test_an_exact_resume_is_identical_and_counted(pair: tuple[Path, Path]) -> No
     assert (verdict.leaves, verdict.boxes, verdict.steps, verdict.repeated_steps) == (2, 3, 4, 2)
 
 
-def test_one_other_digest_is_named(pair: tuple[Path, Path]) -> None:
+def test_different_digest_is_named(pair: tuple[Path, Path]) -> None:
     """Breaks when a leaf that came back with other bits goes unseen, or only the first is told."""
     edit_state(pair[1], 1, lambda state: state["model/w"].update({"1:2": "bad"}))
     edit_state(pair[1], 0, lambda state: state.pop("rng/count"))
@@ -66,7 +66,7 @@ def test_one_other_digest_is_named(pair: tuple[Path, Path]) -> None:
     )
 
 
-def test_replicas_that_differ_are_a_difference_even_if_both_runs_agree(pair: tuple[Path, Path]) -> None:
+def test_differing_replicas_fail_even_if_both_runs_agree(pair: tuple[Path, Path]) -> None:
     """Breaks when processes that hold the same box with other bits look the same because both runs have it."""
     for directory in pair:
         edit_state(directory, 1, lambda state: state["rng/count"].update({"": "d"}))
@@ -75,7 +75,7 @@ def test_replicas_that_differ_are_a_difference_even_if_both_runs_agree(pair: tup
 
 
 @pytest.mark.parametrize("index", [1, 3])
-def test_other_records_in_any_repetition_are_named(pair: tuple[Path, Path], index: int) -> None:
+def test_different_records_in_any_repetition_are_named(pair: tuple[Path, Path], index: int) -> None:
     """Breaks when the lost half or the repeated half of a step may have read other data."""
     edit_line(pair[1], 1, index, rows=[[1, 555]])
     assert compare(*pair).differences == (
@@ -85,7 +85,7 @@ def test_other_records_in_any_repetition_are_named(pair: tuple[Path, Path], inde
 
 
 @pytest.mark.parametrize("index", [2, 4])
-def test_another_loss_in_any_repetition_is_named_to_the_last_bit(pair: tuple[Path, Path], index: int) -> None:
+def test_different_loss_bits_in_any_repetition_are_named(pair: tuple[Path, Path], index: int) -> None:
     """Breaks when losses are compared as printed: dropout with a wrong RNG state differs in the last bits."""
     edit_line(pair[1], 0, index, loss="0x1.5555555555556p-2")
     (difference,) = compare(*pair).differences
@@ -105,13 +105,13 @@ def test_a_row_that_no_process_read_is_named(pair: tuple[Path, Path]) -> None:
     assert compare(*pair).differences == ("step 3: record ids 301 in row 1 only in the reference",)
 
 
-def test_a_row_that_is_missing_in_one_take_only_is_named(pair: tuple[Path, Path]) -> None:
+def test_row_missing_in_one_repetition_is_named(pair: tuple[Path, Path]) -> None:
     """Breaks when the other take of a repeated step hides a row that was dropped."""
     edit_line(pair[1], 1, 3, rows=[])
     assert compare(*pair).differences == ("step 1: process 1 read other rows when it took the step again",)
 
 
-def test_half_a_proof_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_incomplete_proof_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Breaks when a run that never reached its end proves a resume."""
     (pair[1] / "state-1.json").unlink()
     with pytest.raises(ValueError, match=r"final states of processes \['0'\], records of \['0', '1'\]"):
@@ -120,7 +120,7 @@ def test_half_a_proof_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> Non
         compare(pair[0], tmp_path / "nothing")
 
 
-def test_a_line_that_is_no_step_is_refused_by_name(pair: tuple[Path, Path]) -> None:
+def test_line_that_is_not_a_step_is_refused_by_name(pair: tuple[Path, Path]) -> None:
     """Breaks when a damaged record is skipped in silence."""
     with (pair[1] / "records-0.jsonl").open("a") as lines:
         lines.write('{"step": 4, "ro')

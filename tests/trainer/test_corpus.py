@@ -22,7 +22,7 @@ def text(tmp_path: Path) -> Path:
     return root
 
 
-def test_deterministic_and_whole(text: Path, tmp_path: Path):
+def test_corpus_is_deterministic_and_complete(text: Path, tmp_path: Path):
     """Two hosts would build corpora that differ, and a resume on the other would be refused."""
     one, two = (build_corpus(str(text), tmp_path / out, 16) for out in ("one", "two"))
     assert Path(one.path).read_bytes() == Path(two.path).read_bytes()
@@ -33,7 +33,7 @@ def test_deterministic_and_whole(text: Path, tmp_path: Path):
     assert joined == (b"first " * 10 + b"\x00" + b"second " * 10 + b"\x00")[: one.records * 16]
 
 
-def test_reused_and_rekeyed(text: Path, tmp_path: Path):
+def test_corpus_is_reused_until_its_source_changes(text: Path, tmp_path: Path):
     """Every start would pay for the build again, or changed text would train under the old digest."""
     one = build_corpus(str(text), tmp_path / "out", 16)
     built_ns = Path(one.path).stat().st_mtime_ns
@@ -44,7 +44,7 @@ def test_reused_and_rekeyed(text: Path, tmp_path: Path):
     assert build_corpus(str(text), tmp_path / "out", 8).path != one.path
 
 
-def test_dead_builder_leaves_nothing_in_the_way(text: Path, tmp_path: Path):
+def test_crashed_builder_does_not_block_the_next(text: Path, tmp_path: Path):
     """A run killed while building would block every later one, or be taken for finished."""
     one = build_corpus(str(text), tmp_path / "out", 16)
     directory = Path(one.path).parent
@@ -53,7 +53,7 @@ def test_dead_builder_leaves_nothing_in_the_way(text: Path, tmp_path: Path):
     assert not directory.with_name(f".building-{directory.name}").exists()
 
 
-def test_many_builders_at_once(text: Path, tmp_path: Path):
+def test_concurrent_builders_do_not_conflict(text: Path, tmp_path: Path):
     """Processes of one host that start together would write over each other."""
     command = [sys.executable, "-m", "tools.corpus", "--data", str(text), "--out", str(tmp_path / "out")]
     builders = [
@@ -84,7 +84,7 @@ def test_stdlib_is_real_text():
         (lambda root: root / "short.txt", "less text than one record of 16 bytes; give more text or a shorter record"),
     ],
 )
-def test_bad_sources(tmp_path: Path, make, message: str):
+def test_missing_or_empty_sources_are_refused(tmp_path: Path, make, message: str):
     """A missing or empty corpus would end in a traceback, or in training on nothing."""
     root = tmp_path / "text"
     root.mkdir()
@@ -96,7 +96,7 @@ def test_bad_sources(tmp_path: Path, make, message: str):
     assert not list((tmp_path / "out").glob("*text*")) if (tmp_path / "out").exists() else True
 
 
-def test_command_says_it_in_one_line(tmp_path: Path):
+def test_command_reports_an_error_in_one_line(tmp_path: Path):
     """A person would read a traceback instead of what to do."""
     done = subprocess.run(
         [sys.executable, "-m", "tools.corpus", "--data", str(tmp_path / "no"), "--out", str(tmp_path)],

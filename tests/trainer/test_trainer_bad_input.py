@@ -42,7 +42,7 @@ def test_a_checkpoint_of_another_model_names_every_difference(tmp_path: Path) ->
     assert "in abstract_state" in result.output
 
 
-def test_a_refused_bucket_and_a_missing_one_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_and_missing_buckets_have_different_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training would start, and lose everything at its first failure."""
     with BucketServer(dir=tmp_path / "bucket", buckets=["runs"]) as server:
         for name, value in server.env().items():
@@ -55,7 +55,7 @@ def test_a_refused_bucket_and_a_missing_one_are_told_apart(tmp_path: Path, monke
     assert "grant storage.objects.get" in refused.output
 
 
-def test_a_tier_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_tier_is_named(tmp_path: Path) -> None:
     """The job would run without its fast tier."""
     (tmp_path / "file").write_text("")
     result = run(tmp_path, "--checkpoint", str(tmp_path / "durable"), "--ram", str(tmp_path / "file" / "ram"))

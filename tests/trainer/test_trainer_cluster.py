@@ -18,7 +18,7 @@ from trainer.cluster import detect_rank, join
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_timeouts_are_those_of_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_flags_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks when a lost host is noticed after JAX's own 100 s, whatever the flag says."""
     told: dict[str, Any] = {}
     monkeypatch.setattr(jax.distributed, "initialize", told.update)
@@ -35,7 +35,7 @@ def test_the_timeouts_are_those_of_the_flags(monkeypatch: pytest.MonkeyPatch) ->
     }
 
 
-def test_what_mpirun_starts_in_a_batch_script_has_the_rank_that_mpirun_gave_it() -> None:
+def test_rank_of_mpirun_overrides_the_slurm_rank() -> None:
     """Breaks when all processes of a node take themselves for process 0 and write one event log."""
     slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
     mpi = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
@@ -57,7 +57,7 @@ leave(ClusterConfig(processes=2, process=1, coordinator="127.0.0.1:1"), int(sys.
 
 
 @pytest.mark.parametrize("code", [0, ExitCode.PREEMPTED])
-def test_who_is_ended_on_its_way_out_ends_as_it_meant_to(code: int) -> None:
+def test_sigterm_during_exit_keeps_the_exit_code(code: int) -> None:
     """Breaks when srun, which ends all tasks once one has ended with 75, makes a loss of a preempted job: the batch
     script would start it again on machines that are taken away, and not queue it."""
     done = subprocess.run([sys.executable, "-c", LEAVES, str(int(code))], timeout=120, cwd=ROOT)
@@ -86,7 +86,7 @@ def test_hosts_with_different_text_are_refused(tmp_path: Path) -> None:
         ), lines
 
 
-def test_a_rate_of_zero_is_one() -> None:
+def test_learning_rate_of_zero_is_kept() -> None:
     """Breaks when a run that is to change nothing trains at the preset's rate."""
     assert read_flags(command.make_context("trainer", ["--learning-rate", "0"]).params).optimizer.learning_rate == 0.0
     assert read_flags(command.make_context("trainer", []).params).optimizer.learning_rate == 3e-3

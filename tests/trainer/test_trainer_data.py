@@ -38,7 +38,7 @@ def sharding() -> NamedSharding:
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
-def test_order_does_not_depend_on_processes(processes):
+def test_order_is_independent_of_the_process_count(processes):
     """A resume on more or fewer hosts would train on other data."""
     whole = [shuffled_ids(RECORDS, 7)[i] for i in range(20 * BATCH)]
     rows = np.split(np.arange(BATCH), processes)
@@ -68,7 +68,7 @@ def test_resume_is_exact(corpus, sharding):
         np.testing.assert_array_equal(a.tokens, b.tokens)
 
 
-def test_tokens_are_the_records(corpus, sharding):
+def test_tokens_match_their_records(corpus, sharding):
     """The record ids of a proof would say nothing about what was trained on."""
     batch = next(iter(open_batches(corpus, start_position(corpus, global_batch=BATCH, seed=3), sharding, steps=1)))
     text = bytes(range(1, 251)) * 4
@@ -84,7 +84,7 @@ def test_past_the_end_yields_nothing(corpus, sharding):
     assert list(open_batches(corpus, done, sharding, steps=5)) == []
 
 
-def test_other_data_is_refused():
+def test_different_data_is_refused():
     """A resume would go on silently with another order of data."""
     start = Position(step=0, global_batch=8, seed=0, source_digest="aa", records=50)
     saved = start.to_json() | {"step": 9, "global_batch": 16, "source_digest": "bb"}

@@ -75,7 +75,7 @@ def proof_of(root: Path, name: str) -> tuple[dict, dict]:
     return steps, json.loads((root / name / "state-0.json").read_text())
 
 
-def test_resumed_run_has_the_bits_of_a_straight_one(root: Path, text: str, straight):
+def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(root: Path, text: str, straight):
     """A failure would change the model: weights, moments, dropout or data order would not be what they were."""
     train(run_config(root, text, "resumed", steps=6, checkpoint=True), EventLog())
     log, spans = EventLog(), []
@@ -91,7 +91,7 @@ def test_resumed_run_has_the_bits_of_a_straight_one(root: Path, text: str, strai
         train(run_config(root, text, "other", steps=9, seed=1, checkpoint=True), EventLog())
 
 
-def test_a_run_that_is_lost_before_its_end_is_durable_makes_it_so(root: Path, text: str, tmp_path: Path, straight):
+def test_restart_makes_a_non_durable_last_step_durable(root: Path, text: str, tmp_path: Path, straight):
     """A restart would find the last step in the ramdisk, do nothing and say 0; the ramdisk goes with the job."""
     places = CheckpointConfig(directory=str(tmp_path / "durable"), ram=str(tmp_path / "ram"), save_every=4, ram_every=1)
     config = replace(run_config(root, text, "ended", steps=9), checkpoint=places)
@@ -110,7 +110,7 @@ def test_a_run_that_is_lost_before_its_end_is_durable_makes_it_so(root: Path, te
     assert proof_of(root, "ended")[1] == straight[1]
 
 
-def test_the_wait_for_a_copy_is_the_saves_time(root: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wait_for_staging_counts_as_save_time(root: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The step that waits until it may donate would count what saves cost as productive."""
     wait = CheckpointManager.wait_until_staged
 
@@ -127,7 +127,7 @@ def test_the_wait_for_a_copy_is_the_saves_time(root: Path, text: str, tmp_path: 
     assert goodput_report([heard]).parts_s[Part.PRODUCTIVE] <= steps_s - 3 * 0.2 + 0.01
 
 
-def test_proof_sees_another_seed(root: Path, text: str, straight):
+def test_proof_detects_a_different_seed(root: Path, text: str, straight):
     """Equal proofs would mean nothing."""
     train(run_config(root, text, "one", steps=2, seed=1), EventLog())
     steps, state = proof_of(root, "one")
@@ -164,7 +164,7 @@ def test_help_names_every_flag():
         (["--accumulate", "3"], "does not split into --accumulate 3 microbatches"),
     ],
 )
-def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path, text: str, flags: list[str], message: str):
+def test_bad_input_gives_one_message_and_exit_code_2(tmp_path: Path, text: str, flags: list[str], message: str):
     """A person would read a traceback, or learn of it after an hour."""
     done = CliRunner().invoke(main, ["--data", text, "--run-dir", str(tmp_path), *flags])
     assert done.exit_code == 2, done.output
@@ -172,7 +172,7 @@ def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path, text: str, fla
     assert "Traceback" not in done.output
 
 
-def test_plan_command():
+def test_plan_command_runs():
     """The command in the README would not run."""
     done = subprocess.run(
         [sys.executable, "-m", "trainer", "plan", "--preset", "gpt3-175b", "--mesh", "data=8,model=8"],

@@ -22,7 +22,7 @@ def plan() -> Plan:
     )
 
 
-def test_gpt3_numbers(plan: Plan):
+def test_gpt3_plan_matches_published_numbers(plan: Plan):
     """The plan would promise what the hardware cannot hold. 174.6e9 parameters: Brown et al. 2020."""
     assert plan.parameters == pytest.approx(174.6e9, rel=0.01)
     assert plan.checkpoint_bytes == pytest.approx(12 * plan.parameters, rel=1e-6)
@@ -32,7 +32,7 @@ def test_gpt3_numbers(plan: Plan):
     assert plan.host_bytes == pytest.approx(plan.checkpoint_bytes, rel=1e-3), "8-way model: a host holds it all"
 
 
-def test_gpt3_does_not_fit_and_says_what_does(plan: Plan):
+def test_gpt3_plan_that_does_not_fit_suggests_a_mesh(plan: Plan):
     """A person would order the machines that it does not fit: f32 Adam over 8 model ways alone is above 80 GB."""
     assert not plan.fits
     assert plan.fitting is not None
@@ -41,7 +41,7 @@ def test_gpt3_does_not_fit_and_says_what_does(plan: Plan):
     assert memory.total <= 80e9
 
 
-def test_printed(plan: Plan):
+def test_plan_is_printed_with_sources_and_totals(plan: Plan):
     """The command would compute and not tell."""
     out = io.StringIO()
     print_plan(plan, keep=3, console=Console(file=out, width=110))
@@ -54,7 +54,7 @@ def test_printed(plan: Plan):
     assert "8,379.20 GB │ 3 steps kept and one being written" in text, "a bucket sized for three steps is full"
 
 
-def test_what_is_whole_on_every_device_is_not_gathered():
+def test_replicated_leaves_are_not_gathered():
     """Norms would be counted once for each way of fsdp. By hand: 12 d^2 of a block, over model=8, in bfloat16."""
     plan = make_plan(
         preset("gpt3-175b").model,
@@ -67,7 +67,7 @@ def test_what_is_whole_on_every_device_is_not_gathered():
 
 
 @pytest.mark.parametrize("name", ["tiny", "25m"])
-def test_the_first_block_stands_for_all(name: str):
+def test_plan_of_one_block_matches_the_whole_model(name: str):
     """The plan is made of one block: a model whose blocks differ would get numbers of another model."""
     model, mesh = preset(name).model, MeshConfig(fsdp=2)
     _, abstract = abstract_train(model, OptimizerConfig())
@@ -79,7 +79,7 @@ def test_the_first_block_stands_for_all(name: str):
         assert planned[path].sharding.spec == leaf.sharding.spec, path
 
 
-def test_small_model_fits():
+def test_small_model_fits_on_eight_devices():
     """Every model would be refused, or every one accepted."""
     plan = make_plan(
         preset("125m").model, MeshConfig(fsdp=8), microbatch_rows=1, device_bytes=80 * 10**9, devices_per_host=4
@@ -89,14 +89,14 @@ def test_small_model_fits():
     assert plan.host_bytes < 0.51 * plan.checkpoint_bytes, "half of the boxes, and the small replicated leaves"
 
 
-def test_nothing_fits():
+def test_no_mesh_fits_a_tiny_device():
     """The search would name an fsdp that does not fit, or not end."""
     plan = make_plan(preset("tiny").model, MeshConfig(), microbatch_rows=1, device_bytes=100_000, devices_per_host=8)
     assert not plan.fits
     assert plan.fitting is None
 
 
-def test_mesh_that_does_not_divide():
+def test_mesh_that_does_not_divide_is_refused():
     """A plan would be made for a layout that the trainer refuses."""
     with pytest.raises(InputError, match="key_value: model=4 does not divide"):
         make_plan(preset("tiny").model, MeshConfig(model=4), microbatch_rows=1, device_bytes=10**9, devices_per_host=8)

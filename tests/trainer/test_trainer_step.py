@@ -31,7 +31,7 @@ def found(tmp_path_factory) -> dict:
 
 
 @pytest.mark.parametrize("scenario", ["tiny", "accumulated"])
-def test_whole_and_split_give_the_same_bits(found, scenario):
+def test_whole_and_split_step_are_bit_identical(found, scenario):
     """A run that uses the `gate` strategy could not be compared with, or resumed from, one that does not."""
     assert found[scenario]["unequal_losses"] == []
     assert found[scenario]["unequal_leaves"] == []
@@ -50,7 +50,7 @@ def test_dropout_counter_is_state(found, scenario):
     assert len(found[scenario]["dropout_key"]) == 2
 
 
-def test_moments_lie_like_their_weights(found):
+def test_moments_are_sharded_like_their_weights(found):
     """Optimizer memory would not shrink with the mesh."""
     moments = {path.partition("/mu/")[2]: where for path, where in found["tiny"]["moments"].items()}
     weights = {path.removeprefix("model/"): where for path, where in found["tiny"]["weights"].items()}

@@ -28,7 +28,7 @@ def over(manager: ManagerName, config: RunConfig) -> RunConfig:
     return replace(config, checkpoint=replace(config.checkpoint, manager=manager))
 
 
-def test_both_kinds_resume_with_the_bits_of_a_straight_run_and_a_flip_shows(root: Path) -> None:
+def test_stock_orbax_runs_resume_bit_exact_and_flips_are_seen(root: Path) -> None:
     """The peer would be held against a loop that is not the same; or wrong bits never show."""
     text = str(root / "poem.txt")
     Path(text).write_text("the quick brown fox jumps over the lazy dog\n" * 100)

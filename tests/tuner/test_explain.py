@@ -38,7 +38,7 @@ def args_of(state: Any, *, json: bool) -> Any:
 
 @pytest.mark.parametrize("json", [False, True])
 @pytest.mark.parametrize("make", [few_large, many_small, make_state])
-def test_a_save_to_a_disk_costs_what_was_said(tmp_path: Path, make: Any, json: bool) -> None:
+def test_save_to_a_disk_costs_what_explain_predicts(tmp_path: Path, make: Any, json: bool) -> None:
     """A quota, or the memory of a container, would be planned on a wrong number."""
     state = jax.block_until_ready(make())
     args = args_of(state, json=json)
@@ -63,7 +63,7 @@ def test_a_save_to_a_disk_costs_what_was_said(tmp_path: Path, make: Any, json: b
 
 @pytest.mark.parametrize("profile", [DurableProfile(), PIECES], ids=["one piece", "pieces"])
 @pytest.mark.parametrize("make", [few_large, many_small])
-def test_a_save_to_a_bucket_takes_the_requests_that_were_said(
+def test_save_to_a_bucket_takes_the_predicted_requests(
     server: BucketServer, make: Any, profile: DurableProfile
 ) -> None:
     """A bucket that throttles by requests would surprise whoever had asked before."""
@@ -94,7 +94,7 @@ AWKWARD: dict[str, Shapes] = {
 
 @pytest.mark.parametrize("compression", [None, "lz4_shuffle"])
 @pytest.mark.parametrize("shapes", AWKWARD.values(), ids=AWKWARD)
-def test_pieces_of_awkward_shapes(
+def test_pieces_of_uneven_shapes_are_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shapes: Shapes, compression: Codec | None
 ) -> None:
     """What does not divide evenly: said in parts of a piece, files and memory were off by a factor of several."""
@@ -121,14 +121,14 @@ def test_pieces_of_awkward_shapes(
     assert max(held) <= said.peak_bytes - (8 << 20)
 
 
-def test_what_only_orbax_writes_is_not_foretold(tmp_path: Path) -> None:
+def test_items_written_by_orbax_are_refused(tmp_path: Path) -> None:
     """A number would be given that nothing stands behind."""
     args = ocp.args.Composite(key=ocp.args.JaxRandomKeySave(jax.random.key(0)))  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match="item 'key' is JaxRandomKeySaveArgs, which Orbax's own handler writes"):
         ckptkit.explain(tmp_path, args)
 
 
-def test_several_processes_write_a_database_each(tmp_path: Path) -> None:
+def test_one_database_per_process_is_predicted(tmp_path: Path) -> None:
     """A large job would be planned like a small one."""
     one, four = (ckptkit.explain("gs://runs/run", few_large(), processes=count) for count in (1, 4))
     assert four.written_bytes == one.written_bytes

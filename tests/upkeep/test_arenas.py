@@ -13,7 +13,7 @@ from ckptkit.upkeep import clean_arenas, list_arenas
 from tests.upkeep.conftest import HOST, make_root, manager_of, restored, save
 
 
-def test_live_and_dead(tmp_path: Path) -> None:
+def test_live_arenas_are_kept_and_dead_ones_cleaned(tmp_path: Path) -> None:
     """A cleaning would take the slots of a running job, and with them its newest steps."""
     ram, dead, live = tmp_path / "ram", tmp_path / "dead", tmp_path / "live"
     make_root(dead, (1, 2), ram=ram, save_interval_steps=10)
@@ -61,7 +61,7 @@ def test_one_live_process_keeps_the_whole_job(tmp_path: Path) -> None:
     assert sorted(path.name for path in ram.rglob("*") if path.is_file()) == ["lock", "lock"]
 
 
-def test_a_job_that_starts_while_it_is_cleaned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_that_starts_during_a_clean_keeps_its_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its new slots would be deleted: whether it runs is asked again under the locks."""
     ram, root = tmp_path / "ram", tmp_path / "run"
     make_root(root, (1,), ram=ram)
@@ -74,7 +74,7 @@ def test_a_job_that_starts_while_it_is_cleaned(tmp_path: Path, monkeypatch: pyte
     assert restored(root, ram=ram) == (2, 2)
 
 
-def test_quarantine_goes_too(tmp_path: Path) -> None:
+def test_quarantine_is_cleaned_with_its_job(tmp_path: Path) -> None:
     """A quarantine on a ramdisk would hold its memory for ever, after its job was cleaned away."""
     ram, root = tmp_path / "ram", tmp_path / "run"
     make_root(root, (1,), ram=ram)
@@ -87,7 +87,7 @@ def test_quarantine_goes_too(tmp_path: Path) -> None:
     assert not (rank / "_quarantine").exists()
 
 
-def test_nothing_says_which(tmp_path: Path) -> None:
+def test_clean_without_a_selection_is_refused(tmp_path: Path) -> None:
     """A slip would clean every job of the host."""
     with pytest.raises(ValueError, match="say which arenas"):
         clean_arenas([str(tmp_path)], host_id=HOST)

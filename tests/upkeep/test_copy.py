@@ -29,7 +29,7 @@ def stock_value(root: Path | str, step: int) -> int:
         return int(manager.restore(step, args=ocp.args.StandardRestore())["w"][0])  # pyright: ignore[reportCallIssue]
 
 
-def test_a_root_to_a_bucket_and_back(tmp_path: Path, server: BucketServer) -> None:
+def test_root_is_copied_to_a_bucket_and_back(tmp_path: Path, server: BucketServer) -> None:
     """A backup could not be restored, by us or by stock Orbax, or would take an abandoned branch."""
     root, back = tmp_path / "run", tmp_path / "back"
     make_root(root, (1, 2, 3, 4))
@@ -60,7 +60,7 @@ def test_a_root_to_a_bucket_and_back(tmp_path: Path, server: BucketServer) -> No
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 @pytest.mark.parametrize("ocdbt", [True, False])
-def test_stock_orbax(tmp_path: Path, server: BucketServer, ocdbt: bool) -> None:
+def test_stock_orbax_steps_are_copied(tmp_path: Path, server: BucketServer, ocdbt: bool) -> None:
     """Its steps have no digests: what arrives would be taken on trust, or not be committed in a bucket."""
     root = tmp_path / "stock"
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)
@@ -76,7 +76,7 @@ def test_stock_orbax(tmp_path: Path, server: BucketServer, ocdbt: bool) -> None:
         assert int(manager.restore(5, args=ocp.args.PyTreeRestore())["w"][0]) == 5  # pyright: ignore[reportCallIssue]
 
 
-def test_a_stock_step_that_is_replaced_while_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stock_step_replaced_during_the_copy_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of two saves of one number would be one step at the target, and no digest would show it."""
     handler, homes = ocp.PyTreeCheckpointHandler(use_ocdbt=False), (tmp_path / "root", tmp_path / "other")
     for value, home in enumerate(homes):
@@ -100,7 +100,7 @@ def test_a_stock_step_that_is_replaced_while_it_is_copied(tmp_path: Path, monkey
     assert steps_in(tmp_path / "into") == []
 
 
-def test_two_copies_of_a_step_to_the_same_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_copy_to_the_same_target_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Last night's copy may still run when tonight's begins, and each would take away what the other has copied."""
     root, into = tmp_path / "run", str(tmp_path / "into")
     make_root(root, (1,))
@@ -147,7 +147,7 @@ def test_damage_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("place", ["disk", "bucket"])
-def test_interrupted_at_every_object(
+def test_copy_resumes_after_an_interruption_at_any_object(
     tmp_path: Path, server: BucketServer, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """Half a step would be taken for one, or an interrupted copy of a night begin anew."""
@@ -186,7 +186,7 @@ def test_interrupted_at_every_object(
     assert count > 1
 
 
-def test_a_mark_whose_answer_is_lost_is_put(tmp_path: Path, server: BucketServer) -> None:
+def test_lost_mark_response_does_not_fail_the_copy(tmp_path: Path, server: BucketServer) -> None:
     """The client below repeats the put, and a copy that is whole would be said to stand in its own way."""
     root = tmp_path / "run"
     make_root(root, (1,))
@@ -198,7 +198,7 @@ def test_a_mark_whose_answer_is_lost_is_put(tmp_path: Path, server: BucketServer
     assert restored(BUCKET) == (1, 1)
 
 
-def test_another_source_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_of_another_source_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects of two saves would be mixed in one step."""
     root, into = tmp_path / "run", tmp_path / "into"
     make_root(root, (1,))
@@ -213,7 +213,7 @@ def test_another_source_is_not_resumed(tmp_path: Path, monkeypatch: pytest.Monke
     assert {verdict.state for verdict in ckptkit.verify(str(into)).steps} == {"proven"}
 
 
-def test_what_is_at_the_target(tmp_path: Path, server: BucketServer) -> None:
+def test_conflicting_targets_are_refused(tmp_path: Path, server: BucketServer) -> None:
     """Another run's steps would be mixed with these, or replaced."""
     root, into = tmp_path / "run", tmp_path / "into"
     make_root(root, (1, 2))
@@ -233,7 +233,7 @@ def test_what_is_at_the_target(tmp_path: Path, server: BucketServer) -> None:
         copy(plan_copy(str(root), BUCKET))
 
 
-def test_a_root_that_went_on(tmp_path: Path) -> None:
+def test_root_is_copied_again_after_a_rollback(tmp_path: Path) -> None:
     """A second backup of a run would be refused, or leave an abandoned step newest."""
     root, into = tmp_path / "run", tmp_path / "into"
     make_root(root, (1, 2, 3))
@@ -249,7 +249,7 @@ def test_a_root_that_went_on(tmp_path: Path) -> None:
     assert restored(into) == (3, 33)
 
 
-def test_an_abandoned_step_comes_back_in_a_new_root(tmp_path: Path) -> None:
+def test_abandoned_step_is_restored_by_a_copy_to_a_new_root(tmp_path: Path) -> None:
     """After a rollback nothing could bring the other branch back."""
     root, into = tmp_path / "run", tmp_path / "into"
     make_root(root, (1, 2, 3))
@@ -259,7 +259,7 @@ def test_an_abandoned_step_comes_back_in_a_new_root(tmp_path: Path) -> None:
     assert restored(into) == (3, 3)
 
 
-def test_beside_a_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_keeps_steps_that_a_running_job_prunes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job would prune the step that is being copied."""
     root, into = tmp_path / "run", tmp_path / "into"
     real: Any = copying.copy_object

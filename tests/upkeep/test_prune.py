@@ -48,7 +48,7 @@ def flip(root: Path, step: int) -> None:
         st.builds(EverySteps, st.integers(1, 7)),
     ),
 )
-def test_what_a_rule_keeps(pairs: list[tuple[int, int]], rule: Any) -> None:
+def test_each_rule_keeps_the_documented_steps(pairs: list[tuple[int, int]], rule: Any) -> None:
     """A rule would keep other steps than its name says."""
     newest_first = [(str(step), step, size) for step, size in sorted(pairs, reverse=True)]
     kept = pruning.kept_by(rule, newest_first)
@@ -63,7 +63,7 @@ def test_what_a_rule_keeps(pairs: list[tuple[int, int]], rule: Any) -> None:
         assert len(kept) == len(pairs) or sum(sizes[n] for n, _, _ in newest_first[: len(kept) + 1]) > rule.bytes_max
 
 
-def test_rules_pins_and_what_is_left(tmp_path: Path) -> None:
+def test_prune_keeps_steps_of_rules_and_pins(tmp_path: Path) -> None:
     """The wrong steps would be deleted, for good."""
     root = tmp_path / "run"
     make_root(root, range(1, 9))
@@ -92,7 +92,7 @@ def test_rules_pins_and_what_is_left(tmp_path: Path) -> None:
     assert [each.step for each in ocp.CheckpointManager(root)._checkpoints] == [3, 4, 6, 8]
 
 
-def test_the_newest_whole_step_is_never_taken(tmp_path: Path) -> None:
+def test_newest_undamaged_step_is_never_deleted(tmp_path: Path) -> None:
     """Only damaged steps would be left: the rules count names, not bytes."""
     root = tmp_path / "run"
     make_root(root, (1, 2, 3))
@@ -110,7 +110,7 @@ def test_the_newest_whole_step_is_never_taken(tmp_path: Path) -> None:
     assert plan_prune(str(root), [KeepNewest(1)], unread=True).proven == 3, "what its records say is taken for it"
 
 
-def test_superseded_steps_go(tmp_path: Path) -> None:
+def test_superseded_steps_are_deleted(tmp_path: Path) -> None:
     """An abandoned branch would push good steps out of what is kept."""
     root = tmp_path / "run"
     make_root(root, (1, 2, 3, 4))
@@ -124,7 +124,7 @@ def test_superseded_steps_go(tmp_path: Path) -> None:
     assert restored(root) == (3, 33)
 
 
-def test_what_is_read_stays(tmp_path: Path) -> None:
+def test_leased_step_is_kept_and_a_dead_lease_expires(tmp_path: Path) -> None:
     """An evaluator would lose the step under its hands, or a reader that died would keep one for ever."""
     root = tmp_path / "run"
     make_root(root, (1, 2, 3))
@@ -143,7 +143,7 @@ def test_what_is_read_stays(tmp_path: Path) -> None:
     assert steps_in(root) == [3]
 
 
-def test_an_announcement_of_another_command(tmp_path: Path) -> None:
+def test_concurrent_deletion_notices_do_not_overwrite(tmp_path: Path) -> None:
     """Two that delete at a time would overwrite each other's word, and a reader begin with a step that goes."""
     store = MemoryStore()
     with DeletionNotice(store, [1]) as one, DeletionNotice(store, [2, 3]):
@@ -161,7 +161,7 @@ def test_an_announcement_of_another_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["rollback", "gone", "run"])
-def test_a_root_that_changes_between_plan_and_deletion(tmp_path: Path, change: str) -> None:
+def test_changed_root_is_not_pruned_by_an_old_plan(tmp_path: Path, change: str) -> None:
     """The plan of a minute ago would delete what a run needs now."""
     root = tmp_path / "run"
     make_root(root, (1, 2, 3))
@@ -186,7 +186,7 @@ def test_a_root_that_changes_between_plan_and_deletion(tmp_path: Path, change: s
     assert restored(root) == (2, 22)
 
 
-def test_the_save_that_takes_a_number_while_it_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_saved_again_during_the_deletion_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new save of a running job would be deleted for the old one of its number."""
     root = tmp_path / "run"
     make_root(root, (1, 2))
@@ -207,7 +207,7 @@ def test_the_save_that_takes_a_number_while_it_is_deleted(tmp_path: Path, monkey
     assert not list((root / paths.LEAVING_DIR).iterdir())
 
 
-def test_a_deletion_that_dies_leaves_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crashed_deletion_leaves_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the middle would leave half a step that a restart takes."""
     root = tmp_path / "run"
     make_root(root, (1, 2, 3))
@@ -225,7 +225,7 @@ def test_a_deletion_that_dies_leaves_no_step(tmp_path: Path, monkeypatch: pytest
     assert restored(root) == (3, 3)
 
 
-def test_beside_a_running_job(tmp_path: Path) -> None:
+def test_prune_of_a_running_job_is_safe(tmp_path: Path) -> None:
     """A job would fail when steps of its books are gone, or delete what was pinned."""
     root = tmp_path / "run"
     with manager_of(root, max_to_keep=3) as manager:
@@ -244,7 +244,7 @@ def test_beside_a_running_job(tmp_path: Path) -> None:
     assert restored(root) == (8, 8)
 
 
-def test_a_pinned_number_is_not_saved_anew(tmp_path: Path) -> None:
+def test_pinned_step_number_is_not_saved_again(tmp_path: Path) -> None:
     """A rollback would replace the step that was pinned to be kept."""
     root = tmp_path / "run"
     make_root(root, (1, 2, 3))
@@ -259,7 +259,7 @@ def test_a_pinned_number_is_not_saved_anew(tmp_path: Path) -> None:
     assert steps_in(root) == [1, 2, 3]
 
 
-def test_pins(tmp_path: Path) -> None:
+def test_steps_are_pinned_and_unpinned(tmp_path: Path) -> None:
     """A pin would be put on nothing, or one could not be taken out."""
     root = tmp_path / "run"
     make_root(root, (1, 2))
@@ -278,7 +278,7 @@ def test_pins(tmp_path: Path) -> None:
     assert acts(plan_prune(str(root), [KeepNewest(1)]))[1][0] == "delete"
 
 
-def test_records_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_records_prevent_pruning(tmp_path: Path) -> None:
     """Which steps are abandoned is not known then: nothing may go."""
     root = tmp_path / "run"
     make_root(root, (1, 2))
@@ -288,7 +288,7 @@ def test_records_that_cannot_be_read(tmp_path: Path) -> None:
         plan_prune(str(root), [KeepNewest(1)])
 
 
-def test_on_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prunes_and_pins_on_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where most checkpoints are, nothing could be pruned or pinned."""
     with BucketServer(dir=tmp_path / "bucket", buckets=["upkeep"]) as server:
         for name, value in server.env().items():
@@ -315,9 +315,7 @@ def test_on_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert restored(root) == (4, 44)
 
 
-def test_a_number_that_a_job_saves_anew_on_a_bucket_while_older_steps_are_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_saved_again_on_a_bucket_during_a_prune_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pruning of a thousand steps takes minutes: the newest step of a run that went back meanwhile would go."""
     with BucketServer(dir=tmp_path / "bucket", buckets=["upkeep"]) as server:
         for name, value in server.env().items():

@@ -16,7 +16,7 @@ from tests.upkeep.conftest import HOST, make_root, manager_of, restored, save
 from tests.upkeep.test_prune import flip, steps_in
 
 
-def test_a_restart_takes_the_step(tmp_path: Path) -> None:
+def test_restart_restores_the_rolled_back_step(tmp_path: Path) -> None:
     """An abandoned branch would win at the next start, from any tier."""
     root, ram = tmp_path / "run", tmp_path / "ram"
     make_root(root, range(1, 6), ram=ram, max_to_keep=4)
@@ -36,7 +36,7 @@ def test_a_restart_takes_the_step(tmp_path: Path) -> None:
     assert restored(root, ram=ram) == (4, 44)
 
 
-def test_a_run_under_way_is_fenced_off(tmp_path: Path) -> None:
+def test_running_job_is_fenced_off(tmp_path: Path) -> None:
     """It would go on committing above the step that everybody was sent back to."""
     root, ram = tmp_path / "run", tmp_path / "ram"
     with manager_of(root, ram=ram) as manager:
@@ -52,7 +52,7 @@ def test_a_run_under_way_is_fenced_off(tmp_path: Path) -> None:
     assert restored(root, ram=ram) == (1, 1), "what it saved to its ramdisk after that is abandoned too"
 
 
-def test_what_no_restart_would_take(tmp_path: Path) -> None:
+def test_rollback_to_an_unrestorable_step_is_refused(tmp_path: Path) -> None:
     """All newer steps would be abandoned for one that cannot be restored."""
     root = tmp_path / "run"
     make_root(root, (1, 2, 3, 4))
@@ -66,7 +66,7 @@ def test_what_no_restart_would_take(tmp_path: Path) -> None:
         plan_rollback(str(root), 4, host_id=HOST)
 
 
-def test_only_one_wins(tmp_path: Path) -> None:
+def test_one_of_two_concurrent_rollbacks_is_refused(tmp_path: Path) -> None:
     """A record that was planned before a run began would abandon what that run has saved."""
     root = tmp_path / "run"
     make_root(root, (1, 2, 3))
@@ -80,7 +80,7 @@ def test_only_one_wins(tmp_path: Path) -> None:
     assert restored(root) == (2, 2)
 
 
-def test_notes(tmp_path: Path) -> None:
+def test_notes_report_steps_at_risk_and_pins(tmp_path: Path) -> None:
     """Nobody would hear that the step may be lost with a ramdisk, or that a number is blocked."""
     root, ram = tmp_path / "run", tmp_path / "ram"
     make_root(root, range(5), ram=ram, save_interval_steps=2)
@@ -95,7 +95,7 @@ def test_notes(tmp_path: Path) -> None:
     assert restored(root) == (2, 2)
 
 
-def test_steps_of_stock_orbax(tmp_path: Path) -> None:
+def test_rollback_supersedes_steps_of_stock_orbax(tmp_path: Path) -> None:
     """They have no identity of their own, and those above the step would be taken again."""
     root = tmp_path / "run"
     with ocp.CheckpointManager(root) as manager:

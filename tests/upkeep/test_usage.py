@@ -27,7 +27,7 @@ def bytes_below(path: Path) -> int:
     return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
 
 
-def test_steps_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_steps_are_sorted_by_number(tmp_path: Path) -> None:
     """A person would look for step 10 before step 9, and take the last line for the newest step."""
     make_root(tmp_path / "run", (2, 10))
     assert [each.step for each in usage(str(tmp_path / "run")).steps] == [2, 10]
@@ -72,7 +72,7 @@ def test_every_byte_is_counted_once(tmp_path: Path) -> None:
     assert (len(arena.saves), arena.live) == (3, False)
 
 
-def test_files_that_nothing_refers_to(tmp_path: Path) -> None:
+def test_unreferenced_files_are_reported(tmp_path: Path) -> None:
     """A database that was written in several commits would keep what nobody reads, unseen."""
     root = tmp_path / "run"
     make_root(root, (1, 2))
@@ -90,7 +90,7 @@ def test_files_that_nothing_refers_to(tmp_path: Path) -> None:
     assert restored(root, 1) == (1, 1)
 
 
-def test_several_processes(tmp_path: Path) -> None:
+def test_values_of_several_processes_are_not_dead(tmp_path: Path) -> None:
     """What the processes of a job wrote is referred to from the merged database, and would be called dead."""
     base, profile = tmp_path / "run/1/default", DurableProfile()
     for process in range(2):
@@ -107,7 +107,7 @@ def test_several_processes(tmp_path: Path) -> None:
     assert not {str(each) for each in values} & {each.path for each in dead}
 
 
-def test_damage_and_nothing(tmp_path: Path) -> None:
+def test_damaged_database_is_reported_and_missing_root_raises(tmp_path: Path) -> None:
     """A damaged database would end the count, or a missing root look empty."""
     root = tmp_path / "run"
     make_root(root, (1, 2))
@@ -122,7 +122,7 @@ def test_damage_and_nothing(tmp_path: Path) -> None:
     assert usage(str(tmp_path / "empty"), host_id=HOST).stored_bytes == 0
 
 
-def test_on_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_of_a_bucket_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is paid for would not be counted."""
     with BucketServer(dir=tmp_path / "bucket", buckets=["upkeep"]) as server:
         for name, value in server.env().items():

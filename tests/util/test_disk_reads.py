@@ -47,9 +47,7 @@ def forget(path: Path) -> None:
 @pytest.mark.parametrize("start", [0, 1, PAGE_BYTES, 3 * PAGE_BYTES - 7])
 @pytest.mark.parametrize("size", [1, PAGE_BYTES + 5, (2 << 20) + 99])
 @pytest.mark.parametrize("shift", [0, 64])
-def test_any_bytes_are_filled_wherever_they_begin(
-    path: Path, data: np.ndarray, start: int, size: int, shift: int
-) -> None:
+def test_any_byte_range_is_read(path: Path, data: np.ndarray, start: int, size: int, shift: int) -> None:
     block = empty_block((BYTES,), UINT8)
     block[:] = 7
     first, last = start % PAGE_BYTES + shift, start % PAGE_BYTES + shift + size
@@ -61,7 +59,7 @@ def test_any_bytes_are_filled_wherever_they_begin(
 
 @pytest.mark.parametrize("size", [1, PAGE_BYTES, 2 << 20])
 @pytest.mark.parametrize("shift", [0, 64])
-def test_the_end_of_a_file_is_read_to_its_last_byte_and_not_beyond(path: Path, size: int, shift: int) -> None:
+def test_file_is_read_exactly_to_its_last_byte(path: Path, size: int, shift: int) -> None:
     whole = np.frombuffer(path.read_bytes(), np.uint8)
     forget(path)
     block = empty_block((4 << 20,), UINT8)[shift:]
@@ -73,7 +71,7 @@ def test_the_end_of_a_file_is_read_to_its_last_byte_and_not_beyond(path: Path, s
 
 
 @pytest.mark.parametrize("name", ["absent", "pipe", "link", "."])
-def test_what_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_path_that_is_not_a_file_is_refused(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     (tmp_path / "file").write_bytes(b"1")
@@ -104,7 +102,7 @@ def slot(path: Path, data: np.ndarray) -> tuple[SlotReader, LeafRecord, BoxRecor
     return SlotReader(path.parent, manifest, on_disk=True), leaf, record
 
 
-def test_a_slot_comes_from_the_disk_and_leaves_no_pages_behind(path: Path, data: np.ndarray) -> None:
+def test_slot_read_leaves_no_pages_in_the_cache(path: Path, data: np.ndarray) -> None:
     """The cache would take memory, and processor time, for what is read once."""
     reader, leaf, record = slot(path, data)
     into = empty_block((BYTES,), UINT8)
@@ -113,7 +111,7 @@ def test_a_slot_comes_from_the_disk_and_leaves_no_pages_behind(path: Path, data:
     assert not is_cached(FileReads(path)._mapped[1 << 20 :])
 
 
-def test_damage_on_the_disk_is_seen(path: Path, data: np.ndarray) -> None:
+def test_damage_on_the_disk_is_detected(path: Path, data: np.ndarray) -> None:
     with path.open("r+b") as file:
         file.seek(2 << 20)
         file.write(bytes([data[2 << 20] ^ 1]))
@@ -123,7 +121,7 @@ def test_damage_on_the_disk_is_seen(path: Path, data: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("fault", ["unreadable", "ends"])
-def test_a_disk_that_fails_is_a_damaged_slot_and_not_a_dead_process(
+def test_failing_disk_is_a_damaged_slot_not_a_crash(
     path: Path, data: np.ndarray, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Through a mapping it is SIGBUS; as an error, the next tier is asked."""
@@ -140,7 +138,7 @@ def test_a_disk_that_fails_is_a_damaged_slot_and_not_a_dead_process(
         reader.read(leaf, record, record.box, empty_block((BYTES,), UINT8))
 
 
-def test_where_direct_reads_are_refused_others_are_made(
+def test_refused_direct_reads_fall_back_to_buffered_reads(
     path: Path, data: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, leaf, record = slot(path, data)

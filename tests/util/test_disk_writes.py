@@ -33,7 +33,7 @@ def fd(tmp_path: Path) -> Iterator[int]:
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("start", [0, 1, PAGE_BYTES, 3 * PAGE_BYTES - 7])
 @pytest.mark.parametrize(("first", "last"), [(0, SIZE), (8, SIZE - 5), (PAGE_BYTES - 7, 2 << 20), (1, 1), (3, 4096)])
-def test_any_bytes_wherever_they_go(
+def test_any_byte_range_is_written(
     tmp_path: Path, fd: int, data: np.ndarray, direct: bool, start: int, first: int, last: int
 ) -> None:
     """Bytes would be shifted, lost at the ends of pages, or written over their neighbours."""
@@ -46,7 +46,7 @@ def test_any_bytes_wherever_they_go(
     assert (tmp_path / "made").read_bytes() == expected
 
 
-def test_whole_pages_leave_the_page_cache_alone(tmp_path: Path, fd: int, data: np.ndarray) -> None:
+def test_whole_pages_bypass_the_page_cache(tmp_path: Path, fd: int, data: np.ndarray) -> None:
     """A conversion would push everything else out of memory, and its closing sync wait for all of it."""
     os.ftruncate(fd, SIZE)
     writes = FileWrites(fd, str(tmp_path / "made"))
@@ -57,7 +57,7 @@ def test_whole_pages_leave_the_page_cache_alone(tmp_path: Path, fd: int, data: n
     assert not is_cached(np.memmap(tmp_path / "made", np.uint8, "r")[1 << 20 :])
 
 
-def test_what_direct_io_refuses_goes_through_the_page_cache(
+def test_refused_direct_writes_fall_back_to_the_page_cache(
     tmp_path: Path, fd: int, data: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some file systems open a file for direct I/O and then refuse each write."""
@@ -75,9 +75,7 @@ def test_what_direct_io_refuses_goes_through_the_page_cache(
     assert (tmp_path / "made").read_bytes() == data.tobytes()
 
 
-def test_an_error_of_the_disk_is_raised(
-    tmp_path: Path, fd: int, data: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_error_is_raised(tmp_path: Path, fd: int, data: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk would be taken for one without direct I/O."""
     writes = FileWrites(fd, str(tmp_path / "made"))
 

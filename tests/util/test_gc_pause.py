@@ -37,7 +37,7 @@ def test_an_error_ends_the_pause() -> None:
     assert gc.isenabled()
 
 
-def test_a_collector_that_was_off_stays_off() -> None:
+def test_disabled_collector_stays_disabled() -> None:
     """If it failed, a job that collects by hand, between its steps, would be interrupted in them after a restore."""
     gc.disable()
     try:

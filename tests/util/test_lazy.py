@@ -14,7 +14,7 @@ PACKAGES = ("ckptkit", "ckptkit.inspection")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_what_type_checkers_see_is_what_there_is(package: str) -> None:
+def test_type_checker_names_match_runtime_names(package: str) -> None:
     """A public name would be there for an editor and not at run time, or the reverse, or be a module of that name."""
     module = importlib.import_module(package)
     source = Path(str(module.__file__))
@@ -29,14 +29,14 @@ def test_what_type_checkers_see_is_what_there_is(package: str) -> None:
         assert getattr(module, name) is (found if is_module else getattr(found, name)), name
 
 
-def test_a_name_that_is_not_there() -> None:
+def test_missing_name_raises_attribute_error() -> None:
     """A typing error would be an internal error, and `hasattr` would not work."""
     with pytest.raises(AttributeError, match="module 'ckptkit' has no attribute 'nonsense'"):
         getattr(importlib.import_module("ckptkit"), "nonsense")  # noqa: B009  a type checker would say so
 
 
 @pytest.mark.parametrize("module", ["ckptkit", "ckptkit.cli.inspect"])
-def test_no_jax_for_metadata(module: str) -> None:
+def test_metadata_modules_do_not_import_jax(module: str) -> None:
     """Looking at metadata would take two seconds of imports."""
     code = f"import sys, {module}; print(sorted({{'jax', 'orbax.checkpoint', 'gcsfs'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -36,7 +36,7 @@ def every(steps: int) -> Any:
     return orbax.training.save_decision_policies.FixedIntervalPolicy(steps)
 
 
-def test_the_life_of_a_training_loop(make: Any) -> None:
+def test_training_loop_of_the_orbax_documentation(make: Any) -> None:
     """The loop of Orbax's own documentation would not run."""
     policies = orbax.training.preservation_policies
     options = {"save_decision_policy": every(2), "preservation_policy": policies.LatestN(2)}
@@ -58,7 +58,7 @@ def test_the_life_of_a_training_loop(make: Any) -> None:
         assert_same(checkpointer.load(checkpointer.checkpoints[-2]), make_state(4))
 
 
-def test_asynchronous_saves(make: Any) -> None:
+def test_save_async_returns_a_response(make: Any) -> None:
     """A response would be missing, or done before the step is there."""
     done: list[bool] = []
     with make(save_decision_policy=every(2)) as checkpointer:
@@ -72,7 +72,7 @@ def test_asynchronous_saves(make: Any) -> None:
     assert done == [True]
 
 
-def test_steps_that_are_there_and_steps_that_are_not(make: Any) -> None:
+def test_missing_and_existing_steps_raise_errors_of_orbax(make: Any) -> None:
     """A caller's `except` would not catch what it catches with Orbax."""
     errors = orbax.training.errors
     with make() as checkpointer:
@@ -98,7 +98,7 @@ def test_steps_that_are_there_and_steps_that_are_not(make: Any) -> None:
         assert checkpointer.latest is None
 
 
-def test_several_checkpointables(make: Any) -> None:
+def test_several_checkpointables_are_saved_and_loaded(make: Any) -> None:
     """A model and its optimizer could not be saved as one step, or not be loaded one by one."""
     both = {"model": make_state(1), "optimizer": {"m": jnp.ones(3), "count": 4}}
     with make() as checkpointer:
@@ -118,7 +118,7 @@ def test_several_checkpointables(make: Any) -> None:
         assert_same(checkpointer.load_checkpointables(1)["model"], make_state(1))
 
 
-def test_metadata(make: Any) -> None:
+def test_metadata_is_available_without_loading(make: Any) -> None:
     """What a step is could not be asked without loading it."""
     with make(custom_metadata={"run": "a"}) as checkpointer:
         checkpointer.save(1, {"w": jnp.ones((2, 3), jnp.bfloat16)}, metrics={"loss": 1.0}, custom_metadata={"x": 2})
@@ -131,7 +131,7 @@ def test_metadata(make: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", [{}, [1], {"": {}}, {"metrics": {"a": 1}}])
-def test_bad_checkpointables(make: Any, bad: Any) -> None:
+def test_invalid_checkpointables_are_refused(make: Any, bad: Any) -> None:
     """They would be written under names that Orbax keeps for itself."""
     with make() as checkpointer:
         with pytest.raises(ValueError):  # noqa: PT011  the words are Orbax's
@@ -141,7 +141,7 @@ def test_bad_checkpointables(make: Any, bad: Any) -> None:
 
 
 @pytest.mark.parametrize(("writer", "reader"), [(OURS, ORBAX), (ORBAX, OURS)])
-def test_each_reads_what_the_other_wrote(tmp_path: Path, writer: Any, reader: Any) -> None:
+def test_ckptkit_and_orbax_read_each_other(tmp_path: Path, writer: Any, reader: Any) -> None:
     """Changing the import in the middle of a run would lose it."""
     with writer(str(tmp_path), custom_metadata={"run": "a"}) as checkpointer:
         checkpointer.save(3, make_state(3), metrics={"loss": 3.0})
@@ -160,7 +160,7 @@ def test_each_reads_what_the_other_wrote(tmp_path: Path, writer: Any, reader: An
 
 
 @pytest.mark.parametrize(("writer", "reader"), [(OURS, OURS), (OURS, ORBAX), (ORBAX, OURS)])
-def test_a_grain_iterator_goes_on(tmp_path: Path, writer: Any, reader: Any) -> None:
+def test_grain_iterator_resumes(tmp_path: Path, writer: Any, reader: Any) -> None:
     """The data would begin anew, or skip ahead."""
 
     def iterator() -> Any:
@@ -178,7 +178,7 @@ def test_a_grain_iterator_goes_on(tmp_path: Path, writer: Any, reader: Any) -> N
     assert [next(resumed) for _ in range(5)] == expected
 
 
-def test_the_manager_restores_steps_of_the_newer_api(tmp_path: Path) -> None:
+def test_manager_restores_steps_of_the_v1_api(tmp_path: Path) -> None:
     """They would be unreadable without naming every item."""
     with ORBAX(str(tmp_path)) as checkpointer:
         checkpointer.save_checkpointables(1, {"model": make_state(1), "n": {"at": 7}}, metrics={"loss": 1.0})
@@ -189,7 +189,7 @@ def test_the_manager_restores_steps_of_the_newer_api(tmp_path: Path) -> None:
         assert_same(manager.restore(1, args=asked)["model"], make_state(1))
 
 
-def test_loading_in_the_background(tmp_path: Path) -> None:
+def test_load_async_returns_the_state(tmp_path: Path) -> None:
     """Orbax promises it and raises; ours would raise, too."""
     with OURS(tmp_path) as checkpointer:
         checkpointer.save(1, make_state(1))
@@ -201,14 +201,14 @@ def test_loading_in_the_background(tmp_path: Path) -> None:
         assert checkpointer.latest is None
 
 
-def test_nothing_of_orbaxs_surface_is_missing() -> None:
+def test_every_public_name_of_orbax_exists() -> None:
     """A method that a loop calls would not be there."""
     surface = {name for name in vars(ORBAX) if not name.startswith("_")}
     assert surface <= {name for name in vars(OURS) if not name.startswith("_")}
     assert {name for name in dir(orbax.training) if name[0] != "_"} - {"pathways"} <= set(dir(ckptkit.v1.training))
 
 
-def test_the_older_names_still_work(tmp_path: Path) -> None:
+def test_older_names_still_work(tmp_path: Path) -> None:
     """A loop of last year would not run."""
     with OURS(tmp_path) as checkpointer:
         with pytest.warns(DeprecationWarning, match="Use `save` instead"):

@@ -13,7 +13,7 @@ from tests.verification.conftest import HOST, Job
 ROUNDS = 6
 
 
-def test_beside_a_running_job(tmp_path: Path) -> None:
+def test_scrub_of_a_running_job_finds_nothing(tmp_path: Path) -> None:
     """A scrub from cron would destroy the step that the job is writing, or raise an alarm with every save."""
     job = Job(tmp_path)
     command = [sys.executable, "-m", "tests.verification.saving_job", str(tmp_path)]

@@ -42,7 +42,7 @@ def assert_whole(job: Job) -> None:
         assert {proof.state for proof in found.steps} == {"proven"}, found
 
 
-def test_what_is_whole_is_not_touched(job: Job) -> None:
+def test_undamaged_job_is_not_changed(job: Job) -> None:
     """A check would change what it checks."""
     before = content(job.home)
     found = scrubbed(job)
@@ -51,7 +51,7 @@ def test_what_is_whole_is_not_touched(job: Job) -> None:
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "gone", "link", "pipe", "zeroed"])
-def test_a_slot_from_another_tier(job: Job, how: str) -> None:
+def test_slot_is_repaired_from_another_tier(job: Job, how: str) -> None:
     """A tier would stay damaged though another has every byte of it."""
     path = job.manifest("ssd", 1)
     slot = path.with_name(read_manifest(path).slot)
@@ -86,7 +86,7 @@ def restored(job: Job) -> None:
 @pytest.mark.parametrize(
     "how", ["tree", "node", "sidecar", "no sidecars", "no sidecar directory", "json", "no json", "data of another step"]
 )
-def test_a_durable_step_from_a_slot(job: Job, how: str) -> None:
+def test_durable_step_is_repaired_from_a_slot(job: Job, how: str) -> None:
     """The only copy that outlives the host would stay damaged though a slot has every byte of it."""
     state = job.root / "1/state"
     if how == "tree":
@@ -121,7 +121,7 @@ def test_a_durable_step_from_a_slot(job: Job, how: str) -> None:
     assert not list((job.root / "_ckptkit").glob("repair-*"))
 
 
-def test_a_step_of_ours_with_an_item_of_stock_orbax(job: Job) -> None:
+def test_step_with_an_item_of_stock_orbax_is_repaired(job: Job) -> None:
     """The item that nobody kept digests of would keep ours from being mended."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(job.root / "1/extra", {"w": jnp.arange(4)})
@@ -132,7 +132,7 @@ def test_a_step_of_ours_with_an_item_of_stock_orbax(job: Job) -> None:
     restored(job)
 
 
-def test_what_is_too_large_to_be_read_is_not_put_aside(job: Job, stock: Path) -> None:
+def test_unreadably_large_step_is_not_quarantined(job: Job, stock: Path) -> None:
     """A step of large chunks would be taken out of its root, although nothing is wrong with it."""
     for root, tiers in ((job.root, job.tiers), (stock / "root", ())):
         before = content(root.parent)
@@ -142,7 +142,7 @@ def test_what_is_too_large_to_be_read_is_not_put_aside(job: Job, stock: Path) ->
 
 
 @pytest.mark.parametrize("dies_in", ["_proof", "exchange", "move_aside"])
-def test_what_a_repair_that_died_has_left_goes_with_the_next(
+def test_next_repair_removes_leftovers_of_a_crashed_one(
     job: Job, monkeypatch: pytest.MonkeyPatch, dies_in: str
 ) -> None:
     """Copies of whole steps would fill the root; or the damaged step would be deleted, which has changed places."""
@@ -171,7 +171,7 @@ def test_what_a_repair_that_died_has_left_goes_with_the_next(
     assert damaged in kept
 
 
-def test_what_no_other_copy_has(job: Job) -> None:
+def test_unrepairable_copies_are_quarantined(job: Job) -> None:
     """A damaged copy would be met by every restart, or be deleted with what could still be read of it."""
     for tier in ("ram", "ssd"):
         path = job.manifest(tier, 1)
@@ -190,7 +190,7 @@ def test_what_no_other_copy_has(job: Job) -> None:
     assert_same(found["state"], make_state(0))
 
 
-def test_a_damaged_manifest(job: Job) -> None:
+def test_damaged_manifest_is_quarantined(job: Job) -> None:
     """Its slot could never be reused, or a whole slot be moved with it."""
     damage_slot(job, "manifest flipped")
     found = scrubbed(job)
@@ -199,7 +199,7 @@ def test_a_damaged_manifest(job: Job) -> None:
     assert_whole(job)
 
 
-def test_a_manifest_that_is_gone(job: Job) -> None:
+def test_slot_with_a_lost_manifest_is_quarantined(job: Job) -> None:
     """A tier that lost its newest step would look like one that never had it."""
     path = job.manifest("ssd", 1)
     path.unlink()
@@ -215,7 +215,7 @@ def test_a_manifest_that_is_gone(job: Job) -> None:
     assert acts(scrubbed(job)) == [], "it is said once"
 
 
-def test_a_step_that_its_job_is_deleting(job: Job) -> None:
+def test_step_being_deleted_by_its_job_is_left(job: Job) -> None:
     """A step half deleted would be put aside or made whole again, while its job takes it away."""
     (job.root / "1/state/manifest.ocdbt").unlink()
     doomed = job.root / "_ckptkit/doomed.json"
@@ -231,7 +231,7 @@ def test_a_step_that_its_job_is_deleting(job: Job) -> None:
     assert acts(scrubbed(job)) == [(1, "durable", "repair", True)]
 
 
-def test_a_damaged_epoch_record(job: Job) -> None:
+def test_damaged_epoch_record_is_repaired_from_its_copy(job: Job) -> None:
     """A second fault would leave a root that nobody can open."""
     record, copy = sorted((job.root / "_ckptkit/epochs").iterdir(), reverse=True)
     whole = record.read_bytes()
@@ -244,7 +244,7 @@ def test_a_damaged_epoch_record(job: Job) -> None:
         assert path.read_bytes() == whole
 
 
-def test_two_damaged_copies_mend_each_other(job: Job) -> None:
+def test_two_damaged_copies_repair_each_other(job: Job) -> None:
     """Cells that are whole in a damaged copy would be thrown away."""
     for tier, leaf in (("ram", 0), ("ssd", 3)):
         path = job.manifest(tier, 1)
@@ -256,7 +256,7 @@ def test_two_damaged_copies_mend_each_other(job: Job) -> None:
         assert {proof.state for proof in ckptkit.verify(tier).steps} == {"proven"}
 
 
-def test_a_stale_manifest_does_not_cost_the_newer_save(job: Job) -> None:
+def test_stale_manifest_does_not_overwrite_the_newer_save(job: Job) -> None:
     """The bytes of an older save would be written over those of a newer one, whose slot it names."""
     path = job.manifest("ram", 0)
     stale = path.read_bytes()
@@ -278,7 +278,7 @@ def ckpt_args(step: int) -> object:
     return save_args(make_state(step), step)
 
 
-def test_a_directory_that_a_process_holds_is_only_reported(job: Job) -> None:
+def test_damage_in_a_locked_directory_is_only_reported(job: Job) -> None:
     """A running job's slot would be written while it is reused."""
     slot = job.slots("ram") / read_manifest(job.manifest("ram", 1)).slot
     flip(slot, 0)
@@ -292,7 +292,7 @@ def test_a_directory_that_a_process_holds_is_only_reported(job: Job) -> None:
     assert found.damaged
 
 
-def test_orbax_metadata_alone_is_left(job: Job) -> None:
+def test_damage_in_orbax_metadata_only_is_left(job: Job) -> None:
     """A step that can be restored would be taken away because stock Orbax may not read it."""
     os.truncate(job.root / "1/state/_METADATA", 10)
     found = scrubbed(job)
@@ -300,7 +300,7 @@ def test_orbax_metadata_alone_is_left(job: Job) -> None:
     assert "ckptkit can restore it" in (found.treatments[0].reason or "")
 
 
-def test_a_step_that_is_replaced_while_it_is_mended(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_replaced_during_the_repair_is_left(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A newer save of the same number would be swapped for the older one."""
     from ckptkit.verification import mend_step as module
 
@@ -317,7 +317,7 @@ def test_a_step_that_is_replaced_while_it_is_mended(job: Job, monkeypatch: pytes
     assert (job.root / "1/_CHECKPOINT_METADATA").read_text() == '{"commit_timestamp_nsecs": 5}'
 
 
-def test_a_file_system_that_cannot_swap(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_rename_exchange_is_left(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that could be mended elsewhere would be put aside, or be absent between two renames."""
     from ckptkit.verification import mend_step as module
 
@@ -333,7 +333,7 @@ def test_a_file_system_that_cannot_swap(job: Job, monkeypatch: pytest.MonkeyPatc
     assert content(job.home) == before
 
 
-def test_a_running_job_mends_its_own_slots(job: Job) -> None:
+def test_running_job_repairs_its_own_slots(job: Job) -> None:
     """A job that runs for weeks would meet at its restart what flipped in the first of them."""
     with job.manager() as manager:
         whole = content(job.home)

@@ -112,7 +112,7 @@ DAMAGE = ["flipped", "data gone", "tree gone", "sidecar", "sidecar gone", "json"
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_step_in_a_bucket_from_a_slot(home: Path, how: str) -> None:
+def test_bucket_step_is_repaired_from_a_slot(home: Path, how: str) -> None:
     """The only copy that outlives the host would stay damaged though a slot has every byte of it."""
     store = open_store(ROOT)
     assert states() == {0: "proven", 1: "proven"}
@@ -131,7 +131,7 @@ def test_a_step_in_a_bucket_from_a_slot(home: Path, how: str) -> None:
     assert not repairs(store)
 
 
-def test_what_no_slot_has_is_put_aside(home: Path) -> None:
+def test_step_without_another_copy_is_quarantined(home: Path) -> None:
     """It would be met by every restart, or be deleted with what could still be read of it."""
     store = open_store(ROOT)
     damage(store, "flipped")
@@ -147,7 +147,7 @@ def test_what_no_slot_has_is_put_aside(home: Path) -> None:
         assert manager.restore(None, args=restore_args(abstract(make_state())))["data"] == {"step": 0}
 
 
-def test_a_slot_from_a_bucket(home: Path) -> None:
+def test_slot_is_repaired_from_a_bucket(home: Path) -> None:
     """A ramdisk would stay damaged though the bucket has every byte of it."""
     (slot,) = (home / "ram").rglob("slot-1.bin")
     with slot.open("r+b") as file:
@@ -157,7 +157,7 @@ def test_a_slot_from_a_bucket(home: Path) -> None:
     assert {proof.state for proof in ckptkit.verify(str(home / "ram")).steps} == {"proven"}
 
 
-def test_a_damaged_epoch_record_in_a_bucket(home: Path) -> None:
+def test_damaged_epoch_record_in_a_bucket_is_repaired(home: Path) -> None:
     """A second fault would leave a root that nobody can open."""
     store = open_store(ROOT)
     record = f"{paths.EPOCHS_DIR}/{paths.epoch_name(1)}"
@@ -168,7 +168,7 @@ def test_a_damaged_epoch_record_in_a_bucket(home: Path) -> None:
     assert store.get(record) == whole
 
 
-def test_a_bucket_that_refuses_is_an_error_and_no_damage(home: Path, bucket: BucketServer) -> None:
+def test_refusing_bucket_is_an_error_not_damage(home: Path, bucket: BucketServer) -> None:
     """Unreachable is not corrupt: a scrub would put every step aside on a bad day."""
     bucket.faults = FaultPlan(faults=(Fault(effect=Status(code=403), kinds=(Kind.READ, Kind.LIST)),))
     with pytest.raises(ckptkit.StoreError):
@@ -179,7 +179,7 @@ def test_a_bucket_that_refuses_is_an_error_and_no_damage(home: Path, bucket: Buc
     assert states() == {0: "proven", 1: "proven"}
 
 
-def test_a_step_that_is_saved_anew_while_it_is_mended(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_saved_again_during_the_repair_is_left(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects of the older save would be put into the newer one of the same number."""
     store = open_store(ROOT)
     damage(store, "sidecar")
@@ -198,7 +198,7 @@ def test_a_step_that_is_saved_anew_while_it_is_mended(home: Path, monkeypatch: p
     assert {key: store.get(key) for key in anew} == anew
 
 
-def test_a_step_that_is_saved_anew_while_it_is_put_aside(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_saved_again_during_the_quarantine_is_left(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The newer save of that number would be deleted for the damage of the older one."""
     store, anew = open_store(ROOT), ("1/_CHECKPOINT_METADATA", b'{"another": "save"}')
     damage(store, "flipped")
@@ -229,7 +229,7 @@ class Died(BaseException):
         pytest.param("sidecar gone", 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_repair_that_dies_after_any_change_is_done_by_the_next(
+def test_crashed_repair_is_completed_by_the_next(
     home: Path, monkeypatch: pytest.MonkeyPatch, how: str, stride: int
 ) -> None:
     """A step would be left that proves as something else, or that no repair can mend any more."""

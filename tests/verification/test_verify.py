@@ -39,7 +39,7 @@ def cells_of(manifest: Manifest) -> int:
 
 
 @pytest.mark.parametrize("tier", ["ram", "ssd"])
-def test_fast_tiers_at_every_level(saved: Job, tier: str) -> None:
+def test_fast_tiers_are_verified_at_every_path_level(saved: Job, tier: str) -> None:
     """A whole tier would be called damaged, or a directory between tier and slot not be understood."""
     slots = saved.slots(tier)
     for path in (slots, slots.parent, slots.parent.parent, saved.home / tier):
@@ -50,7 +50,7 @@ def test_fast_tiers_at_every_level(saved: Job, tier: str) -> None:
         assert found.steps[1].save_id == manifest.save_id
 
 
-def test_durable_at_every_level(saved: Job) -> None:
+def test_durable_tier_is_verified_at_every_path_level(saved: Job) -> None:
     """A whole step would be called damaged."""
     manifest = read_manifest(saved.manifest("ram", 1))
     for path, steps in (("", STEPS), ("1", [1]), ("1/state", [1])):
@@ -60,7 +60,7 @@ def test_durable_at_every_level(saved: Job) -> None:
     assert states(ckptkit.verify(str(saved.root), 0)) == {0: "proven"}
 
 
-def test_every_cell_of_a_slot(job: Job) -> None:
+def test_damage_to_any_cell_of_a_slot_is_found(job: Job) -> None:
     """A cell that is never read could be damaged for ever."""
     path = job.manifest("ram", 1)
     manifest = read_manifest(path)
@@ -99,7 +99,7 @@ def damage_slot(job: Job, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["truncated", "gone", "link", "pipe", "manifest cut", "manifest flipped"])
-def test_what_is_wrong_with_a_slot(job: Job, how: str) -> None:
+def test_every_kind_of_slot_damage_is_found(job: Job, how: str) -> None:
     """A damaged file would hang, kill or be passed over."""
     damage_slot(job, how)
     found = ckptkit.verify(str(job.home / "ssd"))
@@ -111,7 +111,7 @@ def durable_files(job: Job) -> list[Path]:
     return sorted(path for path in (job.root / "1").rglob("*") if path.is_file())
 
 
-def test_every_file_of_a_durable_step(job: Job) -> None:
+def test_damage_to_any_file_of_a_durable_step_is_found(job: Job) -> None:
     """A file could be damaged, and the step be called proven, though it is restored wrong or not at all."""
     harmless: list[Path] = []
     for path in durable_files(job):
@@ -129,7 +129,7 @@ def test_every_file_of_a_durable_step(job: Job) -> None:
         assert_same(manager.restore(1, args=restore_args(abstract(make_state())))["state"], make_state(1))
 
 
-def test_a_small_item_that_is_not_what_was_saved(job: Job) -> None:
+def test_changed_small_item_is_found(job: Job) -> None:
     """The data position could be changed unseen, and batches be trained on twice."""
     (job.root / "1/data/metadata").write_text('{"step": 2}')
     found = ckptkit.verify(str(job.root), 1)
@@ -139,7 +139,7 @@ def test_a_small_item_that_is_not_what_was_saved(job: Job) -> None:
     )
 
 
-def test_items_of_two_saves(tmp_path: Path) -> None:
+def test_step_with_items_of_two_saves_is_corrupt(tmp_path: Path) -> None:
     """A step that no restore takes would be called proven."""
     for name, steps in (("one", (1,)), ("two", (0, 1))):
         with ckptkit.CheckpointManager(tmp_path / name) as manager:
@@ -153,7 +153,7 @@ def test_items_of_two_saves(tmp_path: Path) -> None:
     assert "has items of saves 1@1.0, 1@1.1" in str(proof.findings[0])
 
 
-def test_items_of_which_nobody_kept_digests(job: Job) -> None:
+def test_items_without_digests_are_unproven(job: Job) -> None:
     """What somebody put beside our items would be called proven with them."""
     (job.root / "1/vocabulary").mkdir()
     (job.root / "1/vocabulary/words.txt").write_text("a b c")
@@ -162,7 +162,7 @@ def test_items_of_which_nobody_kept_digests(job: Job) -> None:
     assert proof.reason == "unproven: nobody kept digests of vocabulary; all else is proven"
 
 
-def test_the_state_of_a_data_iterator(tmp_path: Path) -> None:
+def test_changed_data_iterator_state_is_found(tmp_path: Path) -> None:
     """Stock Orbax goes on from its file: a position that is not the one that was saved would be called proven. And
     JSON with NaN, which is not equal to itself, would be called damaged."""
     grain = pytest.importorskip("grain")
@@ -186,7 +186,7 @@ def test_the_state_of_a_data_iterator(tmp_path: Path) -> None:
     assert [str(finding) for finding in proof.findings] == [f"{file} is gone"]
 
 
-def test_an_item_that_stands_alone(stock: Path, saved: Job, ckpt: Run, tmp_path: Path) -> None:
+def test_standalone_item_has_no_step(stock: Path, saved: Job, ckpt: Run, tmp_path: Path) -> None:
     """It would be called step 0 of a run that there never was."""
     found = ckptkit.verify(str(stock / "zarr3"))
     assert (found.item, found.to_json()["item"]) == ("zarr3", "zarr3")
@@ -200,7 +200,7 @@ def test_an_item_that_stands_alone(stock: Path, saved: Job, ckpt: Run, tmp_path:
     assert (found.item, states(found)) == (None, {1: "proven"})
 
 
-def test_a_sidecar_of_another_step(job: Job) -> None:
+def test_sidecar_of_another_step_is_corrupt(job: Job) -> None:
     """An older step's digests would prove an older step's bytes under a newer number."""
     name = "state/_ckptkit/process-0.json"
     shutil.copy(job.root / "0" / name, job.root / "1" / name)
@@ -209,13 +209,13 @@ def test_a_sidecar_of_another_step(job: Job) -> None:
     assert "has sidecars of step 0, found in step 1" in str(proof.findings[0])
 
 
-def test_what_was_never_committed_is_incomplete(job: Job) -> None:
+def test_uncommitted_save_is_incomplete(job: Job) -> None:
     """A save under way would be called damaged."""
     (job.root / "1").rename(job.root / "1.orbax-checkpoint-tmp-5")
     assert states(ckptkit.verify(str(job.root))) == {0: "proven", 1: "incomplete"}
 
 
-def test_a_tier_with_some_of_the_shares(job: Job) -> None:
+def test_tier_with_a_part_of_the_shares_is_incomplete(job: Job) -> None:
     """Half of a save would be called whole, or damaged."""
     path = job.manifest("ram", 1)
     manifest = read_manifest(path)
@@ -236,7 +236,7 @@ def test_stock_orbax_is_unproven_in_every_layout(stock: Path, path: str, step: i
 
 
 @pytest.mark.parametrize("path", ["root/3", "zarr3", "files"])
-def test_stock_orbax_whose_files_are_cut(stock: Path, tmp_path: Path, path: str) -> None:
+def test_truncated_stock_orbax_step_is_corrupt(stock: Path, tmp_path: Path, path: str) -> None:
     """A step that cannot be read would be called readable."""
     for number, cut in enumerate(sorted(p for p in (stock / path).rglob("*") if p.is_file())):
         if "ocdbt.process_" in str(cut) or cut.name in ("commit_success.txt", "descriptor.pbtxt"):
@@ -248,7 +248,7 @@ def test_stock_orbax_whose_files_are_cut(stock: Path, tmp_path: Path, path: str)
         shutil.rmtree(home)
 
 
-def test_stock_orbax_without_a_chunk(stock: Path, tmp_path: Path) -> None:
+def test_stock_orbax_step_without_a_chunk_is_corrupt(stock: Path, tmp_path: Path) -> None:
     """A lost chunk would be read as zeros."""
     shutil.copytree(stock / "files", tmp_path / "3")
     (tmp_path / "3/w/0.0").unlink()
@@ -257,7 +257,7 @@ def test_stock_orbax_without_a_chunk(stock: Path, tmp_path: Path) -> None:
     assert "the chunk is not there" in str(proof.findings[0])
 
 
-def test_a_slot_that_is_reused_meanwhile_is_superseded(job: Job) -> None:
+def test_slot_reused_during_verification_is_superseded(job: Job) -> None:
     """A running job's tier would be called damaged with every save."""
     path = job.manifest("ram", 1)
     slot = path.with_name(read_manifest(path).slot)
@@ -273,7 +273,7 @@ def test_a_slot_that_is_reused_meanwhile_is_superseded(job: Job) -> None:
     assert not found.corrupt
 
 
-def test_a_step_that_is_pruned_meanwhile(job: Job) -> None:
+def test_step_pruned_during_verification_is_noted(job: Job) -> None:
     """A running job's root would be called damaged with every prune."""
 
     def prune(progress: VerifyProgress) -> None:
@@ -285,7 +285,7 @@ def test_a_step_that_is_pruned_meanwhile(job: Job) -> None:
     assert "pruned or replaced while it was read" in found.notes[0]
 
 
-def test_memory_has_a_bound(saved: Job) -> None:
+def test_verification_memory_is_bounded(saved: Job) -> None:
     """A hostile or huge cell would take all memory of a machine that trains."""
     (proof,) = ckptkit.verify(str(saved.root / "1"), memory_bytes_max=64).steps
     assert (proof.state, proof.findings) == ("unproven", ()), "nobody has looked: that is no damage, and no proof"
@@ -296,7 +296,7 @@ def test_memory_has_a_bound(saved: Job) -> None:
         ckptkit.verify(str(saved.root), threads=0)
 
 
-def test_many_reads_hold_no_more_than_the_bound() -> None:
+def test_concurrent_reads_share_the_memory_bound() -> None:
     """The bound would be one for each thread."""
     held, most = [0], [0]
 
@@ -326,14 +326,14 @@ def test_progress_ends_with_all_bytes(saved: Job) -> None:
 
 
 @pytest.mark.parametrize(("path", "step"), [("none", None), ("root", 7), ("ram", 7), ("empty", None)])
-def test_nothing_there(saved: Job, path: str, step: int | None) -> None:
+def test_absent_path_is_not_found(saved: Job, path: str, step: int | None) -> None:
     """A mistyped path would be called proven."""
     (saved.home / "empty").mkdir(exist_ok=True)
     with pytest.raises(ckptkit.StepNotFoundError):
         ckptkit.verify(str(saved.home / path), step)
 
 
-def test_the_shape_of_the_json(job: Job) -> None:
+def test_json_shape_is_stable(job: Job) -> None:
     """Scripts would break."""
     path = job.manifest("ram", 1)
     flip(path.with_name(read_manifest(path).slot), 0)

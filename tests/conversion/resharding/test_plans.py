@@ -67,9 +67,7 @@ def boxes_of_devices(shape: tuple[int, ...], spec: Spec, mesh: Mesh) -> list[Box
 
 
 @given(splits(), st.lists(SIZES, min_size=3, max_size=3).map(tuple))
-def test_amplification_is_what_counting_chunks_gives(
-    split: tuple[tuple[int, ...], Spec, Mesh], cell: tuple[int, ...]
-) -> None:
+def test_amplification_equals_counted_chunks(split: tuple[tuple[int, ...], Spec, Mesh], cell: tuple[int, ...]) -> None:
     """If it failed, the plan would promise reads that no process sees."""
     shape, spec, mesh = split
     counted = [elements_touched(box, cell) for box in boxes_of_devices(shape, spec, mesh)]
@@ -84,7 +82,7 @@ def test_amplification_is_what_counting_chunks_gives(
 
 @pytest.mark.parametrize("axes", ["a=4", "a=2,b=2", "a=1,b=4"])
 @pytest.mark.parametrize("spec", [(), (("a",),), (("b",), ("a",)), ((), ("b", "a")), (("a", "b"),)])
-def test_boxes_are_those_of_jax(axes: str, spec: Spec) -> None:
+def test_boxes_equal_those_of_jax(axes: str, spec: Spec) -> None:
     """If it failed, the chunks would be those of a mesh that nobody has."""
     mesh = Mesh.parse(axes)
     if any(name not in dict(mesh.axes) for part in spec for name in part):
@@ -114,7 +112,7 @@ def test_the_default_split_is_the_largest_dimension(shape: list[int], axes: str)
 
 
 @given(splits(), st.integers(1, 400))
-def test_chunks_for_one_mesh_are_read_whole_and_by_one_box(
+def test_chunks_for_one_mesh_are_each_read_whole_by_one_box(
     split: tuple[tuple[int, ...], Spec, Mesh], chunk_bytes: int
 ) -> None:
     """If it failed, a process would read bytes of its neighbours' on the very mesh that was asked for."""
@@ -130,7 +128,7 @@ def test_chunks_for_one_mesh_are_read_whole_and_by_one_box(
 
 
 @given(st.data())
-def test_chunks_for_several_meshes(data: st.DataObject) -> None:
+def test_chunks_for_several_meshes_bound_the_amplification(data: st.DataObject) -> None:
     """If it failed, the layout that suits all meshes would suit one, or cost a request for every few bytes."""
     parts = data.draw(
         st.lists(st.tuples(st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 5])), min_size=2, max_size=3)
@@ -165,7 +163,7 @@ def covers(boxes: Iterator[Box] | list[Box], shape: tuple[int, ...]) -> bool:
 
 @given(GRIDS, st.integers(1, 300), st.integers(1, 300))
 @settings(deadline=None)
-def test_blocks_are_whole_chunks_that_read_the_least(
+def test_blocks_are_whole_chunks_with_the_fewest_reads(
     grids: tuple[tuple[int, ...], ...], limit: int, handy: int
 ) -> None:
     """If it failed, memory would grow over the budget, or the source be read again and again."""
@@ -209,7 +207,7 @@ def test_boxes_of_cells_hold_leading_rows(grids: tuple[tuple[int, ...], ...]) ->
 
 
 @given(st.lists(st.integers(0, 9), max_size=30), st.integers(1, 6))
-def test_shares_are_everything_once_and_even(sizes: list[int], count: int) -> None:
+def test_shares_are_disjoint_complete_and_even(sizes: list[int], count: int) -> None:
     """If it failed, a block would be written by two processes, or by none."""
     shares = [share_of(sizes, process, count) for process in range(count)]
     assert [at for share in shares for at in share] == list(range(len(sizes)))
@@ -218,7 +216,7 @@ def test_shares_are_everything_once_and_even(sizes: list[int], count: int) -> No
 
 
 @pytest.mark.parametrize("text", ["", "data", "data=0", "data=2,data=2", "data=2;model=4", "=3", "a=99999999"])
-def test_what_is_no_mesh_is_refused(text: str) -> None:
+def test_invalid_mesh_is_refused(text: str) -> None:
     """If it failed, a typing error would be a plan for another machine."""
     with pytest.raises(ValueError, match="mesh"):
         Mesh.parse(text)

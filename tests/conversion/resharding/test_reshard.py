@@ -69,7 +69,7 @@ def test_stock_orbax_reads_whole_chunks_on_the_mesh(tmp_path: Path) -> None:
         assert found["after_by_device"] <= 1.05
 
 
-def test_our_step_keeps_its_name_and_its_proofs(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+def test_resharded_step_keeps_its_name_and_digests(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     """A resharded step of ours would be another save, or one that nothing proves, and our manager would not take it."""
     (tmp_path / "root").mkdir()
     assert ckpt("reshard", ours.root / "8", tmp_path / "root/8", "--mesh", "a=2,b=2").code == 0
@@ -88,7 +88,7 @@ def test_our_step_keeps_its_name_and_its_proofs(ckpt: Run, ours: Ours, tmp_path:
         assert raw(there) == raw(leaf), path
 
 
-def test_small_items_of_our_step_are_restored_by_our_manager(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+def test_small_items_are_restored_after_a_reshard(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     """The position in the data would be in Orbax's files only: our manager would say that there is none, and a run
     would begin its data anew."""
     (tmp_path / "root").mkdir()
@@ -100,7 +100,7 @@ def test_small_items_of_our_step_are_restored_by_our_manager(ckpt: Run, ours: Ou
     assert {proof.state for proof in verify(str(tmp_path / "root")).steps} == {"proven"}
 
 
-def test_a_source_in_a_bucket_that_changed_is_not_gone_on_with(
+def test_resume_is_refused_if_the_bucket_source_changed(
     ckpt: Run, striped: Path, server: BucketServer, tmp_path: Path, ended_at: Callable[..., None]
 ) -> None:
     """Blocks of two checkpoints would become one, which proves as whole."""
@@ -120,7 +120,7 @@ def test_a_source_in_a_bucket_that_changed_is_not_gone_on_with(
     assert read(tmp_path / "9") == read(striped)
 
 
-def test_the_plan_is_printed_and_nothing_is_written(ckpt: Run, striped: Path, tmp_path: Path) -> None:
+def test_dry_run_prints_the_plan_and_writes_nothing(ckpt: Run, striped: Path, tmp_path: Path) -> None:
     """A dry run would write, or say something else than what is done."""
     words = ["--mesh", MESH, "--mesh", "x=4"]
     said = ckpt("reshard", striped, tmp_path / "9", *words, "--dry-run")
@@ -138,7 +138,7 @@ def test_the_plan_is_printed_and_nothing_is_written(ckpt: Run, striped: Path, tm
         assert {tensor.name: list(tensor.leaf.cell or ()) for tensor in opened.tensors} == chunks
 
 
-def test_leaves_that_no_axis_divides_are_said(ckpt: Run, striped: Path, tmp_path: Path) -> None:
+def test_undivided_leaves_are_reported(ckpt: Run, striped: Path, tmp_path: Path) -> None:
     """A typing error in a mesh would be a checkpoint that every process reads whole, without a word."""
     words = ("reshard", striped, tmp_path / "9", "--mesh", "x=7", "--mesh", "x=3,y=64", "--dry-run")
     said = ckpt(*words).out
@@ -154,7 +154,7 @@ def test_leaves_that_no_axis_divides_are_said(ckpt: Run, striped: Path, tmp_path
     assert plan["notes"] == [line.strip() for line in said.splitlines() if "warning" in line]
 
 
-def test_chunks_of_columns_into_a_zip(ckpt: Run, striped: Path, tmp_path: Path) -> None:
+def test_column_chunks_are_written_into_a_zip(ckpt: Run, striped: Path, tmp_path: Path) -> None:
     """A zip that is not written from its begin to its end would have a checksum of other bytes."""
     (tmp_path / "rules.toml").write_text("[[rule]]\nleaf = 'w*'\nspec = ['', 'x']")
     words = ("--mesh", "x=4", "--rules", tmp_path / "rules.toml")
@@ -165,7 +165,7 @@ def test_chunks_of_columns_into_a_zip(ckpt: Run, striped: Path, tmp_path: Path) 
     assert read(tmp_path / "a.npz") == read(striped)
 
 
-def test_like_another_checkpoint(ckpt: Run, striped: Path, ours: Ours, tmp_path: Path) -> None:
+def test_like_copies_the_specs_of_another_checkpoint(ckpt: Run, striped: Path, ours: Ours, tmp_path: Path) -> None:
     """The specs of the run that will read it would be guessed instead."""
     plan = json.loads(
         ckpt("reshard", striped, tmp_path / "9", "--mesh", "x=8", "--like", striped, "--dry-run", "--json").out
@@ -188,7 +188,7 @@ def test_like_another_checkpoint(ckpt: Run, striped: Path, ours: Ours, tmp_path:
         ("[[rule", "rules.toml"),
     ],
 )
-def test_rules_that_do_not_fit_are_refused(ckpt: Run, striped: Path, tmp_path: Path, rules: str, why: str) -> None:
+def test_unfitting_rules_are_refused(ckpt: Run, striped: Path, tmp_path: Path, rules: str, why: str) -> None:
     """A typing error in a rule would be a layout that nobody asked for."""
     (tmp_path / "rules.toml").write_text(rules)
     said = ckpt("reshard", striped, tmp_path / "9", "--mesh", MESH, "--rules", tmp_path / "rules.toml")
@@ -197,7 +197,7 @@ def test_rules_that_do_not_fit_are_refused(ckpt: Run, striped: Path, tmp_path: P
     assert os.listdir(tmp_path) == ["rules.toml"]
 
 
-def test_what_cannot_be_resharded_is_said(ckpt: Run, striped: Path, tmp_path: Path) -> None:
+def test_unsupported_sources_and_targets_are_refused(ckpt: Run, striped: Path, tmp_path: Path) -> None:
     """A chunk above the budget would be read all the same, a target overwritten, another format half understood."""
     said = ckpt("reshard", striped, tmp_path / "9", "--mesh", MESH, "--memory", "256KiB")
     assert said.code == 1
@@ -212,7 +212,7 @@ def test_what_cannot_be_resharded_is_said(ckpt: Run, striped: Path, tmp_path: Pa
     assert sorted(os.listdir(tmp_path)) == ["9", "a.npz"]
 
 
-def test_a_damaged_cell_is_not_passed_on(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
+def test_damaged_cell_is_not_copied(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     """The result would prove what nobody ever saved."""
     shutil.copytree(ours.root / "8", tmp_path / "8")
     for data in (tmp_path / "8/state/d").iterdir():
@@ -224,7 +224,7 @@ def test_a_damaged_cell_is_not_passed_on(ckpt: Run, ours: Ours, tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
-def test_text_in_a_tree_comes_along_unproven(ckpt: Run, tmp_path: Path) -> None:
+def test_text_leaves_are_copied_without_digests(ckpt: Run, tmp_path: Path) -> None:
     """Leaves that are no arrays would be lost, or the item claim proofs that leave them out."""
     with ocp.CheckpointManager(tmp_path / "root") as manager:
         manager.save(1, args=ocp.args.PyTreeSave({"a": jnp.arange(8), "text": "hello", "n": (None, 2.5)}))
@@ -238,7 +238,7 @@ def test_text_in_a_tree_comes_along_unproven(ckpt: Run, tmp_path: Path) -> None:
     assert json.loads(ckpt("inspect", tmp_path / "new/1", "--json").out)["origin"]["writer"] == "orbax"
 
 
-def test_an_item_under_another_name(ckpt: Run, striped: Path, tmp_path: Path) -> None:
+def test_renamed_item_keeps_its_records(ckpt: Run, striped: Path, tmp_path: Path) -> None:
     """The records of an item that is named anew would be looked for under its old name, and not be found."""
     assert ckpt("reshard", striped / "default", tmp_path / "state", "--mesh", MESH).code == 0
     assert ckpt("reshard", tmp_path / "state", tmp_path / "again", "--mesh", "x=4").code == 0
@@ -272,7 +272,7 @@ def test_two_processes_write_one_checkpoint(starter: str, striped: Path, tmp_pat
     assert sorted(os.listdir(tmp_path)) == ["9"]
 
 
-def test_interrupted_after_every_commit_and_resumed(
+def test_reshard_resumes_after_an_interruption_at_any_commit(
     striped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interrupted reshard would begin anew, skip what was lost, or leave something at the target."""
@@ -311,7 +311,7 @@ def test_interrupted_after_every_commit_and_resumed(
         assert not list(tmp_path.glob(".*"))
 
 
-def test_into_a_bucket_marker_last(ckpt: Run, striped: Path, server: BucketServer, tmp_path: Path) -> None:
+def test_bucket_marker_is_written_last(ckpt: Run, striped: Path, server: BucketServer, tmp_path: Path) -> None:
     """What is half written in a bucket would be taken for a step, or another checkpoint be overwritten."""
     target = "gs://runs/run/9"
     opened = open_source(str(striped), timeout_s=20)
@@ -335,7 +335,7 @@ def test_into_a_bucket_marker_last(ckpt: Run, striped: Path, server: BucketServe
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_step_that_took_the_place_of_an_interrupted_work_in_a_bucket(
+def test_newer_step_at_the_bucket_target_is_kept(
     resume: bool, ckpt: Run, striped: Path, server: BucketServer, tmp_path: Path, ended_at: Callable[..., None]
 ) -> None:
     """It would be deleted, or written over, although somebody has committed it since."""
@@ -353,7 +353,7 @@ def test_a_step_that_took_the_place_of_an_interrupted_work_in_a_bucket(
 
 
 @pytest.mark.parametrize("to", ["orbax", "hf", "safetensors"])
-def test_convert_into_a_bucket(to: str, ckpt: Run, striped: Path, server: BucketServer) -> None:
+def test_converts_into_a_bucket(to: str, ckpt: Run, striped: Path, server: BucketServer) -> None:
     """People would need a disk as large as the checkpoint to move it."""
     target = "gs://runs/out" + ".safetensors" * (to == "safetensors")
     # The answer is lost, and the client below repeats the put.

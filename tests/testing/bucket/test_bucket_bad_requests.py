@@ -47,7 +47,7 @@ MULTIPART = {"Content-Type": "multipart/related; boundary=cut"}
         ("POST", "/batch/storage/v1", 400, "invalid"),
     ],
 )
-def test_a_bad_path_or_parameter_gets_the_status_of_google(
+def test_bad_path_or_parameter_gets_the_status_of_gcs(
     http: Http, method: str, path: str, status: int, reason: str
 ) -> None:
     answer = http(method, path)
@@ -55,7 +55,7 @@ def test_a_bad_path_or_parameter_gets_the_status_of_google(
 
 
 @pytest.mark.parametrize("name", [".", "..", "a\rb", "a\nb", "x" * 1025, "é" * 513, ".well-known/acme-challenge/x"])
-def test_names_that_no_object_can_have_are_refused(http: Http, name: str) -> None:
+def test_invalid_object_names_are_refused(http: Http, name: str) -> None:
     resumable = http("POST", UPLOAD, query={"uploadType": "resumable"}, body={"name": name})
     copied = http("POST", f"{object_path('source')}/copyTo/b/{BUCKET}/o/{object_path(name).rpartition('/')[2]}")
     for answer in (http.insert(name, b"x"), resumable, copied):
@@ -118,7 +118,7 @@ def test_a_multipart_upload_needs_a_boundary(http: Http, content_type: str) -> N
     assert (answer.status, answer.reason()) == (400, "invalid")
 
 
-def test_what_is_too_large_is_told_so(http: Http) -> None:
+def test_oversized_requests_get_413_or_414(http: Http) -> None:
     assert http("GET", object_path("x"), headers={"X-Large": "v" * 20_000}).status == 413
     assert http("GET", object_path("x"), headers={f"X-{n}": "v" * 400 for n in range(60)}).status == 413
     assert http("GET", "/storage/v1/b/" + "x" * 20_000).status == 414
@@ -135,7 +135,7 @@ def batch(http: Http, *parts: str, boundary: str = "cut") -> Answer:
     return http("POST", "/batch/storage/v1", body=body + "--cut--", headers=headers)
 
 
-def test_each_part_of_a_batch_is_answered_by_itself(http: Http) -> None:
+def test_each_part_of_a_batch_is_answered_separately(http: Http) -> None:
     generation = int(http.put("one")["generation"])
     http.put("two")
     answer = batch(
@@ -156,7 +156,7 @@ def test_each_part_of_a_batch_is_answered_by_itself(http: Http) -> None:
     assert http("GET", object_path("one")).json()["metadata"] == {"k": "v"}
 
 
-def test_a_batch_that_is_none_is_400(http: Http) -> None:
+def test_malformed_batch_is_400(http: Http) -> None:
     assert batch(http).status == 400
     assert batch(http, "x", boundary="other").status == 400
     assert batch(http, *["GET / HTTP/1.1\r\n\r\n"] * 101).status == 400
@@ -199,11 +199,11 @@ BODIES = [
 
 
 @pytest.mark.slow
-def test_no_request_brings_the_server_down(tmp_path: Path) -> None:
+def test_random_requests_never_crash_the_server(tmp_path: Path) -> None:
     fuzz(tmp_path, seed=random.SystemRandom().randrange(1 << 32), requests=20_000)
 
 
-def test_no_request_of_a_few_brings_the_server_down(tmp_path: Path) -> None:
+def test_seeded_requests_never_crash_the_server(tmp_path: Path) -> None:
     fuzz(tmp_path, seed=20_261_121, requests=4_000)
 
 
@@ -274,13 +274,13 @@ def fuzz(directory: Path, *, seed: int, requests: int) -> None:
         max_leaves=12,
     ),
 )
-def test_any_json_is_answered(http: Http, method: str, suffix: str, body: object) -> None:
+def test_any_json_gets_a_response(http: Http, method: str, suffix: str, body: object) -> None:
     http.put("name")
     answer = http(method, object_path("name") + suffix, body=json.dumps(body))
     assert answer.status in {200, 204, 400, 404, 405, 412}, (answer, body)
 
 
-def test_a_failure_of_the_server_itself_is_told_when_it_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_failure_is_raised_at_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_arguments: object) -> None:
         raise RuntimeError("on purpose")
 

@@ -77,7 +77,7 @@ READERS: list[Verb] = [stat, read]
 
 
 @pytest.mark.parametrize("verb", CHANGERS + READERS)
-def test_a_precondition_that_holds_lets_the_verb_through(http: Http, verb: Verb) -> None:
+def test_satisfied_precondition_allows_the_request(http: Http, verb: Verb) -> None:
     http.put("source")
     for query in ("ifGenerationMatch", "ifMetagenerationMatch", "ifGenerationNotMatch", "ifMetagenerationNotMatch"):
         found = http.put("name")
@@ -121,13 +121,13 @@ def test_generation_zero_means_absent(http: Http, verb: Verb) -> None:
 
 
 @pytest.mark.parametrize("verb", [patch, update, delete, stat, read])
-def test_what_is_absent_is_not_found_whatever_the_condition(http: Http, verb: Verb) -> None:
+def test_absent_object_is_404_under_any_condition(http: Http, verb: Verb) -> None:
     assert verb(http, "absent", {"ifGenerationMatch": 5}).status == 404
     assert verb(http, "absent", {}).status == 404
 
 
 @pytest.mark.parametrize("verb", [copy, rewrite, move])
-def test_the_source_of_a_copy_has_conditions_of_its_own(http: Http, verb: Verb) -> None:
+def test_source_of_a_copy_has_its_own_conditions(http: Http, verb: Verb) -> None:
     source = http.put("source")
     wrong, right = int(source["generation"]) + 1, source["generation"]
     assert verb(http, "name", {"ifSourceGenerationMatch": wrong}).status == 412
@@ -136,7 +136,7 @@ def test_the_source_of_a_copy_has_conditions_of_its_own(http: Http, verb: Verb) 
     assert verb(http, "name", {"ifSourceGenerationMatch": right}).status == 200
 
 
-def test_a_component_of_a_compose_has_a_condition_of_its_own(http: Http) -> None:
+def test_component_of_a_compose_has_its_own_condition(http: Http) -> None:
     generation = int(http.put("source")["generation"])
     for wrong, status in ((1, 412), (0, 200)):
         condition = {"name": "source", "objectPreconditions": {"ifGenerationMatch": str(generation + wrong)}}
@@ -163,7 +163,7 @@ def test_etags_work_as_preconditions(http: Http) -> None:
     assert http("DELETE", object_path("name"), headers={"If-Match": etag}).status == 204
 
 
-def test_metadata_changes_the_metageneration_and_bytes_the_generation(http: Http) -> None:
+def test_metadata_changes_metageneration_bytes_change_generation(http: Http) -> None:
     first = http.put("name")
     second = patch(http, "name", {}).json()
     third = http.put("name")
@@ -174,7 +174,7 @@ def test_metadata_changes_the_metageneration_and_bytes_the_generation(http: Http
     assert len({first["etag"], second["etag"], third["etag"]}) == 3
 
 
-def test_only_the_live_generation_can_be_asked_for(http: Http) -> None:
+def test_only_the_live_generation_is_found(http: Http) -> None:
     old, new = http.put("name", b"old"), http.put("name", b"new")
     assert http.read("name", generation=old["generation"]).status == 404
     assert http.read("name", generation=new["generation"]).body == b"new"
@@ -182,7 +182,7 @@ def test_only_the_live_generation_can_be_asked_for(http: Http) -> None:
     assert delete(http, "name", {"generation": new["generation"]}).status == 204
 
 
-def test_generations_never_come_back(tmp_path: Path) -> None:
+def test_generations_are_never_reused(tmp_path: Path) -> None:
     seen: list[int] = []
     for _ in range(3):
         with BucketServer(dir=tmp_path, buckets=[BUCKET]) as server:
@@ -193,7 +193,7 @@ def test_generations_never_come_back(tmp_path: Path) -> None:
     assert seen == sorted(set(seen))
 
 
-def test_of_many_who_create_one_wins(http: Http) -> None:
+def test_one_of_many_creators_wins(http: Http) -> None:
     for round_number in range(5):
         name = f"race-{round_number}"
         statuses: list[int] = []
@@ -209,7 +209,7 @@ def test_of_many_who_create_one_wins(http: Http) -> None:
         assert sorted(statuses) == [200] + [412] * 7
 
 
-def test_an_increment_guarded_by_generations_loses_none(http: Http) -> None:
+def test_guarded_increments_are_not_lost(http: Http) -> None:
     http.put("counter", b"0")
 
     def increment() -> None:

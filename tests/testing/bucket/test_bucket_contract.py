@@ -34,12 +34,12 @@ Connect = Callable[[], Client]
 T = TypeVar("T")
 
 DIFFERENCES: dict[tuple[str, str], str] = {
-    ("tensorstore", "test_an_empty_object_is_there"): "an empty media upload is never answered",
+    ("tensorstore", "test_empty_object_exists"): "an empty media upload is never answered",
     ("tensorstore", "test_any_name_is_kept"): "startOffset and endOffset are ignored",
     ("tensorstore", "test_a_listing_follows_every_write_and_delete"): "startOffset and endOffset are ignored",
     ("tensorstore", "test_every_write_has_a_generation_of_its_own"): "downloads carry no generation",
-    ("any", "test_what_exists_cannot_be_created"): "ifGenerationMatch is ignored",
-    ("any", "test_of_many_creators_one_wins"): "ifGenerationMatch is ignored",
+    ("any", "test_create_of_an_existing_object_is_refused"): "ifGenerationMatch is ignored",
+    ("any", "test_one_of_many_creators_wins"): "ifGenerationMatch is ignored",
     ("any", "test_only_the_generation_that_was_read_is_replaced"): "ifGenerationMatch is ignored",
 }
 
@@ -91,7 +91,7 @@ def prefix(request: pytest.FixtureRequest) -> str:
     return f"{request.node.originalname}-{request.node.callspec.id}-{random.getrandbits(32):08x}"
 
 
-def test_what_is_written_is_read_back(connect: Connect, prefix: str) -> None:
+def test_object_round_trips(connect: Connect, prefix: str) -> None:
     client = connect()
     data = os.urandom(100_000)
     client.write(f"{prefix}/name", data)
@@ -99,19 +99,19 @@ def test_what_is_written_is_read_back(connect: Connect, prefix: str) -> None:
     assert client.read(f"{prefix}/absent") is None
 
 
-def test_an_object_of_many_chunks_is_read_back(connect: Connect, prefix: str) -> None:
+def test_object_of_many_chunks_round_trips(connect: Connect, prefix: str) -> None:
     data = os.urandom(5 * (1 << 20) + 12_345)
     connect().write(f"{prefix}/large", data)
     assert connect().read(f"{prefix}/large") == data
 
 
-def test_an_empty_object_is_there(connect: Connect, prefix: str) -> None:
+def test_empty_object_exists(connect: Connect, prefix: str) -> None:
     client = connect()
     client.write(f"{prefix}/empty", b"")
     assert client.read(f"{prefix}/empty") == b""
 
 
-def test_a_range_is_read(connect: Connect, prefix: str) -> None:
+def test_range_is_read(connect: Connect, prefix: str) -> None:
     client = connect()
     data = os.urandom(10_000)
     client.write(f"{prefix}/name", data)
@@ -155,7 +155,7 @@ def test_every_write_has_a_generation_of_its_own(connect: Connect, prefix: str) 
     assert len(seen) == 20
 
 
-def test_what_exists_cannot_be_created(connect: Connect, prefix: str) -> None:
+def test_create_of_an_existing_object_is_refused(connect: Connect, prefix: str) -> None:
     client = connect()
     assert client.create(f"{prefix}/name", b"first")
     assert not connect().create(f"{prefix}/name", b"second")
@@ -164,7 +164,7 @@ def test_what_exists_cannot_be_created(connect: Connect, prefix: str) -> None:
     assert client.create(f"{prefix}/name", b"third")
 
 
-def test_of_many_creators_one_wins(connect: Connect, prefix: str) -> None:
+def test_one_of_many_creators_wins(connect: Connect, prefix: str) -> None:
     for round_number in range(3):
         name = f"{prefix}/{round_number}"
         won = together([partial(connect().create, name, b"x") for _ in range(6)])
@@ -182,7 +182,7 @@ def test_only_the_generation_that_was_read_is_replaced(connect: Connect, prefix:
     assert client.read(f"{prefix}/name") == b"second"
 
 
-def test_counters_guarded_by_generations_lose_nothing(connect: Connect, prefix: str, url: str, ours: str) -> None:
+def test_counters_guarded_by_generations_are_exact(connect: Connect, prefix: str, url: str, ours: str) -> None:
     if not connect().by_generation:
         pytest.skip("this client cannot ask for it")
     if url != ours:

@@ -29,13 +29,13 @@ def test_a_kill_at_any_file_operation_leaves_the_old_or_the_new() -> None:
     assert sum(points.values()) >= 50, points
 
 
-def test_a_killed_server_keeps_what_it_confirmed(tmp_path: Path) -> None:
+def test_killed_server_keeps_confirmed_writes(tmp_path: Path) -> None:
     kill_rounds(tmp_path, rounds=5, seed=20_261_121)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
-def test_100_kills_lose_nothing_that_was_confirmed(tmp_path: Path, part: int) -> None:
+def test_100_kills_lose_no_confirmed_write(tmp_path: Path, part: int) -> None:
     kill_rounds(tmp_path, rounds=25, seed=random.SystemRandom().randrange(1 << 30) * 4 + part)
 
 

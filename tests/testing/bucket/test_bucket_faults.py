@@ -55,7 +55,9 @@ def once(effect: Effect, *kinds: Kind) -> FaultPlan:
         (504, "backendError"),
     ],
 )
-def test_a_status_comes_before_or_after_the_work(server: BucketServer, http: Http, code: int, reason: str) -> None:
+def test_error_status_is_sent_before_or_after_the_work(
+    server: BucketServer, http: Http, code: int, reason: str
+) -> None:
     server.faults = once(Status(code=code), Kind.WRITE)
     answer = http.insert("before", b"x")
     assert (answer.status, answer.reason()) == (code, reason)
@@ -64,7 +66,7 @@ def test_a_status_comes_before_or_after_the_work(server: BucketServer, http: Htt
     assert http.names() == ["after"]
 
 
-def test_permission_and_quota_are_refusals_of_google(server: BucketServer, http: Http) -> None:
+def test_permission_and_quota_errors_match_gcs(server: BucketServer, http: Http) -> None:
     server.faults = FaultPlan(
         faults=(
             Fault(effect=QuotaFull(), kinds=(Kind.WRITE, Kind.RESUME, Kind.CHUNK)),
@@ -81,7 +83,7 @@ def test_permission_and_quota_are_refusals_of_google(server: BucketServer, http:
     assert http.insert("name", b"x").status == 200
 
 
-def test_a_fault_is_aimed_by_kind_and_name_and_counted(server: BucketServer, http: Http) -> None:
+def test_fault_selects_by_kind_and_name_and_is_counted(server: BucketServer, http: Http) -> None:
     server.faults = FaultPlan(
         faults=(Fault(effect=Status(code=503), kinds=(Kind.WRITE,), objects="run/*/w", skip=1, count=2),)
     )
@@ -91,7 +93,7 @@ def test_a_fault_is_aimed_by_kind_and_name_and_counted(server: BucketServer, htt
     assert server.fired() == [2]
 
 
-def test_a_name_inside_the_body_is_aimed_at_too(server: BucketServer, http: Http) -> None:
+def test_fault_matches_a_name_inside_the_body(server: BucketServer, http: Http) -> None:
     server.faults = FaultPlan(faults=(Fault(effect=Status(code=503), objects="hit"),))
     body = b'--c\r\n\r\n{"name": "%s"}\r\n--c\r\n\r\nx\r\n--c--'
     for name, status in ((b"hit", 503), (b"miss", 200)):
@@ -102,7 +104,7 @@ def test_a_name_inside_the_body_is_aimed_at_too(server: BucketServer, http: Http
         assert started.status == status
 
 
-def test_a_part_of_a_batch_is_hit_by_itself(server: BucketServer, http: Http) -> None:
+def test_fault_can_hit_one_part_of_a_batch(server: BucketServer, http: Http) -> None:
     http.put("one")
     http.put("two")
     server.faults = FaultPlan(faults=(Fault(effect=Status(code=503), kinds=(Kind.DELETE,), objects="two"),))
@@ -116,7 +118,7 @@ def test_a_part_of_a_batch_is_hit_by_itself(server: BucketServer, http: Http) ->
 
 
 @pytest.mark.parametrize("stage", ["before", "upload", "after"])
-def test_a_reset_loses_the_request_or_only_the_answer(server: BucketServer, http: Http, stage: str) -> None:
+def test_reset_loses_the_request_or_only_the_response(server: BucketServer, http: Http, stage: str) -> None:
     server.faults = once(Reset(stage=stage, after_bytes=300_000), Kind.WRITE)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConnectionError):
         http.insert("name", MEGABYTE)
@@ -141,7 +143,7 @@ def test_a_body_breaks_off_by_reset_or_by_an_early_end(server: BucketServer, htt
     assert http.read("name").body == MEGABYTE
 
 
-def test_an_answer_without_a_body_can_break_off_too(server: BucketServer, http: Http) -> None:
+def test_response_without_a_body_can_break_off(server: BucketServer, http: Http) -> None:
     http.put("name")
     server.faults = once(Truncate(), Kind.DELETE)
     with pytest.raises((ConnectionError, HTTPException)):
@@ -149,7 +151,7 @@ def test_an_answer_without_a_body_can_break_off_too(server: BucketServer, http: 
     assert http.names() == []
 
 
-def test_a_slow_first_byte_and_a_slow_body_take_their_time(server: BucketServer, http: Http) -> None:
+def test_slow_first_byte_and_slow_body_delay_the_response(server: BucketServer, http: Http) -> None:
     http.put("name", MEGABYTE)
     server.faults = once(Delay(latency=Fixed(seconds=0.3)))
     assert timed(lambda: http.read("name")) >= 0.3
@@ -199,7 +201,7 @@ def test_two_writers_share_the_bandwidth(server: BucketServer, http: Http) -> No
     assert timed(lambda: http.read("name")) < 4.0  # the other direction has a bucket of its own: not 5 s
 
 
-def test_the_same_seed_hits_the_same_requests_in_any_order() -> None:
+def test_seed_selects_the_same_requests_in_any_order() -> None:
     def hits(seed: int, names: list[str]) -> dict[str, list[bool]]:
         injector = Injector(FaultPlan(seed=seed, faults=(Fault(effect=Status(code=503), probability=0.3),)))
         found: dict[str, list[bool]] = {}
@@ -229,7 +231,7 @@ def test_latencies_follow_their_distribution() -> None:
     assert max(draws(Lognormal(median_s=50.0, sigma=2.0))) == 60.0
 
 
-def test_delays_add_up_and_do_not_end_the_search() -> None:
+def test_delays_add_up_and_later_faults_still_apply() -> None:
     delay = Fault(effect=Delay(latency=Fixed(seconds=0.5)))
     injector = Injector(FaultPlan(faults=(delay, delay, Fault(effect=Hang()), Fault(effect=Status(code=500)))))
     ordeal = injector.decide(Kind.READ, "name")
@@ -271,7 +273,7 @@ PLANS = st.builds(
 
 
 @given(PLANS)
-def test_a_plan_is_the_same_in_json(plan: FaultPlan) -> None:
+def test_plan_round_trips_through_json(plan: FaultPlan) -> None:
     assert FaultPlan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
 
 
@@ -290,13 +292,13 @@ def test_a_plan_is_the_same_in_json(plan: FaultPlan) -> None:
         ("{", "Expecting property name"),
     ],
 )
-def test_a_plan_that_is_wrong_is_told_what_is_wrong(http: Http, text: str, told: str) -> None:
+def test_invalid_plan_error_names_the_fault(http: Http, text: str, told: str) -> None:
     answer = http("POST", "/_ckptkit/faults", body=text)
     assert answer.status == 400
     assert told in answer.json()["error"]["message"]
 
 
-def test_faults_and_log_have_an_address_of_their_own(server: BucketServer, http: Http) -> None:
+def test_faults_and_log_have_their_own_address(server: BucketServer, http: Http) -> None:
     plan = once(Status(code=503), Kind.WRITE)
     assert http("POST", "/_ckptkit/faults", body=plan.as_json()).json() == plan.as_json()
     assert server.faults == plan
@@ -330,7 +332,7 @@ def test_the_log_counts_requests_bytes_and_seconds_by_kind(server: BucketServer,
     ]
 
 
-def test_a_plan_can_stand_in_the_constructor(tmp_path: Path) -> None:
+def test_plan_is_accepted_by_the_constructor(tmp_path: Path) -> None:
     with BucketServer(dir=tmp_path, buckets=[BUCKET], faults=once(Status(code=429))) as server:
         answers: list[Answer] = [Http(server.url).insert("name", b"x") for _ in range(2)]
     assert [answer.status for answer in answers] == [429, 200]

@@ -58,20 +58,20 @@ LOST_ANSWERS = FaultPlan(
 )
 
 
-def test_committers_lose_no_write_when_answers_are_lost(bucket_env: BucketServer) -> None:
+def test_committers_lose_no_write_when_responses_are_lost(bucket_env: BucketServer) -> None:
     bucket_env.faults = LOST_ANSWERS
     commit_rounds(bucket_env, rounds=3)
     assert all(bucket_env.fired())
 
 
 @pytest.mark.slow
-def test_30_rounds_lose_no_write_when_answers_are_lost(bucket_env: BucketServer) -> None:
+def test_30_rounds_lose_no_write_when_responses_are_lost(bucket_env: BucketServer) -> None:
     bucket_env.faults = LOST_ANSWERS
     commit_rounds(bucket_env, rounds=30)
     assert all(bucket_env.fired())
 
 
-def test_a_store_is_there_after_a_restart_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_survives_a_restart_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for value in (None, b"committed"):
         with BucketServer(dir=tmp_path, buckets=[BUCKET]) as server:
             for name, text in server.env().items():

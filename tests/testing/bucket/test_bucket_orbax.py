@@ -67,7 +67,7 @@ def test_orbax_saves_and_restores(server: BucketServer, processes: int) -> None:
     assert server.log.totals(Kind.WRITE).count > 0
 
 
-def test_orbax_gets_through_ten_percent_of_faults(server: BucketServer) -> None:
+def test_orbax_survives_ten_percent_faults(server: BucketServer) -> None:
     server.faults = TEN_PERCENT
     run_job(server, processes=2, steps=1, waits="short")
     check_share(server)
@@ -75,7 +75,7 @@ def test_orbax_gets_through_ten_percent_of_faults(server: BucketServer) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_orbax_gets_through_ten_percent_of_faults_with_its_own_waits(server: BucketServer, processes: int) -> None:
+def test_orbax_survives_ten_percent_faults_with_its_own_delays(server: BucketServer, processes: int) -> None:
     server.faults = TEN_PERCENT
     run_job(server, processes=processes, steps=3)
     check_share(server)

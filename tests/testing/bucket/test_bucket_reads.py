@@ -24,7 +24,7 @@ DATA = bytes(range(200))
         ("BYTES=0-199", 0, 200),
     ],
 )
-def test_a_range_is_answered_in_part(http: Http, header: str, begin: int, end: int) -> None:
+def test_range_returns_partial_content(http: Http, header: str, begin: int, end: int) -> None:
     http.put("name", DATA)
     for path in (f"{object_path('name')}?alt=media", f"/download/storage/v1/b/{BUCKET}/o/name", f"/{BUCKET}/name"):
         answer = http("GET", path, headers={"Range": header})
@@ -46,13 +46,13 @@ def test_a_range_after_the_end_is_416(http: Http, header: str) -> None:
 @pytest.mark.parametrize(
     "header", ["bytes=", "bytes=-", "bytes=5-2", "bytes=a-b", "items=0-1", "bytes=0-1,5-6", "bytes=" + "9" * 5000 + "-"]
 )
-def test_a_range_that_is_none_is_ignored(http: Http, header: str) -> None:
+def test_invalid_range_is_ignored(http: Http, header: str) -> None:
     http.put("name", DATA)
     answer = http("GET", f"{object_path('name')}?alt=media", headers={"Range": header})
     assert (answer.status, answer.body) == (200, DATA)
 
 
-def test_what_is_missing_is_told_in_the_words_of_each_api(http: Http) -> None:
+def test_missing_object_error_has_the_format_of_each_api(http: Http) -> None:
     found = http("GET", object_path("no/such"))
     assert (found.status, found.reason()) == (404, "notFound")
     assert found.json()["error"]["message"] == f"No such object: {BUCKET}/no/such"
@@ -116,7 +116,7 @@ def test_names_are_listed_in_the_order_of_their_bytes(http: Http) -> None:
     assert http.names(matchGlob="{a[a-c],z}") == ["ab", "z"]
 
 
-def test_a_delimiter_rolls_names_up(http: Http) -> None:
+def test_delimiter_groups_names(http: Http) -> None:
     for name in NAMES:
         http.put(name)
     listing = f"/storage/v1/b/{BUCKET}/o"
@@ -131,7 +131,7 @@ def test_a_delimiter_rolls_names_up(http: Http) -> None:
 
 
 @pytest.mark.parametrize("query", ["maxResults=0", "maxResults=-1", "maxResults=x", "pageToken=!", "pageToken=AA=A"])
-def test_a_listing_that_cannot_be_is_refused(http: Http, query: str) -> None:
+def test_invalid_listing_is_refused(http: Http, query: str) -> None:
     answer = http("GET", f"/storage/v1/b/{BUCKET}/o?{query}")
     assert (answer.status, answer.reason()) == (400, "invalid")
 
@@ -149,7 +149,7 @@ TEXT = st.text(alphabet="ab/\U0010ffff", max_size=6)
     limit=st.integers(1, 5),
     trailing=st.booleans(),
 )
-def test_pages_hold_what_a_scan_finds(
+def test_pages_match_a_full_scan(
     names: set[str], prefix: str, delimiter: str, start: str, end: str | None, limit: int, trailing: bool
 ) -> None:
     ordered = sorted(names)

@@ -61,7 +61,7 @@ def persisted(answer: Answer) -> int:
     return int(answer.headers["Range"].removeprefix("bytes=0-")) + 1 if "Range" in answer.headers else 0
 
 
-def test_a_media_upload_returns_what_google_returns(http: Http) -> None:
+def test_media_upload_response_matches_gcs(http: Http) -> None:
     data = os.urandom(1000)
     answer = http.insert("a/b c.bin", data, headers={"Content-Type": "text/x-test"})
     resource = answer.json()
@@ -77,7 +77,7 @@ def test_a_media_upload_returns_what_google_returns(http: Http) -> None:
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, BLOCK - 1, BLOCK, 3 * BLOCK + 17, 5_000_000])
-def test_every_size_comes_back_by_every_kind_of_upload(http: Http, size_bytes: int) -> None:
+def test_every_size_round_trips_by_every_kind_of_upload(http: Http, size_bytes: int) -> None:
     data = os.urandom(size_bytes)
     assert http.insert("media", data).status == 200
     assert multipart(http, {"name": "multipart"}, data).status == 200
@@ -137,7 +137,7 @@ def test_a_resumable_upload_in_chunks_with_unknown_total(http: Http) -> None:
     assert (again.status, again.json()) == (200, done.json())
 
 
-def test_a_chunk_that_is_no_multiple_of_the_block_is_kept_to_the_last_block(http: Http) -> None:
+def test_unaligned_chunk_is_persisted_to_the_last_block(http: Http) -> None:
     data = os.urandom(2 * BLOCK)
     session = start(http, "odd")
     assert persisted(chunk(http, session, data[: BLOCK + 9], f"bytes 0-{BLOCK + 8}/*")) == BLOCK
@@ -186,7 +186,7 @@ def test_an_upload_resumes_after_a_restart_of_the_server(tmp_path: Path) -> None
         assert chunk(http, session, b"", "bytes */*").json()["generation"] == done.json()["generation"]
 
 
-def test_a_media_upload_that_breaks_leaves_nothing(http: Http, tmp_path: Path) -> None:
+def test_broken_media_upload_leaves_no_object(http: Http, tmp_path: Path) -> None:
     http.put("name", b"before")
     head = f"POST {UPLOAD}?uploadType=media&name=name HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
     http.raw(head.encode() + b"x" * 500_000)
@@ -194,7 +194,7 @@ def test_a_media_upload_that_breaks_leaves_nothing(http: Http, tmp_path: Path) -
     assert [path for path in tmp_path.rglob("*.part") if path.is_file()] == []
 
 
-def test_sessions_end(http: Http) -> None:
+def test_cancelled_or_refused_sessions_are_410(http: Http) -> None:
     session = start(http, "gone")
     assert http("DELETE", session).status == 499
     for answer in (chunk(http, session, b"x", "bytes 0-0/1"), http("DELETE", session)):
@@ -219,14 +219,14 @@ def test_sessions_end(http: Http) -> None:
         (b"x", ""),  # all in one request, of another size than was announced
     ],
 )
-def test_chunks_that_cannot_be_are_refused(http: Http, data: bytes, content_range: str) -> None:
+def test_invalid_chunks_are_refused(http: Http, data: bytes, content_range: str) -> None:
     session = start(http, "name", headers={"X-Upload-Content-Length": "9"})
     answer = chunk(http, session, data, content_range)
     assert (answer.status, answer.reason()) == (400, "invalid")
     assert http.read("name").status == 404
 
 
-def test_a_copy_has_the_bytes_and_a_life_of_its_own(http: Http) -> None:
+def test_copy_is_independent_of_its_source(http: Http) -> None:
     data = os.urandom(100_000)
     http.put("source", data)
     http("PATCH", object_path("source"), body={"metadata": {"k": "v"}, "contentType": "text/plain"})
@@ -266,7 +266,7 @@ def test_a_composite_is_its_parts_in_order(http: Http) -> None:
         assert http("POST", f"{object_path('whole')}/compose", body={"sourceObjects": sources}).status == 400
 
 
-def test_a_reader_keeps_the_generation_that_it_began(http: Http) -> None:
+def test_reader_keeps_its_generation_during_an_overwrite(http: Http) -> None:
     old = os.urandom(30_000_000)
     http.put("name", old)
     with socket.create_connection((http.host, http.port), timeout=10) as connection:
