@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from ckptkit.manager import StepRecord as StepRecord
     from ckptkit.manager.follow import FollowedStep as FollowedStep
     from ckptkit.manager.follow import follow as follow
-    from ckptkit.model.broadcast_options import BroadcastOptions as BroadcastOptions
     from ckptkit.model.durable_profile import DurableProfile as DurableProfile
+    from ckptkit.model.policies import BroadcastOptions as BroadcastOptions
     from ckptkit.model.policies import FailurePolicy as FailurePolicy
     from ckptkit.model.policies import PeerOptions as PeerOptions
     from ckptkit.model.policies import ProcessOptions as ProcessOptions

@@ -12,7 +12,7 @@ import click
 
 from ckptkit import CheckpointError, StoreError, TierUnusableError, TransientStoreError, TreeMismatchError
 from ckptkit.events import EventLog, Kind
-from ckptkit.model.broadcast_options import BroadcastMode
+from ckptkit.model.policies import BroadcastMode
 from tools.corpus import CorpusError
 from tools.launch import ExitCode
 from trainer.checkpoint import Preempted, check_writable

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ckptkit.model.broadcast_options import BroadcastMode
+from ckptkit.model.policies import BroadcastMode
 
 MESH_AXES = ("data", "fsdp", "model")
 ManagerName = Literal["ckptkit", "orbax", "orbax-sync"]

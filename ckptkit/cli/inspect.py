@@ -57,7 +57,7 @@ def _with_statistics(
 ) -> Inspection:
     """Prints it with its statistics; gives it with what was found damaged while the arrays were read."""
     from ckptkit.cli.progress import reading_bar
-    from ckptkit.cli.show_inspection import show_statistics, statistics, stats_json  # imports JAX and Orbax
+    from ckptkit.cli.show_statistics import show_statistics, statistics, stats_json  # imports JAX and Orbax
 
     with reading_bar() as progress:
         known, damaged = statistics(found, memory_bytes, timeout_s, progress)

@@ -2,14 +2,98 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from ckptkit.cli.exits import exit_with
 from ckptkit.cli.options import HOST_ID, JSON, TIERS, TIMEOUT, fast_tiers
-from ckptkit.cli.show_steps import show_outlook, show_steps
-from ckptkit.cli.text import print_json
-from ckptkit.inspection import list_steps
-from ckptkit.restore.outlook import outlook
+from ckptkit.cli.text import (
+    age_text,
+    count_text,
+    print_json,
+    print_line,
+    print_table,
+    shape_text,
+    short_json,
+    size_text,
+)
+from ckptkit.inspection import Listing, StepEntry, list_steps
+from ckptkit.restore.outlook import Outlook, outlook
+from ckptkit.restore.plan import BoxRead, RestorePlan
+from ckptkit.util import clock
+
+_STEP_COLUMNS = [
+    ("step", True),
+    ("state", False),
+    ("save", False),
+    ("tiers", False),
+    ("bytes", True),
+    ("age", True),
+    ("processes", False),
+    ("items", False),
+]
+_METRICS_CHARS = 80
+
+
+def show_steps(listing: Listing) -> None:
+    """Prints it on stdout."""
+    print_line(f"{listing.root}: {count_text(len(listing.steps), 'step')}, host {listing.host_id}")
+    for note in listing.notes:
+        print_line(f"  {note}")
+    if listing.steps:
+        told = any(entry.metrics is not None for entry in listing.steps)
+        print_line()
+        rows = [[*_step_row(entry), *[_metrics_text(entry.metrics)] * told] for entry in listing.steps]
+        print_table([*_STEP_COLUMNS, *[("metrics", False)] * told], rows)
+
+
+def _step_row(entry: StepEntry) -> list[str]:
+    present = entry.processes
+    of = "" if present is None else f"{len(present)} of {entry.expected}"
+    age = "" if entry.committed_at_s is None else age_text(clock.wall_s() - entry.committed_at_s)
+    return [
+        str(entry.step),
+        entry.state,
+        "" if entry.save_id is None else str(entry.save_id),
+        ", ".join(holding.tier for holding in entry.holdings),
+        " + ".join(size_text(holding.held_bytes) for holding in entry.holdings),
+        age,
+        of,
+        ", ".join(entry.items),
+    ]
+
+
+def _metrics_text(metrics: Any) -> str:
+    if isinstance(metrics, dict):
+        return ", ".join(f"{name} {short_json(value, 20)}" for name, value in metrics.items())[:_METRICS_CHARS]
+    return "" if metrics is None else short_json(metrics, _METRICS_CHARS)
+
+
+_READ_COLUMNS = [("leaf", False), ("from", True), ("to", True), ("bytes", True), ("tier", False)]
+
+
+def show_outlook(found: Outlook) -> None:
+    """Prints it on stdout."""
+    chosen = found.chosen
+    print_line(f"{found.root}: step {chosen.save_id.step}, save {chosen.save_id}, as host {found.host_id} sees it")
+    for tier, step, reason in found.rejected:
+        print_line(f"  rejected: step {step} in {tier}: {reason}")
+    for note in found.notes:
+        print_line(f"  {note}")
+    if found.plan is None:
+        print_line("  stock Orbax wrote it: its own handlers read it, and nothing of it is proven")
+        return
+    for tier, read_bytes in found.plan.bytes_by_tier().items():
+        print_line(f"  {size_text(read_bytes)} ({read_bytes} bytes) from {tier}")
+    print_line()
+    print_table(_READ_COLUMNS, [_read_row(found.plan, read) for read in found.plan.reads])
+
+
+def _read_row(plan: RestorePlan, read: BoxRead) -> list[str]:
+    tier = plan.tiers[read.sources[0][0]]
+    start, stop = shape_text(read.wanted.start), shape_text(read.wanted.stop)
+    return [f"{read.key[0]}:{'.'.join(read.key[1])}", start, stop, size_text(read.nbytes), tier]
 
 
 @click.command()

@@ -11,9 +11,9 @@ import orbax.checkpoint as ocp
 
 from ckptkit.events import EventLog
 from ckptkit.model import paths
-from ckptkit.model.broadcast_options import BroadcastOptions
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.policies import (
+    BroadcastOptions,
     DurableBusy,
     FailurePolicy,
     PeerOptions,

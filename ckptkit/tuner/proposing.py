@@ -13,8 +13,16 @@ from ckptkit.formats import open_checkpoint
 from ckptkit.model.durable_profile import Codec, DurableProfile
 from ckptkit.store.roots import root_url
 from ckptkit.store.schemes import properties_of
-from ckptkit.tuner.probing import Probe, ProbedLatency, Trial
-from ckptkit.tuner.sampling import Compression, Samples, compressibility, leaves_of, take_samples
+from ckptkit.tuner.probing import (
+    Compression,
+    Probe,
+    ProbedLatency,
+    Samples,
+    Trial,
+    compressibility,
+    leaves_of,
+    take_samples,
+)
 
 PROBE_BYTES = 256 << 20
 _LARGE_BYTES = 64 << 20  # a leaf of a probe without a state: the largest cell

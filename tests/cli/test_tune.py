@@ -19,9 +19,8 @@ from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer, FaultPlan
 from ckptkit.tuner import proposing
-from ckptkit.tuner.probing import Trial
+from ckptkit.tuner.probing import Compression, Samples, Trial
 from ckptkit.tuner.proposing import propose
-from ckptkit.tuner.sampling import Compression, Samples
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +103,7 @@ def test_tunes_a_bucket(
 def test_zeros_compress_and_noise_does_not(like: Path) -> None:
     """The table would be made up."""
     from ckptkit.formats import open_checkpoint
-    from ckptkit.tuner.sampling import compressibility, take_samples
+    from ckptkit.tuner.probing import compressibility, take_samples
 
     with open_checkpoint(str(like)) as opened:
         found = {(each.dtype, each.codec): each.ratio for each in compressibility(take_samples(opened.tensors))}

@@ -19,7 +19,7 @@ from ckptkit.errors import PeerUnreachableError
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Job
 from ckptkit.job.vote import REJECTING, act_together
-from ckptkit.model.broadcast_options import BroadcastOptions
+from ckptkit.model.policies import BroadcastOptions
 from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore.assembly import Assembly
 from ckptkit.restore.broadcast.collective import AllGather, links_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptkit.model.broadcast_options import BroadcastMode
+from ckptkit.model.policies import BroadcastMode
 
 LEAST_BYTES = 32 << 20  # of one process: below, reading takes less than the meetings that sharing needs
 STARTUP_S = 0.2  # to compile the collective and to connect: measured over TCP on loopback, on a busy machine

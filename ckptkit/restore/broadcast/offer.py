@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from ckptkit.model.boxes import Box, boxes_by_process
-from ckptkit.model.broadcast_options import BroadcastOptions
+from ckptkit.model.policies import BroadcastOptions
 from ckptkit.model.tiers import DURABLE
 from ckptkit.restore.broadcast.collective import links_of
 from ckptkit.restore.broadcast.cost_model import BroadcastRates, Remaining, choose
