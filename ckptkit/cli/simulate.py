@@ -322,23 +322,11 @@ def _show(job: _Job, results: Sequence[sim.Result]) -> None:
     print_line(told["source"])
     print_line()
     names = [tier.name for tier in job.cluster.tiers]
-    columns = [
-        ("tier", False),
-        ("save stalls", True),
-        ("committed in", True),
-        ("restored in", True),
-        ("survives", False),
-    ]
+    head = ["tier", "save stalls", "committed in", "restored in", "survives"]
     print_table(
-        columns,
+        [(title, title not in ("tier", "survives")) for title in head],
         [
-            [
-                t.name,
-                time_text(t.stall_s),
-                time_text(t.persist_s),
-                time_text(t.restore_s),
-                ", ".join(sorted(t.survives)),
-            ]
+            [t.name, *map(time_text, (t.stall_s, t.persist_s, t.restore_s)), ", ".join(sorted(t.survives))]
             for t in job.cluster.tiers
         ],
     )

@@ -30,9 +30,12 @@ from ckptkit.durable.orbax.manager import (
     committed_by_mark,
     delete_at_once,
     delete_directory,
+    finishes_in_its_own_way,
     forget,
+    make_root,
+    read_by_one,
+    without_collectives,
 )
-from ckptkit.durable.orbax.options import finishes_in_its_own_way, make_root, read_by_one, without_collectives
 from ckptkit.durable.orbax.preservation import BranchPreservation, prunes, replaced_options
 from ckptkit.durable.prune import Pruner, Said
 from ckptkit.durable.read_step import DurableReader, identity_metadata

@@ -1,18 +1,24 @@
-"""Every step of every tier: looked at afresh, deleted, forgotten."""
+"""Every step of every tier: looked at afresh, deleted, forgotten; and what `v1` and `surgery` ask of a manager."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from ckptkit.errors import StepNotFoundError
 from ckptkit.manager.build import Components
 from ckptkit.manager.metadata import durable_infos
 from ckptkit.manager.opening import take_stock
+from ckptkit.manager.restore import Resumer
+from ckptkit.restore.request import Choose, RestoreRequest
+from ckptkit.restore.restorer import Restored
 
 
 class Catalog:
     """Keeps what is known of steps in agreement with what the tiers hold. No save may be on its way."""
 
-    def __init__(self, components: Components):
+    def __init__(self, components: Components, resumer: Resumer):
         self._storage, self._history = components.storage, components.history
+        self._restorer, self._pipeline, self._resumer = components.restorer, components.pipeline, resumer
         self._coordinator = components.job.coordinator
 
     def reload(self) -> None:
@@ -39,13 +45,28 @@ class Catalog:
         history.decider.forget(step)
 
     def forget_in_fast_tiers(self, step: int) -> None:
-        """Leaves a step to the durable tier alone."""
+        """Leaves a step to the durable tier alone: what fast tiers hold of it is not what it is any more."""
         for name, arena in self._storage.arenas.items():
             arena.forget_step(step)
             self._history.ledger.keep_only(name, arena.held())
 
-    def times_ns(self) -> dict[int, int]:
+    def step_times(self) -> dict[int, int]:
         """When each step was committed, in nanoseconds of the wall clock, where that is known without reading."""
         made = {record.step: record.verified_s for record in self._history.ledger.records()}
         times = {step: int(made_s * 1e9) for step, made_s in made.items() if made_s is not None}
         return times | {step: int(at.timestamp() * 1e9) for step, at, _ in self._storage.durable.stock.infos() if at}
+
+    def known_metrics(self, step: int) -> Any:
+        """The metrics of a step as far as they are known without reading; None for none."""
+        return self._history.metadata_index.cached_metrics(step)
+
+    def restore_chosen(self, step: int | None, choose: Choose) -> Restored:
+        """What `choose` picks of a step (None: of the newest that proves whole), proven as in `restore`.
+
+        Only what is picked is read. `choose` is given the stored leaves by item and returns nested dicts of those
+        that are wanted, on every process the same. The run does not go on from the step: this is a look, not a
+        rollback. Raises what `restore` and `choose` raise.
+        """
+        self._resumer.refuse_while_pending("restore_chosen")
+        self._pipeline.wait()
+        return self._restorer.restore(step, RestoreRequest(args=None, default_item=None, choose=choose))

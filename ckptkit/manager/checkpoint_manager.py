@@ -16,7 +16,6 @@ from ckptkit.events import EventLog
 from ckptkit.job.coordination import Job, make_coordinator
 from ckptkit.manager.build import make_components
 from ckptkit.manager.catalog import Catalog
-from ckptkit.manager.internal import Internal
 from ckptkit.manager.orbax_compat import Began, save_entry, saved_step_number, step_number
 from ckptkit.manager.preemption import LastSaver
 from ckptkit.manager.restore import Resumer
@@ -112,8 +111,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._resumer = Resumer(self._settings, self._components, self._logger)
         self._last_saver = LastSaver(self._settings, self._components, self._saver)
         self._scrubber = Scrubber(self._components)
-        self._catalog = Catalog(self._components)
-        self.inner = Internal(self._components, self._catalog, self._resumer)
+        self.inner = self._catalog = Catalog(self._components, self._resumer)
         self._closed = False
 
     # What Orbax's managers offer.

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.abandoned import left_behind
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.orbax.options import make_root
+from ckptkit.durable.orbax.manager import make_root
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, heard_from
 from ckptkit.events import EventLog, Kind
