@@ -1,12 +1,11 @@
 """What a job's goodput would be: failures drawn or replayed, against declared tiers and a policy for the intervals."""
 
-from ckptkit.simulation.cluster import FAILURES, TIER_NAMES, Cluster, Failure, TierModel, default_tier
+from ckptkit.simulation.cluster import FAILURES, PRESETS, TIER_NAMES, Cluster, Failure, Preset, TierModel, default_tier
 from ckptkit.simulation.compare import Result, compare, find_oracle, mean_ci
 from ckptkit.simulation.cycle import Schedule
 from ckptkit.simulation.engine import Mark, Outcome, Policy, Seen, simulate, simulate_all
 from ckptkit.simulation.failures import Failures, FailureTrace, draw, read_trace, replay
 from ckptkit.simulation.policies import FixedIntervals, Learned, continuous, daly, levels, young
-from ckptkit.simulation.presets import PRESETS, Preset
 
 __all__ = [
     "FAILURES",
