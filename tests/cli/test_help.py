@@ -10,11 +10,12 @@ import click
 from ckptkit.cli.command import commands
 
 _HELP = """
-import resource, sys
+import re, sys
 from ckptkit.cli import main
 assert main(["--help"]) == 0
 heavy = {"jax", "tensorstore", "orbax.checkpoint", "gcsfs", "ckptkit.manager", "ckptkit.conversion"}
-sys.stderr.write(f"{sorted(heavy & set(sys.modules))} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10}")
+peak_kb = int(re.search(r"VmHWM:\\s+([0-9]+)", open("/proc/self/status").read())[1])  # since exec; ru_maxrss is not
+sys.stderr.write(f"{sorted(heavy & set(sys.modules))} {peak_kb >> 10}")
 """
 MEMORY_MB_MAX = 80
 
