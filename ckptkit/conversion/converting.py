@@ -16,6 +16,7 @@ from ckptkit.conversion.flat_files import FlatFile, FlatFormat, plan_file, write
 from ckptkit.conversion.journal import Journal, fingerprint
 from ckptkit.conversion.mapping import MapRule, Tensors, cast, mapped, tensors_bytes
 from ckptkit.conversion.orbax_step import require_tree, write_step
+from ckptkit.conversion.passes import BytesProgress
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.safetensors import INDEX, SUFFIX
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, block_bytes
@@ -27,8 +28,6 @@ TargetFormat = Literal["orbax", "safetensors", "hf", "npz", "torch"]
 SHARD_BYTES = 5 << 30  # Hugging Face's own default
 _NAMED = 5  # leaves in a note
 _PROGRESS_BYTES = 128 << 20  # written between two records of how far it is; what is lost by a crash at most
-
-BytesProgress = Callable[[int, int], None]  # bytes written, bytes in all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

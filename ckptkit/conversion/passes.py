@@ -1,4 +1,4 @@
-"""In which blocks an array is read to be stored in other chunks: as few bytes as possible twice, within a budget. Pure.
+"""In which blocks an array is read to be stored in other chunks: as few bytes as possible twice, within a budget.
 
 A block is a whole number of target chunks. Source chunks are read whole, so those that lie across the border of two
 blocks are read for both."""
@@ -17,6 +17,7 @@ from ckptkit.model.boxes import Box
 
 _Job = TypeVar("_Job")
 Data = TypeVar("Data")
+BytesProgress = Callable[[int, int], None]  # bytes that this process has written, of how many
 
 
 def read_ahead(read: Callable[[_Job], Data], jobs: Iterable[_Job], ahead: int = 1) -> Iterator[tuple[_Job, Data]]:

@@ -64,7 +64,7 @@ class Name:
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class TorchStorage:
     """What a persistent id names: the member of the archive, and the kind of its elements."""
 
     kind: str
@@ -76,7 +76,7 @@ class Storage:
 class Rebuilt:
     """A tensor as a view of a storage; offset and strides in elements."""
 
-    storage: Storage
+    storage: TorchStorage
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -120,12 +120,12 @@ class _Interpreter(pickle._Unpickler):  # the interpreter in Python; its public 
             )
         return Name(module, name)
 
-    def persistent_load(self, pid: Any) -> Storage:
+    def persistent_load(self, pid: Any) -> TorchStorage:
         """A storage, which torch names by `("storage", type, key, device, elements)`."""
         words = _of(tuple, pid)
         if len(words) != 5 or words[0] != "storage":
             raise ValueError(f"a persistent id of {len(words)} parts that names no storage")
-        return Storage(_of(Name, words[1]).name, _of(str, words[2]), _of(int, words[4]))
+        return TorchStorage(_of(Name, words[1]).name, _of(str, words[2]), _of(int, words[4]))
 
     def set_items(self, pairs: list[Any]) -> None:
         """Keys are text or numbers: hashing what is nested would follow it down."""
@@ -172,7 +172,7 @@ def _rebuilt(name: str, storage: Any, offset: Any, shape: Any, strides: Any, *mo
             f"a tensor's elements are not those of its storage ({', '.join(marks)[:60]}); "
             "save tensor.resolve_conj().resolve_neg() instead"
         )
-    return Rebuilt(_of(Storage, storage), _of(int, offset), _of(tuple, shape), _of(tuple, strides), dtype)
+    return Rebuilt(_of(TorchStorage, storage), _of(int, offset), _of(tuple, shape), _of(tuple, strides), dtype)
 
 
 def _words(value: Any) -> str:

@@ -13,6 +13,7 @@ from ckptkit.conversion.destination import Destination, begin, require_orbax_tar
 from ckptkit.conversion.item_writer import ItemWriter, Work, side_files, this_writer
 from ckptkit.conversion.journal import Journal, fingerprint
 from ckptkit.conversion.orbax_step import DTYPES, works_of
+from ckptkit.conversion.passes import BytesProgress
 from ckptkit.conversion.resharding.choosing import SpecRule
 from ckptkit.conversion.resharding.meshes import Mesh, Spec
 from ckptkit.conversion.resharding.planning import LeafPlan, ReshardPlan, make_plan, plan_leaves
@@ -30,8 +31,6 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.model.paths import OCDBT_MANIFEST, SHARDINGS, TREE_METADATA
 from ckptkit.store import Store
 from ckptkit.store.schemes import properties_of
-
-BytesProgress = Callable[[int, int], None]  # bytes written by this process, bytes that it will write
 
 _REPLACED = frozenset({TREE_METADATA, OCDBT_MANIFEST, SHARDINGS, paths.COMMIT_MARK})
 
