@@ -80,3 +80,15 @@ def test_files_named_on_the_page_exist() -> None:
     assert len(named) > 30
     for path in named:
         assert (PACKAGE / path).exists() or (ROOT / path).exists(), path
+
+
+def test_files_named_anywhere_exist() -> None:
+    """A page, a docstring or a comment would send its reader to a module that was moved."""
+    pages = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").rglob("*.md")]
+    code = [path for part in ("ckptkit", "trainer", "tools", "tests") for path in (ROOT / part).rglob("*.py")]
+    for path in [*pages, *code]:
+        for name in re.findall(r"\b(?:ckptkit|tests|tools|trainer)/[\w/]+\.(?:py|toml|json)\b", path.read_text()):
+            assert (ROOT / name).exists(), (path.relative_to(ROOT), name)
+    for path in pages:
+        for name in re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)`", path.read_text()):
+            assert (PACKAGE / name).exists() or (ROOT / name).exists(), (path.relative_to(ROOT), name)

@@ -22,7 +22,7 @@ from ckptkit.job.vote import act_together
 from tests.job.fake_service import FakeJob, FakeService
 
 MOVED = (
-    "JAX {version} has moved or changed its coordination client: ckptkit/coordination.py uses "
+    "JAX {version} has moved or changed its coordination client: ckptkit/job/coordination.py uses "
     "jax._src.distributed.global_state.client with key_value_set, blocking_key_value_get, key_value_dir_get and "
     "key_value_delete ({what}). Look where jax.experimental.multihost_utils gets its client from in this version, "
     "follow it there, and raise the lower bound of jax in pyproject.toml if old and new cannot both be served."
