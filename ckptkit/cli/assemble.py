@@ -10,7 +10,7 @@ from typing import Any
 import click
 import jax
 
-from ckptkit.cli.convert import SHARD_SIZE, CastType, show_plan
+from ckptkit.cli.convert import SHARD_SIZE, TO, CastType, show_plan
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.memory import keep_freed_memory
 from ckptkit.cli.options import DRY_RUN, JSON, MAP, MEMORY, TIMEOUT
@@ -31,9 +31,7 @@ from ckptkit.formats import open_checkpoint
 from ckptkit.formats.tensors import Checkpoint
 
 _WRITING = [
-    click.option(
-        "--to", type=click.Choice(["orbax", "safetensors", "hf", "npz", "torch"]), required=True, help="Format of DST."
-    ),
+    TO,
     click.option(
         "--dtype", "casts", type=CastType(), multiple=True, metavar="PATTERN=DTYPE", help="Cast floats; repeatable."
     ),

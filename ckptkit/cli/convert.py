@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import click
 import jax
@@ -14,9 +14,10 @@ from ckptkit.cli.progress import progress_bar
 from ckptkit.cli.text import count_text, print_json, print_line, print_table, shape_text, size_text
 from ckptkit.conversion import ConvertPlan, plan_convert, read_rules
 from ckptkit.conversion import convert as convert_tensors
-from ckptkit.conversion.converting import SHARD_BYTES
+from ckptkit.conversion.converting import SHARD_BYTES, TargetFormat
 from ckptkit.formats import open_checkpoint
 
+TO = click.option("--to", type=click.Choice(get_args(TargetFormat)), required=True, help="Format of DST.")
 SHARD_SIZE = click.option(
     "--shard-size",
     "shard_bytes",
@@ -44,9 +45,7 @@ class CastType(click.ParamType):
 @click.command()
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
-@click.option(
-    "--to", type=click.Choice(["orbax", "safetensors", "hf", "npz", "torch"]), required=True, help="Format of DST."
-)
+@TO
 @MAP
 @click.option(
     "--dtype", "casts", type=CastType(), multiple=True, metavar="PATTERN=DTYPE", help="Cast floats; repeatable."

@@ -12,7 +12,7 @@ import click
 from ckptkit.cli.text import size_text
 from ckptkit.formats import MEMORY_BYTES
 from ckptkit.model import paths
-from ckptkit.store.schemes import properties_of
+from ckptkit.store.backends import properties_of
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([KMGT]?)(i?B)?", re.IGNORECASE)

@@ -24,7 +24,7 @@ from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, FormatFacts, Tenso
 from ckptkit.model.boxes import Box
 from ckptkit.model.leaf_patterns import matches
 from ckptkit.model.manifest import describe
-from ckptkit.store.schemes import properties_of
+from ckptkit.store.backends import properties_of
 
 ADAPTER_CONFIG = "adapter_config.json"  # PEFT's, beside an adapter's weights
 

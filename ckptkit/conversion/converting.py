@@ -20,7 +20,7 @@ from ckptkit.conversion.passes import BytesProgress
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.safetensors import INDEX, SUFFIX
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, block_bytes
-from ckptkit.store.schemes import properties_of
+from ckptkit.store.backends import properties_of
 from ckptkit.util.disk_file import FileWrites
 
 TargetFormat = Literal["orbax", "safetensors", "hf", "npz", "torch"]

@@ -16,9 +16,9 @@ from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreFullErr
 from ckptkit.formats.safetensors import INDEX
 from ckptkit.model import paths
 from ckptkit.store import Store, open_store, put_new
+from ckptkit.store.backends import BACKENDS, backend_of, properties_of
 from ckptkit.store.local import LocalStore, sync_directory, sync_tree
 from ckptkit.store.remote import RemoteStore
-from ckptkit.store.schemes import BACKENDS, backend_of, properties_of
 from ckptkit.verification.quarantine import alone_at
 
 _LOCK = ".ckptkit-lock"

@@ -21,8 +21,8 @@ from ckptkit.model import paths
 from ckptkit.model.boxes import Box, boxes_of_cells, cells_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
 from ckptkit.model.paths import ARRAY_METADATAS, SHARDINGS
+from ckptkit.store.backends import properties_of
 from ckptkit.store.local import sync_tree
-from ckptkit.store.schemes import properties_of
 
 Cells = list[tuple[Box, np.ndarray, str]]
 

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from ckptkit.errors import CheckpointError
 from ckptkit.store import Store, open_store
-from ckptkit.store.schemes import properties_of
+from ckptkit.store.backends import properties_of
 
 Stamp = tuple[str, str, int]  # of one file; the version is a time, in a bucket a generation or an entity tag
 

@@ -24,8 +24,8 @@ from ckptkit.errors import CheckpointError, StoreError
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import Stat, Store, open_store, put_new, side_by_side
+from ckptkit.store.backends import properties_of
 from ckptkit.store.local import LocalStore, sync_directory
-from ckptkit.store.schemes import properties_of
 
 
 def make_attempt(url: str, name: str, save_id: SaveId, mode: int) -> DiskAttempt | BucketAttempt:

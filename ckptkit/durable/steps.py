@@ -45,9 +45,9 @@ from ckptkit.job.coordination import Coordinator, ScopedCoordinator
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import Proves, SaveId, prove_all
 from ckptkit.store import open_store
+from ckptkit.store.backends import properties_of
 from ckptkit.store.remote import forget_listings
 from ckptkit.store.roots import root_url
-from ckptkit.store.schemes import properties_of
 
 _LEASE_DEADLINE_S = 20.0  # for small objects: a save that waits longer prunes nothing
 # Orbax numbers operations per process: two saves that begin at once mistake each other's directories.

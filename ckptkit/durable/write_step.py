@@ -35,8 +35,8 @@ from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import LeafRecord, SaveId
 from ckptkit.store import Store, all_of, put_new
+from ckptkit.store.backends import properties_of
 from ckptkit.store.local import LocalStore
-from ckptkit.store.schemes import properties_of
 from ckptkit.util.gc_pause import collection_paused
 
 _PUTS = 8  # small files on their way at a time, beside the data

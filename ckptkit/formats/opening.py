@@ -16,9 +16,9 @@ from ckptkit.inspection import Inspection, Item
 from ckptkit.inspection import inspect as inspect_orbax
 from ckptkit.inspection.places import Place, local_kind, nothing_at
 from ckptkit.model import paths
+from ckptkit.store.backends import properties_of
 from ckptkit.store.remote import RemoteStore
 from ckptkit.store.roots import root_url
-from ckptkit.store.schemes import properties_of
 from ckptkit.util.gc_pause import collection_paused
 
 _MSGPACK_MAPS = (*range(0x80, 0x90), 0xDE, 0xDF)

@@ -12,9 +12,9 @@ import numpy as np
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import nothing_at, require_regular
 from ckptkit.model.boxes import Box
+from ckptkit.store.backends import properties_of
 from ckptkit.store.remote import RemoteStore
 from ckptkit.store.roots import root_url
-from ckptkit.store.schemes import properties_of
 
 _REACH_TIMES = 4  # times the bytes wanted that are read at once rather than one run after the other
 METADATA_BYTES_MAX = 32 << 20  # of a header, index, pickle or zip directory; parsed, it takes up to 20 times as much

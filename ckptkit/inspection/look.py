@@ -39,8 +39,8 @@ from ckptkit.inspection.steps import durable_steps, newest_committed, read_ances
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest
 from ckptkit.model.paths import ARRAY_METADATAS, STEP_METADATA
+from ckptkit.store.backends import properties_of
 from ckptkit.store.roots import root_url
-from ckptkit.store.schemes import properties_of
 
 
 def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:

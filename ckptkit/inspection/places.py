@@ -13,8 +13,8 @@ from typing import Any, final
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StoreError
 from ckptkit.model.manifest import MANIFEST_BYTES_MAX
 from ckptkit.store import Stat, Store, open_store
+from ckptkit.store.backends import properties_of
 from ckptkit.store.base import Properties, PutMode
-from ckptkit.store.schemes import properties_of
 
 _REASON_CHARS = 200  # of a library's own words in a message
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)

@@ -20,7 +20,7 @@ from ckptkit.restore.inventory import Held
 from ckptkit.restore.local_tiers import LocalSave, LocalTiers
 from ckptkit.restore.plan import Candidate, rank_candidates
 from ckptkit.store import all_of
-from ckptkit.store.schemes import properties_of
+from ckptkit.store.backends import properties_of
 
 _AT_ONCE = 8  # steps that are asked for their names
 

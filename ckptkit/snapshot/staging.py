@@ -73,7 +73,7 @@ def begin(
             rest = device[len(later) :]
             reason += f"; {len(rest)} of {len(device)} boxes do not fit beside the state and are waited for"
             digests |= copy(rest)
-    else:
+    else:  # slot_copy, block
         digests |= copy(device)
     return Staging(strategy=strategy, reason=reason, finish=_once(copy, later, digests))
 

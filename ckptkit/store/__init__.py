@@ -1,5 +1,6 @@
 """Put, get, stat, list and delete on one root: local directories, memory, and buckets."""
 
+from ckptkit.store.backends import properties_of as properties_of
 from ckptkit.store.base import Properties as Properties
 from ckptkit.store.base import PutMode as PutMode
 from ckptkit.store.base import Stat as Stat
@@ -10,6 +11,5 @@ from ckptkit.store.memory import MemoryStore as MemoryStore
 from ckptkit.store.remote import RemoteStore as RemoteStore
 from ckptkit.store.retry import RetryStore as RetryStore
 from ckptkit.store.roots import open_store as open_store
-from ckptkit.store.schemes import properties_of as properties_of
 from ckptkit.store.together import all_of as all_of
 from ckptkit.store.together import side_by_side as side_by_side

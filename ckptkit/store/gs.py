@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -55,6 +56,9 @@ GS = Backend(
         grant="storage.objects.get, .list, .create and .delete",
         sign_in="gcloud auth application-default login, GOOGLE_APPLICATION_CREDENTIALS, or the host's service account",
         caller=_caller,
+        named=re.compile(r"\bstorage\.[a-z]+\.[a-zA-Z]+\b"),
+        signed_out=frozenset({"GoogleAuthError", "DefaultCredentialsError", "RefreshError"}),
+        unanswered=frozenset({"google TransportError"}),
     ),
     driver="gcs",
     copy=_rewrite,

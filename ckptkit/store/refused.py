@@ -9,9 +9,8 @@ import fsspec
 
 from ckptkit.errors import StoreError
 from ckptkit.store.backend import Needed
-from ckptkit.store.schemes import backend_of
+from ckptkit.store.backends import backend_of
 
-_PERMISSION = re.compile(r"\b(storage\.[a-z]+\.[a-zA-Z]+|s3:[A-Z][A-Za-z]+)\b")
 _CALLER = re.compile(r"(Anonymous caller|[\w.+-]+@[\w.-]+\w) does not have")
 _TEXT_MAX = 400  # of what the service said: TensorStore appends the whole answer
 
@@ -35,8 +34,9 @@ def refused(url: str, said: str, *, needs: Needed) -> StoreError:
             f"{url}: {bucket} takes no more, a quota is reached: {quoted}\nRaise it, or delete what is not needed.",
             path=url,
         )
-    named, caller, access = _PERMISSION.search(said), _CALLER.search(said), backend_of(url).access
-    missing = named[1] if named else access.permissions.get(needs, "a permission that it did not name")
+    access, caller = backend_of(url).access, _CALLER.search(said)
+    named = access.named.search(said)
+    missing = named[0] if named else access.permissions.get(needs, "a permission that it did not name")
     who = caller[1] if caller else identity(url)
     return StoreError(
         f"{url}: the bucket {bucket} refuses {who}; missing is {missing}\n"

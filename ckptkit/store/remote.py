@@ -1,4 +1,4 @@
-"""A prefix of a bucket, through fsspec (gcsfs for `gs://`). What a service does in its own way, `schemes` knows."""
+"""A prefix of a bucket, through fsspec (gcsfs for `gs://`). What a service does in its own way, `backends` knows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import fsspec
 
 from ckptkit.errors import StoreError, TransientStoreError
 from ckptkit.store.backend import PLAIN_PATH, Needed
+from ckptkit.store.backends import backend_of
 from ckptkit.store.base import Properties, PutMode, Stat, checked_key
 from ckptkit.store.refused import is_refusal, refused
-from ckptkit.store.schemes import backend_of
 
 _OPERATION_TIMEOUT_S = 20.0  # of a small object; a server that accepts and never answers would hang a restart
-_NO_CREDENTIALS = ("GoogleAuthError", "DefaultCredentialsError", "RefreshError", "NoCredentialsError")
 _PART_BYTES = 8 << 20  # of an upload: services want 5 MiB at least
 _TRANSIENT_STATUS = {408, 409, 429, 500, 502, 503, 504}
-_UNANSWERED = {"botocore ConnectionError", "botocore HTTPClientError", "google TransportError"}
 _VERSIONS = ("generation", "ETag", "etag", "LastModified", "mtime", "created")  # file systems' words, the surest first
 
 
@@ -44,7 +42,7 @@ class RemoteStore:
 
     @property
     def properties(self) -> Properties:
-        """Those of its scheme (`schemes`)."""
+        """Those of its scheme (`backends`)."""
         return self._backend.properties
 
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
@@ -220,7 +218,7 @@ def _translated(where: str, needs: Needed = "list", timeout_s: float | None = No
     except FileExistsError as error:
         raise FileExistsError(f"{where} exists: {error}") from error
     except Exception as error:
-        status = _status(error)
+        status, access = _status(error), backend_of(where).access
         message = f"{where}: {type(error).__name__}: {error}"
         if isinstance(error, TimeoutError):
             limit_s = timeout_s or _OPERATION_TIMEOUT_S
@@ -232,15 +230,15 @@ def _translated(where: str, needs: Needed = "list", timeout_s: float | None = No
             status in (401, 403)
             or isinstance(error, PermissionError)
             or is_refusal(str(error))
-            or type(error).__name__ in _NO_CREDENTIALS
+            or type(error).__name__ in access.signed_out
         ):
             raise refused(where, f"{type(error).__name__}: {error}", needs=needs) from error
-        if status in _TRANSIENT_STATUS or _is_unanswered(error):
+        if status in _TRANSIENT_STATUS or _is_unanswered(error, access.unanswered):
             raise TransientStoreError(message, path=where) from error
         raise StoreError(message, path=where) from error
 
 
-def _is_unanswered(error: Exception) -> bool:
+def _is_unanswered(error: Exception, kinds_of_service: frozenset[str]) -> bool:
     """Whether a client had no answer, or a part of one: a network that blinks.
 
     The libraries below have types of their own for it, which are no `ConnectionError` of Python's.
@@ -250,7 +248,7 @@ def _is_unanswered(error: Exception) -> bool:
     return (
         isinstance(error, (ConnectionError, TimeoutError))
         or library in ("aiohttp", "requests")  # gcsfs makes a ProxyError of a 502
-        or not kinds.isdisjoint(_UNANSWERED)
+        or not kinds.isdisjoint(kinds_of_service)
     )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
+from ckptkit.store.backends import properties_of
 from ckptkit.store.base import Store
 from ckptkit.store.local import LocalStore
 from ckptkit.store.remote import RemoteStore
 from ckptkit.store.retry import RetryStore
-from ckptkit.store.schemes import properties_of
 
 
 def root_url(root: str | os.PathLike[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -79,6 +80,9 @@ S3 = Backend(
         grant="s3:GetObject, s3:ListBucket, s3:PutObject and s3:DeleteObject",
         sign_in="aws configure, or the host's role",
         caller=_caller,
+        named=re.compile(r"\bs3:[A-Z][A-Za-z]+\b"),
+        signed_out=frozenset({"NoCredentialsError"}),
+        unanswered=frozenset({"botocore ConnectionError", "botocore HTTPClientError"}),
     ),
     driver="s3",
     service=_service,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ckptkit.store.schemes import properties_of
+from ckptkit.store.backends import properties_of
 
 _AT_A_TIME = 16
 

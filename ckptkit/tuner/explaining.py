@@ -15,8 +15,8 @@ from ckptkit.formats import open_checkpoint
 from ckptkit.model.boxes import Box, boxes_by_process, cell_shape
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import BoxRecord, LeafRecord
+from ckptkit.store.backends import properties_of
 from ckptkit.store.roots import root_url
-from ckptkit.store.schemes import properties_of
 
 
 def explain(

@@ -22,7 +22,7 @@ from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import COMPRESSORS, Codec, DurableProfile
 from ckptkit.model.manifest import BoxRecord, LeafRecord
-from ckptkit.store.schemes import properties_of
+from ckptkit.store.backends import properties_of
 from ckptkit.util import clock
 
 SAMPLE_BYTES = 4 << 20  # of one leaf

@@ -11,8 +11,8 @@ import numpy as np
 
 from ckptkit.formats import open_checkpoint
 from ckptkit.model.durable_profile import Codec, DurableProfile
+from ckptkit.store.backends import properties_of
 from ckptkit.store.roots import root_url
-from ckptkit.store.schemes import properties_of
 from ckptkit.tuner.probing import (
     Compression,
     Probe,

@@ -23,10 +23,10 @@ from ckptkit.inspection.directories import step_items
 from ckptkit.inspection.places import Place
 from ckptkit.model import paths
 from ckptkit.store import open_store, put_new
+from ckptkit.store.backends import properties_of
 from ckptkit.store.local import sync_directory
 from ckptkit.store.remote import RemoteStore
 from ckptkit.store.retry import retried
-from ckptkit.store.schemes import properties_of
 from ckptkit.upkeep.copy_planning import JOURNAL, CopyPlan, CopyStep, sizes_of, stamp_of
 from ckptkit.util import clock
 from ckptkit.verification.durable import prove_written

@@ -24,8 +24,8 @@ from ckptkit.inspection.steps import DurableStep, durable_steps
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import EverySteps, KeepBytes, KeepNewest
 from ckptkit.store import open_store
+from ckptkit.store.backends import properties_of
 from ckptkit.store.roots import root_url
-from ckptkit.store.schemes import properties_of
 from ckptkit.util import clock
 from ckptkit.verification.durable import prove_step
 from ckptkit.verification.pool import Limits

@@ -14,8 +14,8 @@ from ckptkit.inspection.shares import read_sidecars, sidecar_processes
 from ckptkit.inspection.steps import durable_steps, read_ancestry
 from ckptkit.model import paths
 from ckptkit.model.paths import COMMIT_MARK
+from ckptkit.store.backends import properties_of
 from ckptkit.store.roots import root_url
-from ckptkit.store.schemes import properties_of
 from ckptkit.verification.durable import prove_step
 from ckptkit.verification.pool import MEMORY_BYTES_MAX, THREADS, Limits
 from ckptkit.verification.records import StepProof, Verification, VerifyProgress

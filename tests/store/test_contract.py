@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit.store import Properties, RemoteStore, RetryStore, Store, open_store, properties_of
+from ckptkit.store.backends import BACKENDS, backend_of
 from ckptkit.store.base import checked_key
-from ckptkit.store.schemes import BACKENDS, backend_of
 from ckptkit.testing import BucketServer
 from ckptkit.testing.store_contract import StoreContract
 from tests.store.stores import STORES, FakeTime, serial

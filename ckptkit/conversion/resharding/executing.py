@@ -30,7 +30,7 @@ from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.paths import OCDBT_MANIFEST, SHARDINGS, TREE_METADATA
 from ckptkit.store import Store
-from ckptkit.store.schemes import properties_of
+from ckptkit.store.backends import properties_of
 
 _REPLACED = frozenset({TREE_METADATA, OCDBT_MANIFEST, SHARDINGS, paths.COMMIT_MARK})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptkit.store.schemes import BACKENDS, backend_of
+from ckptkit.store.backends import BACKENDS, backend_of
 
 BUCKET_DRIVERS = sorted(
     {each.driver for each in BACKENDS.values() if each.driver is not None and not each.properties.file_system}

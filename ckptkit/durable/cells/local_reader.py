@@ -18,7 +18,7 @@ from ckptkit.errors import CheckpointError
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import LeafRecord
-from ckptkit.store.schemes import properties_of
+from ckptkit.store.backends import properties_of
 from ckptkit.util.disk_file import FileReads
 
 _Item = dict[str, Placed | bytes]

@@ -13,8 +13,8 @@ from ckptkit.errors import StoreError, TransientStoreError
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.store import Store, open_store
 from ckptkit.store.backend import Needed
+from ckptkit.store.backends import properties_of
 from ckptkit.store.refused import is_refusal, refused
-from ckptkit.store.schemes import properties_of
 from ckptkit.util.clock import Deadline
 
 UNREACHABLE = ("UNAVAILABLE", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")

@@ -27,7 +27,7 @@ from ckptkit.model.durable_profile import COMPRESSORS, Codec, DurableProfile
 from ckptkit.model.manifest import LeafRecord
 from ckptkit.model.paths import OCDBT_MANIFEST
 from ckptkit.store import PutMode, put_new
-from ckptkit.store.schemes import properties_of
+from ckptkit.store.backends import properties_of
 from ckptkit.util.clock import Deadline
 
 _CONFIG = {

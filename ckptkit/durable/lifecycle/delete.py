@@ -14,8 +14,8 @@ from pathlib import Path
 from ckptkit.errors import StoreError
 from ckptkit.model.paths import COMMIT_MARK, INTENTS_DIR, LEAVING_DIR, going_name
 from ckptkit.store import Store, open_store
+from ckptkit.store.backends import properties_of
 from ckptkit.store.local import make_directory, sync_directory
-from ckptkit.store.schemes import properties_of
 
 
 def remove_step(where: str, remove_directory: Callable[[str], None], is_it: Callable[[], bool] = lambda: True) -> bool:

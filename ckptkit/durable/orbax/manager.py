@@ -21,9 +21,9 @@ from orbax.checkpoint._src.path import deleter
 
 from ckptkit.durable.lifecycle.delete import remove_step
 from ckptkit.durable.lifecycle.listing import StepListing, committed_steps
+from ckptkit.store.backends import properties_of
 from ckptkit.store.remote import forget_listings
 from ckptkit.store.roots import root_url
-from ckptkit.store.schemes import properties_of
 
 
 def make_root(url: str, options: ocp.CheckpointManagerOptions) -> None:
