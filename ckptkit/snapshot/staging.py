@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -73,8 +73,10 @@ def begin(
             rest = device[len(later) :]
             reason += f"; {len(rest)} of {len(device)} boxes do not fit beside the state and are waited for"
             digests |= copy(rest)
-    else:  # slot_copy, block
+    elif strategy in ("slot_copy", "block"):
         digests |= copy(device)
+    else:
+        assert_never(strategy)
     return Staging(strategy=strategy, reason=reason, finish=_once(copy, later, digests))
 
 
