@@ -9,14 +9,8 @@ from ckptkit.model.tiers import Tier, kept_beside
 from ckptkit.model.verify_mode import Verify, checked_verify
 
 BroadcastMode = Literal["auto", "always", "never"]
-
-
 _LEAST_BUDGET_BYTES = 1 << 20
-
-
 _ROUNDS = 8  # at least so many where there is enough: the reads of one are behind the transfer of another
-
-
 _ALIGNED_BYTES = 512
 
 
@@ -67,11 +61,7 @@ class BroadcastOptions:
 Strategy = Literal["slot_copy", "device_copy", "gate", "alias", "block"]  # see `ckptkit.snapshot.staging`
 StagingChoice = Strategy | Literal["auto"]
 DurableBusy = Literal["wait", "skip"]
-
-
 _EVERY_INTERFACE = ("", "0.0.0.0", "::", "::0", "0", "*")
-
-
 OnDifference = Literal["report", "keep", "stop"]
 
 

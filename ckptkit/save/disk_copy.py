@@ -14,8 +14,6 @@ from ckptkit.snapshot.describe import SlotExtent
 from ckptkit.util.disk_file import PIECE_BYTES
 
 SLOT_WAIT_S = 60.0  # of a disk thread, for a slot that is being made: the step loop does not wait with it
-
-
 _WRITERS = 2  # two pieces on their way keep a local SSD busy
 
 

@@ -20,7 +20,7 @@ from ckptkit.save.peer_copy import PeerCopier
 from ckptkit.save.records import DiskFlush, Save, SaveTargets, SealedSave
 from ckptkit.save.worker import Worker
 from ckptkit.slots.arena import Arena, Slot
-from ckptkit.snapshot import describe as snapshot
+from ckptkit.snapshot.describe import SlotExtent, box_array
 from ckptkit.store import side_by_side
 from ckptkit.util import clock
 from ckptkit.util.clock import Deadline
@@ -90,7 +90,7 @@ class Flusher:
             worker.close()
 
     def begin_disk(
-        self, save_id: SaveId, slot: Slot, extents: Sequence[snapshot.SlotExtent], size_bytes: int
+        self, save_id: SaveId, slot: Slot, extents: Sequence[SlotExtent], size_bytes: int
     ) -> DiskFlush | None:
         """Begins to copy `slot` to the disk tier while boxes are still copied into it: as they come when `extents` are
         to be filled, at once without. None where the disk is still busy with an older step.
@@ -264,7 +264,7 @@ class Flusher:
         manifest, items = sealed.manifest(slot), {}
         for item, sources in save.description.items.items():
             leaves = [
-                (leaf, source.holders, {r.box: snapshot.box_array(r, leaf, slot.memory) for r in leaf.boxes})
+                (leaf, source.holders, {r.box: box_array(r, leaf, slot.memory) for r in leaf.boxes})
                 for leaf, source in zip(manifest.arrays[item], sources, strict=True)
             ]
             items[item] = host_tree(

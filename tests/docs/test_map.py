@@ -92,3 +92,14 @@ def test_files_named_anywhere_exist() -> None:
     for path in pages:
         for name in re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)`", path.read_text()):
             assert (PACKAGE / name).exists() or (ROOT / name).exists(), (path.relative_to(ROOT), name)
+
+
+def test_functions_named_on_the_page_are_in_their_files() -> None:
+    """A reader would look for a function that was renamed, or that another module has."""
+    found = re.findall(r"((?:`[\w.]+`(?:, | and )?)+)(?:,[^`|.;]*)? (?:in|\() ?`([\w/]+\.py)`", PAGE)
+    named = [(name, path) for names, path in found for name in re.findall(r"`([\w.]+)`", names)]
+    assert len(named) > 10
+    for name, path in named:
+        text = (PACKAGE / path).read_text()
+        for part in name.split("."):
+            assert re.search(rf"\b(?:def|class) {part}\b|^{part}\b.* = ", text, re.MULTILINE), (name, path)
