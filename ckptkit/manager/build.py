@@ -23,7 +23,7 @@ from ckptkit.manager.opening import (
     say_what_was_left,
     take_stock,
 )
-from ckptkit.manager.settings import Settings as Settings
+from ckptkit.manager.settings import Settings
 from ckptkit.model import paths
 from ckptkit.model.manifest import Writer
 from ckptkit.model.tiers import DURABLE, PEER, Tier
