@@ -6,31 +6,21 @@ they give read their sources box by box.
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ckptkit.conversion import lora
 from ckptkit.conversion.journal import fingerprint
-from ckptkit.conversion.mapping import MapRule, Tensors, is_floating, mapped
-from ckptkit.errors import CheckpointError, MergeError, StepNotFoundError
+from ckptkit.conversion.mapping import MapRule, Tensors, add_into, is_floating, mapped
+from ckptkit.errors import MergeError, StepNotFoundError
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, FormatFacts, Tensor
 from ckptkit.model.boxes import Box
 from ckptkit.model.leaf_patterns import matches
 from ckptkit.model.manifest import describe
-from ckptkit.store.backends import properties_of
-
-ADAPTER_CONFIG = "adapter_config.json"  # PEFT's, beside an adapter's weights
-
-_PART = 1 << 20  # elements that are made wide at once
-_PEFT = re.compile(r"(?:base_model\.model\.)?(?P<of>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
-_NNX = re.compile(r"(?P<of>.+)\.lora_(?P<side>[ab])")  # flax.nnx.LoRA: x @ lora_a @ lora_b
 
 
 def extracted(source: Checkpoint, only: Sequence[str], without: Sequence[str] = ()) -> Checkpoint:
@@ -104,49 +94,14 @@ def averaged(sources: Sequence[Checkpoint], *, memory_bytes: int = MEMORY_BYTES)
 
 
 def lora_merged(base: Checkpoint, adapter: Checkpoint, *, alpha: float | None = None) -> Checkpoint:
-    """The tensors of `base` with the low-rank updates of `adapter` added: W + alpha / rank x (the product of the two).
-
-    PEFT's names (`base_model.model.X.lora_A.weight` of [rank, in], `lora_B` of [out, rank], for `X.weight`) and NNX's
-    (`X.lora_a` of [in, rank], `lora_b` of [rank, out], for `X.kernel`); E. Hu et al., "LoRA", 2021, section 4.1.
-    `alpha` is that of PEFT's `adapter_config.json` beside the adapter unless it is given. Computed in float32, or
-    float64 where the base is, and rounded once.
-
-    Raises `MergeError` for an update without a base, without its other half, of other shapes, or for tensors of the
-    adapter that are no update; `CheckpointError` where nobody says alpha.
-    """
-    config = _adapter_config(adapter)
-    given = alpha if alpha is not None else config.get("lora_alpha")
-    if given is None:
-        raise CheckpointError(f"{adapter.path} has no {ADAPTER_CONFIG} that says lora_alpha; give --lora-alpha")
-    tensors, made = base.by_name(), dict(base.by_name())
-    differences, pairs = [], dict[str, dict[str, Tensor]]()
-    for name, tensor in adapter.by_name().items():
-        match = _PEFT.fullmatch(name) or _NNX.fullmatch(name)
-        if match is None:
-            differences.append(f"{name} of {adapter.path} is no low-rank update")
-            continue
-        kind = "weight" if match["side"] in "AB" else "kernel"
-        pairs.setdefault(f"{match['of']}.{kind}", {})[match["side"]] = tensor
-    for name, halves in pairs.items():
-        why = _unfit(name, halves, tensors.get(name))
-        if why is not None:
-            differences.append(why)
-            continue
-        # W is [out, in] in PEFT, [in, out] in NNX: the left factor has its rows.
-        left, right = (halves["B"], halves["A"]) if "A" in halves else (halves["a"], halves["b"])
-        rank = left.shape[1]
-        scale = float(given) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        made[name] = replace(tensors[name], fetch=partial(_updated, tensors[name], left, right, scale), spans=())
-    if differences:
-        raise MergeError(differences, advice="Rename the leaves of one side with `ckptkit convert --map`.")
-    return _checkpoint([base, adapter], made)
+    """`base` with a LoRA adapter folded in: rules, costs and errors are those of `lora.lora_merged`."""
+    return _checkpoint([base, adapter], lora.lora_merged(base, adapter, alpha=alpha))
 
 
 def state_of(sources: Sequence[Checkpoint]) -> str:
     """Of the files as they are now, an adapter's config too: work that is gone on with must be of the same."""
     paths = [source.path for source in sources]
-    configs = [str(Path(path).parent / ADAPTER_CONFIG) for path in paths if properties_of(path).file_system]
-    return fingerprint({"paths": paths}, [*paths, *configs])[:16]
+    return fingerprint({"paths": paths}, [*paths, *map(lora.config_path, sources)])[:16]
 
 
 def _checkpoint(sources: Sequence[Checkpoint], tensors: Mapping[str, Tensor], *, parts: bool = False) -> Checkpoint:
@@ -198,59 +153,11 @@ def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float64 if dtype.itemsize >= 4 else np.float32)
 
 
-def _add_into(total: np.ndarray, found: np.ndarray) -> None:
-    """Adds a block that may be of a narrower dtype, made wide part by part."""
-    flat, other = total.reshape(-1), found.reshape(-1)
-    with np.errstate(over="ignore", invalid="ignore"):
-        for at in range(0, other.size, _PART):
-            flat[at : at + _PART] += other[at : at + _PART].astype(total.dtype)
-
-
 def _mean(several: Sequence[Tensor], box: Box) -> np.ndarray:
     dtype = several[0].dtype
     total = np.zeros(box.shape, _wide(dtype))
     for tensor in several:
-        _add_into(total, tensor.read(box))
+        add_into(total, tensor.read(box))
     total /= len(several)
     with np.errstate(over="ignore", invalid="ignore"):
         return total.astype(dtype)
-
-
-def _updated(base: Tensor, left: Tensor, right: Tensor, scale: float, box: Box) -> np.ndarray:
-    wide = np.dtype(np.float64 if base.dtype.itemsize == 8 else np.float32)
-    rows = left.read(Box((box.start[0], 0), (box.stop[0], left.shape[1]))).astype(wide)
-    columns = right.read(Box((0, box.start[1]), (right.shape[0], box.stop[1]))).astype(wide)
-    made = rows @ columns
-    made *= wide.type(scale)
-    _add_into(made, base.read(box))
-    return made.astype(base.dtype)
-
-
-def _unfit(name: str, halves: Mapping[str, Tensor], base: Tensor | None) -> str | None:
-    if base is None:
-        return f"{name} has an update and is not in the base"
-    if len(halves) != 2 or not (set(halves) == {"A", "B"} or set(halves) == {"a", "b"}):
-        return f"{name} has one half of an update: lora_{next(iter(halves))}"
-    left, right = (halves["B"], halves["A"]) if "A" in halves else (halves["a"], halves["b"])
-    fits = len(left.shape) == len(right.shape) == 2 and left.shape[1] == right.shape[0]
-    if not fits or base.shape != (left.shape[0], right.shape[1]) or not is_floating(base):
-        what = describe(base.dtype.name, base.shape)
-        return f"{name} is {what}, and its update {list(left.shape)} x {list(right.shape)}"
-    return None
-
-
-def _adapter_config(adapter: Checkpoint) -> dict[str, Any]:
-    if not properties_of(adapter.path).file_system:
-        return {}
-    root = Path(adapter.path)
-    path = (root if root.is_dir() else root.parent) / ADAPTER_CONFIG
-    try:
-        found = json.loads(path.read_text())
-        alpha = found.get("lora_alpha")
-        if alpha is not None and not (isinstance(alpha, int | float) and math.isfinite(alpha)):
-            raise ValueError("its lora_alpha is no number")
-        return found
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {str(error)[:200]}", path=str(path)) from error

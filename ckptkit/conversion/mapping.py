@@ -28,6 +28,8 @@ _WHAT_A_RULE_HAS = "a rule has `from` and `to`, or `from` and `drop = true`"
 
 Tensors = Mapping[str, Tensor]
 
+_PART = 1 << 20  # elements that are made wide at once
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapRule:
@@ -274,6 +276,14 @@ def _divided(source: Tensor, axis: int, inner: int) -> Tensor:
 
     outer = source.shape[axis] // inner
     return _of(source, (*source.shape[:axis], outer, inner, *source.shape[axis + 1 :]), fetch)
+
+
+def add_into(total: np.ndarray, found: np.ndarray) -> None:
+    """Adds a block that may be of a narrower dtype, made wide part by part."""
+    flat, other = total.reshape(-1), found.reshape(-1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for at in range(0, other.size, _PART):
+            flat[at : at + _PART] += other[at : at + _PART].astype(total.dtype)
 
 
 def _put(values: Sequence[int], axis: int, value: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
@@ -36,8 +36,8 @@ def statistics_of(tensor: Tensor, memory_bytes: int = MEMORY_BYTES) -> Statistic
     cancel. Raises what `Tensor.read` does."""
     count, mean, spread, squares = 0, 0.0, 0.0, 0.0
     low, high, nan, inf = math.inf, -math.inf, 0, 0
-    for box in tensor.blocks(memory_bytes):
-        for values in _wide_parts(tensor.read(box)):
+    for values in (part for box in tensor.blocks(memory_bytes) for part in _wide_parts(tensor.read(box))):
+        with np.errstate(all="ignore"):  # overflows are infinite, as the result says
             finite = np.isfinite(values)
             nan += int(np.isnan(values).sum())
             values = values[finite]
@@ -158,59 +158,84 @@ def _words(tensor: Tensor) -> str:
 
 def _difference(name: str, a: Tensor, b: Tensor, rtol: float, atol: float, memory_bytes: int) -> LeafDifference | None:
     """None where every bit is the same."""
-    changed, size, ulp = 0, 0, 0
-    max_abs = max_rel = dot = square_a = square_b = 0.0
-    close = True
     floating = a.dtype == b.dtype and a.dtype.kind in "fV" and a.leaf.key_impl is None
+    found = _Comparison(rtol, atol, floating=floating)
     block = max(a.block_shape(memory_bytes), b.block_shape(memory_bytes), key=lambda shape: math.prod(shape))
     for box in cells_of(Box.whole(a.shape), tuple(max(1, rows) for rows in block)):
         flat_a, flat_b = a.read(box).reshape(-1), b.read(box).reshape(-1)
-        size += flat_a.size
         for at in range(0, flat_a.size, _PART):
-            one, two = flat_a[at : at + _PART], flat_b[at : at + _PART]
-            bits = _unequal(one, two)
-            changed += int(bits.sum())
-            wide_a, wide_b = _wide(one), _wide(two)
-            finite = np.isfinite(wide_a) & np.isfinite(wide_b)
-            x, y = wide_a[finite], wide_b[finite]
-            dot += float(np.real(np.vdot(y, x)))
-            square_a += float(np.square(np.abs(x)).sum())
-            square_b += float(np.square(np.abs(y)).sum())
-            if not bits.any():
-                continue
-            gap = np.abs(x - y)
-            same = np.array_equal(wide_a[~finite], wide_b[~finite], equal_nan=True)
-            max_abs = max(max_abs, float(gap.max(initial=0.0))) if same else math.inf
-            scale = np.abs(y)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                ratio = np.where(gap == 0, 0.0, gap / scale)
-            max_rel = max(max_rel, float(ratio.max(initial=0.0))) if same else math.inf
-            tolerant = rtol > 0 or atol > 0
-            close &= tolerant and same and bool((gap <= atol + rtol * scale).all())
-            if floating:
-                ulp = max(ulp, _ulp(one, two))
-    if not changed:
-        return None
-    lengths = math.sqrt(square_a) * math.sqrt(square_b)
-    return LeafDifference(
-        name=name,
-        changed=changed / size,
-        max_abs=max_abs,
-        max_rel=max_rel,
-        ulp=ulp if floating else None,
-        cosine=dot / lengths if lengths else None,
-        close=close,
-    )
+            with np.errstate(all="ignore"):  # overflows are infinite, as the result says
+                found.add(flat_a[at : at + _PART], flat_b[at : at + _PART])
+    return found.result(name) if found.changed else None
+
+
+@final
+class _Comparison:
+    """What differs between two arrays that are compared part by part."""
+
+    def __init__(self, rtol: float, atol: float, *, floating: bool):
+        self._rtol, self._atol, self._floating = rtol, atol, floating
+        self.changed, self._size, self._ulp = 0, 0, 0
+        self._max_abs = self._max_rel = self._dot = self._square_a = self._square_b = 0.0
+        self._close = True
+
+    def add(self, a: np.ndarray, b: np.ndarray) -> None:
+        """The next elements of both."""
+        bits = _unequal(a, b)
+        self._size += a.size
+        self.changed += int(bits.sum())
+        wide_a, wide_b = _wide(a), _wide(b)
+        finite = np.isfinite(wide_a) & np.isfinite(wide_b)
+        x, y = wide_a[finite], wide_b[finite]
+        self._dot += float(np.real(np.vdot(y, x)))
+        self._square_a += float(np.square(np.abs(x)).sum())
+        self._square_b += float(np.square(np.abs(y)).sum())
+        if not bits.any():
+            return
+        gap, scale = _gap(a[finite], b[finite], x, y), np.abs(y)
+        same = np.array_equal(wide_a[~finite], wide_b[~finite], equal_nan=True)
+        ratio = np.where(gap == 0, 0.0, gap / scale)
+        self._max_abs = max(self._max_abs, float(gap.max(initial=0.0))) if same else math.inf
+        self._max_rel = max(self._max_rel, float(ratio.max(initial=0.0))) if same else math.inf
+        tolerant = self._rtol > 0 or self._atol > 0
+        self._close &= tolerant and same and bool((gap <= self._atol + self._rtol * scale).all())
+        if self._floating:
+            self._ulp = max(self._ulp, _ulp(a, b))
+
+    def result(self, name: str) -> LeafDifference:
+        """Of all that was added."""
+        lengths = math.sqrt(self._square_a) * math.sqrt(self._square_b)
+        cosine = self._dot / lengths if lengths else math.nan
+        return LeafDifference(
+            name=name,
+            changed=self.changed / self._size,
+            max_abs=self._max_abs,
+            max_rel=self._max_rel,
+            ulp=self._ulp if self._floating else None,
+            cosine=cosine if math.isfinite(cosine) else None,
+            close=self._close,
+        )
 
 
 def _wide(part: np.ndarray) -> np.ndarray:
     return part.astype(np.complex128 if part.dtype.kind == "c" else np.float64)
 
 
+def _gap(a: np.ndarray, b: np.ndarray, wide_a: np.ndarray, wide_b: np.ndarray) -> np.ndarray:
+    """|a - b| in float64. Of 64-bit integers the difference is taken first: float64 holds them up to 2^53."""
+    wide = np.abs(wide_a - wide_b)
+    if not {a.dtype.kind, b.dtype.kind} <= {"i", "u"} or max(a.dtype.itemsize, b.dtype.itemsize) < 8:
+        return wide
+    less, x, y = a < b, a.astype(np.uint64), b.astype(np.uint64)
+    exact = np.where(less, y - x, x - y).astype(np.float64)  # modulo 2^64
+    return np.where(wide < 2.0**63, exact, wide)
+
+
 def _unequal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Where two parts differ: in any bit, or in their value where they have not the same dtype."""
     if a.dtype != b.dtype:
-        return _wide(a) != _wide(b)
+        integers = {a.dtype.kind, b.dtype.kind} <= {"i", "u"}  # NumPy compares these exactly
+        return a != b if integers else _wide(a) != _wide(b)
     size = a.dtype.itemsize
     if size <= 8:
         return a.view(f"u{size}") != b.view(f"u{size}")

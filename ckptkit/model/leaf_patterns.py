@@ -48,7 +48,7 @@ class Rename:
 
     def target_of(self, name: str) -> str | None:
         """Where a stored leaf goes; None where the rule does not match."""
-        match = re.fullmatch(self.old if self.regex else _regex(self.old), name)
+        match = re.fullmatch(self.old, name) if self.regex else _match(self.old, name)
         if match is None:
             return None
         if self.regex:
@@ -83,12 +83,13 @@ Rule = Take | Rename | Skip | Init | Cast
 
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern matches a whole name."""
-    return re.fullmatch(_regex(pattern), name) is not None
+    return _match(pattern, name) is not None
 
 
-def _regex(pattern: str) -> str:
+def _match(pattern: str, name: str) -> re.Match[str] | None:
     parts, at = [], 0
     for wildcard in _WILDCARDS.finditer(pattern):
         parts += [re.escape(pattern[at : wildcard.start()]), _AS_REGEX[wildcard[0]]]
         at = wildcard.end()
-    return "".join([*parts, re.escape(pattern[at:])])
+    # A name may hold a newline, which `.` matches only so.
+    return re.fullmatch("".join([*parts, re.escape(pattern[at:])]), name, re.DOTALL)

@@ -52,6 +52,13 @@ def test_extract_takes_exactly_one_subtree(ckpt: Run, tmp_path: Path, to: str) -
     assert "has no leaf param, nor a sub-tree; at its top are mask, opt_state, params" in said.err
 
 
+def test_patterns_match_names_with_newlines(ckpt: Run, tmp_path: Path) -> None:
+    """A leaf would be left out of `**`, and nothing would say so."""
+    source = by_safetensors(tmp_path / "a.safetensors", {"n\nl": np.arange(3.0), "a": {"b\n": np.arange(2)}})
+    assert ckpt("extract", source, tmp_path / "p", "--only", "**", "--to", "npz").code == 0
+    assert sorted(read(tmp_path / "p")) == ["a.b\n", "n\nl"]
+
+
 def test_extract_applies_rules(ckpt: Run, tmp_path: Path) -> None:
     """A sub-tree could not become the whole."""
     source = by_safetensors(tmp_path / "a.safetensors", model(1))
@@ -187,13 +194,13 @@ def test_unfitting_lora_updates_are_refused(tmp_path: Path) -> None:
         with pytest.raises(MergeError) as error:
             conversion.lora_merged(one, two, alpha=1)
         assert error.value.differences == (
-            f"head.weight of {adapter} is no low-rank update",
+            f"head.weight of {adapter} is not a low-rank update",
             "k.weight has an update and is not in the base",
             "n.weight has one half of an update: lora_A",
             "q.weight is float64[4,6], and its update [4, 2] x [2, 5]",
         )
         (tmp_path / "adapter_config.json").write_text('{"lora_alpha": "much"}')
-        with pytest.raises(CheckpointError, match="its lora_alpha is no number"):
+        with pytest.raises(CheckpointError, match="its lora_alpha is 'much', not a number"):
             conversion.lora_merged(one, two)
 
 

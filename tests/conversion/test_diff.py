@@ -42,6 +42,28 @@ def test_value_differences_are_measured(tmp_path: Path, capsys: pytest.CaptureFi
     assert difference(tmp_path, {"w": a}, {"w": b}, "--rtol", "0.1", capsys=capsys)[0] == 20
 
 
+def test_differences_of_64_bit_integers_are_exact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Step counters and hashes that differ would be within every tolerance, since float64 rounds them."""
+    big = np.array([2**53, -(2**62), 5], np.int64)
+    code, found = difference(tmp_path, {"w": big}, {"w": big + 1}, "--atol", "0.5", capsys=capsys)
+    assert (code, found["values"][0]["max_abs"]) == (20, 1)
+    assert difference(tmp_path, {"w": big}, {"w": big + 1}, "--atol", "1", capsys=capsys)[0] == 0
+    ends = np.array([2**64 - 1, 2**63 + 3], np.uint64)
+    code, found = difference(tmp_path, {"w": ends}, {"w": ends - np.uint64(2)}, "--atol", "1.5", capsys=capsys)
+    assert (code, found["values"][0]["max_abs"]) == (20, 2)
+    mixed = {"w": np.array([2**53 + 1, -(2**63)], np.int64)}, {"w": np.array([2**53, 2**64 - 1], np.uint64)}
+    code, found = difference(tmp_path, *mixed, "--atol", "1", capsys=capsys)
+    assert (code, found["values"][0]["changed"], found["values"][0]["max_abs"]) == (20, 1, pytest.approx(1.5 * 2**64))
+
+
+def test_overflow_in_a_comparison_is_infinite(tmp_path: Path, ckpt: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """NumPy's warnings would stand on stderr (here they are errors), or the command would end in one."""
+    large = np.array([1e308, -1e308, 5e-324])
+    code, found = difference(tmp_path, {"w": large}, {"w": -large}, capsys=capsys)
+    assert (code, found["values"][0]["max_abs"], found["values"][0]["cosine"]) == (20, "Infinity", None)
+    assert ckpt("inspect", writers.by_numpy(tmp_path / "l.npz", {"w": large}), "--stats").code == 0
+
+
 def test_signed_zeros_nans_and_infinities_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """-0.0 would pass for 0.0, or a NaN that became a number for a small difference."""
     zero, nan = np.zeros(3, np.float32), np.array([0, np.nan, 0], np.float32)
