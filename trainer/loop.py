@@ -149,6 +149,8 @@ class Progress:
                 f"mesh {mesh} on {jax.process_count()} processes, {params:,} parameters, "
                 f"state {state_bytes / 1e6:.1f} MB, from step {self._mark_step} to {self._steps}"
             )
+            if self._mark_step >= self._steps:
+                click.echo(f"step {self._mark_step} is done and --steps is {self._steps}: nothing left to do")
 
     def add_save(self, stall_s: float) -> None:
         """Note how long a save held the loop."""

@@ -16,31 +16,31 @@ import numpy as np
 from ckptkit.conversion import lora
 from ckptkit.conversion.journal import fingerprint
 from ckptkit.conversion.mapping import MapRule, Tensors, add_into, is_floating, mapped
+from ckptkit.conversion.naming import LeafNames
 from ckptkit.errors import MergeError, StepNotFoundError
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, FormatFacts, Tensor
 from ckptkit.model.boxes import Box
-from ckptkit.model.leaf_patterns import matches
 from ckptkit.model.manifest import describe
 
 
 def extracted(source: Checkpoint, only: Sequence[str], without: Sequence[str] = ()) -> Checkpoint:
     """The tensors of `source` that are in one of the sub-trees `only` (none given: in all) and in none of `without`.
 
-    `params` is the leaf or sub-tree of that name; a pattern with wildcards (see `surgery.rules`) is of whole names.
+    `params` is the leaf or sub-tree of that name, `state:params` that of an item; a pattern with wildcards (see
+    `leaf_patterns`) is of whole names. NNX's last `value` may be left out.
     Raises `StepNotFoundError` for one that matches nothing.
     """
     tensors = source.by_name()
-    for pattern in (*only, *without):
-        if not any(_within(pattern, name) for name in tensors):
+    names = LeafNames(tensors)
+    found = {pattern: names.below(pattern) for pattern in (*only, *without)}
+    for pattern, below in found.items():
+        if not below:
             tops = sorted({name.partition(".")[0] for name in tensors})
             some = ", ".join(tops[:8]) + ", ..." * (len(tops) > 8)
             raise StepNotFoundError(f"{source.path} has no leaf {pattern}, nor a sub-tree; at its top are {some}")
-    kept = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if (not only or any(_within(pattern, name) for pattern in only))
-        and not any(_within(pattern, name) for pattern in without)
-    }
+    chosen = set().union(*(found[pattern] for pattern in only)) if only else tensors.keys()
+    left_out = set().union(*(found[pattern] for pattern in without))
+    kept = {name: tensor for name, tensor in tensors.items() if name in chosen and name not in left_out}
     return _checkpoint([source], kept, parts=True)
 
 
@@ -50,7 +50,7 @@ def combined(sources: Sequence[Checkpoint], rules: Sequence[MapRule] = ()) -> Ch
     Raises `MergeError` for names that two have, `StepNotFoundError` for a rule that matches in none.
     """
     for rule in rules:
-        if not any(matches(rule.old[0], name) for source in sources for name in source.by_name()):
+        if not any(LeafNames(source.by_name()).matching(rule.old[0]) for source in sources):
             raise StepNotFoundError(f"the rule for {rule.old[0]} matches no leaf of any of them")
     made: dict[str, Tensor] = {}
     owner: dict[str, str] = {}
@@ -135,11 +135,8 @@ def _renamed(tensor: Tensor, name: str) -> Any:
 def _ruled(source: Checkpoint, rules: Sequence[MapRule]) -> Tensors:
     """The rules that match nothing of this source are for another one."""
     tensors = source.by_name()
-    return mapped(tensors, [rule for rule in rules if any(matches(rule.old[0], name) for name in tensors)])
-
-
-def _within(pattern: str, name: str) -> bool:
-    return name == pattern or name.startswith(f"{pattern}.") or matches(pattern, name)
+    names = LeafNames(tensors)
+    return mapped(tensors, [rule for rule in rules if names.matching(rule.old[0])])
 
 
 def _equal(one: Tensor, two: Tensor, memory_bytes: int) -> bool:

@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ckptkit.conversion.naming import LeafNames
 from ckptkit.errors import CheckpointError, StepNotFoundError
 from ckptkit.formats.dtypes import plain_dtype
 from ckptkit.formats.tensors import Tensor
 from ckptkit.inspection.places import local_kind, nothing_at, require_regular
 from ckptkit.inspection.records import LeafInfo
 from ckptkit.model.boxes import Box
-from ckptkit.model.leaf_patterns import Rename, matches
+from ckptkit.model.leaf_patterns import Rename
 
 _T = TypeVar("_T")
 _WHAT_A_RULE_HAS = "a rule has `from` and `to`, or `from` and `drop = true`"
@@ -122,19 +123,21 @@ def mapped(tensors: Tensors, rules: Sequence[MapRule]) -> dict[str, Tensor]:
         return dict(tensors)
     made: dict[str, Tensor] = {}
     taken: set[str] = set()
+    names = LeafNames(tensors)
     for rule in rules:
-        firsts = [name for name in tensors if name not in taken and matches(rule.old[0], name)]
+        firsts = {name: form for name, form in names.matching(rule.old[0]).items() if name not in taken}
         if not firsts:
             raise StepNotFoundError(f"the rule for {rule.old[0]} matches no leaf; the leaves are {_some(tensors)}")
-        for first in firsts:
-            names = [Rename(rule.old[0], old).target_of(first) or "" for old in rule.old]
-            missing = [name for name in names if name not in tensors]
-            if missing:
-                raise CheckpointError(f"the rule for {rule.old[0]} needs leaf {missing[0]}, which is not there")
-            taken.update(names)
+        for form in firsts.values():
+            forms = [Rename(rule.old[0], old).target_of(form) or "" for old in rule.old]
+            stored = [name for each in forms if (name := names.stored(each)) is not None]
+            if len(stored) < len(forms):
+                missing = next(each for each in forms if names.stored(each) is None)
+                raise CheckpointError(f"the rule for {rule.old[0]} needs leaf {missing}, which is not there")
+            taken.update(stored)
             for index, new in enumerate(rule.new):
-                target = Rename(rule.old[0], new).target_of(first) or ""
-                _add(made, target, _changed(rule, [tensors[name] for name in names], index, target))
+                target = Rename(rule.old[0], new).target_of(form) or ""
+                _add(made, target, _changed(rule, [tensors[name] for name in stored], index, target))
     for name, tensor in tensors.items():
         if name not in taken:
             _add(made, name, tensor)
@@ -153,11 +156,13 @@ def cast(tensors: Tensors, casts: Iterable[tuple[str, str]]) -> dict[str, Tensor
             dtype = plain_dtype(word)
         except ValueError as error:
             raise CheckpointError(f"--dtype {pattern}={word}: {error}") from error
-        if not any(matches(pattern, name) for name in made):
+        chosen = LeafNames(made).matching(pattern)
+        if not chosen:
             raise StepNotFoundError(f"--dtype {pattern}={word} matches no leaf; the leaves are {_some(made)}")
-        for name, tensor in made.items():
+        for name in chosen:
+            tensor = made[name]
             real = tensor.dtype.kind != "c"  # a cast would drop the imaginary part
-            if matches(pattern, name) and is_floating(tensor) and real:
+            if is_floating(tensor) and real:
                 leaf = replace(tensor.leaf, dtype=dtype.name)
                 made[name] = Tensor(item=tensor.item, leaf=leaf, fetch=partial(_cast, tensor, dtype))
     return made

@@ -13,6 +13,7 @@ from ckptkit.conversion.item_writer import ItemWriter, Work, side_files
 from ckptkit.conversion.journal import Journal
 from ckptkit.conversion.mapping import Tensors
 from ckptkit.conversion.passes import block_shape, blocks_of, pieces_of
+from ckptkit.durable.cells.writer import can_hold
 from ckptkit.durable.orbax.files import tree_text
 from ckptkit.durable.orbax.host_shards import HostShards
 from ckptkit.durable.orbax.shardings import sharding_text
@@ -22,11 +23,6 @@ from ckptkit.model import paths
 from ckptkit.model.boxes import cell_shape
 from ckptkit.model.manifest import LeafRecord, SaveId, Writer
 
-DTYPES = frozenset(
-    ["bool", "bfloat16", "complex64", "complex128", "int4", *(f"float{bits}" for bits in (16, 32, 64))]
-    + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
-    + [f"float8_{kind}" for kind in ("e4m3fn", "e4m3fnuz", "e4m3b11fnuz", "e5m2", "e5m2fnuz")]
-)  # of TensorStore's zarr driver
 HOST = "ckptkit-convert"  # in the sidecar, where a job has the name of its host
 
 
@@ -100,8 +96,10 @@ def require_tree(tensors: Tensors) -> None:
         if "" in path or any(path[:depth] in leaves for depth in range(1, len(path))):
             raise CheckpointError(f"{name} cannot be a leaf of a tree: a part of its name is empty, or names a leaf")
         dtype = tensors[name].dtype
-        if dtype.name not in DTYPES:
-            raise CheckpointError(f"{name} is {dtype}, which zarr has no word for; give --dtype, or another format")
+        if not can_hold(dtype.name):
+            raise CheckpointError(
+                f"{name} is {dtype}, which TensorStore's zarr cannot hold; give --dtype or another --to"
+            )
 
 
 def _path(tensor: Tensor, name: str) -> tuple[str, ...]:

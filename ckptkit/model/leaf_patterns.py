@@ -8,8 +8,10 @@ keys, `?` for one character.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+_NNX_LEAF = ".value"
 _WILDCARDS = re.compile(r"\*\*\.|\*\*|\*|\?")
 _AS_REGEX = {"**.": r"((?:.+\.)?)", "**": r"(.*)", "*": r"([^.]*)", "?": r"([^.])"}
 
@@ -79,6 +81,12 @@ class Cast:
 
 
 Rule = Take | Rename | Skip | Init | Cast
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """The names without the `value` that NNX puts at the end of every path; all as they are if two would be alike."""
+    short = [name.removesuffix(_NNX_LEAF) for name in names]
+    return short if len(set(short)) == len(names) else list(names)
 
 
 def matches(pattern: str, name: str) -> bool:

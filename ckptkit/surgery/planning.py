@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ckptkit.errors import SurgeryError
-from ckptkit.model.leaf_patterns import Cast, Init, Rename, Rule, Skip, Take, matches
+from ckptkit.model.leaf_patterns import Cast, Init, Rename, Rule, Skip, Take, matches, short_names
 from ckptkit.model.manifest import describe
 from ckptkit.snapshot.describe import leaf_path
 
 LeafOutcome = Literal["taken", "initialised"]
-_NNX_LEAF = "value"  # NNX ends every path with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,14 +132,9 @@ def leaves_of(tree: Any) -> list[Leaf]:
 
 
 def named(leaves: Iterable[Leaf]) -> dict[str, Leaf]:
-    """Leaves by the names that rules see. NNX's trailing `value` goes, unless two leaves would have one name."""
+    """Leaves by the names that rules see (see `short_names`)."""
     leaves = list(leaves)
-    short = {".".join(_without_value(leaf.path)): leaf for leaf in leaves}
-    return short if len(short) == len(leaves) else {".".join(leaf.path): leaf for leaf in leaves}
-
-
-def _without_value(path: tuple[str, ...]) -> tuple[str, ...]:
-    return path[:-1] if len(path) > 1 and path[-1] == _NNX_LEAF else path
+    return dict(zip(short_names([".".join(leaf.path) for leaf in leaves]), leaves, strict=True))
 
 
 def _leaf(keypath: Sequence[Any], value: Any) -> Leaf:

@@ -10,7 +10,7 @@ from typing import Any
 from ckptkit.conversion.mapping import read_rule_tables
 from ckptkit.conversion.resharding.meshes import Mesh, Spec, box_shape, default_spec
 from ckptkit.errors import CheckpointError
-from ckptkit.model.leaf_patterns import matches
+from ckptkit.model.leaf_patterns import matches, short_names
 
 STAYS_WHOLE = "no axis divides it"
 
@@ -61,7 +61,7 @@ class Chooser:
         """Spec and the reason: `rule PATTERN`, `as in the other checkpoint`, `largest dimension`, `STAYS_WHOLE`
         where that is divided by no axis, or `nothing to split`."""
         for rule in self._rules:
-            if matches(rule.pattern, name):
+            if any(matches(rule.pattern, form) for form in (name, *short_names([name]))):
                 self.used.add(rule.pattern)
                 return self._fitting(name, rule.spec, shape, mesh), f"rule {rule.pattern}"
         if self._like is not None:

@@ -12,13 +12,13 @@ from typing import Any
 from ckptkit.conversion.destination import Destination, begin, require_orbax_target, require_unchanged, target_url
 from ckptkit.conversion.item_writer import ItemWriter, Work, side_files, this_writer
 from ckptkit.conversion.journal import Journal, fingerprint
-from ckptkit.conversion.orbax_step import DTYPES, works_of
+from ckptkit.conversion.orbax_step import works_of
 from ckptkit.conversion.passes import BytesProgress
 from ckptkit.conversion.resharding.choosing import SpecRule
 from ckptkit.conversion.resharding.meshes import Mesh, Spec
 from ckptkit.conversion.resharding.planning import LeafPlan, ReshardPlan, make_plan, plan_leaves
 from ckptkit.conversion.resharding.source import ReshardSource, SourceItem
-from ckptkit.durable.cells.writer import merge_processes, process_directory
+from ckptkit.durable.cells.writer import can_hold, merge_processes, process_directory
 from ckptkit.durable.sidecars import marker_text
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.tensors import MEMORY_BYTES
@@ -50,8 +50,8 @@ def plan_reshard(
     require_orbax_target(url)
     records = {item.name: item.records for item in source.items}
     for record in (record for leaves in records.values() for record in leaves):
-        if record.dtype not in DTYPES:
-            raise CheckpointError(f"{record.name} is {record.dtype}, which zarr 2 has no word for")
+        if not can_hold(record.dtype):
+            raise CheckpointError(f"{record.name} is {record.dtype}, which TensorStore's zarr 2 cannot hold")
     leaves = plan_leaves(records, meshes, rules=rules, like=like, chunk_bytes=chunk_bytes, memory_bytes=memory_bytes)
     notes = [
         f"item {item.name} has text or other leaves that a record of ours has no place for: it gets no digests"

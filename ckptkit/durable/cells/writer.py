@@ -341,6 +341,16 @@ def zarr_text(dtype: str, shape: tuple[int, ...], cell: tuple[int, ...], codec: 
     return json.dumps({**_zarr_template(dtype), **own}).encode()
 
 
+@lru_cache(maxsize=64)
+def can_hold(dtype: str) -> bool:
+    """Whether TensorStore's zarr driver has a dtype. Cost: a small array in memory, once for each dtype."""
+    try:
+        _zarr_template(dtype)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
 def cell_key(prefix: str, leaf: LeafRecord, cell: Box) -> str:
     """The key of a cell below its leaf's."""
     index = [start // rows for start, rows in zip(cell.start, leaf.cell, strict=True)]
