@@ -137,24 +137,22 @@ def convert(
     """
     target = Destination(plan.target)
     target.require_room(plan.written_bytes, max((file.size for file in plan.files), default=0))
-    journal = Journal(target.journal_store())
     now = partial(fingerprint, {**plan.to_json(), "made_by": plan.made_by}, source.sources)
     known_by = now()
     with target.alone():
-        begin(target, journal, known_by, resume=resume)
+        begin(target, known_by, resume=resume)
         with target.kept(after_damage=properties_of(source.path).round_trips):
             if plan.to == "orbax":
-                write_step(plan.tensors, target, journal, memory_bytes=memory_bytes, progress=progress)
+                write_step(plan.tensors, target, memory_bytes=memory_bytes, progress=progress)
             else:
-                _write_files(plan, target, journal, memory_bytes, progress)
+                _write_files(plan, target, memory_bytes, progress)
             if not source.proven:
                 require_unchanged(known_by, now, source.path)
             target.commit(f"Checkpoint commit was successful to {plan.target}" if plan.to == "orbax" else None)
 
 
-def _write_files(
-    plan: ConvertPlan, target: Destination, journal: Journal, memory_bytes: int, progress: BytesProgress | None
-) -> None:
+def _write_files(plan: ConvertPlan, target: Destination, memory_bytes: int, progress: BytesProgress | None) -> None:
+    journal = target.journal
     finished = {name for entry in journal.entries() for name in entry}
     written = 0
 
@@ -188,7 +186,7 @@ def _write_files(
         mapping = {member.tensor: file.name for file in plan.files for member in file.members if member.tensor}
         size = sum(tensor.nbytes for tensor in plan.tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": mapping}
-        target.store().put(f"model{INDEX}", json.dumps(index, indent=1).encode())
+        target.put([(f"model{INDEX}", json.dumps(index, indent=1).encode())])
 
 
 def _write_tensors(

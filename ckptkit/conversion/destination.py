@@ -1,27 +1,35 @@
 """Where a conversion puts what it makes: on a disk beside its place, and renamed at the end; in a bucket in place, and
-marked at the end. Until then nothing at the target is a checkpoint, and an interrupted work can be gone on with."""
+marked at the end. Until then nothing at the target is a checkpoint, and an interrupted work can be gone on with.
+
+Only what the journal names, or what has the work's number in its name, is ever deleted."""
 
 from __future__ import annotations
 
+import mmap
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
-from ckptkit.conversion.journal import Journal
+from ckptkit.conversion.journal import Journal, Noted, foreign
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreFullError
 from ckptkit.formats.safetensors import INDEX
 from ckptkit.model import paths
-from ckptkit.store import Store, open_store, put_new
+from ckptkit.model.manifest import digest_of
+from ckptkit.store import Stat, Store, open_store, put_new
 from ckptkit.store.backends import BACKENDS, backend_of, properties_of
 from ckptkit.store.local import LocalStore, sync_directory, sync_tree
 from ckptkit.store.remote import RemoteStore
 from ckptkit.verification.quarantine import alone_at
 
 _LOCK = ".ckptkit-lock"
+_UNFINISHED = re.compile(r"\.put-[0-9a-f]{32}")  # of `LocalStore`
+_BATCH_BYTES = 32 << 20  # of small files that are noted together
 
 
 def target_url(target: str) -> str:
@@ -61,38 +69,61 @@ def require_unchanged(known_by: str, now: Callable[[], str], source: str) -> Non
 class Destination:
     """One target while it is made. `url` is where its files go meanwhile, `part` what an interrupted work leaves."""
 
-    def __init__(self, target: str):
+    def __init__(self, target: str, process: int = 0):
         self.target = target
         self.properties = properties_of(target)
         above, _, self._name = target.rpartition("/")
         self._above = above or "/"
         self.part = f"{above}/.{self._name}.ckptkit-part"
         self.url = f"{self.part}/{self._name}" if self.properties.atomic_rename else target
-
-    def journal_store(self) -> Store:
-        """Where it is noted what is done."""
-        return open_store(f"{self.part}/journal")
+        self.journal = Journal(open_store(f"{self.part}/journal"), process)
 
     def store(self) -> Store:
         """Of the target's files; on a disk they are synced by `commit`."""
         return LocalStore(self.url, durable=False) if self.properties.file_system else open_store(self.url)
 
+    def put(self, files: Iterable[tuple[str, bytes]]) -> None:
+        """Puts small files of the target, and notes them. Cost in a bucket: two requests more for each batch, and one
+        for each file."""
+        store, batch, size = self.store(), dict[str, bytes](), 0
+        for key, data in files:
+            batch[key] = data
+            size += len(data)
+            if size > _BATCH_BYTES:
+                self._put(store, batch)
+                batch, size = {}, 0
+        self._put(store, batch)
+
     def clear(self) -> None:
-        """Removes what an interrupted work has left. Raises `CheckpointError` where a bucket's target is not free."""
+        """Deletes what an interrupted work has written, and then its journal.
+
+        Raises `CheckpointError`, and deletes nothing, where something else lies there; in a bucket also where there is
+        no journal and the target is not free.
+        """
+        found = self._own_files()
+        self.store().delete_unchanged(found)
+        self.journal.remove()
         if self.properties.file_system:
-            for name in os.listdir(self.part):
-                path = os.path.join(self.part, name)
-                if os.path.isdir(path):
-                    shutil.rmtree(path)
-                elif name != _LOCK:
-                    os.unlink(path)
-            return
-        store, notes = self.store(), self.journal_store()
-        left, noted = store.list_all(""), notes.list_all("")
-        if left and not noted:
-            raise self._taken()
-        store.delete_many(left)
-        notes.delete_many(noted)
+            if os.path.isfile(self.url):
+                os.unlink(self.url)
+            for directory in (self.url, f"{self.part}/journal"):
+                _remove_empty(directory)
+
+    def require_kept(self) -> None:
+        """Raises `CheckpointError` where something that the interrupted work has noted is not there as it was, or
+        where something else lies there."""
+        found, noted = self._own_files(), self.journal.files()
+        lost = [key for key, notes in noted.items() if _is_lost(notes[-1], found.get(key))]
+        if lost:
+            raise CheckpointError(
+                f"{self.url}/{lost[0]} was written by the interrupted run and was deleted or changed since "
+                f"({len(lost)} files in all); leave --resume out to begin anew",
+                path=self.target,
+            )
+
+    def require_own(self) -> None:
+        """Raises `CheckpointError` where something lies at the target that this work did not write."""
+        self._own_files()
 
     def require_free(self) -> None:
         """Raises `CheckpointError` where a bucket's target is a whole checkpoint by now: what an interrupted work has
@@ -104,6 +135,42 @@ class Destination:
             name.endswith(ends) for name in self.store().list("")
         ):
             raise self._taken()
+
+    def _own_files(self) -> dict[str, Stat]:
+        """Everything below the target; raises where something of it is not of the work that the journal names."""
+        store = self.store()
+        found = store.stat_all("")
+        self.journal.recall()
+        noted = self.journal.files() if found else {}
+        strange = foreign(found, noted, self.journal.work, store.get)
+        if self.properties.file_system:
+            known = {_LOCK, "journal", self._name}
+            strange += [f"../{name}" for name in sorted(os.listdir(self.part)) if name not in known]
+        if strange and not self.journal.work and not self.properties.file_system:
+            raise self._taken()
+        if strange:
+            raise CheckpointError(
+                f"{self.url}/{strange[0]}{f' (and {len(strange) - 1} more)' * (len(strange) > 1)} was not written by "
+                f"the interrupted run whose journal is in {self.part}; nothing was deleted. Name another target, or "
+                "move these files away and run the command again",
+                path=self.target,
+            )
+        return found
+
+    def _put(self, store: Store, batch: Mapping[str, bytes]) -> None:
+        if batch:
+            noted = {key: Noted(size=len(data), digest=digest_of(data)) for key, data in batch.items()}
+            self.journal.note(noted)
+            for key, data in batch.items():
+                store.put(key, data)
+            self._note_versions(store, noted)
+
+    def _note_versions(self, store: Store, noted: Mapping[str, Noted]) -> None:
+        if not self.properties.file_system:
+            stats = {key: store.stat(key) for key in noted}
+            self.journal.note(
+                {key: replace(noted[key], version=stat.version) for key, stat in stats.items() if stat is not None}
+            )
 
     def _taken(self) -> CheckpointError:
         return CheckpointError(f"{self.target} is there already; name another target", path=self.target)
@@ -127,6 +194,8 @@ class Destination:
         if self.properties.file_system:
             path = Path(self.url) if name is None else Path(self.url) / name
             path.parent.mkdir(exist_ok=True)
+            if name is not None:
+                self.journal.note({name: Noted(size=None)})
             with open(path, "r+b" if path.exists() else "w+b") as made:
                 try:
                     yield made
@@ -139,8 +208,12 @@ class Destination:
             made.flush()
             if name is None:
                 RemoteStore(self._above).put_file(self._name, made.name)
-            else:
-                RemoteStore(self.url).put_file(name, made.name)
+                return
+            noted = {name: Noted(size=os.path.getsize(made.name), digest=_digest_of_file(made.name))}
+            self.journal.note(noted)
+            store = RemoteStore(self.url)
+            store.put_file(name, made.name)
+            self._note_versions(store, noted)
 
     @contextmanager
     def kept(self, *, after_damage: bool = True) -> Iterator[None]:
@@ -156,7 +229,7 @@ class Destination:
             if damaged or isinstance(error, SourceChangedError):
                 with suppress(CheckpointError, OSError):  # the damage is what is to be said
                     self.clear()
-                    shutil.rmtree(self.part, ignore_errors=True)
+                    self._remove_part()
             else:
                 and_target = "" if self.properties.atomic_rename else " and the target"
                 error.add_note(
@@ -183,13 +256,13 @@ class Destination:
     def commit(self, marker: str | None = None) -> None:
         """Makes what was written the target. A directory of Orbax's is one, in a bucket, when `marker` is in it."""
         renamed = self.properties.atomic_rename
+        self.require_own()
         if marker is not None and renamed:
-            self.store().put(paths.COMMIT_MARK, marker.encode())
+            self.put([(paths.COMMIT_MARK, marker.encode())])
         elif marker is not None:
             put_new(self.store(), paths.COMMIT_MARK, marker.encode())
         if not renamed:
-            notes = self.journal_store()
-            notes.delete_many(notes.list_all(""))
+            self.journal.remove()
             return
         sync_tree(self.url)
         if os.path.lexists(self.target):
@@ -198,14 +271,46 @@ class Destination:
             )
         os.rename(self.url, self.target)
         sync_directory(self._above)
-        shutil.rmtree(self.part, ignore_errors=True)
+        self.journal.remove()
+        self._remove_part()
+
+    def _remove_part(self) -> None:
+        """On a disk: the directory of the work, where it holds nothing else."""
+        if self.properties.file_system:
+            with suppress(OSError):
+                os.unlink(f"{self.part}/{_LOCK}")
+            _remove_empty(self.part)
 
 
-def begin(target: Destination, journal: Journal, known_by: str, *, resume: bool) -> bool:
-    """Whether an interrupted work of the same fingerprint is gone on with; else the target is cleared for this one."""
+def begin(target: Destination, known_by: str, *, resume: bool) -> str:
+    """The number of the work: of an interrupted one of the same fingerprint if that is resumed, else of a new one, for
+    which the target is cleared. Raises `CheckpointError` where that is not possible without loss."""
     target.require_free()
-    if resume and journal.holds(known_by):
-        return True
-    target.clear()
-    journal.begin(known_by)
-    return False
+    if resume and target.journal.holds(known_by):
+        target.require_kept()
+    else:
+        target.clear()
+        target.journal.begin(known_by)
+    return target.journal.work
+
+
+def _is_lost(noted: Noted, found: Stat | None) -> bool:
+    """Whether a file that was written is not what it was. One without a version may not have been written yet."""
+    if noted.version is None:
+        return False
+    return found is None or found.version != noted.version or found.size_bytes != noted.size
+
+
+def _digest_of_file(path: str) -> str:
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return digest_of(data)
+
+
+def _remove_empty(directory: str) -> None:
+    """Removes a directory and those below it, as far as they are empty but for unfinished puts of ours."""
+    for here, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            if _UNFINISHED.fullmatch(name):
+                os.unlink(os.path.join(here, name))
+        with suppress(OSError):
+            os.rmdir(here)

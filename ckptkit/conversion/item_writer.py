@@ -11,7 +11,8 @@ from typing import Any, final
 
 import numpy as np
 
-from ckptkit.conversion.journal import Journal
+from ckptkit.conversion.destination import Destination
+from ckptkit.conversion.journal import LOCK_SUFFIX, Noted, data_prefix
 from ckptkit.conversion.passes import read_ahead
 from ckptkit.durable.cells.writer import CellStream
 from ckptkit.durable.orbax.files import array_metadatas_text, shardings_text
@@ -21,6 +22,7 @@ from ckptkit.model import paths
 from ckptkit.model.boxes import Box, boxes_of_cells, cells_of
 from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, SaveId, Writer, digest_of
 from ckptkit.model.paths import ARRAY_METADATAS, SHARDINGS
+from ckptkit.store import open_store
 from ckptkit.store.backends import properties_of
 from ckptkit.store.local import sync_tree
 
@@ -28,6 +30,7 @@ Cells = list[tuple[Box, np.ndarray, str]]
 
 _COMMIT_SHARE = 8  # of the budget: what one commit has, and what is read ahead of it
 _AHEAD_MAX = 16  # blocks
+_LISTED_FILES = 256  # that are listed after each commit; of more, after one commit for each so many
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +55,16 @@ class ItemWriter:
     """
 
     def __init__(
-        self, directory: str, item: str, journal: Journal, noted: Sequence[Any], memory_bytes: int, *, describes: bool
+        self, target: Destination, prefix: str, item: str, noted: Sequence[Any], memory_bytes: int, *, describes: bool
     ):
+        """`prefix` is what the keys of the database begin with below the target."""
         self._item = item
-        self._directory = directory
+        self._prefix = prefix
+        self._directory = directory = f"{target.url}/{prefix}".rstrip("/")
         self._ahead_bytes = memory_bytes // _COMMIT_SHARE
-        self._journal = journal
+        self._journal = target.journal
+        self._known: dict[str, Noted] = {}  # files that are noted
+        self._commits = 0  # since they were listed
         self._fresh: dict[str, list[tuple[tuple[int, ...], str]]] = {}
         self._digests: dict[str, dict[tuple[int, ...], str]] = {}
         # A commit that waits for its own sync leaves the disk idle while the next cells are read.
@@ -71,6 +78,7 @@ class ItemWriter:
             describes=describes,
             synced=False,
             continues=bool(noted),
+            data_prefix=data_prefix(target.journal.work),
         )
         for entry in noted:
             if entry["item"] == item:
@@ -126,7 +134,26 @@ class ItemWriter:
         if properties_of(self._directory).file_system:
             sync_tree(self._directory, self._synced)
         if cells:
-            self._journal.add({"item": self._item, "cells": cells})
+            self._journal.add({"item": self._item, "cells": cells, "files": self._new_files()})
+
+    def _new_files(self) -> dict[str, Any]:
+        """The files of the database that are new or changed since the last time: names with sizes and versions.
+
+        With many files they are listed less often, so that the cost is linear.
+        """
+        self._commits += 1
+        if self._commits <= len(self._known) // _LISTED_FILES:
+            return {}
+        self._commits = 0
+        stats = open_store(self._directory).stat_all("")
+        found = {
+            f"{self._prefix}{key}": Noted(size=stat.size_bytes, version=stat.version)
+            for key, stat in stats.items()
+            if key.startswith(data_prefix(self._journal.work)) and not key.endswith(LOCK_SUFFIX)
+        }
+        new = {key: dataclasses.asdict(each) for key, each in found.items() if self._known.get(key) != each}
+        self._known = found
+        return new
 
 
 def side_files(

@@ -10,7 +10,6 @@ import jax
 
 from ckptkit.conversion.destination import Destination
 from ckptkit.conversion.item_writer import ItemWriter, Work, side_files
-from ckptkit.conversion.journal import Journal
 from ckptkit.conversion.mapping import Tensors
 from ckptkit.conversion.passes import block_shape, blocks_of, pieces_of
 from ckptkit.durable.cells.writer import can_hold
@@ -29,7 +28,6 @@ HOST = "ckptkit-convert"  # in the sidecar, where a job has the name of its host
 def write_step(
     tensors: Tensors,
     target: Destination,
-    journal: Journal,
     *,
     memory_bytes: int,
     progress: Callable[[int, int], None] | None = None,
@@ -52,14 +50,13 @@ def write_step(
         if progress is not None:
             progress(written, total)
 
-    writer = ItemWriter(target.url, item, journal, list(journal.entries()), memory_bytes, describes=True)
+    writer = ItemWriter(target, "", item, list(target.journal.entries()), memory_bytes, describes=True)
     writer.write(records.values(), works, count)
     proven = [writer.written(record, ()) for record in records.values()]
-    store = target.store()
     save_id = SaveId(0, paths.step_of_name(item) or 0, 0)
     files = side_files(item, proven, save_id, Writer(process=0, count=1, host=HOST), {}, provable=True)
-    for name, text in {**files, paths.TREE_METADATA: tree_text(_tree(proven))}.items():
-        store.put(name, text.encode())
+    files[paths.TREE_METADATA] = tree_text(_tree(proven))
+    target.put((name, text.encode()) for name, text in files.items())
 
 
 def works_of(

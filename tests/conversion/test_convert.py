@@ -23,7 +23,7 @@ ZARR = ("int2", "int4", "complex64", "float8_e3m4", "float8_e8m0fnu", "float4_e2
 TARGETS = ("orbax", "safetensors", "hf", "npz", "torch")
 
 
-def read(path: Path) -> dict[str, np.ndarray]:
+def read(path: Path | str) -> dict[str, np.ndarray]:
     with open_checkpoint(str(path)) as opened:
         return {name: tensor.read() for name, tensor in opened.by_name().items()}
 

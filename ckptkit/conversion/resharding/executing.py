@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptkit.conversion.destination import Destination, begin, require_orbax_target, require_unchanged, target_url
 from ckptkit.conversion.item_writer import ItemWriter, Work, side_files, this_writer
-from ckptkit.conversion.journal import Journal, fingerprint
+from ckptkit.conversion.journal import data_prefix, fingerprint
 from ckptkit.conversion.orbax_step import works_of
 from ckptkit.conversion.passes import BytesProgress
 from ckptkit.conversion.resharding.choosing import SpecRule
@@ -29,7 +29,6 @@ from ckptkit.model.boxes import CELL_BYTES, Box
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.paths import OCDBT_MANIFEST, SHARDINGS, TREE_METADATA
-from ckptkit.store import Store
 from ckptkit.store.backends import properties_of
 
 _REPLACED = frozenset({TREE_METADATA, OCDBT_MANIFEST, SHARDINGS, paths.COMMIT_MARK})
@@ -88,30 +87,28 @@ def reshard(
     `TransientStoreError` or `CoordinationError` where another process failed, and what reading and writing raise.
     """
     coordinator = coordinator or LocalCoordinator()
-    target = Destination(plan.target)
+    target = Destination(plan.target, coordinator.process)
     now = partial(fingerprint, {**plan.to_json(), "processes": coordinator.count}, [plan.source])
     known_by = now()
-    journal = Journal(target.journal_store(), coordinator.process)
 
-    def start(seen: list[str]) -> bool:
+    def start(seen: list[str]) -> str:
         if len(set(seen)) > 1:
             raise CheckpointError(f"the processes see {plan.source} in different ways; is it on a shared file system?")
         target.require_room(plan.written_bytes)
         held.enter_context(target.alone())
-        return begin(target, journal, known_by, resume=resume)
+        return begin(target, known_by, resume=resume)
 
     with ExitStack() as held:
-        coordinator.agree("reshard-begun", known_by, start)
+        target.journal.work = coordinator.agree("reshard-begun", known_by, start)
         with target.kept(after_damage=coordinator.count > 1 or properties_of(plan.source).round_trips):
             unchanged = partial(require_unchanged, known_by, now, plan.source)
-            _write_and_commit(source, plan, target, journal, memory_bytes, coordinator, progress, unchanged)
+            _write_and_commit(source, plan, target, memory_bytes, coordinator, progress, unchanged)
 
 
 def _write_and_commit(
     source: ReshardSource,
     plan: ReshardPlan,
     target: Destination,
-    journal: Journal,
     memory_bytes: int,
     coordinator: Coordinator,
     progress: BytesProgress | None,
@@ -120,7 +117,7 @@ def _write_and_commit(
     """This process's part, and when all have theirs the commit."""
     error = None
     try:
-        _write_part(source, plan, target, journal, memory_bytes, coordinator, progress)
+        _write_part(source, plan, target, memory_bytes, coordinator, progress)
     except Exception as caught:  # noqa: BLE001  said to the others, who would wait for this part
         error = caught
 
@@ -157,13 +154,12 @@ def _write_part(
     source: ReshardSource,
     plan: ReshardPlan,
     target: Destination,
-    journal: Journal,
     memory_bytes: int,
     coordinator: Coordinator,
     progress: BytesProgress | None,
 ) -> None:
     """Everything that this process writes: its blocks of every item, and its records."""
-    noted = list(journal.entries())
+    noted = list(target.journal.entries())
     works = _works(source, plan, memory_bytes)
     chosen = share_of(
         [work.block.size * work.record.itemsize for _, work in works], coordinator.process, coordinator.count
@@ -177,12 +173,11 @@ def _write_part(
         if progress is not None:
             progress(written, total)
 
-    store = target.store()
     for item in source.items:
         above = _key(source, item)
-        directory = f"{target.url}/{above}".rstrip("/")
-        part = directory if coordinator.count == 1 else process_directory(directory, coordinator.process)
-        writer = ItemWriter(part, item.name, journal, noted, memory_bytes, describes=coordinator.process == 0)
+        own_part = process_directory(above.rstrip("/"), coordinator.process).lstrip("/")
+        prefix = above if coordinator.count == 1 else f"{own_part}/"
+        writer = ItemWriter(target, prefix, item.name, noted, memory_bytes, describes=coordinator.process == 0)
         leaves = [leaf for leaf in plan.leaves if leaf.item == item.name]
         records = [leaf.target(plan.meshes[0]) for leaf in leaves]
         own = [work for name, work in mine if name == item.name]
@@ -200,8 +195,7 @@ def _write_part(
             small if item.structure is None else {**small, name: item.structure},
             provable=item.provable,
         )
-        for file, text in files.items():
-            store.put(f"{above}{file}", text.encode())
+        target.put((f"{above}{file}", text.encode()) for file, text in files.items())
 
 
 def _works(source: ReshardSource, plan: ReshardPlan, memory_bytes: int) -> list[tuple[str, Work]]:
@@ -231,21 +225,21 @@ def _finish(
         if count > 1:
             if not target.properties.atomic_rename:  # joined by a run that was interrupted before the marker
                 store.delete(f"{above}{OCDBT_MANIFEST}")
-            merge_processes(directory, count, DurableProfile())
+            merge_processes(directory, count, DurableProfile(), data_prefix=data_prefix(target.journal.work))
         leaves = [leaf for leaf in plan.leaves if leaf.item == item.name]
         text = json.dumps(_described(item.described, leaves))
-        store.put(f"{above}{TREE_METADATA}", text.encode())
-        _copy(item.place, store, above, _small_files(item.place))
-        if above:
-            _mark(store, f"{above}{paths.COMMIT_MARK}", f"{plan.target}/{item.name}")
+        target.put([(f"{above}{TREE_METADATA}", text.encode())])
+        target.put(_copies(item.place, above, _small_files(item.place)))
+        if above:  # what Orbax leaves in each item that it has finished
+            target.put([(f"{above}{paths.COMMIT_MARK}", _words(f"{plan.target}/{item.name}").encode())])
     if source.opened.facts.kind == "item":
         unchanged()
         target.commit(_words(plan.target))
         return
     for other in source.others:
         keys = [key.removeprefix(f"{other.name}/") for key in source.place.store.list_all(other.name)]
-        _copy(other, store, f"{other.name}/", keys)
-    _copy(source.place, store, "", _small_files(source.place))
+        target.put(_copies(other, f"{other.name}/", keys))
+    target.put(_copies(source.place, "", _small_files(source.place)))
     unchanged()
     target.commit(marker_text(plan.target, _identity(source, plan)) if provable else _words(plan.target))
 
@@ -274,16 +268,11 @@ def _small_files(place: Place) -> list[str]:
     return [name for name in place.names() if not name.endswith("/") and name not in _REPLACED]
 
 
-def _copy(place: Place, store: Store, above: str, names: Iterable[str]) -> None:
+def _copies(place: Place, above: str, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
     for name in names:
         data = place.read(name)
         if data is not None:
-            store.put(f"{above}{name}", data)
-
-
-def _mark(store: Store, key: str, where: str) -> None:
-    """What Orbax leaves in each item that it has finished."""
-    store.put(key, _words(where).encode())
+            yield f"{above}{name}", data
 
 
 def _words(where: str) -> str:

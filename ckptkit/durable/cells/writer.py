@@ -62,8 +62,11 @@ def kvstore_context(profile: DurableProfile, *, synced: bool = True) -> ts.Conte
     )
 
 
-def kvstore_spec(directory: str, profile: DurableProfile, *, writing: bool) -> dict[str, Any]:
-    """The OCDBT database of an item's directory, a path or a bucket URL."""
+def kvstore_spec(
+    directory: str, profile: DurableProfile, *, writing: bool, data_prefix: str | None = None
+) -> dict[str, Any]:
+    """The OCDBT database of an item's directory, a path or a bucket URL. The names of the data files that are written
+    begin with `data_prefix` (None: as TensorStore names them)."""
     if not properties_of(directory).atomic_rename:
         spec: dict[str, Any] = {"driver": "ocdbt", "base": base_of(directory)}
         if writing:
@@ -80,6 +83,9 @@ def kvstore_spec(directory: str, profile: DurableProfile, *, writing: bool) -> d
     if writing:
         # The directory is new: no other writer has chosen a configuration.
         spec |= {"config": _CONFIG, "assume_config": True, "target_data_file_size": profile.data_file_bytes}
+        if data_prefix is not None:
+            kinds = ("value_data_prefix", "btree_node_data_prefix", "version_tree_node_data_prefix")
+            spec |= dict.fromkeys(kinds, data_prefix)
     return spec
 
 
@@ -104,15 +110,16 @@ class CellWriter:
         ready: Callable[[], object] = lambda: None,
         *,
         expected: Iterable[tuple[LeafRecord, Iterable[tuple[Box, np.ndarray]]]] = (),
+        data_prefix: str | None = None,
     ):
         """`ready` returns once something may be put into the directory, and raises where that will not be. `expected`
-        is what will be added, where that is known."""
+        is what will be added, where that is known. `data_prefix` is that of `kvstore_spec`."""
         self._ready = ready
         self._directory, self._profile = directory, profile
         self._pace = pace or WritePace(profile.write_bytes_per_s)
         self._context = context or kvstore_context(profile)
         self._pieces = Pieces(profile, ((leaf, [box for box, _ in blocks]) for leaf, blocks in expected))
-        self._spec = kvstore_spec(directory, profile, writing=True)
+        self._spec = kvstore_spec(directory, profile, writing=True, data_prefix=data_prefix)
         if not self._pieces.is_last:
             # References to data files can be copied between databases of one base only: the item's has this one too.
             nodes = {"prefix": _NODES, "base": {"driver": "memory", "path": "nodes/"}}
@@ -245,8 +252,10 @@ class CellStream:
         describes: bool = True,
         synced: bool = True,
         continues: bool = False,
+        data_prefix: str | None = None,
     ):
         self._directory = directory
+        self._data_prefix = data_prefix
         self._commit_bytes = commit_bytes
         self._profile = profile
         self._on_commit = on_commit
@@ -254,7 +263,7 @@ class CellStream:
         self._context = kvstore_context(profile, synced=synced)
         if continues:
             _adopt(directory, self._context, profile)
-        self._writer = CellWriter(directory, profile, context=self._context)
+        self._writer = self._new_writer()
         self._described: set[str] = set()
         self._pending_bytes = 0
 
@@ -282,17 +291,21 @@ class CellStream:
         if self._on_commit is not None:
             publish(self._directory, self._context, self._profile, mode="replace")
             self._on_commit()
-        self._writer = CellWriter(self._directory, self._profile, context=self._context)
+        self._writer = self._new_writer()
         self._pending_bytes = 0
 
+    def _new_writer(self) -> CellWriter:
+        return CellWriter(self._directory, self._profile, context=self._context, data_prefix=self._data_prefix)
 
-def merge_processes(directory: str, count: int, profile: DurableProfile) -> None:
+
+def merge_processes(directory: str, count: int, profile: DurableProfile, *, data_prefix: str | None = None) -> None:
     """One database of those of all processes, which stay where they are: the result refers to their data files."""
     context = kvstore_context(profile)
     transaction = ts.Transaction(atomic=True)
 
     def opened(url: str, *, writing: bool) -> Any:
-        return _opened(kvstore_spec(url, profile, writing=writing), url, context, profile)
+        spec = kvstore_spec(url, profile, writing=writing, data_prefix=data_prefix)
+        return _opened(spec, url, context, profile)
 
     whole = opened(directory, writing=True).with_transaction(transaction)
     parts = [opened(process_directory(directory, each), writing=False) for each in range(count)]

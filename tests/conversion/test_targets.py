@@ -1,0 +1,159 @@
+"""What lies at the target of an interrupted conversion: only what it wrote is deleted or built upon, never the rest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from ckptkit.conversion.destination import Destination
+from ckptkit.store import open_store
+from ckptkit.testing.bucket import BucketServer
+from tests.cli.conftest import Run
+from tests.conversion.test_convert import assert_same_bits, read
+from tests.formats import writers
+
+ROOT = Path(__file__).parents[2]
+TREE = {name: np.arange(1 << 12, dtype=np.float32) + at for at, name in enumerate("abcd")}
+SMALL = ("--memory", "64KiB", "--shard-size", "33KiB")
+
+# Each target is made by a child that kills itself at one of its puts: before it where the number is odd, else after.
+_KILLED = """
+import os, signal, sys
+from ckptkit.cli import main
+from ckptkit.store.local import LocalStore
+from ckptkit.store.remote import RemoteStore
+import ckptkit.cli.convert
+
+def dies_at(stop):
+    left = [stop]
+    def dying(plain):
+        def put(*arguments, **options):
+            left[0] -= 1
+            if left[0] == 0 and stop % 2: os.kill(os.getpid(), signal.SIGKILL)
+            plain(*arguments, **options)
+            if left[0] == 0: os.kill(os.getpid(), signal.SIGKILL)
+        return put
+    for owner in (LocalStore, RemoteStore):
+        owner.put = dying(owner.put)
+    RemoteStore.put_file = dying(RemoteStore.put_file)
+
+source, above, to, *stops = sys.argv[1:]
+for stop in stops:
+    child = os.fork()
+    if not child:
+        dies_at(int(stop))
+        code = main(["convert", source, f"{above}/t{stop}", "--to", to, "--memory", "64KiB", "--shard-size", "33KiB"])
+        os._exit(code)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, stop
+"""
+
+
+def everything(url: str) -> dict[str, tuple[int, int | None]]:
+    """What lies below a place: the size and the generation of each file."""
+    return {key: (stat.size_bytes, stat.generation) for key, stat in open_store(url).stat_all("").items()}
+
+
+@pytest.mark.parametrize("to", ["orbax", "hf"])
+@pytest.mark.parametrize("where", ["disk", "bucket"])
+def test_killed_conversion_is_resumed_or_begun_anew(
+    where: str, to: str, ckpt: Run, server: BucketServer, tmp_path: Path
+) -> None:
+    """After `kill -9` at any write, leavings would be taken for foreign files, or a part of the bytes be lost."""
+    source = writers.by_safetensors(tmp_path / "a.safetensors", TREE)
+    above = "gs://runs/made" if where == "bucket" else str(tmp_path / "made")
+    (tmp_path / "made").mkdir()
+    stops = [1, 2, 5, 6, 9, 10] if to == "orbax" else [1, 3, 4, 6, 7]
+    command = [sys.executable, "-W", "ignore", "-c", _KILLED, str(source), above, to, *map(str, stops)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for stop in stops:
+        target = f"{above}/t{stop}"
+        assert ckpt("convert", source, target, "--to", to, *SMALL, *["--resume"] * (stop % 3 > 0)).code == 0
+        assert_same_bits(read(target), TREE)
+    assert not [key for key in everything(above) if "ckptkit-part" in key]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_steps_of_a_job_at_an_interrupted_target_are_kept(
+    resume: bool, ckpt: Run, server: BucketServer, tmp_path: Path, ended_at: Callable[..., None]
+) -> None:
+    """The journal of an old conversion would be a licence to delete the run that has saved there since."""
+    source = writers.by_safetensors(tmp_path / "a.safetensors", TREE)
+    words = ("convert", source, "gs://runs/exp", "--to", "orbax")
+    ended_at(Destination, "commit", *words)
+    store = open_store("gs://runs/exp")
+    store.delete_many(store.list_all(""))
+    with ckptkit.CheckpointManager("gs://runs/exp") as manager:
+        for step in (1, 2):
+            manager.save(step, args=ocp.args.StandardSave({"w": jnp.arange(3.0)}))
+    before = everything("gs://runs/exp")
+    said = ckpt(*words, *["--resume"] * resume)
+    assert said.code == 1
+    assert "was not written by the interrupted run whose journal is in gs://runs/.exp.ckptkit-part" in said.err
+    assert everything("gs://runs/exp") == before
+    assert ckpt("verify", "gs://runs/exp").code == 0
+
+
+def test_target_that_fills_while_it_is_made_is_not_committed(ckpt: Run, server: BucketServer, tmp_path: Path) -> None:
+    """A job that begins to save at the target would find its root marked as an item."""
+    source = writers.by_safetensors(tmp_path / "a.safetensors", TREE)
+    plain = Destination.commit
+
+    def saves_first(self: Destination, marker: str | None = None) -> None:
+        open_store("gs://runs/exp").put("1/default/_METADATA", b"{}")
+        plain(self, marker)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Destination, "commit", saves_first)
+        said = ckpt("convert", source, "gs://runs/exp", "--to", "orbax")
+    assert (said.code, "gs://runs/exp/1/default/_METADATA was not written by" in said.err) == (1, True), said.err
+    assert "commit_success.txt" not in everything("gs://runs/exp")
+
+
+@pytest.mark.parametrize("to", ["orbax", "hf"])
+def test_foreign_files_in_the_directory_of_an_interrupted_run_are_kept(
+    to: str, ckpt: Run, tmp_path: Path, ended_at: Callable[..., None]
+) -> None:
+    """A file that somebody has put beside what was written would be deleted with it."""
+    source = writers.by_safetensors(tmp_path / "a.safetensors", TREE)
+    words = ("convert", source, tmp_path / "t", "--to", to, *SMALL)
+    ended_at(Destination, "commit", *words)
+    part = tmp_path / ".t.ckptkit-part"
+    for name in ("t/notes.txt", "t/d/0123456789abcdef0123456789abcdef", "beside"):
+        (part / name).parent.mkdir(exist_ok=True)
+        (part / name).write_text("mine")
+        for flags in ([], ["--resume"]):
+            said = ckpt(*words, *flags)
+            assert (said.code, "was not written by the interrupted run" in said.err) == (1, True), said.err
+        assert (part / name).read_text() == "mine"
+        (part / name).unlink()
+    assert ckpt(*words).code == 0
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("where", ["disk", "bucket"])
+def test_resume_is_refused_if_written_files_were_deleted(
+    where: str, ckpt: Run, server: BucketServer, tmp_path: Path, ended_at: Callable[..., None]
+) -> None:
+    """A target whose data somebody has deleted would be committed without it."""
+    source = writers.by_safetensors(tmp_path / "a.safetensors", TREE)
+    target = "gs://runs/exp" if where == "bucket" else str(tmp_path / "t")
+    words = ("convert", source, target, "--to", "orbax", *SMALL)
+    ended_at(Destination, "commit", *words)
+    written = open_store(target if where == "bucket" else f"{tmp_path}/.t.ckptkit-part/t")
+    data = [key for key in written.list_all("") if key.startswith("d/")]
+    written.delete_many(data[:1])
+    said = ckpt(*words, "--resume")
+    assert said.code == 1
+    assert "was deleted or changed since" in said.err
+    assert "leave --resume out" in said.err
+    assert ckpt(*words).code == 0
+    assert_same_bits(read(target), TREE)
