@@ -118,6 +118,10 @@ class TransientStoreError(StoreError):
     """A store failed in a way that a retry may mend (the only error that is retried)."""
 
 
+class OutsideRootError(StoreError):
+    """A name leads out of a root by a link; nothing was read or written there."""
+
+
 class PeerUnreachableError(TransientStoreError):
     """Another process of the job did not answer, or refused to; the message says which, and where it was asked."""
 

@@ -52,19 +52,17 @@ _TRANSIENT_ERRNOS = (
     errno.EHOSTUNREACH,
 )
 
-_IDENTITY = "ckptkit_save_id"
-
 
 def identity_metadata(save_id: SaveId) -> dict[str, Any]:
     """What names a save in Orbax's own step metadata, for a step without arrays and so without a sidecar."""
-    return {_IDENTITY: [save_id.epoch, save_id.step, save_id.number]}
+    return {paths.SAVE_ID_FIELD: [save_id.epoch, save_id.step, save_id.number]}
 
 
 def without_identity(metadata: Any) -> Any:
     """The custom metadata of a step as the caller gave it."""
     if not isinstance(metadata, dict):
         return metadata
-    return {name: value for name, value in metadata.items() if name != _IDENTITY}
+    return {name: value for name, value in metadata.items() if name != paths.SAVE_ID_FIELD}
 
 
 def is_damage(error: Exception) -> bool:
@@ -218,7 +216,7 @@ class DurableReader:
     def save_id_in_metadata(self) -> SaveId | None:
         """The identity of a step of ours without arrays, which has no sidecar; None where Orbax's file has none."""
         try:
-            record = json.loads(self._store.get(STEP_METADATA))["custom_metadata"][_IDENTITY]
+            record = json.loads(self._store.get(STEP_METADATA))["custom_metadata"][paths.SAVE_ID_FIELD]
             return SaveId(*map(int, record))
         except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             return None

@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import json
-import re
-from typing import Any, Literal
+from typing import Any
 
+from ckptkit.durable.lifecycle.classify import ItemKind as ItemKind
+from ckptkit.durable.lifecycle.classify import grain_names_in, json_name_in, kind_of_item
 from ckptkit.inspection.places import Place, readable
 from ckptkit.model import paths
-
-ItemKind = Literal["arrays", "json", "grain", "other"]
-
-_ARRAY_SIGNS = frozenset({paths.TREE_METADATA, paths.OCDBT_MANIFEST, paths.SHARDINGS, f"{paths.ARRAY_METADATAS}/"})
-_JSON_NAMES = (paths.JSON_VALUE, paths.METRICS)
-_GRAIN = re.compile(r"process_\d+-of-\d+\.json")
 
 
 def item_kind(place: Place) -> ItemKind | None:
     """What kind of item a directory is; None for what holds no item."""
-    names = place.names()
-    if _ARRAY_SIGNS.intersection(names):
-        return "arrays"
-    if paths.STEP_METADATA in names:
-        return None
-    if json_name(place) is not None:
-        return "json"
-    if any(_GRAIN.fullmatch(name) for name in names):
-        return "grain"
-    return None
+    return kind_of_item(place.names())
 
 
 def json_name(place: Place) -> str | None:
     """The file of a JSON item; None where there is none."""
-    return next((name for name in _JSON_NAMES if name in place.names()), None)
+    return json_name_in(place.names())
 
 
 def json_value(place: Place, name: str) -> Any:
@@ -45,7 +31,7 @@ def json_value(place: Place, name: str) -> Any:
 
 def grain_names(place: Place) -> list[str]:
     """The files of a data iterator's item, one per process."""
-    return [name for name in place.names() if _GRAIN.fullmatch(name)]
+    return grain_names_in(place.names())
 
 
 def step_items(place: Place) -> list[str]:

@@ -25,6 +25,7 @@ from ckptkit.inspection.directories import (
 )
 from ckptkit.inspection.places import Place, local_kind, nothing_at, readable
 from ckptkit.inspection.records import Inspection, Item, LeafInfo, SaveOrigin
+from ckptkit.inspection.roots import newest_committed, read_ancestry, read_root
 from ckptkit.inspection.shares import (
     Share,
     items_of_manifest,
@@ -35,7 +36,6 @@ from ckptkit.inspection.shares import (
     read_sidecars,
     sidecar_processes,
 )
-from ckptkit.inspection.steps import durable_steps, newest_committed, read_ancestry
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest
 from ckptkit.model.paths import ARRAY_METADATAS, STEP_METADATA
@@ -77,7 +77,8 @@ def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
 
 def _newest_of_root(place: Place, timeout_s: float) -> Inspection | None:
     ancestry, problems = read_ancestry(place)
-    steps = durable_steps(place, ancestry)
+    found_in_root = read_root(place, ancestry)
+    steps = found_in_root.steps
     if not steps:
         return None
     newest = newest_committed(steps)
@@ -95,7 +96,7 @@ def _newest_of_root(place: Place, timeout_s: float) -> Inspection | None:
     committed = sum(step.state == "committed" for step in steps)
     which = "the only committed step" if committed == 1 else f"the newest of {committed:,} committed steps"
     note = f"{which} in {place.url}"
-    return replace(found, notes=(note, *found.notes), problems=(*problems, *found.problems))
+    return replace(found, notes=(note, *found_in_root.notes, *found.notes), problems=(*problems, *found.problems))
 
 
 def _bare_step(place: Place, timeout_s: float) -> Inspection:

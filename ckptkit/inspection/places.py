@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, final
 
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StoreError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, OutsideRootError, StepNotFoundError, StoreError
 from ckptkit.model.manifest import MANIFEST_BYTES_MAX
 from ckptkit.store import Stat, Store, open_store
 from ckptkit.store.backends import properties_of
@@ -127,11 +127,18 @@ class Place:
         return Place(self.store, self._prefix)
 
     def names(self) -> list[str]:
-        """What is in it, sorted; directories end in `/`. Empty where there is nothing."""
+        """What is in it, sorted; directories end in `/`. Empty for nothing, and for a link out of the root."""
         if self._names is None:
             with readable(self.url):
-                self._names = self.store.list(self._prefix)
+                try:
+                    self._names = self.store.list(self._prefix)
+                except OutsideRootError:
+                    self._names = []
         return self._names
+
+    def is_link(self, name: str) -> bool:
+        """Whether a name in it is a link, which only a disk has."""
+        return self.store.properties.file_system and os.path.islink(f"{self.url}/{name}")
 
     def directories(self) -> list[str]:
         """The names of the directories in it."""

@@ -3,54 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.sidecars import incomplete, of_one_save, wrong_step
+from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.errors import CorruptCheckpointError, StoreError
-from ckptkit.inspection.directories import (
-    committed_at_s,
-    is_committed,
-    is_slot_directory,
-    item_kind,
-    json_value,
-    step_items,
-)
-from ckptkit.inspection.places import Place, no_directory, readable
-from ckptkit.inspection.records import Holding, Listing, StepEntry, StepState
-from ckptkit.inspection.shares import Share, marked_above, read_shares, read_sidecars, sidecar_processes
+from ckptkit.inspection.directories import json_value, step_items
+from ckptkit.inspection.places import Place, no_directory
+from ckptkit.inspection.records import Holding, Listing, StepEntry
+from ckptkit.inspection.roots import DurableStep, read_ancestry, read_root
+from ckptkit.inspection.shares import Share, read_shares
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
-from ckptkit.model.paths import METRICS, STEP_METADATA
+from ckptkit.model.paths import METRICS
 from ckptkit.model.tiers import DURABLE
 from ckptkit.slots.reader import slot_directories
 from ckptkit.store.roots import root_url
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DurableStep:
-    """One step directory. `identity` orders it among the saves; stock Orbax's steps get one, and have no save id."""
-
-    place: Place
-    step: int
-    state: StepState
-    identity: SaveId
-    at_s: float | None = None
-    processes: tuple[int, ...] | None = None
-    expected: int | None = None
-    problem: str | None = None
-
-    @property
-    def save_id(self) -> SaveId | None:
-        """Which save it is; None for one that stock Orbax wrote."""
-        return self.identity if self.identity.ours else None
-
-
-def list_steps(root: str, *, tiers: Sequence[str] = (), host_id: str, timeout_s: float = 20.0) -> Listing:
+def list_steps(
+    root: str,
+    *,
+    tiers: Sequence[str] = (),
+    host_id: str,
+    step_prefix: str | None = None,
+    timeout_s: float = 20.0,
+) -> Listing:
     """Every step of `root` over its durable directory and this host's slots below `tiers`, ascending.
+
+    `step_prefix`: see `read_root`, which decides what is a step; the rest is named in `notes`.
 
     Opens only slot directories of `host_id`; takes no lock, makes no directory, writes nothing. What is damaged is
     listed as such, and named in `problems`. Cost: a listing per directory, a small read per step and manifest.
@@ -62,10 +44,10 @@ def list_steps(root: str, *, tiers: Sequence[str] = (), host_id: str, timeout_s:
     place = Place.open(url, timeout_s=timeout_s)
     names = place.names()  # first: its error names the root itself
     ancestry, problems = read_ancestry(place)
-    durable = durable_steps(place, ancestry)
-    notes: list[str] = []
+    found_in_root = read_root(place, ancestry, step_prefix=step_prefix)
+    notes = found_in_root.notes
     shares: list[tuple[str, Share]] = []
-    entries = [_durable_entry(step) for step in durable]
+    entries = [_durable_entry(step) for step in found_in_root.steps]
     for tier in tiers:
         found, damaged = tier_shares(tier, url, host_id, notes)
         shares += [(tier, share) for share in found]
@@ -79,94 +61,16 @@ def list_steps(root: str, *, tiers: Sequence[str] = (), host_id: str, timeout_s:
     return Listing(root=url, host_id=host_id, steps=tuple(entries), notes=tuple(notes), problems=tuple(problems))
 
 
-def read_ancestry(place: Place) -> tuple[Ancestry, list[str]]:
-    """The rollbacks that a root records; where the record is damaged, none and the reason."""
-    try:
-        with readable(f"{place.url}/{paths.EPOCHS_DIR}"):
-            ancestry, problems = EpochRecords(place.store).check()
-            return ancestry, [f"{problem}; the other copy was read" for problem in problems]
-    except CorruptCheckpointError as error:
-        return Ancestry(), [f"{error}; which steps a rollback superseded is not known"]
-
-
-def durable_steps(place: Place, ancestry: Ancestry) -> list[DurableStep]:
-    """The step directories of a root with their states, ascending by step."""
-    found = []
-    for name in place.directories():
-        step = paths.step_of_name(name)
-        if step is not None and name != paths.SIDECAR_DIR:
-            found += _durable_step(place.below(name), step, ancestry)
-    return sorted(found, key=lambda each: (each.step, each.place.name))
-
-
-def newest_committed(steps: Iterable[DurableStep]) -> DurableStep | None:
-    """The committed step of the newest save, which is not the highest number where a later epoch began lower."""
-    committed = [step for step in steps if step.state == "committed"]
-    return max(committed, key=lambda step: step.identity, default=None)
-
-
-def _durable_step(place: Place, step: int, ancestry: Ancestry) -> list[DurableStep]:
-    """The directory as a step; nothing where it is none, or was deleted meanwhile."""
-    names = place.names()
-    items = [name for name in step_items(place) if item_kind(place.below(name))]
-    whole = item_kind(place) is not None  # saved without a manager: the step is the item
-    if is_slot_directory(names) or paths.LOCK_NAME in names or (not names and not os.path.isdir(place.url)):
-        return []
-    if not is_committed(place):
-        return [DurableStep(place=place, step=step, state="unfinished", identity=ancestry.of_stock(step))]
-    if not place.name.isdecimal() and STEP_METADATA not in names and not items and not whole:
-        return []
-    if not items and not whole:
-        return [_damaged_step(place, step, "it holds no item that Orbax writes")]
-    try:
-        return [_sidecar_facts(place, step, ["", *items] if whole else items, ancestry)]
-    except CorruptCheckpointError as error:
-        # Looked at again, because a step that is pruned meanwhile is not damaged.
-        return [_damaged_step(place, step, str(error))] if place.again().names() else []
-
-
-def _sidecar_facts(place: Place, step: int, items: Sequence[str], ancestry: Ancestry) -> DurableStep:
-    """Which save a step is, from one sidecar of each item."""
-    at_s = committed_at_s(place)
-    identity, present, expected, problem = ancestry.of_stock(step), None, None, None
-    for name in items:
-        item = place.below(name) if name else place
-        processes = sidecar_processes(item)
-        if not processes:
-            continue
-        first = read_sidecars(item, processes[:1], extent="head")
-        identity, expected = first[processes[0]].save_id, first[processes[0]].writer.count
-        beyond = [process for process in processes if process >= expected]
-        own = of_one_save(first | read_sidecars(item, beyond, extent="head"), partial(marked_above, item))
-        present = tuple(process for process in processes if process < expected or process in own)
-        problem = wrong_step(item.url, identity, step) or problem or incomplete(item.url, present, own)
-    superseded = ancestry.superseded(identity)
-    return DurableStep(
-        place=place,
-        step=step,
-        state="damaged" if problem else "superseded" if superseded else "committed",
-        identity=identity,
-        at_s=at_s,
-        processes=present,
-        expected=expected,
-        problem=problem,
-    )
-
-
-def _damaged_step(place: Place, step: int, why: str) -> DurableStep:
-    why = f"step {step} in {place.url}: {why}"
-    return DurableStep(place=place, step=step, state="damaged", identity=SaveId(0, step, -1), problem=why)
-
-
 def _durable_entry(found: DurableStep) -> StepEntry:
     place = found.place
+    processes, expected = found.shares or (None, None)
     holding = Holding(
         tier=DURABLE,
         path=place.url,
         held_bytes=place.stored_bytes(),
         committed_at_s=found.at_s,
-        processes=found.processes,
-        expected=found.expected,
+        processes=processes,
+        expected=expected,
     )
     items, metrics, problem = step_items(place), None, found.problem
     if METRICS in items and found.state != "unfinished":

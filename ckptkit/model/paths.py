@@ -22,6 +22,7 @@ LOCK_NAME = "lock"
 NEWEST_NAME = "newest.json"  # beside the manifests: which of them was committed last
 SIDECAR_DIR = "_ckptkit"
 SIDECAR_SIGN = "ckptkit_sidecars"  # in an item's `array_metadatas`: it has sidecars, and one without has lost them
+SAVE_ID_FIELD = "ckptkit_save_id"  # in the custom metadata of a step without arrays, which has no sidecar
 EPOCHS_DIR = f"{SIDECAR_DIR}/epochs"
 LEASES_DIR = f"{SIDECAR_DIR}/leases"
 DOOMED_KEY = f"{SIDECAR_DIR}/doomed.json"

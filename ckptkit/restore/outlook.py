@@ -13,8 +13,9 @@ from ckptkit.errors import CorruptCheckpointError, NoRestorableStepError, StepNo
 from ckptkit.events import EventLog
 from ckptkit.inspection.directories import is_slot_directory
 from ckptkit.inspection.places import Place, nothing_at
+from ckptkit.inspection.roots import read_ancestry, read_root
 from ckptkit.inspection.shares import read_share, read_shares
-from ckptkit.inspection.steps import durable_steps, read_ancestry, tier_shares
+from ckptkit.inspection.steps import tier_shares
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import LeafRecord, Manifest, SaveId
 from ckptkit.model.paths import step_of_name
@@ -76,8 +77,9 @@ def outlook(
     place = Place.open(url, timeout_s=timeout_s)
     names = place.names()
     ancestry, problems = read_ancestry(place)
-    durable = {each.identity: each.place for each in durable_steps(place, ancestry) if each.state == "committed"}
-    notes: list[str] = []
+    found_in_root = read_root(place, ancestry)
+    durable = {each.identity: each.place for each in found_in_root.steps if each.state == "committed"}
+    notes = found_in_root.notes
     fast: dict[SaveId, dict[str, list[tuple[Path, Manifest]]]] = {}
     for tier in tiers:
         found, damaged = tier_shares(tier, url, host_id, notes)

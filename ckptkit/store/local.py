@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
 
-from ckptkit.errors import StoreError, StoreFullError, TransientStoreError
+from ckptkit.errors import OutsideRootError, StoreError, StoreFullError, TransientStoreError
 from ckptkit.store.base import Properties, PutMode, Stat, checked_key
 
 DIRECTORY = Properties(file_system=True, round_trips=False, atomic_rename=True, generations=False, known_to_orbax=False)
@@ -139,12 +139,13 @@ class LocalStore:
         self.delete_many(list(found))
 
     def _path(self, key: str, *, writes: bool = False) -> Path:
-        """Raises `StoreError` for a key that leads out of the root by a link; what is not there can only be written."""
+        """Raises `OutsideRootError` for a key that leads out of the root by a link. A read of what is absent may."""
         path = self._root / checked_key(key)
         root = os.path.realpath(self._root)
         outside = os.path.commonpath((root, os.path.realpath(path))) != root
         if outside and (writes or path.exists()):
-            raise StoreError(f"{path} leads out of {root} by a link; nothing was read or written there", path=str(path))
+            where = f"{path} leads out of {root} by a link; nothing was read or written there"
+            raise OutsideRootError(where, path=str(path))
         return path
 
     def _sync_directory(self, directory: Path) -> None:

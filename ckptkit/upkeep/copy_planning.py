@@ -11,7 +11,7 @@ from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFound
 from ckptkit.inspection.directories import item_kind
 from ckptkit.inspection.places import Place, no_directory
 from ckptkit.inspection.records import FORMAT
-from ckptkit.inspection.steps import DurableStep, durable_steps
+from ckptkit.inspection.roots import DurableStep, read_root
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId, digest_of
 from ckptkit.model.paths import STEP_METADATA
@@ -106,7 +106,8 @@ def plan_copy(source: str, target: str, *, timeout_s: float = 20.0) -> CopyPlan:
     if into == root:
         raise CheckpointError(f"{target} is where the step is; name another root", path=into)
     ancestry = EpochRecords(Place.open(root, timeout_s=timeout_s).store).read()
-    found = durable_steps(Place.open(root, timeout_s=timeout_s), ancestry)
+    in_root = read_root(Place.open(root, timeout_s=timeout_s), ancestry)
+    found = in_root.steps
     chosen = [s for s in found if s.state == "committed"] if whole else [s for s in found if s.place.url == url]
     there = Place.open(into, timeout_s=timeout_s)
     records = EpochRecords(there.store).read()
@@ -117,7 +118,7 @@ def plan_copy(source: str, target: str, *, timeout_s: float = 20.0) -> CopyPlan:
         raise CheckpointError(f"{into} has a history of its own (epoch {records.epoch}); name an empty root", path=into)
     if not chosen:
         raise StepNotFoundError(f"{url} has no committed step that could be copied", path=url)
-    known = {each.place.name: each for each in durable_steps(there, records)}
+    known = {each.place.name: each for each in read_root(there, records).steps}
     return CopyPlan(
         source=url,
         target=into,

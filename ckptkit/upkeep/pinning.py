@@ -9,7 +9,7 @@ from ckptkit.durable.lifecycle.pins import pinned_steps, put_pin, take_pin
 from ckptkit.errors import StepNotFoundError
 from ckptkit.inspection.places import Place
 from ckptkit.inspection.records import FORMAT
-from ckptkit.inspection.steps import durable_steps, read_ancestry
+from ckptkit.inspection.roots import read_ancestry, read_root
 from ckptkit.store import open_store
 from ckptkit.store.roots import root_url
 
@@ -37,7 +37,7 @@ def pin(root: str, step: int, *, reason: str = "", dry_run: bool = False, timeou
     """
     url = root_url(root)
     place = Place.open(url, timeout_s=timeout_s)
-    found = [each for each in durable_steps(place, read_ancestry(place)[0]) if each.step == step]
+    found = [each for each in read_root(place, read_ancestry(place)[0]).steps if each.step == step]
     if not any(each.state != "unfinished" for each in found):
         raise StepNotFoundError(
             f"{url} has no committed durable step {step}; `ckptkit steps {url}` lists those that it has",

@@ -20,7 +20,7 @@ from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, no_directory
 from ckptkit.inspection.records import FORMAT, StepState
-from ckptkit.inspection.steps import DurableStep, durable_steps
+from ckptkit.inspection.roots import DurableStep, read_root
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import EverySteps, KeepBytes, KeepNewest
 from ckptkit.store import open_store
@@ -126,7 +126,7 @@ def plan_prune(
     if not place.names() and not os.path.isdir(place.url):
         raise no_directory(place.url, "there is no such root; check the path")
     ancestry = EpochRecords(place.store).read()
-    found = durable_steps(place, ancestry)
+    found = read_root(place, ancestry).steps
     branch = sorted((each for each in found if each.state == "committed"), key=lambda each: each.identity)[::-1]
     proven, corrupt = _newest_whole(branch, Limits(progress=progress), timeout_s, unread=unread)
     whole = [each for each in branch if each.place.url not in corrupt]
@@ -267,7 +267,7 @@ def _still_there(plan: PrunePlan, timeout_s: float) -> dict[str, SaveId | None]:
     """The saves of the steps as they are now, by path. Raises `CheckpointError` where the plan does not hold."""
     place = Place.open(plan.root, timeout_s=timeout_s)
     ancestry = EpochRecords(place.store).read()
-    found = {each.place.url: each for each in durable_steps(place, ancestry)}
+    found = {each.place.url: each for each in read_root(place, ancestry).steps}
     stays = [each for each in plan.steps if each.step == plan.proven and each.act == "keep"]
     whole = all(
         each.path in found and found[each.path].state == "committed" and found[each.path].save_id == each.save_id

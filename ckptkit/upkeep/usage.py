@@ -19,7 +19,8 @@ from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.directories import item_kind
 from ckptkit.inspection.places import Place, local_kind, no_directory
 from ckptkit.inspection.records import FORMAT, StepState
-from ckptkit.inspection.steps import DurableStep, durable_steps, no_slots, no_tier, read_ancestry
+from ckptkit.inspection.roots import DurableStep, read_ancestry, read_root
+from ckptkit.inspection.steps import no_slots, no_tier
 from ckptkit.model import paths
 from ckptkit.model.paths import ARRAY_METADATAS, OCDBT_MANIFEST, SHARDINGS, STEP_METADATA, TREE_METADATA
 from ckptkit.store.roots import root_url
@@ -110,7 +111,8 @@ def usage(
     if not place.names() and not os.path.isdir(place.url):
         raise no_directory(place.url, "there is no such root; check the path")
     ancestry, problems = read_ancestry(place)
-    found = durable_steps(place, ancestry)
+    in_root = read_root(place, ancestry)
+    found = in_root.steps
     steps = [each for each in found if each.state != "unfinished"]
     pinned = pinned_steps(place.store)
     used = PruneGuard(place.store).leased([each.step for each in found]) - pinned
@@ -142,7 +144,7 @@ def usage(
         arenas=tuple(arenas),
         dead=tuple(dead),
         record_bytes=_record_bytes(place),
-        notes=tuple(_notes(tiers, arenas, host_id)),
+        notes=(*in_root.notes, *_notes(tiers, arenas, host_id)),
         problems=tuple(problems),
     )
 

@@ -13,8 +13,9 @@ from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import announced_deletions
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, nothing_at
+from ckptkit.inspection.roots import read_ancestry, read_root
 from ckptkit.inspection.shares import read_shares
-from ckptkit.inspection.steps import durable_steps, no_slots, no_tier, read_ancestry
+from ckptkit.inspection.steps import no_slots, no_tier
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 from ckptkit.slots.latest_pointer import LostManifestError
@@ -131,7 +132,7 @@ class _Scrubber:
             raise nothing_at(self._place.url, "there is no such root, and no tier that was given has slots of it")
         for directory in directories:
             self._look_into(directory)
-        for each in durable_steps(self._place, ancestry):
+        for each in read_root(self._place, ancestry).steps:
             before = identity_of(each.place.again())
             proofs = prove_step(each.place, each.step, self._limits, [], timeout_s=self._timeout_s)
             self._steps += [(each.place, proof, before) for proof in proofs]

@@ -10,8 +10,8 @@ from pathlib import Path
 from ckptkit.errors import StepNotFoundError
 from ckptkit.inspection.directories import item_kind
 from ckptkit.inspection.places import Place, local_kind, no_directory, nothing_at
+from ckptkit.inspection.roots import read_ancestry, read_root
 from ckptkit.inspection.shares import read_sidecars, sidecar_processes
-from ckptkit.inspection.steps import durable_steps, read_ancestry
 from ckptkit.model import paths
 from ckptkit.model.paths import COMMIT_MARK
 from ckptkit.store.backends import properties_of
@@ -26,6 +26,7 @@ def verify(
     path: str,
     step: int | None = None,
     *,
+    step_prefix: str | None = None,
     threads: int = THREADS,
     memory_bytes_max: int = MEMORY_BYTES_MAX,
     timeout_s: float = 20.0,
@@ -35,6 +36,7 @@ def verify(
 
     `path` is a fast tier, or a job's, host's or slot directory in one; a durable root, or a step or an item in one, or
     an item that stands alone (`Verification.item`).
+    `step_prefix` chooses which directories of a root are its steps (`ckptkit steps` lists them with the rest).
     A save that is replaced while it is read is superseded (a note), never corrupt. A step of stock Orbax has no
     digests: its structure is checked, every chunk must be there and decode, and it is called `unproven`. So is one with
     a chunk that takes more memory than `memory_bytes_max` to read, or with an item of which nobody kept digests.
@@ -54,7 +56,7 @@ def verify(
         directories = slot_directories_below(Path(url))
         if directories:
             return _of_slots(url, directories, step, limits)
-    return _of_durable(Place.open(url, timeout_s=timeout_s), step, limits, timeout_s)
+    return _of_durable(Place.open(url, timeout_s=timeout_s), step, step_prefix, limits, timeout_s)
 
 
 def _of_slots(url: str, directories: Sequence[Path], step: int | None, limits: Limits) -> Verification:
@@ -64,7 +66,9 @@ def _of_slots(url: str, directories: Sequence[Path], step: int | None, limits: L
     return Verification(path=url, steps=tuple(proofs), notes=tuple(notes))
 
 
-def _of_durable(place: Place, step: int | None, limits: Limits, timeout_s: float) -> Verification:
+def _of_durable(
+    place: Place, step: int | None, step_prefix: str | None, limits: Limits, timeout_s: float
+) -> Verification:
     notes: list[str] = []
     names = place.names()
     if not names:
@@ -77,7 +81,9 @@ def _of_durable(place: Place, step: int | None, limits: Limits, timeout_s: float
         item = None if of_run else place.name
         return Verification(path=place.url, steps=tuple(proofs), notes=tuple(notes), item=item)
     ancestry, problems = read_ancestry(place)
-    steps = durable_steps(place, ancestry)
+    found_in_root = read_root(place, ancestry, step_prefix=step_prefix)
+    steps = found_in_root.steps
+    notes += found_in_root.notes
     proofs = [
         proof
         for each in steps

@@ -41,7 +41,7 @@ def test_bucket_is_accepted_as_root(ckpt: Run, server: BucketServer, tmp_path: P
     gcsfs.GCSFileSystem().rm(f"{BUCKET}/run/2/commit_success.txt")
     gcsfs.GCSFileSystem().rm(f"{BUCKET}/run/0/state/_ckptkit", recursive=True)
     states = {e["step"]: e["state"] for e in json.loads(ckpt("steps", ROOT, "--json").out)["steps"]}
-    assert states == {0: "committed", 2: "unfinished"}
+    assert states == {0: "damaged", 2: "unfinished"}  # an item shows that it had sidecars
     stock = json.loads(ckpt("inspect", f"{ROOT}/0/state", "--json").out)
     assert stock["origin"]["writer"] == "orbax"
     shapes = {leaf["name"]: (leaf["shape"], leaf["cell"]) for leaf in stock["items"][0]["leaves"]}

@@ -113,6 +113,8 @@ def test_unfinished_and_damaged_steps_are_marked(ckpt: Run, mine: Ours) -> None:
     """A save that was cut off, or a step without its records, would be taken for good."""
     shutil.copytree(mine.root / "4", mine.root / "12.orbax-checkpoint-tmp")
     (mine.root / "16").mkdir()
+    (mine.root / "16/_CHECKPOINT_METADATA").write_text("{}")
+    (mine.root / "20").mkdir()
     (mine.root / "notes_2024").mkdir()
     mine.manifest(5).write_bytes(mine.manifest(5).read_bytes()[:-200])
     (mine.root / "8/state/_ckptkit/process-0.json").write_text("{}")
@@ -131,7 +133,7 @@ def test_unfinished_and_damaged_steps_are_marked(ckpt: Run, mine: Ours) -> None:
     said = ckpt("steps", mine.root, *tiers(mine))
     assert str(mine.manifest(5)) in said.err
     assert f"step 8 in {mine.root / '8'}: manifest" in said.err
-    assert f"step 16 in {mine.root / '16'}: it holds no item that Orbax writes" in said.err
+    assert f"step 16 in {mine.root / '16'}: it holds no item" in said.err
     assert said.out.count("damaged") == 3
 
 
@@ -149,10 +151,11 @@ def test_durable_step_missing_a_process_record_is_damaged(ckpt: Run, mine: Ours)
 def test_damaged_newest_step_is_reported(ckpt: Run, mine: Ours) -> None:
     """`inspect ROOT` would show an older step as the newest, and nobody would look at what broke."""
     (mine.root / "6").mkdir()
+    (mine.root / "6/_CHECKPOINT_METADATA").write_text("{}")
     said = ckpt("inspect", mine.root)
     assert said.code == 11
     assert "step 4," in said.out
-    assert f"step 6 in {mine.root / '6'}: it holds no item that Orbax writes" in said.err
+    assert f"step 6 in {mine.root / '6'}: it holds no item" in said.err
     shutil.rmtree(mine.root / "4")
     said = ckpt("inspect", mine.root)
     assert (said.code, said.out) == (11, "")

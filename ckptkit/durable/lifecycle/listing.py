@@ -5,15 +5,20 @@ There is no index object, which could go stale: what is listed is what is there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from ckptkit.model.paths import COMMIT_MARK, step_of_name
+from ckptkit.durable.lifecycle.classify import content_of, has_several_formats, run_format
+from ckptkit.errors import OutsideRootError
+from ckptkit.model.paths import COMMIT_MARK, SIDECAR_DIR, step_of_name
 from ckptkit.store import Store, open_store
 from ckptkit.store.roots import root_url
 
-_LOOKS = 16  # markers that are looked for at a time
+_LOOKS = 16  # directories that are looked into at a time
 
 
 def latest_step(root: str) -> int | None:
@@ -23,8 +28,12 @@ def latest_step(root: str) -> int | None:
     a run with 1,000 steps. Raises `StoreError` where the root cannot be read.
     """
     store = open_store(root_url(root))
-    named = sorted(((step, name) for name, step in _step_directories(store)), reverse=True)
-    return next((step for step, name in named if _is_committed(store, name)), None)
+    names = _candidates(store)
+    if has_several_formats(names):  # all are looked into: which have a step in them decides
+        names = [name for name in names if _look(store, name) is not None]
+    step_of = run_format(names, partial(_mark_of, store)).step_of
+    named = sorted(((step, name) for name in names if (step := step_of(name)) is not None), reverse=True)
+    return next((step for step, name in named if _look(store, name) is not None), None)
 
 
 StepListing = dict[int, list[str] | None]  # committed steps, each with the names right below it, if they were listed
@@ -33,25 +42,56 @@ StepListing = dict[int, list[str] | None]  # committed steps, each with the name
 def committed_steps(root: str, name_format: Any, known: Iterable[int] = ()) -> StepListing:
     """The committed steps whose names are those of `name_format`, ascending; those of `known` are not looked into.
 
-    Cost in a bucket: a request per 1,000 names, and one for each step that is not known.
+    What is a step is decided as in `ckptkit.inspection.roots.read_root`: a directory whose name alone is that of a step
+    is not one, nor is a link, nor a tree that was saved without a manager. Cost: a listing, and one for each step that
+    is not known.
     """
+
+    def step_of(name: str) -> int | None:
+        step = step_of_name(name, temporary=False)
+        return step if step is not None and name_format.build_name(step) == name else None
+
     store, trusted = open_store(root), set(known)
-    named = {step: name for name, step in _step_directories(store) if name_format.build_name(step) == name}
-    if store.properties.atomic_rename:
-        return dict.fromkeys(sorted(named))
+    named = {step: name for name in _candidates(store) if (step := step_of(name)) is not None}
     unknown = sorted(set(named) - trusted)
     with ThreadPoolExecutor(_LOOKS, thread_name_prefix="ckptkit-list") as pool:
-        looked = dict(zip(unknown, pool.map(lambda step: store.list(named[step]), unknown), strict=True))
-    committed = {step: below for step, below in looked.items() if COMMIT_MARK in below}
+        looked = dict(zip(unknown, pool.map(lambda step: _look(store, named[step]), unknown), strict=True))
+    committed = {step: below for step, below in looked.items() if below is not None}
     return {step: committed.get(step) for step in sorted({*committed, *(trusted & set(named))})}
 
 
-def _step_directories(store: Store) -> list[tuple[str, int]]:
+def _candidates(store: Store) -> list[str]:
+    """The directories, not links, whose names any step could have."""
     names = [name[:-1] for name in store.list("") if name.endswith("/")]
-    return [(name, step) for name in names if (step := step_of_name(name, temporary=False)) is not None]
+    named = [name for name in names if step_of_name(name, temporary=False) is not None and name != SIDECAR_DIR]
+    if store.properties.file_system:
+        return [name for name in named if not os.path.islink(f"{store.url}/{name}")]
+    return named
 
 
-def _is_committed(store: Store, name: str) -> bool:
-    """On a disk the name says it: what is not committed has another one. In a bucket the marker does, and a listing
-    of the step answers in one request also where it is missing."""
-    return store.properties.atomic_rename or COMMIT_MARK in store.list(name)
+def _look(store: Store, name: str) -> list[str] | None:
+    """The names in a directory that is a committed step of a manager; None for any other.
+
+    On a disk the directory's name shows the commit, because what is not committed has another name. In a bucket the
+    mark does.
+    """
+    names = store.list(name)
+    if not store.properties.atomic_rename and COMMIT_MARK not in names:
+        return None
+    return names if content_of(names, _below(store, name)) == "step" else None
+
+
+def _mark_of(store: Store, name: str) -> bytes | None:
+    with suppress(FileNotFoundError):
+        return store.get(f"{name}/{COMMIT_MARK}")
+    return None
+
+
+def _below(store: Store, name: str) -> Callable[[str], list[str]]:
+    def below(item: str) -> list[str]:
+        try:
+            return store.list(f"{name}/{item}")
+        except OutsideRootError:  # an item that is a link
+            return []
+
+    return below

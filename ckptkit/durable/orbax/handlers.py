@@ -16,7 +16,7 @@ from orbax.checkpoint import type_handlers
 
 from ckptkit.durable.orbax import files as orbax_files
 from ckptkit.durable.orbax.host_shards import HostShards, StandardTreeSave
-from ckptkit.durable.orbax.manager import QuietLogger, delete_mark_first
+from ckptkit.durable.orbax.manager import QuietLogger, delete_mark_first, strike_foreign
 from ckptkit.model import paths
 
 
@@ -119,6 +119,7 @@ def make_writer(url: str, options: ocp.CheckpointManagerOptions, multiprocessing
         url, options=options, handler_registry=_handlers_of_writer(multiprocessing), logger=QuietLogger()
     )
     delete_mark_first(writer)
+    strike_foreign(writer)
     return writer
 
 

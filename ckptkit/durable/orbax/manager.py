@@ -169,6 +169,29 @@ def look_afresh(manager: ocp.CheckpointManager) -> None:
     it would take the steps of back then for those that are there, and never prune the others."""
     forget_listings(root_url(str(manager.directory)))
     manager.reload()
+    strike_foreign(manager)
+
+
+def strike_foreign(manager: ocp.CheckpointManager) -> None:
+    """Strikes out of a manager's books the directories that Orbax takes for steps by their names alone: its policies
+    would count them, and delete them as old. In a bucket Orbax asks for a mark.
+
+    Cost: on a disk a listing of each step.
+    """
+    url = root_url(str(manager.directory))
+    if properties_of(url).atomic_rename and has_standard_names(manager):
+        steps = committed_steps(url, manager._step_name_format)
+        manager._checkpoints.delete_if(lambda info: info.step not in steps)
+
+
+def has_standard_names(manager: ocp.CheckpointManager) -> bool:
+    """Whether steps have one of Orbax's standard names, and are committed as their storage does by itself."""
+    names = manager._step_name_format
+    marked = ocp.path.atomicity.CommitFileTemporaryPath
+    renamed = properties_of(root_url(str(manager.directory))).atomic_rename
+    return type(names) is type(ocp.path.step.standard_name_format()) and not (
+        names.temporary_path_cls not in (None, None if renamed else marked) or names.atomicity_options  # pyright: ignore[reportAttributeAccessIssue]
+    )
 
 
 class StockManager:
@@ -189,6 +212,7 @@ class StockManager:
             logger=QuietLogger(),
         )
         delete_mark_first(self.orbax)
+        strike_foreign(self.orbax)
 
     @property
     def default_item(self) -> bool | None:
@@ -258,11 +282,7 @@ class StockManager:
         own lists them itself.
         """
         root, names = self.orbax.directory, self.orbax._step_name_format
-        renamed = properties_of(root_url(str(root))).atomic_rename
-        marked = None if renamed else ocp.path.atomicity.CommitFileTemporaryPath
-        if type(names) is type(ocp.path.step.standard_name_format()) and not (
-            names.temporary_path_cls not in (None, marked) or names.atomicity_options  # pyright: ignore[reportAttributeAccessIssue]
-        ):
+        if has_standard_names(self.orbax):
             return committed_steps(root_url(str(root)), names, self.orbax.all_steps())
         return dict.fromkeys(sorted({found.step for found in names.find_all(root)})) if root.exists() else {}
 

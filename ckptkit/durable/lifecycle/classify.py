@@ -1,0 +1,201 @@
+"""What a directory in a durable root is. The manager and every command ask here, so they cannot disagree.
+
+Pure: a caller lists directories and reads marks in its own way. The order of the questions:
+
+1. Does the name have the format of this root's steps (`NameFormat`)? A link is never a step.
+2. Does something in the directory show that it is a step (`content_of`)? A decimal name alone does not.
+3. Who wrote it, is all of it understood, and is it damaged (`class_of`)?
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, final
+
+from ckptkit.durable.sidecars import marked_save
+from ckptkit.model import paths
+from ckptkit.model.manifest import SaveId
+
+Content = Literal["step", "item", "root", "slots", "nothing"]
+ItemKind = Literal["arrays", "json", "grain", "other"]
+Below = Callable[[str], Collection[str]]  # the names right below a directory; those of directories end in `/`
+
+_ARRAY_SIGNS = frozenset({paths.TREE_METADATA, paths.OCDBT_MANIFEST, paths.SHARDINGS, f"{paths.ARRAY_METADATAS}/"})
+_JSON_NAMES = (paths.JSON_VALUE, paths.METRICS)
+_GRAIN = re.compile(r"process_\d+-of-\d+\.json")
+_STEP_SIGNS = frozenset({paths.STEP_METADATA, paths.COMMIT_MARK})
+_STANDARD = re.compile(r"(?:(.*)_)?([0-9]{1,18})", re.DOTALL)
+_LOOKS_MAX = 64  # directories below one that are looked into: a step has few items
+
+
+class StepClass(StrEnum):
+    """What lies in a root. `unfinished` and `superseded` are states of a step, whatever its class."""
+
+    WHOLE = "our save, whole"
+    DAMAGED = "our save, damaged"
+    STOCK = "stock step"
+    PARTLY = "stock step of which a part is not understood"
+    FOREIGN = "not a step"
+
+    @property
+    def ours(self) -> bool:
+        """Whether ckptkit wrote it."""
+        return self in (StepClass.WHOLE, StepClass.DAMAGED)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NameFormat:
+    """How a root names its steps, one of Orbax's standard formats: `23`, `0023`, `step_23`, `step_0023`."""
+
+    prefix: str | None = None
+    digits: int | None = None
+    """The length to which numbers are filled with zeros; None: they are not."""
+
+    def step_of(self, name: str) -> int | None:
+        """The step of a directory's name; None for a name that does not have this format."""
+        prefix, number = _split(name)
+        if number is None or prefix != self.prefix or (number[0] == "0" and number != "0" and self.digits is None):
+            return None
+        fits = self.digits is None or len(number) == self.digits or (len(number) > self.digits and number[0] != "0")
+        return int(number) if fits else None
+
+    def __str__(self) -> str:
+        number = "<step>" if self.digits is None else f"<step, {self.digits} digits>"
+        return number if self.prefix is None else f"{self.prefix}_{number}"
+
+
+def format_of(names: Iterable[str], newest_of_ours: str | None = None, *, prefix: str | None = None) -> NameFormat:
+    """The name format of a root whose directories with a step in them are `names`.
+
+    `prefix` is the user's choice, empty for none. Without it the directory of `newest_of_ours` (the newest of our
+    saves) decides, then plain numbers, then the one prefix that there is. Where several prefixes are left, no name has
+    the format: it is that of plain numbers.
+    """
+    groups: dict[str | None, list[str]] = {}
+    for name in names:
+        found, number = _split(name)
+        if number is not None:
+            groups.setdefault(found, []).append(number)
+    if prefix is not None:
+        chosen = prefix or None
+    elif newest_of_ours is not None:
+        chosen = _split(newest_of_ours)[0]
+    else:
+        chosen = next(iter(groups)) if len(groups) == 1 else None
+    own = None if newest_of_ours is None else _split(newest_of_ours)
+    example = own[1] if own is not None and own[0] == chosen else None
+    return NameFormat(chosen, _digits_of(groups.get(chosen, []), example))
+
+
+def run_format(
+    names: Collection[str], mark_of: Callable[[str], bytes | None], *, prefix: str | None = None
+) -> NameFormat:
+    """The name format of a run's steps: the user's choice, or that of `names`; where these do not agree, that of the
+    newest of our saves. `mark_of` reads the mark of a step, and is called only where names do not agree.
+
+    A mark counts only under the name that it was written for: a copy of a step under another name is not the run's.
+    """
+    if prefix is not None or not has_several_formats(names):
+        return format_of(names, prefix=prefix)
+    saves: dict[str, SaveId] = {}
+    for name in names:
+        mark = mark_of(name) or b""
+        save = marked_save(mark)
+        if save is not None and f"/{name} (ckptkit save ".encode() in mark:
+            saves[name] = save
+    return format_of(names, max(saves, key=lambda name: saves[name], default=None))
+
+
+def has_several_formats(names: Iterable[str]) -> bool:
+    """Whether names differ so that only marks tell which are the run's."""
+    numbers: dict[str | None, list[str]] = {}
+    for name in names:
+        prefix, number = _split(name)
+        if number is not None:
+            numbers.setdefault(prefix, []).append(number)
+    return len(numbers) > 1 or any(_filled(found) and _digits_of(found, None) is None for found in numbers.values())
+
+
+def kind_of_item(names: Collection[str]) -> ItemKind | None:
+    """What kind of item a directory with these names is; None where nothing shows it."""
+    if _ARRAY_SIGNS.intersection(names):
+        return "arrays"
+    if paths.STEP_METADATA in names:
+        return None
+    if json_name_in(names) is not None:
+        return "json"
+    return "grain" if grain_names_in(names) else None
+
+
+def json_name_in(names: Collection[str]) -> str | None:
+    """The file of a JSON item; None where there is none."""
+    return next((name for name in _JSON_NAMES if name in names), None)
+
+
+def grain_names_in(names: Iterable[str]) -> list[str]:
+    """The files of a data iterator's item, one per process."""
+    return [name for name in names if _GRAIN.fullmatch(name)]
+
+
+def content_of(names: Collection[str], below: Below) -> Content:
+    """What the names in a directory, and where they do not suffice those one level below, show that it is.
+
+    `item`: a tree that was saved without a manager, which no manager restores as a step. `root`: it holds steps
+    itself. Cost: nothing for a directory with a step's metadata or mark; else a listing for each directory in it.
+    """
+    if any(paths.slot_index(name) is not None or paths.save_of_manifest(name) for name in names):
+        return "slots"
+    if _ARRAY_SIGNS.intersection(names):
+        return "item"
+    if _STEP_SIGNS.intersection(names):
+        return "step"
+    directories = [name.rstrip("/") for name in names if name.endswith("/")]
+    if paths.SIDECAR_DIR in directories:
+        return "root"
+    found = "nothing"
+    for name in sorted(directories)[:_LOOKS_MAX]:
+        inside = below(name)
+        if kind_of_item(inside) is None and not _STEP_SIGNS.intersection(inside):
+            continue
+        if paths.step_of_name(name) is not None:
+            return "root"
+        found = "step" if kind_of_item(inside) is not None else found
+    return found
+
+
+def class_of(
+    save_id: SaveId | None, items: Mapping[str, ItemKind | None], damage: Sequence[str], *, lost: bool = False
+) -> StepClass:
+    """The class of a step. `save_id`: which of our saves its records name; `lost`: an item shows that it had records
+    and has none. `damage`: what is known to be damaged, by its records or after a read of all of it."""
+    if (save_id is not None and save_id.ours) or lost:
+        return StepClass.DAMAGED if damage or lost else StepClass.WHOLE
+    return StepClass.PARTLY if None in items.values() or not items else StepClass.STOCK
+
+
+def _split(name: str) -> tuple[str | None, str | None]:
+    match = _STANDARD.fullmatch(name)
+    return (match[1], match[2]) if match else (None, None)
+
+
+def _filled(numbers: Iterable[str]) -> set[int]:
+    return {len(number) for number in numbers if number[0] == "0" and number != "0"}
+
+
+def _digits_of(numbers: Sequence[str], example: str | None) -> int | None:
+    """The length to which all of `numbers` are filled with zeros; None where they are not, or do not agree.
+
+    `example` is a number that has the format for certain.
+    """
+    if example is not None and _filled([example]):
+        return len(example)
+    filled = _filled(numbers)
+    if len(filled) != 1:
+        return None
+    (length,) = filled
+    shortest = min(len(number) for number in numbers) if example is None else len(example)
+    return length if shortest >= length else None

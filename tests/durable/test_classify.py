@@ -1,0 +1,221 @@
+"""What a directory in a root is: pure rules, and one opinion of the manager and the listing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckptkit
+from ckptkit.cli.command import main
+from ckptkit.durable.lifecycle.classify import (
+    Content,
+    NameFormat,
+    StepClass,
+    class_of,
+    content_of,
+    format_of,
+    run_format,
+)
+from ckptkit.durable.sidecars import marker_text
+from ckptkit.inspection.places import Place
+from ckptkit.inspection.roots import RootSteps, read_ancestry, read_root
+from ckptkit.model.manifest import SaveId
+from ckptkit.store import open_store
+from ckptkit.testing.bucket import BucketServer
+from tests.upkeep.conftest import make_root, manager_of, save
+
+
+def look(root: Path | str) -> RootSteps:
+    place = Place.open(str(root), timeout_s=5)
+    return read_root(place, read_ancestry(place)[0])
+
+
+def numbers_of(root: Path | str) -> list[int]:
+    return [each.step for each in look(root).steps if each.state == "committed"]
+
+
+def stock_step(root: Path, step: int) -> None:
+    with ocp.CheckpointManager(root) as manager:
+        manager.save(step, args=ocp.args.StandardSave({"w": jnp.full(4, step)}))  # pyright: ignore[reportCallIssue]
+
+
+@given(
+    st.sampled_from([None, "step", "a_b"]),
+    st.one_of(st.none(), st.integers(2, 8)),
+    st.lists(st.integers(0, 10**9), min_size=1, unique=True),
+)
+def test_format_reads_the_names_that_orbax_builds(prefix: str | None, digits: int | None, steps: list[int]) -> None:
+    """A run's own steps would not be found by the commands."""
+    orbax = ocp.path.step.standard_name_format(step_prefix=prefix, step_format_fixed_length=digits)
+    names = {orbax.build_name(step): step for step in steps}
+    found = format_of(names)
+    assert {name: found.step_of(name) for name in names} == names
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["100", "best_250", "gemma_3"], {"100"}),  # plain numbers before any prefix
+        (["best_250"], {"best_250"}),
+        (["best_250", "gemma_3"], set()),  # nothing tells which: neither is judged
+        (["0010", "7"], {"7"}),
+        (["0010", "0200"], {"0010", "0200"}),
+        (["0010", "20000"], {"0010", "20000"}),
+        (["wandb", "notes"], set()),
+    ],
+)
+def test_names_that_disagree_are_left_out(names: list[str], expected: set[str]) -> None:
+    """A base model beside the run would be pruned as the oldest of its steps."""
+    found = format_of(names)
+    assert {name for name in names if found.step_of(name) is not None} == expected
+
+
+def test_marks_decide_where_names_disagree() -> None:
+    """Plain numbers of others would hide the steps of a run with a prefix; a renamed copy would be its newest."""
+    marks = {
+        "step_5": marker_text("gs://b/run/step_5", SaveId(1, 5, 0)).encode(),
+        "7": b"Checkpoint commit was successful to gs://b/run/7",
+        "best_9": marker_text("gs://b/run/step_9", SaveId(1, 9, 1)).encode(),
+    }
+    assert run_format(list(marks), marks.get) == NameFormat("step")
+    assert run_format(list(marks), marks.get, prefix="best") == NameFormat("best")
+    assert run_format(list(marks), marks.get, prefix="") == NameFormat()
+
+
+@pytest.mark.parametrize(
+    ("names", "below", "expected"),
+    [
+        ([], {}, "nothing"),
+        (["notes.txt"], {}, "nothing"),
+        (["_CHECKPOINT_METADATA"], {}, "step"),
+        (["commit_success.txt"], {}, "step"),
+        (["default/"], {"default": ["_METADATA", "d/"]}, "step"),
+        (["data/"], {"data": ["metadata"]}, "step"),
+        (["plots/", "default/"], {"plots": ["a.png"], "default": ["process_0-of-1.json"]}, "step"),
+        (["plots/"], {"plots": ["a.png"]}, "nothing"),
+        (["_METADATA", "_CHECKPOINT_METADATA", "d/"], {}, "item"),
+        (["100/", "200/"], {"100": ["_CHECKPOINT_METADATA"], "200": ["_METADATA"]}, "root"),
+        (["_ckptkit/", "notes.txt"], {}, "root"),
+        (["slot-0.bin", "lock"], {}, "slots"),
+    ],
+)
+def test_content_is_read_off_the_names(names: list[str], below: dict[str, list[str]], expected: Content) -> None:
+    """A directory with a number for a name would be moved away as a damaged step."""
+    assert content_of(names, lambda name: below[name]) == expected
+
+
+def test_class_follows_from_records_and_damage() -> None:
+    """Stock steps would be treated as ours, or damaged saves of ours as stock's."""
+    ours, stock = SaveId(1, 5, 0), SaveId(1, 5, -1)
+    assert class_of(ours, {"s": "arrays"}, []) is StepClass.WHOLE
+    assert class_of(ours, {"s": "arrays"}, ["a cell"]) is StepClass.DAMAGED
+    assert class_of(None, {"s": "arrays"}, [], lost=True) is StepClass.DAMAGED
+    assert class_of(stock, {"s": "arrays"}, ["a chunk"]) is StepClass.STOCK
+    assert class_of(None, {"s": "arrays", "blob": None}, []) is StepClass.PARTLY
+
+
+def put_strange_neighbours(root: Path) -> None:
+    """What other people and tools leave in a root, each with a name that a step could have."""
+    (root / "2024").mkdir()
+    (root / "2024/notes.txt").write_text("mine")
+    (root / "9000").mkdir()
+    os.symlink(root / "2", root / "9001")
+    os.symlink(root.parent, root / "9002")
+    make_root(root / "9003", [1])
+    ocp.PyTreeCheckpointer().save(root / "9004", {"w": jnp.ones(3)})
+    ocp.PyTreeCheckpointer().save(root / "gemma_9005", {"w": jnp.ones(3)})
+    shutil.copytree(root / "2", root / "best_9006")
+
+
+def test_manager_and_listing_have_one_opinion(tmp_path: Path) -> None:
+    """A restart would fail at what the listing calls no step, or pruning delete it as the oldest."""
+    root = tmp_path / "run"
+    make_root(root, [1, 2])
+    put_strange_neighbours(root)
+    found = look(root)
+    assert [each.step for each in found.steps] == [1, 2]
+    assert {why: set(names) for why, names in found.left_out.items()} == {
+        "link": {"9001", "9002"},
+        "name": {"best_9006", "gemma_9005"},
+        "item": {"9004"},
+        "root": {"9003"},
+        "nothing": {"2024", "9000"},
+    }
+    assert ckptkit.latest_step(str(root)) == 2
+    before = sorted(str(path) for path in root.rglob("*") if path.relative_to(root).parts[0] not in ("1", "2", "3"))
+    with manager_of(root, max_to_keep=1) as manager:
+        assert manager.all_steps() == [1, 2]
+        assert int(manager.restore(None)["w"][0]) == 2
+        save(manager, 3)
+        manager.reload()
+        assert manager.all_steps() == [3]
+    after = {str(path) for path in root.rglob("*")}
+    assert not [path for path in before if path not in after and "_ckptkit" not in path]
+
+
+def test_step_that_was_converted_into_a_root_is_not_the_newest(tmp_path: Path) -> None:
+    """`convert --to orbax ROOT/3000` would make every restart of the run impossible."""
+    root = tmp_path / "run"
+    make_root(root, [1000, 2000])
+    np.savez(tmp_path / "m.npz", w=np.ones(3))
+    assert main(["convert", str(tmp_path / "m.npz"), str(tmp_path / "3000"), "--to", "orbax"]) == 0
+    (tmp_path / "3000").rename(root / "3000")
+    assert numbers_of(root) == [1000, 2000]
+    with manager_of(root) as manager:
+        assert manager.latest_step() == 2000
+        assert int(manager.restore(None)["w"][0]) == 2000
+
+
+def test_trees_without_a_manager_are_steps_of_their_own_root(tmp_path: Path) -> None:
+    """The commands would find nothing in a root that a loop over `PyTreeCheckpointer.save` has filled."""
+    for step in (1, 2):
+        ocp.PyTreeCheckpointer().save(tmp_path / str(step), {"w": jnp.ones(3)})
+    assert numbers_of(tmp_path) == [1, 2]
+    stock_step(tmp_path, 5)
+    assert numbers_of(tmp_path) == [5]
+    assert look(tmp_path).left_out == {"item": ("1", "2")}
+
+
+def test_save_without_arrays_is_ours_for_the_listing_too(tmp_path: Path) -> None:
+    """The listing would take a step of small items for stock Orbax's, and order it after every save of ours."""
+    with manager_of(tmp_path) as manager:
+        manager.save(1, args=ocp.args.JsonSave({"a": 1}))  # pyright: ignore[reportCallIssue]
+        manager.wait_until_finished()
+    (step,) = look(tmp_path).steps
+    assert (step.kind, step.save_id) == (StepClass.WHOLE, SaveId(1, 1, 0))
+
+
+def test_item_without_its_sidecars_is_damaged(tmp_path: Path) -> None:
+    """A step whose digests were lost would be listed as stock Orbax's, and nobody would look."""
+    make_root(tmp_path, [1])
+    shutil.rmtree(tmp_path / "1/default/_ckptkit")
+    (step,) = look(tmp_path).steps
+    assert (step.state, step.kind) == ("damaged", StepClass.DAMAGED)
+    assert "lost its sidecars" in str(step.problem)
+
+
+def test_stock_step_with_damaged_metadata_is_committed(tmp_path: Path) -> None:
+    """A step that stock Orbax restores would be called damaged."""
+    stock_step(tmp_path, 1)
+    (tmp_path / "1/_CHECKPOINT_METADATA").write_text('{"item_handl')
+    (step,) = look(tmp_path).steps
+    assert (step.state, step.kind) == ("committed", StepClass.STOCK)
+
+
+def test_foreign_directory_in_a_bucket_is_not_a_step(server: BucketServer) -> None:
+    """A directory of notes in a bucket would be listed as a save that was cut off."""
+    del server
+    root = "gs://runs/run"
+    make_root(root, [1])
+    open_store(root).put("2024/notes.txt", b"mine")
+    found = look(root)
+    assert [(each.step, each.state) for each in found.steps] == [(1, "committed")]
+    assert found.left_out == {"nothing": ("2024",)}
