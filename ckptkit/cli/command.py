@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import click
 
 from ckptkit.cli.exits import Exit, exit_of, quiet_libraries
+from ckptkit.cli.interrupts import Interrupts
 
 # Each command: its module, where it is a function of the same name, and its line in `ckptkit --help`. A module is
 # imported when its command is called: most need JAX and Orbax, 1.6 s of processor time, and `--help` needs none.
@@ -59,8 +60,8 @@ class _Commands(click.Group):
             formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command with `arguments` (default: the process's own) and returns its exit code. Never raises."""
+def run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:
+    """The command's exit code; what ended it is on stderr. Raises nothing but a `KeyboardInterrupt` at its end."""
     try:
         with quiet_libraries():
             code = commands.main(
@@ -73,7 +74,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # rich's own answer to a broken pipe
         return int(end.code or Exit.OK)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the top of a process: one message, never a traceback
-        return exit_of(error)
+        return exit_of(_as_interrupt(error) if interrupts.seen else error)
+
+
+def _as_interrupt(error: BaseException) -> BaseException:
+    """A module whose import was interrupted raises an error of its own."""
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        return error
+    interrupt = KeyboardInterrupt()
+    for note in getattr(error, "__notes__", ()):
+        interrupt.add_note(note)
+    return interrupt
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
