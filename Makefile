@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.ready
 .PHONY: setup setup-system setup-cluster demo test test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
 .PHONY: proof-cost docs-cli docs-session broadcast-campaign simulator-campaign policy-campaign faults bench-all
-.PHONY: figures stranger test-wheel test-floor test-newest
+.PHONY: zoo figures stranger test-wheel test-floor test-newest
 
 setup: $(STAMP)
 
@@ -52,6 +52,10 @@ corruption-campaign: setup
 # Needs `make setup-system`. Two processes at every phase: `make kill-phases`.
 crashpoints: setup
 	$(BIN)/python -m bench crashpoints --full
+
+# Every command over every root of ckptkit.testing.roots, on a disk and in a bucket.
+zoo: setup
+	$(BIN)/python -m bench zoo --full
 
 broadcast-campaign: setup
 	$(BIN)/python -m bench broadcast

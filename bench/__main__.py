@@ -5,7 +5,8 @@ Others have options of their own: `corruption|crashpoints` (what faults leave, a
 protocol alone, judged by an oracle), `gather` (what the processes of a large job tell each other before a restore),
 `broadcast` (replicas that read the durable tier for each other), `simulator` (predicted and measured goodput),
 `policy` (save intervals on recorded failures), `simulate` (how long a simulation takes), `convert` (conversions within
-a memory budget), `inspect` (100,000 leaves). `all` runs everything and renders `bench/REPORT.md`, `report` again.
+a memory budget), `inspect` (100,000 leaves), `zoo` (every command over roots with strange things in them). `all` runs
+everything and renders `bench/REPORT.md`, `report` again.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from bench.render import main as render
 from bench.report import show
 from bench.simulate import main as simulate
 from bench.simulator import main as simulator
+from bench.zoo import main as zoo
 
 _ROOT = Path(__file__).parent.parent
 _CAMPAIGNS = {
@@ -57,6 +59,7 @@ _CAMPAIGNS = {
     "proof": proof,
     "simulate": simulate,
     "simulator": simulator,
+    "zoo": zoo,
 }
 
 

@@ -1,0 +1,36 @@
+"""Strange roots: directories of checkpoints as people have them, and whether a command did what it may over each.
+
+`ROOTS` are generated trees: runs of every kind by stock Orbax and by ckptkit, files of other tools and people, damage
+of every kind, and what crashes leave. Each is a small function and one line about it. Building one records which steps
+stock Orbax restores, which are damaged and which files are foreign (`Tree.facts`). `ACTIONS` are the commands that take
+a path and the uses of a manager. `Campaign` runs one over the other on a disk or in the shipped bucket. It judges each
+cell from plain listings and by stock Orbax. No byte that ckptkit did not write may change. No step may be lost that
+nobody asked to delete. Nothing good may be called damaged, and nothing damaged good.
+"""
+
+from ckptkit.testing.roots.campaign import Campaign, Tally, all_cells, chosen_cells
+from ckptkit.testing.roots.commands import ACTIONS, Action
+from ckptkit.testing.roots.damaged import DAMAGED
+from ckptkit.testing.roots.foreign import FOREIGN
+from ckptkit.testing.roots.leavings import LEAVINGS
+from ckptkit.testing.roots.oracle import Failure
+from ckptkit.testing.roots.running import Cell
+from ckptkit.testing.roots.sound import SOUND
+from ckptkit.testing.roots.tree import StepFact, StrangeRoot, Tree
+
+ROOTS: dict[str, StrangeRoot] = {**SOUND, **FOREIGN, **DAMAGED, **LEAVINGS}
+
+__all__ = [
+    "ACTIONS",
+    "ROOTS",
+    "Action",
+    "Campaign",
+    "Cell",
+    "Failure",
+    "StepFact",
+    "StrangeRoot",
+    "Tally",
+    "Tree",
+    "all_cells",
+    "chosen_cells",
+]

@@ -1,0 +1,265 @@
+"""The rules for the state of a root after a command. They use plain listings and stock Orbax, never ckptkit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import orbax.checkpoint as ocp
+
+from ckptkit import errors
+from ckptkit.testing.roots.catalog import KINDS
+from ckptkit.testing.roots.commands import SAVED_STEP, Action
+from ckptkit.testing.roots.kinds import leaves, quiet
+from ckptkit.testing.roots.media import Listing
+from ckptkit.testing.roots.tree import ROOT, StepFact, Tree
+
+FailureKind = Literal["bytes lost", "false corrupt", "false good", "internal error"]
+CORRUPT: Final = 11  # the exit code of the command for damage
+# Commands that show or write leaves by their names need the files that name them, though a restart does not.
+_NEED_METADATA: Final = [("inspect",), ("convert",), ("extract",), ("merge",), ("diff",), ("reshard",), ("explain",)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """One thing that must not be, and what was found."""
+
+    kind: FailureKind
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The answer of an action: exit code (of a manager 0 or 1), what it printed, what a manager restored or raised."""
+
+    code: int
+    out: str = ""
+    err: str = ""
+    value: Any = None
+    raised: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """An action's answer, and listings: of the tree, which is at `place`, before and after, and of what was written
+    elsewhere."""
+
+    answer: Answer
+    before: Listing
+    after: Listing
+    written: Listing
+    place: str
+
+
+def judge(tree: Tree, action: Action, outcome: Outcome) -> list[Failure]:
+    """Everything that must not be. Cost: nothing much, and a restore by stock Orbax of each step that was changed."""
+    rules = (_internal_errors, _changes, _lost, _false_corrupt, _false_good, _wrong_values, _saved)
+    return [failure for rule in rules for failure in rule(tree, action, outcome)]
+
+
+_PLAIN: Final = ("", "ValueError", "FileNotFoundError", "Exception")  # what Orbax raises of a damaged checkpoint
+
+
+def _internal_errors(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
+    """A command ends with a sentence; a manager raises what a caller may expect, or what stock Orbax raises there."""
+    for sign in ("internal error", "Traceback (most recent call last)"):
+        if sign in outcome.answer.err:
+            yield Failure(kind="internal error", text=_end_of(outcome.answer.err))
+    raised = outcome.answer.raised
+    plain = raised in _PLAIN or issubclass(getattr(errors, raised, Exception), errors.CheckpointError)
+    if not plain and raised != _stock_raises(tree, outcome.place):
+        yield Failure(kind="internal error", text=_end_of(outcome.answer.err))
+
+
+def _stock_raises(tree: Tree, place: str) -> str:
+    """The error of a manager of stock Orbax that restores from the root; empty where it restores."""
+    kind = (
+        KINDS[max(tree.facts, key=lambda fact: (fact.of_run, fact.step)).kind] if tree.facts else KINDS["orbax single"]
+    )
+    try:
+        with quiet(), kind.open(f"{place}/{ROOT}", "orbax", read_only=True) as manager:
+            manager.restore(None)
+    except Exception as error:  # noqa: BLE001  whatever it raises is the answer
+        return type(error).__name__
+    return ""
+
+
+def _changes(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
+    """A command that only looks, or only plans, changes not one byte and makes no file."""
+    del tree
+    if action.changes:
+        return
+    changed = _different(outcome.before, outcome.after)
+    made = sorted(set(outcome.after) - set(outcome.before)) + sorted(outcome.written)
+    if changed or made:
+        yield Failure(kind="bytes lost", text=f"it was to change nothing: changed {changed[:3]}, made {made[:3]}")
+
+
+def _lost(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
+    """A file that ckptkit did not write stays as it is; a step that may not go is restored by stock Orbax as before."""
+    touched: dict[str, list[str]] = {}
+    for path in _different(outcome.before, outcome.after):
+        fact = _step_of(tree, path)
+        if fact is None and not _of_records(path):
+            yield Failure(kind="bytes lost", text=f"{path} of a user was {_how(path, outcome)}")
+        elif fact is not None:
+            touched.setdefault(fact.path, []).append(path)
+    for fact in tree.facts:
+        if fact.path not in touched or may_go(tree, fact, action):
+            continue
+        first = f"{touched[fact.path][0]} was {_how(touched[fact.path][0], outcome)}"
+        if not fact.ours:
+            yield Failure(kind="bytes lost", text=f"step {fact.path} of stock Orbax: {first}")
+        elif fact.whole and not restores(fact, f"{outcome.place}/{fact.path}"):
+            yield Failure(kind="bytes lost", text=f"stock Orbax does not restore {fact.path} any more: {first}")
+        elif not fact.whole and not any(path.startswith(f"{fact.path}/") for path in outcome.after):
+            yield Failure(kind="bytes lost", text=f"{fact.path} was deleted, and nobody asked for that: {first}")
+
+
+def may_go(tree: Tree, fact: StepFact, action: Action) -> bool:
+    """Whether the user asked for the deletion, or putting aside, of a step, and nothing protects it.
+
+    A policy may delete steps of the run that are older than its newest good one, and those of abandoned branches. A
+    repair may put aside what is ckptkit's and damaged. A save may clear what its own run left unfinished or abandoned.
+    """
+    if fact.held or not fact.in_root or action.deletes == "nothing":
+        return False
+    if action.deletes == "repair":
+        return fact.ours and fact.bad and fact.of_run
+    if fact.abandoned or (fact.state == "unfinished" and (fact.ours or action.deletes == "save keep 1")):
+        return True
+    unread = "--unread" in action.arguments  # the user's word that nothing is to be read for it
+    newest = max((each.step for each in tree.facts if each.of_run and (_passes(each) or unread)), default=-1)
+    if action.deletes == "prune":
+        return fact.of_run and fact.state != "unfinished" and fact.step < newest
+    return action.deletes == "save keep 1" and fact.of_run
+
+
+def _passes(fact: StepFact) -> bool:
+    """Whether nothing of it can be found to be wrong."""
+    return fact.state in ("good", "blemished", "undetectable") and not fact.abandoned
+
+
+def _good_of_run(fact: StepFact) -> bool:
+    return fact.in_root and fact.of_run and fact.state == "good" and not fact.abandoned
+
+
+def restores(fact: StepFact, url: str) -> bool:
+    """Whether stock Orbax restores a step directory bit for bit as it was saved."""
+    kind = KINDS[fact.kind]
+    try:
+        with quiet():
+            return leaves(kind.read(url, fact.step)) == leaves(kind.value(fact.step))
+    except Exception:  # noqa: BLE001  whatever stock Orbax raises: it does not restore it
+        return False
+
+
+def _false_corrupt(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
+    """A step that stock Orbax restores is not called damaged."""
+    excused = tree.records_damaged or any(_may_be_corrupt(fact) for fact in tree.facts)
+    excused |= action.arguments[:1] in _NEED_METADATA and any(fact.state == "blemished" for fact in tree.facts)
+    if outcome.answer.code == CORRUPT and not excused:
+        yield Failure(kind="false corrupt", text=_end_of(outcome.answer.err))
+    if not action.name.startswith("verify") or not outcome.answer.out:
+        return
+    for step in json.loads(outcome.answer.out)["steps"]:
+        fact = _step_at(tree, step["path"])
+        if step["state"] == "corrupt" and fact is not None and not _may_be_corrupt(fact):
+            why = step["reason"] or [each["problem"] for each in step["findings"]][:2]
+            yield Failure(kind="false corrupt", text=f"{fact.path} ({fact.kind}, {fact.state}): {why}")
+
+
+def _may_be_corrupt(fact: StepFact) -> bool:
+    return fact.bad or fact.state in ("undetectable", "unfinished") or (fact.ours and fact.state == "blemished")
+
+
+def _false_good(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
+    """A damaged step is not called good, and nothing is written from it."""
+    subject = next((fact for fact in tree.facts if fact.path == tree.subject), None)
+    if action.reads in ("step", "arrays"):
+        needed = subject is not None and (subject.in_arrays or action.reads == "step")
+        bad = [subject] if subject is not None and subject.bad and needed else []
+    else:
+        bad = [fact for fact in tree.facts if fact.bad and fact.of_run] if action.reads == "root" else []
+    if bad and outcome.answer.code == 0:
+        paths = ", ".join(f"{fact.path} ({fact.state})" for fact in bad)
+        yield Failure(kind="false good", text=f"exit code 0, and damaged: {paths}")
+    made = {path for path in outcome.written if path.split("/")[0] == "dst"}
+    in_bucket = outcome.place.startswith("gs://")  # where Orbax's items are written in place, and marked at the end
+    if action.fills and outcome.answer.code and (made & {"dst", "dst/commit_success.txt"} if in_bucket else made):
+        text = f"exit code {outcome.answer.code}, and there is a target: {_end_of(outcome.answer.err)}"
+        yield Failure(kind="false good", text=text)
+
+
+def _wrong_values(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
+    """A restart gives the values of the newest good step of the run; never those of another, of a part, or of none."""
+    if action.name != "manager: restore(None)" or any(fact.state == "undetectable" for fact in tree.facts):
+        return
+    newest = max(filter(_good_of_run, tree.facts), key=lambda fact: fact.step, default=None)
+    if outcome.answer.code:
+        if newest is not None and not tree.records_damaged and _has_to_restore(tree, newest, outcome):
+            yield Failure(
+                kind="false corrupt", text=f"restore(None) with {newest.path} there: {_end_of(outcome.answer.err)}"
+            )
+        return
+    found = _comparable(outcome.answer.value)
+    taken = [fact for fact in tree.facts if found == _comparable(KINDS[fact.kind].value(fact.step))]
+    if not taken:
+        yield Failure(kind="false good", text="restore(None) gave the values of no step")
+    elif newest is not None and not any(_is_next(fact, newest) for fact in taken):
+        yield Failure(kind="false good", text=f"restore(None) gave {taken[0].path}, not {newest.path}")
+
+
+def _has_to_restore(tree: Tree, newest: StepFact, outcome: Outcome) -> bool:
+    """Whether a restart is owed a step: ckptkit's own, or one that stock Orbax's manager restores from there."""
+    if newest.ours and all(fact.ours for fact in tree.facts if fact.of_run):
+        return True
+    return not _stock_raises(tree, outcome.place)
+
+
+def _is_next(fact: StepFact, newest: StepFact) -> bool:
+    linked = not fact.path.startswith(f"{ROOT}/")
+    return (fact.of_run or linked) and not fact.abandoned and fact.step >= newest.step
+
+
+def _comparable(value: Any) -> set[Any]:
+    items = dict(value.items()) if isinstance(value, ocp.args.Composite) else value
+    return set(leaves(items).values())
+
+
+def _saved(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
+    """A save that reported nothing is restored by stock Orbax."""
+    del tree
+    if "save" not in action.name or outcome.answer.code or not action.name.startswith("manager"):
+        return
+    names = {name.rpartition("_")[2].lstrip("0") for path in outcome.after for name in path.split("/")}
+    if str(SAVED_STEP) not in names:
+        yield Failure(kind="bytes lost", text=f"the save of step {SAVED_STEP} reported nothing, and it is not there")
+
+
+def _different(before: Listing, after: Listing) -> list[str]:
+    return sorted(path for path, found in before.items() if after.get(path) != found)
+
+
+def _how(path: str, outcome: Outcome) -> str:
+    return "changed" if path in outcome.after else "removed"
+
+
+def _step_of(tree: Tree, path: str) -> StepFact | None:
+    return next((fact for fact in tree.facts if path == fact.path or path.startswith(f"{fact.path}/")), None)
+
+
+def _step_at(tree: Tree, url: str) -> StepFact | None:
+    return next((fact for fact in tree.facts if url.endswith(f"/{fact.path}")), None)
+
+
+def _of_records(path: str) -> bool:
+    """Whether ckptkit keeps such a file for itself: records of a root, journals of a conversion."""
+    parts: Sequence[str] = path.split("/")
+    return "_ckptkit" in parts or any(part.endswith(".ckptkit-part") for part in parts)
+
+
+def _end_of(text: str) -> str:
+    return text.strip()[-600:]

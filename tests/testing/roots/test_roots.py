@@ -1,0 +1,121 @@
+"""Every command over strange roots, a choice of cells; and whether the facts of the roots are true."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckptkit.testing.roots import ACTIONS, ROOTS, StepFact, Tree, chosen_cells
+from ckptkit.testing.roots.catalog import SavedRuns
+from ckptkit.testing.roots.media import Disk
+from ckptkit.testing.roots.oracle import Answer, Outcome, judge, restores
+
+SEED = int(os.environ.get("CKPTKIT_ZOO_SEED", "21"))
+PARTS = 6
+BUCKET_ROOTS = 12
+ENDS_THE_PROCESS = ("shape-grown", "ckptkit-empty-key")  # stock Orbax takes all memory there: ours alone is asked
+# Stock Orbax leaves coroutines of a failed restore behind, which raise when their event loop is closed.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+CELLS = [*chosen_cells(ROOTS, "disk", SEED), *chosen_cells(ROOTS, "bucket", SEED, BUCKET_ROOTS)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> SavedRuns:
+    return SavedRuns(tmp_path_factory.mktemp("saved"))
+
+
+def test_choice_covers_every_root_and_every_action() -> None:
+    """A root or a command that the choice leaves out would be tested by nobody."""
+    for seed in range(5):
+        cells = chosen_cells(ROOTS, "disk", seed)
+        assert {cell.root for cell in cells} == set(ROOTS)
+        assert {cell.action for cell in cells} == set(ACTIONS)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_stock_orbax_restores_what_the_roots_call_good(tmp_path: Path, saved: SavedRuns, part: int) -> None:
+    """The oracle would hold the commands to something that is not so."""
+    for name in list(ROOTS)[part::PARTS]:
+        tree = Tree(tmp_path / name, saved)
+        ROOTS[name].build(tree)
+        if name.startswith(ENDS_THE_PROCESS):
+            continue
+        for fact in tree.facts:
+            if fact.path == tree.subject and fact.state != "unfinished":
+                assert restores(fact, str(tree.home / fact.path)) == fact.whole, (name, fact)
+
+
+def outcome(tree: Tree, disk: Disk) -> Outcome:
+    listing = disk.listing(str(tree.home))
+    return Outcome(answer=Answer(code=0), before=listing, after=listing, written={}, place=str(tree.home))
+
+
+@pytest.fixture
+def tree(tmp_path: Path, saved: SavedRuns) -> Tree:
+    """A run with a user's file in its root."""
+    made = Tree(tmp_path / "tree", saved)
+    made.run("orbax composite")
+    made.put("run/notes.txt")
+    return made
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    return Disk(tmp_path / "places")
+
+
+def kinds(tree: Tree, action: str, found: Outcome) -> list[str]:
+    return [failure.kind for failure in judge(tree, ACTIONS[action], found)]
+
+
+PRUNE, REPAIR, VERIFY = "prune root --keep newest=1", "scrub root --repair", "verify step --json"
+
+
+def test_lost_file_of_a_user_is_found(tree: Tree, disk: Disk) -> None:
+    """The oracle could overlook the one thing that it is for."""
+    whole = outcome(tree, disk)
+    assert kinds(tree, PRUNE, whole) == []
+    gone = {path: found for path, found in whole.before.items() if path != "run/notes.txt"}
+    assert kinds(tree, PRUNE, replace(whole, after=gone)) == ["bytes lost"]
+    assert kinds(tree, PRUNE, replace(whole, after={**whole.after, "run/notes.txt": "other"})) == ["bytes lost"]
+
+
+def test_step_may_go_only_by_a_policy_and_if_older(tree: Tree, disk: Disk) -> None:
+    """A command that deletes the newest step, or a step that nobody asked to delete, could pass."""
+    whole = outcome(tree, disk)
+
+    def without(step: int) -> Outcome:
+        return replace(whole, after={path: each for path, each in whole.after.items() if f"run/{step}" not in path})
+
+    assert kinds(tree, PRUNE, without(1)) == []
+    assert kinds(tree, PRUNE, without(3)) == ["bytes lost"]
+    assert kinds(tree, REPAIR, without(1)) == ["bytes lost"]
+    tree.pin(1, "run/1")
+    assert kinds(tree, PRUNE, without(1)) == ["bytes lost"]
+
+
+def test_change_by_a_dry_run_is_found(tree: Tree, disk: Disk) -> None:
+    """A plan that already changes something could pass."""
+    whole = outcome(tree, disk)
+    made = replace(whole, after={**whole.after, "run/new": "file"})
+    assert kinds(tree, f"{PRUNE} --dry-run", made) == ["bytes lost"]
+    assert kinds(tree, PRUNE, made) == []
+
+
+def test_wrong_judgements_and_internal_errors_are_found(tree: Tree, disk: Disk) -> None:
+    """A command could call good what is damaged, or the reverse, or end with a traceback."""
+    whole = outcome(tree, disk)
+    assert kinds(tree, VERIFY, replace(whole, answer=Answer(code=11, err="damaged"))) == ["false corrupt"]
+    assert kinds(tree, VERIFY, replace(whole, answer=Answer(code=1, err="internal error"))) == ["internal error"]
+    tree.damage("run/3", "state/manifest.ocdbt", "truncation")
+    assert kinds(tree, VERIFY, whole) == ["false good"]
+    assert kinds(tree, VERIFY, replace(whole, answer=Answer(code=11, err="damaged"))) == []
+
+
+def test_facts_say_who_wrote_a_step() -> None:
+    """A step of stock Orbax could be taken for one that ckptkit may put aside."""
+    assert not StepFact(path="run/1", kind="orbax composite", step=1).ours
+    assert StepFact(path="run/1", kind="ckptkit composite", step=1).ours
