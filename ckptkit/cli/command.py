@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -52,12 +53,32 @@ class _Commands(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         module = importlib.import_module(f"ckptkit.cli.{_COMMANDS[cmd_name][0]}")
-        return getattr(module, cmd_name.replace("-", "_"))
+        found: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        _refuse_empty_paths(found)
+        return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
+
+
+_PATH_METAVARS = frozenset({"PATH", "ROOT", "FILE", "CHECKPOINT", "RUN_DIR"})
+
+
+def _refuse_empty_paths(command: click.Command) -> None:
+    """Makes an empty path a usage error: an unset variable of a shell would name the current directory."""
+    for each in getattr(command, "commands", {}).values():
+        _refuse_empty_paths(each)
+    for parameter in command.params:
+        if isinstance(parameter, click.Argument) or parameter.metavar in _PATH_METAVARS:
+            parameter.callback = _not_empty
+
+
+def _not_empty(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    if "" in (value if isinstance(value, tuple) else (value,)):
+        raise click.BadParameter("it is empty; write . for the current directory", ctx, parameter)
+    return value
 
 
 def run(arguments: Sequence[str] | None, interrupts: Interrupts) -> int:

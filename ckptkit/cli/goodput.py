@@ -33,7 +33,7 @@ _REFRESH_SHARE = 10.0  # a look costs at most a tenth of a core, however long th
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("run_dir")
 @click.option("--html", type=_FILE, help="One self-contained page: timeline, badput, stalls, what each loss cost.")
 @click.option("--png", type=_FILE, help="A picture of the time by kind (needs matplotlib).")
 @click.option("--prometheus", type=_FILE, help="Metrics for the node exporter's textfile collector (name it *.prom).")
@@ -41,7 +41,7 @@ _REFRESH_SHARE = 10.0  # a look costs at most a tenth of a core, however long th
 @click.option("--follow", is_flag=True, help="Show the account while the run goes on, until it ends or Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout (docs/GOODPUT.md has its shape).")
 def goodput(
-    run_dir: Path,
+    run_dir: str,
     html: Path | None,
     png: Path | None,
     prometheus: Path | None,
@@ -59,11 +59,12 @@ def goodput(
         needed("matplotlib", "plot")
     if tensorboard:
         needed("tensorboardX", "tensorboard")
+    directory = Path(run_dir)
     if follow:
-        _follow(run_dir)
-    logs = _load(run_dir)
-    report = _report(run_dir, logs)
-    name = run_dir.resolve().name
+        _follow(directory)
+    logs = _load(directory)
+    report = _report(directory, logs)
+    name = directory.resolve().name
     if html:
         write_whole(html, goodput_page(report, timeline_of(logs), title=f"Goodput of {name}"))
     if png:

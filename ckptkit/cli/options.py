@@ -57,6 +57,11 @@ TIERS = click.option(
     "--tier", "tiers", multiple=True, metavar="PATH", help="A fast tier's path on this host; may be repeated."
 )
 HOST_ID = click.option("--host-id", metavar="ID", help="Whose slots to look at [default: this machine's name].")
+STEP_PREFIX = click.option(
+    "--step-prefix",
+    metavar="TEXT",
+    help="Steps are named TEXT_<number>, or <number> where TEXT is empty [default: as the run's own steps are].",
+)
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the plan and change nothing.")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ckptkit.cli.exits import exit_with
-from ckptkit.cli.options import HOST_ID, JSON, TIERS, TIMEOUT, fast_tiers
+from ckptkit.cli.options import HOST_ID, JSON, STEP_PREFIX, TIERS, TIMEOUT, fast_tiers
 from ckptkit.cli.text import (
     age_text,
     count_text,
@@ -28,12 +28,20 @@ from ckptkit.util import clock
 @click.argument("root")
 @TIERS
 @HOST_ID
+@STEP_PREFIX
 @JSON
 @TIMEOUT
-def steps(root: str, tiers: tuple[str, ...], host_id: str | None, as_json: bool, timeout_s: float) -> int:
+def steps(
+    root: str,
+    tiers: tuple[str, ...],
+    host_id: str | None,
+    step_prefix: str | None,
+    as_json: bool,
+    timeout_s: float,
+) -> int:
     """List the steps of ROOT over its durable directory and this host's fast tiers, with their state."""
     host = fast_tiers(tiers, host_id)
-    listing = list_steps(root, tiers=tiers, host_id=host, timeout_s=timeout_s)
+    listing = list_steps(root, tiers=tiers, host_id=host, step_prefix=step_prefix, timeout_s=timeout_s)
     if as_json:
         print_json(listing.to_json())
     else:

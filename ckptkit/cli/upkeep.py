@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ckptkit.cli.exits import Exit, exit_with
-from ckptkit.cli.options import DRY_RUN, HOST_ID, JSON, TIERS, TIMEOUT, SizeType, fast_tiers
+from ckptkit.cli.options import DRY_RUN, HOST_ID, JSON, STEP_PREFIX, TIERS, TIMEOUT, SizeType, fast_tiers
 from ckptkit.cli.show_verification import progress_line
 from ckptkit.cli.text import count_text, print_json, print_line, print_table, size_text
 from ckptkit.model.tiers import EverySteps, KeepBytes, KeepNewest
@@ -88,6 +88,7 @@ def du(
     metavar="SECONDS",
     help="Watch leases of steps that are to go: one that nobody renews is dropped.",
 )
+@STEP_PREFIX
 @DRY_RUN
 @JSON
 @TIMEOUT
@@ -96,17 +97,18 @@ def prune(
     keep: tuple[Keep, ...],
     unread: bool,
     wait_s: float,
+    step_prefix: str | None,
     dry_run: bool,
     as_json: bool,
     timeout_s: float,
 ) -> int:
     """Delete the durable steps of ROOT that no rule keeps, and those of branches that a rollback abandoned.
 
-    Never the newest step that proves whole (it is read), a pinned one, or one that somebody reads. What is damaged or
-    was never committed is left. A job may be running.
+    Never the newest whole step (it is read), a pinned one, or one that somebody reads. What is damaged, was never
+    committed, or is not a step of the run is left. A job may be running.
     """
     with progress_line() as progress:
-        plan = plan_prune(root, keep, unread=unread, timeout_s=timeout_s, progress=progress)
+        plan = plan_prune(root, keep, unread=unread, step_prefix=step_prefix, timeout_s=timeout_s, progress=progress)
     if not dry_run:
         plan = prune_root(plan, wait_s=wait_s, timeout_s=timeout_s)
     if as_json:
@@ -249,11 +251,14 @@ def show_prune(plan: PrunePlan) -> None:
     proven = "no step of it is whole" if plan.proven is None else f"the newest whole step is {plan.proven}"
     freed = f"{len(plan.doomed)} of {count_text(len(plan.steps), 'step')}, {size_text(plan.freed_bytes)} {verb}"
     print_line(f"{plan.root}: {freed}; {proven}")
+    for note in plan.notes:
+        print_line(f"  left: {note}")
     if plan.steps:
         print_line()
         rows = [
             [
                 str(each.step),
+                each.name,
                 each.state,
                 "" if each.save_id is None else str(each.save_id),
                 size_text(each.stored_bytes),
@@ -262,7 +267,7 @@ def show_prune(plan: PrunePlan) -> None:
             ]
             for each in plan.steps
         ]
-        titles = ("step", "state", "save", "bytes", "what", "why")
+        titles = ("step", "directory", "state", "save", "bytes", "what", "why")
         print_table([(title, title in ("step", "bytes")) for title in titles], rows)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from ckptkit.cli.exits import exit_with
-from ckptkit.cli.options import HOST_ID, JSON, TIERS, TIMEOUT, fast_tiers
+from ckptkit.cli.options import HOST_ID, JSON, STEP_PREFIX, TIERS, TIMEOUT, fast_tiers
 from ckptkit.cli.show_verification import progress_line, show_scrub, show_verification
 from ckptkit.cli.text import print_json
 from ckptkit.verification import scrub as scrub_root
@@ -15,15 +15,16 @@ from ckptkit.verification import verify as verify_path
 @click.command()
 @click.argument("path")
 @click.option("--step", type=click.IntRange(min=0), metavar="N", help="Only this step.")
+@STEP_PREFIX
 @JSON
 @TIMEOUT
-def verify(path: str, step: int | None, as_json: bool, timeout_s: float) -> int:
+def verify(path: str, step: int | None, step_prefix: str | None, as_json: bool, timeout_s: float) -> int:
     """Read every byte of the saves at PATH and compare it with the digests taken when it was saved.
 
     PATH is a root, a step directory or an item in one (local, gs:// or s3://), or a fast tier, or a directory in it.
     """
     with progress_line() as progress:
-        found = verify_path(path, step, timeout_s=timeout_s, progress=progress)
+        found = verify_path(path, step, step_prefix=step_prefix, timeout_s=timeout_s, progress=progress)
     if as_json:
         print_json(found.to_json())
     else:
@@ -36,8 +37,9 @@ def verify(path: str, step: int | None, as_json: bool, timeout_s: float) -> int:
 @click.argument("root")
 @TIERS
 @HOST_ID
-@click.option("--repair", is_flag=True, help="Mend what another copy has, put aside what none has.")
+@click.option("--repair", is_flag=True, help="Mend what another copy has, put aside our saves that none has.")
 @click.option("--dry-run", is_flag=True, help="Say what --repair would do, and change nothing (as without --repair).")
+@STEP_PREFIX
 @JSON
 @TIMEOUT
 def scrub(
@@ -46,14 +48,25 @@ def scrub(
     host_id: str | None,
     repair: bool,
     dry_run: bool,
+    step_prefix: str | None,
     as_json: bool,
     timeout_s: float,
 ) -> int:
-    """Prove every copy of every save of ROOT on this host, and mend damaged ones from another copy of the same save."""
+    """Prove every copy of every save of ROOT on this host, and mend damaged ones from another copy of the same save.
+
+    Only saves of ckptkit are mended or put aside, never a step that is pinned or in use. Exit code 11 where damage is
+    left, or was put aside.
+    """
     host = fast_tiers(tiers, host_id)
     with progress_line() as progress:
         found = scrub_root(
-            root, tiers, repair=repair and not dry_run, host_id=host, timeout_s=timeout_s, progress=progress
+            root,
+            tiers,
+            repair=repair and not dry_run,
+            host_id=host,
+            step_prefix=step_prefix,
+            timeout_s=timeout_s,
+            progress=progress,
         )
     if as_json:
         print_json(found.to_json())

@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from ckptkit.durable.lifecycle.classify import StepClass
 from ckptkit.durable.lifecycle.delete import move_away, remove_step
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard
+from ckptkit.durable.lifecycle.permissions import Standing, reason_to_leave
 from ckptkit.durable.lifecycle.pins import pinned_steps
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError
@@ -44,10 +46,16 @@ class PruneStep:
     step: int
     path: str
     state: StepState
+    kind: StepClass
     save_id: SaveId | None
     stored_bytes: int
     act: PruneAction
     reasons: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of its directory."""
+        return self.path.rpartition("/")[2]
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -55,6 +63,7 @@ class PruneStep:
             "step": self.step,
             "path": self.path,
             "state": self.state,
+            "class": str(self.kind),
             "save_id": None if self.save_id is None else asdict(self.save_id),
             "bytes": self.stored_bytes,
             "act": self.act,
@@ -65,7 +74,7 @@ class PruneStep:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
     """The steps of a root, ascending by number, with what is to become of each. `proven`: the newest step that was
-    found whole; `ancestry`: what the plan holds for."""
+    found whole; `ancestry`: what the plan holds for; `notes`: what is not a step of the run, and stays."""
 
     root: str
     keep: tuple[Keep, ...]
@@ -74,6 +83,7 @@ class PrunePlan:
     ancestry: Ancestry
     done: bool = False
     problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def doomed(self) -> tuple[PruneStep, ...]:
@@ -96,6 +106,7 @@ class PrunePlan:
             "proven_step": self.proven,
             "steps": [each.to_json() for each in self.steps],
             "problems": self.problems,
+            "notes": self.notes,
         }
 
 
@@ -104,6 +115,7 @@ def plan_prune(
     keep: Sequence[Keep],
     *,
     unread: bool = False,
+    step_prefix: str | None = None,
     timeout_s: float = 20.0,
     progress: Callable[[VerifyProgress], None] | None = None,
 ) -> PrunePlan:
@@ -112,7 +124,8 @@ def plan_prune(
     A step stays where one of `keep` keeps it: `KeepNewest(count)`, `KeepBytes(bytes_max)` of the newest, or every step
     of `EverySteps(steps)`. Whatever they say, these stay: the newest step that proves whole, what is pinned, and what
     somebody reads. Steps of abandoned branches count for none of them and go. What was never committed, or is damaged,
-    is left: nobody knows whose it is.
+    is left, and so is every directory that is not a step of the run: `step_prefix` chooses the name format, without it
+    the run's own saves decide (see `ckptkit steps`).
 
     Cost: a look at every step, and the bytes of the newest one, which is read and proven (of stock Orbax, as far as
     that goes), then of older ones until one is whole. With `unread` its records are taken for a proof.
@@ -126,7 +139,8 @@ def plan_prune(
     if not place.names() and not os.path.isdir(place.url):
         raise no_directory(place.url, "there is no such root; check the path")
     ancestry = EpochRecords(place.store).read()
-    found = read_root(place, ancestry).steps
+    in_root = read_root(place, ancestry, step_prefix=step_prefix)
+    found = in_root.steps
     branch = sorted((each for each in found if each.state == "committed"), key=lambda each: each.identity)[::-1]
     proven, corrupt = _newest_whole(branch, Limits(progress=progress), timeout_s, unread=unread)
     whole = [each for each in branch if each.place.url not in corrupt]
@@ -138,8 +152,9 @@ def plan_prune(
     if proven is not None:
         kept[proven.place.url].append("the newest whole step")
     pinned = pinned_steps(place.store)
+    in_use = PruneGuard(place.store).leased([each.step for each in found]) - pinned
     _add(kept, found, pinned, "pinned")
-    _add(kept, found, PruneGuard(place.store).leased([each.step for each in found]) - pinned, "in use")
+    _add(kept, found, in_use, "in use")
     top = max((each.step for each in branch), default=-1)
     steps = [
         _judged(each, sizes[each.place.url], kept[each.place.url], corrupt.get(each.place.url), top) for each in found
@@ -151,6 +166,7 @@ def plan_prune(
         proven=None if proven is None else proven.step,
         ancestry=ancestry,
         problems=tuple(corrupt.values()),
+        notes=tuple(in_root.notes),
     )
 
 
@@ -232,10 +248,10 @@ def _add(kept: dict[str, list[str]], found: Sequence[DurableStep], steps: set[in
 
 
 def _judged(each: DurableStep, size: int, kept: Sequence[str], corrupt: str | None, top: int) -> PruneStep:
-    if each.state == "unfinished":
-        act, reasons = "leave", ("never committed: a save under way, or cut off",)
-    elif each.state == "damaged" or corrupt is not None:
-        act, reasons = "leave", ("damaged: `ckptkit scrub` says what can be done",)
+    state = "damaged" if corrupt is not None else each.state
+    left = reason_to_leave("delete", each.kind, Standing(state=state))
+    if left is not None:
+        act, reasons = "leave", (left,)
     elif kept:
         act, reasons = "keep", tuple(kept)
     elif each.state == "superseded" and each.step > top and not each.place.store.properties.atomic_rename:
@@ -249,6 +265,7 @@ def _judged(each: DurableStep, size: int, kept: Sequence[str], corrupt: str | No
         step=each.step,
         path=each.place.url,
         state=each.state,
+        kind=each.kind,
         save_id=each.save_id,
         stored_bytes=size,
         act=act,
@@ -267,7 +284,8 @@ def _still_there(plan: PrunePlan, timeout_s: float) -> dict[str, SaveId | None]:
     """The saves of the steps as they are now, by path. Raises `CheckpointError` where the plan does not hold."""
     place = Place.open(plan.root, timeout_s=timeout_s)
     ancestry = EpochRecords(place.store).read()
-    found = {each.place.url: each for each in read_root(place, ancestry).steps}
+    # Names of the plan itself: the directories that go may be those that decided on a name format.
+    found = {each.place.url: each for each in read_root(place, ancestry, step_prefix=_prefix_of(plan)).steps}
     stays = [each for each in plan.steps if each.step == plan.proven and each.act == "keep"]
     whole = all(
         each.path in found and found[each.path].state == "committed" and found[each.path].save_id == each.save_id
@@ -279,6 +297,10 @@ def _still_there(plan: PrunePlan, timeout_s: float) -> dict[str, SaveId | None]:
             path=plan.root,
         )
     return {url: each.save_id for url, each in found.items()}
+
+
+def _prefix_of(plan: PrunePlan) -> str:
+    return plan.steps[0].name.rpartition("_")[0]
 
 
 def _removed(each: PruneStep) -> bool:

@@ -9,11 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
+from ckptkit.durable.lifecycle.classify import StepClass
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.lifecycle.leases import announced_deletions
+from ckptkit.durable.lifecycle.leases import DeletionNotice, PruneGuard, announced_deletions
+from ckptkit.durable.lifecycle.permissions import Standing, reason_to_leave
+from ckptkit.durable.lifecycle.pins import pinned_steps
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, nothing_at
-from ckptkit.inspection.roots import read_ancestry, read_root
+from ckptkit.inspection.roots import DurableStep, read_ancestry, read_root
 from ckptkit.inspection.shares import read_shares
 from ckptkit.inspection.steps import no_slots, no_tier
 from ckptkit.model import paths
@@ -55,8 +58,8 @@ class Treatment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scrub:
-    """Every copy that was looked at: how many were whole, and what became of each that was not. `notes`: tiers that
-    were given and have no slots of the root."""
+    """Every copy that was looked at: how many were whole, and what became of each that was not. `notes`: directories
+    that are not steps and why, and tiers that have no slots of the root."""
 
     root: str
     repair: bool
@@ -68,8 +71,8 @@ class Scrub:
 
     @property
     def damaged(self) -> bool:
-        """Whether damage is left where a restart would meet it."""
-        return bool(self.problems) or any(not each.done for each in self.treatments)
+        """Whether damage was found that could not be repaired; what was put aside counts."""
+        return bool(self.problems) or any(not each.done or each.act == "quarantine" for each in self.treatments)
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -91,6 +94,7 @@ def scrub(
     *,
     repair: bool = False,
     host_id: str,
+    step_prefix: str | None = None,
     threads: int = THREADS,
     memory_bytes_max: int = MEMORY_BYTES_MAX,
     timeout_s: float = 20.0,
@@ -102,16 +106,17 @@ def scrub(
     What is mended is bit-exact: every cell is compared with the digest that was taken when it was saved. A slot is
     touched only while its manifest is the one that was read and no running process holds its directory; a durable
     step is written beside the old one and takes its place in one rename; in a bucket object by object, each only while
-    it is the one that was read, and each state in between proves as damaged, or whole. What cannot be mended and cannot
-    be restored goes to `_quarantine` (in the slot directory, or below `_ckptkit` in the root) and is never deleted.
-    What an earlier repair has left that died is removed from a root on a disk (from a bucket it is not).
+    it is the one that was read, and each state in between proves as damaged, or whole. A save of ours that cannot be
+    mended or restored goes to `_quarantine` (in the slot directory, or below `_ckptkit` in the root) and is never
+    deleted. A step of stock Orbax, a pinned step, one that somebody reads, and what is not a step of the run stay.
+    `step_prefix`: see `ckptkit steps`. What an earlier repair has left that died is removed from a root on a disk.
     Without `repair` nothing is written.
 
     Cost: a read of every byte, and for each damaged durable step a write of the whole. Raises `StepNotFoundError`
     where there is nothing, `StoreError` where something cannot be reached or written, `ValueError` for limits below 1.
     """
     limits = Limits(threads=threads, memory_bytes_max=memory_bytes_max, progress=progress)
-    return _Scrubber(root_url(root), tiers, host_id, limits, timeout_s, repair=repair).run()
+    return _Scrubber(root_url(root), tiers, host_id, limits, timeout_s, repair=repair).run(step_prefix)
 
 
 @final
@@ -121,21 +126,24 @@ class _Scrubber:
         self._tiers, self._host_id = tiers, host_id
         self._limits, self._timeout_s, self._repair = limits, timeout_s, repair
         self._shares: list[ShareProof] = []
-        self._steps: list[tuple[Place, StepProof, object]] = []  # the last tells it from one that takes its place
+        self._steps: list[tuple[DurableStep, StepProof, object]] = []  # the last tells it from one that takes its place
         self._manifests: list[tuple[Path, Finding]] = []
         self._notes: list[str] = []
 
-    def run(self) -> Scrub:
+    def run(self, step_prefix: str | None) -> Scrub:
+        """Looks at every copy, then treats what is damaged."""
         ancestry, problems = self._ancestry()
         directories = self._directories()
         if not directories and not self._place.names() and not os.path.isdir(self._place.url):
             raise nothing_at(self._place.url, "there is no such root, and no tier that was given has slots of it")
         for directory in directories:
             self._look_into(directory)
-        for each in read_root(self._place, ancestry).steps:
+        in_root = read_root(self._place, ancestry, step_prefix=step_prefix)
+        self._notes += in_root.notes
+        for each in in_root.steps:
             before = identity_of(each.place.again())
             proofs = prove_step(each.place, each.step, self._limits, [], timeout_s=self._timeout_s)
-            self._steps += [(each.place, proof, before) for proof in proofs]
+            self._steps += [(each, proof, before) for proof in proofs]
         bad_shares = [proof for proof in self._shares if proof.findings]
         bad_steps = [each for each in self._steps if each[1].state == "corrupt"]
         findings = [finding for proof in bad_shares for finding in proof.findings]
@@ -198,9 +206,9 @@ class _Scrubber:
         """Every copy of a save. Slots first: their manifests name the places of all boxes of a process."""
         shares = [proof.share for proof in self._shares if proof.share.manifest.save_id == save_id]
         found: list[RepairSource] = [source for share in shares if (source := slot_source(share)) is not None]
-        for place, proof, _ in self._steps:
+        for each, proof, _ in self._steps:
             if save_id is not None and proof.step == save_id.step:
-                durable = durable_sources(place.url, proof.step) or self._intact(place, proof.step, found)
+                durable = durable_sources(each.place.url, proof.step) or self._intact(each.place, proof.step, found)
                 found += [source for source in durable if source.manifest.save_id == save_id]
         return Sources(found, self._limits.memory_bytes_max)
 
@@ -252,13 +260,16 @@ class _Scrubber:
             sources=dict(sources.used) if act == "repair" else {},
         )
 
-    def _treat_step(self, place: Place, proof: StepProof, before: object) -> Treatment:
-        save_id = proof.save_id or self._save_of(proof.step)
+    def _treat_step(self, each: DurableStep, proof: StepProof, before: object) -> Treatment:
+        place, kind = each.place, _kind_of(each)
+        save_id = proof.save_id or (self._save_of(proof.step) if kind.ours else None)
         sources = self._sources(save_id)
         act, done, reason = "repair", False, None
         try:
             if proof.step in self._announced():  # half deleted, it looks damaged
-                act, reason = "leave", "its job has said that it is deleting it"
+                act, reason = "leave", "its job has announced that it deletes this step"
+            elif (why := reason_to_leave("mend", kind, Standing(state=each.state))) is not None:
+                act, reason = "leave", why
             elif self._repair:
                 reason = self._mend(place, before, proof.step, sources)
                 act, done = ("leave", False) if reason else ("repair", True)
@@ -270,8 +281,10 @@ class _Scrubber:
                 act, reason = "leave", f"ckptkit can restore it, stock Orbax may not; {error}"
             elif self._others_may_hold(sources):
                 act, reason = "leave", f"{error}; other hosts of its job may hold it: run scrub there"
+            elif (why := self._quarantine_refused(each, kind)) is not None:
+                act, reason = "leave", f"{why}; {error}"
             elif self._repair:
-                left = self._put_aside(place, before)
+                left = self._put_aside(each, kind, before)
                 act, done, reason = ("leave", False, left) if left else ("quarantine", True, reason)
         return Treatment(
             step=proof.step,
@@ -290,7 +303,18 @@ class _Scrubber:
             return mend_step(place, before, step, sources, limits, root=Path(root), timeout_s=timeout_s)
         return mend_object_step(place, before, step, sources, limits, root=root, timeout_s=timeout_s)
 
-    def _put_aside(self, place: Place, before: object) -> str | None:
+    def _quarantine_refused(self, each: DurableStep, kind: StepClass) -> str | None:
+        """Why a step must not be put aside now."""
+        pinned = each.step in pinned_steps(self._place.store)
+        in_use = not pinned and each.step in PruneGuard(self._place.store).leased([each.step])
+        return reason_to_leave("quarantine", kind, Standing(state=each.state, pinned=pinned, in_use=in_use))
+
+    def _put_aside(self, each: DurableStep, kind: StepClass, before: object) -> str | None:
+        """Announces it as a deletion is announced, so that no reader begins with the step meanwhile."""
+        with DeletionNotice(open_store(self._place.url, deadline_s=self._timeout_s), [each.step]):
+            return self._quarantine_refused(each, kind) or self._moved_aside(each.place, before)
+
+    def _moved_aside(self, place: Place, before: object) -> str | None:
         if place.store.properties.file_system:
             return put_step_aside(place, before, Path(self._place.url))
         return put_object_step_aside(place, before, self._place.url)
@@ -312,6 +336,14 @@ class _Scrubber:
         saves = {proof.share.manifest.save_id for proof in self._shares}
         same = [save_id for save_id in saves if save_id.step == step]
         return same[0] if len(same) == 1 else None
+
+
+def _kind_of(damaged: DurableStep) -> StepClass:
+    """The class of a step with findings. Without digests of ours nothing proves damage: a save of ours that Orbax's
+    handlers wrote counts as a stock step."""
+    if damaged.kind is StepClass.DAMAGED or damaged.shares is not None:
+        return StepClass.DAMAGED
+    return StepClass.PARTLY if damaged.kind.ours else damaged.kind
 
 
 def _restorable(proof: StepProof, url: str) -> bool:

@@ -220,3 +220,12 @@ def test_ctrl_c_leaves_no_partial_output(tmp_path: Path, command: str) -> None:
 
 if __name__ == "__main__":
     run(Path(sys.argv[1]))
+
+
+@pytest.mark.parametrize("command", [name for name, _ in named_commands() if name in CALLS])
+def test_an_empty_path_is_a_usage_error(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An unset variable of a shell would name the current directory, also for a command that deletes."""
+    for call in CALLS[command]:
+        parts = ["" if part == "{path}" else part for part in call]
+        assert main(parts) == Exit.USAGE, parts
+        assert "Error: Invalid value" in capsys.readouterr().err

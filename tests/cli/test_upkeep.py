@@ -48,7 +48,7 @@ def test_commands_work_in_sequence(ckpt: Run, mine: Ours, tmp_path: Path) -> Non
     assert "superseded, pinned (paper)" in ckpt("du", mine.root).out
     assert json.loads(ckpt("prune", mine.root, "--keep", "newest=1", "--json").out)["freed_bytes"] == 0
     assert ckpt("unpin", mine.root, "8").code == 0
-    assert "8  superseded" in ckpt("prune", mine.root, "--keep", "newest=1", "--keep", "every=100").out
+    assert "8          superseded" in ckpt("prune", mine.root, "--keep", "newest=1", "--keep", "every=100").out
     assert not (mine.root / "8").exists()
     assert "1 step" in ckpt("copy", mine.root, tmp_path / "into").out
     assert "there already" in ckpt("copy", mine.root, tmp_path / "into", "--resume").out

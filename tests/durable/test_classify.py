@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptkit
-from ckptkit.cli.command import main
+from ckptkit.cli import main
 from ckptkit.durable.lifecycle.classify import (
     Content,
     NameFormat,

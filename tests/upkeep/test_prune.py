@@ -8,11 +8,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptkit.cli import main
 from ckptkit.durable.lifecycle.leases import DeletionNotice, Lease, announced_deletions
 from ckptkit.durable.lifecycle.pins import pinned_steps, put_pin
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
@@ -78,7 +80,7 @@ def test_prune_keeps_steps_of_rules_and_pins(tmp_path: Path) -> None:
         3: ("keep", ("pinned",)),
         4: ("keep", ("every=4",)),
         5: ("delete", ("no rule keeps it",)),
-        6: ("leave", ("damaged: `ckptkit scrub` says what can be done",)),
+        6: ("leave", ("damaged: `ckptkit scrub` reports what can be done",)),
         7: ("delete", ("no rule keeps it",)),
         8: ("keep", ("newest=1", "every=4", "the newest whole step")),
         9: ("leave", ("never committed: a save under way, or cut off",)),
@@ -101,7 +103,7 @@ def test_newest_undamaged_step_is_never_deleted(tmp_path: Path) -> None:
     assert acts(plan) == {
         1: ("delete", ("no rule keeps it",)),
         2: ("keep", ("newest=1", "the newest whole step")),
-        3: ("leave", ("damaged: `ckptkit scrub` says what can be done",)),
+        3: ("leave", ("damaged: `ckptkit scrub` reports what can be done",)),
     }
     assert plan.proven == 2
     assert len(plan.problems) == 1
@@ -340,3 +342,59 @@ def test_step_saved_again_on_a_bucket_during_a_prune_is_kept(tmp_path: Path, mon
         assert done[3] == ("leave", ("it was saved anew meanwhile",))
         assert steps_in(root) == [2, 3, 4]
         assert restored(root) == (3, 33)
+
+
+def test_link_does_not_take_the_place_of_a_step(tmp_path: Path) -> None:
+    """The link would be kept as the newest step, and what it leads to, the only checkpoint, be deleted."""
+    make_root(tmp_path, [100, 200, 300])
+    os.symlink(tmp_path / "300", tmp_path / "best_300")
+    os.symlink(tmp_path / "300", tmp_path / "400")
+    plan = prune(plan_prune(str(tmp_path), [KeepNewest(1)]))
+    assert {each.name: each.act for each in plan.steps} == {"100": "delete", "200": "delete", "300": "keep"}
+    assert plan.notes == ("links, which are never steps: 400, best_300",)
+    assert restored(tmp_path) == (300, 300)
+
+
+def test_directories_of_another_name_format_are_not_judged(tmp_path: Path) -> None:
+    """A base model beside the run would be deleted, and a copy of its best step push one of the run's out."""
+    make_root(tmp_path, [100, 200, 300])
+    ocp.PyTreeCheckpointer().save(tmp_path / "gemma_3", {"w": jnp.ones(3)})
+    shutil.copytree(tmp_path / "200", tmp_path / "best_250")
+    plan = prune(plan_prune(str(tmp_path), [KeepNewest(2)]))
+    assert {each.name: each.act for each in plan.steps} == {"100": "delete", "200": "keep", "300": "keep"}
+    assert (tmp_path / "gemma_3/_METADATA").exists()
+    assert (tmp_path / "best_250/default").is_dir()
+    assert any("best_250, gemma_3" in note for note in plan.notes)
+    chosen = plan_prune(str(tmp_path), [KeepNewest(1)], step_prefix="best")
+    assert [each.name for each in chosen.steps] == ["best_250"]
+
+
+def test_prune_prints_directories_and_what_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody could tell from the plan which files go."""
+    root = tmp_path / "run"
+    make_root(root, [1, 2], step_prefix="run")
+    (root / "notes_2024").mkdir()
+    assert main(["prune", str(root), "--keep", "newest=1", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "run_1" in printed
+    assert "left: not steps: nothing in them shows that Orbax or ckptkit wrote them: notes_2024" in printed
+    assert (root / "run_1").is_dir()
+
+
+def test_damaged_records_do_not_stop_commands_or_pruning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One damaged lease would stop a job's pruning for good, and every command with an internal error."""
+    make_root(tmp_path, [1, 2, 3])
+    leases = tmp_path / "_ckptkit/leases"
+    leases.mkdir(exist_ok=True)
+    for text in ("{", '{"steps": 1}', "[]", '{"steps": [1e999]}'):
+        (tmp_path / "_ckptkit/doomed.json").write_text(text)
+        assert announced_deletions(open_store(str(tmp_path))) == set()
+        assert main(["pin", str(tmp_path), "1"]) == 0
+        assert main(["unpin", str(tmp_path), "1"]) == 0
+    for text in ('{"step": 1e999, "lease_s": 60}', '{"step": 1, "lease_s": NaN}', "[]", '{"steps": 7}'):
+        (leases / "bad.json").write_text(text)
+        plan = plan_prune(str(tmp_path), [KeepNewest(1)])
+        assert [each.act for each in plan.steps] == ["keep"] * 3, "a lease that cannot be read stands for every step"
+    (leases / "bad.json").write_text('{"step": 1, "lease_s": 1e999}')
+    assert [each.act for each in plan_prune(str(tmp_path), [KeepNewest(1)]).steps] == ["keep", "delete", "keep"]
+    capsys.readouterr()

@@ -180,7 +180,7 @@ def test_unrepairable_copies_are_quarantined(job: Job) -> None:
         path.write_bytes(b"damaged")
     found = scrubbed(job)
     assert {(step, act, done) for step, _, act, done in acts(found)} == {(1, "quarantine", True)}
-    assert not found.damaged
+    assert found.damaged, "what was put aside is lost"
     assert_whole(job)
     assert len(list((job.slots("ram") / QUARANTINE_DIR).iterdir())) == 2, "the manifest and its slot"
     assert (job.root / "_ckptkit" / QUARANTINE_DIR / "1/state/d").is_dir()
@@ -223,7 +223,7 @@ def test_step_being_deleted_by_its_job_is_left(job: Job) -> None:
     before = content(job.home)
     found = scrubbed(job)
     assert acts(found) == [(1, "durable", "leave", False)]
-    assert found.treatments[0].reason == "its job has said that it is deleting it"
+    assert found.treatments[0].reason == "its job has announced that it deletes this step"
     assert content(job.home) == before
     for text in ('{"steps": [0]}', "{", '{"steps": 1}'):  # another step's, or nobody's
         doomed.write_text(text)

@@ -31,6 +31,7 @@ from ckptkit.util import clock
 
 LEASE_S_MAX = 3600.0  # how long a reader that died may hold up a deletion
 _LEASE_S = 60.0  # of a lease that cannot be read
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _RENEWALS = 3  # in the life of a lease: two may fail
 
 
@@ -80,28 +81,31 @@ class _Beating:
 
 @final
 class Lease:
-    """A step that this process reads. Renewed by a thread until `release`; context manager.
+    """Steps that this process reads, one or more. Renewed by a thread until `release`; context manager.
 
     Raises `StoreError` where it cannot be written, ValueError for a `lease_s` outside (0, 3600].
     """
 
-    def __init__(
-        self, store: Store, step: int, *, lease_s: float, monotonic_s: Callable[[], float] = clock.monotonic_s
-    ):
-        self.step = step
+    def __init__(self, store: Store, *steps: int, lease_s: float, monotonic_s: Callable[[], float] = clock.monotonic_s):
+        self.steps = frozenset(steps)
         self._store = store
         # A name of its own for each: one that lapsed can never be taken for the one that follows it.
         key = f"{paths.LEASES_DIR}/{uuid.uuid4().hex}.json"
-        self._beating = _Beating(store, key, {"step": step}, lease_s, monotonic_s)
+        record = {"step": steps[0]} if len(steps) == 1 else {"steps": sorted(steps)}
+        self._beating = _Beating(store, key, record, lease_s, monotonic_s)
 
     @property
     def lost(self) -> bool:
-        """Whether the step may be pruned by now: the lease could not be renewed in time."""
+        """Whether the steps may be pruned by now: the lease could not be renewed in time."""
         return self._beating.lost
 
     def granted(self) -> bool:
-        """Whether the writer will keep the step: asked once, after the lease was written."""
-        return self.step not in announced_deletions(self._store) and not self.lost
+        """Whether the writer will keep every step of it: asked once, after the lease was written."""
+        return self.kept() == self.steps
+
+    def kept(self) -> frozenset[int]:
+        """The steps that the writer will keep: asked once, after the lease was written."""
+        return frozenset() if self.lost else self.steps - announced_deletions(self._store)
 
     def release(self) -> None:
         """Ends the lease; the writer may prune the step. A store that cannot be reached lets it lapse by itself."""
@@ -201,13 +205,13 @@ class PruneGuard:
         data, now_s = self._store.get(f"{paths.LEASES_DIR}/{name}"), self._monotonic_s()
         if self._seen.get(name, (b"", 0.0))[0] != data:
             self._seen[name] = (data, now_s)
-        step, lease_s = _read_lease(data)
+        leased, lease_s = _read_lease(data)
         if now_s - self._seen[name][1] > lease_s:
             self._store.delete(f"{paths.LEASES_DIR}/{name}")  # its holder has died, or knows that it is lost
             return set()
         if paths.is_announcement(name):  # of another that deletes: nobody reads for it
             return set()
-        return steps if step is None else steps & {step}
+        return steps if leased is None else steps & leased
 
 
 def announced_deletions(store: Store) -> set[int]:
@@ -216,15 +220,19 @@ def announced_deletions(store: Store) -> set[int]:
     names = [name for name in store.list(paths.LEASES_DIR) if paths.is_announcement(name)]
     found = set[int]()
     for key in (paths.DOOMED_KEY, *(f"{paths.LEASES_DIR}/{name}" for name in names)):
-        with suppress(FileNotFoundError):
-            found |= set(json.loads(store.get(key))["steps"])
+        with suppress(FileNotFoundError, *_UNREADABLE):  # a damaged one names nothing: who deletes writes it anew
+            found |= {int(step) for step in json.loads(store.get(key))["steps"]}
     return found
 
 
-def _read_lease(data: bytes) -> tuple[int | None, float]:
-    """The step and the life of a lease; None for one that cannot be read, which stands for every step."""
+def _read_lease(data: bytes) -> tuple[frozenset[int] | None, float]:
+    """The steps and the life of a lease; None for one that cannot be read, which stands for every step."""
     try:
         record: dict[str, Any] = json.loads(data)
-        return int(record["step"]), min(float(record["lease_s"]), LEASE_S_MAX)
-    except (ValueError, KeyError, TypeError):
+        steps = record["steps"] if "steps" in record else [record["step"]]
+        lease_s = float(record["lease_s"])
+        if not lease_s > 0:  # not a number, too
+            raise ValueError(f"a lease of {lease_s} s")
+        return frozenset(map(int, steps)), min(lease_s, LEASE_S_MAX)
+    except _UNREADABLE:
         return None, _LEASE_S

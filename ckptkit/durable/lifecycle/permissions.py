@@ -1,0 +1,73 @@
+"""Which of our commands may do what to which directory of a durable root: one table, and the reasons to leave one.
+
+`docs/FAULTS.md` has the table for users, and a test compares the two. What is not a step is never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, final
+
+from ckptkit.durable.lifecycle.classify import StepClass
+
+Action = Literal["delete", "mend", "quarantine", "replace", "overtake"]
+StepStateName = Literal["committed", "partial", "superseded", "unfinished", "damaged"]
+
+ALLOWED: Mapping[Action, frozenset[StepClass]] = MappingProxyType(
+    {
+        # `prune` and a run's own policies, by the user's rules.
+        "delete": frozenset({StepClass.WHOLE, StepClass.STOCK, StepClass.PARTLY}),
+        # `scrub --repair`: the same bits are written back, from another copy of the same save.
+        "mend": frozenset({StepClass.DAMAGED}),
+        # `scrub --repair`, where no copy has the bits: moved to `_ckptkit/_quarantine`.
+        "quarantine": frozenset({StepClass.DAMAGED}),
+        # A save that a run makes under the number of a step that a rollback superseded.
+        "replace": frozenset({StepClass.WHOLE, StepClass.DAMAGED, StepClass.STOCK, StepClass.PARTLY}),
+        # `--as newest`: a save of another run becomes the newest of this root.
+        "overtake": frozenset({StepClass.WHOLE, StepClass.STOCK, StepClass.PARTLY}),
+    }
+)
+_WITH_PIN = frozenset({"mend", "overtake"})  # the step stays, with the same bits
+_NEEDS_STATE: Mapping[Action, frozenset[StepStateName]] = MappingProxyType(
+    {
+        "delete": frozenset({"committed", "superseded"}),
+        "mend": frozenset({"committed", "superseded", "damaged"}),
+        "quarantine": frozenset({"committed", "superseded", "damaged"}),
+        "replace": frozenset({"superseded"}),
+        "overtake": frozenset({"committed", "superseded"}),
+    }
+)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What counts for a directory besides its class."""
+
+    state: StepStateName
+    pinned: bool = False
+    in_use: bool = False
+    newest_whole: bool = False
+
+
+def reason_to_leave(action: Action, kind: StepClass, standing: Standing) -> str | None:
+    """Why a directory of this class must not be touched in this way; None where it may be. Pure."""
+    if kind is StepClass.FOREIGN:
+        return "it is not a step of this run"
+    if standing.state == "unfinished":
+        return "never committed: a save under way, or cut off"
+    if standing.pinned and action not in _WITH_PIN:
+        return "pinned"
+    if standing.in_use and action not in _WITH_PIN:
+        return "in use"
+    if standing.newest_whole and action != "overtake":
+        return "the newest whole step"
+    if kind in ALLOWED[action] and standing.state in _NEEDS_STATE[action]:
+        return None
+    if not kind.ours and action in ("mend", "quarantine"):
+        return "Orbax wrote it without digests: nothing shows which bytes were meant; restore it with Orbax"
+    if standing.state == "damaged" or kind is StepClass.DAMAGED:
+        return "damaged: `ckptkit scrub` reports what can be done"
+    return f"it is {standing.state}"

@@ -1,0 +1,46 @@
+"""Who may be touched: the table of actions and classes, and what no action may take."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from pathlib import Path
+from typing import get_args
+
+from ckptkit.durable.lifecycle.classify import StepClass
+from ckptkit.durable.lifecycle.permissions import ALLOWED, Action, Standing, StepStateName, reason_to_leave
+
+FAULTS = Path(__file__).parents[2] / "docs/FAULTS.md"
+ACTIONS: tuple[Action, ...] = get_args(Action)
+STATES: tuple[StepStateName, ...] = get_args(StepStateName)
+
+
+def test_no_action_takes_what_is_not_a_step_of_the_run() -> None:
+    """Other people's files would be deleted or moved."""
+    for action, state in product(ACTIONS, STATES):
+        assert reason_to_leave(action, StepClass.FOREIGN, Standing(state=state))
+
+
+def test_pinned_used_and_newest_steps_stay() -> None:
+    """A step that a person or a reader relies on would go, or the only good one."""
+    for action, kind, state in product(("delete", "quarantine", "replace"), StepClass, STATES):
+        for standing in (
+            Standing(state=state, pinned=True),
+            Standing(state=state, in_use=True),
+            Standing(state=state, newest_whole=True),
+            Standing(state="unfinished"),
+        ):
+            assert reason_to_leave(action, kind, standing), (action, kind, standing)
+
+
+def test_only_damaged_saves_of_ours_are_put_aside() -> None:
+    """A good step of stock Orbax, or one with a custom handler, would be moved out of its root."""
+    allowed = {kind for kind in StepClass if reason_to_leave("quarantine", kind, Standing(state="committed")) is None}
+    assert allowed == {StepClass.DAMAGED}
+
+
+def test_documented_table_is_the_one_in_code() -> None:
+    """Users would read other rules than those that the commands follow."""
+    rows = re.findall(r"^\| (\w+) \| [^|]* \| ([^|]*) \|$", FAULTS.read_text(), re.MULTILINE)
+    documented = {action: set(kinds.strip().split("; ")) for action, kinds in rows if action in ACTIONS}
+    assert documented == {action: {str(kind) for kind in kinds} for action, kinds in ALLOWED.items()}
