@@ -25,6 +25,7 @@ from ckptkit.durable.sidecars import (
     lost_sidecars,
     marked_save,
     of_one_save,
+    require_custom,
     several_saves,
     sidecars_among,
     wrong_step,
@@ -33,7 +34,16 @@ from ckptkit.errors import CheckpointError, CorruptCheckpointError, TransientSto
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import DurableProfile
-from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, Proves, SaveId, copy_proven, prove_all
+from ckptkit.model.manifest import (
+    BoxRecord,
+    LeafRecord,
+    Manifest,
+    ManifestDepth,
+    Proves,
+    SaveId,
+    copy_proven,
+    prove_all,
+)
 from ckptkit.model.paths import ARRAY_METADATAS, COMMIT_MARK, STEP_METADATA
 from ckptkit.store import Store, all_of
 from ckptkit.store.refused import is_refusal
@@ -221,6 +231,17 @@ class DurableReader:
         except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
+    def check_custom(self, metadata: Any) -> None:
+        """Raises `CorruptCheckpointError` where `metadata`, the custom metadata of the step, is not what was saved.
+
+        Proves nothing for a step of stock Orbax or of an earlier version. Cost: a listing and a small read.
+        """
+        for item in self.item_names():
+            with suppress(FileNotFoundError):
+                expected = self._sidecar(item, 0, extent="head").custom
+                require_custom(without_identity(metadata), expected, where=self._url, step=self._step)
+                return
+
     def item_names(self) -> list[str]:
         """The items of the step: its directories."""
         return _directories(self._store.list(""))
@@ -265,30 +286,30 @@ class DurableReader:
     def _awaited(self, future: Any) -> Any:
         return awaited([future], self._profile, self._url, nbytes=self._profile.read_ahead_bytes)[0]
 
-    def _sidecar(self, item: str, process: int) -> Manifest:
+    def _sidecar(self, item: str, process: int, extent: ManifestDepth = "all") -> Manifest:
         where = f"{item}/{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}"
         data = self._store.get(where)
         with collection_paused():  # records of every leaf, which stay
-            manifest = Manifest.from_bytes(data, path=f"{self._url}/{where}")
+            manifest = Manifest.from_bytes(data, path=f"{self._url}/{where}", extent=extent)
         if why := wrong_step(f"{self._url}/{item}", manifest.save_id, self._step):
             raise self._corrupt(why)
         return manifest
+
+    def _opened(self, item: str, leaf: LeafRecord, prefix: str) -> Any:
+        kvstore = {"driver": "ocdbt", "base": base_of(f"{self._url}/{item}"), "path": prefix}
+        opening = partial(ts.open, {"driver": "zarr", "kvstore": kvstore}, open=True, read=True, context=self._context)
+        return _proven_readable(lambda: self._awaited(opening()), self._url, leaf)
 
     def _open(self, item: str, leaf: LeafRecord) -> Any:
         with self._lock:
             key = (item, leaf.name)
             if key not in self._arrays:
-                spec = {
-                    "driver": "zarr",
-                    "kvstore": {
-                        "driver": "ocdbt",
-                        "base": base_of(f"{self._url}/{item}"),
-                        "path": f"{leaf.name}/",
-                    },
-                }
-                self._arrays[key] = _proven_readable(
-                    lambda: self._awaited(ts.open(spec, open=True, read=True, context=self._context)), self._url, leaf
-                )
+                try:
+                    self._arrays[key] = self._opened(item, leaf, paths.array_prefix(leaf.name))
+                except CorruptCheckpointError:
+                    if leaf.path != ("",):
+                        raise
+                    self._arrays[key] = self._opened(item, leaf, "/")  # as versions up to 0.1 wrote it
             array = self._arrays[key]
         if tuple(array.shape) != leaf.shape or array.dtype.numpy_dtype != np.dtype(leaf.dtype):
             raise CorruptCheckpointError(

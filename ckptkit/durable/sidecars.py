@@ -12,8 +12,9 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
+from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model import paths
-from ckptkit.model.manifest import Manifest, SaveId, digest_of
+from ckptkit.model.manifest import Manifest, SaveId, custom_digest, digest_of
 
 _MARKED = re.compile(r"\(ckptkit save (\d+ \d+ \d+ [0-9a-f]{32}) ([0-9a-f]{32})\)$")
 
@@ -62,6 +63,18 @@ def of_one_save(found: Mapping[int, Manifest], marked: Callable[[], SaveId | Non
         return dict(found)
     named = marked()
     return {n: manifest for n, manifest in found.items() if manifest.save_id == named} or dict(found)
+
+
+def require_custom(metadata: object, expected: str | None, *, where: str, step: int | None = None) -> None:
+    """Raises `CorruptCheckpointError` where the custom metadata of a step is not what was saved. `expected` is the
+    digest in its sidecars: None in those of earlier versions, which prove nothing."""
+    if expected is not None and (found := custom_digest(metadata)) != expected:
+        raise CorruptCheckpointError(
+            f"{where}: custom_metadata in {paths.STEP_METADATA} is not what was saved (digest {found}, expected "
+            f"{expected})",
+            path=where,
+            step=step,
+        )
 
 
 def wrong_step(where: str, found: SaveId, step: int) -> str | None:

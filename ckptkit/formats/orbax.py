@@ -29,10 +29,18 @@ _CACHE_BYTES = 32 << 20  # of OCDBT's nodes; chunks are read once
 def open_orbax(found: Inspection, *, timeout_s: float) -> Checkpoint:
     """What `inspect` found at a path, with the array items' bytes.
 
-    A step of ours is read cell by cell, each proven by its digest; stock Orbax's has none. Raises what `inspect` does.
+    A step of ours is read cell by cell, each proven by its digest; stock Orbax's has none. Raises what `inspect` does,
+    and `CorruptCheckpointError` for a save of ours whose sidecars are lost or damaged.
     """
     if found.kind == "slot":
         return _open_slot(found)
+    if found.origin.writer == "ckptkit" and not found.origin.proven:
+        why = "; ".join(found.problems)
+        raise CorruptCheckpointError(
+            f"{why}. Its bytes cannot be proven and are not read: mend it with `ckptkit scrub --repair`, or choose "
+            "another step",
+            path=found.path,
+        )
     place = Place.open(found.path, timeout_s=timeout_s)
     context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
     tensors: list[Tensor] = []

@@ -9,7 +9,8 @@ import base64
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore as ts
@@ -22,7 +23,7 @@ from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.records import LeafInfo
 from ckptkit.inspection.words import dtype_name, sharding_words
 from ckptkit.model.manifest_checks import BYTES_MAX
-from ckptkit.model.paths import ARRAY_METADATAS, OCDBT_MANIFEST, SHARDINGS, TREE_METADATA
+from ckptkit.model.paths import ARRAY_METADATAS, OCDBT_MANIFEST, SHARDINGS, TREE_METADATA, array_prefix
 
 _ZARR_NAMES = {2: ".zarray", 3: "zarr.json"}
 _KINDS = {"jax.Array": "jax", "np.ndarray": "numpy"}
@@ -39,15 +40,45 @@ _ACCESS = (
 )
 
 TreeEntry = tuple[tuple[str, ...], str, bool]  # path, kind, whether zarr has it
-_Facts = tuple[str, tuple[int, ...], tuple[int, ...]]  # dtype, shape, chunk
 
 
-def read_arrays(place: Place, *, timeout_s: float) -> tuple[str, tuple[LeafInfo, ...], list[str]]:
+class ChunkGrid(NamedTuple):
+    """How the chunks of an array are stored: the elements of each, and what is before and between the numbers in its
+    key."""
+
+    chunk: tuple[int, ...]
+    before: str
+    between: str
+
+
+class _Facts(NamedTuple):
+    dtype: str
+    shape: tuple[int, ...]
+    cell: tuple[int, ...]
+    grid: ChunkGrid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredArrays:
+    """An array item as its metadata describes it. `grids` are by the names of the leaves.
+
+    `problems` are damages without which nobody restores it, `notes` those that a restore with a template does not meet.
+    """
+
+    layout: str
+    leaves: tuple[LeafInfo, ...]
+    grids: Mapping[str, ChunkGrid]
+    notes: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+def read_arrays(place: Place, *, timeout_s: float) -> StoredArrays:
     """The layout of an item, its leaves, and what of it is damaged. Cost: one read per node of an
     OCDBT tree, else one small read per leaf.
 
     Raises `CorruptCheckpointError` where a leaf has no readable zarr metadata: then nothing is known of it.
     """
+    notes: list[str] = []
     problems: list[str] = []
     ocdbt = OCDBT_MANIFEST in place.names()
     described = place.json(TREE_METADATA)
@@ -55,17 +86,24 @@ def read_arrays(place: Place, *, timeout_s: float) -> tuple[str, tuple[LeafInfo,
     with readable(f"{place.url}/{TREE_METADATA}"):
         version, entries = (2, []) if described is None else _entries(described)
     if described is None:
-        problems.append(
-            f"{place.url} has no {TREE_METADATA}: the names and kinds of its leaves are guessed from its arrays"
+        notes.append(
+            f"{place.url} has no {TREE_METADATA}: the names and kinds of its leaves are guessed from its arrays, and a "
+            "restore needs a template"
         )
         version, entries = _guessed(place, kvstore, timeout_s)
     names = [".".join(path) for path, _, in_zarr in entries if in_zarr]
-    documents = _documents(place, kvstore, [f"{name}/{_ZARR_NAMES[version]}" for name in names], ocdbt, timeout_s)
-    found = dict(zip(names, documents, strict=True))
-    shardings = _tolerated(lambda: _shardings(place), problems)
+    keys = [f"{array_prefix(name)}{_ZARR_NAMES[version]}" for name in names]
+    found = dict(zip(names, _documents(place, kvstore, keys, ocdbt, timeout_s), strict=True))
+    facts = _all_facts(place.url, version, found)
+    shardings = _tolerated(lambda: _shardings(place), notes)
     impls = _tolerated(lambda: _key_impls(place), problems)
-    leaves = _leaves(place.url, entries, version, found, shardings, impls)
-    return f"{'ocdbt' if ocdbt else 'files'}, zarr{version}", leaves, problems
+    return StoredArrays(
+        layout=f"{'ocdbt' if ocdbt else 'files'}, zarr{version}",
+        leaves=_leaves(entries, facts, shardings, impls),
+        grids={name: known.grid for name, known in facts.items()},
+        notes=tuple(notes),
+        problems=tuple(problems),
+    )
 
 
 def _entries(described: Any) -> tuple[int, list[TreeEntry]]:
@@ -85,8 +123,10 @@ def _guessed(place: Place, kvstore: Any, timeout_s: float) -> tuple[int, list[Tr
         keys = [key.decode(errors="replace") for key in finished(kvstore.list(), place.url, timeout_s)]
     else:
         keys = [f"{name}/{inner}" for name in place.directories() for inner in place.below(name).names()]
+        keys += place.names()
     for version, zarr_name in _ZARR_NAMES.items():
         names = sorted(key.removesuffix(f"/{zarr_name}") for key in keys if key.endswith(f"/{zarr_name}"))
+        names += [""] if zarr_name in keys else []
         if names:
             return version, [(tuple(name.split(".")), "array", True) for name in names]
     raise CorruptCheckpointError(f"{place.url} has neither {TREE_METADATA} nor any zarr array", path=place.url)
@@ -112,8 +152,9 @@ def _documents(place: Place, kvstore: Any, keys: Sequence[str], ocdbt: bool, tim
     missing = [key.rpartition("/")[0] for key, data in zip(keys, found, strict=True) if data is None]
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        names = ", ".join(each or "(the tree itself)" for each in missing[:5])
         raise CorruptCheckpointError(
-            f"{place.url}: no array of leaf {', '.join(missing[:5])}{more} is there, though {TREE_METADATA} names it; "
+            f"{place.url}: no array of leaf {names}{more} is there, though {TREE_METADATA} names it; "
             "the item is damaged or not whole",
             path=place.url,
         )
@@ -126,32 +167,33 @@ def _in_tree(place: Place, keys: Sequence[str], timeout_s: float) -> dict[str, b
         return inline_values(base, keys, lambda future: finished(future, f"{place.url}/{OCDBT_MANIFEST}", timeout_s))
 
 
+def _all_facts(url: str, version: int, documents: Mapping[str, bytes]) -> dict[str, _Facts]:
+    known: dict[bytes, _Facts] = {}  # many leaves, few different documents
+    for name, document in documents.items():
+        if document not in known:
+            with readable(f"{url}/{array_prefix(name)}{_ZARR_NAMES[version]}"):
+                known[document] = _zarr_facts(json.loads(document), version)
+    return {name: known[document] for name, document in documents.items()}
+
+
 def _leaves(
-    url: str,
     entries: Sequence[TreeEntry],
-    version: int,
-    documents: Mapping[str, bytes],
+    facts: Mapping[str, _Facts],
     shardings: Mapping[str, str],
     impls: Mapping[str, str],
 ) -> tuple[LeafInfo, ...]:
-    known: dict[bytes, _Facts] = {}  # many leaves, few different documents
     made = []
     for path, kind, in_zarr in entries:
         if not in_zarr:
             made.append(LeafInfo(path=path, kind=kind))
             continue
         name = ".".join(path)
-        document = documents[name]
-        if document not in known:
-            with readable(f"{url}/{name}/{_ZARR_NAMES[version]}"):
-                known[document] = _zarr_facts(json.loads(document), version)
-        dtype, shape, cell = known[document]
         leaf = LeafInfo(
             path=path,
             kind=kind,
-            dtype=dtype,
-            shape=shape,
-            cell=cell,
+            dtype=facts[name].dtype,
+            shape=facts[name].shape,
+            cell=facts[name].cell,
             sharding=shardings.get(name),
             key_impl=impls.get(name),
         )
@@ -162,19 +204,24 @@ def _leaves(
 def _zarr_facts(document: Any, version: int) -> _Facts:
     if version == 2:
         dtype, cell = document["dtype"], document["chunks"]
+        chunk, before, between = cell, "", document.get("dimension_separator") or "."
     else:
-        dtype, cell = document["data_type"], document["chunk_grid"]["configuration"]["chunk_shape"]
+        dtype, chunk = document["data_type"], document["chunk_grid"]["configuration"]["chunk_shape"]
+        cell, encoding = chunk, document["chunk_key_encoding"]
+        default = encoding["name"] == "default"
+        before = "c" if default else ""
+        between = (encoding.get("configuration") or {}).get("separator") or ("/" if default else ".")
         for codec in document.get("codecs", ()):
             if codec["name"] == "sharding_indexed":  # what is read whole is a chunk inside the shard
                 cell = codec["configuration"]["chunk_shape"]
     shape = _sizes(document["shape"], least=0)
-    cell = _sizes(cell, least=0 if 0 in shape else 1)
-    if len(cell) != len(shape):
+    cell, chunk = (_sizes(sizes, least=0 if 0 in shape else 1) for sizes in (cell, chunk))
+    if not len(chunk) == len(cell) == len(shape):
         raise ValueError(f"chunks {cell} of an array of shape {shape}")
     name = dtype_name(dtype)
     if math.prod(shape) * np.dtype(name).itemsize > BYTES_MAX:
         raise ValueError(f"shape {shape} cannot be")
-    return name, shape, cell
+    return _Facts(name, shape, cell, ChunkGrid(chunk, before, between))
 
 
 def _sizes(values: Any, *, least: int) -> tuple[int, ...]:
@@ -238,9 +285,9 @@ def open_array(
     Without `fill_missing` a chunk that is not there is damage, as where the writer stored every chunk.
     """
     base = base_of(item.url)
-    kvstore: Any = base_of(f"{item.url}/{leaf.name}")
+    kvstore: Any = base_of(f"{item.url}/{leaf.name}" if leaf.name else item.url)
     if words.startswith("ocdbt"):
-        kvstore = {"driver": "ocdbt", "base": base, "path": f"{leaf.name}/"}
+        kvstore = {"driver": "ocdbt", "base": base, "path": array_prefix(leaf.name)}
     spec = {"driver": "zarr3" if words.endswith("zarr3") else "zarr", "kvstore": kvstore, "open": True}
     if not fill_missing:
         spec["fill_missing_data_reads"] = False

@@ -7,13 +7,18 @@ from typing import Any
 
 from ckptkit.durable.lifecycle.classify import ItemKind as ItemKind
 from ckptkit.durable.lifecycle.classify import grain_names_in, json_name_in, kind_of_item
+from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.places import Place, readable
 from ckptkit.model import paths
 
 
 def item_kind(place: Place) -> ItemKind | None:
     """What kind of item a directory is; None for what holds no item."""
-    return kind_of_item(place.names())
+    if (kind := kind_of_item(place.names())) is not None or paths.STEP_METADATA not in place.names():
+        return kind
+    # A step may hold files of an item's names; an item that was saved without a manager names one handler for itself.
+    kind = kind_of_item([name for name in place.names() if name != paths.STEP_METADATA])
+    return kind if kind is not None and "" in item_handlers(place) else None
 
 
 def json_name(place: Place) -> str | None:
@@ -42,6 +47,18 @@ def step_items(place: Place) -> list[str]:
 def is_slot_directory(names: list[str]) -> bool:
     """Whether these are the names of a fast tier's slot directory."""
     return any(paths.slot_index(name) is not None or paths.save_of_manifest(name) for name in names)
+
+
+def item_handlers(place: Place) -> dict[str, str]:
+    """The handlers of Orbax that a step names for its items, by item; the item `""` is a directory that is one itself.
+    Empty where nothing names them, or what does is damaged."""
+    try:
+        named = (place.json(paths.STEP_METADATA) or {}).get("item_handlers") or {}
+    except (CorruptCheckpointError, AttributeError):
+        return {}
+    if isinstance(named, str):
+        return {"": named}
+    return {str(name): str(handler) for name, handler in named.items()} if isinstance(named, dict) else {}
 
 
 def is_committed(place: Place) -> bool:

@@ -35,6 +35,7 @@ from ckptkit.inspection.shares import (
     read_shares,
     read_sidecars,
     sidecar_processes,
+    sidecars_lost,
 )
 from ckptkit.model import paths
 from ckptkit.model.manifest import Manifest
@@ -122,8 +123,9 @@ def _directory(place: Place, kind: Literal["step", "item"], items: Sequence[Plac
         notes.append("unfinished: this step was never committed")
     elif kind == "step" and not items:
         raise CorruptCheckpointError(f"{place.url} is a step without any item", path=place.url)
-    origin, sidecars = _origin(place, items, problems)
-    found = tuple(_item(item, sidecars.get(item.name), problems, timeout_s) for item in items)
+    origin, sidecars = _origin(place, items, notes, problems)
+    aside = problems if origin.writer == "ckptkit" else notes  # where what a restart of a stock step does not need goes
+    found = tuple(_item(item, sidecars.get(item.name), aside, problems, timeout_s) for item in items)
     step = paths.step_of_name(place.name) if kind == "step" else origin.save_id.step if origin.save_id else None
     return Inspection(
         path=place.url,
@@ -136,17 +138,21 @@ def _directory(place: Place, kind: Literal["step", "item"], items: Sequence[Plac
     )
 
 
-def _origin(place: Place, items: Sequence[Place], problems: list[str]) -> tuple[SaveOrigin, dict[str, Manifest]]:
+def _origin(
+    place: Place, items: Sequence[Place], notes: list[str], problems: list[str]
+) -> tuple[SaveOrigin, dict[str, Manifest]]:
     """Who wrote a step or an item, and the first sidecar of each item that is proven whole."""
+    lost = [why for item in items if (why := sidecars_lost(item)) is not None]
+    problems += lost
+    ours = [item for item in items if sidecar_processes(item)]
     at_s = None
     try:
         at_s = committed_at_s(place)
     except CorruptCheckpointError as error:
-        problems.append(str(error))
-    ours = [item for item in items if sidecar_processes(item)]
+        (problems if ours or lost else notes).append(str(error))
     if not any(item_kind(item) == "arrays" for item in items):  # nothing in a small item says who wrote it
         return SaveOrigin(writer="unknown", committed_at_s=at_s), {}
-    if not ours:
+    if not ours and not lost:
         return SaveOrigin(writer="orbax", processes=_stock_processes(items), committed_at_s=at_s), {}
     sidecars: dict[str, Manifest] = {}
     hosts: set[str] = set()
@@ -167,7 +173,7 @@ def _origin(place: Place, items: Sequence[Place], problems: list[str]) -> tuple[
     first = next(iter(sidecars.values()), None)
     origin = SaveOrigin(
         writer="ckptkit",
-        proven=len(sidecars) == len(ours),
+        proven=len(sidecars) == len(ours) and not lost,
         save_id=None if first is None else first.save_id,
         processes=None if first is None else first.writer.count,
         hosts=tuple(sorted(hosts)),
@@ -176,15 +182,16 @@ def _origin(place: Place, items: Sequence[Place], problems: list[str]) -> tuple[
     return origin, sidecars
 
 
-def _item(place: Place, sidecar: Manifest | None, problems: list[str], timeout_s: float) -> Item:
+def _item(place: Place, sidecar: Manifest | None, aside: list[str], problems: list[str], timeout_s: float) -> Item:
     kind, stored = item_kind(place), place.stored_bytes()
     if kind == "arrays":
         if sidecar is not None and sidecar.arrays:
             leaves = _sidecar_leaves(sidecar)
             return Item(name=place.name, kind="arrays", layout="ocdbt, zarr2", stored_bytes=stored, leaves=leaves)
-        words, leaves, damaged = read_arrays(place, timeout_s=timeout_s)
-        problems += damaged
-        return Item(name=place.name, kind="arrays", layout=words, stored_bytes=stored, leaves=leaves)
+        arrays = read_arrays(place, timeout_s=timeout_s)
+        aside += arrays.notes
+        problems += arrays.problems
+        return Item(name=place.name, kind="arrays", layout=arrays.layout, stored_bytes=stored, leaves=arrays.leaves)
     try:
         name = json_name(place) if kind == "json" else None
         if name is not None:

@@ -17,12 +17,12 @@ from ckptkit.durable.lifecycle.classify import (
     run_format,
 )
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.sidecars import has_sidecar_sign, incomplete, lost_sidecars, marked_save, of_one_save, wrong_step
+from ckptkit.durable.sidecars import incomplete, marked_save, of_one_save, wrong_step
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.directories import ItemKind, committed_at_s, is_committed, item_kind, step_items
 from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.records import StepState
-from ckptkit.inspection.shares import marked_above, read_sidecars, sidecar_processes
+from ckptkit.inspection.shares import marked_above, read_sidecars, sidecar_processes, sidecars_lost
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 
@@ -185,7 +185,7 @@ def _durable_step(place: Place, step: int, ancestry: Ancestry) -> list[DurableSt
 def _recorded(place: Place, step: int, items: Mapping[str, ItemKind | None], ancestry: Ancestry) -> DurableStep:
     """Which save a step is: one sidecar of each item names it, or the mark, or Orbax's metadata."""
     identity, shares, problem = _marked(place, step), None, None
-    lost = [name for name, kind in items.items() if kind == "arrays" and _has_lost_sidecars(_item(place, name))]
+    lost = [why for name in items if (why := sidecars_lost(_item(place, name))) is not None]
     for name in items:
         item = _item(place, name)
         processes = sidecar_processes(item)
@@ -194,7 +194,7 @@ def _recorded(place: Place, step: int, items: Mapping[str, ItemKind | None], anc
         identity, shares, why = _of_sidecars(item, processes, step)
         problem = why or problem
     if lost:
-        problem = problem or lost_sidecars(_item(place, lost[0]).url)
+        problem = problem or lost[0]
     if not items:
         problem = problem or f"step {step} in {place.url}: it holds no item"
     identity, at_s = _of_metadata(place, identity)
@@ -244,18 +244,6 @@ def _of_metadata(place: Place, known: SaveId | None) -> tuple[SaveId | None, flo
         if known is not None:
             raise
         return None, None
-
-
-def _has_lost_sidecars(item: Place) -> bool:
-    """Whether an array item shows that it had sidecars, and has none."""
-    if sidecar_processes(item):
-        return False
-    if f"{paths.SIDECAR_DIR}/" in item.names():
-        return True
-    if f"{paths.ARRAY_METADATAS}/" not in item.names():
-        return False
-    sign = item.below(paths.ARRAY_METADATAS).read("process_0")
-    return sign is not None and has_sidecar_sign(sign)
 
 
 def _damaged(place: Place, step: int, items: Mapping[str, ItemKind | None], why: str) -> DurableStep:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ckptkit.durable.sidecars import marked_save, of_one_save, sidecars_among
+from ckptkit.durable.sidecars import has_sidecar_sign, lost_sidecars, marked_save, of_one_save, sidecars_among
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.places import Place, readable, require_regular
 from ckptkit.inspection.records import Item, LeafInfo
@@ -70,6 +70,19 @@ def sidecar_processes(item: Place) -> list[int]:
     if f"{paths.SIDECAR_DIR}/" not in item.names():
         return []
     return sidecars_among(item.below(paths.SIDECAR_DIR).names())
+
+
+def sidecars_lost(item: Place) -> str | None:
+    """Why a durable item is a damaged one of ours: it has a sign of sidecars, and none of them. None for any other.
+
+    Cost: one small read where there are no sidecars.
+    """
+    if sidecar_processes(item):
+        return None
+    signs = item.below(paths.ARRAY_METADATAS).read("process_0") if f"{paths.ARRAY_METADATAS}/" in item.names() else None
+    if f"{paths.SIDECAR_DIR}/" in item.names() or (signs is not None and has_sidecar_sign(signs)):
+        return lost_sidecars(item.url)
+    return None
 
 
 def read_sidecars(item: Place, processes: Iterable[int], *, extent: ManifestDepth = "all") -> dict[int, Manifest]:

@@ -74,7 +74,10 @@ class MetadataIndex:
         return found
 
     def metadata(self, step: int) -> Any:
-        """Orbax's `StepMetadata`; raises `StepNotFoundError` where no tier has the step whole."""
+        """Orbax's `StepMetadata`; raises `StepNotFoundError` where no tier has the step whole.
+
+        Raises `CorruptCheckpointError` where `custom_metadata` is not what was saved.
+        """
         try:
             found = self._durable.stock.orbax.metadata(step)
         except (FileNotFoundError, ValueError) as error:
@@ -89,6 +92,7 @@ class MetadataIndex:
             self._durable.stock.learn_kinds(found.item_handlers)
             found = self._durable.stock.orbax.metadata(step)
         found.custom_metadata = without_identity(found.custom_metadata)
+        self._durable.reader(step).check_custom(found.custom_metadata)
         return found
 
     def _local(self, step: int) -> LocalSave | None:

@@ -117,6 +117,7 @@ class Manifest:
     slot: str
     arrays: Mapping[str, tuple[LeafRecord, ...]]
     inline: Mapping[str, Mapping[str, Any]]  # item -> {"kind": "json" | "grain", "value": ...}
+    custom: str | None = None  # `custom_digest` of the step's custom metadata; None where earlier versions wrote it
 
     @property
     def held_bytes(self) -> int:
@@ -126,7 +127,8 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """The manifest as JSON with a digest of itself."""
         digests = [box.digests for item in sorted(self.arrays) for leaf in self.arrays[item] for box in leaf.boxes]
-        return ManifestText(self.arrays).to_bytes(self.save_id, self.writer, self.slot, digests, self.inline)
+        text = ManifestText(self.arrays)
+        return text.to_bytes(self.save_id, self.writer, self.slot, digests, self.inline, custom=self.custom)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, path: str, extent: ManifestDepth = "all") -> Manifest:
@@ -152,6 +154,7 @@ class Manifest:
                 slot=body["slot"],
                 arrays={item: _leaves_from_json(leaves, extent) for item, leaves in body["arrays"].items()},
                 inline=body["inline"],
+                custom=body.get("custom"),
             )
             _check_manifest(manifest)
             return manifest
@@ -186,12 +189,15 @@ class ManifestText:
         slot: str,
         digests: Iterable[Sequence[str]],
         inline: Mapping[str, Mapping[str, Any]],
+        *,
+        custom: str | None = None,
     ) -> bytes:
         """The manifest with `digests` of each box, in the order of the leaves, items by name; ends with its digest."""
         arrays = [self._between[0]]
         for found, text in zip(digests, self._between[1:], strict=True):
             arrays += ['["', '","'.join(found), '"]', text] if found else ["[]", text]
         rest = {"format": FORMAT, "inline": inline, "save_id": asdict(save_id), "slot": slot, "writer": asdict(writer)}
+        rest |= {} if custom is None else {"custom": custom}
         body = f'{{"arrays":{"".join(arrays)},{_dumps(rest)[1:]}'.encode()
         before, between, after = (part.encode() for part in _ENVELOPE)
         return b"".join((before, digest_of(body).encode(), between, body, after))
@@ -203,6 +209,15 @@ _dumps = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode
 def digest_of(data: Any) -> str:
     """xxh3-128 of a contiguous buffer, in hex. 7 GB/s per core, releases the GIL (FACTS 2)."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def custom_digest(metadata: Any) -> str | None:
+    """The digest of a step's custom metadata as JSON, with sorted keys; None for what JSON cannot hold."""
+    try:
+        plain = json.loads(json.dumps(metadata or {}))  # keys are text then, and can be sorted
+    except (TypeError, ValueError):
+        return None
+    return digest_of(_dumps(plain).encode())
 
 
 _PIECE_BYTES = 384 << 10  # what was copied is still in a core's cache when it is digested
@@ -349,6 +364,8 @@ def _check_manifest(manifest: Manifest) -> None:
         raise ValueError(f"save {save} by process {writer.process} of {writer.count}")
     if not isinstance(writer.host, str) or not isinstance(manifest.slot, str):
         raise ValueError(f"host {writer.host!r}, slot {manifest.slot!r}")
+    if not isinstance(manifest.custom, str | None):
+        raise ValueError(f"custom {manifest.custom!r} is not a digest")
     for item in (*manifest.arrays, *manifest.inline):
         if item in ("", ".", "..") or "/" in item or "\0" in item:  # an item is a directory of that name
             raise ValueError(f"item {item!r} cannot be a directory")

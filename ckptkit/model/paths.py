@@ -36,6 +36,7 @@ SHARDINGS = "_sharding"
 ARRAY_METADATAS = "array_metadatas"  # a directory with a file of each process
 OCDBT_MANIFEST = "manifest.ocdbt"  # names the root of an OCDBT database: what is not below it is not in the database
 JSON_VALUE = "metadata"  # in an item of JSON
+JSON_VALUE_V1 = "data.json"  # the same by Orbax's newer API
 METRICS = "metrics"  # the item with the metrics of a step, and its file
 COMMIT_MARK = "commit_success.txt"  # an object in what Orbax has committed, on a bucket
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of what it has not committed yet, on a disk
@@ -50,6 +51,12 @@ _INTENT = re.compile(r"e([0-9]{8})-[0-9a-f]{32}-(.+)")
 _SLOT = re.compile(r"slot-([0-9]{1,3})\.bin")
 _STEP = re.compile(r"(?:.*_)?([0-9]{1,18})", re.DOTALL)
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def array_prefix(leaf_name: str) -> str:
+    """What the keys of a leaf's array begin with, below its item. The array of a leaf without a name (a tree that is
+    one array, or the key `""` at the top of a tree) is the item itself, as Orbax has it."""
+    return f"{leaf_name}/" if leaf_name else ""
 
 
 def job_name(durable_url: str, name: str = "job") -> str:

@@ -18,7 +18,7 @@ from ckptkit.inspection.arrays import read_arrays
 from ckptkit.inspection.directories import item_kind, json_name, step_items
 from ckptkit.inspection.places import Place, readable
 from ckptkit.model.manifest import LeafRecord
-from ckptkit.model.paths import STEP_METADATA
+from ckptkit.model.paths import JSON_VALUE, JSON_VALUE_V1, STEP_METADATA
 from ckptkit.model.tiers import DURABLE
 from ckptkit.restore.request import Choose, RestoreRequest
 
@@ -45,14 +45,23 @@ def choose_of_stock(step_url: str, choose: Choose) -> dict[str, Any]:
 
 def whole_step(step_url: str) -> dict[str, Any] | None:
     """Every item of a step that Orbax's manager does not restore by itself: one was saved on devices that are not
-    there today, or by Orbax's newer API. None for any other step. Locks no item to a handler."""
+    there today, or by Orbax's newer API. None for any other step. Locks no item to a handler.
+
+    Raises `ItemNotFoundError` for a step of the newer API with an item that only its own handler restores.
+    """
     arrays = _array_items(step_url)
     moved = {name: elsewhere(place.url) for name, place in arrays.items()}
     step = Place.open(step_url, timeout_s=_TIMEOUT_S)
     if not any(moved.values()) and not _by_newer_api(step):
         return None
     files = {name: json_name(step.below(name)) for name in step_items(step)}
-    small = {name: step.below(name).json(file) for name, file in files.items() if file == "metadata"}
+    small = {name: step.below(name).json(file) for name, file in files.items() if file in (JSON_VALUE, JSON_VALUE_V1)}
+    unknown = [name for name in files if item_kind(step.below(name)) is None]
+    if unknown and _by_newer_api(step):
+        raise ItemNotFoundError(
+            f"{step_url}: {', '.join(unknown)} can be restored by its own handler only; name the items to restore: "
+            f"args=ocp.args.Composite({', '.join(f'{name}=...' for name in [*arrays, *small])})"
+        )
     return {**small, **{name: read_item(place.url, moved[name]) for name, place in arrays.items()}}
 
 
@@ -66,7 +75,7 @@ def _by_newer_api(step: Place) -> bool:
 
 def stock_records(place: Place) -> list[LeafRecord]:
     """The leaves of an item of stock Orbax, as records without boxes. Cost: a small read per leaf."""
-    _, leaves, _ = read_arrays(place, timeout_s=_TIMEOUT_S)
+    leaves = read_arrays(place, timeout_s=_TIMEOUT_S).leaves
     return [
         LeafRecord(
             path=leaf.path,
@@ -110,9 +119,23 @@ def restore_stock(durable: DurableSteps, step: int, wanted: RestoreRequest) -> d
 def restore_items(durable: DurableSteps, step: int, args: Mapping[str, Any]) -> dict[str, Any]:
     """Some items of a durable step, by Orbax's manager and the caller's handlers."""
     orbax = durable.stock.orbax
+    step_url = durable.reader(step).url
+    newer = {name: found for name, arg in args.items() if (found := _newer_json(step_url, name, arg)) is not None}
+    if newer:
+        rest = {name: arg for name, arg in args.items() if name not in newer}
+        values = {name: value for name, (value,) in newer.items()}
+        return values | (restore_items(durable, step, rest) if rest else {})
     if set(args) == {DEFAULT_ITEM}:
         return {DEFAULT_ITEM: orbax.restore(step, args=args[DEFAULT_ITEM])}
     return dict(orbax.restore(step, args=ocp.args.Composite(**args)).items())
+
+
+def _newer_json(step_url: str, name: str, arg: Any) -> tuple[Any] | None:
+    """The value of a JSON item whose file only Orbax's newer API reads; None for any other item."""
+    if not isinstance(arg, ocp.args.JsonRestore):
+        return None
+    item = Place.open(step_url, timeout_s=_TIMEOUT_S).below(name)
+    return (item.json(JSON_VALUE_V1),) if JSON_VALUE_V1 in item.names() else None
 
 
 def _restored(durable: DurableSteps, step: int, wanted: RestoreRequest) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, final
 from ckptkit.errors import CheckpointError, StoreFullError
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Job
-from ckptkit.model.manifest import ManifestText, SaveId, Writer
+from ckptkit.model.manifest import ManifestText, SaveId, Writer, custom_digest
 from ckptkit.model.policies import SaveOptions
 from ckptkit.model.tiers import DURABLE, PEER, SSD
 from ckptkit.save.circuit_breaker import DurableRetry
@@ -320,6 +320,7 @@ class SavePipeline:
             description=save.description,
             digests=digests,
             inline=save.items.inline,
+            custom=custom_digest(save.items.custom_metadata),
             text=self._text_of(save.description),
         )
         if self._tiers.staging.directory is not None:

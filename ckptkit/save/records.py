@@ -82,6 +82,7 @@ class SealedSave:
     description: describe.Description
     digests: Mapping[int, describe.Digests]
     inline: Mapping[str, Mapping[str, Any]]
+    custom: str | None
     text: ManifestText
 
     def text_for(self, slot: Slot) -> bytes:
@@ -91,12 +92,19 @@ class SealedSave:
     def text_for_name(self, slot: str) -> bytes:
         """The same for a slot of that name, on whatever host."""
         digests = (self.digests[number] for number in range(len(self.description.extents)))
-        return self.text.to_bytes(self.save_id, self.writer, slot, digests, self.inline)
+        return self.text.to_bytes(self.save_id, self.writer, slot, digests, self.inline, custom=self.custom)
 
     def manifest(self, slot: Slot) -> Manifest:
         """The same as records, for a tier that has another layout."""
         arrays = describe.with_digests(self.description, self.digests)
-        return Manifest(save_id=self.save_id, writer=self.writer, slot=slot.name, arrays=arrays, inline=self.inline)
+        return Manifest(
+            save_id=self.save_id,
+            writer=self.writer,
+            slot=slot.name,
+            arrays=arrays,
+            inline=self.inline,
+            custom=self.custom,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing_extensions import deprecated
 
 from ckptkit.durable.orbax import v1 as v1_checks
 from ckptkit.durable.orbax.v1 import is_tree
+from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import ItemNotFoundError, StepNotFoundError
 from ckptkit.inspection.directories import item_kind, step_items
 from ckptkit.inspection.places import Place
@@ -390,6 +391,7 @@ class Checkpointer:
         return number
 
     def _described(self, step: int, found: Any) -> CheckpointMetadata[Any]:
+        DurableReader(str(self._path(step)), step=step).check_custom(found.custom_metadata)
         return CheckpointMetadata[Any](
             step=step,
             path=found.path,

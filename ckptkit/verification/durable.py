@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,101 +13,38 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
-from ckptkit.durable.read_step import DurableReader
-from ckptkit.durable.sidecars import has_sidecar_sign, incomplete, lost_sidecars, several_saves, wrong_step
+from ckptkit.durable.read_step import DurableReader, without_identity
+from ckptkit.durable.sidecars import incomplete, require_custom, several_saves, wrong_step
 from ckptkit.errors import CorruptCheckpointError
-from ckptkit.inspection.arrays import finished, open_array, open_kvstore, read_arrays, stores_all
+from ckptkit.inspection.arrays import read_arrays
 from ckptkit.inspection.directories import (
     committed_at_s,
     grain_names,
     is_committed,
+    item_handlers,
     item_kind,
     json_name,
     json_value,
     step_items,
 )
 from ckptkit.inspection.places import Place, readable
-from ckptkit.inspection.records import LeafInfo
-from ckptkit.inspection.shares import leaf_of_record, own_sidecars, sidecar_processes
-from ckptkit.model import paths
-from ckptkit.model.boxes import Box, cells_of
+from ckptkit.inspection.shares import leaf_of_record, own_sidecars, sidecar_processes, sidecars_lost
+from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import LeafRecord, Manifest, SaveId, cell_ranges, digest_of
-from ckptkit.model.paths import ARRAY_METADATAS, STEP_METADATA
+from ckptkit.model.paths import STEP_METADATA
 from ckptkit.verification.pool import CellCheck, Limits, check_cells
 from ckptkit.verification.records import Finding, StepProof
 from ckptkit.verification.slots import not_covered
+from ckptkit.verification.stock import StockLeaf, StockReads, Undigested
 
-
-def stock_checks(item: Place, timeout_s: float, findings: list[Finding]) -> list[CellCheck]:
-    """A read of every chunk of an item. What its metadata has wrong goes to `findings`.
-
-    Raises `CorruptCheckpointError` where its leaves are not known, `StoreError` where it cannot be reached.
-    """
-    words, leaves, problems = read_arrays(item, timeout_s=timeout_s)
-    findings += [Finding(path=item.url, problem=problem) for problem in problems]
-    version = 3 if words.endswith("zarr3") else 2
-    ocdbt = paths.OCDBT_MANIFEST in item.names()
-    if version == 2 and stores_all(item):
-        findings += _missing_chunks(item, leaves, ocdbt, timeout_s)
-    # Without a cache: every chunk is read once.
-    context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
-    return [
-        check
-        for leaf in leaves
-        if leaf.shape is not None
-        for check in _leaf_checks(item, leaf, words, context, timeout_s)
-    ]
-
-
-def _missing_chunks(item: Place, leaves: tuple[LeafInfo, ...], ocdbt: bool, timeout_s: float) -> Iterator[Finding]:
-    keys = set(_keys(item, ocdbt, timeout_s))
-    for leaf in leaves:
-        for name, box in _chunk_names(leaf):
-            if not {f"{leaf.name}/{name}", f"{leaf.name}/{name.replace('.', '/')}"} & keys:
-                yield Finding(path=item.url, problem="the chunk is not there", item=item.name, leaf=leaf.name, box=box)
-
-
-def _keys(item: Place, ocdbt: bool, timeout_s: float) -> Iterator[str]:
-    listed = finished(open_kvstore(item, ocdbt, timeout_s).list(), item.url, timeout_s)
-    return (key.decode(errors="replace") for key in listed)
-
-
-def _chunk_names(leaf: LeafInfo) -> Iterator[tuple[str, Box]]:
-    if leaf.shape is None or leaf.cell is None or 0 in leaf.shape:
-        return
-    counts = [-(-size // rows) for size, rows in zip(leaf.shape, leaf.cell, strict=True)]
-    for index in itertools.product(*map(range, counts)):
-        start = tuple(i * rows for i, rows in zip(index, leaf.cell, strict=True))
-        stop = tuple(min(a + rows, size) for a, rows, size in zip(start, leaf.cell, leaf.shape, strict=True))
-        yield ".".join(map(str, index)) or "0", Box(start, stop)
-
-
-def _leaf_checks(item: Place, leaf: LeafInfo, words: str, context: Any, timeout_s: float) -> Iterator[CellCheck]:
-    assert leaf.shape is not None
-    assert leaf.cell is not None
-    assert leaf.dtype is not None
-    itemsize, opened = np.dtype(leaf.dtype).itemsize, []
-
-    def read(box: Box) -> None:
-        if not opened:
-            opened.append(open_array(item, leaf, words, context, timeout_s))
-        finished(opened[0][box.slices()].read(), f"{item.url}: leaf {leaf.name}", timeout_s)
-
-    for box in cells_of(Box.whole(leaf.shape), leaf.cell):
-        yield CellCheck(
-            path=item.url,
-            item=item.name,
-            leaf=leaf.name,
-            box=box,
-            size_bytes=box.size * itemsize,
-            memory_bytes=3 * math.prod(leaf.cell) * itemsize,  # as stored, decoded, and the part that was asked for
-            expected=None,
-            read=lambda box=box: read(box),
-        )
-
-
+_WHY = {
+    "arrays": "every chunk of {} decodes, and stock Orbax keeps no digests that would show a changed bit",
+    "small": "stock Orbax keeps no digests of {}",
+    "unknown": "{} is not understood, and was not read",
+    "gone": "the step names {}, which is not there",
+    "bare": "nobody kept digests of {}; all else is proven",
+}
 _SETTLE_S = 0.2  # that a deletion which is under way gets, before a step counts as damaged
 
 
@@ -116,12 +52,12 @@ _SETTLE_S = 0.2  # that a deletion which is under way gets, before a step counts
 class _Looked:
     """What the metadata of a step says: who wrote it, what is to be read, what is wrong already."""
 
-    sidecars: Mapping[str, tuple[Manifest, ...]]
     save_id: SaveId | None
-    checks: tuple[CellCheck, ...]
-    findings: tuple[Finding, ...]
-    stock_items: tuple[str, ...]
-    bare_items: tuple[str, ...]  # beside items of ours, and nobody kept digests of them
+    checks: Sequence[CellCheck]
+    leaves: Sequence[StockLeaf]
+    findings: Sequence[Finding]
+    notes: Sequence[str]
+    undigested: Mapping[str, Sequence[str]]  # items of which no digests were kept, by the words of `_WHY`
 
 
 def prove_step(place: Place, step: int, limits: Limits, notes: list[str], *, timeout_s: float) -> list[StepProof]:
@@ -139,14 +75,17 @@ def prove_written(place: Place, step: int, limits: Limits, notes: list[str], *, 
     """What `prove_step` gives of a step that is there, whether it is committed or is about to be."""
     before = identity_of(place)
     looked = _look(place, step, timeout_s)
-    small_enough = [check for check in looked.checks if check.memory_bytes <= limits.memory_bytes_max]
-    total_bytes = sum(check.size_bytes for check in small_enough)
-    checked, damaged = check_cells(small_enough, total_bytes, limits, path=place.url, step=step)
+    own = [check for check in looked.checks if check.memory_bytes <= limits.memory_bytes_max]
+    stock = [leaf for leaf in looked.leaves if leaf.memory_bytes <= limits.memory_bytes_max]
+    total_bytes = sum(check.size_bytes for check in own) + sum(leaf.size_bytes for leaf in stock)
+    checks = itertools.chain(own, *(leaf.checks() for leaf in stock))
+    checked, damaged = check_cells(checks, total_bytes, limits, path=place.url, step=step)
     findings = (*looked.findings, *damaged)
     unproven = _unproven(looked, limits)
     if findings and _changes(place, before):
         notes.append(f"{place.url}: the step was pruned or replaced while it was read")
         return []
+    notes += looked.notes
     proof = StepProof(
         step=step,
         state="corrupt" if findings else "unproven" if unproven else "proven",
@@ -172,8 +111,10 @@ def _changes(place: Place, before: object) -> bool:
 
 def items_of(place: Place) -> list[Place]:
     """The items of a step directory; the directory itself where it is one (saved without a manager)."""
-    whole = [place] if item_kind(place) is not None else []
-    return whole or [place.below(name) for name in step_items(place)]
+    if item_kind(place) is not None:
+        return [place]
+    below = [place.below(name) for name in step_items(place)]
+    return below or ([place] if "" in item_handlers(place) else [])
 
 
 def step_url_of(place: Place, item: Place) -> str:
@@ -183,59 +124,73 @@ def step_url_of(place: Place, item: Place) -> str:
 
 def _unproven(looked: _Looked, limits: Limits) -> str | None:
     """Why a step without damage is not proven; None for one that is."""
-    large = [check for check in looked.checks if check.memory_bytes > limits.memory_bytes_max]
+    large = [(f"{check.item}:{check.leaf}", check.memory_bytes, 1) for check in looked.checks]
+    large += [(leaf.name, leaf.memory_bytes, leaf.count) for leaf in looked.leaves]
+    large = [each for each in large if each[1] > limits.memory_bytes_max]
     if large:  # not damage: nobody has looked
-        most = max(check.memory_bytes for check in large)
         return (
-            f"unproven: {len(large)} chunks were not read, leaf {large[0].item}:{large[0].leaf} first: they take up to "
-            f"{most} bytes of memory, and {limits.memory_bytes_max} are allowed"
+            f"unproven: {sum(count for _, _, count in large)} chunks were not read, leaf {large[0][0]} first: they "
+            f"take up to {max(size for _, size, _ in large)} bytes of memory, and {limits.memory_bytes_max} are allowed"
         )
-    if looked.stock_items:
-        names = ", ".join(looked.stock_items)
-        return (
-            f"unproven: every chunk of {names} decodes, and stock Orbax keeps no digests that would show a changed bit"
-        )
-    if looked.bare_items:
-        return f"unproven: nobody kept digests of {', '.join(looked.bare_items)}; all else is proven"
-    return None
+    why = [words.format(", ".join(looked.undigested[kind])) for kind, words in _WHY.items() if looked.undigested[kind]]
+    return f"unproven: {'; '.join(why)}" if why else None
 
 
 def _look(place: Place, step: int, timeout_s: float) -> _Looked:
-    findings: list[Finding] = []
+    stock = StockReads(timeout_s=timeout_s)
+    findings = stock.findings
     sidecars: dict[str, tuple[Manifest, ...]] = {}
     checks: list[CellCheck] = []
-    stock: list[str] = []
-    bare: list[str] = []
-    items = items_of(place)
+    kinds: dict[str, Undigested] = {}
+    items, handlers = items_of(place), item_handlers(place)
     if not items:
         findings.append(Finding(path=place.url, problem=f"{place.url} is a step without any item"))
-    _said(findings, place.url, lambda: _check_step_metadata(place, items))
     for item in items:
-        if _said(findings, item.url, partial(_sidecars_into, sidecars, item, step)) is False:
+        if not _said(findings, item.url, partial(_sidecars_into, sidecars, item, step)):
             continue
-        if item.name in sidecars:
-            manifests = sidecars[item.name]
+        if (manifests := sidecars.get(item.name)) is not None:
             checks += _our_checks(DurableReader(step_url_of(place, item), step=step), item, manifests)
             _said(findings, item.url, partial(_check_structure, item, manifests, timeout_s, findings))
-        elif item_kind(item) == "arrays":
-            stock.append(item.name)
-            _said(findings, item.url, partial(_stock_into, checks, item, timeout_s, findings))
+        else:
+            handler = handlers.get("" if item is place else item.name, "")
+            _said(findings, item.url, partial(_stock_into, kinds, stock, item, handler))
     first = next((manifests[0] for manifests in sidecars.values()), None)
     if mixed := several_saves(place.url, (manifests[0].save_id for manifests in sidecars.values())):
         findings.append(Finding(path=place.url, problem=mixed))
-    small = _small_items(items, first, findings)
+    _said(findings, place.url, lambda: _check_step_metadata(place, items, stock.notes))
+    small = _small_items(items, findings)
     if first is not None and place not in items:
-        own = next(iter(sidecars.values()))
-        _check_inline(place, own, small, findings)
-        bare += [item.name for item in items if item.name not in {*sidecars, *first.inline, *stock}]
+        _check_inline(place, next(iter(sidecars.values())), small, findings)
+        _said(findings, place.url, partial(_check_custom, place, first.custom))
     return _Looked(
-        sidecars=sidecars,
         save_id=None if first is None else first.save_id,
-        checks=tuple(checks),
+        checks=checks,
+        leaves=stock.leaves,
         findings=tuple(dict.fromkeys(findings)),
-        stock_items=tuple(stock) or (() if first is not None or findings else tuple(sorted(small))),
-        bare_items=tuple(bare),
+        notes=stock.notes,
+        undigested=_undigested(place, items, handlers, kinds, first),
     )
+
+
+def _undigested(
+    place: Place,
+    items: Sequence[Place],
+    handlers: Mapping[str, str],
+    kinds: Mapping[str, Undigested],
+    first: Manifest | None,
+) -> dict[str, list[str]]:
+    """The items of which no digests were kept, by the words of `_WHY`."""
+    found: dict[str, list[str]] = {why: [] for why in _WHY}
+    for name, kind in kinds.items():
+        if first is None or kind == "arrays":
+            found[kind].append(name)
+        elif name not in first.inline:
+            found["bare"].append(name)
+    if found["arrays"]:
+        found["small"] = []
+    if place not in items:
+        found["gone"] += [name for name in handlers if name and f"{name}/" not in place.names()]
+    return found
 
 
 def _said(findings: list[Finding], path: str, act: Callable[[], object]) -> bool:
@@ -249,24 +204,36 @@ def _said(findings: list[Finding], path: str, act: Callable[[], object]) -> bool
         return False
 
 
-def _stock_into(checks: list[CellCheck], item: Place, timeout_s: float, findings: list[Finding]) -> None:
-    checks += stock_checks(item, timeout_s, findings)
+def _stock_into(kinds: dict[str, Undigested], stock: StockReads, item: Place, handler: str) -> None:
+    kinds[item.name] = stock.add(item, item.name, handler)
 
 
-def _check_step_metadata(place: Place, items: Sequence[Place]) -> None:
-    committed_at_s(place)
-    ours = any(sidecar_processes(item) for item in items)
+def _check_step_metadata(place: Place, items: Sequence[Place], notes: list[str]) -> None:
+    """Damage in a step of ours. Of a stock step a restart needs nothing of it: a note."""
+    ours = any(sidecar_processes(item) or sidecars_lost(item) for item in items)
+    try:
+        committed_at_s(place)
+    except CorruptCheckpointError as error:
+        if ours:
+            raise
+        notes.append(str(error))
     if ours and place not in items and STEP_METADATA not in place.names():
         raise CorruptCheckpointError(f"{place.url} has no {STEP_METADATA}, which every step of ours has")
+
+
+def _check_custom(place: Place, expected: str | None) -> None:
+    """Raises where the step's custom metadata is not what was saved. Steps of earlier versions have no digest of it."""
+    metadata = place.json(STEP_METADATA)
+    if expected is not None and metadata is not None:
+        require_custom(without_identity(metadata.get("custom_metadata")), expected, where=place.url)
 
 
 def _sidecars_into(sidecars: dict[str, tuple[Manifest, ...]], item: Place, step: int) -> None:
     """Reads the sidecars of an item, which must be those of every process of one save, and cover every leaf."""
     found = own_sidecars(item)
     if not found:
-        signs = item.below(ARRAY_METADATAS).read("process_0") if f"{ARRAY_METADATAS}/" in item.names() else None
-        if f"{paths.SIDECAR_DIR}/" in item.names() or (signs is not None and has_sidecar_sign(signs)):
-            raise CorruptCheckpointError(lost_sidecars(item.url), path=item.url)
+        if (lost := sidecars_lost(item)) is not None:
+            raise CorruptCheckpointError(lost, path=item.url)
         return
     manifests = tuple(found.values())
     why = incomplete(item.url, found, found, item=item.name) or wrong_step(item.url, manifests[0].save_id, step)
@@ -306,9 +273,10 @@ def _cell_check(
 
 def _check_structure(item: Place, manifests: Sequence[Manifest], timeout_s: float, findings: list[Finding]) -> None:
     """Orbax's own metadata must describe what the sidecars do: stock Orbax restores by it."""
-    _, leaves, problems = read_arrays(item, timeout_s=timeout_s)
+    stored = read_arrays(item, timeout_s=timeout_s)
+    problems = (*stored.notes, *stored.problems)
     findings += [Finding(path=item.url, problem=problem) for problem in problems]
-    described = {leaf.path: leaf for leaf in leaves if leaf.dtype is not None}  # empty nodes have no bytes
+    described = {leaf.path: leaf for leaf in stored.leaves if leaf.dtype is not None}  # empty nodes have no bytes
     recorded = {leaf.path: leaf_of_record(leaf, held=False) for leaf in manifests[0].arrays[item.name]}
     for path in sorted(described.keys() ^ recorded.keys()):
         who = "Orbax's metadata" if path in described else "the sidecars"
@@ -322,7 +290,7 @@ def _check_structure(item: Place, manifests: Sequence[Manifest], timeout_s: floa
                 findings.append(Finding(path=item.url, problem=words))
 
 
-def _small_items(items: Sequence[Place], first: Manifest | None, findings: list[Finding]) -> dict[str, object]:
+def _small_items(items: Sequence[Place], findings: list[Finding]) -> dict[str, object]:
     """The items that are no arrays, with their values; one that cannot be read is a finding."""
     values: dict[str, object] = {}
     for item in items:
@@ -336,8 +304,6 @@ def _small_items(items: Sequence[Place], first: Manifest | None, findings: list[
             for name in grain_names(item):
                 _said(findings, item.url, partial(_take, states, item, name))
             values[item.name] = states
-        elif kind is None and first is None:
-            findings.append(Finding(path=item.url, problem=f"{item.url} holds nothing that Orbax writes"))
     return values
 
 

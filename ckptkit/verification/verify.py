@@ -75,11 +75,7 @@ def _of_durable(
         on_disk = place.store.properties.file_system
         raise nothing_at(place.url, "it is empty" if on_disk else "there is nothing; check the path")
     if item_kind(place) is not None or paths.STEP_METADATA in names or COMMIT_MARK in names:
-        found, of_run = _step_number(place)
-        proofs = prove_step(place, found, limits, notes, timeout_s=timeout_s) if step in (None, found) else []
-        _require(proofs, notes, place.url, step, "no such step")
-        item = None if of_run else place.name
-        return Verification(path=place.url, steps=tuple(proofs), notes=tuple(notes), item=item)
+        return _of_step(place, step, limits, timeout_s)
     ancestry, problems = read_ancestry(place)
     found_in_root = read_root(place, ancestry, step_prefix=step_prefix)
     steps = found_in_root.steps
@@ -90,11 +86,27 @@ def _of_durable(
         if step in (None, each.step)
         for proof in prove_step(each.place, each.step, limits, notes, timeout_s=timeout_s)
     ]
-    if not steps and not problems and paths.step_of_name(place.name) is not None and place.directories():
-        proofs = prove_step(place, _step_number(place)[0], limits, notes, timeout_s=timeout_s)
+    if not steps and not problems and _is_bare_step(place):
+        return _of_step(place, step, limits, timeout_s)
     if not problems:
         _require(proofs, notes, place.url, step, "neither a step, a root with steps, nor a fast tier with slots")
     return Verification(path=place.url, steps=tuple(proofs), notes=tuple(notes), problems=tuple(problems))
+
+
+def _of_step(place: Place, step: int | None, limits: Limits, timeout_s: float) -> Verification:
+    """A step, or an item, at its own path."""
+    notes: list[str] = []
+    found, of_run = _step_number(place)
+    proofs = prove_step(place, found, limits, notes, timeout_s=timeout_s) if step in (None, found) else []
+    _require(proofs, notes, place.url, step, "no such step")
+    item = None if of_run else place.name
+    return Verification(path=place.url, steps=tuple(proofs), notes=tuple(notes), item=item)
+
+
+def _is_bare_step(place: Place) -> bool:
+    """Whether a directory without Orbax's step metadata is a step: early versions wrote none."""
+    named = paths.step_of_name(place.name) is not None and bool(place.directories())
+    return named or any(item_kind(place.below(name)) for name in place.directories())
 
 
 def _require(proofs: Sequence[StepProof], notes: Sequence[str], url: str, step: int | None, why: str) -> None:

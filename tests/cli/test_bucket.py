@@ -42,9 +42,9 @@ def test_bucket_is_accepted_as_root(ckpt: Run, server: BucketServer, tmp_path: P
     gcsfs.GCSFileSystem().rm(f"{BUCKET}/run/0/state/_ckptkit", recursive=True)
     states = {e["step"]: e["state"] for e in json.loads(ckpt("steps", ROOT, "--json").out)["steps"]}
     assert states == {0: "damaged", 2: "unfinished"}  # an item shows that it had sidecars
-    stock = json.loads(ckpt("inspect", f"{ROOT}/0/state", "--json").out)
-    assert stock["origin"]["writer"] == "orbax"
-    shapes = {leaf["name"]: (leaf["shape"], leaf["cell"]) for leaf in stock["items"][0]["leaves"]}
+    lost = json.loads(ckpt("inspect", f"{ROOT}/0/state", "--json").out)
+    assert (lost["origin"]["writer"], lost["origin"]["proven"]) == ("ckptkit", False)
+    shapes = {leaf["name"]: (leaf["shape"], leaf["cell"]) for leaf in lost["items"][0]["leaves"]}
     assert shapes["w"] == ([8, 8], [4, 8])
 
 

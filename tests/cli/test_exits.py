@@ -192,7 +192,8 @@ def test_damaged_orbax_metadata_is_reported(ckpt: Run, stock: Path, tmp_path: Pa
         path.write_bytes(data)
         said = ckpt("inspect", looked)
         assert said.code in (0, 11)
-        assert said.code == 11 or data not in cuts, (SEED, name, len(data))
+        noted = f"{path} cannot be read" in said.out  # no restart with a template needs it
+        assert said.code == 11 or noted or data not in cuts, (SEED, name, len(data))
         assert ckpt("steps", home / "root").code in (0, 11)
     path.unlink()
     assert ckpt("inspect", looked).code in (0, 11)

@@ -105,7 +105,7 @@ def test_sidecars_and_orbax_metadata_agree(ckpt: Run, mine: Ours) -> None:
     ours_said = leaves_of(json.loads(ckpt("inspect", mine.root / "4", "--json").out))
     shutil.rmtree(mine.root / "4/state/_ckptkit")
     found = json.loads(ckpt("inspect", mine.root / "4", "--json").out)
-    assert found["origin"]["writer"] == "orbax"
+    assert (found["origin"]["writer"], found["origin"]["proven"]) == ("ckptkit", False)
     stock_said = leaves_of(found)
     assert ours_said.keys() == stock_said.keys()
     for name, leaf in ours_said.items():

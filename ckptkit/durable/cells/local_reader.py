@@ -18,6 +18,7 @@ from ckptkit.errors import CheckpointError
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import LeafRecord
+from ckptkit.model.paths import array_prefix
 from ckptkit.store.backends import properties_of
 from ckptkit.util.disk_file import FileReads
 
@@ -48,7 +49,7 @@ class PlacedCells:
         size_bytes = leaf.cell_bytes
         if target.nbytes != size_bytes or cell.shape != leaf.cell:  # padded, at the end of an axis
             return False
-        place = self._places(item).get(cell_key(f"{leaf.name}/" if leaf.path else "", leaf, cell))
+        place = self._places(item).get(cell_key(array_prefix(leaf.name), leaf, cell))
         if isinstance(place, bytes):
             if len(place) != size_bytes or may_be_encoded(place[:HEAD_BYTES], size_bytes, size_bytes):
                 return False

@@ -22,6 +22,7 @@ from ckptkit.errors import CheckpointError, TransientStoreError
 from ckptkit.model.boxes import Box, cells_of
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import LeafRecord
+from ckptkit.model.paths import array_prefix
 
 _RANGE_BYTES = 8 << 20  # of a request, unless one cell has more: several at a time are faster than one
 _GAP_BYTES = 1 << 20  # that nobody asked for, read along rather than asked around
@@ -99,7 +100,7 @@ class PlacedRanges:
 
     def fill(self, item: str, leaf: LeafRecord, cell: Box, target: np.ndarray) -> bool:
         """Fills flat `target` with the bytes of a cell that was expected; False where it cannot."""
-        key = item, cell_key(f"{leaf.name}/" if leaf.path else "", leaf, cell)
+        key = item, cell_key(array_prefix(leaf.name), leaf, cell)
         with self._lock:
             made, placed = self._ranges.pop(key, (None, None))
         if made is None or placed is None:
@@ -131,7 +132,7 @@ class PlacedRanges:
         not all there as they are: padded, encoded, in no tree that is understood."""
         item, leaf, record, box = wanted
         self.open(item)
-        known, prefix, nbytes = self._items[item], f"{leaf.name}/" if leaf.path else "", leaf.cell_bytes
+        known, prefix, nbytes = self._items[item], array_prefix(leaf.name), leaf.cell_bytes
         found = []
         for cell in cells_of(record.box, leaf.cell):
             if record.box != box and cell.intersect(box) is None:

@@ -20,6 +20,7 @@ from ckptkit.errors import TransientStoreError
 from ckptkit.model.boxes import Box, cells_of
 from ckptkit.model.durable_profile import COMPRESSORS, Codec, DurableProfile
 from ckptkit.model.manifest import BoxRecord, LeafRecord
+from ckptkit.model.paths import array_prefix
 
 Wanted = tuple[str, LeafRecord, BoxRecord, Box]  # item, leaf, a stored box, and the part of the leaf that is wanted
 _Key = tuple[str, tuple[str, ...], tuple[int, ...]]
@@ -104,7 +105,7 @@ class CellReader:
     def _codec(self, item: str, leaf: LeafRecord) -> Codec | None:
         """That of a leaf that is described as we describe it; None for a plain one, and for other descriptions."""
         with self._lock:
-            key = f"{leaf.name}/.zarray" if leaf.path else ".zarray"
+            key = f"{array_prefix(leaf.name)}.zarray"
             future = self._store(item).read(key, staleness_bound=self._opened_s)
         found = awaited([future], self._profile, f"{self._url}/{item}")[0]
         with suppress(ValueError, RecursionError):
@@ -150,7 +151,7 @@ class CellReader:
             self._overtaken.clear()
 
     def _start(self, item: str, leaf: LeafRecord, cell: Box) -> _Read:
-        key = cell_key(f"{leaf.name}/" if leaf.path else "", leaf, cell)
+        key = cell_key(array_prefix(leaf.name), leaf, cell)
         future = self._store(item).read(key, staleness_bound=self._opened_s)
         return _Read(future, self._client, item, leaf, cell)
 

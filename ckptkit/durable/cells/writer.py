@@ -25,7 +25,7 @@ from ckptkit.durable.cells.tensorstore_wait import awaited, small_objects
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import COMPRESSORS, Codec, DurableProfile
 from ckptkit.model.manifest import LeafRecord
-from ckptkit.model.paths import OCDBT_MANIFEST
+from ckptkit.model.paths import OCDBT_MANIFEST, array_prefix
 from ckptkit.store import PutMode, put_new
 from ckptkit.store.backends import properties_of
 from ckptkit.util.clock import Deadline
@@ -135,7 +135,7 @@ class CellWriter:
         `describe` adds the leaf's metadata too: one process does, for each leaf. Blocks while more is in flight than
         may be; raises what `commit` raises.
         """
-        prefix, codec = f"{leaf.name}/" if leaf.path else "", self._profile.codec_of(leaf.cell_bytes)
+        prefix, codec = array_prefix(leaf.name), self._profile.codec_of(leaf.cell_bytes)
         if describe:
             text = zarr_text(leaf.dtype, leaf.shape, leaf.cell, codec)
             self._piece.store.write(f"{prefix}.zarray", text)  # in a transaction: that it failed, the commit says

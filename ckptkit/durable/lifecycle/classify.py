@@ -24,7 +24,7 @@ ItemKind = Literal["arrays", "json", "grain", "other"]
 Below = Callable[[str], Collection[str]]  # the names right below a directory; those of directories end in `/`
 
 _ARRAY_SIGNS = frozenset({paths.TREE_METADATA, paths.OCDBT_MANIFEST, paths.SHARDINGS, f"{paths.ARRAY_METADATAS}/"})
-_JSON_NAMES = (paths.JSON_VALUE, paths.METRICS)
+_JSON_NAMES = (paths.JSON_VALUE_V1, paths.JSON_VALUE, paths.METRICS)
 _GRAIN = re.compile(r"process_\d+-of-\d+\.json")
 _STEP_SIGNS = frozenset({paths.STEP_METADATA, paths.COMMIT_MARK})
 _STANDARD = re.compile(r"(?:(.*)_)?([0-9]{1,18})", re.DOTALL)

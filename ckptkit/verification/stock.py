@@ -1,0 +1,229 @@
+"""Reads of arrays that stock Orbax wrote: every chunk that has to be there, and nothing that is not stored.
+
+A damaged shape may claim any number of chunks. So chunks are counted by the keys that are stored, never by the shape,
+and what is found is counted where it is more than a person reads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, final
+
+import numpy as np
+import tensorstore as ts
+
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.inspection.arrays import ChunkGrid, finished, open_array, open_kvstore, read_arrays, stores_all
+from ckptkit.inspection.directories import item_kind, json_name, json_value
+from ckptkit.inspection.places import Place
+from ckptkit.inspection.records import LeafInfo
+from ckptkit.model import paths
+from ckptkit.model.boxes import Box
+from ckptkit.model.paths import array_prefix
+from ckptkit.verification.pool import CellCheck
+from ckptkit.verification.records import Finding
+
+_ARRAY_HANDLERS = frozenset(
+    {
+        "PyTreeCheckpointHandler",
+        "StandardCheckpointHandler",
+        "ArrayCheckpointHandler",
+        "PyTreeHandler",
+        "StandardHandler",
+    }
+)
+_JSON_HANDLERS = frozenset({"JsonCheckpointHandler", "JsonHandler", "MetricsHandler"})
+_NAMED_MAX = 8  # missing chunks of a leaf that are named; the others are counted
+_DAMAGED_MAX = 100  # chunks of a leaf that cannot be read before the rest of it is left out
+
+_Index = tuple[int, ...]
+
+
+Undigested = Literal["arrays", "small", "unknown"]  # what an item is of which no digests were kept
+
+
+@final
+class StockLeaf:
+    """What is read of one array. `checks` are made one by one, while they are read."""
+
+    def __init__(self, item: Place, name: str, leaf: LeafInfo, chunks: Sequence[Box], opening: Any):
+        assert leaf.cell is not None
+        self._item, self._name, self._leaf, self._cell, self._chunks = item, name, leaf, leaf.cell, chunks
+        self._opening, self._opened = opening, None
+        self._itemsize = np.dtype(leaf.dtype).itemsize
+        self._lock = threading.Lock()
+        self._damaged = 0
+        self.name = f"{name}:{leaf.name}"
+        self.count = sum(math.prod(map(len, _starts(chunk, leaf.cell))) for chunk in chunks)
+        self.size_bytes = sum(chunk.size for chunk in chunks) * self._itemsize
+        # As stored, decoded, and the part that was asked for.
+        self.memory_bytes = 3 * math.prod(leaf.cell) * self._itemsize
+
+    def checks(self) -> Iterator[CellCheck]:
+        """A read of each cell of the chunks that are stored."""
+        left = self.count
+        for box in (box for chunk in self._chunks for box in _cells(chunk, self._cell)):
+            if self._damaged >= _DAMAGED_MAX:
+                yield self._left_out(box, left)
+                return
+            left -= 1
+            yield self._check(box, box.size * self._itemsize)
+
+    def _check(self, box: Box, size_bytes: int, left_out: str | None = None) -> CellCheck:
+        return CellCheck(
+            path=self._item.url,
+            item=self._name,
+            leaf=self._leaf.name,
+            box=box,
+            size_bytes=size_bytes,
+            memory_bytes=self.memory_bytes,
+            expected=None,
+            read=lambda: self._read(box, left_out),
+        )
+
+    def _left_out(self, box: Box, count: int) -> CellCheck:
+        return self._check(box, 0, f"{count} more chunks were not read, after {_DAMAGED_MAX} damaged ones")
+
+    def _read(self, box: Box, left_out: str | None) -> None:
+        where = f"{self._item.url}: leaf {self._leaf.name}"
+        if left_out is not None:
+            raise CorruptCheckpointError(f"{where}: {left_out}", path=self._item.url)
+        try:
+            if self._opened is None:
+                self._opened = self._opening()
+            finished(self._opened[0][box.slices()].read(), where, self._opened[1])
+        except CorruptCheckpointError:
+            with self._lock:
+                self._damaged += 1
+            raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockReads:
+    """What there is to read of items of stock Orbax, what of them is damaged, and what a restart does not need."""
+
+    timeout_s: float
+    leaves: list[StockLeaf] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, item: Place, name: str, handler: str = "") -> Undigested:
+        """Adds the item `name` of a step, for which the step names `handler`.
+
+        An item that consists of items (random keys) is each of them. One of a caller's own handler is not understood,
+        and never damaged. Raises `CorruptCheckpointError` where nothing of the item is known, `StoreError` where it
+        cannot be reached.
+        """
+        kind, orbax = item_kind(item), handler.rpartition(".")[2] if handler.startswith("orbax.") else ""
+        if kind == "arrays" or (kind is None and orbax in _ARRAY_HANDLERS):
+            self.leaves.extend(_stock_leaves(item, name, self))
+            return "arrays"
+        if kind is not None:
+            return "small"
+        if orbax in _JSON_HANDLERS and set(item.names()) <= {paths.COMMIT_MARK}:
+            raise CorruptCheckpointError(f"{item.url}: its file is gone", path=item.url)
+        parts = [item.below(each) for each in item.directories()]
+        files = {each for each in item.names() if not each.endswith("/")}
+        if parts and files <= {paths.COMMIT_MARK, paths.STEP_METADATA} and all(map(item_kind, parts)):
+            kinds = {self.add(part, f"{name}/{part.name}") for part in parts}
+            for part in parts:
+                if (file := json_name(part)) is not None:
+                    json_value(part, file)
+            return "arrays" if "arrays" in kinds else "small"
+        of = f" (of {handler})" if handler else ""
+        self.notes.append(f"{item.url}: not understood{of}, and so unproven")
+        return "unknown"
+
+
+def _stock_leaves(item: Place, name: str, reads: StockReads) -> list[StockLeaf]:
+    """The arrays of an item. Cost: the metadata, and a listing of the item's keys."""
+    timeout_s, findings = reads.timeout_s, reads.findings
+    stored = read_arrays(item, timeout_s=timeout_s)
+    findings += [Finding(path=item.url, problem=problem) for problem in stored.problems]
+    reads.notes.extend(stored.notes)
+    ocdbt, all_stored = paths.OCDBT_MANIFEST in item.names(), stores_all(item)
+    listed = finished(open_kvstore(item, ocdbt, timeout_s).list(), item.url, timeout_s)
+    keys = sorted(key.decode(errors="replace") for key in listed)
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})  # every chunk is read once
+    made = []
+    for leaf in stored.leaves:
+        if leaf.shape is None or 0 in leaf.shape:
+            continue
+        grid = stored.grids[leaf.name]
+        counts = tuple(-(-size // rows) for size, rows in zip(leaf.shape, grid.chunk, strict=True))
+        found = _stored(keys, array_prefix(leaf.name), grid, counts)
+        if all_stored:
+            findings += _missing(item, name, leaf, grid, counts, found)
+
+        def opening(leaf: LeafInfo = leaf) -> Any:
+            layout = stored.layout
+            array = open_array(item, leaf, layout, context, timeout_s, fill_missing=not all_stored)
+            return array, timeout_s
+
+        chunks = [_box(index, grid, leaf) for index in sorted(found)]
+        made.append(StockLeaf(item, name, leaf, chunks, opening))
+    return made
+
+
+def _stored(keys: Sequence[str], prefix: str, grid: ChunkGrid, counts: _Index) -> set[_Index]:
+    """The chunks of an array that have a key, of those that its shape has."""
+    found: set[_Index] = set()
+    before = prefix + grid.before + (grid.between if grid.before and counts else "")
+    for at in range(bisect_left(keys, before), len(keys)):
+        if not keys[at].startswith(before):
+            break
+        parts = keys[at][len(before) :].split(grid.between)
+        if not counts:
+            found |= {()} if parts == ([""] if grid.before else ["0"]) else set()
+        elif len(parts) == len(counts) and all(part.isdecimal() and len(part) <= 18 for part in parts):
+            index = tuple(map(int, parts))
+            found |= {index} if all(each < count for each, count in zip(index, counts, strict=True)) else set()
+    return found
+
+
+def _missing(
+    item: Place, name: str, leaf: LeafInfo, grid: ChunkGrid, counts: _Index, found: set[_Index]
+) -> Iterator[Finding]:
+    """The first chunks that are not stored, by name, and how many others there are."""
+    missing = math.prod(counts) - len(found)
+    if missing <= 0:
+        return
+    absent = (index for index in _places(list(map(range, counts))) if index not in found)
+    for index in itertools.islice(absent, _NAMED_MAX):
+        box = _box(index, grid, leaf)
+        yield Finding(path=item.url, problem="the chunk is not there", item=name, leaf=leaf.name, box=box)
+    if missing > _NAMED_MAX:
+        problem = f"{missing - _NAMED_MAX} more chunks are not there: of {math.prod(counts)} {len(found)} are stored"
+        yield Finding(path=item.url, problem=problem, item=name, leaf=leaf.name)
+
+
+def _box(index: _Index, grid: ChunkGrid, leaf: LeafInfo) -> Box:
+    assert leaf.shape is not None
+    start = tuple(i * rows for i, rows in zip(index, grid.chunk, strict=True))
+    stop = tuple(min(a + rows, size) for a, rows, size in zip(start, grid.chunk, leaf.shape, strict=True))
+    return Box(start, stop)
+
+
+def _starts(chunk: Box, cell: _Index) -> list[range]:
+    return [range(a, b, rows) for a, b, rows in zip(chunk.start, chunk.stop, cell, strict=True)]
+
+
+def _cells(chunk: Box, cell: _Index) -> Iterator[Box]:
+    """The parts of a chunk that are read whole: itself, or the chunks in a shard."""
+    for start in _places(_starts(chunk, cell)):
+        yield Box(start, tuple(min(a + rows, stop) for a, rows, stop in zip(start, cell, chunk.stop, strict=True)))
+
+
+def _places(along: Sequence[range]) -> Iterator[_Index]:
+    """As `itertools.product`, which would hold every number of a range that a damaged shape makes long."""
+    for number in range(math.prod(map(len, along))):
+        place = []
+        for each in reversed(along):
+            number, at = divmod(number, len(each))
+            place.append(each[at])
+        yield tuple(reversed(place))
