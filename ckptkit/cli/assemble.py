@@ -139,7 +139,7 @@ def _write(
         plan = replace(plan, made_by=f"{how} of {state_of(opened)}: {plan.made_by}")
         if not dry_run:
             with progress_bar() as progress:
-                convert(made, plan, memory_bytes=memory_bytes, resume=resume, progress=progress)
+                convert(made, plan, memory_bytes=memory_bytes, resume=resume, progress=progress, timeout_s=timeout_s)
     if as_json:
         print_json({**plan.to_json(), "written": not dry_run})
     else:

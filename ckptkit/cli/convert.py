@@ -82,7 +82,9 @@ def convert(
         )
         if not dry_run:
             with progress_bar() as progress:
-                convert_tensors(opened, plan, memory_bytes=memory_bytes, resume=resume, progress=progress)
+                convert_tensors(
+                    opened, plan, memory_bytes=memory_bytes, resume=resume, progress=progress, timeout_s=timeout_s
+                )
     if as_json:
         print_json({**plan.to_json(), "written": not dry_run})
     else:

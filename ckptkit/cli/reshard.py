@@ -119,7 +119,13 @@ def reshard(
         if not dry_run:
             with progress_bar() as progress:
                 reshard_source(
-                    opened, plan, memory_bytes=memory_bytes, resume=resume, coordinator=job, progress=progress
+                    opened,
+                    plan,
+                    memory_bytes=memory_bytes,
+                    resume=resume,
+                    coordinator=job,
+                    progress=progress,
+                    timeout_s=timeout_s,
                 )
     if job.process == 0 and as_json:
         print_json({**plan.to_json(), "written": not dry_run})

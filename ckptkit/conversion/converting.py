@@ -122,6 +122,7 @@ def convert(
     memory_bytes: int = MEMORY_BYTES,
     resume: bool = False,
     progress: BytesProgress | None = None,
+    timeout_s: float = 60.0,
 ) -> None:
     """Writes what the plan says. The target is not there until all of it is written and synced: then one rename.
 
@@ -130,12 +131,13 @@ def convert(
     note that says so. Damage of a local source leaves nothing, nor does a source that was changed while it was
     read. In a bucket Orbax's items are written in place, and are one when the marker is there; files are made on a
     local disk, one at a time, and uploaded. Cost: the source is read once, unless its chunks lie across the
-    target's; at most `memory_bytes` of array data are held.
+    target's; at most `memory_bytes` of array data are held. A bucket that does
+    not answer is tried for `timeout_s`.
 
     Raises `StoreFullError` before anything is written, `CheckpointError` where `resume` finds another plan's work or
     another process makes the same target, and what reading raises.
     """
-    target = Destination(plan.target)
+    target = Destination(plan.target, timeout_s=timeout_s)
     target.require_room(plan.written_bytes, max((file.size for file in plan.files), default=0))
     now = partial(fingerprint, {**plan.to_json(), "made_by": plan.made_by}, source.sources)
     known_by = now()

@@ -69,18 +69,20 @@ def require_unchanged(known_by: str, now: Callable[[], str], source: str) -> Non
 class Destination:
     """One target while it is made. `url` is where its files go meanwhile, `part` what an interrupted work leaves."""
 
-    def __init__(self, target: str, process: int = 0):
+    def __init__(self, target: str, process: int = 0, *, timeout_s: float = 60.0):
+        """`timeout_s` is how long a bucket is tried that does not answer."""
         self.target = target
+        self._timeout_s = timeout_s
         self.properties = properties_of(target)
         above, _, self._name = target.rpartition("/")
         self._above = above or "/"
         self.part = f"{above}/.{self._name}.ckptkit-part"
         self.url = f"{self.part}/{self._name}" if self.properties.atomic_rename else target
-        self.journal = Journal(open_store(f"{self.part}/journal"), process)
+        self.journal = Journal(self._opened(f"{self.part}/journal"), process)
 
     def store(self) -> Store:
         """Of the target's files; on a disk they are synced by `commit`."""
-        return LocalStore(self.url, durable=False) if self.properties.file_system else open_store(self.url)
+        return LocalStore(self.url, durable=False) if self.properties.file_system else self._opened(self.url)
 
     def put(self, files: Iterable[tuple[str, bytes]]) -> None:
         """Puts small files of the target, and notes them. Cost in a bucket: two requests more for each batch, and one
@@ -131,10 +133,13 @@ class Destination:
         if self.properties.atomic_rename:
             return
         ends = (paths.COMMIT_MARK, INDEX)  # what is put last of a directory
-        if open_store(self._above).stat(self._name) is not None or any(
+        if self._opened(self._above).stat(self._name) is not None or any(
             name.endswith(ends) for name in self.store().list("")
         ):
             raise self._taken()
+
+    def _opened(self, url: str) -> Store:
+        return open_store(url, deadline_s=self._timeout_s)
 
     def _own_files(self) -> dict[str, Stat]:
         """Everything below the target; raises where something of it is not of the work that the journal names."""

@@ -37,7 +37,7 @@ def open_checkpoint(path: str, *, timeout_s: float = 20.0) -> Checkpoint:
     `StoreError` for what cannot be reached.
     """
     url = root_url(path)
-    if _is_file(url):
+    if _is_file(url, timeout_s):
         return _open_file(url, timeout_s)
     if properties_of(url).file_system and local_kind(url) is None:
         raise nothing_at(url, "there is no such file or directory; check the path")
@@ -59,7 +59,7 @@ def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
     there cannot be read, `StoreError` where it cannot be reached.
     """
     url = root_url(path)
-    if not _is_file(url) or _is_manifest(url):
+    if not _is_file(url, timeout_s) or _is_manifest(url):
         known = not properties_of(url).file_system or local_kind(url) == stat.S_IFDIR
         if not known or not is_sharded(Place.open(url, timeout_s=timeout_s).names()):
             return inspect_orbax(path, timeout_s=timeout_s)
@@ -113,12 +113,16 @@ def _is_manifest(url: str) -> bool:
     return paths.save_of_manifest(name) is not None or paths.process_of_sidecar(name) is not None
 
 
-def _is_file(url: str) -> bool:
+def _is_file(url: str, timeout_s: float) -> bool:
     """Whether a path names one file; what is no directory and no regular file is refused where it is opened."""
     if properties_of(url).file_system:
         return local_kind(url) not in (None, stat.S_IFDIR)
     directory, _, name = url.rpartition("/")
-    return bool(name) and not directory.endswith(":/") and RemoteStore(directory).stat(name) is not None
+    return (
+        bool(name)
+        and not directory.endswith(":/")
+        and RemoteStore(directory, timeout_s=timeout_s).stat(name) is not None
+    )
 
 
 def _open_file(url: str, timeout_s: float) -> Checkpoint:

@@ -27,6 +27,7 @@ class Access:
     named: re.Pattern[str]  # how its messages name a permission
     signed_out: frozenset[str] = frozenset()  # errors of its client where it finds no credentials
     unanswered: frozenset[str] = frozenset()  # "library Class": errors of its client for an answer that did not come
+    extra: str | None = None  # of this package, which installs the service's client; None: it comes with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

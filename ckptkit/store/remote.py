@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, final
@@ -14,8 +17,11 @@ from ckptkit.store.backend import PLAIN_PATH, Needed
 from ckptkit.store.backends import backend_of
 from ckptkit.store.base import Properties, PutMode, Stat, checked_key
 from ckptkit.store.refused import is_refusal, refused
+from ckptkit.store.retry import within_deadline
 
-_OPERATION_TIMEOUT_S = 20.0  # of a small object; a server that accepts and never answers would hang a restart
+OPERATION_TIMEOUT_S = 20.0  # of a small object; a server that accepts and never answers would hang a restart
+_FIRST_S_MIN = 0.5  # of the first operation, where finding credentials took almost all of the time
+_reachable: set[str] = set()  # schemes whose client has been made in this process
 _PART_BYTES = 8 << 20  # of an upload: services want 5 MiB at least
 _TRANSIENT_STATUS = {408, 409, 429, 500, 502, 503, 504}
 _VERSIONS = ("generation", "ETag", "etag", "LastModified", "mtime", "created")  # file systems' words, the surest first
@@ -30,10 +36,12 @@ class RemoteStore:
 
     def __init__(self, url: str, *, timeout_s: float | None = None):
         self._url = url.rstrip("/")
-        self._timeout_s = timeout_s or _OPERATION_TIMEOUT_S
+        self._timeout_s = timeout_s or OPERATION_TIMEOUT_S
         self._backend = backend_of(self._url)
-        with _translated(self._url):
-            self._fs, self._root = fsspec.core.url_to_fs(self._url)
+        began_s = time.monotonic()
+        with _translated(self._url, timeout_s=self._timeout_s):
+            self._fs, self._root = _connected(self._url, self._timeout_s)
+        self._first_s: float | None = self._timeout_s - (time.monotonic() - began_s)  # what the first operation has
 
     @property
     def url(self) -> str:
@@ -188,7 +196,9 @@ class RemoteStore:
         """
         operation = getattr(self._fs, method)
         if inspect.iscoroutinefunction(getattr(operation, "__wrapped__", None)):
-            kwargs["timeout"] = self._timeout_s
+            limit_s = self._timeout_s if self._first_s is None else max(_FIRST_S_MIN, self._first_s)
+            kwargs["timeout"] = within_deadline(limit_s)
+        self._first_s = None
         return operation(*args, **kwargs)
 
     def _asking(self, key: str, needs: Needed) -> AbstractContextManager[None]:
@@ -197,6 +207,34 @@ class RemoteStore:
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{checked_key(key)}"
+
+
+def _connected(url: str, timeout_s: float) -> tuple[Any, str]:
+    """fsspec's file system for a URL, and the path in it.
+
+    Clients look for credentials when they are made, and ask a service of the cloud's hosts for as long as they like:
+    the first of a process is made in a thread, which is left alone when the time is over.
+    """
+    scheme = url.partition("://")[0]
+    if scheme not in _reachable:
+        made: list[BaseException | None] = []
+
+        def connect() -> None:
+            try:
+                fsspec.core.url_to_fs(url)
+                made.append(None)
+            except BaseException as error:  # noqa: BLE001  raised below, in the caller's thread
+                made.append(error)
+
+        thread = threading.Thread(target=connect, name="ckptkit-connect", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        if not made:
+            raise TimeoutError(f"no credentials within {timeout_s:g} s")
+        if made[0] is not None:
+            raise made[0]
+        _reachable.add(scheme)
+    return fsspec.core.url_to_fs(url)
 
 
 def _stat(info: Mapping[str, Any]) -> Stat:
@@ -217,11 +255,15 @@ def _translated(where: str, needs: Needed = "list", timeout_s: float | None = No
         raise FileNotFoundError(f"{where}: {error}") from error
     except FileExistsError as error:
         raise FileExistsError(f"{where} exists: {error}") from error
+    except ImportError as error:
+        extra = backend_of(where).access.extra
+        how = f"pip install 'ckptkit[{extra}]'" if extra else "install the package that it names"
+        raise StoreError(f"{where} needs {_package(error)}: {how}", path=where) from error
     except Exception as error:
         status, access = _status(error), backend_of(where).access
         message = f"{where}: {type(error).__name__}: {error}"
         if isinstance(error, TimeoutError):
-            limit_s = timeout_s or _OPERATION_TIMEOUT_S
+            limit_s = timeout_s or OPERATION_TIMEOUT_S
             message = f"{where}: no answer within {limit_s:g} s; look at the network and at the service"
         if status == 412:
             raise FileExistsError(message) from error
@@ -236,6 +278,12 @@ def _translated(where: str, needs: Needed = "list", timeout_s: float | None = No
         if status in _TRANSIENT_STATUS or _is_unanswered(error, access.unanswered):
             raise TransientStoreError(message, path=where) from error
         raise StoreError(message, path=where) from error
+
+
+def _package(error: ImportError) -> str:
+    """fsspec says "Install s3fs to access S3" and raises that anew."""
+    found = re.search(r"[Ii]nstall (\w+)", str(error))
+    return error.name or (found[1] if found else str(error))
 
 
 def _is_unanswered(error: Exception, kinds_of_service: frozenset[str]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import TypeVar, final
 
 from ckptkit.errors import TransientStoreError
@@ -12,6 +13,8 @@ from ckptkit.store.base import Properties, PutMode, Stat, Store
 from ckptkit.util.clock import Deadline
 
 T = TypeVar("T")
+_TRY_S_MIN = 1.0  # what a try needs at least: with less left, the last error is the better answer
+_deadline: ContextVar[Deadline | None] = ContextVar("ckptkit-store-deadline", default=None)
 _jitter = random.Random()  # its own: a job that seeds `random` gets the same numbers with us in the background
 
 
@@ -108,17 +111,27 @@ def retried(
 ) -> T:
     """What `operation` returns, which is repeated where it raises `TransientStoreError`, until `deadline_s`.
 
-    Waits between tries, with full jitter, at most 5 s. One that takes longer than the deadline is tried `tries_min`
-    times all the same. Raises what the last try raised, at once what is not transient.
+    Waits between tries, with full jitter, at most 5 s. No try goes beyond the deadline (see `within_deadline`), but
+    there are `tries_min` of them. Raises what the last try raised, at once what is not transient.
     """
     deadline, delay_s, tries = Deadline(deadline_s), first_delay_s, 0
+    shortest_s = min(_TRY_S_MIN, deadline_s / 10)
     while True:
         tries += 1
+        token = _deadline.set(deadline)
         try:
             return operation()
         except TransientStoreError:
-            if deadline.passed and tries >= tries_min:
+            if deadline.left_s < shortest_s and tries >= tries_min:
                 raise
+        finally:
+            _deadline.reset(token)
         pause_s = _jitter.uniform(0, delay_s)
-        time.sleep(pause_s if deadline.passed else min(pause_s, deadline.left_s))
+        time.sleep(pause_s if deadline.passed else max(0.0, min(pause_s, deadline.left_s - shortest_s)))
         delay_s = min(delay_s * 2, 5.0)
+
+
+def within_deadline(timeout_s: float) -> float:
+    """The limit of time of one try: `timeout_s`, or what is left of the deadline of `retried` that calls it."""
+    deadline = _deadline.get()
+    return timeout_s if deadline is None or deadline.passed else min(timeout_s, deadline.left_s)

@@ -7,7 +7,7 @@ import os
 from ckptkit.store.backends import properties_of
 from ckptkit.store.base import Store
 from ckptkit.store.local import LocalStore
-from ckptkit.store.remote import RemoteStore
+from ckptkit.store.remote import OPERATION_TIMEOUT_S, RemoteStore
 from ckptkit.store.retry import RetryStore
 
 
@@ -23,9 +23,11 @@ def root_url(root: str | os.PathLike[str]) -> str:
 def open_store(root: str | os.PathLike[str], *, deadline_s: float = 60.0, timeout_s: float | None = None) -> Store:
     """The store of a directory, a `file://` URL, or a bucket URL such as `gs://bucket/prefix`.
 
-    An operation is tried for `deadline_s`; a bucket has `timeout_s` for each try (None: `RemoteStore`'s own).
+    An operation is tried for `deadline_s`; a bucket has `timeout_s` for each try (None: `RemoteStore`'s own), and never
+    more than the deadline.
     """
     root = os.fspath(root)
     if properties_of(root).file_system:
         return RetryStore(LocalStore(root.removeprefix("file://")), deadline_s=deadline_s)
+    timeout_s = min(deadline_s, OPERATION_TIMEOUT_S if timeout_s is None else timeout_s)
     return RetryStore(RemoteStore(root, timeout_s=timeout_s), deadline_s=deadline_s)

@@ -83,6 +83,7 @@ S3 = Backend(
         named=re.compile(r"\bs3:[A-Z][A-Za-z]+\b"),
         signed_out=frozenset({"NoCredentialsError"}),
         unanswered=frozenset({"botocore ConnectionError", "botocore HTTPClientError"}),
+        extra="s3",
     ),
     driver="s3",
     service=_service,

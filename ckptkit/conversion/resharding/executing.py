@@ -74,6 +74,7 @@ def reshard(
     resume: bool = False,
     coordinator: Coordinator | None = None,
     progress: BytesProgress | None = None,
+    timeout_s: float = 60.0,
 ) -> None:
     """Writes what the plan says; returns once the target is committed, on every process of `coordinator`'s job.
 
@@ -82,12 +83,13 @@ def reshard(
     them and commits: on a disk by a rename, in a bucket by the marker. What an interrupted run left is gone on with by
     `resume`, with as many processes, and deleted by another run. Cost: `plan.read_bytes` are read and
     `plan.written_bytes` written, over all processes; each holds at most `memory_bytes` of array data.
+    A bucket that does not answer is tried for `timeout_s`.
 
     Raises `CheckpointError` where processes have different plans, or another job makes the same target,
     `TransientStoreError` or `CoordinationError` where another process failed, and what reading and writing raise.
     """
     coordinator = coordinator or LocalCoordinator()
-    target = Destination(plan.target, coordinator.process)
+    target = Destination(plan.target, coordinator.process, timeout_s=timeout_s)
     now = partial(fingerprint, {**plan.to_json(), "processes": coordinator.count}, [plan.source])
     known_by = now()
 
