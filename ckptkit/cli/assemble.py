@@ -15,6 +15,7 @@ from ckptkit.cli.exits import Exit
 from ckptkit.cli.memory import keep_freed_memory
 from ckptkit.cli.options import DRY_RUN, JSON, MAP, MEMORY, TIMEOUT
 from ckptkit.cli.progress import progress_bar
+from ckptkit.cli.sources import leased_sources
 from ckptkit.cli.text import print_json
 from ckptkit.conversion import (
     MapRule,
@@ -131,15 +132,15 @@ def _write(
     jax.config.update("jax_platforms", "cpu")  # Orbax asks JAX for its process: no accelerator is to be taken for that
     with ExitStack() as files:
         opened = [files.enter_context(open_checkpoint(source, timeout_s=timeout_s)) for source in sources]
+        files.enter_context(leased_sources([path for each in opened for path in each.sources], timeout_s))
         made = make(opened)
-        plan = plan_convert(
-            made, target, to, rules=rules, casts=casts, shard_bytes=shard_bytes, memory_bytes=memory_bytes
-        )
+        limits: Any = {"memory_bytes": memory_bytes, "timeout_s": timeout_s}
+        plan = plan_convert(made, target, to, rules=rules, casts=casts, shard_bytes=shard_bytes, **limits)
         # What is gone on with must come from the same files in the same way.
         plan = replace(plan, made_by=f"{how} of {state_of(opened)}: {plan.made_by}")
         if not dry_run:
             with progress_bar() as progress:
-                convert(made, plan, memory_bytes=memory_bytes, resume=resume, progress=progress, timeout_s=timeout_s)
+                convert(made, plan, resume=resume, progress=progress, **limits)
     if as_json:
         print_json({**plan.to_json(), "written": not dry_run})
     else:

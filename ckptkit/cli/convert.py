@@ -11,6 +11,7 @@ from ckptkit.cli.exits import Exit
 from ckptkit.cli.memory import keep_freed_memory
 from ckptkit.cli.options import JSON, MAP, MEMORY, TIMEOUT, SizeType
 from ckptkit.cli.progress import progress_bar
+from ckptkit.cli.sources import leased_sources
 from ckptkit.cli.text import count_text, print_json, print_line, print_table, shape_text, size_text
 from ckptkit.conversion import ConvertPlan, plan_convert, read_rules
 from ckptkit.conversion import convert as convert_tensors
@@ -76,10 +77,9 @@ def convert(
     keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")  # Orbax asks JAX for its process: no accelerator is to be taken for that
     rules = [] if map_path is None else read_rules(map_path)
-    with open_checkpoint(source, timeout_s=timeout_s) as opened:
-        plan = plan_convert(
-            opened, target, to, rules=rules, casts=casts, shard_bytes=shard_bytes, memory_bytes=memory_bytes
-        )
+    limits: Any = {"memory_bytes": memory_bytes, "timeout_s": timeout_s}
+    with open_checkpoint(source, timeout_s=timeout_s) as opened, leased_sources(opened.sources, timeout_s):
+        plan = plan_convert(opened, target, to, rules=rules, casts=casts, shard_bytes=shard_bytes, **limits)
         if not dry_run:
             with progress_bar() as progress:
                 convert_tensors(

@@ -9,6 +9,7 @@ import click
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import JSON, MAP, MEMORY, TIMEOUT
 from ckptkit.cli.progress import reading_bar
+from ckptkit.cli.sources import leased_sources
 from ckptkit.cli.text import count_text, print_json, print_line, print_table
 from ckptkit.conversion import Difference, mapped, no_arrays, read_rules
 from ckptkit.conversion import diff as diff_tensors
@@ -36,7 +37,11 @@ def diff(
     The rules of --map are applied to A. Exit code 20 where they differ by more than the tolerances.
     """
     rules = [] if map_path is None else read_rules(map_path)
-    with open_checkpoint(a, timeout_s=timeout_s) as one, open_checkpoint(b, timeout_s=timeout_s) as two:
+    with (
+        open_checkpoint(a, timeout_s=timeout_s) as one,
+        open_checkpoint(b, timeout_s=timeout_s) as two,
+        leased_sources([*one.sources, *two.sources], timeout_s),
+    ):
         tensors = mapped(one.by_name(), rules), two.by_name()
         with reading_bar() as progress:
             found = diff_tensors(*tensors, rtol=rtol, atol=atol, memory_bytes=memory_bytes, progress=progress)

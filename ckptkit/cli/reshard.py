@@ -11,6 +11,7 @@ from ckptkit.cli.exits import Exit
 from ckptkit.cli.memory import keep_freed_memory
 from ckptkit.cli.options import JSON, MEMORY, TIMEOUT, SizeType
 from ckptkit.cli.progress import progress_bar
+from ckptkit.cli.sources import leased_sources
 from ckptkit.cli.text import count_text, print_json, print_line, print_table, shape_text, size_text
 from ckptkit.conversion.resharding import (
     Amplification,
@@ -109,11 +110,10 @@ def reshard(
     rules = [] if rules_path is None else read_spec_rules(rules_path)
     specs = None if like is None else specs_like(like, timeout_s=timeout_s)
     opened = open_source(source, timeout_s=timeout_s)
-    with opened.opened:
+    limits: Any = {"memory_bytes": memory_bytes, "timeout_s": timeout_s}
+    with opened.opened, leased_sources(opened.opened.sources, timeout_s):
         job = make_coordinator(_PROCESSES_S)
-        plan = plan_reshard(
-            opened, target, meshes, rules=rules, like=specs, chunk_bytes=chunk_bytes, memory_bytes=memory_bytes
-        )
+        plan = plan_reshard(opened, target, meshes, rules=rules, like=specs, chunk_bytes=chunk_bytes, **limits)
         if job.process == 0 and not as_json:
             _show(plan)
         if not dry_run:

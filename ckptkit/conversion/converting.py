@@ -17,6 +17,7 @@ from ckptkit.conversion.journal import Journal, fingerprint
 from ckptkit.conversion.mapping import MapRule, Tensors, cast, mapped, tensors_bytes
 from ckptkit.conversion.orbax_step import require_tree, write_step
 from ckptkit.conversion.passes import BytesProgress
+from ckptkit.conversion.roots import require_fitting
 from ckptkit.errors import CheckpointError
 from ckptkit.formats.safetensors import INDEX, SUFFIX
 from ckptkit.formats.tensors import MEMORY_BYTES, Checkpoint, block_bytes
@@ -73,15 +74,18 @@ def plan_convert(
     casts: Iterable[tuple[str, str]] = (),
     shard_bytes: int = SHARD_BYTES,
     memory_bytes: int = MEMORY_BYTES,
+    timeout_s: float = 20.0,
 ) -> ConvertPlan:
     """What `convert` would write; nothing is.
 
-    Raises `CheckpointError` for rules, names or chunks that cannot be, and for a local target that is there already,
+    Raises `CheckpointError` for rules, names or chunks that cannot be, for a local target that is there already, and
+    for an Orbax target in the root of a run (a bucket is asked for `timeout_s`),
     `StepNotFoundError` for a rule or cast that matches no leaf.
     """
     target, casts = target_url(target), tuple(casts)
     if to == "orbax":
         require_orbax_target(target)
+        require_fitting(target, timeout_s=timeout_s)
     tensors = cast(mapped(source.by_name(), rules), casts)
     if not tensors:
         raise CheckpointError(f"{source.path} has no tensor that could be converted", path=source.path)

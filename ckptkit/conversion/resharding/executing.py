@@ -18,6 +18,7 @@ from ckptkit.conversion.resharding.choosing import SpecRule
 from ckptkit.conversion.resharding.meshes import Mesh, Spec
 from ckptkit.conversion.resharding.planning import LeafPlan, ReshardPlan, make_plan, plan_leaves
 from ckptkit.conversion.resharding.source import ReshardSource, SourceItem
+from ckptkit.conversion.roots import require_fitting
 from ckptkit.durable.cells.writer import can_hold, merge_processes, process_directory
 from ckptkit.durable.sidecars import marker_text
 from ckptkit.errors import CheckpointError
@@ -43,10 +44,14 @@ def plan_reshard(
     like: Mapping[str, Spec] | None = None,
     chunk_bytes: int = CELL_BYTES,
     memory_bytes: int = MEMORY_BYTES,
+    timeout_s: float = 20.0,
 ) -> ReshardPlan:
-    """What `reshard` would write. Raises `CheckpointError` for what does not fit, and a local target that is there."""
+    """What `reshard` would write. Raises `CheckpointError` for what does not fit, for a local target that is there, and
+    for one in the root of a run (a bucket is asked for `timeout_s`)."""
     url = target_url(target)
     require_orbax_target(url)
+    is_step = source.opened.facts.kind == "step"
+    require_fitting(url, source.save_id if is_step else None, timeout_s=timeout_s)
     records = {item.name: item.records for item in source.items}
     for record in (record for leaves in records.values() for record in leaves):
         if not can_hold(record.dtype):

@@ -1,0 +1,86 @@
+"""Roots of runs around a conversion: what is read there is leased, and nothing is written into one that would outrank
+the run's own saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+from ckptkit.durable.lifecycle.leases import Lease
+from ckptkit.errors import CheckpointError, StoreError
+from ckptkit.inspection.places import Place
+from ckptkit.inspection.roots import DurableStep, read_ancestry, read_root
+from ckptkit.model import paths
+from ckptkit.model.manifest import SaveId
+from ckptkit.store import open_store
+
+_LEASE_S = 60.0
+
+
+@contextmanager
+def leased(sources: Iterable[str], *, timeout_s: float = 20.0) -> Iterator[list[str]]:
+    """Keeps the steps that are read from being pruned by a running job; yields what could not be leased, in words.
+
+    Of sources that are no steps of a root of ours nothing is leased. Cost: two listings for each source, and a small
+    object that is renewed. Raises `CheckpointError` for a step that its job is deleting.
+    """
+    notes: list[str] = []
+    with ExitStack() as held:
+        for root, step in sorted({found for source in sources if (found := _step_of(source, timeout_s))}):
+            try:
+                lease = held.enter_context(Lease(open_store(root, deadline_s=timeout_s), step, lease_s=_LEASE_S))
+            except StoreError as error:
+                notes.append(f"step {step} of {root} is not leased, a running job may delete it meanwhile: {error}")
+                continue
+            if not lease.granted():
+                raise CheckpointError(f"{root}: step {step} is being deleted by its job; name a newer one", path=root)
+        yield notes
+
+
+def require_fitting(target: str, save_id: SaveId | None = None, *, timeout_s: float = 20.0) -> None:
+    """Raises `CheckpointError` for an Orbax target in the root of a run that would take it for something else.
+
+    A whole step with a `save_id` may stand among steps that are older by number and by save, where no job has begun
+    with ckptkit. An item (None) may not stand beside steps. Cost: a listing of the directory above, and of the steps
+    in it.
+    """
+    root, _, name = target.rpartition("/")
+    step = paths.step_of_name(name)
+    if paths.step_of_name(root.rpartition("/")[2]) is not None and _is_step(Place.open(root, timeout_s=timeout_s)):
+        raise CheckpointError(f"{target} is inside the step {root}; name a place outside of it", path=target)
+    place = Place.open(root, timeout_s=timeout_s)
+    began = f"{paths.SIDECAR_DIR}/" in place.names() and bool(place.below(paths.EPOCHS_DIR).names())
+    steps = [each for each in read_root(place, read_ancestry(place)[0]).steps if _is_step(each.place)]
+    if began or (steps and (save_id is None or step is None or not _is_in_order(steps, replace(save_id, step=step)))):
+        raise CheckpointError(
+            f"{target} is in {root}, the root of a run{_numbers(steps)}: its next restart could take this for its own "
+            "newest save and delete others. Name a place outside; `ckptkit copy` can add a step to a root",
+            path=target,
+        )
+
+
+def _is_step(place: Place) -> bool:
+    return paths.STEP_METADATA in place.names()
+
+
+def _is_in_order(steps: Iterable[DurableStep], save_id: SaveId) -> bool:
+    others = [each for each in steps if each.step != save_id.step]  # that one is there already, which is another error
+    return all((each.step < save_id.step) == (each.identity < save_id) for each in others)
+
+
+def _numbers(steps: list[DurableStep]) -> str:
+    return f" with steps up to {max(each.step for each in steps)}" if steps else ""
+
+
+def _step_of(source: str, timeout_s: float) -> tuple[str, int] | None:
+    """The root and the number of the step that a source is, or is an item of; None where no root of ours has it."""
+    url = source.rstrip("/")
+    for _ in range(2):
+        url, _, name = url.rpartition("/")
+        step = paths.step_of_name(name)
+        if url and step is not None and f"{paths.SIDECAR_DIR}/" in Place.open(url, timeout_s=timeout_s).names():
+            below = Place.open(f"{url}/{paths.SIDECAR_DIR}", timeout_s=timeout_s).names()
+            if any(name.rstrip("/") in ("epochs", "leases") for name in below):
+                return url, step
+    return None

@@ -1,0 +1,104 @@
+"""Conversions beside a run: its steps are leased while they are read, and nothing is written into its root."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from ckptkit.conversion import leased
+from ckptkit.errors import CheckpointError
+from ckptkit.model import paths
+from ckptkit.store import open_store
+from tests.cli.conftest import Run
+
+MESH = ("--mesh", "a=1")
+
+
+def run(root: Path, starts: int, *steps: int) -> Path:
+    """A root of ours that a job has saved to, begun so many times."""
+    for _ in range(starts):
+        with ckptkit.CheckpointManager(root) as manager:
+            manager.restore(None) if manager.all_steps() else None
+            for step in steps:
+                if step not in manager.all_steps():
+                    manager.save(step, args=ocp.args.StandardSave({"w": jnp.arange(3.0) + step}))
+            manager.wait_until_finished()
+    return root
+
+
+def stock(root: Path, *steps: int) -> Path:
+    with ocp.CheckpointManager(root) as manager:
+        for step in steps:
+            manager.save(step, args=ocp.args.StandardSave({"w": jnp.arange(3.0) + step}))
+        manager.wait_until_finished()
+    return root
+
+
+def below(root: Path) -> list[str]:
+    return sorted(str(each.relative_to(root)) for each in root.rglob("*"))
+
+
+@pytest.mark.parametrize("command", ["convert", "reshard"])
+def test_target_in_the_root_of_a_run_is_refused(command: str, ckpt: Run, tmp_path: Path) -> None:
+    """A restart would take the foreign save for the newest of the run, and the run's own steps be deleted."""
+    root, other = run(tmp_path / "root", 1, 1000, 2000), run(tmp_path / "other", 3, 50)
+    before = below(root)
+    how = ("--to", "orbax") if command == "convert" else MESH
+    for name in ("60", "3000", "2000/more"):
+        said = ckpt(command, other / "50", root / name, *how)
+        assert (said.code, "ame a place outside" in said.err) == (1, True), said.err
+    assert below(root) == before
+    with ckptkit.CheckpointManager(root) as manager:
+        assert manager.latest_step() == 2000
+
+
+def test_step_among_stock_steps_must_fit_their_order(ckpt: Run, tmp_path: Path) -> None:
+    """An older step of a run with more starts would outrank the steps of stock Orbax."""
+    root, other = stock(tmp_path / "root", 1000, 2000), run(tmp_path / "other", 3, 50)
+    said = ckpt("reshard", other / "50", root / "60", *MESH)
+    assert (said.code, "the root of a run with steps up to 2000" in said.err) == (1, True), said.err
+    assert "the root of a run" in ckpt("convert", other / "50", root / "3000", "--to", "orbax").err
+    assert ckpt("reshard", other / "50", root / "3000", *MESH).code == 0
+
+
+def test_steps_are_resharded_into_a_new_root_one_by_one(ckpt: Run, tmp_path: Path) -> None:
+    """The second step of a run could not follow the first into a root of their own."""
+    root, made = run(tmp_path / "root", 2, 1, 2, 3), tmp_path / "made"
+    made.mkdir()
+    for step in (2, 3, 1):
+        assert ckpt("reshard", root / str(step), made / str(step), *MESH).code == 0
+    with ckptkit.CheckpointManager(made) as manager:
+        assert manager.all_steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("of", ["", "/2", "/2/default"])
+def test_source_is_leased_while_it_is_read(of: str, ckpt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running job would delete the step that a long conversion reads."""
+    root = run(tmp_path / "root", 1, 1, 2)
+    store, seen = open_store(root), []
+    plain = shutil.disk_usage
+
+    def looks(path: str) -> object:  # in the middle of the work
+        seen.append([store.get(f"{paths.LEASES_DIR}/{name}") for name in store.list(paths.LEASES_DIR)])
+        return plain(path)
+
+    monkeypatch.setattr("ckptkit.conversion.destination.shutil.disk_usage", looks)
+    assert ckpt("convert", f"{root}{of}", tmp_path / "out", "--to", "npz").code == 0
+    assert len(seen) == 1
+    assert b'"step": 2' in seen[0][0]
+    assert store.list(paths.LEASES_DIR) == []
+
+
+def test_step_that_is_being_deleted_is_refused(tmp_path: Path) -> None:
+    """Half of it would be read, and the error say that it is damaged."""
+    root = run(tmp_path / "root", 1, 1, 2)
+    open_store(root).put(paths.DOOMED_KEY, b'{"steps": [1]}')
+    with pytest.raises(CheckpointError, match="step 1 is being deleted by its job"), leased([f"{root}/1"]):
+        pass
+    assert os.listdir(root / paths.LEASES_DIR) == []
