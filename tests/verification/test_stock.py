@@ -20,6 +20,7 @@ import pytest
 import tensorstore as ts
 
 import ckptkit
+from ckptkit.model.paths import array_prefix
 from ckptkit.verification import StepProof
 from tests.states import abstract, assert_same
 
@@ -29,16 +30,17 @@ LAYOUTS = list(itertools.product(("zarr2", "zarr3"), ("files", "ocdbt"), ("whole
 
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`<zarr>-<store>-<chunks>` for each of `LAYOUTS`: `w` is all zeros, and the key `""` at the top is an array."""
+    """`<zarr>-<store>-<chunks>` for each of `LAYOUTS`, where `w` is all zeros; `-unnamed`: that leaf has no name."""
     home = tmp_path_factory.mktemp("layouts")
-    tree = {"w": jnp.zeros((SIDE, SIDE)), "": jnp.arange(float(SIDE)), "n": 3, "s": np.float32(2)}
-    for zarr, store, chunks in LAYOUTS:
+    rest = {"n": 3, "s": np.float32(2)}
+    for (zarr, store, chunks), name in itertools.product(LAYOUTS, ("w", "")):
+        tree = {name: jnp.zeros((SIDE, SIDE)), **rest}
         handler = ocp.PyTreeCheckpointHandler(use_zarr3=zarr == "zarr3", use_ocdbt=store == "ocdbt")
         small = ocp.SaveArgs(chunk_byte_size=SIDE * SIDE) if chunks == "subchunked" else ocp.SaveArgs()
-        save_args = {name: small if name == "w" else ocp.SaveArgs() for name in tree}
+        save_args = {name: small, **dict.fromkeys(rest, ocp.SaveArgs())}
         with ocp.Checkpointer(handler) as checkpointer:
             args = ocp.args.PyTreeSave(tree, save_args=save_args)  # pyright: ignore[reportCallIssue]
-            checkpointer.save(home / "-".join((zarr, store, chunks)), args=args)
+            checkpointer.save(home / "-".join((zarr, store, chunks, *([] if name else ["unnamed"]))), args=args)
     return home
 
 
@@ -55,20 +57,19 @@ def forget(item: Path, key: str) -> None:
     store.write(key, None).result()
 
 
+@pytest.mark.parametrize("name", ["w", ""], ids=["named", "unnamed"])
 @pytest.mark.parametrize("layout", ["-".join(each) for each in LAYOUTS])
-def test_lost_chunk_is_found_in_every_layout(layouts: Path, tmp_path: Path, layout: str) -> None:
+def test_lost_chunk_is_found_in_every_layout(layouts: Path, tmp_path: Path, layout: str, name: str) -> None:
     """A restore would read zeros, and `prune` would delete the last good step before it."""
-    assert proof_of(layouts / layout).state == "unproven"
+    source, item = layouts / (layout if name else f"{layout}-unnamed"), tmp_path / "item"
+    assert proof_of(source).state == "unproven"
     last = 0 if "whole" in layout else 1
-    zarr3 = layout.startswith("zarr3")
-    for leaf, key in (("w", f"w/c/{last}/0" if zarr3 else f"w/{last}.0"), ("", "c/0" if zarr3 else "0")):
-        item = tmp_path / f"{layout}-{leaf}"
-        shutil.copytree(layouts / layout, item)
-        forget(item, key)
-        proof = proof_of(item)
-        assert (proof.state, proof.findings[0].leaf) == ("corrupt", leaf), key
-        assert "the chunk is not there" in str(proof.findings[0])
-        assert proof.findings[0].box is not None
+    shutil.copytree(source, item)
+    forget(item, array_prefix(name) + (f"c/{last}/0" if layout.startswith("zarr3") else f"{last}.0"))
+    proof = proof_of(item)
+    assert (proof.state, proof.findings[0].leaf) == ("corrupt", name)
+    assert "the chunk is not there" in str(proof.findings[0])
+    assert proof.findings[0].box is not None
 
 
 def test_lost_chunks_are_counted_beyond_the_first(layouts: Path, tmp_path: Path) -> None:
