@@ -175,9 +175,7 @@ def side_files(
         for record in records
         if record.kind == "jax"
     ]
-    text = array_metadatas_text(arrays)
-    if not provable:
-        text = json.dumps({key: value for key, value in json.loads(text).items() if key != paths.SIDECAR_SIGN})
+    text = array_metadatas_text(arrays, has_sidecar=provable)
     files = {f"{ARRAY_METADATAS}/process_{writer.process}": text}
     if provable:
         files[f"{paths.SIDECAR_DIR}/{paths.sidecar_name(writer.process)}"] = manifest.to_bytes().decode()

@@ -119,6 +119,7 @@ class DurableReader:
         self._placed = PlacedCells(self._url, profile)
         self._ranges = PlacedRanges(self._url, profile) if self.round_trips else None
         self._ahead: Future[list[Manifest]] | None = None
+        self.without_sidecars: tuple[str, ...] = ()  # items, once `manifests` has returned
         self._lock = threading.Lock()
         self._arrays: dict[tuple[str, str], ts.TensorStore] = {}
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})
@@ -152,7 +153,8 @@ class DurableReader:
         listed = dict(
             zip(items, all_of(self._url, [partial(self._listed, item, to_read) for item in items]), strict=True)
         )
-        self._require_sidecars([item for item, sidecars in listed.items() if not sidecars])
+        self.without_sidecars = tuple(item for item, sidecars in listed.items() if not sidecars)
+        self._require_sidecars(self.without_sidecars)
         missing = [(item, n) for item, sidecars in listed.items() for n, known in sidecars.items() if known is None]
         with ThreadPoolExecutor(READ_THREADS) as pool:
             read = dict(zip(missing, pool.map(lambda key: self._sidecar(*key), missing), strict=True))

@@ -19,7 +19,7 @@ from ckptkit.durable.lifecycle.leases import PruneGuard
 from ckptkit.durable.lifecycle.listing import StepListing
 from ckptkit.durable.lifecycle.pins import pinned_steps
 from ckptkit.durable.orbax.handlers import handler_name, make_writer
-from ckptkit.durable.orbax.host_shards import has_host_shards
+from ckptkit.durable.orbax.host_shards import has_sidecar
 from ckptkit.durable.orbax.manager import (
     DEFAULT_ITEM,
     METRICS_ITEM,
@@ -154,16 +154,17 @@ class DurableSteps:
         """
         self._tries.begin(about or str(save_id))
         self._refuse_unfit()
-        has_sidecar = any(map(has_host_shards, items.values()))
-        custom = {**(custom_metadata or {}), **({} if has_sidecar else identity_metadata(save_id))}
+        by_orbax = self._orbax_writes or not is_writable(items)
+        has_sidecars = any(has_sidecar(args, by_orbax=by_orbax) for args in items.values())
+        custom = {**(custom_metadata or {}), **({} if has_sidecars else identity_metadata(save_id))}
         self._pruner.wait()
         self._settle()
         self._clean_left(save_id)
         self._meet_abandoned(save_id.step, ancestry)
-        if is_writable(items) and not self._orbax_writes:
-            self._write(save_id, items, metrics, custom, check_epoch)
-        else:
+        if by_orbax:
             self._write_through_orbax(save_id, items, metrics, custom, default_item=default_item)
+        else:
+            self._write(save_id, items, metrics, custom, check_epoch)
         if self._on_committed is not None:
             self._on_committed()
 

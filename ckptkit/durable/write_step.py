@@ -26,7 +26,7 @@ from ckptkit.durable.cells.tensorstore_wait import small_objects
 from ckptkit.durable.cells.writer import CellWriter, merge_processes, process_directory
 from ckptkit.durable.commit import BucketAttempt, DiskAttempt, make_attempt
 from ckptkit.durable.orbax import files as orbax_files
-from ckptkit.durable.orbax.host_shards import HostShards, shards_of
+from ckptkit.durable.orbax.host_shards import HostShards, HostTreeSave, shards_of
 from ckptkit.durable.orbax.manager import METRICS_ITEM
 from ckptkit.errors import TransientStoreError
 from ckptkit.job.coordination import Coordinator
@@ -44,7 +44,7 @@ _PUTS = 8  # small files on their way at a time, beside the data
 
 def is_writable(items: Mapping[str, Any]) -> bool:
     """Whether these save arguments are of the kinds that are written here: trees of `host_tree`, and JSON."""
-    return all(isinstance(item, ocp.args.PyTreeSave | ocp.args.JsonSave) for item in items.values())
+    return all(isinstance(item, HostTreeSave | ocp.args.JsonSave) for item in items.values())
 
 
 @final
@@ -173,6 +173,7 @@ class StepWriter:
                 puts += [pool.submit(put, f"{item}/{file}", data) for file, data in files.items()]
                 del files  # a manifest and more: it goes with the put
                 self._write_arrays(f"{place}/{item}", args.item, profile, ready)
+                args.on_written()
             ready()
             for each in puts:
                 each.result()
@@ -198,15 +199,15 @@ class StepWriter:
         except Exception:
             cells.give_up()
             raise
-        if shards := shards_of(tree):
-            shards[0].on_written()  # the same on all of them
 
     @collection_paused()
     def _side_files(self, args: Any) -> dict[str, bytes]:
         process, shards = self._coordinator.process, shards_of(args.item)
-        files = {f"{paths.ARRAY_METADATAS}/process_{process}": orbax_files.array_metadatas_text(shards).encode()}
-        if shards:
-            files[f"{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}"] = shards[0].sidecar
+        metadatas = orbax_files.array_metadatas_text(shards, has_sidecar=True)
+        files = {
+            f"{paths.ARRAY_METADATAS}/process_{process}": metadatas.encode(),
+            f"{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}": args.sidecar,
+        }
         if process == 0:
             files[paths.TREE_METADATA] = orbax_files.tree_text(args.item, args.custom_metadata).encode()
             shardings = orbax_files.shardings_text(shards)

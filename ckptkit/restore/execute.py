@@ -114,7 +114,12 @@ class LocalRead:
         for name, stored in prepared.inline.items():
             items[name] = give_back(stored, prepared.asked.inline[name])
         if prepared.asked.orbax:
-            items |= stock_restore.restore_items(self._durable, save_id.step, prepared.asked.orbax)
+            plain = [name for name, arg in prepared.asked.orbax.items() if arg is None]
+            args = {name: arg for name, arg in prepared.asked.orbax.items() if arg is not None}
+            if plain:
+                items |= stock_restore.as_saved(self._durable.reader(save_id.step).url, plain)
+            if args:
+                items |= stock_restore.restore_items(self._durable, save_id.step, args)
         return items
 
     def rejected(self, save_id: SaveId, proves: VerifySelection) -> OnRejected:

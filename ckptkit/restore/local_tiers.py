@@ -58,6 +58,7 @@ class Holdings:
     sources: tuple[Source, ...]
     readers: tuple[BoxReader, ...]
     expect: Callable[[Sequence[Wanted]], None] | None = None  # of the last source: told what it will be asked for
+    unproven: tuple[str, ...] = ()  # items of the durable step that no manifest describes: only Orbax reads them
 
     @property
     def manifests(self) -> tuple[Manifest, ...]:

@@ -29,6 +29,11 @@ class Prepared:
     plan: RestorePlan
     holdings: Holdings
 
+    @property
+    def is_proven(self) -> bool:
+        """Whether a digest covers all that is given back."""
+        return not set(self.holdings.unproven).intersection(self.asked.orbax)
+
 
 @final
 class Preparer:
@@ -43,7 +48,7 @@ class Preparer:
 
         Raises `CorruptCheckpointError` where they do not cover it, `TreeMismatchError` where it is another tree.
         """
-        asked = self.asked(holdings.manifests, wanted)
+        asked = self.asked(holdings.manifests, wanted, holdings.unproven)
         if asked.orbax and not candidate.durable:
             raise CorruptCheckpointError(only_by_orbax(asked), step=candidate.save_id.step)
         return self.prepare(candidate.save_id, holdings, asked)
@@ -66,9 +71,11 @@ class Preparer:
                     shared.update(processes if self._coordinator.process in processes else ())
         return [process for process, _ in shared.most_common()]
 
-    def asked(self, manifests: Sequence[Manifest], wanted: RestoreRequest) -> SortedRequest:
-        """What is wanted, sorted by who can give it."""
-        return sorted_request(wanted, manifests, where=self._where)
+    def asked(
+        self, manifests: Sequence[Manifest], wanted: RestoreRequest, unproven: Sequence[str] = ()
+    ) -> SortedRequest:
+        """What is wanted, sorted by who can give it. `unproven` are items that no manifest describes."""
+        return sorted_request(wanted, manifests, where=self._where, unproven=unproven)
 
     def _answers(self, save_id: SaveId, manifests: Sequence[Manifest], asked: SortedRequest) -> dict[str, TreeAnswer]:
         """How each tree is given back. One that Orbax is to give back is read and proven as it was saved."""

@@ -75,31 +75,42 @@ class SortedRequest:
 
     trees: Mapping[str, Any] = field(default_factory=dict)  # item -> Orbax's argument, or None
     inline: Mapping[str, Any] = field(default_factory=dict)
-    orbax: Mapping[str, Any] = field(default_factory=dict)
+    orbax: Mapping[str, Any] = field(default_factory=dict)  # None: as it was saved
 
 
-def sorted_request(wanted: RestoreRequest, manifests: Sequence[Manifest], *, where: str) -> SortedRequest:
-    """Sorts what is wanted by who can give it; raises `ItemNotFoundError` for an item that the save has not."""
+def sorted_request(
+    wanted: RestoreRequest, manifests: Sequence[Manifest], *, where: str, unproven: Sequence[str] = ()
+) -> SortedRequest:
+    """Sorts what is wanted by who can give it; raises `ItemNotFoundError` for an item that the save does not hold.
+
+    `unproven` are the items of the step that no manifest describes.
+    """
     trees = {name for manifest in manifests for name in manifest.arrays}
     inline = {n: s["kind"] for m in manifests for n, s in m.inline.items() if s["kind"] != STRUCTURE}
-    wanted.check_mode(trees | set(inline))
+    held = trees | set(inline) | set(unproven)
+    wanted.check_mode(held)
     if wanted.choose is not None:
         chosen = wanted.choose({item: merged_leaves(manifests, item) for item in sorted(trees)})
         return SortedRequest(trees={item: PartialTree(tree) for item, tree in chosen.items()})
     if wanted.args is None:
-        names = {DEFAULT_ITEM} if wanted.default_item else trees | set(inline)
+        names = {DEFAULT_ITEM} if wanted.default_item else held
         return SortedRequest(
-            trees=dict.fromkeys(sorted(trees & names)), inline={n: None for n in sorted(inline) if n in names}
+            trees=dict.fromkeys(sorted(trees & names)),
+            inline={n: None for n in sorted(inline) if n in names},
+            orbax={n: None for n in unproven if n in names},
         )
     sorted_out: dict[str, dict[str, Any]] = {"trees": {}, "inline": {}, "orbax": {}}
     for name, arg in wanted.args.items():
-        if name not in trees and name not in inline:
-            found = sorted(trees | set(inline))
-            raise ItemNotFoundError(f'Item "{name}" was not found in {where}. Available items: {found}', path=where)
+        if name not in held:
+            raise ItemNotFoundError(
+                f'Item "{name}" was not found in {where}. Available items: {sorted(held)}', path=where
+            )
         if name in trees:
             sorted_out["trees" if _gives_back_tree(arg) else "orbax"][name] = arg
-        else:
+        elif name in inline:
             sorted_out["inline" if gives_back(inline[name], arg) else "orbax"][name] = arg
+        else:
+            sorted_out["orbax"][name] = arg
     return SortedRequest(**sorted_out)
 
 

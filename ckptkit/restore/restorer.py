@@ -221,7 +221,7 @@ class Restorer:
             default_item=DEFAULT_ITEM in items,
             slot_bytes=0 if proven.prepared is None else _slot_bytes(proven.prepared.targets),
             read_bytes=proven.read_bytes,
-            proven=proven.proves.proves_all,
+            proven=proven.proves.proves_all and proven.prepared is not None and proven.prepared.is_proven,
         )
 
     def _together(self, channel: str, act: Callable[[], _T]) -> tuple[str | None, _T | None]:

@@ -185,4 +185,12 @@ class SourceSearch:
             sources=(*fast.sources, Source(tier=DURABLE, manifests=durable, remote=reader.round_trips)),
             readers=(*fast.readers, reader.read),
             expect=reader.expect,
+            unproven=_unproven(reader.without_sidecars, (*fast.manifests, *durable)),
         )
+
+
+def _unproven(without_sidecars: Sequence[str], manifests: Sequence[Manifest]) -> tuple[str, ...]:
+    """The items of a step that no manifest has: trees without jax arrays of an earlier version, and what Orbax wrote
+    beside ours."""
+    described = {name for manifest in manifests for name in (*manifest.arrays, *manifest.inline)}
+    return tuple(name for name in without_sidecars if name not in described)

@@ -36,7 +36,11 @@ def empties_of(stored: Sequence[Any]) -> list[Empty]:
 
 
 def _is_empty(node: Any) -> bool:
-    return not isinstance(node, int) and jax.tree_util.tree_structure(node).num_leaves == 0
+    """Whether a node has no children: a dictionary of empty ones is not empty itself."""
+    if isinstance(node, int):
+        return False
+    structure = jax.tree_util.tree_structure(node)
+    return structure.num_leaves == 0 and structure.num_nodes == 1
 
 
 def _kind(node: Any) -> str:

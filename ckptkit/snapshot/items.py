@@ -105,7 +105,7 @@ def _held_tree(arg: Any) -> Any:
     """
     is_standard = isinstance(arg, ocp.args.StandardSave)
     leaves, treedef = jax.tree_util.tree_flatten(arg.item)
-    if not leaves or (is_standard and treedef.num_nodes == 1):
+    if not (leaves or arg.item) or (is_standard and treedef.num_nodes == 1):
         return None
     if arg.save_args is None:
         # The step loop waits for this: leaves on a device are told by their type, the few others are looked at.

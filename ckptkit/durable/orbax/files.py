@@ -78,7 +78,7 @@ def _typestr(value: Any) -> str:
     return empty_values.RESTORE_TYPE_NONE  # a named tuple without fields
 
 
-def array_metadatas_text(shards: Sequence[HostShards]) -> str:
+def array_metadatas_text(shards: Sequence[HostShards], *, has_sidecar: bool) -> str:
     """`array_metadatas/process_<i>`: without it typed keys come back as plain integers. And the sign of sidecars."""
     # Leaf by leaf: the encoder holds thrice the text in pieces until it has all of it.
     entries = [
@@ -95,7 +95,7 @@ def array_metadatas_text(shards: Sequence[HostShards]) -> str:
         for each in shards
     ]
     # Orbax reads the one key. The other says that a sidecar belongs to the item, wherever that is.
-    sign = f', "{paths.SIDECAR_SIGN}": true' if shards else ""
+    sign = f', "{paths.SIDECAR_SIGN}": true' if has_sidecar else ""
     return f'{{"array_metadatas": [{", ".join(entries)}]{sign}}}'
 
 

@@ -15,7 +15,7 @@ from orbax.checkpoint import future as orbax_future
 from orbax.checkpoint import type_handlers
 
 from ckptkit.durable.orbax import files as orbax_files
-from ckptkit.durable.orbax.host_shards import HostShards, StandardTreeSave
+from ckptkit.durable.orbax.host_shards import HostShards, HostTreeSave, StandardTreeSave
 from ckptkit.durable.orbax.manager import QuietLogger, delete_mark_first, strike_foreign
 from ckptkit.model import paths
 
@@ -78,7 +78,7 @@ async def _write_leaf(value: HostShards, info: Any, arg: Any, transaction: ts.Tr
 def write_side_files(directory: Any, values: Sequence[HostShards]) -> None:
     """Two files of Orbax's own (without them typed keys and shardings are lost), and our sidecar."""
     process = jax.process_index()
-    array_metadatas = orbax_files.array_metadatas_text(values)
+    array_metadatas = orbax_files.array_metadatas_text(values, has_sidecar=True)
     _write_text(directory / paths.ARRAY_METADATAS, f"process_{process}", array_metadatas)
     if process == 0 and (shardings := orbax_files.shardings_text(values)) is not None:
         (directory / paths.SHARDINGS).write_text(shardings)
@@ -141,7 +141,7 @@ def _handlers_of_writer(multiprocessing: Any) -> Any:
     }
     json_handler = ocp.JsonCheckpointHandler(multiprocessing_options=multiprocessing)
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    registry.add(None, ocp.args.PyTreeSave, ocp.PyTreeCheckpointHandler(**settings))
+    registry.add(None, HostTreeSave, ocp.PyTreeCheckpointHandler(**settings))
     registry.add(None, StandardTreeSave, _StandardTreeHandler(**settings))
     registry.add(None, ocp.args.JsonSave, json_handler)
     registry.add(None, ocp.args.JsonRestore, json_handler)

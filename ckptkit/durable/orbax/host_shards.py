@@ -40,13 +40,22 @@ def shards_of(tree: Any) -> list[HostShards]:
     return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, HostShards)]
 
 
-def has_host_shards(args: Any) -> bool:
-    """Whether save arguments are a tree with `HostShards`, so that a sidecar is written with it."""
-    return bool(shards_of(getattr(args, "item", None)))
+@dataclass
+class HostTreeSave(ocp.args.PyTreeSave):
+    """A tree of host memory. `sidecar` is what this process records of the whole item; `on_written` is called once the
+    item's bytes are written, and before the step is committed."""
+
+    sidecar: bytes = b""
+    on_written: Callable[[], None] = lambda: None
 
 
-class StandardTreeSave(ocp.args.PyTreeSave):
+class StandardTreeSave(HostTreeSave):
     """A tree that the caller saved with `StandardSave`: the step's metadata says so."""
+
+
+def has_sidecar(args: Any, *, by_orbax: bool) -> bool:
+    """Whether a sidecar is written with an item. Orbax calls our handler, which writes it, only for `HostShards`."""
+    return bool(shards_of(args.item)) if by_orbax else isinstance(args, HostTreeSave)
 
 
 def host_tree(
@@ -58,7 +67,7 @@ def host_tree(
     *,
     standard: bool = False,
     custom_metadata: Any = None,
-) -> ocp.args.PyTreeSave:
+) -> HostTreeSave:
     """The save arguments of one array item: the boxes that this process is to write, and its sidecar.
 
     `leaves` has for each leaf its record with digests, who holds each box, and this process's blocks. `standard`:
@@ -85,8 +94,9 @@ def host_tree(
         else _plain_value(leaf, next(iter(blocks.values())))
         for leaf, (_, _, blocks) in zip(written, leaves, strict=True)
     ]
-    kind = StandardTreeSave if standard else ocp.args.PyTreeSave
-    return kind(jax.tree_util.tree_unflatten(treedef, values), custom_metadata=custom_metadata)
+    kind = StandardTreeSave if standard else HostTreeSave
+    tree = jax.tree_util.tree_unflatten(treedef, values)
+    return kind(tree, custom_metadata=custom_metadata, sidecar=sidecar, on_written=on_written)  # pyright: ignore[reportCallIssue]
 
 
 def _plain_value(leaf: LeafRecord, block: np.ndarray) -> Any:
