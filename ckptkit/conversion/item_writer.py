@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 from ckptkit.durable.lifecycle.delete import remove_step
 from ckptkit.durable.lifecycle.leases import PruneGuard
 from ckptkit.durable.orbax.manager import StockManager, delete_directory
+from ckptkit.store.remote import forget_listings
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class Pruner:
                 continue
             try:
                 remove_step(f"{self._url}/{name}", lambda place: delete_directory(place, self._options))
+                forget_listings(self._url)
             except Exception as error:  # noqa: BLE001  it is no step any more, or still one: said, and tried again
                 reason = f"step {step} is to be deleted, and is not yet: {type(error).__name__}: {error}"
                 self._said(step, reason)

@@ -186,6 +186,7 @@ class DurableSteps:
         handlers = {name: handler_name(item) for name, item in items.items()}
         try:
             tidy = self._step_writer.write(self.stock.name(step), save_id, items, handlers, custom, check_epoch)
+            forget_listings(self.url)  # of before the commit: Orbax's reads go by them
             self._identities[step] = save_id
             self._views.written_past(self._writer)
             self._pruner.prune(self.stock.add(step, metrics), first=tidy)
@@ -307,6 +308,7 @@ class DurableSteps:
                 forget(manager, step)
             else:
                 manager.delete(step)
+            forget_listings(self.url)
             if at_once or not self._deletes_later:
                 self._settle()
         self._identities.pop(step, None)
