@@ -203,11 +203,10 @@ class StepWriter:
     @collection_paused()
     def _side_files(self, args: Any) -> dict[str, bytes]:
         process, shards = self._coordinator.process, shards_of(args.item)
-        metadatas = orbax_files.array_metadatas_text(shards, has_sidecar=True)
-        files = {
-            f"{paths.ARRAY_METADATAS}/process_{process}": metadatas.encode(),
-            f"{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}": args.sidecar,
-        }
+        metadatas = orbax_files.array_metadatas_text(shards, has_sidecar=args.sidecar is not None)
+        files = {f"{paths.ARRAY_METADATAS}/process_{process}": metadatas.encode()}
+        if args.sidecar is not None:
+            files[f"{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}"] = args.sidecar
         if process == 0:
             files[paths.TREE_METADATA] = orbax_files.tree_text(args.item, args.custom_metadata).encode()
             shardings = orbax_files.shardings_text(shards)

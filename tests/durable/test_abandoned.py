@@ -19,6 +19,7 @@ from ckptkit.durable import commit
 from ckptkit.durable.abandoned import clean_left, left_behind
 from ckptkit.durable.commit import BucketAttempt
 from ckptkit.durable.lifecycle.delete import move_away
+from ckptkit.durable.orbax.host_shards import HostTreeSave
 from ckptkit.durable.write_step import StepWriter
 from ckptkit.errors import CheckpointError
 from ckptkit.inspection import list_steps
@@ -63,7 +64,7 @@ class Stopped:
     def __init__(self, root: str, epoch: int, step: int, point: str, monkeypatch: pytest.MonkeyPatch):
         self._reached, self._goes_on = threading.Event(), threading.Event()
         self.raised: BaseException | None = None
-        items = {"default": ocp.args.PyTreeSave({"w": np.full(3000, -1.0, np.float32)})}  # pyright: ignore[reportCallIssue]
+        items = {"default": HostTreeSave({"w": np.full(3000, -1.0, np.float32)})}  # pyright: ignore[reportCallIssue]
         writer = StepWriter(root, make_coordinator(), DurableProfile())
         original = getattr(StepWriter, point)
 
@@ -160,7 +161,7 @@ def test_cleanup_skips_a_save_in_progress(root: str, monkeypatch: pytest.MonkeyP
 def test_older_run_cannot_replace_an_attempt_of_a_later_run(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs would write one step in a bucket; on a disk each has a place of its own, and the first commits."""
     stopped = Stopped(root, 2, 3, "_finish", monkeypatch)
-    items = {"default": ocp.args.PyTreeSave({"w": np.zeros(3000, np.float32)})}  # pyright: ignore[reportCallIssue]
+    items = {"default": HostTreeSave({"w": np.zeros(3000, np.float32)})}  # pyright: ignore[reportCallIssue]
     older = StepWriter(root, make_coordinator(), DurableProfile())
     if root.startswith("gs:"):
         with pytest.raises(CheckpointError, match="a later run than epoch 1"):

@@ -19,6 +19,7 @@ from ckptkit.durable.cells.blosc import encoded_bytes
 from ckptkit.durable.cells.pacing import WritePace
 from ckptkit.durable.cells.pieces import Pieces
 from ckptkit.durable.cells.reader import CellReader
+from ckptkit.durable.orbax.host_shards import HostTreeSave
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.durable.write_step import StepWriter
 from ckptkit.model.durable_profile import COMPRESSORS, Codec
@@ -158,7 +159,7 @@ def test_all_processes_use_the_profile_of_process_0(tmp_path: Path) -> None:
 
     writer = StepWriter(str(tmp_path), ProcessZeroEncodes(), DurableProfile())  # pyright: ignore[reportArgumentType]
     leaf = np.arange(4096) % 5
-    items = {"default": ocp.args.PyTreeSave({"w": leaf})}  # pyright: ignore[reportCallIssue]
+    items = {"default": HostTreeSave({"w": leaf})}  # pyright: ignore[reportCallIssue]
     writer.write("1", SaveId(1, 1, 0), items, {"default": "handler"}, {})
     assert sum(path.stat().st_size for path in tmp_path.glob("1/*/d/*")) < leaf.nbytes / 3
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": f"file://{tmp_path}/1/default/", "path": "w/"}}

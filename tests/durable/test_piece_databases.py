@@ -21,6 +21,7 @@ from ckptkit.durable.cells import writer as cells
 from ckptkit.durable.cells.forecast import forecast
 from ckptkit.durable.cells.ocdbt import Placed, places
 from ckptkit.durable.cells.writer import CellStream, CellWriter, merge_processes, process_directory
+from ckptkit.durable.orbax.host_shards import HostTreeSave
 from ckptkit.durable.write_step import StepWriter
 from ckptkit.errors import StoreError, TransientStoreError
 from ckptkit.model.boxes import Box
@@ -179,7 +180,7 @@ class Alone:
 def save(root: str, profile: DurableProfile) -> None:
     """Step 1, in several pieces."""
     writer = StepWriter(root, Alone(), profile)  # pyright: ignore[reportArgumentType]
-    items = {"default": ocp.args.PyTreeSave(LEAVES)}  # pyright: ignore[reportCallIssue]
+    items = {"default": HostTreeSave(LEAVES)}  # pyright: ignore[reportCallIssue]
     writer.write("1", SaveId(1, 1, 0), items, {"default": "handler"}, {})
 
 

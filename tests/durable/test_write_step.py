@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
+from ckptkit.durable.orbax.host_shards import HostTreeSave
 from ckptkit.durable.write_step import StepWriter
 from ckptkit.errors import TransientStoreError
 from ckptkit.model.durable_profile import DurableProfile
@@ -70,7 +70,7 @@ def test_failed_part_fails_the_step_on_every_process(
 ) -> None:
     """Whoever took the step for committed would prune the older one, and nothing would be left of either."""
     meeting, raised = Meeting(), dict[int, BaseException | None]()
-    items = {"state": ocp.args.PyTreeSave({"w": np.arange(8.0)})}  # pyright: ignore[reportCallIssue]
+    items = {"state": HostTreeSave({"w": np.arange(8.0)})}  # pyright: ignore[reportCallIssue]
     write_part = StepWriter._write_part
 
     def part(self: StepWriter, *args: Any) -> None:

@@ -45,7 +45,7 @@ class HostTreeSave(ocp.args.PyTreeSave):
     """A tree of host memory. `sidecar` is what this process records of the whole item; `on_written` is called once the
     item's bytes are written, and before the step is committed."""
 
-    sidecar: bytes = b""
+    sidecar: bytes | None = None
     on_written: Callable[[], None] = lambda: None
 
 
@@ -55,7 +55,7 @@ class StandardTreeSave(HostTreeSave):
 
 def has_sidecar(args: Any, *, by_orbax: bool) -> bool:
     """Whether a sidecar is written with an item. Orbax calls our handler, which writes it, only for `HostShards`."""
-    return bool(shards_of(args.item)) if by_orbax else isinstance(args, HostTreeSave)
+    return bool(shards_of(getattr(args, "item", None))) if by_orbax else getattr(args, "sidecar", None) is not None
 
 
 def host_tree(
