@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, final
@@ -28,12 +28,12 @@ from ckptkit.durable.commit import BucketAttempt, DiskAttempt, make_attempt
 from ckptkit.durable.orbax import files as orbax_files
 from ckptkit.durable.orbax.host_shards import HostShards, HostTreeSave, shards_of
 from ckptkit.durable.orbax.manager import METRICS_ITEM
-from ckptkit.errors import TransientStoreError
+from ckptkit.errors import CheckpointError, TransientStoreError
 from ckptkit.job.coordination import Coordinator
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import DurableProfile
-from ckptkit.model.manifest import LeafRecord, SaveId
+from ckptkit.model.manifest import LeafRecord, SaveId, digest_of
 from ckptkit.store import Store, all_of, put_new
 from ckptkit.store.backends import properties_of
 from ckptkit.store.local import LocalStore
@@ -87,8 +87,9 @@ class StepWriter:
         begun: list[DiskAttempt | BucketAttempt] = []  # on process 0
         beginning: Future[None] | None = None
 
-        def start(_: list[Any]) -> tuple[str, Any, int]:
+        def start(alone: list[str | None]) -> tuple[str, Any, int]:
             nonlocal beginning
+            _refuse_different(alone, name)
             attempt = make_attempt(self._url, name, save_id, self._mode)
             begun.append(attempt)
             beginning = aside.submit(attempt.begin)
@@ -103,7 +104,7 @@ class StepWriter:
         with ThreadPoolExecutor(1, thread_name_prefix="ckptkit-attempt") as aside:
             try:
                 # Process 0 describes the leaves: what the others write has to be encoded as it says.
-                place, compression, copied_bytes = self._coordinator.agree("step-begun", None, start)
+                place, compression, copied_bytes = self._coordinator.agree("step-begun", _digest_of_lone(items), start)
                 profile = dataclasses.replace(self._profile, compression=compression, copied_bytes=copied_bytes)
                 ready = beginning.result if beginning is not None else lambda: None
                 self._write_at(place, items, profile, ready, finish)
@@ -242,6 +243,22 @@ class StepWriter:
 def _item_mark(item: str, place: str) -> tuple[str, bytes]:
     """What Orbax leaves in each item that it has finished, for those who read one by itself."""
     return f"{item}/{paths.COMMIT_MARK}", f"Checkpoint commit was successful to {place}/{item}".encode()
+
+
+def _digest_of_lone(items: Mapping[str, Any]) -> str | None:
+    """Names the leaves that one process alone holds, and that process; None where there are none."""
+    alone = {name: args.of_one_process for name, args in items.items() if getattr(args, "of_one_process", ())}
+    return digest_of(json.dumps(alone, sort_keys=True).encode()) if alone else None
+
+
+def _refuse_different(alone: Sequence[str | None], name: str) -> None:
+    """Raises `CheckpointError` where processes take different ones for the holder of a leaf: they would all write it."""
+    different = [process for process, found in enumerate(alone) if found != alone[0]]
+    if different:
+        raise CheckpointError(
+            f"step {name}: process 0 and {', '.join(map(str, different[:8]))} have different shardings for the leaves "
+            "that one process alone holds; make them global arrays of one mesh, or NumPy arrays"
+        )
 
 
 def _put(store: Store, key: str, data: bytes) -> None:

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Unpack
 
+import jax
 import orbax.checkpoint as ocp
 
-from ckptkit.durable.orbax.manager import Setup, checked_options
+from ckptkit.durable.orbax.manager import Setup, checked_options, refuse_part_of_job
 from ckptkit.events import EventLog
 from ckptkit.job.coordination import Job, make_coordinator
 from ckptkit.manager.build import make_components
@@ -96,6 +97,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         )
         self._options = self._settings.options
         self._logger = logger or ocp.logging.StandardLogger()
+        refuse_part_of_job(self._options, jax.process_count())
         setup = Setup(
             checkpointers=checkpointers,
             metadata=metadata,

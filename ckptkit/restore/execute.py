@@ -77,6 +77,9 @@ class LocalRead:
                 return empty_block(box.shape, dtype)
             return landed.pop(key)  # once: who reads it again after a bad source has memory of its own
 
+        for target in prepared.targets:
+            if not target.boxes and target.key[0] in prepared.asked.trees:  # no device of this process holds any of it
+                leaves[target.key] = place(target, {})
         plan = prepared.plan if shared is None else _rest(prepared, shared)
         whole = dict.fromkeys(read.key for read in plan.reads if read.key[0] in prepared.asked.trees)
         landed = device_buffers_of(by_key[key] for key in whole if assembly is None or key not in assembly)

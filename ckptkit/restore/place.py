@@ -98,6 +98,8 @@ def place(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:
     if target.sharding is None:
         (block,) = blocks.values()
         return block if target.kind in ("numpy", "jax") else block.item()
+    if not blocks:
+        return _place_nothing(target, target.sharding)
     if len(blocks) == 1 and target.sharding.num_devices == 1:
         (block,) = blocks.values()
         array = block.array if isinstance(block, DeviceBuffer) else None
@@ -114,6 +116,12 @@ def place(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:
         )
     else:
         array = _place_copies(target, blocks, indices)
+    return jax.random.wrap_key_data(array, impl=target.key_impl) if target.key_impl else array
+
+
+def _place_nothing(target: Target, sharding: jax.sharding.Sharding) -> jax.Array:
+    """An array of which no device of this process holds a shard."""
+    array = jax.make_array_from_single_device_arrays(target.shape, sharding, [], dtype=np.dtype(target.dtype))
     return jax.random.wrap_key_data(array, impl=target.key_impl) if target.key_impl else array
 
 

@@ -300,7 +300,7 @@ def leaf_path(keypath: Sequence[Any]) -> tuple[tuple[str, ...], str]:
 def _unwrap(name: str, value: Any) -> tuple[LeafKind, Any, dict[str, str]]:
     """The kind of a leaf, its value as an array of plain dtype, and what is needed to wrap it again."""
     if isinstance(value, jax.Array):
-        if value.is_fully_addressable and jax.process_count() > 1:
+        if _is_local(value):
             raise ValueError(
                 f"{name} lives on process {jax.process_index()} only, in a job of {jax.process_count()} processes; "
                 "make it a global array (jax.device_put with a sharding over the mesh), or a NumPy array"
@@ -308,13 +308,29 @@ def _unwrap(name: str, value: Any) -> tuple[LeafKind, Any, dict[str, str]]:
         extra = {}
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             extra["key_impl"] = str(jax.random.key_impl(value))
-            value = jax.random.key_data(value)
+            value = jax.random.key_data(value) if value.sharding.addressable_devices else _abstract_key_data(value)
         return "jax", value, extra
     if isinstance(value, bool | int | float) and _is_numeric(np.asarray(value).dtype):
         return kind_of_number(value), np.asarray(value), {}
     if isinstance(value, np.ndarray | np.generic) and _is_numeric(value.dtype):
         return "numpy", np.asarray(value, value.dtype.newbyteorder("=")), {}
     raise TypeError(f"{name} is a {type(value).__name__}; a leaf to be saved is an array or a number")
+
+
+def _is_local(value: jax.Array) -> bool:
+    """Whether an array is this process's own in a job of several. One over a mesh of a single process's devices is a
+    stage of a pipeline: every process has it, most of them without a shard."""
+    return (
+        jax.process_count() > 1
+        and value.is_fully_addressable
+        and not isinstance(value.sharding, jax.sharding.NamedSharding)
+    )
+
+
+def _abstract_key_data(keys: jax.Array) -> Any:
+    """What describes the data of keys that no device here holds: JAX runs no program for them on this process."""
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(keys.shape, keys.dtype))
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=keys.sharding)
 
 
 def kind_of_number(value: bool | int | float) -> LeafKind:
@@ -341,7 +357,9 @@ def _extent(number: int, leaf: LeafRecord, box: BoxRecord, on_device: bool) -> S
 
 
 def _held(source: LeafSource, value: Any) -> list[Any]:
-    """One local array for every box that this process stores of a leaf."""
+    """One local array for every box that this process stores of a leaf: none where it has no device of the leaf's."""
+    if source.sharding is not None and not source.devices:
+        return []
     if not source.devices:
         return [np.asarray(value, np.dtype(source.record.dtype))]
     if isinstance(value, jax.Array) and value.sharding.num_devices == 1 and "key_impl" not in source.record.extra:

@@ -43,10 +43,11 @@ def shards_of(tree: Any) -> list[HostShards]:
 @dataclass
 class HostTreeSave(ocp.args.PyTreeSave):
     """A tree of host memory. `sidecar` is what this process records of the whole item; `on_written` is called once the
-    item's bytes are written, and before the step is committed."""
+    item's bytes are written, and before the step is committed. Every process has to give the same `of_one_process`."""
 
     sidecar: bytes | None = None
     on_written: Callable[[], None] = lambda: None
+    of_one_process: tuple[tuple[str, int], ...] = ()  # jax leaves that one process alone holds, with that process
 
 
 class StandardTreeSave(HostTreeSave):
@@ -96,7 +97,14 @@ def host_tree(
     ]
     kind = StandardTreeSave if standard else HostTreeSave
     tree = jax.tree_util.tree_unflatten(treedef, values)
-    return kind(tree, custom_metadata=custom_metadata, sidecar=sidecar, on_written=on_written)  # pyright: ignore[reportCallIssue]
+    alone = tuple(
+        (leaf.name, next(iter(who))[0])
+        for leaf, holders, _ in leaves
+        if leaf.kind == "jax" and len(who := set(holders.values())) == 1 and len(next(iter(who))) == 1
+    )
+    return kind(  # pyright: ignore[reportCallIssue]
+        tree, custom_metadata=custom_metadata, sidecar=sidecar, on_written=on_written, of_one_process=alone
+    )
 
 
 def _plain_value(leaf: LeafRecord, block: np.ndarray) -> Any:

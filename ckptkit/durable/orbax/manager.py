@@ -95,6 +95,17 @@ def checked_options(options: ocp.CheckpointManagerOptions) -> ocp.CheckpointMana
     return options
 
 
+def refuse_part_of_job(options: ocp.CheckpointManagerOptions, count: int) -> None:
+    """Raises ValueError where the options name some of the `count` processes: the others would be waited for."""
+    active = options.multiprocessing_options.active_processes
+    if active is not None and set(active) != set(range(count)):
+        raise ValueError(
+            f"MultiprocessingOptions.active_processes is {sorted(active)}, and the job has {count} processes: all of "
+            "them make the manager, save and restore together. Leave it out, and keep what some processes alone save "
+            "in a manager of stock Orbax"
+        )
+
+
 def delete_mark_first(manager: ocp.CheckpointManager) -> None:
     """Makes a manager take the mark of a commit away before the bytes, where it deletes a step for good.
 
