@@ -1,13 +1,18 @@
-"""`python -m bench gather`: what it costs process 0 of a large job to hear what all processes hold, and to rank it.
+"""`python -m bench gather`: what it costs process 0 of a large job to collect what all processes hold, and to rank it;
+and how large the manifests of a job of many devices are, and how long one takes to read.
 
 The coordination service is JAX's own, on loopback; the other processes' words are put there beforehand, so what is
 measured is process 0's part: it reads them one by one, ranks, and gives its verdict. All of a real job's processes
 would write at the same time.
+
+Manifests are made on paper: records of leaves over a mesh of devices that do not exist. The device order of the mesh is
+shuffled, as on hardware whose neighbours are chosen: an ordered mesh has no list of devices.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import socket
@@ -19,9 +24,12 @@ from typing import Any
 import click
 import jax
 
+from ckptkit.durable.orbax.shardings import sharding_of_text
 from ckptkit.job import coordination
 from ckptkit.job.coordination import JaxCoordinator
-from ckptkit.model.manifest import SaveId
+from ckptkit.model import manifest_checks
+from ckptkit.model.boxes import Box
+from ckptkit.model.manifest import DIGEST_BYTES, BoxRecord, LeafRecord, Manifest, SaveId, Writer
 from ckptkit.restore.inventory import Held, holders_of, to_runs
 from ckptkit.restore.plan import rank_candidates
 from ckptkit.util import clock
@@ -77,6 +85,100 @@ def measure(processes: int, *, repeats: int = 5) -> Gathering:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestSize:
+    """The manifest that one process of a job writes for a save, and the time to read it with empty caches."""
+
+    devices: int
+    leaves: int
+    boxes: int
+    shardings: int  # distinct ones
+    manifest_bytes: int
+    digest_bytes: int
+    bytes_per_leaf_and_box: float  # without digests: leaves and boxes count alike
+    parse_s: float
+    shardings_s: float  # to make shardings of today's devices of all leaves' texts
+
+
+def measure_manifest(devices: int, *, leaves: int = 4000, ordered: bool = False) -> ManifestSize:
+    """One process with four devices; a third each of the leaves is split over two axes, over one, and replicated."""
+    records, boxes = [], 0
+    texts = _sharding_texts(devices, ordered=ordered)
+    shards = math.isqrt(devices)
+    for number in range(leaves):
+        split = number % len(texts)
+        rows = 4 if split < 6 else 1
+        box_records = tuple(
+            BoxRecord(box=Box((8 * at, 0), (8 * at + 8, 64)), offset=4096 * (boxes + at), digests=(f"{at:032x}",))
+            for at in range(rows)
+        )
+        boxes += rows
+        records.append(
+            LeafRecord(
+                path=("state", "params", "layers", str(number // 12), f"weights_{number % 12}", "value"),
+                keys="ddddda",
+                kind="jax",
+                shape=(8 * max(shards, 4), 64),
+                dtype="bfloat16",
+                cell=(8, 64),
+                extra={"sharding": texts[split]},
+                boxes=box_records,
+            )
+        )
+    writer = Writer(process=0, count=devices // 4, host="host-0")
+    manifest = Manifest(
+        save_id=_SAVES[0], writer=writer, slot="slot-0.bin", arrays={"state": tuple(records)}, inline={}
+    )
+    data = manifest.to_bytes()
+    _forget_parsed()
+    began_s = clock.monotonic_s()
+    read = Manifest.from_bytes(data, path="on paper")
+    parse_s = clock.monotonic_s() - began_s
+    assert read == manifest
+    began_s = clock.monotonic_s()
+    for leaf in read.arrays["state"]:
+        sharding_of_text(leaf.extra["sharding"])
+    shardings_s = clock.monotonic_s() - began_s
+    digest_bytes = boxes * DIGEST_BYTES
+    return ManifestSize(
+        devices=devices,
+        leaves=leaves,
+        boxes=boxes,
+        shardings=len(texts),
+        manifest_bytes=len(data),
+        digest_bytes=digest_bytes,
+        bytes_per_leaf_and_box=(len(data) - digest_bytes) / (leaves + boxes),
+        parse_s=parse_s,
+        shardings_s=shardings_s,
+    )
+
+
+def _sharding_texts(devices: int, *, ordered: bool) -> list[str]:
+    """What Orbax writes of nine specs over one mesh."""
+    ids = list(range(devices))
+    if not ordered:
+        random.Random(7).shuffle(ids)
+    rows = 1 << (devices.bit_length() // 2)
+    mesh = [[{"id": each} for each in ids[at : at + devices // rows]] for at in range(0, devices, devices // rows)]
+    words = {
+        "sharding_type": "NamedSharding",
+        "shape": [rows, devices // rows],
+        "axis_names": ["fsdp", "tensor"],
+        "axis_types": ["AxisType.Auto", "AxisType.Auto"],
+    }
+    axes: list[Any] = [None, "fsdp", "tensor"]
+    specs = [[a, b] for a in axes[1:] for b in axes] + [[None, b] for b in axes]
+    devices_of = {} if ordered else {"device_mesh": {"mesh": mesh}}
+    return [json.dumps({**words, "partition_spec": spec, **devices_of}) for spec in specs]
+
+
+def _forget_parsed() -> None:
+    """As in a process that has read none yet."""
+    for remembered in (manifest_checks._check_facts, manifest_checks._check_sharding, manifest_checks._boxes_within):
+        remembered.cache_clear()
+    sharding_of_text.cache_clear()
+
+
 def _report(process: int, share: int) -> list[list[Any]]:
     lost = 17  # a host that came back empty
     return [
@@ -105,14 +207,24 @@ def _coordinator(processes: int) -> JaxCoordinator:
 @click.command()
 @click.option("--processes", type=click.IntRange(min=20), default=10_000, show_default=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--devices", type=int, multiple=True, default=(512, 4096, 16384), show_default=True, help="Of manifests.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="The same, as JSON.")
-def main(processes: int, repeats: int, json_path: Path | None) -> None:
-    """Simulates the gather at a restart and prints its size and time."""
+def main(processes: int, repeats: int, devices: tuple[int, ...], json_path: Path | None) -> None:
+    """Simulates the gather at a restart and prints its size and time, and those of a manifest."""
     found = measure(processes, repeats=repeats)
     for name in Gathering.__dataclass_fields__:
         print(f"{name}: {getattr(found, name):.3f}" if name == "gather_s" else f"{name}: {getattr(found, name)}")
+    manifests = [measure_manifest(each) for each in devices]
+    for size in manifests:
+        print(", ".join(f"{name} {value}" for name, value in _rounded(asdict(size)).items()))
     print(f"load: {os.getloadavg()[0]:.1f}")
     jax.distributed.shutdown()
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps({"benchmark": "gather", "repeats": repeats, **asdict(found)}, indent=1) + "\n")
+        sizes = [_rounded(asdict(size)) for size in manifests]
+        result = {"benchmark": "gather", "repeats": repeats, **asdict(found), "manifests": sizes}
+        json_path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _rounded(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in values.items()}

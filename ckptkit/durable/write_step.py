@@ -252,7 +252,7 @@ def _digest_of_lone(items: Mapping[str, Any]) -> str | None:
 
 
 def _refuse_different(alone: Sequence[str | None], name: str) -> None:
-    """Raises `CheckpointError` where processes take different ones for the holder of a leaf: they would all write it."""
+    """Raises `CheckpointError` where processes differ in which one holds a leaf alone: each would write its own."""
     different = [process for process, found in enumerate(alone) if found != alone[0]]
     if different:
         raise CheckpointError(

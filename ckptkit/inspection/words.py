@@ -10,6 +10,7 @@ import numpy as np
 
 
 @lru_cache(maxsize=4096)  # many leaves, few shardings
+@lru_cache(maxsize=256)
 def sharding_words(text: str) -> str:
     """The short form of Orbax's JSON of a sharding; raises ValueError for what is no sharding."""
     record = json.loads(text)

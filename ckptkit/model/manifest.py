@@ -21,8 +21,10 @@ from ckptkit.model.boxes import Box, cells_of, in_rows
 from ckptkit.model.manifest_checks import LeafKind as LeafKind
 from ckptkit.model.manifest_checks import boxes_within, check_held, check_leaf
 
-FORMAT = 1
-MANIFEST_BYTES_MAX = 1 << 30  # a bound for what is parsed; 100,000 leaves of 8 boxes are about 150 MB
+FORMAT = 2
+DIGEST_BYTES = 35  # of a cell, in a manifest
+_READ_FORMATS = (1, 2)  # 1: each leaf has the text of its sharding
+MANIFEST_BYTES_MAX = 1 << 30  # a bound for what is written and parsed; 100,000 leaves of 8 boxes are about 150 MB
 ManifestDepth = Literal["all", "leaves", "head"]  # of what is read of a manifest
 _NUMBER_MAX = 10**18  # Orbax's names of steps have 18 digits at most
 
@@ -143,16 +145,17 @@ class Manifest:
             start, stop = len(_ENVELOPE[0]) + len(envelope["digest"]) + len(_ENVELOPE[1]), -len(_ENVELOPE[2])
             if digest_of(data[start:stop]) != envelope["digest"]:
                 raise CorruptCheckpointError(f"manifest {path} does not match its own digest", path=path)
-            if body["format"] != FORMAT:
+            if body["format"] not in _READ_FORMATS:
                 raise CorruptCheckpointError(
-                    f"manifest {path} has format {body['format']}, this version reads format {FORMAT}",
+                    f"manifest {path} has format {body['format']}, this version reads formats 1 to {FORMAT}",
                     path=path,
                 )
+            shardings = _shardings_from_json(body)
             manifest = cls(
                 save_id=SaveId(**body["save_id"]),
                 writer=Writer(**body["writer"]),
                 slot=body["slot"],
-                arrays={item: _leaves_from_json(leaves, extent) for item, leaves in body["arrays"].items()},
+                arrays={item: _leaves_from_json(leaves, extent, shardings) for item, leaves in body["arrays"].items()},
                 inline=body["inline"],
                 custom=body.get("custom"),
             )
@@ -174,13 +177,23 @@ class ManifestText:
     """
 
     def __init__(self, arrays: Mapping[str, tuple[LeafRecord, ...]]):
+        self._shardings = _ShardingTable()
+        table = self._shardings
         # Leaf by leaf: the encoder holds thrice the text in pieces until it has all of it.
-        leaves = {item: ",".join([_dumps(_leaf_to_json(leaf)) for leaf in arrays[item]]) for item in sorted(arrays)}
+        leaves = {
+            item: ",".join([_dumps(_leaf_to_json(leaf, table)) for leaf in arrays[item]]) for item in sorted(arrays)
+        }
         text = ",".join([f"{_dumps(item)}:[{records}]" for item, records in leaves.items()])
         self._between = f"{{{text}}}".split(_dumps([_MARK]))
         boxes = sum(len(leaf.boxes) for records in arrays.values() for leaf in records)
         if len(self._between) != boxes + 1:
             raise ValueError(f"a leaf is named like the mark {_MARK!r}")
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the manifest without digests and small items."""
+        tables = (*self._shardings.meshes, *(words for words, _ in self._shardings.shardings))
+        return sum(map(len, self._between)) + sum(map(len, tables))
 
     def to_bytes(
         self,
@@ -196,11 +209,66 @@ class ManifestText:
         arrays = [self._between[0]]
         for found, text in zip(digests, self._between[1:], strict=True):
             arrays += ['["', '","'.join(found), '"]', text] if found else ["[]", text]
-        rest = {"format": FORMAT, "inline": inline, "save_id": asdict(save_id), "slot": slot, "writer": asdict(writer)}
+        rest = {
+            "format": FORMAT,
+            "inline": inline,
+            "meshes": self._shardings.meshes,
+            "save_id": asdict(save_id),
+            "shardings": self._shardings.shardings,
+            "slot": slot,
+            "writer": asdict(writer),
+        }
         rest |= {} if custom is None else {"custom": custom}
         body = f'{{"arrays":{"".join(arrays)},{_dumps(rest)[1:]}'.encode()
         before, between, after = (part.encode() for part in _ENVELOPE)
         return b"".join((before, digest_of(body).encode(), between, body, after))
+
+
+def refuse_unreadable(size_bytes: int) -> None:
+    """Raises ValueError for a manifest that no restore would read."""
+    if size_bytes > MANIFEST_BYTES_MAX:
+        raise ValueError(
+            f"the manifest of this process's share needs {size_bytes} bytes, and {MANIFEST_BYTES_MAX} are the most "
+            "that a restore reads; save fewer leaves, or fewer and larger boxes"
+        )
+
+
+_DEVICES = ', "device_mesh": '  # what Orbax writes last of a sharding: 13 bytes for each device
+
+
+class _ShardingTable:
+    """The distinct texts of shardings: leaves refer to them by number, and they refer to lists of devices."""
+
+    def __init__(self) -> None:
+        self.meshes: list[str] = []
+        self.shardings: list[tuple[str, int | None]] = []  # text without devices, number of the list of devices
+        self._numbers: dict[str, int] = {}
+        self._mesh_numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        """The place of a text in the table."""
+        if text not in self._numbers:
+            words, found, devices = text.partition(_DEVICES)
+            mesh = None
+            if found:
+                mesh = self._mesh_numbers.setdefault(devices, len(self.meshes))
+                self.meshes += [devices] * (mesh == len(self.meshes))
+            self._numbers[text] = len(self.shardings)
+            self.shardings.append((words, mesh))
+        return self._numbers[text]
+
+
+def _shardings_from_json(body: Mapping[str, Any]) -> list[str]:
+    """The texts of `_ShardingTable`, each made once; none in format 1."""
+    meshes, texts, size_bytes = body.get("meshes", []), [], 0
+    for words, mesh in body.get("shardings", []):
+        if mesh is not None and not 0 <= mesh < len(meshes):
+            raise ValueError(f"sharding {len(texts)} is on mesh {mesh} of {len(meshes)}")
+        texts.append(words if mesh is None else f"{words}{_DEVICES}{meshes[mesh]}")
+        size_bytes += len(texts[-1])
+        if size_bytes > MANIFEST_BYTES_MAX:  # each may name the same list of devices
+            raise ValueError(f"has shardings of more than {MANIFEST_BYTES_MAX} bytes")
+    return texts
 
 
 _dumps = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode
@@ -317,7 +385,9 @@ def copy_proven(
             into[common.slices(wanted.start)] = block[common.slices(cell.start)]
 
 
-def _leaf_to_json(leaf: LeafRecord) -> dict[str, Any]:
+def _leaf_to_json(leaf: LeafRecord, shardings: _ShardingTable) -> dict[str, Any]:
+    extra = dict(leaf.extra)
+    text = extra.pop("sharding", None)
     return {  # by hand: dataclasses.asdict copies deeply, 5 ms more for 600 leaves
         "path": leaf.path,
         "keys": leaf.keys,
@@ -325,20 +395,27 @@ def _leaf_to_json(leaf: LeafRecord) -> dict[str, Any]:
         "shape": leaf.shape,
         "dtype": leaf.dtype,
         "cell": leaf.cell,
-        "extra": dict(leaf.extra),
+        "extra": extra,
         "boxes": [(box.box.start, box.box.stop, box.offset, [_MARK]) for box in leaf.boxes],
+        **({} if text is None else {"sharding": shardings.number(text)}),
     }
 
 
-def _leaves_from_json(records: list[dict[str, Any]], extent: ManifestDepth) -> tuple[LeafRecord, ...]:
+def _leaves_from_json(
+    records: list[dict[str, Any]], extent: ManifestDepth, shardings: Sequence[str]
+) -> tuple[LeafRecord, ...]:
     boxes = extent == "all"
-    return () if extent == "head" else tuple([_leaf_from_json(record, boxes) for record in records])
+    return () if extent == "head" else tuple([_leaf_from_json(record, boxes, shardings) for record in records])
 
 
-def _leaf_from_json(record: dict[str, Any], with_boxes: bool) -> LeafRecord:
+def _leaf_from_json(record: dict[str, Any], with_boxes: bool, shardings: Sequence[str]) -> LeafRecord:
     path, shape, cell = tuple(record["path"]), tuple(record["shape"]), tuple(record["cell"])
     keys, kind, dtype, extra = record["keys"], record["kind"], record["dtype"], record["extra"]
     try:
+        if (number := record.get("sharding")) is not None:
+            if not 0 <= number < len(shardings):
+                raise ValueError(f"has sharding {number} of {len(shardings)}")
+            extra = {**extra, "sharding": shardings[number]}
         check_leaf(path, keys, kind, dtype, (shape, cell), extra)
         boxes = _boxes_from_json(shape, cell, record["boxes"]) if with_boxes else ()
     except (ValueError, TypeError) as error:

@@ -37,7 +37,9 @@ def check_leaf(
     words = (*path, keys, kind, dtype, *extra, *extra.values())
     if not _TEXTS.issuperset(map(type, words)) or len(keys) != len(path) or not _KEYS.issuperset(keys):
         raise ValueError("is no leaf")
-    _check_facts(kind, dtype, shape, cell, extra.get("sharding", "{}"))
+    _check_facts(kind, dtype, shape, cell)
+    if "sharding" in extra:
+        _check_sharding(extra["sharding"])
 
 
 def boxes_within(
@@ -62,16 +64,20 @@ def check_held(cells: int, offset: int, digests: Sequence[str]) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _check_facts(kind: str, dtype: str, shape: tuple[int, ...], cell: tuple[int, ...], sharding: str) -> None:
+def _check_facts(kind: str, dtype: str, shape: tuple[int, ...], cell: tuple[int, ...]) -> None:
     found = np.dtype(dtype)
     if kind not in _KINDS or found.hasobject or found.itemsize == 0:
         raise ValueError(f"is a {kind} of {dtype}")
     if math.prod(shape) * found.itemsize > BYTES_MAX:
         raise ValueError(f"has shape {shape}")
-    if not isinstance(json.loads(sharding), dict):
-        raise ValueError(f"has the sharding {sharding[:100]}")
     if len(cell) != len(shape) or any(rows < 1 for rows in cell):
         raise ValueError(f"has cells of {cell}")
+
+
+@lru_cache(maxsize=64)  # a text may list 16,384 devices
+def _check_sharding(text: str) -> None:
+    if not isinstance(json.loads(text), dict):
+        raise ValueError(f"has the sharding {text[:100]}")
 
 
 @lru_cache(maxsize=4096)

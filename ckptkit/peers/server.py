@@ -25,7 +25,7 @@ from typing import Any, final
 from aiohttp import web
 
 from ckptkit.errors import CheckpointError, StoreFullError
-from ckptkit.model.manifest import SaveId
+from ckptkit.model.manifest import MANIFEST_BYTES_MAX, SaveId
 from ckptkit.peers.share_index import BadRangeError, NotHeldError, ShareIndex, SupersededError
 from ckptkit.util import clock
 
@@ -64,7 +64,7 @@ class Answer:
 
 
 Also = Callable[[str, str, str, bytes], Answer | None]  # method, path, Content-Range, body
-BODY_BYTES_MAX = 64 << 20  # a manifest of 40,000 leaves; pieces of a copy are smaller
+BODY_BYTES_MAX = MANIFEST_BYTES_MAX  # what a save may write, a peer can be given; pieces of a copy are smaller
 
 
 @final

@@ -12,7 +12,7 @@ import jax
 from ckptkit.durable.lifecycle.epochs import EpochRecords
 from ckptkit.durable.orbax.shardings import sharding_text
 from ckptkit.durable.steps import DurableSteps
-from ckptkit.model.manifest import Manifest, ManifestText, SaveId, Writer
+from ckptkit.model.manifest import DIGEST_BYTES, Manifest, ManifestText, SaveId, Writer, refuse_unreadable
 from ckptkit.peers.client import PeerClient
 from ckptkit.peers.receiver import CopyReceiver
 from ckptkit.save.disk_copy import DiskCopy
@@ -131,7 +131,10 @@ class SaveTargets:
 
 
 def with_shardings(description: describe.Description) -> describe.Description:
-    """Adds the words for each leaf's sharding to its record; the same sharding is put into words once."""
+    """Adds the words for each leaf's sharding to its record; the same sharding is put into words once.
+
+    Raises ValueError for a manifest that would be larger than what a restore reads.
+    """
     words: dict[jax.sharding.Sharding, str | None] = {}
 
     def added(source: describe.LeafSource) -> describe.LeafSource:
@@ -144,4 +147,8 @@ def with_shardings(description: describe.Description) -> describe.Description:
             return source
         return replace(source, record=replace(source.record, extra={**source.record.extra, "sharding": text}))
 
-    return replace(description, items={item: tuple(map(added, sources)) for item, sources in description.items.items()})
+    described = {item: tuple(map(added, sources)) for item, sources in description.items.items()}
+    leaves = {item: tuple(source.record for source in sources) for item, sources in described.items()}
+    cells = sum(len(extent.cells) for extent in description.extents)
+    refuse_unreadable(ManifestText(leaves).size_bytes + cells * DIGEST_BYTES)
+    return replace(description, items=described)

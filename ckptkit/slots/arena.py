@@ -20,7 +20,7 @@ import numpy as np
 
 from ckptkit.errors import CheckpointError, StoreFullError
 from ckptkit.model import paths
-from ckptkit.model.manifest import Manifest, SaveId
+from ckptkit.model.manifest import Manifest, SaveId, refuse_unreadable
 from ckptkit.slots import files as slot_files
 from ckptkit.slots.files import LESS_ON_MOUNT, allocated, map_file, remove_slots, take_directory, whole_pages
 from ckptkit.slots.host_memory import HostMemory, Room, mount_room, refuse_beyond
@@ -190,6 +190,7 @@ class Arena:
         Data is synced first (disk), then the manifest, then its name.
         """
         if self._store is not None:
+            refuse_unreadable(len(manifest))
             if slot.name in self._files:
                 self._files[slot.name].sync()
             try:

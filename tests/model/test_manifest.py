@@ -200,8 +200,31 @@ def test_wrong_digest_is_reported_with_the_file() -> None:
 
 def test_another_format_is_refused_by_number() -> None:
     """If it failed, a newer release's manifest would be misread by this one."""
-    with pytest.raises(CorruptCheckpointError, match=r"^manifest x has format 2, this version reads format 1$"):
-        Manifest.from_bytes(signed({**body_of(small_manifest()), "format": 2}), path="x")
+    with pytest.raises(CorruptCheckpointError, match=r"^manifest x has format 3, this version reads formats 1 to 2$"):
+        Manifest.from_bytes(signed({**body_of(small_manifest()), "format": 3}), path="x")
+
+
+def test_format_1_is_read() -> None:
+    """If it failed, an update of the package would lose every step of the runs before."""
+    body = {**body_of(small_manifest()), "format": 1}
+    del body["shardings"], body["meshes"], body["arrays"]["state"][0]["sharding"]
+    body["arrays"]["state"][0]["extra"] = {"sharding": "{}"}
+    assert Manifest.from_bytes(signed(body), path="x") == small_manifest()
+
+
+def test_shardings_and_device_lists_are_written_once() -> None:
+    """A manifest of 4,000 leaves on 16,384 devices would have 850 MB, and no restore would read it."""
+    devices = json.dumps({"mesh": [{"id": number} for number in range(1000)]})
+    texts = [f'{{"partition_spec": [{axis}], "device_mesh": {devices}}}' for axis in range(3)]
+    (split, _) = small_manifest().arrays["state"]
+    leaves = tuple(replace(split, path=("w", str(n)), extra={"sharding": texts[n % 3]}, boxes=()) for n in range(300))
+    manifest = replace(small_manifest(), arrays={"state": leaves})
+    data = manifest.to_bytes()
+    assert data.count(b"999") == 1
+    assert len(data) < len(devices) * 1.2 + 300 * 200
+    found = Manifest.from_bytes(data, path="x")
+    assert found == manifest
+    assert len({id(leaf.extra["sharding"]) for leaf in found.arrays["state"]}) == 3, "each is parsed once"
 
 
 def change(*where: Any, to: Any) -> Callable[[dict[str, Any]], None]:
@@ -258,6 +281,11 @@ HOSTILE = {
     "arrays is a list": (change("arrays", to=[]), r"cannot be read"),
     "inline is a list": (change("inline", to=[]), r"cannot be read"),
     "inline without kind": (change("inline", "data", to={"value": 1}), r"cannot be read"),
+    "sharding beyond the table": (change(*LEAF, "sharding", to=1), r"leaf w\.0 has sharding 1 of 1"),
+    "sharding before the table": (change(*LEAF, "sharding", to=-1), r"leaf w\.0 has sharding -1 of 1"),
+    "sharding is text": (change(*LEAF, "sharding", to="0"), r"leaf w\.0"),
+    "sharding of another type": (change("shardings", 0, 0, to="[]"), r"leaf w\.0 has the sharding"),
+    "mesh beyond the table": (change("shardings", 0, 1, to=0), r"sharding 0 is on mesh 0 of 0"),
     "no format": (lambda body: body.pop("format"), r"cannot be read"),
 }
 

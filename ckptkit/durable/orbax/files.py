@@ -21,6 +21,7 @@ from orbax.checkpoint._src.metadata.pytree_metadata_options import PYTREE_METADA
 from orbax.checkpoint._src.tree import utils as tree_utils
 
 from ckptkit.durable.orbax.host_shards import HostShards
+from ckptkit.durable.orbax.shardings import without_devices
 from ckptkit.model import paths
 
 _TYPES = {HostShards: "jax.Array", np.ndarray: "np.ndarray", int: "scalar", float: "scalar", bool: "scalar"}
@@ -102,7 +103,7 @@ def array_metadatas_text(shards: Sequence[HostShards], *, has_sidecar: bool) -> 
 def shardings_text(shards: Sequence[HostShards]) -> str | None:
     """`_sharding`: what a restore without a template takes; None where no leaf has words for its sharding."""
     shardings = {
-        base64.urlsafe_b64encode(each.record.name.encode()).decode(): each.record.extra["sharding"]
+        base64.urlsafe_b64encode(each.record.name.encode()).decode(): without_devices(each.record.extra["sharding"])
         for each in shards
         if "sharding" in each.record.extra
     }
