@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -14,7 +15,7 @@ from ckptkit.errors import TierUnusableError
 from ckptkit.model import paths
 from ckptkit.slots.host_memory import mount_room, store_full
 from ckptkit.store.local import make_directory, sync_directory
-from ckptkit.util.disk_file import open_slot
+from ckptkit.util.disk_file import open_slot, refuse_other_owner
 from ckptkit.util.pages import PAGE_BYTES
 
 _T = TypeVar("_T")
@@ -23,10 +24,11 @@ LESS_ON_MOUNT = "give fewer slots, or leave this tier out"
 
 
 def take_directory(host_dir: Path, name: str, *, synced: bool) -> tuple[Path, int]:
-    """A directory of that name below `host_dir`, mode 0700, and the descriptor whose `flock` holds it.
+    """A directory of that name below `host_dir`, and the descriptor whose `flock` holds it.
 
-    One that another process holds is left to it, and the next free name is taken. Raises `TierUnusableError`, for a
-    link among them too: below a tier's root nobody but the tiers makes names.
+    One that another process holds is left to it, and the next free name is taken. It, `host_dir` and the directory of
+    the job are this user's alone (mode 0700). Raises `TierUnusableError`, also for a link among them, and for what
+    another user owns: below a tier's root only the tiers make names.
     """
     for attempt in range(100):
         directory = host_dir / (name if attempt == 0 else f"{name}.{attempt}")
@@ -34,7 +36,9 @@ def take_directory(host_dir: Path, name: str, *, synced: bool) -> tuple[Path, in
             for each in (host_dir.parent, host_dir, directory):
                 if each.is_symlink():
                     raise OSError(errno.ELOOP, f"{each} is a link")
-            make_directory(directory, synced=synced, mode=0o700)
+                make_directory(each, synced=synced, mode=0o700)
+                keep_to_owner(each)
+            _refuse_files_of_others(directory)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(directory / paths.LOCK_NAME, flags, 0o600)
         except OSError as error:
@@ -51,6 +55,29 @@ def take_directory(host_dir: Path, name: str, *, synced: bool) -> tuple[Path, in
         _held.add(fd)
         return directory, fd
     raise TierUnusableError(f"every slot directory below {host_dir} is held by another process", path=str(host_dir))
+
+
+def keep_to_owner(directory: Path) -> None:
+    """Takes from a directory what others may do with it; raises `PermissionError` where another user owns it.
+
+    A sticky one, as /dev/shm, is shared on purpose: there nobody can rename or remove what is another's.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(fd)
+        if status.st_mode & stat.S_ISVTX and status.st_uid in (0, os.geteuid()):
+            return
+        refuse_other_owner(status, directory)
+        if status.st_mode & 0o077:  # of an earlier version, or made by hand
+            os.fchmod(fd, 0o700)
+    finally:
+        os.close(fd)
+
+
+def _refuse_files_of_others(directory: Path) -> None:
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            refuse_other_owner(entry.stat(follow_symlinks=False), Path(entry.path))
 
 
 def give_up(fd: int) -> None:

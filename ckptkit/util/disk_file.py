@@ -31,12 +31,27 @@ _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def open_slot(path: Path) -> int:
-    """A descriptor of a slot's file, which is made where there is none. A link, a pipe or a device in its place goes:
-    what it leads to is not this tier's. Raises `OSError`."""
+    """A descriptor of a slot's file of mode 0600, which is made where there is none. A link, a pipe or a device in its
+    place is removed: what it leads to is not this tier's. Raises `OSError`, also for another user's file."""
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):
             path.unlink()
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        refuse_other_owner(os.fstat(fd), path)
+        if os.fstat(fd).st_mode & 0o077:
+            os.fchmod(fd, 0o600)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def refuse_other_owner(status: os.stat_result, path: Path) -> None:
+    """Raises `PermissionError` where another user owns what `path` names: that user could change it at any time."""
+    if status.st_uid != os.geteuid():
+        why = f"{path} belongs to user {status.st_uid}, this process runs as user {os.geteuid()}"
+        raise PermissionError(errno.EPERM, why, str(path))
 
 
 @final
