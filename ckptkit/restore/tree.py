@@ -152,9 +152,17 @@ def _name_of(dtype: Any) -> str:
     return dtype.name
 
 
+@lru_cache
+def _key_of(impl: str) -> tuple[Any, int]:
+    """The dtype of keys of an implementation, and the dimensions of their data. Makes no key: a transfer guard would
+    refuse it."""
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
+    return key.dtype, jax.eval_shape(jax.random.key_data, key).ndim
+
+
 def _short_impl(impl: str) -> str:
     """Keys' dtypes are named by a tag (`key<fry>`), their implementations by a name (`threefry2x32`)."""
-    return jax.random.key(0, impl=impl).dtype.name.removeprefix("key<").removesuffix(">")
+    return _key_of(impl)[0].name.removeprefix("key<").removesuffix(">")
 
 
 def _starts(record: LeafRecord, leaf: Any) -> bool:
@@ -174,11 +182,8 @@ def _abstract_leaf(leaf: LeafRecord) -> Any:
         return block if leaf.kind == "numpy" else block.item()
     impl = leaf.extra.get("key_impl")
     if impl:
-        key = jax.random.key(0, impl=impl)
-        trailing = jax.random.key_data(key).ndim
-        return jax.ShapeDtypeStruct(
-            leaf.shape[: len(leaf.shape) - trailing], key.dtype, sharding=_stored_sharding(leaf)
-        )
+        dtype, trailing = _key_of(impl)
+        return jax.ShapeDtypeStruct(leaf.shape[: len(leaf.shape) - trailing], dtype, sharding=_stored_sharding(leaf))
     return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=_stored_sharding(leaf))
 
 
