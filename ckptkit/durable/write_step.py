@@ -12,14 +12,15 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, final
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 
 from ckptkit.durable.cells.pacing import WritePace
 from ckptkit.durable.cells.tensorstore_wait import small_objects
@@ -45,6 +46,25 @@ _PUTS = 8  # small files on their way at a time, beside the data
 def is_writable(items: Mapping[str, Any]) -> bool:
     """Whether these save arguments are of the kinds that are written here: trees of `host_tree`, and JSON."""
     return all(isinstance(item, HostTreeSave | ocp.args.JsonSave) for item in items.values())
+
+
+def refuse_unwritable(records: Iterable[LeafRecord]) -> None:
+    """Raises ValueError with every leaf of a dtype that zarr does not have: no durable step can hold it."""
+    found = sorted(f"{leaf.name} ({leaf.dtype})" for leaf in records if not _has_zarr_dtype(leaf.dtype))
+    if found:
+        raise ValueError(
+            f"arrays of these dtypes cannot be saved to the durable tier: {', '.join(found)}; cast them, or view them "
+            "as integers of the same size"
+        )
+
+
+@lru_cache(maxsize=64)
+def _has_zarr_dtype(dtype: str) -> bool:
+    try:
+        ts.dtype(np.dtype(dtype))
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 @final

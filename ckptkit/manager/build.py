@@ -22,6 +22,7 @@ from ckptkit.manager.opening import (
     say_left,
     say_what_was_left,
     take_stock,
+    warn_of_other_hosts,
 )
 from ckptkit.manager.settings import Settings
 from ckptkit.model import paths
@@ -99,6 +100,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
     in_flight_max = settings.saving.in_flight_max
     job_hosts = gather_job_hosts(settings, job)
     tiers = job_hosts.tiers
+    warn_of_other_hosts(host_dirs, job_hosts)
     arenas: Mapping[str, Arena] = {}
     if not options.read_only:  # which looks at what stands there: the slots are for those who write
         arenas = open_arenas(job_hosts, host_dirs, memory, in_flight_max, coordinator)
@@ -121,7 +123,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
         ledger.refill(held)
         retention = Retention(tiers, arenas, ledger, in_flight_max)
         retention.opened()
-        metadata_index = MetadataIndex(options, durable, inventory)
+        metadata_index = MetadataIndex(options, durable, inventory, ledger.steps)
         metadata_index.refill(ledger.steps())
         pipeline = SavePipeline(
             make_tiers(arenas, memory, in_flight_max, durable, epochs, peer_copies),

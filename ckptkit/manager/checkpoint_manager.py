@@ -206,7 +206,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         began, step = Began(), step_number(step)
         self._resumer.refuse_while_pending("restore")
-        wanted = self._resumer.wanted(items, restore_kwargs, args)
+        known = step if directory is None else None
+        wanted = self._resumer.wanted(known, items, restore_kwargs, args)
         if directory is not None:
             return self._resumer.restore_elsewhere(root_url(directory), step, wanted, began)
         return self._resumer.restore(step, wanted, began)
@@ -223,7 +224,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """
         began = Began()
         self._resumer.refuse_while_pending("restore_async")
-        return self._resumer.restore_async(step_number(step), self._resumer.wanted(None, None, args), began)
+        return self._resumer.restore_async(
+            step_number(step), self._resumer.wanted(step_number(step), None, None, args), began
+        )
 
     def latest_step(self) -> int | None:
         """The newest step over all tiers, as Orbax counts: one on its way is listed, a failed one is not."""

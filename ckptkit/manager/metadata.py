@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -23,15 +23,26 @@ from ckptkit.save.ledger import Ledger
 from ckptkit.schedule.decider import StepInfo
 from ckptkit.snapshot.small_items import STRUCTURE
 
+_PRUNED_AT = 64  # metrics, before those of deleted steps are looked for
+
 
 class MetadataIndex:
     """Answers about steps. Reads on this process alone."""
 
-    def __init__(self, options: ocp.CheckpointManagerOptions, durable: DurableSteps, inventory: Inventory):
+    def __init__(
+        self,
+        options: ocp.CheckpointManagerOptions,
+        durable: DurableSteps,
+        inventory: Inventory,
+        known: Callable[[], Iterable[int]],
+    ):
+        """`known` returns the steps that some tier holds or that are on their way."""
         self._options = options
+        self._known = known
         self._durable = durable
         self._inventory = inventory
         self._metrics: dict[int, Any] = {}
+        self._pruned_at = _PRUNED_AT
         self._as_saved = False  # a step was restored as it was saved, and Orbax was not told its kinds yet
 
     def restored_as_saved(self) -> None:
@@ -48,7 +59,11 @@ class MetadataIndex:
         self._metrics = {step: durable.get(step) if durable.get(step) is not None else fast.get(step) for step in steps}
 
     def taken(self, step: int, metrics: Any) -> None:
-        """A save of `step` was taken with these metrics."""
+        """A save of `step` was taken with these metrics. Those of steps that were deleted since are dropped."""
+        if len(self._metrics) >= self._pruned_at:
+            known = set(self._known())
+            self._metrics = {step: metrics for step, metrics in self._metrics.items() if step in known}
+            self._pruned_at = max(_PRUNED_AT, 2 * len(self._metrics))
         self._metrics[step] = metrics
 
     def best_of(self, steps: Sequence[int]) -> int | None:

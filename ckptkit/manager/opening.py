@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -37,6 +38,7 @@ from ckptkit.slots.host_memory import HostMemory
 from ckptkit.store import open_store
 from ckptkit.util.pages import PAGE_BYTES
 
+_log = logging.getLogger("ckptkit")
 UNKNOWN_BYTES = 1 << 60  # of a state before the first save: slots that follow from bytes begin with the fewest
 _LOOKED_INTO_MAX = 256  # manifests of one save, when all is looked at on one process
 STORE_DEADLINE_S = 20.0  # for small reads and writes of the durable root: a restart should not hang on a dead bucket
@@ -83,6 +85,26 @@ def say_what_was_left(durable: DurableSteps, job: Job) -> None:
 def say_left(kind: Kind, url: str, names: Sequence[str], events: EventLog) -> None:
     """An event about leftovers in a durable root, with the first of their names."""
     events.emit(kind, tier=DURABLE, path=url, names=list(names[:_NAMES_MAX]), count=len(names))
+
+
+def warn_of_other_hosts(host_dirs: Mapping[str, Path], job_hosts: JobHosts) -> None:
+    """One warning about slots of this job that no host of it uses: a host whose name has changed leaves them behind.
+
+    The first process of a host looks. Locks are not asked: another job of the same root would be a second writer.
+    """
+    if job_hosts.rank[0] != 0:
+        return
+    for tier, host_dir in host_dirs.items():
+        with suppress(OSError):
+            names = sorted(each.name for each in host_dir.parent.iterdir() if each.name not in job_hosts.hosts)
+            files = [each for name in names for each in (host_dir.parent / name).glob("*/slot-*.bin")]
+            left_bytes = sum(each.stat().st_blocks * 512 for each in files)
+            if left_bytes:
+                _log.warning(
+                    "tier %s: %s holds %d bytes in slots of hosts that are not in this job: %s. If those names are not "
+                    "used any more, remove the slots with `ckptkit tiers clean`",
+                    *(tier, host_dir.parent, left_bytes, ", ".join(names[:_NAMES_MAX])),
+                )
 
 
 def open_arenas(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.durable.orbax.manager import restore_statistics, save_statistics
+from ckptkit.model.paths import STEP_LIMIT
 from ckptkit.util import clock
 
 
@@ -22,10 +23,12 @@ def step_number(step: Any) -> Any:
 
 
 def saved_step_number(step: Any) -> int:
-    """The same for a save; raises TypeError for what is no whole number."""
+    """The same for a save; raises TypeError for what is no whole number, ValueError for one that no manifest names."""
     number = step_number(step)
     if not isinstance(number, int):
         raise TypeError(f"step {step!r} is no whole number")
+    if number >= STEP_LIMIT:
+        raise ValueError(f"step {number} cannot be saved: steps are below {STEP_LIMIT}")
     return number
 
 

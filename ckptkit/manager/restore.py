@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
 from ckptkit.durable.steps import DurableSteps
-from ckptkit.errors import CheckpointError
+from ckptkit.errors import CheckpointError, StepNotFoundError
 from ckptkit.manager.build import Components
 from ckptkit.manager.opening import epoch_records
 from ckptkit.manager.orbax_compat import Began, restore_entry
@@ -68,9 +68,19 @@ class Resumer:
             restored = Restorer(inventory, job, self._settings.restoring, name=name).restore(step, wanted)
         return self._given(restored, began, url)
 
-    def wanted(self, items: Any, restore_kwargs: Any, args: Any) -> RestoreRequest:
-        """What the arguments of `restore` ask for; raises what Orbax raises for those that do not go together."""
-        return request_of(self._components.storage.durable.stock, items, restore_kwargs, args)
+    def wanted(self, step: int | None, items: Any, restore_kwargs: Any, args: Any) -> RestoreRequest:
+        """What the arguments of `restore` ask for; raises what Orbax raises for those that do not go together.
+
+        For a `step` that no tier holds that is `StepNotFoundError`, whatever is asked of it; None: any step.
+        """
+        try:
+            return request_of(self._components.storage.durable.stock, items, restore_kwargs, args)
+        except ValueError as error:
+            ledger = self._components.history.ledger
+            if step is None or step in ledger.steps():
+                raise
+            url = self._components.storage.durable.url
+            raise StepNotFoundError(f"step {step} was not found in {url}", step=step, path=url) from error
 
     def refuse_while_pending(self, what: str) -> None:
         """Raises `CheckpointError` where a restore in the background has not been taken over."""

@@ -12,6 +12,7 @@ from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
 from ckptkit.durable.orbax.preservation import prunes
+from ckptkit.durable.write_step import refuse_unwritable
 from ckptkit.events import Kind
 from ckptkit.manager.build import Components
 from ckptkit.manager.opening import abstract_slot_bytes
@@ -225,6 +226,7 @@ def _refuse_unordered(options: Any, metrics: Any) -> None:
 def _refuse_empty_arrays(description: Description) -> None:
     """Orbax's steps cannot hold them: said by `save`, not by a failure in the background."""
     records = [source.record for sources in description.items.values() for source in sources]
+    refuse_unwritable(records)
     empty = [record.name for record in records if record.kind == "jax" and 0 in record.shape]
     if empty:
         raise ValueError(f"arrays without elements cannot be saved to the durable tier: {', '.join(sorted(empty))}")

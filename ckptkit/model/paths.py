@@ -75,9 +75,12 @@ def checked_name(name: str, what: str) -> str:
     return name
 
 
+STEP_LIMIT = 10**12  # steps are below it: what a manifest's name has room for
+
+
 def manifest_name(step: int, epoch: int, number: int) -> str:
     """The file name of a fast-tier manifest: one per save, so that a save never replaces another's manifest."""
-    if not (0 <= step < 10**12 and 0 <= epoch < 10**8 and 0 <= number < 10**8):
+    if not (0 <= step < STEP_LIMIT and 0 <= epoch < 10**8 and 0 <= number < 10**8):
         raise ValueError(
             f"step {step}, epoch {epoch}, save {number}: a manifest's name has room for 12, 8 and 8 digits"
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import re
 import socket
 import threading
@@ -64,7 +65,41 @@ class Answer:
 
 
 Also = Callable[[str, str, str, bytes], Answer | None]  # method, path, Content-Range, body
+_LOGGED_EVERY_S = 60.0
 BODY_BYTES_MAX = MANIFEST_BYTES_MAX  # what a save may write, a peer can be given; pieces of a copy are smaller
+
+
+@final
+class _OneLine(logging.Filter):
+    """Lets one record a minute pass, as a warning of one line: anyone can send requests that aiohttp cannot parse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left_out = 0
+        self._next_s = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record passes; it has lost its traceback then."""
+        if record.levelno < logging.WARNING:
+            return False
+        if clock.monotonic_s() < self._next_s:
+            self._left_out += 1
+            return False
+        error = record.exc_info[1] if record.exc_info else None
+        why = str(error or record.getMessage()).splitlines() or [""]
+        record.msg = f"peer server: a request was not understood: {why[0][:200]} ({self._left_out} others like it)"
+        record.args, record.exc_info = (), None
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        self._next_s, self._left_out = clock.monotonic_s() + _LOGGED_EVERY_S, 0
+        return True
+
+
+def _request_log() -> logging.Logger:
+    """A logger of one server's requests, whose records reach the handlers of `ckptkit`."""
+    log = logging.Logger("ckptkit.peers.requests", logging.WARNING)
+    log.parent = logging.getLogger("ckptkit")
+    log.addFilter(_OneLine())
+    return log
 
 
 @final
@@ -121,7 +156,13 @@ class PeerServer:
     async def _start(self, host: str) -> str:
         self._turns = asyncio.Semaphore(self._limits.transfers_max)
         self._answers = asyncio.Semaphore(self._limits.answers_max)
-        self._web = web.Server(self._handle, access_log=None, keepalive_timeout=self._limits.idle_s, lingering_time=0)
+        self._web = web.Server(
+            self._handle,
+            access_log=None,
+            logger=_request_log(),
+            keepalive_timeout=self._limits.idle_s,
+            lingering_time=0,
+        )
         # One address, also of a name that stands for several: it is this one that the others are told.
         family, *_, place = (await self._loop.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM))[0]
         self._listener = await self._loop.create_server(

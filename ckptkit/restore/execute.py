@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
+import jax
 import numpy as np
 
 from ckptkit.durable.steps import DurableSteps
@@ -107,6 +108,10 @@ class LocalRead:
 
     def assemble(self, proven: Verified, save_id: SaveId) -> dict[str, Any]:
         """The trees of what is proven; sets the iterators: nothing before this changes what the caller has."""
+        with jax.transfer_guard("allow"):  # of small items, and casts of arrays
+            return self._assembled(proven, save_id)
+
+    def _assembled(self, proven: Verified, save_id: SaveId) -> dict[str, Any]:
         prepared = proven.prepared
         if prepared is None:
             return dict(proven.stock)

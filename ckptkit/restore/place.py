@@ -93,8 +93,14 @@ def _lies_as_in_numpy(dtype: np.dtype) -> bool:
 def place(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:
     """The leaf from its proven blocks. Never references tier memory: the blocks are this restore's own.
 
-    On the CPU backend the array takes the blocks' memory as it is; on others they are transferred.
+    On the CPU backend the array takes the blocks' memory as it is; on others they are transferred, whatever
+    `jax.transfer_guard` says: the caller has asked for it.
     """
+    with jax.transfer_guard("allow"):
+        return _placed(target, blocks)
+
+
+def _placed(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:
     if target.sharding is None:
         (block,) = blocks.values()
         return block if target.kind in ("numpy", "jax") else block.item()

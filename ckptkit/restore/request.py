@@ -258,7 +258,7 @@ def _pytree_answer(
     flat, treedef = jax.tree_util.tree_flatten_with_path(shape)
     wishes: list[Any] = [None] * len(flat)
     if arg.restore_args is not None:
-        wishes = treedef.flatten_up_to(arg.restore_args)
+        wishes = _wishes_of_part(arg, flat) if arg.partial_restore else treedef.flatten_up_to(arg.restore_args)
     abstract: list[Any] = []
     finishes: list[Finish | None] = []
     numbered: list[Any] = []
@@ -297,6 +297,15 @@ def _pytree_answer(
         finishes=[by_index[index] for index in range(len(order))],
         tree=tree,
     )
+
+
+def _wishes_of_part(arg: Any, flat: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """The wishes for the leaves of a part of a tree, by their paths: `restore_args` may be those of the whole tree."""
+    given, _ = jax.tree_util.tree_flatten_with_path(
+        arg.restore_args, is_leaf=lambda node: isinstance(node, ocp.RestoreArgs)
+    )
+    by_path = {leaf_path(keypath)[0]: wish for keypath, wish in given}
+    return [by_path.get(leaf_path(keypath)[0]) for keypath, _ in flat]
 
 
 def _put(nested: dict[str, Any], path: Sequence[str], target: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, final
@@ -72,7 +73,8 @@ class SourceSearch:
         self._open_durable = open_durable
         self._events = events
         self._proves = proves
-        self._widening = self._widen()
+        # Not of `self`: a generator that keeps it makes a cycle, and slots stay open until the collector runs.
+        self._widening = SourceSearch._widen(weakref.proxy(self))
         self._damaged = False  # from then on, sources of what is damaged come first
         self._unreachable: PeerUnreachableError | None = None
 

@@ -62,6 +62,9 @@ class _Continuous:
         return (step.time - previous_steps[-1].time).total_seconds() >= self._least_s
 
 
+_REMEMBERED_STEPS = 1000  # durable steps, newest last, that a policy is shown
+
+
 class Decider:
     """Remembers what was taken, so that a decision never depends on how far a background save has come."""
 
@@ -150,7 +153,8 @@ class Decider:
         self._last, self._base = step, None
         self._taken_s |= {name: clock.monotonic_s() for name in due}
         if DURABLE in due:
-            self._durable.append(StepInfo(step, metrics=metrics))
+            # The same on every process, whatever each has pruned: policies look at the last few.
+            self._durable = [*self._durable[1 - _REMEMBERED_STEPS :], StepInfo(step, metrics=metrics)]
             self._durable_owed = False
 
     def _fast_due(self, step: int) -> set[str]:

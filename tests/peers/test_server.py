@@ -279,3 +279,15 @@ def test_damage_in_transit_is_detected(client: PeerClient, host_dir: Path) -> No
         file.write(b"\xff\x00\xff")
     with pytest.raises(CorruptCheckpointError, match=r"/saves/2\.7\.4/0/bytes: leaf w, cell .* has digest"):
         read_all(client)
+
+
+def test_malformed_requests_are_one_line_a_minute(server: PeerServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Anyone who reaches the port would fill the log with tracebacks."""
+    with caplog.at_level("DEBUG"):
+        for _ in range(5):
+            say(server.address, "GET / HTTP/9.x\r\nHost: \x01\r\nbroken\r\n\r\n")
+    (record,) = [each for each in caplog.records if each.name.startswith(("aiohttp", "ckptkit"))]
+    assert record.levelname == "WARNING"
+    assert record.exc_info is None
+    assert record.getMessage().startswith("peer server: a request was not understood: ")
+    assert "\n" not in record.getMessage()
