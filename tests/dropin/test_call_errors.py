@@ -43,7 +43,7 @@ def test_step_that_no_manifest_can_name_is_refused_by_save(tmp_path: Path) -> No
 def test_missing_step_is_reported_before_an_unknown_item(tmp_path: Path, item: str) -> None:
     """A loop that begins anew on FileNotFoundError would stop with a ValueError."""
     wanted = args.Composite(**{item: args.StandardRestore()})
-    names = {"item_names": ("state",)}
+    names: Any = {"item_names": ("state",)}
     with make(tmp_path, **names) as manager, ocp.CheckpointManager(tmp_path / "run", **names) as stock:
         for each in (stock, manager):
             with pytest.raises(FileNotFoundError):
@@ -52,7 +52,7 @@ def test_missing_step_is_reported_before_an_unknown_item(tmp_path: Path, item: s
 
 def test_unknown_item_of_a_present_step_is_refused_as_by_orbax(tmp_path: Path) -> None:
     """The order of errors must not hide the other one."""
-    names = {"item_names": ("state",)}
+    names: Any = {"item_names": ("state",)}
     with make(tmp_path, **names) as manager:
         manager.save(3, args=args.Composite(state=args.StandardSave({"d": jnp.arange(3)})))
         with pytest.raises(ValueError, match="unknown"):

@@ -56,7 +56,7 @@ def without_devices(text: str) -> str:
 
 def _named_words(sharding: jax.sharding.NamedSharding) -> ocp.metadata.NamedShardingMetadata:
     mesh = sharding.mesh
-    if mesh.size > _LISTED_DEVICES_MAX and list(mesh.devices.flat) == jax.devices():
+    if mesh.size > _LISTED_DEVICES_MAX and list(np.asarray(mesh.devices).flat) == jax.devices():
         return ocp.metadata.NamedShardingMetadata(
             shape=np.array(list(mesh.shape.values())),
             axis_names=list(mesh.axis_names),
