@@ -1,4 +1,4 @@
-"""Named trees without jax arrays, beside a tree with some: epoch counters, NumPy random states, best metrics."""
+"""Named trees without jax arrays, saved with a tree that has some: epoch counters, NumPy states, best metrics."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _restore_args(save: Any) -> Any:
 
 
 def _expected(base: Path, items: Any) -> Any:
-    """What stock Orbax gives back."""
+    """The items that stock Orbax returns."""
     with ocp.CheckpointManager(base / "stock") as stock:
         stock.save(0, args=items)
     with ocp.CheckpointManager(base / "stock") as stock:
@@ -71,7 +71,7 @@ def test_tree_without_arrays_is_restored_from_every_tier(tmp_path: Path, tier: s
 
 
 def test_tree_without_sidecar_is_restored_as_it_was_saved(tmp_path: Path) -> None:
-    """Earlier versions wrote no sidecar for such a tree: their steps would lose it for ever."""
+    """Earlier versions wrote no sidecar for such a tree: their steps would lose it."""
     with _manager(tmp_path, "durable") as manager:
         manager.save(0, args=args.Composite(params=args.StandardSave(STATE), meta=TREES["numbers"]))
     item = tmp_path / "run" / "0" / "meta"

@@ -1,4 +1,4 @@
-"""What a run writes to a bucket, Orbax's half of its manager sees: gcsfs remembers listings for ever."""
+"""Saves and deletions of a run in a bucket are seen by Orbax's half of its manager: gcsfs caches listings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words for a sharding: Orbax's, without a list of devices where it would be long and says nothing."""
+"""The JSON of a sharding: that of Orbax, without a long list of devices where the order is the default one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.states import make_state, save_args
 
 @pytest.fixture(autouse=True)
 def few_devices_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The four devices of a test stand for 65."""
+    """The four devices of a test count as more than 64."""
     monkeypatch.setattr(shardings, "_LISTED_DEVICES_MAX", 1)
     sharding_of_text.cache_clear()
     without_devices.cache_clear()

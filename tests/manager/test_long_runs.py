@@ -1,4 +1,4 @@
-"""What a run of many saves and starts leaves behind: in memory, in open files, and on the hosts that it left."""
+"""The memory, open files and slots that a run of many saves and starts leaves behind."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tools.launch import ExitCode, Launcher, RestartPolicy
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each process of one job wrote down."""
+    """The results of each process of one job."""
     root: Path = tmp_path_factory.mktemp("stages")
     output: list[str] = []
     command = [sys.executable, "-m", "tests.multiprocess.stages_worker"]
