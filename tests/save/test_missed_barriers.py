@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from ckptkit.durable.lifecycle.epochs import Ancestry
+from ckptkit.durable.orbax.host_shards import HostTreeSave
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import CoordinationError, TransientStoreError
 from ckptkit.model.manifest import SaveId
@@ -30,7 +31,7 @@ def test_failed_listing_on_one_process_fails_only_one_save(tmp_path: Path, monke
         durables[coordinator.process] = DurableSteps(str(tmp_path), options, coordinator)
 
     def save(coordinator: Any, step: int) -> None:
-        items: Any = {"state": ocp.args.PyTreeSave({"w": np.arange(8.0)})}  # pyright: ignore[reportCallIssue]
+        items: Any = {"state": HostTreeSave({"w": np.arange(8.0)})}  # pyright: ignore[reportCallIssue]
         durables[coordinator.process].save(
             SaveId(1, step, step), items, metrics=None, default_item=False, ancestry=Ancestry()
         )
