@@ -80,8 +80,7 @@ def content(path: Path) -> Any:
 def plain(value: Any) -> Any:
     if isinstance(value, dict):
         varying = {"digest", "run", "init_timestamp_nsecs", "commit_timestamp_nsecs", "ts_metrics"}
-        added = {"custom"}  # to manifests since these files were written: readers of that time ignore it
-        return {key: plain(each) for key, each in value.items() if key not in varying | added}
+        return {key: plain(each) for key, each in value.items() if key not in varying}
     return [plain(each) for each in value] if isinstance(value, list) else value
 
 
