@@ -72,7 +72,17 @@ KINDS: dict[str, Callable[[], Any]] = {
     "items and handler": lambda: a.Composite(state=a.StandardSave({"a": jnp.arange(8.0)}), words=TextSave("words")),
     "json items": lambda: a.Composite(one=a.JsonSave({}), two=a.JsonSave(None)),
 }
-PROVEN = {"standard", "tree", "bare array", "bare key", "empty name", "empty names", "empty nodes"}
+PROVEN = {
+    "numpy only",
+    "bare number",
+    "standard",
+    "tree",
+    "bare array",
+    "bare key",
+    "empty name",
+    "empty names",
+    "empty nodes",
+}
 PROVEN |= {"dots and slashes", "numbers as names"}
 
 
