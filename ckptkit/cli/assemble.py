@@ -13,7 +13,7 @@ import jax
 from ckptkit.cli.convert import SHARD_SIZE, TO, CastType, show_plan
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.memory import keep_freed_memory
-from ckptkit.cli.options import DRY_RUN, JSON, MAP, MEMORY, TIMEOUT
+from ckptkit.cli.options import DEPTH, DRY_RUN, JSON, MAP, MEMORY, TIMEOUT, TOP
 from ckptkit.cli.progress import progress_bar
 from ckptkit.cli.sources import leased_sources
 from ckptkit.cli.text import print_json
@@ -38,6 +38,8 @@ _WRITING = [
     ),
     SHARD_SIZE,
     DRY_RUN,
+    TOP,
+    DEPTH,
     click.option("--resume", is_flag=True, help="Go on where an interrupted run of the same command stopped."),
     JSON,
     MEMORY,
@@ -123,6 +125,8 @@ def _write(
     casts: Sequence[tuple[str, str]],
     shard_bytes: int,
     dry_run: bool,
+    top: int | None,
+    depth: int | None,
     resume: bool,
     as_json: bool,
     memory_bytes: int,
@@ -144,5 +148,5 @@ def _write(
     if as_json:
         print_json({**plan.to_json(), "written": not dry_run})
     else:
-        show_plan(plan, dry_run)
+        show_plan(plan, dry_run, top, depth)
     return Exit.OK

@@ -12,7 +12,7 @@ from ckptkit.cli.memory import keep_freed_memory
 from ckptkit.cli.options import JSON, MAP, MEMORY, TIMEOUT, SizeType
 from ckptkit.cli.progress import progress_bar
 from ckptkit.cli.sources import leased_sources
-from ckptkit.cli.text import count_text, print_json, print_line, print_table, shape_text, size_text
+from ckptkit.cli.text import count_text, group_of, print_json, print_line, print_top, shape_text, size_text
 from ckptkit.conversion import ConvertPlan, plan_convert, read_rules
 from ckptkit.conversion import convert as convert_tensors
 from ckptkit.conversion.converting import SHARD_BYTES, TargetFormat
@@ -92,14 +92,20 @@ def convert(
     return Exit.OK
 
 
-def show_plan(plan: ConvertPlan, dry_run: bool) -> None:
-    """Prints what was, or would be, written."""
-    if dry_run:
-        rows = [
-            [name, tensor.dtype.name, shape_text(tensor.shape), size_text(tensor.nbytes)]
-            for name, tensor in plan.tensors.items()
-        ]
-        print_table([("leaf", False), ("dtype", False), ("shape", False), ("bytes", True)], rows)
+def show_plan(plan: ConvertPlan, dry_run: bool, top: int | None = None, depth: int | None = None) -> None:
+    """Prints what was, or would be, written; with `top` the largest leaves, or groups of leaves, first."""
+    if dry_run and depth is None:
+        tensors = sorted(plan.tensors.items(), key=lambda each: 0 if top is None else -each[1].nbytes)
+        rows = [[name, one.dtype.name, shape_text(one.shape), size_text(one.nbytes)] for name, one in tensors]
+        print_top([("leaf", False), ("dtype", False), ("shape", False), ("bytes", True)], rows, top)
+        print_line()
+    elif dry_run:
+        sizes: dict[str, list[int]] = {}
+        for name, tensor in plan.tensors.items():
+            sizes.setdefault(group_of(name, depth or 1), []).append(tensor.nbytes)
+        groups = sorted(sizes.items(), key=lambda each: 0 if top is None else -sum(each[1]))
+        rows = [[name, str(len(each)), size_text(sum(each))] for name, each in groups]
+        print_top([("group", False), ("leaves", True), ("bytes", True)], rows, top)
         print_line()
     files = f" in {count_text(len(plan.files), 'file')}" if plan.to == "hf" else ""
     leaves = count_text(len(plan.tensors), "leaf", "leaves")

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 import click
 
 from ckptkit.cli.exits import Exit
-from ckptkit.cli.options import JSON, MAP, MEMORY, TIMEOUT
+from ckptkit.cli.options import DEPTH, JSON, MAP, MEMORY, TIMEOUT, TOP
 from ckptkit.cli.progress import reading_bar
 from ckptkit.cli.sources import leased_sources
-from ckptkit.cli.text import count_text, print_json, print_line, print_table
+from ckptkit.cli.text import count_text, group_of, print_json, print_line, print_top
 from ckptkit.conversion import Difference, mapped, no_arrays, read_rules
 from ckptkit.conversion import diff as diff_tensors
+from ckptkit.conversion.statistics import LeafDifference
 from ckptkit.formats import open_checkpoint
 
 _COLUMNS = [(title, title != "leaf") for title in ("leaf", "changed", "max abs", "max rel", "ulp", "cosine")]
+_GROUP_COLUMNS = [(title, title != "group") for title in ("group", "leaves", "changed", "max abs", "max rel")]
 
 
 @click.command()
@@ -26,13 +28,24 @@ _COLUMNS = [(title, title != "leaf") for title in ("leaf", "changed", "max abs",
 @click.option(
     "--atol", type=click.FloatRange(min=0), default=0.0, help="See --rtol. Without both, only equal bits pass."
 )
+@TOP
+@DEPTH
 @JSON
 @MEMORY
 @TIMEOUT
 def diff(
-    a: str, b: str, map_path: str | None, rtol: float, atol: float, as_json: bool, memory_bytes: int, timeout_s: float
+    a: str,
+    b: str,
+    map_path: str | None,
+    rtol: float,
+    atol: float,
+    top: int | None,
+    depth: int | None,
+    as_json: bool,
+    memory_bytes: int,
+    timeout_s: float,
 ) -> int:
-    """Say how the checkpoints A and B differ: leaves, shapes and dtypes, then values. Any two formats.
+    """Compare the checkpoints A and B: leaves, shapes and dtypes, then values, most changed first. Any two formats.
 
     The rules of --map are applied to A. Exit code 20 where they differ by more than the tolerances.
     """
@@ -49,11 +62,11 @@ def diff(
     if as_json:
         print_json({**found.to_json(), "notes": notes})
     else:
-        _show(found, notes)
+        _show(found, notes, top, depth)
     return Exit.OK if found.same else Exit.DIFFERENT
 
 
-def _show(found: Difference, notes: Sequence[str]) -> None:
+def _show(found: Difference, notes: Sequence[str], top: int | None, depth: int | None) -> None:
     close = sum(leaf.close for leaf in found.values)
     counts = [
         count_text(found.equal, "leaf is the same", "leaves are the same"),
@@ -62,22 +75,44 @@ def _show(found: Difference, notes: Sequence[str]) -> None:
     print_line(", ".join(counts) + f", {close} within the tolerances" * (close > 0))
     for note in notes:
         print_line(f"  {note}")
-    for title, names in (("only in A", found.only_a), ("only in B", found.only_b)):
-        for name in names:
-            print_line(f"  {title}: {name}")
-    for name, one, two in found.shapes:
-        print_line(f"  {name} is {one} in A, {two} in B")
+    lines = [f"  only in A: {name}" for name in found.only_a] + [f"  only in B: {name}" for name in found.only_b]
+    lines += [f"  {name} is {one} in A, {two} in B" for name, one, two in found.shapes]
+    for line in lines[:top]:
+        print_line(line)
+    if top is not None and len(lines) > top:
+        print_line(f"  ... and {len(lines) - top} more")
     if found.values:
         print_line()
-        rows = [
-            [
-                leaf.name,
-                f"{100 * leaf.changed:.3g} %",
-                f"{leaf.max_abs:.3g}",
-                f"{leaf.max_rel:.3g}",
-                "" if leaf.ulp is None else str(leaf.ulp),
-                "" if leaf.cosine is None else f"{leaf.cosine:.8f}",
-            ]
-            for leaf in found.values
+        leaves = sorted(found.values, key=lambda leaf: (-leaf.changed, -leaf.max_rel, leaf.name))
+        if depth is None:
+            print_top(_COLUMNS, [_row(leaf) for leaf in leaves], top)
+        else:
+            print_top(_GROUP_COLUMNS, _groups(leaves, depth), top)
+
+
+def _row(leaf: LeafDifference) -> list[str]:
+    return [
+        leaf.name,
+        f"{100 * leaf.changed:.3g} %",
+        f"{leaf.max_abs:.3g}",
+        f"{leaf.max_rel:.3g}",
+        "" if leaf.ulp is None else str(leaf.ulp),
+        "" if leaf.cosine is None else f"{leaf.cosine:.8f}",
+    ]
+
+
+def _groups(leaves: Sequence[LeafDifference], depth: int) -> list[list[str]]:
+    """Of each group the largest difference of any leaf; in the order of the most changed leaf."""
+    groups: dict[str, list[LeafDifference]] = {}
+    for leaf in leaves:
+        groups.setdefault(group_of(leaf.name, depth), []).append(leaf)
+    return [
+        [
+            name,
+            str(len(group)),
+            f"{100 * max(leaf.changed for leaf in group):.3g} %",
+            f"{max(leaf.max_abs for leaf in group):.3g}",
+            f"{max(leaf.max_rel for leaf in group):.3g}",
         ]
-        print_table(_COLUMNS, rows)
+        for name, group in groups.items()
+    ]

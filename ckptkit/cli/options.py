@@ -62,6 +62,8 @@ STEP_PREFIX = click.option(
     metavar="TEXT",
     help="Steps are named TEXT_<number>, or <number> where TEXT is empty [default: as the run's own steps are].",
 )
+TOP = click.option("--top", type=click.IntRange(min=1), metavar="N", help="Print only the first N rows.")
+DEPTH = click.option("--depth", type=click.IntRange(min=1), metavar="N", help="Group leaves by N parts of their names.")
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the plan and change nothing.")
 
 

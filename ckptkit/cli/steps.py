@@ -7,13 +7,14 @@ from typing import Any
 import click
 
 from ckptkit.cli.exits import exit_with
-from ckptkit.cli.options import HOST_ID, JSON, STEP_PREFIX, TIERS, TIMEOUT, fast_tiers
+from ckptkit.cli.options import DEPTH, HOST_ID, JSON, STEP_PREFIX, TIERS, TIMEOUT, TOP, fast_tiers
 from ckptkit.cli.text import (
     age_text,
     count_text,
     print_json,
     print_line,
     print_table,
+    print_top,
     shape_text,
     short_json,
     size_text,
@@ -55,6 +56,8 @@ def steps(
 @HOST_ID
 @click.option("--like", metavar="PATH", help="Want the leaves and boxes of this slot directory, manifest or step.")
 @click.option("--step", type=click.IntRange(min=0), metavar="N", help="Only this step.")
+@TOP
+@DEPTH
 @JSON
 @TIMEOUT
 def plan_restore(
@@ -63,6 +66,8 @@ def plan_restore(
     host_id: str | None,
     like: str | None,
     step: int | None,
+    top: int | None,
+    depth: int | None,
     as_json: bool,
     timeout_s: float,
 ) -> int:
@@ -72,7 +77,7 @@ def plan_restore(
     if as_json:
         print_json(found.to_json())
     else:
-        show_outlook(found)
+        show_outlook(found, top, depth)
     return exit_with(found.problems)
 
 
@@ -126,8 +131,11 @@ def _metrics_text(metrics: Any) -> str:
 _READ_COLUMNS = [("leaf", False), ("from", True), ("to", True), ("bytes", True), ("tier", False)]
 
 
-def show_outlook(found: Outlook) -> None:
-    """Prints it on stdout."""
+_GROUP_COLUMNS = [("group", False), ("tier", False), ("reads", True), ("bytes", True)]
+
+
+def show_outlook(found: Outlook, top: int | None = None, depth: int | None = None) -> None:
+    """Prints it on stdout; with `top` the largest reads, or groups of leaves, first."""
     chosen = found.chosen
     print_line(f"{found.root}: step {chosen.save_id.step}, save {chosen.save_id}, as host {found.host_id} sees it")
     for tier, step, reason in found.rejected:
@@ -140,7 +148,16 @@ def show_outlook(found: Outlook) -> None:
     for tier, read_bytes in found.plan.bytes_by_tier().items():
         print_line(f"  {size_text(read_bytes)} ({read_bytes} bytes) from {tier}")
     print_line()
-    print_table(_READ_COLUMNS, [_read_row(found.plan, read) for read in found.plan.reads])
+    if depth is None:
+        reads = sorted(found.plan.reads, key=lambda read: 0 if top is None else -read.nbytes)
+        print_top(_READ_COLUMNS, [_read_row(found.plan, read) for read in reads], top)
+        return
+    sizes: dict[tuple[str, str], list[int]] = {}
+    for read in found.plan.reads:
+        group = f"{read.key[0]}:{'.'.join(read.key[1][:depth])}"
+        sizes.setdefault((group, found.plan.tiers[read.sources[0][0]]), []).append(read.nbytes)
+    groups = sorted(sizes.items(), key=lambda each: 0 if top is None else -sum(each[1]))
+    print_top(_GROUP_COLUMNS, [[*of, str(len(each)), size_text(sum(each))] for of, each in groups], top)
 
 
 def _read_row(plan: RestorePlan, read: BoxRead) -> list[str]:

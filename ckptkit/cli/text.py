@@ -66,6 +66,18 @@ def print_table(columns: Columns, rows: Sequence[Sequence[str]]) -> None:
     sys.stdout.write("".join(["  ".join(line).rstrip() + "\n" for line in zip(*padded, strict=True)]))
 
 
+def print_top(columns: Columns, rows: Sequence[Sequence[str]], top: int | None) -> None:
+    """The first `top` rows of a table (None: all), and how many more there are."""
+    print_table(columns, rows[:top])
+    if top is not None and len(rows) > top:
+        print_line(f"... and {len(rows) - top} more")
+
+
+def group_of(name: str, depth: int) -> str:
+    """The first `depth` parts of a leaf's name."""
+    return ".".join(name.split(".")[:depth])
+
+
 def _rich_table(columns: Columns, rows: Sequence[Sequence[str]]) -> Table:
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title, numeric in columns:

@@ -61,7 +61,10 @@ def combined(sources: Sequence[Checkpoint], rules: Sequence[MapRule] = ()) -> Ch
                 conflicts.append(f"{name} is in {owner[name]} and in {source.path}")
             made[name], owner[name] = tensor, source.path
     if conflicts:
-        raise MergeError(conflicts, advice="Take parts with `ckptkit extract`, or rename them with --map.")
+        raise MergeError(
+            conflicts,
+            advice="Take parts with `ckptkit extract`, rename them with --map, or take the mean with --average.",
+        )
     return _checkpoint(sources, made)
 
 

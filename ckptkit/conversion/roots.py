@@ -41,9 +41,10 @@ def leased(sources: Iterable[str], *, timeout_s: float = 20.0) -> Iterator[list[
 def require_fitting(target: str, save_id: SaveId | None = None, *, timeout_s: float = 20.0) -> None:
     """Raises `CheckpointError` for an Orbax target in the root of a run that would take it for something else.
 
-    A whole step with a `save_id` may stand among steps that are older by number and by save, where no job has begun
-    with ckptkit. An item (None) may not stand beside steps. Cost: a listing of the directory above, and of the steps
-    in it.
+    Where a job of ours has begun, nothing may. Elsewhere a whole step with a `save_id` may stand among steps in the
+    order of their saves, an item (None) only under a name that no step has.
+
+    Cost: a listing of the directory above, and of the steps in it.
     """
     root, _, name = target.rpartition("/")
     step = paths.step_of_name(name)
@@ -52,7 +53,8 @@ def require_fitting(target: str, save_id: SaveId | None = None, *, timeout_s: fl
     place = Place.open(root, timeout_s=timeout_s)
     began = f"{paths.SIDECAR_DIR}/" in place.names() and bool(place.below(paths.EPOCHS_DIR).names())
     steps = [each for each in read_root(place, read_ancestry(place)[0]).steps if _is_step(each.place)]
-    if began or (steps and (save_id is None or step is None or not _is_in_order(steps, replace(save_id, step=step)))):
+    fits = step is None or (save_id is not None and _is_in_order(steps, replace(save_id, step=step)))
+    if began or (steps and not fits):
         raise CheckpointError(
             f"{target} is in {root}, the root of a run{_numbers(steps)}: its next restart could take this for its own "
             "newest save and delete others. Name a place outside; `ckptkit copy` can add a step to a root",

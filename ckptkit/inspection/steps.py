@@ -103,7 +103,8 @@ def tier_shares(
     except OSError as error:
         raise StoreError(f"{error.filename}: {error.strerror}; look at its permissions", path=tier) from error
     if not directories:
-        notes.append(no_slots(tier, host_id))
+        hosts = sorted({each.name for job in jobs for each in Path(tier, job).iterdir() if each.is_dir()})
+        notes.append(no_slots(tier, host_id, hosts))
     shares: list[Share] = []
     damaged: list[CorruptCheckpointError] = []
     for directory in directories:
@@ -118,10 +119,11 @@ def no_tier(tier: str) -> str:
     return f"{tier} is no directory: a ramdisk that was wiped, or another host's tier"
 
 
-def no_slots(tier: str, host_id: str | None) -> str:
-    """What is said of a tier with nothing of the root."""
+def no_slots(tier: str, host_id: str | None, hosts: Sequence[str] = ()) -> str:
+    """What is said of a tier with nothing of the root; `hosts` are those that have slots there."""
     of = "" if host_id is None else f" of host {host_id}"
-    return f"{tier} holds no slots{of} for this root (name the host with --host-id)"
+    there = f"; it has slots of {', '.join(hosts[:8])}{', ...' * (len(hosts) > 8)}" if hosts else ""
+    return f"{tier} holds no slots{of} for this root{there} (name the host with --host-id)"
 
 
 def _damaged_entry(tier: str, error: CorruptCheckpointError) -> StepEntry:

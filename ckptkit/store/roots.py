@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from ckptkit.errors import StoreError
 from ckptkit.store.backends import properties_of
 from ckptkit.store.base import Store
 from ckptkit.store.local import LocalStore
@@ -14,9 +15,12 @@ from ckptkit.store.retry import RetryStore
 def root_url(root: str | os.PathLike[str]) -> str:
     """One name for one root: a bucket URL without a trailing slash, or the real path of a directory.
 
-    The real path, because fast tiers are keyed by it: through a link the same run must find the same ramdisk.
+    The real path, because fast tiers are keyed by it: through a link the same run must find the same ramdisk. Raises
+    `StoreError` for a URL without a bucket.
     """
     root = os.fspath(root)
+    if root.endswith("://") or (root.rstrip("/").endswith(":") and "://" in root):
+        raise StoreError(f"{root} does not name a bucket; write {root.rstrip('/')}//BUCKET/PATH")
     return os.path.realpath(root.removeprefix("file://")) if properties_of(root).file_system else root.rstrip("/")
 
 

@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 from ckptkit.errors import StepNotFoundError, SurgeryError
 from ckptkit.inspection.directories import item_kind
 from ckptkit.inspection.places import Place
+from ckptkit.inspection.shares import sidecar_processes
 from ckptkit.manager.checkpoint_manager import CheckpointManager
 from ckptkit.model import paths
 from ckptkit.model.leaf_patterns import Rule
@@ -42,7 +43,7 @@ class SurgeryReport:
 
     def __str__(self) -> str:
         what = f"step {self.step}, item {self.item}" if self.step is not None else f"item {self.item}"
-        proof = "proven" if self.proven else "not proven: stock Orbax keeps no digests"
+        proof = "proven" if self.proven else "not proven: read by Orbax, which compares no checksums"
         counts = (
             f"{len(self.plan.taken)} taken, {len(self.plan.initialised)} initialised, {len(self.plan.skipped)} skipped"
         )
@@ -76,7 +77,7 @@ def restore_into(
 
     Args:
       source: a manager (all its tiers are looked at), a root with steps, a step's directory, or the directory of one
-        array item that Orbax wrote.
+        array item. Items of our steps are read with their checksums, items that stand alone by Orbax.
       step: which step of a manager or a root; None for the newest that proves whole.
       target: the new model (an NNX node gives its `nnx.State`), or any tree. Leaves that are `ShapeDtypeStruct`s can
         be taken and not initialised; where they name a sharding, the arrays get it, else that of the save.
@@ -90,6 +91,8 @@ def restore_into(
     it together. Raises `SurgeryError` with all differences before anything is read, and what `restore` raises.
     """
     state = state_of(target)
+    if not isinstance(source, CheckpointManager) and step is None:
+        source, step, item = _in_its_root(root_url(source), item)
     surgery = _Surgery(state, tuple(rules), item)
     with _opened(source, step) as (read, where):
         found, read_step, read_bytes, proven = read(surgery.choose)
@@ -134,6 +137,20 @@ class _Surgery:
 
 
 _Read = tuple[Mapping[str, Any], int | None, Mapping[str, int], bool]
+
+
+def _in_its_root(url: str, item: str | None) -> tuple[str, int | None, str | None]:
+    """An item of a step of ours as its root, step and name, by which its checksums are compared; any other as it is."""
+    above, _, name = url.rpartition("/")
+    root, _, directory = above.rpartition("/")
+    step = paths.step_of_name(directory)
+    if not root or step is None or directory != str(step) or item not in (None, name):
+        return url, None, item
+    place = Place.open(above, timeout_s=_LOOK_S)
+    known = paths.STEP_METADATA in place.names() and f"{name}/" in place.names()
+    if known and item_kind(place.below(name)) == "arrays" and sidecar_processes(place.below(name)):
+        return root, step, name
+    return url, None, item
 
 
 @contextmanager

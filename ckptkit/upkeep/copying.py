@@ -140,6 +140,7 @@ class _Copying:
         self._timeout_s = timeout_s
         self._progress = progress
         self._arrived: dict[str, tuple[int, str]] = {}
+        self._arrived_bytes = 0
         self._written_s = clock.monotonic_s()
         self._lock = threading.Lock()
 
@@ -192,6 +193,7 @@ class _Copying:
             )
         if resume and journal is not None and journal["source"] == self._described():
             self._arrived = {key: (size, digest) for key, (size, digest) in journal["objects"].items()}
+            self._arrived_bytes = sum(size for size, _ in self._arrived.values())
             return
         self._remove()
         self._write_journal()
@@ -200,8 +202,9 @@ class _Copying:
         size, digest = copy_object(f"{self._step.source}/{key}", f"{self._place}/{key}")
         with self._lock:
             self._arrived[key] = size, digest
+            self._arrived_bytes += size  # a running sum: a step may have 100,000 objects
             if self._progress is not None:
-                self._progress(sum(each for each, _ in self._arrived.values()), self._step.stored_bytes)
+                self._progress(self._arrived_bytes, self._step.stored_bytes)
             due = clock.monotonic_s() - self._written_s > _JOURNAL_S
             if due:
                 self._write_journal()

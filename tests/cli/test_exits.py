@@ -291,3 +291,15 @@ def test_command_keeps_library_loggers(ckpt: Run, ours: Ours) -> None:
     before = logging.getLogger("gcsfs").level
     ckpt("inspect", ours.root)
     assert logging.getLogger("gcsfs").level == before
+
+
+def test_mistyped_command_names_the_nearest(ckpt: Run) -> None:
+    """People would have to read the whole help for one letter."""
+    said = ckpt("inspct", "x")
+    assert (said.code, "No such command 'inspct'. Did you mean inspect?" in said.err) == (2, True)
+
+
+def test_bucket_without_a_name_is_refused(ckpt: Run) -> None:
+    """`gs://` would be looked for on the disk."""
+    said = ckpt("inspect", "gs://")
+    assert (said.code, said.err) == (1, "ckptkit: gs:// does not name a bucket; write gs://BUCKET/PATH\n")

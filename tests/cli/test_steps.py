@@ -226,3 +226,16 @@ def test_json_shape_is_documented(ckpt: Run, ours: Ours) -> None:
     assert list(found["steps"][0]["tiers"][0]) == tier
     page = (Path(__file__).parents[2] / "docs/CLI.md").read_text()
     assert [name for name in (*top, *entry, *tier) if f"`{name}`" not in page] == []
+
+
+def test_hosts_with_slots_are_named(ckpt: Run, ours: Ours) -> None:
+    """On a machine of another name people would have to guess what --host-id takes."""
+    said = ckpt("steps", ours.root, "--tier", ours.ram, "--host-id", "h9")
+    assert f"{ours.ram} holds no slots of host h9 for this root; it has slots of {HOST} (name the host" in said.out
+
+
+def test_largest_groups_of_reads_come_first(ckpt: Run, ours: Ours) -> None:
+    """The plan of a large model would be thousands of rows."""
+    lines = ckpt("plan-restore", ours.root, "--depth", 1, "--top", 1).out.splitlines()
+    assert lines[-3].split() == ["group", "tier", "reads", "bytes"]
+    assert lines[-1].startswith("... and ")

@@ -148,3 +148,22 @@ def test_text_uses_singular_and_plural(ckpt: Run, tmp_path: Path, capsys: pytest
     assert ckpt("diff", one, one).out == "2 leaves are the same, 0 differ in their values\n"
     assert main(["diff", str(one), str(two)]) == 20
     assert capsys.readouterr().out.startswith("1 leaf is the same, 1 differs in its values\n")
+
+
+def test_most_changed_leaves_come_first(ckpt: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a thousand leaves people would have to find the changed ones themselves."""
+    a = {"m.a": np.zeros(10), "m.b": np.zeros(10), "o.c": np.zeros(10)}
+    b = {"m.a": np.eye(10)[0], "m.b": np.ones(10), "o.c": np.arange(10.0) // 5}
+    one, two = writers.by_numpy(tmp_path / "a.npz", a), writers.by_numpy(tmp_path / "b.npz", b)
+    assert main(["diff", str(one), str(two), "--top", "2"]) == 20
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[-3:]] == ["m.b", "o.c", "..."]
+    assert lines[-1] == "... and 1 more"
+    assert main(["diff", str(one), str(two), "--depth", "1"]) == 20
+    assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()[-2:]] == [
+        ["m", "2", "100"],
+        ["o", "1", "50"],
+    ]
+    other = writers.by_numpy(tmp_path / "c.npz", {"z.big": np.zeros(99)})
+    lines = ckpt("merge", one, other, tmp_path / "t", "--to", "npz", "--dry-run", "--top", 1).out.splitlines()
+    assert (lines[1].split()[0], lines[2]) == ("z.big", "... and 3 more")

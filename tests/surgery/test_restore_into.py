@@ -62,6 +62,21 @@ def run(request: Any, tmp_path: Path) -> Any:
         yield manager, state
 
 
+def test_item_of_a_step_is_restored_with_its_checksums(tmp_path: Path) -> None:
+    """Damage of an item that is named by its directory would be restored, and the report blame stock Orbax."""
+    state = {"w": jnp.arange(4096.0)}
+    with ckptkit.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, args=saved(state))
+        manager.save(2, args=saved(state))
+    found, report = restore_into(tmp_path / "run" / "1" / "default", None, state, [Take("**")])
+    assert_same(found, state)
+    assert (report.proven, report.step, report.item) == (True, 1, "default")
+    assert "(proven)" in str(report)
+    shutil.copytree(tmp_path / "run" / "1" / "default", tmp_path / "alone")
+    _, report = restore_into(tmp_path / "alone", None, state, [Take("**")])
+    assert "not proven: read by Orbax, which compares no checksums" in str(report)
+
+
 def test_restores_only_parameters_into_a_bare_model(run: Any) -> None:
     """An evaluator would have to make the optimizer, and to read three times the bytes."""
     manager, state = run
@@ -173,7 +188,7 @@ def test_restores_from_directories_that_are_not_roots(tmp_path: Path) -> None:
         manager.save(7, args=saved(state))
     shutil.copytree(tmp_path / "run" / "7", tmp_path / "renamed")
     rules = [Take("a.w"), Skip("b")]
-    proven = {"published": False, "run": True, "run/7": True, "run/7/default": False, "renamed": False}
+    proven = {"published": False, "run": True, "run/7": True, "run/7/default": True, "renamed": False}
     for path, is_proven in proven.items():
         found, report = restore_into(str(tmp_path / path), None, {"a": {"w": jnp.zeros(4)}}, rules)
         assert_same(found, {"a": {"w": jnp.arange(4.0)}})
