@@ -1,20 +1,22 @@
 """Ctrl-C ends a command, wherever it arrives.
 
 Python raises `KeyboardInterrupt` in whatever the main thread runs. In a callback of the garbage collector (JAX has
-one), in `__del__`, or in a callback from C the exception is only printed, and the command would run to its end.
+one) or in `__del__` the exception is only printed, and some C code drops it: the command would run to its end.
 """
 
 from __future__ import annotations
 
+import _thread
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
 from typing import Any, final
 
-_AGAIN_S = 0.02  # after a lost interrupt: by then the callback has returned
+_AGAIN_S = 0.05  # after which an interrupt that no code handles is raised again
 
 
 @final
@@ -28,7 +30,8 @@ class Interrupts(AbstractContextManager["Interrupts"]):
         self.seen = False
         self._before: Any = None
         self._hook: Callable[[Any], Any] = sys.unraisablehook
-        self._timers: list[threading.Timer] = []
+        self._main = threading.main_thread().ident or 0
+        self._ending = threading.Lock()  # between the last signal that is sent and the end
         self._ends = False
 
     def __enter__(self) -> Interrupts:
@@ -40,29 +43,38 @@ class Interrupts(AbstractContextManager["Interrupts"]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._ends = True
+        with self._ending:
+            self._ends = True
         if self._before is not None:
             sys.unraisablehook = self._hook
             signal.signal(signal.SIGINT, self._before)
-        for timer in self._timers:
-            timer.cancel()
-            timer.join()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         del number, frame
-        self.seen = True
-        if not self._ends:
-            raise KeyboardInterrupt
+        if self._ends:
+            return
+        if not self.seen:
+            self.seen = True
+            _thread.start_new_thread(self._watch, ())
+        raise KeyboardInterrupt
+
+    def _watch(self) -> None:
+        """Sends the signal again as long as the main thread neither ends nor handles an interrupt."""
+        while not self._ends:
+            time.sleep(_AGAIN_S)
+            with self._ending:
+                if not self._ends and not _handles_interrupt(self._main):
+                    signal.pthread_kill(self._main, signal.SIGINT)
 
     def _lost(self, unraisable: Any) -> None:
         if not issubclass(unraisable.exc_type, KeyboardInterrupt):
             self._hook(unraisable)
-            return
-        timer = threading.Timer(_AGAIN_S, self._send)
-        timer.daemon = True
-        self._timers.append(timer)
-        timer.start()
 
-    def _send(self) -> None:
-        if not self._ends:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+def _handles_interrupt(thread: int) -> bool:
+    """Whether a thread is in an `except` or `finally` of an interrupt: it is on its way out."""
+    found: Any = sys._current_exceptions().get(thread)
+    error = found[1] if isinstance(found, tuple) else found  # Python 3.11 gives type, value and traceback
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -54,15 +55,20 @@ for child in children:
 """
 
 
-def test_lost_interrupt_is_raised_again(ckpt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt in a callback of the garbage collector would only be printed, and the command run to its end."""
+@pytest.mark.parametrize("where", ["collector", "dropped"])
+def test_lost_interrupt_is_raised_again(where: str, ckpt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt in a callback of the garbage collector is only printed, some C code drops it: the command ran on."""
     source = by_safetensors(tmp_path / "a.safetensors", {"w": np.arange(9.0)})
     plain = converting.write_tensor
 
     def slow(*arguments: object) -> object:
-        gc.callbacks.append(lost)
-        gc.collect()
-        gc.callbacks.remove(lost)
+        if where == "collector":
+            gc.callbacks.append(lost)
+            gc.collect()
+            gc.callbacks.remove(lost)
+        else:
+            with suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
         time.sleep(30)
         return plain(*arguments)  # pyright: ignore[reportArgumentType]
 
