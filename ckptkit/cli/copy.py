@@ -7,29 +7,49 @@ import sys
 import click
 
 from ckptkit.cli.exits import Exit
-from ckptkit.cli.options import DRY_RUN, JSON, TIMEOUT
+from ckptkit.cli.options import DRY_RUN, JSON, STEP_PREFIX, TIMEOUT
 from ckptkit.cli.progress import progress_bar
 from ckptkit.cli.text import count_text, print_json, print_line, print_table, size_text
-from ckptkit.upkeep import CopyPlan, plan_copy
+from ckptkit.upkeep import AdoptedAs, CopyPlan, plan_copy
 from ckptkit.upkeep import copy as copy_steps
 
-_COLUMNS = [(title, title in ("step", "bytes", "objects")) for title in ("step", "save", "bytes", "objects", "what")]
+_TITLES = ("step", "directory", "save", "bytes", "objects", "what")
+_COLUMNS = [(title, title in ("step", "bytes", "objects")) for title in _TITLES]
 
 
 @click.command()
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
+@click.option("--as-step", type=click.IntRange(min=0), metavar="N", help="The number of the one step SRC in DST.")
+@click.option(
+    "--as",
+    "adopted",
+    type=click.Choice(["newest", "history"]),
+    help="Give the one step SRC a new identity among the steps of another run in DST.",
+)
+@STEP_PREFIX
 @DRY_RUN
 @click.option("--resume", is_flag=True, help="Go on where an interrupted run of the same copy stopped.")
 @JSON
 @TIMEOUT
-def copy(source: str, target: str, dry_run: bool, resume: bool, as_json: bool, timeout_s: float) -> int:
+def copy(
+    source: str,
+    target: str,
+    as_step: int | None,
+    adopted: AdoptedAs | None,
+    step_prefix: str | None,
+    dry_run: bool,
+    resume: bool,
+    as_json: bool,
+    timeout_s: float,
+) -> int:
     """Copy the steps of the root SRC, or the one step SRC in a root, to the root DST, between disks and buckets.
 
     A step is proven at DST before the mark of its commit is written, and is there whole or not at all. A job may be
-    running on SRC.
+    running on SRC. A step of another run than that in DST is refused, or gets a new identity with --as: as the newest,
+    which the next restart takes, or as history, which no restart takes unasked.
     """
-    plan = plan_copy(source, target, timeout_s=timeout_s)
+    plan = plan_copy(source, target, as_step=as_step, adopted=adopted, step_prefix=step_prefix, timeout_s=timeout_s)
     if not dry_run:
         with progress_bar() as progress:
             plan = copy_steps(plan, resume=resume, timeout_s=timeout_s, progress=progress)
@@ -53,6 +73,7 @@ def _show(plan: CopyPlan) -> None:
     rows = [
         [
             str(each.step),
+            each.target.rpartition("/")[2],
             "" if each.save_id is None else str(each.save_id),
             size_text(each.stored_bytes),
             str(len(each.sizes)),

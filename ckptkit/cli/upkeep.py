@@ -11,7 +11,7 @@ from ckptkit.cli.exits import Exit, exit_with
 from ckptkit.cli.options import DRY_RUN, HOST_ID, JSON, STEP_PREFIX, TIERS, TIMEOUT, SizeType, fast_tiers
 from ckptkit.cli.show_verification import progress_line
 from ckptkit.cli.text import count_text, print_json, print_line, print_table, size_text
-from ckptkit.model.tiers import EverySteps, KeepBytes, KeepNewest
+from ckptkit.model.tiers import DURABLE, EverySteps, KeepBytes, KeepNewest
 from ckptkit.upkeep import Keep, Pinning, PrunePlan, RollbackPlan, Usage, plan_prune, plan_rollback
 from ckptkit.upkeep import pin as pin_step
 from ckptkit.upkeep import prune as prune_root
@@ -124,6 +124,7 @@ def prune(
 @TIERS
 @HOST_ID
 @UNREAD
+@STEP_PREFIX
 @DRY_RUN
 @JSON
 @TIMEOUT
@@ -133,6 +134,7 @@ def rollback(
     tiers: tuple[str, ...],
     host_id: str | None,
     unread: bool,
+    step_prefix: str | None,
     dry_run: bool,
     as_json: bool,
     timeout_s: float,
@@ -145,7 +147,14 @@ def rollback(
     host = fast_tiers(tiers, host_id)
     with progress_line() as progress:
         plan = plan_rollback(
-            root, step, tiers=tiers, host_id=host, unread=unread, timeout_s=timeout_s, progress=progress
+            root,
+            step,
+            tiers=tiers,
+            host_id=host,
+            unread=unread,
+            step_prefix=step_prefix,
+            timeout_s=timeout_s,
+            progress=progress,
         )
     if not dry_run:
         plan = roll_back(plan, timeout_s=timeout_s)
@@ -161,14 +170,16 @@ def rollback(
 @click.argument("root")
 @click.argument("step", type=click.IntRange(min=0))
 @click.option("--reason", default="", metavar="TEXT", help="Kept with the pin; `du` shows it.")
+@STEP_PREFIX
 @DRY_RUN
 @JSON
 @TIMEOUT
-def pin(root: str, step: int, reason: str, dry_run: bool, as_json: bool, timeout_s: float) -> int:
+def pin(
+    root: str, step: int, reason: str, step_prefix: str | None, dry_run: bool, as_json: bool, timeout_s: float
+) -> int:
     """Keep the durable STEP of ROOT from every pruning, a running job's too, until `unpin`."""
-    return _pinned(
-        pin_step(root, step, reason=reason, dry_run=dry_run, timeout_s=timeout_s), dry_run, as_json, "pinned"
-    )
+    found = pin_step(root, step, reason=reason, step_prefix=step_prefix, dry_run=dry_run, timeout_s=timeout_s)
+    return _pinned(found, dry_run, as_json, "pinned")
 
 
 @click.command()
@@ -282,9 +293,10 @@ def show_rollback(plan: RollbackPlan) -> None:
         rows = [
             [
                 str(each.step),
+                ", ".join(at.path.rpartition("/")[2] for at in each.holdings if at.tier == DURABLE),
                 "" if each.save_id is None else str(each.save_id),
                 ", ".join(holding.tier for holding in each.holdings),
             ]
             for each in plan.abandoned
         ]
-        print_table([("step", True), ("save", False), ("tiers", False)], rows)
+        print_table([("step", True), ("directory", False), ("save", False), ("tiers", False)], rows)

@@ -18,6 +18,7 @@ from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.durable.lifecycle.leases import PruneGuard
 from ckptkit.durable.lifecycle.listing import StepListing
 from ckptkit.durable.lifecycle.pins import pinned_steps
+from ckptkit.durable.lifecycle.shield import shield_records
 from ckptkit.durable.orbax.handlers import handler_name, make_writer
 from ckptkit.durable.orbax.host_shards import has_sidecar
 from ckptkit.durable.orbax.manager import (
@@ -54,6 +55,20 @@ _LEASE_DEADLINE_S = 20.0  # for small objects: a save that waits longer prunes n
 _one_save = threading.RLock()
 
 
+def prepare_root(url: str, options: ocp.CheckpointManagerOptions) -> None:
+    """Makes the root where the options ask for it, and shields its records from `cleanup_tmp_directories`: Orbax's
+    constructor deletes. Raises `StoreError` where they would be deleted and cannot be shielded."""
+    if options.create:
+        make_root(url, options)
+    if options.read_only:
+        return
+    try:
+        shield_records(open_store(url, deadline_s=_LEASE_DEADLINE_S), marked=finishes_in_its_own_way(options))
+    except (StoreError, FileNotFoundError):  # a root that cannot be written, or is not there: the first save reports it
+        if options.cleanup_tmp_directories:
+            raise
+
+
 class DurableSteps:
     """Step directories under one root. Methods that save or restore are called by all processes together.
 
@@ -79,9 +94,7 @@ class DurableSteps:
         self._identities: dict[int, SaveId | None] = {}  # of steps that this process has read or written
         checked_options(options)
         self._multiprocessing = without_collectives(options.multiprocessing_options, coordinator.count)
-        if coordinator.process == 0 and options.create:
-            make_root(self.url, options)
-        coordinator.agree("durable-root", None, lambda _: None)
+        coordinator.agree("durable-root", None, lambda _: prepare_root(self.url, options))
         self._said, self._cleaned = said, cleaned
         self._cleaned_epoch: int | None = None
         self._deletes_later = options.enable_background_delete

@@ -149,6 +149,11 @@ def is_announcement(name: str) -> bool:
     return _DOOMED.fullmatch(name) is not None
 
 
+def claim_name(step_name: str) -> str:
+    """The file name, among the leases, of the claim of the process that copies a step into a bucket."""
+    return f"copying-{hashlib.sha256(os.fsencode(step_name)).hexdigest()[:24]}.json"
+
+
 def step_of_name(name: str, *, temporary: bool = True) -> int | None:
     """The step of a directory's name under any of Orbax's standard formats (`12`, `00012`, `step_12`), with `temporary`
     also of a name that Orbax has not committed yet; None for any other name."""

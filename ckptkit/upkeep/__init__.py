@@ -1,5 +1,6 @@
 """Keeping a root in order, beside a running job or without one: what is there, what may go, what must stay."""
 
+from ckptkit.durable.lifecycle.adoption import AdoptedAs as AdoptedAs
 from ckptkit.upkeep.arenas import ArenaEntry as ArenaEntry
 from ckptkit.upkeep.arenas import Cleaning as Cleaning
 from ckptkit.upkeep.arenas import clean_arenas as clean_arenas

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from ckptkit.durable.lifecycle.adoption import AdoptedAs, Adoption, plan_adoption
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from ckptkit.inspection.directories import item_kind
 from ckptkit.inspection.places import Place, no_directory
 from ckptkit.inspection.records import FORMAT
-from ckptkit.inspection.roots import DurableStep, read_root
+from ckptkit.inspection.roots import DurableStep, RootSteps, read_root
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId, digest_of
 from ckptkit.model.paths import STEP_METADATA
@@ -60,7 +61,8 @@ class CopyStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPlan:
-    """The steps in the order in which they are copied. `ancestry`: the rollbacks that come along with a whole root."""
+    """The steps in the order in which they are copied. `ancestry`: the rollbacks that come along with a whole root;
+    `adoption`: the new identity of a single step of another run."""
 
     source: str
     target: str
@@ -68,6 +70,7 @@ class CopyPlan:
     ancestry: Ancestry | None
     done: bool = False
     notes: tuple[str, ...] = ()
+    adoption: Adoption | None = None
 
     @property
     def copied_bytes(self) -> int:
@@ -81,56 +84,176 @@ class CopyPlan:
             "source": self.source,
             "target": self.target,
             "done": self.done,
+            "adopted_as": None if self.adoption is None else asdict(self.adoption.save_id),
             "bytes": self.copied_bytes,
             "steps": [each.to_json() for each in self.steps],
             "notes": self.notes,
         }
 
 
-def plan_copy(source: str, target: str, *, timeout_s: float = 20.0) -> CopyPlan:
+def plan_copy(
+    source: str,
+    target: str,
+    *,
+    as_step: int | None = None,
+    adopted: AdoptedAs | None = None,
+    step_prefix: str | None = None,
+    timeout_s: float = 20.0,
+) -> CopyPlan:
     """What `copy` would do; nothing is written.
 
     `source` is a durable root (every committed step of its branch, and what its rollbacks abandoned) or one step in a
     root, also one that was abandoned; `target` is a root, where steps keep their names. A target that has the same save
-    already is skipped. Cost: a listing per directory of both, and small reads.
+    already is skipped. A single step of another run gets a new identity with `adopted`, as the newest or the oldest
+    save of the target, under the number `as_step` (default: its own). `step_prefix` chooses the steps of a root whose
+    names have several formats. Cost: a listing per directory of both, and small reads.
 
     Raises `StepNotFoundError` where nothing is there, `CheckpointError` where the target has another save of a step's
-    number, or a history of its own, `CorruptCheckpointError` for a single step that is damaged.
+    number, or steps of another run and `adopted` is not given, `CorruptCheckpointError` for a single step that is
+    damaged.
     """
     url, into = root_url(source), root_url(target)
     place = Place.open(url, timeout_s=timeout_s)
     if not place.names():
         raise no_directory(url, "there is nothing to copy; check the path")
     whole = not (item_kind(place) is not None or STEP_METADATA in place.names() or paths.COMMIT_MARK in place.names())
+    if whole and (adopted is not None or as_step is not None):
+        raise CheckpointError(f"{url} is a root; name one step of it for --as and --as-step", path=url)
     root = url if whole else url.rpartition("/")[0]
     if into == root:
         raise CheckpointError(f"{target} is where the step is; name another root", path=into)
-    ancestry = EpochRecords(Place.open(root, timeout_s=timeout_s).store).read()
-    in_root = read_root(Place.open(root, timeout_s=timeout_s), ancestry)
-    found = in_root.steps
-    chosen = [s for s in found if s.state == "committed"] if whole else [s for s in found if s.place.url == url]
-    there = Place.open(into, timeout_s=timeout_s)
-    records = EpochRecords(there.store).read()
-    notes = [f"not copied: step {s.step}, {s.state}" for s in found if s not in chosen] if whole else []
-    if not whole:
-        _check_single(chosen, url)
-    elif records.epoch and records != ancestry and not _follows(ancestry, records):
-        raise CheckpointError(f"{into} has a history of its own (epoch {records.epoch}); name an empty root", path=into)
+    own_prefix = step_prefix if whole else place.name.rpartition("_")[0]
+    here = _Root.look(root, own_prefix, timeout_s)
+    there = _Root.look(into, step_prefix, timeout_s)
+    if whole:
+        return _whole_root(here, there)
+    return _single(here, there, url, as_step, adopted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Root:
+    """One side of a copy."""
+
+    place: Place
+    ancestry: Ancestry
+    found: RootSteps
+
+    @classmethod
+    def look(cls, url: str, step_prefix: str | None, timeout_s: float) -> _Root:
+        place = Place.open(url, timeout_s=timeout_s)
+        ancestry = EpochRecords(place.store).read()
+        return cls(place=place, ancestry=ancestry, found=read_root(place, ancestry, step_prefix=step_prefix))
+
+    @property
+    def steps(self) -> list[DurableStep]:
+        """Those that were committed, damaged ones too."""
+        return [each for each in self.found.steps if each.state != "unfinished"]
+
+    def shares_saves_with(self, other: _Root) -> int:
+        """The newest epoch that both roots had in common; 0 for none, -1 where they are of different runs."""
+        epoch, same = EpochRecords(self.place.store).is_same_run(EpochRecords(other.place.store))
+        if epoch:
+            return epoch if same else -1
+        stamps = {(each.step, each.save_id): each for each in self.steps}
+        shared = [
+            each.identity.epoch
+            for each in other.steps
+            if (mine := stamps.get((each.step, each.save_id))) is not None
+            and (stamp := stamp_of(each.place)) is not None
+            and stamp == stamp_of(mine.place)
+        ]
+        return max(shared, default=-1)
+
+
+def _whole_root(here: _Root, there: _Root) -> CopyPlan:
+    chosen = [each for each in here.found.steps if each.state == "committed"]
+    into, ours, theirs = there.place.url, here.ancestry, there.ancestry
+    follows = theirs == ours or _follows(ours, theirs)
+    if (theirs.epoch and not follows) or (
+        _is_in_use(there) and (theirs.epoch or ours.epoch) and _are_apart(here, there)
+    ):
+        raise CheckpointError(f"{into} has a history of its own (epoch {theirs.epoch}); name an empty root", path=into)
     if not chosen:
-        raise StepNotFoundError(f"{url} has no committed step that could be copied", path=url)
-    known = {each.place.name: each for each in read_root(there, records).steps}
+        raise StepNotFoundError(f"{here.place.url} has no committed step that could be copied", path=here.place.url)
+    known = {each.place.name: each for each in there.found.steps}
+    notes = [f"not copied: step {each.step}, {each.state}" for each in here.found.steps if each not in chosen]
+    return CopyPlan(
+        source=here.place.url,
+        target=into,
+        steps=tuple(_planned(each, known.get(each.place.name), f"{into}/{each.place.name}") for each in chosen),
+        ancestry=ours if ours.epoch else None,
+        notes=(*notes, *(f"not copied: {note}" for note in here.found.notes)),
+    )
+
+
+def _is_in_use(root: _Root) -> bool:
+    return bool(root.steps) or root.ancestry.epoch > 0
+
+
+def _are_apart(here: _Root, there: _Root) -> bool:
+    """Whether two roots are of different runs, as far as their records and saves show it."""
+    return here.shares_saves_with(there) < 0
+
+
+def _single(here: _Root, there: _Root, url: str, as_step: int | None, adopted: AdoptedAs | None) -> CopyPlan:
+    chosen = [each for each in here.found.steps if each.place.url == url]
+    _check_single(chosen, url)
+    (step,) = chosen
+    into, number = there.place.url, step.step if as_step is None else as_step
+    name = there.found.names.name_of(number) if there.steps else step.place.name if as_step is None else None
+    target = f"{into}/{name or here.found.names.name_of(number)}"
+    known = {each.place.url: each for each in there.found.steps}
+    adoption = None
+    if adopted is None:
+        planned = _planned(step, known.get(target), target)
+        if planned.act == "copy":
+            _require_same_run(here, there, step)
+    else:
+        saves = [each.identity for each in there.steps]
+        stock = [each.step for each in there.steps if each.save_id is None]
+        adoption = plan_adoption(into, there.ancestry, saves, stock, number, adopted)
+        planned = _planned(step, known.get(target), target)
     return CopyPlan(
         source=url,
         target=into,
-        steps=tuple(_planned(each, known.get(each.place.name), into) for each in chosen),
-        ancestry=ancestry if whole and ancestry.epoch else None,
-        notes=tuple(notes),
+        steps=(planned,),
+        ancestry=None,
+        notes=() if adopted is None else _adopted_notes(into, number, adopted),
+        adoption=adoption,
+    )
+
+
+def _require_same_run(here: _Root, there: _Root, step: DurableStep) -> None:
+    """Raises `CheckpointError` where a step would get an order among the steps of another run that it does not have."""
+    if not _is_in_use(there):
+        return
+    shared = here.shares_saves_with(there)
+    if shared >= 0 and step.identity.epoch <= max(shared, 0) and not there.ancestry.superseded(step.identity):
+        return
+    into, steps = there.place.url, ", ".join(str(each.step) for each in there.steps[-5:])
+    what = f"steps of another run ({steps})" if there.steps else f"a run of its own (epoch {there.ancestry.epoch})"
+    raise CheckpointError(
+        f"step {step.step} is not copied: {into} has {what}. Without a new identity the next restart could take "
+        f"step {step.step} for the newest, and the save after it would supersede them. Choose `--as newest` (the next "
+        "restart takes it) or `--as history` (no restart takes it unasked), with `--as-step N`, or name an empty root",
+        step=step.step,
+        path=into,
+    )
+
+
+def _adopted_notes(into: str, step: int, adopted: AdoptedAs) -> tuple[str, ...]:
+    if adopted == "newest":
+        note = f"the next restart of {into} takes step {step}; a run that is under way is refused its next durable save"
+        return (note,)
+    return (
+        f"no restart of {into} takes step {step} unasked; a run with a limit of steps deletes it first, as the oldest: "
+        f"`ckptkit pin {into} {step}` keeps it",
     )
 
 
 def _check_single(chosen: Sequence[DurableStep], url: str) -> None:
     if not chosen:
-        raise StepNotFoundError(f"{url} is no step of a root: its name is no step's; copy it as files", path=url)
+        raise StepNotFoundError(f"{url} is not a step of a root: its name is not a step's; copy it as files", path=url)
     (step,) = chosen
     if step.state == "damaged":
         raise CorruptCheckpointError(f"{url} is damaged and is not copied: {step.problem}", path=url)
@@ -145,11 +268,11 @@ def _follows(ancestry: Ancestry, older: Ancestry) -> bool:
     )
 
 
-def _planned(each: DurableStep, there: DurableStep | None, into: str) -> CopyStep:
+def _planned(each: DurableStep, there: DurableStep | None, target: str) -> CopyStep:
     made = CopyStep(
         step=each.step,
         source=each.place.url,
-        target=f"{into}/{each.place.name}",
+        target=target,
         save_id=each.save_id,
         sizes=sizes_of(each.place),
         stamp=stamp_of(each.place),

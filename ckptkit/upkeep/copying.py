@@ -6,18 +6,22 @@ import json
 import os
 import shutil
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, final
 
 import xxhash
 
+from ckptkit.durable.lifecycle.adoption import Adoption, claim, restamp_sidecars
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
-from ckptkit.durable.lifecycle.leases import Lease
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, StoreError, StoreFullError
+from ckptkit.durable.lifecycle.leases import Lease, WriterClaim
+from ckptkit.durable.lifecycle.shield import shield_records
+from ckptkit.durable.sidecars import marker_text
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StoreError, StoreFullError
 from ckptkit.formats.ranges import open_ranges
 from ckptkit.inspection.directories import step_items
 from ckptkit.inspection.places import Place
@@ -25,7 +29,7 @@ from ckptkit.model import paths
 from ckptkit.store import open_store, put_new
 from ckptkit.store.backends import properties_of
 from ckptkit.store.local import sync_directory
-from ckptkit.store.remote import RemoteStore
+from ckptkit.store.remote import RemoteStore, forget_listings
 from ckptkit.store.retry import retried
 from ckptkit.upkeep.copy_planning import JOURNAL, CopyPlan, CopyStep, sizes_of, stamp_of
 from ckptkit.util import clock
@@ -39,6 +43,7 @@ _PART = f"{paths.TEMPORARY}-copy"  # in the name of a step that is on its way, o
 _JOURNAL_S = 5.0  # between two writes of it
 _THREADS = 8
 _LEASE_S = 120.0
+_DELETED = "deleted meanwhile"
 
 
 def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progress: Moved | None = None) -> CopyPlan:
@@ -59,18 +64,23 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
     target = open_store(plan.target, deadline_s=timeout_s)
     if properties_of(plan.target).file_system:
         os.makedirs(plan.target, exist_ok=True)
-    if plan.ancestry is not None:
-        _copy_records(plan.ancestry, EpochRecords(target))
     done, notes, total, before = [], list(plan.notes), plan.copied_bytes, 0
-    for each in plan.steps:
-        if each.act == "copy":
-            with _told(done), _leased(each, timeout_s, notes) as kept:
-                if kept:
-                    _Copying(each, timeout_s, _shifted(progress, before, total)).run(resume=resume)
-                else:
-                    each = replace(each, act="leave", reason="its job is deleting it")
-            before += each.stored_bytes
-        done.append(each)
+    with _leased(plan, timeout_s, notes) as kept:
+        shield_records(target)
+        if plan.adoption is not None:
+            claim(target, plan.adoption)
+        if plan.ancestry is not None:
+            _copy_records(plan.ancestry, EpochRecords(open_store(plan.source)), EpochRecords(target))
+        for each in plan.steps:
+            if each.act == "copy":
+                with _told(done):
+                    copying = _Copying(each, plan.adoption, timeout_s, _shifted(progress, before, total))
+                    why = copying.run(resume=resume) if each.step in kept else "its job is deleting it"
+                if why is not None and each.source == plan.source:
+                    raise StepNotFoundError(f"{each.source}: {why}; nothing was copied", path=each.source)
+                each = each if why is None else replace(each, act="leave", reason=why)
+                before += each.stored_bytes
+            done.append(each)
     return replace(plan, done=True, steps=tuple(done), notes=tuple(notes))
 
 
@@ -98,30 +108,30 @@ def _check_room(plan: CopyPlan) -> None:
         )
 
 
-def _copy_records(ancestry: Ancestry, records: EpochRecords) -> None:
-    if records.read() == ancestry:
+def _copy_records(ancestry: Ancestry, source: EpochRecords, target: EpochRecords) -> None:
+    if target.read() == ancestry:
         return
     with suppress(FileExistsError):  # an earlier run of this copy, or another, which would have said the same
-        records.write(ancestry)
-    if records.read() != ancestry:
-        raise CheckpointError("a run has begun at the target meanwhile; nothing was copied")
+        source.copy_newest(target)
+    if target.read() != ancestry:
+        raise CheckpointError("a run has begun at the source or the target meanwhile; nothing was copied, run it again")
 
 
 @contextmanager
-def _leased(each: CopyStep, timeout_s: float, notes: list[str]) -> Iterator[bool]:
-    """Keeps the source from being pruned; gives False where it is being deleted already."""
-    root = each.source.rpartition("/")[0]
-    lease = None
-    if f"{paths.SIDECAR_DIR}/" in Place.open(root, timeout_s=timeout_s).names():
-        try:
-            lease = Lease(open_store(root, deadline_s=timeout_s), each.step, lease_s=_LEASE_S)
-        except StoreError as error:
-            notes.append(f"step {each.step} could not be leased, a running job might prune it meanwhile: {error}")
-    try:
-        yield lease is None or lease.granted()
-    finally:
-        if lease is not None:
-            lease.release()
+def _leased(plan: CopyPlan, timeout_s: float, notes: list[str]) -> Iterator[frozenset[int]]:
+    """Leases all steps of the plan at once, because a copy may take hours; gives those that are kept."""
+    steps = [each.step for each in plan.steps if each.act == "copy"]
+    root = plan.steps[0].source.rpartition("/")[0]
+    with ExitStack() as held:
+        kept = frozenset(steps)
+        if steps and f"{paths.SIDECAR_DIR}/" in Place.open(root, timeout_s=timeout_s).names():
+            try:
+                kept = held.enter_context(
+                    Lease(open_store(root, deadline_s=timeout_s), *steps, lease_s=_LEASE_S)
+                ).kept()
+            except StoreError as error:
+                notes.append(f"the steps could not be leased, a running job might prune them meanwhile: {error}")
+        yield kept
 
 
 def _shifted(progress: Moved | None, before: int, total: int) -> Moved | None:
@@ -132,11 +142,13 @@ def _shifted(progress: Moved | None, before: int, total: int) -> Moved | None:
 class _Copying:
     """One step on its way. On a disk it has a temporary name; in a bucket it is no step without its mark."""
 
-    def __init__(self, step: CopyStep, timeout_s: float, progress: Moved | None):
-        self._step = step
+    def __init__(self, step: CopyStep, adoption: Adoption | None, timeout_s: float, progress: Moved | None):
+        self._step, self._adoption = step, adoption
+        self._root, _, self._name = step.target.rpartition("/")
         renamed = properties_of(step.target).atomic_rename
         self._place = step.target + _PART if renamed else step.target
         self._store = open_store(self._place, deadline_s=timeout_s)
+        self._intent = f"{paths.INTENTS_DIR}/{paths.intent_name(self._name, 0, uuid.uuid4().hex)}"
         self._timeout_s = timeout_s
         self._progress = progress
         self._arrived: dict[str, tuple[int, str]] = {}
@@ -144,20 +156,48 @@ class _Copying:
         self._written_s = clock.monotonic_s()
         self._lock = threading.Lock()
 
-    def run(self, *, resume: bool) -> None:
-        """Copies, proves, commits. On a disk one process at a time: a second one would clear what the first has copied,
-        or the first take away what the second is about to commit."""
-        if not self._store.properties.file_system:
-            self._run(resume)
-            return
-        root, _, name = self._place.rpartition("/")
-        lock = f".{name}.lock"
-        with alone_at(Path(root), lock, self._step.target):
+    def run(self, *, resume: bool) -> str | None:
+        """Copies, proves, commits; None, or why the step is left: it was deleted meanwhile.
+
+        One process at a time: a second one would clear what the first has copied, or the first take away what the
+        second is about to commit. On a disk a lock ensures that, in a bucket a claim. A run of its own that saves this
+        step takes the intent, and the copy fails.
+        """
+        if not self._is_there():
+            return _DELETED
+        try:
+            if self._store.properties.file_system:
+                self._run_on_disk(resume)
+            else:
+                self._run_in_bucket(resume)
+        except (CheckpointError, FileNotFoundError):
+            if self._is_there():
+                raise
+            return _DELETED
+        return None
+
+    def _is_there(self) -> bool:
+        return bool(Place.open(self._step.source, timeout_s=self._timeout_s).names())
+
+    def _run_on_disk(self, resume: bool) -> None:
+        lock = f".{self._place.rpartition('/')[2]}.lock"
+        with alone_at(Path(self._root), lock, self._step.target):
             try:
                 self._run(resume)
             finally:
                 with suppress(FileNotFoundError):
-                    os.unlink(f"{root}/{lock}")
+                    os.unlink(f"{self._root}/{lock}")
+
+    def _run_in_bucket(self, resume: bool) -> None:
+        root = open_store(self._root, deadline_s=self._timeout_s)
+        with WriterClaim(root, self._name) as held:
+            self._claim = held
+            put_new(root, self._intent, self._mark_text())
+            try:
+                self._run(resume)
+            finally:
+                with suppress(StoreError):
+                    root.delete(self._intent)
 
     def _run(self, resume: bool) -> None:
         self._begin(resume)
@@ -169,7 +209,7 @@ class _Copying:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             with suppress(CheckpointError, OSError):
-                self._write_journal()
+                self._write_journal() if self._is_there() else self._remove()
             raise
         pool.shutdown()
         self._write_journal()
@@ -178,6 +218,9 @@ class _Copying:
         except CorruptCheckpointError:
             self._remove()
             raise
+        if self._adoption is not None:
+            items = step_items(Place.open(self._place, timeout_s=self._timeout_s))
+            restamp_sidecars(self._store, items, self._adoption.save_id)
         self._commit()
 
     def _begin(self, resume: bool) -> None:
@@ -244,34 +287,61 @@ class _Copying:
                 path=self._step.source,
             )
 
+    def _mark_text(self) -> bytes:
+        """The mark of the step: that of the source, which names the same save, or one with the new identity."""
+        if self._adoption is not None:
+            return marker_text(self._step.target, self._adoption.save_id).encode()
+        if paths.COMMIT_MARK in self._step.sizes:
+            return open_store(self._step.source, deadline_s=self._timeout_s).get(paths.COMMIT_MARK)
+        return f"Checkpoint commit was successful to {self._step.target}".encode()
+
     def _commit(self) -> None:
-        store, place = self._store, Place.open(self._place, timeout_s=self._timeout_s)
-        text = f"Checkpoint commit was successful to {self._step.target}".encode()
-        marked = paths.COMMIT_MARK in self._step.sizes
-        if marked:  # the same save: its mark says so
-            text = open_store(self._step.source, deadline_s=self._timeout_s).get(paths.COMMIT_MARK)
+        store, text = self._store, self._mark_text()
         if not store.properties.atomic_rename:
-            for item in step_items(place):  # a disk's items of stock Orbax have none
-                if f"{item}/{paths.COMMIT_MARK}" not in self._arrived:
+            for item in step_items(Place.open(self._place, timeout_s=self._timeout_s)):
+                if f"{item}/{paths.COMMIT_MARK}" not in self._arrived:  # a disk's items of stock Orbax have none
                     store.put(f"{item}/{paths.COMMIT_MARK}", text)
             store.delete(JOURNAL)
-            put_new(store, paths.COMMIT_MARK, text)
+            self._put_mark(text)
             return
         store.delete(JOURNAL)
-        if marked:
+        if paths.COMMIT_MARK in self._step.sizes or self._adoption is not None:
             store.put(paths.COMMIT_MARK, text)
         _sync_below(self._place)
         try:
             os.rename(self._place, self._step.target)
         except OSError as error:
             raise CheckpointError(f"{self._step.target} was made meanwhile", path=self._step.target) from error
-        sync_directory(os.path.dirname(self._step.target))
+        sync_directory(self._root)
+
+    def _put_mark(self, text: bytes) -> None:
+        """Commits in a bucket: only while this process has the claim, and no run has taken the intent away."""
+        taken = CheckpointError(
+            f"{self._step.target} is not committed: a run, or another copy, has begun to write it", path=self._place
+        )
+        if self._claim.lost:
+            raise taken
+        root = open_store(self._root, deadline_s=self._timeout_s)
+        try:
+            root.copy(self._intent, f"{self._name}/{paths.COMMIT_MARK}", mode="create")
+        except FileNotFoundError as error:
+            raise taken from error
+        except FileExistsError as error:
+            if self._store.get(paths.COMMIT_MARK) != text:  # else the answer of the first try was lost
+                raise taken from error
+        forget_listings(self._root)  # what this process remembers of them is older than the step
 
     def _remove(self) -> None:
+        """Removes what has arrived; in a bucket only while it cannot be what another process writes."""
         if self._store.properties.file_system:
             shutil.rmtree(self._place, ignore_errors=True)
-        else:
-            self._store.delete_many(self._store.list_all(""))
+            return
+        root = open_store(self._root, deadline_s=self._timeout_s)
+        if self._claim.lost or root.stat(self._intent) is None:
+            return
+        found = self._store.stat_all("")
+        if paths.COMMIT_MARK not in found:
+            self._store.delete_unchanged(found)
 
     def _described(self) -> dict[str, Any]:
         """The source as it was when the copy began: what arrived of another one is of no use."""

@@ -28,7 +28,15 @@ class Pinning:
         return {"format": FORMAT, **asdict(self)}
 
 
-def pin(root: str, step: int, *, reason: str = "", dry_run: bool = False, timeout_s: float = 20.0) -> Pinning:
+def pin(
+    root: str,
+    step: int,
+    *,
+    reason: str = "",
+    step_prefix: str | None = None,
+    dry_run: bool = False,
+    timeout_s: float = 20.0,
+) -> Pinning:
     """Keeps a durable step of `root` from every pruning, a running job's too, until `unpin`.
 
     Of an abandoned branch too: its number cannot be saved anew to the durable tier while the pin is there. Only a
@@ -37,7 +45,8 @@ def pin(root: str, step: int, *, reason: str = "", dry_run: bool = False, timeou
     """
     url = root_url(root)
     place = Place.open(url, timeout_s=timeout_s)
-    found = [each for each in read_root(place, read_ancestry(place)[0]).steps if each.step == step]
+    in_root = read_root(place, read_ancestry(place)[0], step_prefix=step_prefix)
+    found = [each for each in in_root.steps if each.step == step]
     if not any(each.state != "unfinished" for each in found):
         raise StepNotFoundError(
             f"{url} has no committed durable step {step}; `ckptkit steps {url}` lists those that it has",

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.pins import pinned_steps
+from ckptkit.durable.lifecycle.shield import shield_records
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from ckptkit.inspection.places import Place
 from ckptkit.inspection.records import FORMAT, StepEntry
@@ -61,6 +62,7 @@ def plan_rollback(
     tiers: Sequence[str] = (),
     host_id: str,
     unread: bool = False,
+    step_prefix: str | None = None,
     timeout_s: float = 20.0,
     progress: Callable[[VerifyProgress], None] | None = None,
 ) -> RollbackPlan:
@@ -72,7 +74,7 @@ def plan_rollback(
     Raises `StepNotFoundError` for a step that no restart would take (none there, superseded, not whole),
     `CorruptCheckpointError` where it is damaged or the epoch records are, `StoreError` for what cannot be reached.
     """
-    listing = list_steps(root, tiers=tiers, host_id=host_id, timeout_s=timeout_s)
+    listing = list_steps(root, tiers=tiers, host_id=host_id, step_prefix=step_prefix, timeout_s=timeout_s)
     place = Place.open(listing.root, timeout_s=timeout_s)
     before = EpochRecords(place.store).read()
     entry = _chosen(listing.steps, step, listing.root)
@@ -103,10 +105,12 @@ def rollback(plan: RollbackPlan, *, timeout_s: float = 20.0) -> RollbackPlan:
 
     Cost: three small writes. Raises `CheckpointError` where a run has begun or gone back since the plan was made.
     """
-    records = EpochRecords(open_store(plan.root, deadline_s=timeout_s))
+    store = open_store(plan.root, deadline_s=timeout_s)
+    records = EpochRecords(store)
     changed = CheckpointError(f"{plan.root} changed since it was looked at: a run began, or went back; run it again")
     if records.read() != plan.before:
         raise changed
+    shield_records(store)
     try:
         records.write(plan.after)
     except FileExistsError as error:
@@ -148,6 +152,12 @@ def _notes(
     host_id: str,
 ) -> tuple[str, ...]:
     notes = []
+    if entry.save_id is None:
+        highest = max(each.step for each in (entry, *newer))
+        notes.append(
+            "only jobs of ckptkit follow the record: a job of stock Orbax ignores it and restores the highest number, "
+            f"{highest}. For such a job move the newer steps out of the root"
+        )
     if not any(each.tier == DURABLE for each in entry.holdings):
         notes.append("only fast tiers of this host hold it: where they are lost, a restart takes an older step")
     blocked = sorted({each.step for each in newer} & pinned)

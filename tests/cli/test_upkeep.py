@@ -82,7 +82,7 @@ def test_commands_work_in_sequence(ckpt: Run, mine: Ours, tmp_path: Path) -> Non
         (("unpin", "{root}", "4"), 10, "has no pin of step 4; pinned are: none"),
         (("copy", "{home}/none", "{home}/into"), 10, "there is nothing to copy"),
         (("copy", "{root}", "{root}"), 1, "is where the step is"),
-        (("copy", "{root}/4/state", "{home}/into"), 10, "is no step of a root"),
+        (("copy", "{root}/4/state", "{home}/into"), 10, "is not a step of a root"),
         (("copy", "{root}", "{home}/some.txt"), 1, "some.txt"),
         (("tiers", "clean", "{ram}"), 2, "say which: --job, --root or --idle"),
         (("tiers", "clean", "{ram}", "--idle", "soon"), 2, "'soon' is no length of time"),

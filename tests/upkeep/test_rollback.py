@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 
@@ -104,3 +105,12 @@ def test_rollback_supersedes_steps_of_stock_orbax(tmp_path: Path) -> None:
     rollback(plan_rollback(str(root), 2, host_id=HOST))
     with manager_of(root) as manager:
         assert manager.latest_step() == 2
+
+
+def test_rollback_of_a_stock_root_names_who_ignores_it(tmp_path: Path) -> None:
+    """The user of a stock job would believe that it goes back too."""
+    with ocp.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, args=ocp.args.StandardSave({"w": jnp.ones(3)}))  # pyright: ignore[reportCallIssue]
+    notes = plan_rollback(str(tmp_path), 1, host_id=HOST).notes
+    assert any("a job of stock Orbax ignores it and restores the highest number, 3" in note for note in notes)

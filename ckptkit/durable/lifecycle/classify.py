@@ -63,6 +63,11 @@ class NameFormat:
         fits = self.digits is None or len(number) == self.digits or (len(number) > self.digits and number[0] != "0")
         return int(number) if fits else None
 
+    def name_of(self, step: int) -> str:
+        """The name of the directory of a step."""
+        number = str(step) if self.digits is None else f"{step:0{self.digits}d}"
+        return number if self.prefix is None else f"{self.prefix}_{number}"
+
     def __str__(self) -> str:
         number = "<step>" if self.digits is None else f"<step, {self.digits} digits>"
         return number if self.prefix is None else f"{self.prefix}_{number}"

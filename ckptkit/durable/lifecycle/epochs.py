@@ -124,6 +124,41 @@ class EpochRecords:
         """The newest epoch that a run has begun, 0 for none: the names of the records say it. Cost: one listing."""
         return self._newest()[0]
 
+    def is_same_run(self, other: EpochRecords) -> tuple[int, bool]:
+        """The newest epoch that both roots have a record of, 0 for none, and whether one run wrote both records.
+
+        Cost: two listings and two small reads. Raises `CorruptCheckpointError` for a damaged record.
+        """
+        mine, theirs = self._newest()[1], other._newest()[1]
+        epoch = max(
+            {paths.epoch_of_name(name) or 0 for name in mine} & {paths.epoch_of_name(n) or 0 for n in theirs} | {0}
+        )
+        if epoch == 0:
+            return 0, False
+        runs = [json.loads(each._record(epoch)).get("run") for each in (self, other)]
+        return epoch, runs[0] is not None and runs[0] == runs[1]
+
+    def copy_newest(self, to: EpochRecords) -> None:
+        """Writes the newest record to another root, byte for byte: whose run it is stays known.
+
+        Raises `FileExistsError` where the other root has another record of that epoch.
+        """
+        epoch = self.newest_epoch()
+        to._claim(epoch, self._record(epoch))
+
+    def _record(self, epoch: int) -> bytes:
+        """The record of an epoch, or its copy where the record is damaged or gone."""
+        problem: Exception | None = None
+        for key in self._keys(epoch):
+            try:
+                data = self._store.get(key)
+                _unsealed(data, epoch)
+                return data
+            except (FileNotFoundError, *_UNREADABLE) as error:
+                problem = error
+        path = f"{self._store.url}/{self._keys(epoch)[0]}"
+        raise CorruptCheckpointError(f"epoch record {path} cannot be read: {problem}", path=path) from problem
+
     def check(self) -> tuple[Ancestry, list[CorruptCheckpointError]]:
         """What `read` gives or raises, with what is wrong with the record or its copy. Cost: one small get more."""
         return self._look(stop_at_first=False)
@@ -201,9 +236,11 @@ class EpochRecords:
 
         The record is the claim; its copy follows, and is written again by the next call where it did not land.
         """
-        key, copy = self._keys(ancestry.epoch)
         # Named, so that a repeated put can tell its own record from the same words of another run.
-        record = _sealed({**ancestry.to_json(), "run": self._run})
+        self._claim(ancestry.epoch, _sealed({**ancestry.to_json(), "run": self._run}))
+
+    def _claim(self, epoch: int, record: bytes) -> None:
+        key, copy = self._keys(epoch)
         names = self._store.list(paths.EPOCHS_DIR)
         alone = copy.rpartition("/")[2] in names and key.rpartition("/")[2] not in names
         if alone and self._store.get(copy) != record:

@@ -19,19 +19,21 @@ import json
 import os
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, final
 
-from ckptkit.errors import StoreError
+from ckptkit.errors import CheckpointError, StoreError
 from ckptkit.model import paths
-from ckptkit.store import Store
+from ckptkit.store import Store, put_new
 from ckptkit.util import clock
 
 LEASE_S_MAX = 3600.0  # how long a reader that died may hold up a deletion
 _LEASE_S = 60.0  # of a lease that cannot be read
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+_WATCH_S = 1.0  # between two looks at the claim of another process
 _RENEWALS = 3  # in the life of a lease: two may fail
 
 
@@ -44,7 +46,7 @@ class _Beating:
             raise ValueError(f"lease_s is {lease_s}; it must be above 0 and at most {LEASE_S_MAX:g}")
         self._store = store
         self._key = key
-        self._record = {**record, "lease_s": lease_s, "holder": f"{socket.gethostname()}:{os.getpid()}"}
+        self._record = {**record, "lease_s": lease_s, "holder": _holder()}
         self._lease_s = lease_s
         self._now_s = now_s
         self._beat = 0
@@ -144,6 +146,88 @@ class DeletionNotice:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+@final
+class WriterClaim:
+    """The one process that copies a step into a bucket, until `release`; context manager.
+
+    Raises `CheckpointError` where another process holds the claim. A claim whose holder has died is taken over: at once
+    if it was on this host, otherwise after it was watched for its life. Raises `StoreError`.
+    """
+
+    def __init__(self, store: Store, name: str, *, monotonic_s: Callable[[], float] = clock.monotonic_s):
+        key = f"{paths.LEASES_DIR}/{paths.claim_name(name)}"
+        record = {"steps": [], "copying": name, "claim": uuid.uuid4().hex}  # it keeps no step from being pruned
+        while not _created(store, key, record):
+            _require_dead(store, key, f"{store.url}/{name}", monotonic_s)
+        self._beating = _Beating(store, key, record, _LEASE_S, monotonic_s)
+
+    @property
+    def lost(self) -> bool:
+        """Whether another process may have taken it over: nothing more may be written."""
+        return self._beating.lost
+
+    def release(self) -> None:
+        """Another process may copy the step."""
+        self._beating.release()
+
+    def __enter__(self) -> WriterClaim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _created(store: Store, key: str, record: Mapping[str, Any]) -> bool:
+    try:
+        put_new(store, key, json.dumps({**record, "holder": _holder()}).encode())
+    except FileExistsError:
+        return False
+    return True
+
+
+def _require_dead(store: Store, key: str, target: str, monotonic_s: Callable[[], float]) -> None:
+    """Deletes the claim of a process that has died; raises `CheckpointError` for one that lives."""
+    first = store.stat_all(paths.LEASES_DIR).get(key)
+    try:
+        data = store.get(key)
+    except FileNotFoundError:
+        return
+    holder, begun_s = _holder_of(data), monotonic_s()
+    host, _, process = holder.rpartition(":")
+    here = host == socket.gethostname()
+    while not (here and _has_ended(process)) and monotonic_s() - begun_s < _LEASE_S:
+        found = None
+        with suppress(FileNotFoundError):
+            found = store.get(key)
+        if here or found != data:
+            raise CheckpointError(
+                f"another process ({holder}) is making {target}; wait until it has ended", path=target
+            )
+        time.sleep(_WATCH_S)
+    if first is not None:
+        store.delete_unchanged({key: first})
+
+
+def _holder() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def _holder_of(data: bytes) -> str:
+    with suppress(*_UNREADABLE):
+        return str(json.loads(data)["holder"])
+    return ""
+
+
+def _has_ended(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError, OverflowError):
+        return False
+    return False
 
 
 class PruneGuard:

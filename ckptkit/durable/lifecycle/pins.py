@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from ckptkit.durable.lifecycle.leases import announced_deletions
+from ckptkit.durable.lifecycle.shield import shield_records
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.model import paths
 from ckptkit.store import Store
@@ -44,6 +45,7 @@ def put_pin(store: Store, step: int, reason: str = "") -> None:
     holder = f"{socket.gethostname()}:{os.getpid()}"
     key = f"{paths.LEASES_DIR}/{paths.pin_name(step)}"
     known = store.stat(key) is not None
+    shield_records(store)
     store.put(key, json.dumps({**record, "holder": holder}).encode())
     if not known and step in announced_deletions(store):
         store.delete(key)

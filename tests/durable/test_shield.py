@@ -1,0 +1,75 @@
+"""`cleanup_tmp_directories=True` deletes what has no mark: the records of a root have one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from ckptkit.durable.lifecycle.pins import pinned_steps
+from ckptkit.durable.lifecycle.shield import SHIELD_KEY
+from ckptkit.store import open_store
+from ckptkit.testing.bucket import BucketServer
+from ckptkit.upkeep import pin, plan_rollback, rollback
+from tests.upkeep.conftest import HOST, make_root
+
+ROOT = "gs://runs/run"
+CLEANING = {"cleanup_tmp_directories": True, "max_to_keep": 1, "save_interval_steps": 1}
+MARKED = {"temporary_path_class": ocp.path.atomicity.CommitFileTemporaryPath}
+
+
+def save(make: Any, root: Any, step: int, **options: Any) -> None:
+    with make(root, options=ocp.CheckpointManagerOptions(**options)) as manager:
+        manager.save(step, args=ocp.args.StandardSave({"w": jnp.full(4, step)}))  # pyright: ignore[reportCallIssue]
+        manager.wait_until_finished()
+
+
+@pytest.mark.parametrize("make", [ckptkit.CheckpointManager, ocp.CheckpointManager])
+def test_cleaning_of_a_bucket_keeps_pins_and_epochs(server: BucketServer, make: Any) -> None:
+    """A pinned step would be pruned, and abandoned steps come back."""
+    del server
+    make_root(ROOT, [1, 2, 3])
+    rollback(plan_rollback(ROOT, 2, host_id=HOST))
+    pin(ROOT, 1)
+    store = open_store(ROOT)
+    before = set(store.list_all("_ckptkit"))
+    for step in (4, 5):
+        save(make, ROOT, step, **CLEANING)
+    assert before <= set(store.list_all("_ckptkit"))
+    assert pinned_steps(store) == {1}
+    if make is ckptkit.CheckpointManager:
+        assert store.list("1"), "the pinned step"
+
+
+def test_root_of_an_earlier_version_is_shielded_at_its_next_start(server: BucketServer) -> None:
+    """Only new roots would be safe."""
+    del server
+    make_root(ROOT, [1])
+    pin(ROOT, 1)
+    store = open_store(ROOT)
+    store.delete(SHIELD_KEY)
+    save(ckptkit.CheckpointManager, ROOT, 2, **CLEANING)
+    assert store.stat(SHIELD_KEY) is not None
+    assert pinned_steps(store) == {1}
+
+
+def test_command_shields_what_it_makes(server: BucketServer) -> None:
+    """A pin in the root of a stock job would be deleted at that job's next start."""
+    del server
+    save(ocp.CheckpointManager, ROOT, 1)
+    pin(ROOT, 1)
+    save(ocp.CheckpointManager, ROOT, 2, cleanup_tmp_directories=True)
+    assert pinned_steps(open_store(ROOT)) == {1}
+
+
+def test_disk_with_marks_is_shielded(tmp_path: Path) -> None:
+    """The same option deletes the records of a disk whose steps are committed by a mark."""
+    save(ckptkit.CheckpointManager, tmp_path, 1, **MARKED)
+    pin(str(tmp_path), 1)
+    for make in (ckptkit.CheckpointManager, ocp.CheckpointManager):
+        save(make, tmp_path, 2 if make is ckptkit.CheckpointManager else 3, **CLEANING, **MARKED)
+        assert pinned_steps(open_store(str(tmp_path))) == {1}, make
