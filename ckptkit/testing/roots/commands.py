@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from ckptkit.testing.roots.catalog import KINDS
 from ckptkit.testing.roots.kinds import Run, tree
 
-Deletes = Literal["nothing", "prune", "repair", "save", "save keep 1"]
+Deletes = Literal["nothing", "prune", "repair", "rollback", "save keep 1"]
 Reads = Literal["nothing", "arrays", "step", "root"]
 SAVED_STEP: Final = 9000
+KEPT: Final = 4  # by a restart: the steps of a run and one more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +36,11 @@ class Places:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One command line, or one use of a manager (`call`, which returns what it restored).
+    """One command line, one use of a manager (`call`, which returns what it restored), or the one and then the other.
 
     `changes`: whether it may change a byte. `deletes`: what the user asks it to delete. `reads`: of what exit code 0
     claims that it is good: a checkpoint, its arrays alone, or every step of the root. `fills`: it writes to `out`.
+    `restores`: the manager restores the newest step.
     """
 
     name: str
@@ -48,6 +50,12 @@ class Action:
     deletes: Deletes = "nothing"
     reads: Reads = "nothing"
     fills: bool = False
+    restores: bool = False
+
+    @property
+    def saves(self) -> bool:
+        """Whether a job saves."""
+        return "save" in self.name or self.name.endswith("restart")
 
 
 def _command(line: str, **facts: Any) -> Action:
@@ -82,6 +90,7 @@ _LOOKS: Final = [
     _command("diff {step} {other}/50 --json", reads="arrays"),
     _command("tiers list {root}"),
     _command("goodput {root}"),
+    _command("tune {root} --probe 64KiB --rounds 1 --dry-run"),
 ]
 _UPKEEP: Final = [
     *_both("scrub {root} --repair", deletes="repair", reads="root"),
@@ -168,9 +177,9 @@ def _v1_opened(places: Places) -> None:
 _MANAGERS: Final = [
     Action(name="manager: open and close", call=_constructed, changes=True),
     Action(name="manager: read_only", call=_read_only),
-    Action(name="manager: restore(None)", call=_restored, changes=True),
-    Action(name="manager: save", call=_saved, changes=True, deletes="save"),
-    Action(name="manager: restore(None), save", call=_continued, changes=True, deletes="save"),
+    Action(name="manager: restore(None)", call=_restored, changes=True, restores=True),
+    Action(name="manager: save", call=_saved, changes=True),
+    Action(name="manager: restore(None), save", call=_continued, changes=True),
     Action(
         name="manager: save, max_to_keep=1",
         call=lambda places: _saved(places, max_to_keep=1),
@@ -186,4 +195,31 @@ _MANAGERS: Final = [
     Action(name="v1: open and close", call=_v1_opened, changes=True),
 ]
 
-ACTIONS: Final[dict[str, Action]] = {each.name: each for each in (*_LOOKS, *_UPKEEP, *_WRITING, *_MANAGERS)}
+
+def _then(line: str, call: Callable[[Places], Any], **facts: Any) -> Action:
+    """A command, and then a restart of the job: a command may leave what does its harm later."""
+    return replace(_command(line, changes=True, **facts), name=f"{_command(line).name}, then restart", call=call)
+
+
+def _restarted(places: Places) -> Any:
+    """A restart: restore what is newest, save, and keep the newest four."""
+    kind = KINDS.get(places.kind)
+    with _manager(places, max_to_keep=KEPT) as manager:
+        value = manager.restore(None)
+        manager.save(SAVED_STEP, args=(kind.arguments if kind else _ANY.arguments)(SAVED_STEP))
+        manager.wait_until_finished()
+        return value
+
+
+_SEQUENCES: Final = [
+    _then("copy {other}/50 {root}", _restarted, restores=True),
+    _then("copy {other} {root}", _restarted, restores=True),
+    _then("reshard {other}/50 {root}/4000 --mesh x=2", _restarted, restores=True),
+    _then("convert {other}/50 {root}/4000 --to orbax", _restarted, restores=True),
+    _then("scrub {root} --repair", _restarted, deletes="repair"),
+    _then("prune {root} --keep newest=1", _restarted, deletes="prune"),
+    _then("rollback {root} --to {first}", _restarted, deletes="rollback"),
+]
+
+_EVERY: Final = (*_LOOKS, *_UPKEEP, *_WRITING, *_MANAGERS, *_SEQUENCES)
+ACTIONS: Final[dict[str, Action]] = {each.name: each for each in _EVERY}

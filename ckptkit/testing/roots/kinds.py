@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -304,11 +305,13 @@ def _plain(leaf: Any) -> tuple[Any, ...]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silences the logs and warnings of libraries, which report the damage that is intended here."""
-    disabled = logging.root.manager.disable
+    disabled, hook = logging.root.manager.disable, sys.unraisablehook
     logging.disable(logging.CRITICAL)
+    sys.unraisablehook = lambda _: None  # Orbax leaves coroutines of a failed restore to the garbage collector
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(disabled)
+        sys.unraisablehook = hook

@@ -144,7 +144,8 @@ def half_deleted_step(tree: Tree) -> None:
     """A deletion was cut off: on a disk the step is in the directory of what is leaving."""
     tree.run(OURS)
     tree.move(f"{ROOT}/1", f"{ROOT}/_ckptkit/leaving/1")
-    tree.fact(f"{ROOT}/_ckptkit/leaving/1", of_run=False, state="unfinished")
+    tree.forget(f"{ROOT}/_ckptkit/leaving/1")
+    tree.subject = f"{ROOT}/3"
 
 
 @registered(LEAVINGS)

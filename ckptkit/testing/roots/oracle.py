@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+import numpy as np
 import orbax.checkpoint as ocp
 
 from ckptkit import errors
 from ckptkit.testing.roots.catalog import KINDS
-from ckptkit.testing.roots.commands import SAVED_STEP, Action
+from ckptkit.testing.roots.commands import KEPT, Action
 from ckptkit.testing.roots.kinds import leaves, quiet
 from ckptkit.testing.roots.media import Listing
 from ckptkit.testing.roots.tree import ROOT, StepFact, Tree
@@ -43,19 +44,20 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """An action's answer, and listings: of the tree, which is at `place`, before and after, and of what was written
-    elsewhere."""
+    """An action's answer, and listings: of the tree, which is at `place`, before and after, and of what was written to
+    `out`."""
 
     answer: Answer
     before: Listing
     after: Listing
     written: Listing
     place: str
+    out: str = ""
 
 
 def judge(tree: Tree, action: Action, outcome: Outcome) -> list[Failure]:
     """Everything that must not be. Cost: nothing much, and a restore by stock Orbax of each step that was changed."""
-    rules = (_internal_errors, _changes, _lost, _false_corrupt, _false_good, _wrong_values, _saved)
+    rules = (_internal_errors, _changes, _lost, _false_corrupt, _false_good, _wrong_values, _wrong_copy, _saved)
     return [failure for rule in rules for failure in rule(tree, action, outcome)]
 
 
@@ -122,19 +124,34 @@ def may_go(tree: Tree, fact: StepFact, action: Action) -> bool:
     """Whether the user asked for the deletion, or putting aside, of a step, and nothing protects it.
 
     A policy may delete steps of the run that are older than its newest good one, and those of abandoned branches. A
-    repair may put aside what is ckptkit's and damaged. A save may clear what its own run left unfinished or abandoned.
+    repair may put aside what is ckptkit's and damaged. A save may clear what its own run left unfinished or abandoned,
+    and a manager keeps as many steps as it is told.
     """
-    if fact.held or not fact.in_root or action.deletes == "nothing":
+    if fact.held or not fact.of_run:
         return False
-    if action.deletes == "repair":
-        return fact.ours and fact.bad and fact.of_run
-    if fact.abandoned or (fact.state == "unfinished" and (fact.ours or action.deletes == "save keep 1")):
+    unfinished = fact.state == "unfinished"
+    if action.saves and (fact.abandoned or (unfinished and (fact.ours or action.deletes == "save keep 1"))):
         return True
-    unread = "--unread" in action.arguments  # the user's word that nothing is to be read for it
-    newest = max((each.step for each in tree.facts if each.of_run and (_passes(each) or unread)), default=-1)
-    if action.deletes == "prune":
-        return fact.of_run and fact.state != "unfinished" and fact.step < newest
-    return action.deletes == "save keep 1" and fact.of_run
+    if action.name.endswith("restart") and (
+        sum(_is_newer(each, fact) for each in tree.facts) >= KEPT - 1  # so many are kept
+        or fact.bad  # the restart goes back to an older step, and its save abandons this one
+    ):
+        return True
+    match action.deletes:
+        case "repair":
+            return fact.ours and fact.bad
+        case "prune":
+            unread = "--unread" in action.arguments  # the user asked that nothing is read to find the newest good one
+            passing = (each for each in tree.facts if _is_newer(each, fact) and (_passes(each) or unread))
+            return not unfinished and (fact.abandoned or any(passing))
+        case "rollback" | "save keep 1":
+            return not unfinished
+        case _:
+            return False
+
+
+def _is_newer(fact: StepFact, than: StepFact) -> bool:
+    return fact.of_run and fact.step > than.step
 
 
 def _passes(fact: StepFact) -> bool:
@@ -143,7 +160,7 @@ def _passes(fact: StepFact) -> bool:
 
 
 def _good_of_run(fact: StepFact) -> bool:
-    return fact.in_root and fact.of_run and fact.state == "good" and not fact.abandoned
+    return fact.of_run and fact.state == "good" and not fact.abandoned
 
 
 def restores(fact: StepFact, url: str) -> bool:
@@ -183,6 +200,8 @@ def _false_good(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failur
         bad = [subject] if subject is not None and subject.bad and needed else []
     else:
         bad = [fact for fact in tree.facts if fact.bad and fact.of_run] if action.reads == "root" else []
+    if action.deletes == "repair":
+        bad = [fact for fact in bad if not _mended(fact, outcome)]
     if bad and outcome.answer.code == 0:
         paths = ", ".join(f"{fact.path} ({fact.state})" for fact in bad)
         yield Failure(kind="false good", text=f"exit code 0, and damaged: {paths}")
@@ -193,12 +212,20 @@ def _false_good(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failur
         yield Failure(kind="false good", text=text)
 
 
+def _mended(fact: StepFact, outcome: Outcome) -> bool:
+    """Whether a repair has changed a step, and stock Orbax restores it."""
+    changed = any(
+        path.startswith(f"{fact.path}/") and outcome.before.get(path) != found for path, found in outcome.after.items()
+    )
+    return changed and restores(fact, f"{outcome.place}/{fact.path}")
+
+
 def _wrong_values(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
     """A restart gives the values of the newest good step of the run; never those of another, of a part, or of none."""
-    if action.name != "manager: restore(None)" or any(fact.state == "undetectable" for fact in tree.facts):
+    if not action.restores or any(fact.state == "undetectable" for fact in tree.facts):
         return
     newest = max(filter(_good_of_run, tree.facts), key=lambda fact: fact.step, default=None)
-    if outcome.answer.code:
+    if outcome.answer.raised:
         if newest is not None and not tree.records_damaged and _has_to_restore(tree, newest, outcome):
             yield Failure(
                 kind="false corrupt", text=f"restore(None) with {newest.path} there: {_end_of(outcome.answer.err)}"
@@ -212,6 +239,20 @@ def _wrong_values(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Fail
         yield Failure(kind="false good", text=f"restore(None) gave {taken[0].path}, not {newest.path}")
 
 
+def _wrong_copy(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
+    """Arrays that a conversion wrote are those of the step, bit for bit; read by NumPy."""
+    subject = next((fact for fact in tree.facts if fact.path == tree.subject and fact.whole), None)
+    if outcome.answer.code or subject is None or "dst" not in outcome.written:
+        return
+    if not {"npz", "{step}"} <= set(action.arguments) or outcome.out.startswith("gs://"):  # the same writer, uploaded
+        return
+    expected = {leaf[-1] for leaf in leaves(KINDS[subject.kind].value(subject.step)).values()}
+    with np.load(f"{outcome.out}/dst") as found:
+        wrong = [name for name in found.files if found[name].tobytes() not in expected]
+    if wrong:
+        yield Failure(kind="false good", text=f"exit code 0, and the target has other values: {wrong}")
+
+
 def _has_to_restore(tree: Tree, newest: StepFact, outcome: Outcome) -> bool:
     """Whether a restart is owed a step: ckptkit's own, or one that stock Orbax's manager restores from there."""
     if newest.ours and all(fact.ours for fact in tree.facts if fact.of_run):
@@ -220,7 +261,7 @@ def _has_to_restore(tree: Tree, newest: StepFact, outcome: Outcome) -> bool:
 
 
 def _is_next(fact: StepFact, newest: StepFact) -> bool:
-    linked = not fact.path.startswith(f"{ROOT}/")
+    linked = not fact.path.startswith(f"{ROOT}/")  # a step that was moved away, with a link in its place
     return (fact.of_run or linked) and not fact.abandoned and fact.step >= newest.step
 
 
@@ -232,11 +273,11 @@ def _comparable(value: Any) -> set[Any]:
 def _saved(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
     """A save that reported nothing is restored by stock Orbax."""
     del tree
-    if "save" not in action.name or outcome.answer.code or not action.name.startswith("manager"):
+    if not action.saves or outcome.answer.code:
         return
-    names = {name.rpartition("_")[2].lstrip("0") for path in outcome.after for name in path.split("/")}
-    if str(SAVED_STEP) not in names:
-        yield Failure(kind="bytes lost", text=f"the save of step {SAVED_STEP} reported nothing, and it is not there")
+    made = [path for path, found in outcome.after.items() if outcome.before.get(path) != found]
+    if not any(path.endswith("/_CHECKPOINT_METADATA") and "_ckptkit" not in path for path in made):
+        yield Failure(kind="bytes lost", text="a save reported nothing, and there is no new step")
 
 
 def _different(before: Listing, after: Listing) -> list[str]:

@@ -70,7 +70,7 @@ class Zoo:
         places = _places(tree, place, out, self._other)
         answer = _performed(made, places, self._main)
         after, written = self._medium.listing(place), self._medium.listing(out)
-        outcome = Outcome(answer=answer, before=before, after=after, written=written, place=place)
+        outcome = Outcome(answer=answer, before=before, after=after, written=written, place=place, out=out)
         failures = judge(tree, made, outcome)
         if self._medium.listing(self._other) != other:
             failures.append(Failure(kind="bytes lost", text="the root that was only read was changed"))
@@ -106,11 +106,16 @@ def _places(tree: Tree, place: str, out: str, other: str) -> Places:
 
 def _performed(action: Action, places: Places, main: Main) -> Answer:
     out, err = io.StringIO(), io.StringIO()
+    code, value, raised = 0, None, None
     with redirect_stdout(out), redirect_stderr(err), quiet():
-        if action.call is None:
+        if action.arguments:
             code = main([places.filled(argument) for argument in action.arguments])
-            return Answer(code=code, out=out.getvalue(), err=err.getvalue())
-        try:
-            return Answer(code=0, value=action.call(places))
-        except Exception as error:  # noqa: BLE001  which errors a manager may raise is judged elsewhere
-            return Answer(code=1, err=f"{type(error).__name__}: {error}", raised=type(error).__name__)
+        if action.call is not None:
+            try:
+                value = action.call(places)
+            except Exception as error:  # noqa: BLE001  which errors a manager may raise is judged elsewhere
+                raised = error
+    if raised is None:
+        return Answer(code=code, out=out.getvalue(), err=err.getvalue(), value=value)
+    text = f"{err.getvalue()}{type(raised).__name__}: {raised}"
+    return Answer(code=code or 1, out=out.getvalue(), err=text, raised=type(raised).__name__)

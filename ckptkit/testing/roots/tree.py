@@ -26,8 +26,8 @@ class StepFact:
     is damaged. `unproven`: restored too, and checksums that ckptkit wrote are damaged or missing. `damaged`: bytes of
     the values were changed or are missing. `undetectable`: the same, and nothing has a checksum of them. `unfinished`:
     never committed.
-    `in_arrays`: what is damaged is needed for the values of arrays.
-    `of_run`: a step of the root's own run. `held`: pinned or leased. `abandoned`: a rollback superseded it.
+    `in_arrays`: the damage is in what the values of arrays need. `of_run`: a step of the root's own run, in the root.
+    `held`: pinned or leased. `abandoned`: a rollback superseded it.
     """
 
     path: str
@@ -43,11 +43,6 @@ class StepFact:
     def ours(self) -> bool:
         """Whether ckptkit wrote it."""
         return KINDS[self.kind].writer == "ckptkit"
-
-    @property
-    def in_root(self) -> bool:
-        """Whether it is a directory of the root, at its top."""
-        return self.path.rpartition("/")[0] == ROOT
 
     @property
     def bad(self) -> bool:
@@ -129,6 +124,10 @@ class Tree:
         """Removes a directory or file of which no fact speaks."""
         place = self.home / path
         shutil.rmtree(place) if place.is_dir() else place.unlink()
+
+    def forget(self, path: str) -> None:
+        """Drops the fact of a step that is a step no more."""
+        self.facts = [each for each in self.facts if each.path != path]
 
     def beside_arrays(self, path: str) -> None:
         """Records of a damaged step that the values of its arrays can still be read."""
