@@ -77,11 +77,14 @@ def works_of(
 def _tree(records: list[LeafRecord]) -> Any:
     tree: dict[str, Any] = {}
     for record in records:
+        shards = HostShards(record=record, blocks=[], sidecar=b"", on_written=lambda: None)
+        if not record.path:  # the tree is one array: `require_tree` allows no other leaf then
+            return shards
         *above, last = record.path
         node = tree
         for part in above:
             node = node.setdefault(part, {})
-        node[last] = HostShards(record=record, blocks=[], sidecar=b"", on_written=lambda: None)
+        node[last] = shards
     return tree
 
 
@@ -90,7 +93,7 @@ def require_tree(tensors: Tensors) -> None:
     paths = {name: _path(tensor, name) for name, tensor in tensors.items()}
     leaves = set(paths.values())
     for name, path in paths.items():
-        if "" in path or any(path[:depth] in leaves for depth in range(1, len(path))):
+        if "" in path or any(path[:depth] in leaves for depth in range(len(path))):
             raise CheckpointError(f"{name} cannot be a leaf of a tree: a part of its name is empty, or names a leaf")
         dtype = tensors[name].dtype
         if not can_hold(dtype.name):

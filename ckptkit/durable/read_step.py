@@ -24,6 +24,7 @@ from ckptkit.durable.sidecars import (
     incomplete,
     lost_sidecars,
     marked_save,
+    missing_items,
     of_one_save,
     require_custom,
     several_saves,
@@ -155,6 +156,8 @@ class DurableReader:
         )
         self.without_sidecars = tuple(item for item, sidecars in listed.items() if not sidecars)
         self._require_sidecars(self.without_sidecars)
+        if not any(listed.values()):
+            self._require_items(items)
         missing = [(item, n) for item, sidecars in listed.items() for n, known in sidecars.items() if known is None]
         with ThreadPoolExecutor(READ_THREADS) as pool:
             read = dict(zip(missing, pool.map(lambda key: self._sidecar(*key), missing), strict=True))
@@ -195,6 +198,15 @@ class DurableReader:
         lost = [lost_sidecars(f"{self._url}/{item}") for item in without if self._is_ours(item)]
         if lost:
             raise self._corrupt("; ".join(lost))
+
+    def _require_items(self, items: Sequence[str]) -> None:
+        """A step of ours without any sidecar has no arrays, or has lost the items that held them."""
+        if self._marked() is None:
+            return
+        with suppress(FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+            named = json.loads(self._store.get(STEP_METADATA))["item_handlers"]
+            if isinstance(named, dict) and (why := missing_items(self._url, named, items)) is not None:
+                raise self._corrupt(why)
 
     def _is_ours(self, item: str) -> bool:
         with suppress(FileNotFoundError):

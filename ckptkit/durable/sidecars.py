@@ -53,6 +53,13 @@ def lost_sidecars(where: str) -> str:
     return f"{where} has lost its sidecars, which alone prove it"
 
 
+def missing_items(where: str, named: Iterable[str], items: Iterable[str]) -> str | None:
+    """Why a step of ours is damaged: Orbax's description of it names items that it does not have. None where all are
+    there. A step of stock Orbax may lack items: its newer API deletes them."""
+    missing = sorted(set(named) - {*items, ""})
+    return f"{where}: item {', '.join(missing)} is missing" if missing else None
+
+
 def of_one_save(found: Mapping[int, Manifest], marked: Callable[[], SaveId | None]) -> dict[int, Manifest]:
     """`found`, an item's sidecars by the number in their names, without those that another run added late.
 

@@ -28,6 +28,7 @@ from ckptkit.inspection.records import Inspection, Item, LeafInfo, SaveOrigin
 from ckptkit.inspection.roots import newest_committed, read_ancestry, read_root
 from ckptkit.inspection.shares import (
     Share,
+    items_missing,
     items_of_manifest,
     leaf_of_record,
     marked_above,
@@ -124,6 +125,10 @@ def _directory(place: Place, kind: Literal["step", "item"], items: Sequence[Plac
     elif kind == "step" and not items:
         raise CorruptCheckpointError(f"{place.url} is a step without any item", path=place.url)
     origin, sidecars = _origin(place, items, notes, problems)
+    missing = items_missing(place, ours=origin.writer == "ckptkit") if kind == "step" and place not in items else None
+    if missing is not None:
+        problems.append(missing)
+        origin = replace(origin, writer="ckptkit", proven=False)
     aside = problems if origin.writer == "ckptkit" else notes  # where what a restart of a stock step does not need goes
     found = tuple(_item(item, sidecars.get(item.name), aside, problems, timeout_s) for item in items)
     step = paths.step_of_name(place.name) if kind == "step" else origin.save_id.step if origin.save_id else None

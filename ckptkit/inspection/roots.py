@@ -22,7 +22,7 @@ from ckptkit.errors import CorruptCheckpointError
 from ckptkit.inspection.directories import ItemKind, committed_at_s, is_committed, item_kind, step_items
 from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.records import StepState
-from ckptkit.inspection.shares import marked_above, read_sidecars, sidecar_processes, sidecars_lost
+from ckptkit.inspection.shares import items_missing, marked_above, read_sidecars, sidecar_processes, sidecars_lost
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 
@@ -198,6 +198,8 @@ def _recorded(place: Place, step: int, items: Mapping[str, ItemKind | None], anc
     if not items:
         problem = problem or f"step {step} in {place.url}: it holds no item"
     identity, at_s = _of_metadata(place, identity)
+    if identity is not None and "" not in items:
+        problem = problem or items_missing(place, ours=True)
     found = identity or ancestry.of_stock(step)
     return DurableStep(
         place=place,

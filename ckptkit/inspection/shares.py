@@ -9,8 +9,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ckptkit.durable.sidecars import has_sidecar_sign, lost_sidecars, marked_save, of_one_save, sidecars_among
+from ckptkit.durable.sidecars import (
+    has_sidecar_sign,
+    lost_sidecars,
+    marked_save,
+    missing_items,
+    of_one_save,
+    sidecars_among,
+)
 from ckptkit.errors import CorruptCheckpointError, StoreError
+from ckptkit.inspection.directories import item_handlers
 from ckptkit.inspection.places import Place, readable, require_regular
 from ckptkit.inspection.records import Item, LeafInfo
 from ckptkit.inspection.words import dtype_name, sharding_words
@@ -83,6 +91,18 @@ def sidecars_lost(item: Place) -> str | None:
     if f"{paths.SIDECAR_DIR}/" in item.names() or (signs is not None and has_sidecar_sign(signs)):
         return lost_sidecars(item.url)
     return None
+
+
+def items_missing(step: Place, *, ours: bool) -> str | None:
+    """Why a step of ours is damaged: an item that it names is missing. None where all are there, or Orbax wrote it.
+
+    Cost: two small reads. `ours`: something else than the mark shows that the step is ours.
+    """
+    mark = None if ours else step.read(paths.COMMIT_MARK)
+    if not ours and (mark is None or marked_save(mark) is None):
+        return None
+    names = [name.removesuffix("/") for name in step.names() if name.endswith("/")]
+    return missing_items(step.url, item_handlers(step), names)
 
 
 def read_sidecars(item: Place, processes: Iterable[int], *, extent: ManifestDepth = "all") -> dict[int, Manifest]:

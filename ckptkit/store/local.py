@@ -101,7 +101,7 @@ class LocalStore:
                 entries = list(os.scandir(path))
             except (FileNotFoundError, NotADirectoryError):
                 return []
-            return sorted(entry.name + "/" * entry.is_dir() for entry in entries if not entry.name.startswith(".put-"))
+            return sorted(entry.name + "/" * _is_directory(entry) for entry in entries if entry.name[:5] != ".put-")
 
     def delete(self, key: str) -> None:
         """Removes an object; one that is absent is no error."""
@@ -166,6 +166,16 @@ def make_directory(directory: Path, *, synced: bool, mode: int = 0o777) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory)) from error
     if synced:
         sync_directory(directory.parent)
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    """Whether it leads to a directory. A link that leads to itself does not, nor one that leads nowhere."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False
+        raise
 
 
 def sync_directory(directory: str | os.PathLike[str]) -> None:

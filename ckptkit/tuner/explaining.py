@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -11,12 +12,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.cells.forecast import SaveForecast, forecast
+from ckptkit.errors import CheckpointError
 from ckptkit.formats import open_checkpoint
 from ckptkit.model.boxes import Box, boxes_by_process, cell_shape
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import BoxRecord, LeafRecord
 from ckptkit.store.backends import properties_of
 from ckptkit.store.roots import root_url
+
+_CELLS_MAX = 10_000_000  # of a leaf: a forecast takes 10 microseconds of each
 
 
 def explain(
@@ -64,12 +68,20 @@ def explain_checkpoint(
 ) -> SaveForecast:
     """What saving again what the checkpoint `like` holds, of any format, would cost. Reads its metadata.
 
-    Its chunks are taken as the cells; without chunks, each leaf is one box. Raises what `open_checkpoint` raises.
+    Its chunks are taken as the cells; without chunks, each leaf is one box. Raises what `open_checkpoint` raises, and
+    `CheckpointError` for a leaf of more than 10 million cells: a damaged shape would take all memory.
     """
     items: dict[str, list[LeafRecord]] = {}
     with open_checkpoint(like, timeout_s=timeout_s) as opened:
         for tensor in opened.tensors:
             cell = tensor.leaf.cell or cell_shape(tensor.shape, tensor.shape, tensor.dtype.itemsize)
+            count = math.prod(-(-size // step) for size, step in zip(tensor.shape, cell, strict=True))
+            if count > _CELLS_MAX:
+                raise CheckpointError(
+                    f"{like}: leaf {tensor.name} has {count} chunks, and a forecast counts at most {_CELLS_MAX} of a "
+                    "leaf; check the checkpoint with `ckptkit verify`",
+                    path=like,
+                )
             items.setdefault(tensor.item, []).append(_whole(tensor.name, tensor.shape, tensor.dtype, tuple(cell)))
     return forecast(items, durable, remote=properties_of(root_url(directory)).round_trips, processes=processes)
 

@@ -29,7 +29,7 @@ from ckptkit.inspection.directories import (
     step_items,
 )
 from ckptkit.inspection.places import Place, readable
-from ckptkit.inspection.shares import leaf_of_record, own_sidecars, sidecar_processes, sidecars_lost
+from ckptkit.inspection.shares import items_missing, leaf_of_record, own_sidecars, sidecar_processes, sidecars_lost
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import LeafRecord, Manifest, SaveId, cell_ranges, digest_of
 from ckptkit.model.paths import STEP_METADATA
@@ -158,6 +158,8 @@ def _look(place: Place, step: int, timeout_s: float) -> _Looked:
     if mixed := several_saves(place.url, (manifests[0].save_id for manifests in sidecars.values())):
         findings.append(Finding(path=place.url, problem=mixed))
     _said(findings, place.url, lambda: _check_step_metadata(place, items, stock.notes))
+    if place not in items and (missing := items_missing(place, ours=first is not None)) is not None:
+        findings.append(Finding(path=place.url, problem=missing))
     small = _small_items(items, findings)
     if first is not None and place not in items:
         _check_inline(place, next(iter(sidecars.values())), small, findings)

@@ -102,6 +102,16 @@ def test_output_is_read_by_stock_orbax(ckpt: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+def test_tree_that_is_one_array_is_converted(ckpt: Run, tmp_path: Path) -> None:
+    """Its leaf has no name: the command ended with an internal error."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "one", np.arange(3, dtype=np.float32))
+    assert ckpt("convert", tmp_path / "one", tmp_path / "made", "--to", "orbax").code == 0
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        assert raw(checkpointer.restore(tmp_path / "made")) == raw(np.arange(3, dtype=np.float32))
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 def test_typed_keys_survive_a_round_trip(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     """Typed PRNG keys would become numbers on the way there and back, without a word."""
     said = ckpt("convert", ours.root / "4", tmp_path / "a.safetensors", "--to", "safetensors")

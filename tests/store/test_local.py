@@ -164,3 +164,11 @@ def test_object_in_place_of_a_directory_is_a_separate_error(tmp_path: Path) -> N
     store.put("a", b"1")
     with pytest.raises(StoreError, match=rf"^{tmp_path}/a/b: "):
         store.put("a/b", b"2")
+
+
+def test_link_that_leads_to_itself_is_listed(tmp_path: Path) -> None:
+    """One such link in a root would keep every command and every restart from it."""
+    os.symlink("loop", tmp_path / "loop")
+    os.symlink("nowhere", tmp_path / "dangling")
+    (tmp_path / "step").mkdir()
+    assert LocalStore(tmp_path).list("") == ["dangling", "loop", "step/"]

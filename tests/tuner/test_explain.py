@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ckptkit import DurableProfile
 from ckptkit.durable.cells.pieces import Pieces
 from ckptkit.model.durable_profile import Codec
 from ckptkit.testing.bucket import BucketServer
+from ckptkit.tuner import explain_checkpoint
 from tests.states import abstract, make_state
 
 PIECES = DurableProfile(data_file_bytes=1 << 20, in_flight_bytes=1 << 20)
@@ -135,3 +137,14 @@ def test_one_database_per_process_is_predicted(tmp_path: Path) -> None:
     assert (one.data_files, four.data_files) == (1, 4)
     assert four.files > one.files
     assert four.requests > one.requests
+
+
+def test_forecast_of_a_damaged_shape_is_refused(tmp_path: Path) -> None:
+    """One changed digit in the metadata of an array would make a forecast take all memory."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(tmp_path / "one", args=ocp.args.PyTreeSave({"w": np.ones((4, 6))}))  # pyright: ignore[reportCallIssue]
+    metadata = tmp_path / "one" / "w" / ".zarray"
+    found = json.loads(metadata.read_text())
+    metadata.write_text(json.dumps({**found, "shape": [1 << 36, 6]}))
+    with pytest.raises(ckptkit.CheckpointError, match=r"leaf w has 17179869184 chunks.*at most 10000000"):
+        explain_checkpoint(str(tmp_path / "root"), str(tmp_path / "one"))

@@ -61,3 +61,17 @@ def test_unprovable_save_is_reported_and_never_copied(
         assert found.code == CORRUPT, (command, found)
         assert not made.exists(), command
         assert not list(tmp_path.glob("made*")), command
+
+
+def test_step_that_lost_an_item_is_damaged(job: Job, ckpt: Run) -> None:
+    """A step without its arrays would be the newest whole one: `prune` would delete the steps that have theirs."""
+    step = job.root / "1"
+    shutil.rmtree(step / "state")
+    for command in (("verify", step), ("inspect", step), ("steps", job.root), ("diff", step, step)):
+        found = ckpt(*command)
+        assert found.code == CORRUPT, (command, found)
+        assert "item state is missing" in found.err
+    ckpt("prune", job.root, "--keep", "newest=1")
+    assert (job.root / "0" / "state").exists()
+    with ckptkit.CheckpointManager(job.root) as manager:
+        assert set(manager.restore(None).keys()) >= {"state"}, "the older step, which has all items"
