@@ -135,7 +135,8 @@ class Job:
         self._say(scene="repair")
         tiers = [str(self._home / "ram"), str(self._home / "ssd")]
         done = ckptkit.scrub(self._root, tiers, repair=True, host_id=HOST)
-        assert not done.damaged, done
+        assert not done.problems, done
+        assert all(each.done for each in done.treatments), done
         assert len(done.treatments) == 4, done
         self._say(scene="end", damaged=False)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Collection
+from typing import Any
 
 from ckptkit.durable.commit import intents, remove_uncommitted
 from ckptkit.durable.lifecycle.delete import move_away
@@ -43,6 +44,24 @@ def clean_left(store: Store, epoch: int, remove_directory: Callable[[str], None]
     if store.properties.atomic_rename:
         return _clean_disk(store, epoch, remove_directory)
     return _clean_bucket(store, epoch)
+
+
+def clean_unmarked(store: Store, name_format: Any) -> list[str]:
+    """Deletes the steps of a bucket that have no mark, whoever wrote them: `cleanup_tmp_directories`, on the caller's
+    word. Only directories that have the name of a step, and whose objects are those of a save.
+
+    Gives their names. Cost: a listing, and two requests for each directory with the name of a step. Raises
+    `StoreError`.
+    """
+    cleaned = []
+    for name in (name[:-1] for name in store.list("") if name.endswith("/")):
+        step = paths.step_of_name(name, temporary=False)
+        if step is None or name_format.build_name(step) != name:
+            continue
+        objects = store.stat_all(name)
+        if objects and remove_uncommitted(store, name, objects):
+            cleaned.append(name)
+    return cleaned
 
 
 def _clean_disk(store: Store, epoch: int, remove_directory: Callable[[str], None]) -> list[str]:

@@ -18,6 +18,7 @@ from typing import final
 
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
+from ckptkit.durable.lifecycle.classify import has_been_written
 from ckptkit.durable.lifecycle.delete import move_away
 from ckptkit.durable.sidecars import marker_text
 from ckptkit.errors import CheckpointError, StoreError
@@ -176,13 +177,15 @@ def intents(store: Store) -> list[tuple[int, str]]:
 
 def remove_uncommitted(store: Store, name: str, left: Mapping[str, Stat]) -> bool:
     """Deletes `left`, what was found below a step's prefix in a bucket; False, and nothing is deleted, where the step
-    is committed.
+    is committed, or the objects are not those of a save.
 
     `left` has to be older than the caller's look at the intents, in which it saw nobody with a right to the step: who
     had put one of these objects had put its intent before, and has committed since where that is gone.
     """
     mark = f"{name}/{paths.COMMIT_MARK}"
     if mark in left or (left and store.stat(mark) is not None):
+        return False
+    if left and not has_been_written(key.removeprefix(f"{name}/") for key in left):
         return False
     store.delete_unchanged(left)
     return True

@@ -256,9 +256,13 @@ class DurableReader:
                 require_custom(without_identity(metadata), expected, where=self._url, step=self._step)
                 return
 
+    def names(self) -> list[str]:
+        """What is right below the step; directories end in `/`."""
+        return self._store.list("")
+
     def item_names(self) -> list[str]:
         """The items of the step: its directories."""
-        return _directories(self._store.list(""))
+        return _directories(self.names())
 
     @property
     def round_trips(self) -> bool:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
-from ckptkit.durable.abandoned import clean_left
+from ckptkit.durable.abandoned import clean_left, clean_unmarked
 from ckptkit.durable.cells.pacing import WritePace
+from ckptkit.durable.lifecycle.classify import kind_of_item
 from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.durable.lifecycle.leases import PruneGuard
 from ckptkit.durable.lifecycle.listing import StepListing
@@ -55,6 +56,12 @@ _LEASE_DEADLINE_S = 20.0  # for small objects: a save that waits longer prunes n
 _one_save = threading.RLock()
 
 
+def cleans_by_marks(url: str, options: ocp.CheckpointManagerOptions) -> bool:
+    """Whether the options ask to delete what was not committed, where Orbax takes every directory without a mark for
+    that: `clean_unmarked` deletes only steps."""
+    return bool(options.cleanup_tmp_directories) and not properties_of(url).atomic_rename and not options.read_only
+
+
 def prepare_root(url: str, options: ocp.CheckpointManagerOptions) -> None:
     """Makes the root where the options ask for it, and shields its records from `cleanup_tmp_directories`: Orbax's
     constructor deletes. Raises `StoreError` where they would be deleted and cannot be shielded."""
@@ -67,6 +74,11 @@ def prepare_root(url: str, options: ocp.CheckpointManagerOptions) -> None:
     except (StoreError, FileNotFoundError):  # a root that cannot be written, or is not there: the first save reports it
         if options.cleanup_tmp_directories:
             raise
+    if cleans_by_marks(url, options):
+        names = options.step_name_format or ocp.path.step.standard_name_format(
+            step_prefix=options.step_prefix, step_format_fixed_length=options.step_format_fixed_length
+        )
+        clean_unmarked(open_store(url, deadline_s=_LEASE_DEADLINE_S), names)
 
 
 class DurableSteps:
@@ -109,6 +121,7 @@ class DurableSteps:
             async_options=dataclasses.replace(asynchronous),  # Orbax edits it
             multiprocessing_options=self._multiprocessing,
             **read_by_one(options),
+            **({"cleanup_tmp_directories": False} if cleans_by_marks(self.url, options) else {}),
         )
         self._options = committed_by_mark(orbax_options, self.url)
         self._orbax_writes = finishes_in_its_own_way(options)
@@ -141,8 +154,28 @@ class DurableSteps:
         return DurableReader(url, step=step, proves=proves, profile=self.profile)
 
     def save_id(self, step: int) -> SaveId | None:
-        """Which save a committed step is; None for one that stock Orbax wrote. Cost: a listing and a small read."""
-        return self.reader(step).save_id()
+        """Which save a committed step is; None for one that stock Orbax wrote. Cost: a small read; of a step without a
+        mark of ours, two listings and a read. Raises `CorruptCheckpointError` for a tree that was saved without a
+        manager, which is not a step (`strike`)."""
+        reader = self.reader(step)
+        found = reader.save_id()
+        if found is None and kind_of_item(reader.names()) == "arrays":
+            self.strike([step])
+            raise CorruptCheckpointError(
+                f"{reader.url} is a tree that was saved without a manager, which no manager restores as a step",
+                step=step,
+                path=reader.url,
+            )
+        return found
+
+    def strike(self, steps: Iterable[int]) -> None:
+        """Strikes out of the books what Orbax takes for steps, and is none: it is not listed, counted or deleted."""
+        self.stock.unmanaged.update(steps)
+
+    @property
+    def struck(self) -> list[int]:
+        """What was struck out, ascending."""
+        return sorted(self.stock.unmanaged)
 
     def save(
         self,

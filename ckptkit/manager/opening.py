@@ -207,6 +207,7 @@ def take_stock(
         reports = [[Held.from_json(values) for values in report] for report in said]
         with ThreadPoolExecutor(_LOOKS, thread_name_prefix="ckptkit-look") as pool:  # a round trip each, in a bucket
             listed = list(pool.map(lambda step: inventory.identity(step, ancestry), inventory.durable.steps()))
+        listed = [save for save in listed if save.step not in inventory.durable.struck]
         seen = sorted({held.save_id for report in reports for held in report})
         if inventory.client is None and coordinator.count > 1:
             common = [save for save in seen if _each_has_its_own(reports, save)]
@@ -222,11 +223,13 @@ def take_stock(
         }
         return {
             "fast": [[save.epoch, save.step, save.number, tiers[save]] for save in sorted(common)],
+            "struck": inventory.durable.struck,
             "durable": [[save.epoch, save.step, save.number] for save in listed],
             "epoch": max([ancestry.epoch, *(save.epoch for save in seen), *(save.epoch for save in listed)]),
         }
 
     agreed = coordinator.agree("stock", inventory.reports(), stock)
+    inventory.durable.strike(agreed["struck"])
     held: dict[SaveId, list[str]] = {}
     for epoch, step, number, names in agreed["fast"]:
         held.setdefault(SaveId(epoch, step, number), []).extend(names)

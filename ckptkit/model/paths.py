@@ -39,6 +39,7 @@ JSON_VALUE = "metadata"  # in an item of JSON
 JSON_VALUE_V1 = "data.json"  # the same by Orbax's newer API
 METRICS = "metrics"  # the item with the metrics of a step, and its file
 COMMIT_MARK = "commit_success.txt"  # an object in what Orbax has committed, on a bucket
+COPY_JOURNAL = "_ckptkit_copy.json"  # of ours, beside the objects of a step that is copied: what has arrived
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of what it has not committed yet, on a disk
 
 _MANIFEST = re.compile(r"step-([0-9]{12})-e([0-9]{8})-n([0-9]{8})\.json")

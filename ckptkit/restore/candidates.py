@@ -111,7 +111,7 @@ class Inventory:
         saves: list[SaveId] = []
         for some in (steps[at : at + _AT_ONCE] for at in range(0, len(steps), _AT_ONCE)):
             named = named if some[0] in named else self._names(some)
-            found = [self._identified(step, named[step], ancestry) for step in some]
+            found = [self._identified(step, named[step], ancestry) for step in some if step not in self.durable.struck]
             # Abandoned steps do not count: a rollback may leave any number of them above the newest good one.
             saves += [save for save in found if not ancestry.superseded(save)]
             if looked_into is not None and len(saves) >= looked_into:

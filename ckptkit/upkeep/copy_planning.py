@@ -20,7 +20,7 @@ from ckptkit.store.roots import root_url
 
 CopyAction = Literal["copy", "skip", "leave"]
 
-JOURNAL = "_ckptkit_copy.json"  # beside the objects of a step on its way: what has arrived
+JOURNAL = paths.COPY_JOURNAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

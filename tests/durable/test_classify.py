@@ -22,6 +22,7 @@ from ckptkit.durable.lifecycle.classify import (
     class_of,
     content_of,
     format_of,
+    has_been_written,
     run_format,
 )
 from ckptkit.durable.sidecars import marker_text
@@ -219,3 +220,35 @@ def test_foreign_directory_in_a_bucket_is_not_a_step(server: BucketServer) -> No
     found = look(root)
     assert [(each.step, each.state) for each in found.steps] == [(1, "committed")]
     assert found.left_out == {"nothing": ("2024",)}
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (["notes.txt"], False),
+        (["figures/loss.csv"], False),
+        (["100/_CHECKPOINT_METADATA", "100/state/_METADATA"], False),  # a root of its own
+        (["metadata"], False),  # a file of that name, not an item
+        (["default/d/1a2b"], True),
+        (["default/ocdbt.process_0/d/1a2b"], True),
+        (["data/metadata"], True),
+        (["_CHECKPOINT_METADATA"], True),
+        (["_ckptkit_copy.json"], True),
+        (["state/params.w/.zarray"], True),
+    ],
+)
+def test_files_of_others_are_not_a_save_that_was_cut_off(keys: list[str], expected: bool) -> None:
+    """A user's directory in a bucket would be emptied by the save of the step of its number."""
+    assert has_been_written(keys) is expected
+
+
+def test_save_does_not_replace_files_of_others_in_a_bucket(server: BucketServer) -> None:
+    """The run would delete a directory of notes, because its name is the number of the step."""
+    del server
+    root = "gs://runs/run"
+    open_store(root).put("7/notes.txt", b"mine")
+    with manager_of(root) as manager:
+        save(manager, 6)
+        with pytest.raises(Exception, match="step 7 is in gs://runs/run/7 already"):
+            save(manager, 7)
+    assert open_store(root).get("7/notes.txt") == b"mine"

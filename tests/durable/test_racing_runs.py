@@ -84,7 +84,7 @@ def test_concurrent_runs_never_both_commit_one_step(number: int, monkeypatch: py
     try:
         older = BucketAttempt("gs://runs/run", "5", SaveId(1, 5, 0))
         older.begin()
-        store.put("5/of-the-older", b"1")
+        store.put("5/item/d/of-the-older", b"1")
         older.commit()
         ended.append("older")
         older.tidy()

@@ -15,7 +15,8 @@ from ckptkit.durable.lifecycle.shield import SHIELD_KEY
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer
 from ckptkit.upkeep import pin, plan_rollback, rollback
-from tests.upkeep.conftest import HOST, make_root
+from tests.upkeep.conftest import HOST, make_root, manager_of
+from tests.upkeep.conftest import save as save_step
 
 ROOT = "gs://runs/run"
 CLEANING = {"cleanup_tmp_directories": True, "max_to_keep": 1, "save_interval_steps": 1}
@@ -73,3 +74,31 @@ def test_disk_with_marks_is_shielded(tmp_path: Path) -> None:
     for make in (ckptkit.CheckpointManager, ocp.CheckpointManager):
         save(make, tmp_path, 2 if make is ckptkit.CheckpointManager else 3, **CLEANING, **MARKED)
         assert pinned_steps(open_store(str(tmp_path))) == {1}, make
+
+
+def test_cleaning_of_a_bucket_deletes_only_steps(server: BucketServer) -> None:
+    """Every directory of a user beside the steps would be deleted, because none has a mark."""
+    del server
+    make_root(ROOT, [1, 2])
+    store = open_store(ROOT)
+    store.delete("2/commit_success.txt")
+    others = ["2024/notes.txt", "wandb/run.log", "gemma_3/_METADATA", "7/100/_CHECKPOINT_METADATA"]
+    for key in others:
+        store.put(key, b"mine")
+    save(ckptkit.CheckpointManager, ROOT, 3, cleanup_tmp_directories=True)
+    assert [key for key in others if store.stat(key) is None] == []
+    assert store.list_all("2") == []
+
+
+def test_tree_without_a_manager_is_not_a_step_in_a_bucket(server: BucketServer) -> None:
+    """It has a mark: a restart would try it first, and the run's own pruning count it as the newest step."""
+    del server
+    make_root(ROOT, [1000, 2000])
+    ocp.PyTreeCheckpointer().save(f"{ROOT}/3000", {"w": jnp.ones(3)})
+    with manager_of(ROOT, max_to_keep=2) as manager:
+        assert manager.all_steps() == [1000, 2000]
+        assert int(manager.restore(None)["w"][0]) == 2000
+        save_step(manager, 2001)
+        manager.reload()
+        assert manager.all_steps() == [2000, 2001]
+    assert open_store(ROOT).stat("3000/commit_success.txt") is not None

@@ -27,6 +27,18 @@ _ARRAY_SIGNS = frozenset({paths.TREE_METADATA, paths.OCDBT_MANIFEST, paths.SHARD
 _JSON_NAMES = (paths.JSON_VALUE_V1, paths.JSON_VALUE, paths.METRICS)
 _GRAIN = re.compile(r"process_\d+-of-\d+\.json")
 _STEP_SIGNS = frozenset({paths.STEP_METADATA, paths.COMMIT_MARK})
+_WRITTEN = frozenset(
+    {
+        *(name.rstrip("/") for name in _ARRAY_SIGNS),
+        *_STEP_SIGNS,
+        paths.SIDECAR_DIR,
+        paths.COPY_JOURNAL,
+        "d",  # the data of an OCDBT database
+        ".zarray",
+        "zarr.json",
+    }
+)
+_PROCESS_TREE = "ocdbt.process_"
 _STANDARD = re.compile(r"(?:(.*)_)?([0-9]{1,18})", re.DOTALL)
 _LOOKS_MAX = 64  # directories below one that are looked into: a step has few items
 
@@ -169,6 +181,20 @@ def content_of(names: Collection[str], below: Below) -> Content:
         if paths.step_of_name(name) is not None:
             return "root"
         found = "step" if kind_of_item(inside) is not None else found
+    return found
+
+
+def has_been_written(keys: Iterable[str]) -> bool:
+    """Whether objects below a directory, by their keys in it, are those of a save that was not committed.
+
+    False for the files of others, and for a root of its own: nothing there may be deleted for a save of that number.
+    """
+    found = False
+    for parts in (key.split("/") for key in keys):
+        if len(parts) > 1 and parts[1] == paths.STEP_METADATA and paths.step_of_name(parts[0]) is not None:
+            return False
+        found = found or any(part in _WRITTEN or part.startswith(_PROCESS_TREE) for part in parts)
+        found = found or (len(parts) > 1 and (parts[-1] in _JSON_NAMES or _GRAIN.fullmatch(parts[-1]) is not None))
     return found
 
 

@@ -224,6 +224,7 @@ class StockManager:
         )
         delete_mark_first(self.orbax)
         strike_foreign(self.orbax)
+        self.unmanaged: set[int] = set()  # in a bucket: what has a mark, and was found to be no step of a manager
 
     @property
     def default_item(self) -> bool | None:
@@ -294,7 +295,8 @@ class StockManager:
         """
         root, names = self.orbax.directory, self.orbax._step_name_format
         if has_standard_names(self.orbax):
-            return committed_steps(root_url(str(root)), names, self.orbax.all_steps())
+            found = committed_steps(root_url(str(root)), names, self.orbax.all_steps())
+            return {step: below for step, below in found.items() if step not in self.unmanaged}
         return dict.fromkeys(sorted({found.step for found in names.find_all(root)})) if root.exists() else {}
 
     def look_again(self) -> None:
@@ -316,6 +318,7 @@ class StockManager:
 
     def add(self, step: int, metrics: Any) -> list[int]:
         """Books a step that was committed without Orbax; returns those that the policies do not keep any more."""
+        self.orbax._checkpoints.delete_if(lambda info: info.step in self.unmanaged)
         self.orbax._add_checkpoint_info(step, metrics)
         doomed = self.orbax._get_old_steps_to_remove()
         self.orbax._checkpoints.delete_if(lambda info: info.step in doomed)
