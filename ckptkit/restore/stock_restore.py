@@ -44,13 +44,19 @@ def choose_of_stock(step_url: str, choose: Choose) -> dict[str, Any]:
 
 
 def as_saved(step_url: str, names: Iterable[str]) -> dict[str, Any]:
-    """Items of a durable step as they were saved: trees, and JSON. Launches no barrier, locks no item to a handler."""
+    """Items of a durable step as they were saved: trees, and JSON. Launches no barrier, locks no item to a handler.
+
+    Leaves out the directories of `names` that hold neither: a user may keep notes in a step.
+    """
     step = Place.open(step_url, timeout_s=_TIMEOUT_S)
     found = {}
     for name in names:
         place = step.below(name)
-        file = json_name(place)
-        found[name] = read_item(place.url, elsewhere(place.url)) if file is None else place.json(file)
+        kind = item_kind(place)
+        if kind == "arrays":
+            found[name] = read_item(place.url, elsewhere(place.url))
+        elif kind == "json" and (file := json_name(place)) is not None:
+            found[name] = place.json(file)
     return found
 
 

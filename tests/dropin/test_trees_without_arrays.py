@@ -114,3 +114,13 @@ def test_v1_checkpointable_of_numbers_is_restored(tmp_path: Path) -> None:
         saver.save_checkpointables(0, {"state": STATE, "meta": {"epoch": 7}})
     with training.Checkpointer(tmp_path / "run") as loader:
         assert_same(loader.load_checkpointables(0), {"state": STATE, "meta": {"epoch": 7}})
+
+
+def test_notes_of_a_user_in_a_step_do_not_stop_a_restart(tmp_path: Path) -> None:
+    """A directory in a step that holds no item would end `restore(None)` with an error of Orbax."""
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=args.Composite(state=args.StandardSave({"w": jnp.ones(2)})))
+    (tmp_path / "1" / "evaluation").mkdir()
+    (tmp_path / "1" / "evaluation" / "accuracy.json").write_text("{}")
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        assert list(manager.restore(None).keys()) == ["state"]

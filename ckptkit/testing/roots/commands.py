@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from ckptkit.testing.roots.catalog import KINDS
-from ckptkit.testing.roots.kinds import Run, tree
 
 Deletes = Literal["nothing", "prune", "repair", "rollback", "save keep 1"]
 Reads = Literal["nothing", "arrays", "step", "root"]
@@ -125,11 +124,7 @@ _WRITING: Final = [
 
 
 def _manager(places: Places, **options: Any) -> Any:
-    kind = KINDS.get(places.kind)
-    return (kind.open if kind else _ANY.open)(places.root, "ckptkit", **options)
-
-
-_ANY: Final = Run(item=tree())
+    return KINDS[places.kind].open(places.root, "ckptkit", **options)
 
 
 def _constructed(places: Places) -> None:
@@ -151,19 +146,17 @@ def _restored(places: Places) -> Any:
 
 
 def _saved(places: Places, **options: Any) -> None:
-    kind = KINDS.get(places.kind)
     with _manager(places, **options) as manager:
-        manager.save(SAVED_STEP, args=(kind.arguments if kind else _ANY.arguments)(SAVED_STEP))
+        manager.save(SAVED_STEP, args=KINDS[places.kind].arguments(SAVED_STEP))
         manager.wait_until_finished()
 
 
 def _continued(places: Places) -> None:
     """A restart as trainers write it: restore what is newest, then save."""
-    kind = KINDS.get(places.kind)
     with _manager(places) as manager:
         if manager.latest_step() is not None:
             manager.restore(None)
-        manager.save(SAVED_STEP, args=(kind.arguments if kind else _ANY.arguments)(SAVED_STEP))
+        manager.save(SAVED_STEP, args=KINDS[places.kind].arguments(SAVED_STEP))
         manager.wait_until_finished()
 
 
@@ -203,10 +196,9 @@ def _then(line: str, call: Callable[[Places], Any], **facts: Any) -> Action:
 
 def _restarted(places: Places) -> Any:
     """A restart: restore what is newest, save, and keep the newest four."""
-    kind = KINDS.get(places.kind)
     with _manager(places, max_to_keep=KEPT) as manager:
         value = manager.restore(None)
-        manager.save(SAVED_STEP, args=(kind.arguments if kind else _ANY.arguments)(SAVED_STEP))
+        manager.save(SAVED_STEP, args=KINDS[places.kind].arguments(SAVED_STEP))
         manager.wait_until_finished()
         return value
 
@@ -214,7 +206,7 @@ def _restarted(places: Places) -> Any:
 _SEQUENCES: Final = [
     _then("copy {other}/50 {root}", _restarted, restores=True),
     _then("copy {other} {root}", _restarted, restores=True),
-    _then("reshard {other}/50 {root}/4000 --mesh x=2", _restarted, restores=True),
+    _then("reshard {other}/50 {root}/50 --mesh x=2", _restarted, restores=True),
     _then("convert {other}/50 {root}/4000 --to orbax", _restarted, restores=True),
     _then("scrub {root} --repair", _restarted, deletes="repair"),
     _then("prune {root} --keep newest=1", _restarted, deletes="prune"),

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -266,8 +267,12 @@ def by_v1(name: str, writer: Writer, value: Callable[[int], dict[str, Any]], *, 
             abstract = {name: None if name == as_json else each for name, each in value(step).items()}
             return v1.load_checkpointables(directory, abstract)
 
-    run = Run(item=tree())
+    run = Run(items={each: tree(partial(_one_of, value, each)) for each in value(0)})
     return SaveKind(name=name, writer=writer, value=value, save=save, read=read, open=run.open, arguments=run.arguments)
+
+
+def _one_of(value: Callable[[int], dict[str, Any]], name: str, step: int) -> Any:
+    return value(step)[name]
 
 
 def _v1_context(as_json: str | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -57,8 +58,20 @@ class Outcome:
 
 def judge(tree: Tree, action: Action, outcome: Outcome) -> list[Failure]:
     """Everything that must not be. Cost: nothing much, and a restore by stock Orbax of each step that was changed."""
+    tree = _with_added(tree, action, outcome)
     rules = (_internal_errors, _changes, _lost, _false_corrupt, _false_good, _wrong_values, _wrong_copy, _saved)
     return [failure for rule in rules for failure in rule(tree, action, outcome)]
+
+
+def _with_added(tree: Tree, action: Action, outcome: Outcome) -> Tree:
+    """The tree with the step that `reshard` was asked to add by name. A job that has begun there forbids that."""
+    path = f"{ROOT}/50"
+    began = any(each.startswith(f"{ROOT}/_ckptkit/epochs") for each in outcome.before)
+    if began or "{root}/50" not in action.arguments or f"{path}/_CHECKPOINT_METADATA" not in outcome.after:
+        return tree
+    added = copy.copy(tree)
+    added.facts = [*tree.facts, StepFact(path=path, kind="ckptkit composite", step=50)]
+    return added
 
 
 _PLAIN: Final = ("", "ValueError", "FileNotFoundError", "Exception")  # what Orbax raises of a damaged checkpoint

@@ -100,7 +100,7 @@ def _places(tree: Tree, place: str, out: str, other: str) -> Places:
         first=min(good, default=1),
         out=out,
         other=other,
-        kind=run[-1].kind if run else "",
+        kind=run[-1].kind if run else "ckptkit composite",
     )
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ckptkit.testing.roots import ACTIONS, ROOTS, StepFact, Tree, chosen_cells
+from bench.zoo import repeat
+from ckptkit.cli import main
+from ckptkit.testing.roots import ACTIONS, ROOTS, Campaign, StepFact, Tally, Tree, chosen_cells
+from ckptkit.testing.roots.campaign import failure_lines
 from ckptkit.testing.roots.catalog import SavedRuns
 from ckptkit.testing.roots.media import Disk
 from ckptkit.testing.roots.oracle import Answer, Outcome, judge, restores
@@ -23,8 +27,25 @@ CELLS = [*chosen_cells(ROOTS, "disk", SEED), *chosen_cells(ROOTS, "bucket", SEED
 
 
 @pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
+    """One for all cells: what it has built serves the next cell."""
+    with Campaign(tmp_path_factory.mktemp("zoo"), main, ROOTS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> SavedRuns:
     return SavedRuns(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_command_destroys_or_misjudges_a_root(campaign: Campaign, part: int) -> None:
+    """A command could destroy a user's files, call a good step damaged, or a damaged one good."""
+    tally = Tally()
+    for cell in CELLS[part::PARTS]:
+        tally.add(cell, campaign.run(cell))
+    lines = [failure_lines(*each, repeat) for each in tally.failures]
+    assert not lines, "\n".join([f"seed {SEED}", *lines, tally.line()])
 
 
 def test_choice_covers_every_root_and_every_action() -> None:
