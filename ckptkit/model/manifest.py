@@ -415,6 +415,8 @@ def _leaf_from_json(record: dict[str, Any], with_boxes: bool, shardings: Sequenc
         if (number := record.get("sharding")) is not None:
             if not 0 <= number < len(shardings):
                 raise ValueError(f"has sharding {number} of {len(shardings)}")
+            if "sharding" in extra:
+                raise ValueError("has two shardings for one leaf")
             extra = {**extra, "sharding": shardings[number]}
         check_leaf(path, keys, kind, dtype, (shape, cell), extra)
         boxes = _boxes_from_json(shape, cell, record["boxes"]) if with_boxes else ()

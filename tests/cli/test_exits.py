@@ -216,6 +216,10 @@ def test_hostile_manifest_with_a_valid_digest_is_refused(ckpt: Run, mine: Ours) 
         ("arrays", {"state": [{**body["arrays"]["state"][0], "dtype": "object"}]}),
         ("arrays", {"state": [{**body["arrays"]["state"][0], "dtype": 7}]}),
         ("arrays", {"state": [{**body["arrays"]["state"][0], "extra": {"sharding": "[]"}}]}),
+        ("shardings", [["[]", None]]),
+        ("shardings", [["{}", 7]]),
+        ("meshes", {"devices": 1}),
+        ("arrays", {"state": [{**body["arrays"]["state"][0], "sharding": 10**9}]}),
         ("arrays", {"state": [{**body["arrays"]["state"][0], "shape": [10**30], "boxes": []}]}),
         ("arrays", {"state": [{**body["arrays"]["state"][0], "boxes": [[[0], [4], 1e999, []]]}]}),
     ]
