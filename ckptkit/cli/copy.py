@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
-from ckptkit.cli.exits import Exit
+from ckptkit.cli.exits import exit_with
 from ckptkit.cli.options import DRY_RUN, JSON, STEP_PREFIX, TIMEOUT
 from ckptkit.cli.progress import progress_bar
 from ckptkit.cli.text import count_text, print_json, print_line, print_table, size_text
@@ -57,8 +55,7 @@ def copy(
         print_json(plan.to_json())
     else:
         _show(plan)
-    sys.stdout.flush()
-    return Exit.OK
+    return exit_with(plan.problems)
 
 
 def _show(plan: CopyPlan) -> None:

@@ -62,7 +62,7 @@ class CopyStep:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPlan:
     """The steps in the order in which they are copied. `ancestry`: the rollbacks that come along with a whole root;
-    `adoption`: the new identity of a single step of another run."""
+    `adoption`: the new identity of a single step of another run. `problems`: the damage of steps that stay behind."""
 
     source: str
     target: str
@@ -71,6 +71,7 @@ class CopyPlan:
     done: bool = False
     notes: tuple[str, ...] = ()
     adoption: Adoption | None = None
+    problems: tuple[str, ...] = ()
 
     @property
     def copied_bytes(self) -> int:
@@ -88,6 +89,7 @@ class CopyPlan:
             "bytes": self.copied_bytes,
             "steps": [each.to_json() for each in self.steps],
             "notes": self.notes,
+            "problems": self.problems,
         }
 
 
@@ -183,6 +185,7 @@ def _whole_root(here: _Root, there: _Root) -> CopyPlan:
         steps=tuple(_planned(each, known.get(each.place.name), f"{into}/{each.place.name}") for each in chosen),
         ancestry=ours if ours.epoch else None,
         notes=(*notes, *(f"not copied: {note}" for note in here.found.notes)),
+        problems=tuple(str(each.problem) for each in here.found.steps if each.state == "damaged"),
     )
 
 

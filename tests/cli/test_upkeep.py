@@ -144,3 +144,13 @@ def test_prune_text_states_freed_bytes_and_steps(ckpt: Run, mine: Ours) -> None:
     assert ckpt("du", mine.root, "--keep", "newest=9").out.endswith("a pruning would free nothing\n")
     assert ckpt("prune", mine.root, "--keep", "newest=9").out.startswith(f"{mine.root}: 0 of 1 step, ")
     assert "bytes), 1 step, 0 B dead weight" in ckpt("du", mine.root).out
+
+
+def test_copy_without_the_damaged_step_is_reported(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
+    """A backup would be called complete, and lack the newest step."""
+    (sidecar,) = (mine.root / "8/state/_ckptkit").iterdir()
+    sidecar.unlink()
+    said = ckpt("copy", mine.root, tmp_path / "into")
+    assert said.code == 11
+    assert "has lost its sidecars" in said.err
+    assert not (tmp_path / "into/8").exists()

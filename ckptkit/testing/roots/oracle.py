@@ -148,6 +148,7 @@ def may_go(tree: Tree, fact: StepFact, action: Action) -> bool:
     if action.name.endswith("restart") and (
         sum(_is_newer(each, fact) for each in tree.facts) >= KEPT - 1  # so many are kept
         or fact.bad  # the restart goes back to an older step, and its save abandons this one
+        or fact.state == "blemished"
     ):
         return True
     match action.deletes:
