@@ -41,9 +41,17 @@ from bench.render import main as render
 from bench.report import show
 from bench.simulate import main as simulate
 from bench.simulator import main as simulator
-from bench.zoo import main as zoo
 
 _ROOT = Path(__file__).parent.parent
+
+
+def _zoo(*args: Any, **words: Any) -> Any:
+    """Imported when it is run: its roots start JAX's backend, and `gather` has to come before that."""
+    from bench.zoo import main as zoo
+
+    return zoo(*args, **words)
+
+
 _CAMPAIGNS = {
     "all": everything,
     "report": render,
@@ -59,7 +67,7 @@ _CAMPAIGNS = {
     "proof": proof,
     "simulate": simulate,
     "simulator": simulator,
-    "zoo": zoo,
+    "zoo": _zoo,
 }
 
 
