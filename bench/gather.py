@@ -25,7 +25,7 @@ import click
 import jax
 
 from ckptkit.durable.orbax.shardings import sharding_of_text
-from ckptkit.job import coordination
+from ckptkit.job import meeting
 from ckptkit.job.coordination import JaxCoordinator
 from ckptkit.model import manifest_checks
 from ckptkit.model.boxes import Box
@@ -66,9 +66,9 @@ def measure(processes: int, *, repeats: int = 5) -> Gathering:
         told["bytes"] = len(json.dumps(to_runs(holders_of(heard, ranked[0].save_id))))
         return [str(candidate.save_id) for candidate in ranked]
 
-    for meeting in range(repeats):
+    for number in range(repeats):
         for process in range(1, processes):
-            place = coordination._place(f"{coordinator._prefix}/gather/{meeting}", process)
+            place = meeting._place_of(f"{coordinator._meetings._prefix}/gather/{number}", process)
             coordinator._ask("key_value_set", place, texts[process])
         began_s = clock.monotonic_s()
         ranked = coordinator.agree("gather", reports[0], rank, timeout_s=600)

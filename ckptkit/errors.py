@@ -90,7 +90,9 @@ class MergeError(TreeMismatchError):
 
 
 class SaveFailedError(CheckpointError):
-    """A save failed in the background; the cause is attached as `__cause__`."""
+    """A save failed in the background; the cause is attached as `__cause__`. `lost`: no tier holds the step."""
+
+    lost: bool = True
 
 
 class ReplicaMismatchError(CheckpointError):

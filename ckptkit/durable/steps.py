@@ -327,7 +327,7 @@ class DurableSteps:
         finally:
             self._views.written_past(self._writer)
 
-    def delete(self, step: int, *, at_once: bool = False) -> None:
+    def delete(self, step: int, *, at_once: bool = False, about: str = "") -> None:
         """Deletes a committed step, as the options say; nothing where it is not there. No save may be on its way. With
         `at_once` it is gone then, also where the options have it deleted in the background.
 
@@ -349,7 +349,7 @@ class DurableSteps:
         if step in manager.all_steps():
             # Of a step whose number is saved again: a part of that try.
             channel, meetings = ("delete-abandoned", self._tries) if at_once else ("delete", self._coordinator)
-            meetings.agree(channel, None, begin)
+            meetings.agree(channel, None, begin, about=about)
             if at_once:
                 forget(manager, step)
             else:

@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import deque
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import jax
 from jax._src import distributed  # the client has no public name; tests/job/test_coordination.py probes for it
 
-from ckptkit.errors import CoordinationError, heard_from
+from ckptkit.errors import CoordinationError
 from ckptkit.events import EventLog
-from ckptkit.util.clock import Deadline
-
-Decide = Callable[[list[Any]], Any]
+from ckptkit.job.meeting import Decide, Delete, Exchange, Get, Listing, Meetings, Now, Order, Pause, Put, Request
+from ckptkit.util import clock
 
 TIMEOUT_S = 600.0  # the longest wait for another process, unless a job gives its own
 
-_TOLD_KEPT = 10_000  # words of process 0 that stay readable, about 100 bytes each
-_ABOUT_KEPT = 16  # of what process 0 told words about
-_LISTED = 512  # words of processes that are read in one answer: 2 MiB of the largest reports of one save
-_ONE_BY_ONE = 16  # so few are waited for one after the other
+_RECALL_S = 1.0  # for a verdict that was missed: it is there, or it will not come
+_VETO_S = 5.0  # for the veto of a process that raises: its caller waits
 _instances = itertools.count()  # managers are made in the same order on every process
 
 
@@ -50,9 +47,21 @@ class Coordinator(Protocol):
         ...
 
     def agree(
-        self, channel: str, value: Any, decide: Decide, *, timeout_s: float | None = None, about: str = ""
+        self,
+        channel: str,
+        value: Any,
+        decide: Decide,
+        *,
+        timeout_s: float | None = None,
+        about: str = "",
+        is_veto: Callable[[Any], bool] | None = None,
+        order: Order | None = None,
     ) -> Any:
         """Gathers everyone's `value`, and returns to all what process 0's `decide(values)` says.
+
+        With `is_veto`, process 0 decides as soon as one value is a veto; it passes None for processes that it did not
+        wait for. With `order`, which numbers what meetings are about, a process that is late does not wait for a
+        meeting that process 0 has passed.
 
         `about` says what a meeting is held for, where a process may miss one (a save, say): it meets none but those who
         come for the same. A channel is always used with it, or always without.
@@ -63,13 +72,32 @@ class Coordinator(Protocol):
         ...
 
     def ask_process_0(
-        self, channel: str, decide: Callable[[], Any], *, timeout_s: float | None = None, about: str = ""
+        self,
+        channel: str,
+        decide: Callable[[], Any],
+        *,
+        timeout_s: float | None = None,
+        about: str = "",
+        order: Order | None = None,
     ) -> Any:
-        """Returns to all what process 0's `decide()` says. Process 0 waits for nobody, the others for its word alone.
-        `about` is as in `agree`; nobody may lag by more than 16 of them.
+        """Returns to all what process 0's `decide()` returns. Process 0 waits for nobody, the others for process 0.
+        `about` is as in `agree`; no process may lag by more than 10,000 questions.
 
         Raises `CoordinationError` where process 0 says nothing within `timeout_s`; what `decide` raises reaches the
         others as an error of the same class.
+        """
+        ...
+
+    def recall(self, channel: str, about: str) -> tuple[bool, Any]:
+        """The verdict of an earlier meeting about `about`, if it can still be read: `(True, verdict)`, else
+        `(False, None)`. Blocks for 1 s at most. Raises what the meeting raised."""
+        ...
+
+    def veto(self, channel: str, value: Any, decide: Decide, *, about: str) -> None:
+        """Puts a value into a meeting that other processes may hold, and waits for none of them. Of process 0 the
+        verdict is `decide` of that value alone.
+
+        Raises `CoordinationError` where the service does not take it within 5 s.
         """
         ...
 
@@ -110,31 +138,51 @@ class LocalCoordinator:
         self.timeout_s = timeout_s
 
     def agree(
-        self, channel: str, value: Any, decide: Decide, *, timeout_s: float | None = None, about: str = ""
+        self,
+        channel: str,
+        value: Any,
+        decide: Decide,
+        *,
+        timeout_s: float | None = None,
+        about: str = "",
+        is_veto: Callable[[Any], bool] | None = None,
+        order: Order | None = None,
     ) -> Any:
         """See `Coordinator.agree`."""
-        del channel, timeout_s, about
+        del channel, timeout_s, about, is_veto, order
         return json.loads(json.dumps(decide([value])))
 
     def ask_process_0(
-        self, channel: str, decide: Callable[[], Any], *, timeout_s: float | None = None, about: str = ""
+        self,
+        channel: str,
+        decide: Callable[[], Any],
+        *,
+        timeout_s: float | None = None,
+        about: str = "",
+        order: Order | None = None,
     ) -> Any:
         """See `Coordinator.ask_process_0`."""
-        del channel, timeout_s, about
+        del channel, timeout_s, about, order
         return json.loads(json.dumps(decide()))
+
+    def recall(self, channel: str, about: str) -> tuple[bool, Any]:
+        """See `Coordinator.recall`."""
+        del channel, about
+        return False, None
+
+    def veto(self, channel: str, value: Any, decide: Decide, *, about: str) -> None:
+        """See `Coordinator.veto`."""
 
 
 @final
 class JaxCoordinator:
-    """Meets in the key-value store of `jax.distributed`.
+    """Meets in the key-value store of `jax.distributed` (`job/meeting.py` is the protocol).
 
-    Cost: one write and one blocking read per process; process 0 reads the others' words, up to 512 at once. What
-    10,000 processes hold (600 bytes each, `ckptkit.restore.inventory`) it hears, parses and ranks in about 1 s of one
-    core; the bound that a test holds is 6 s of CPU (`python -m bench gather`).
+    Cost: one write and one blocking read per process; process 0 reads the others' messages, up to 512 at once. What
+    10,000 processes hold (600 bytes each, `ckptkit.restore.inventory`) process 0 reads, parses and ranks in about 1 s
+    of one core; the bound that a test holds is 6 s of CPU (`python -m bench gather`).
 
-    Keys of a meeting are deleted by process 0 at the next meeting of the same channel, when everybody has
-    answered it and so has read the last verdict: what is kept does not grow. Meetings are counted, those about the same
-    apart from others: who has given one up does not take the next one for it.
+    Process 0 deletes the keys of all but the last meetings of a channel: what is kept does not grow.
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S):
@@ -145,109 +193,80 @@ class JaxCoordinator:
                 "making a CheckpointManager"
             )
         self._client: Any = client
-        self._prefix = f"ckptkit/{next(_instances)}"
-        self._meetings: dict[str, tuple[str, int]] = {}  # by channel, what the last one was about, and its number
-        self._told: dict[str, tuple[str, int]] = {}
-        self._told_about: dict[str, deque[str]] = {}
         self.process = jax.process_index()
         self.count = jax.process_count()
         self.timeout_s = timeout_s
+        self._meetings = Meetings(f"ckptkit/{next(_instances)}", self.process, self.count)
 
     def agree(
-        self, channel: str, value: Any, decide: Decide, *, timeout_s: float | None = None, about: str = ""
+        self,
+        channel: str,
+        value: Any,
+        decide: Decide,
+        *,
+        timeout_s: float | None = None,
+        about: str = "",
+        is_veto: Callable[[Any], bool] | None = None,
+        order: Order | None = None,
     ) -> Any:
         """See `Coordinator.agree`."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        last, number = self._meetings.get(channel, ("", -1))
-        last_meeting = self._place_of(channel, last, number)
-        number = number + 1 if last == about else 0
-        self._meetings[channel] = (about, number)
-        meeting = self._place_of(channel, about, number)
-        deadline = Deadline(timeout_s)
-        self._ask("key_value_set", _place(meeting, self.process), json.dumps(value))
-        if self.process == 0:
-            return self._preside(meeting, f"{last_meeting}/", decide, deadline)
-        # Process 0 waits timeout_s for the others and then says who is missing: give that verdict time to arrive.
-        text = self._get(f"{meeting}/out", deadline.left_s + 5.0)
-        if text is None:
-            raise CoordinationError(f"{channel}: process 0 said nothing within {timeout_s:g} s")
-        verdict = json.loads(text)
-        if "missing" in verdict:
-            raise _missing(channel, verdict["missing"], timeout_s)
-        if "failed" in verdict:
-            raise heard_from(0, *verdict["failed"])
-        return verdict["verdict"]
+        return self._run(
+            self._meetings.agree(channel, value, decide, timeout_s=timeout_s, about=about, is_veto=is_veto, order=order)
+        )
 
     def ask_process_0(
-        self, channel: str, decide: Callable[[], Any], *, timeout_s: float | None = None, about: str = ""
+        self,
+        channel: str,
+        decide: Callable[[], Any],
+        *,
+        timeout_s: float | None = None,
+        about: str = "",
+        order: Order | None = None,
     ) -> Any:
         """See `Coordinator.ask_process_0`."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        last, number = self._told.get(channel, ("", -1))
-        number = number + 1 if last == about else 0
-        self._told[channel] = (about, number)
-        key = self._place_of(channel, about, number)
-        if self.process != 0:
-            text = self._get(key, timeout_s)
-            if text is None:
-                raise CoordinationError(f"{channel}: process 0 said nothing within {timeout_s:g} s")
-            said = json.loads(text)
-            if "failed" in said:
-                raise heard_from(0, *said["failed"])
-            return said["verdict"]
-        if number >= _TOLD_KEPT:  # nobody lags that many steps of training behind process 0
-            self._ask("key_value_delete", self._place_of(channel, about, number - _TOLD_KEPT))
-        if about != last:
-            self._told_about.setdefault(channel, deque()).append(about)
-            if len(self._told_about[channel]) > _ABOUT_KEPT:
-                self._ask("key_value_delete", f"{self._prefix}/{channel}/{self._told_about[channel].popleft()}/")
+        return self._run(self._meetings.ask(channel, decide, timeout_s=timeout_s, about=about, order=order))
+
+    def recall(self, channel: str, about: str) -> tuple[bool, Any]:
+        """See `Coordinator.recall`."""
+        return self._run(self._meetings.recall(channel, about, timeout_s=_RECALL_S))
+
+    def veto(self, channel: str, value: Any, decide: Decide, *, about: str) -> None:
+        """See `Coordinator.veto`."""
+        self._run(self._meetings.veto(channel, value, decide, about=about, timeout_s=_VETO_S))
+
+    def _run(self, exchange: Exchange) -> Any:
+        """Runs an exchange on this thread: sends its requests, and gives it the answers."""
+        answer, error = None, None
         try:
-            verdict = json.dumps({"verdict": decide()})
-        except Exception as error:
-            self._ask("key_value_set", key, json.dumps({"failed": [type(error).__name__, str(error)]}))
-            raise
-        self._ask("key_value_set", key, verdict)
-        return json.loads(verdict)["verdict"]
+            while True:
+                try:
+                    request = exchange.throw(error) if error is not None else exchange.send(answer)
+                except StopIteration as done:
+                    return done.value
+                answer = error = None
+                try:
+                    answer = self._answer(request)
+                except CoordinationError as caught:
+                    error = caught
+        finally:
+            exchange.close()
 
-    def _place_of(self, channel: str, about: str, number: int) -> str:
-        return "/".join([self._prefix, channel, *([about] if about else []), str(number)])
-
-    def _preside(self, meeting: str, last_meeting: str, decide: Decide, deadline: Deadline) -> Any:
-        heard = self._heard(meeting, deadline)
-        missing = [process for process in range(self.count) if process not in heard]
-        values = [json.loads(heard[process]) for process in range(self.count) if process in heard]
-        self._ask("key_value_delete", last_meeting)
-        channel = meeting.removeprefix(self._prefix + "/")
-        if missing:
-            self._ask("key_value_set", f"{meeting}/out", json.dumps({"missing": missing}))
-            raise _missing(channel, missing, None)
-        try:
-            verdict = json.dumps({"verdict": decide(values)})
-        except Exception as error:
-            self._ask("key_value_set", f"{meeting}/out", json.dumps({"failed": [type(error).__name__, str(error)]}))
-            raise
-        self._ask("key_value_set", f"{meeting}/out", verdict)
-        return json.loads(verdict)["verdict"]
-
-    def _heard(self, meeting: str, deadline: Deadline) -> dict[int, str]:
-        """What each process that came in time has said. Of many that come at the same time, many are read at once."""
-        heard: dict[int, str] = {}
-        for first in range(0, self.count, _LISTED):
-            missing, in_time = list(range(first, min(first + _LISTED, self.count))), True
-            while len(missing) > _ONE_BY_ONE:
-                listed = self._ask("key_value_dir_get", f"{meeting}/in/{first // _LISTED}/") or []
-                heard |= {int(key.rpartition("/")[2]): text for key, text in listed}
-                missing = [process for process in missing if process not in heard]
-                if not in_time or len(missing) <= _ONE_BY_ONE:
-                    break
-                in_time = self._get(_place(meeting, missing[0]), deadline.left_s) is not None
-            for process in missing if in_time or not deadline.passed else ():
-                if (text := self._get(_place(meeting, process), deadline.left_s)) is not None:
-                    heard[process] = text
-        return heard
-
-    def _get(self, key: str, timeout_s: float) -> str | None:
-        return self._ask("blocking_key_value_get", key, max(1, int(timeout_s * 1000)))
+    def _answer(self, request: Request) -> Any:
+        match request:
+            case Put(key, text):
+                return self._ask("key_value_set", key, text, True)
+            case Get(key, timeout_s):
+                return self._ask("blocking_key_value_get", key, max(1, int(timeout_s * 1000)))
+            case Listing(prefix):
+                return self._ask("key_value_dir_get", prefix) or []
+            case Delete(key):
+                return self._ask("key_value_delete", key)
+            case Now():
+                return clock.monotonic_s()
+            case Pause(seconds):
+                return time.sleep(seconds)
 
     def _ask(self, method: str, *args: Any) -> Any:
         """One call of the service; None where one that reads or deletes ran out of time."""
@@ -279,24 +298,39 @@ class ScopedCoordinator:
         self._about = about
 
     def agree(
-        self, channel: str, value: Any, decide: Decide, *, timeout_s: float | None = None, about: str = ""
+        self,
+        channel: str,
+        value: Any,
+        decide: Decide,
+        *,
+        timeout_s: float | None = None,
+        about: str = "",
+        is_veto: Callable[[Any], bool] | None = None,
+        order: Order | None = None,
     ) -> Any:
         """See `Coordinator.agree`."""
-        return self._coordinator.agree(channel, value, decide, timeout_s=timeout_s, about=about or self._about)
+        return self._coordinator.agree(
+            channel, value, decide, timeout_s=timeout_s, about=about or self._about, is_veto=is_veto, order=order
+        )
 
     def ask_process_0(
-        self, channel: str, decide: Callable[[], Any], *, timeout_s: float | None = None, about: str = ""
+        self,
+        channel: str,
+        decide: Callable[[], Any],
+        *,
+        timeout_s: float | None = None,
+        about: str = "",
+        order: Order | None = None,
     ) -> Any:
         """See `Coordinator.ask_process_0`."""
-        return self._coordinator.ask_process_0(channel, decide, timeout_s=timeout_s, about=about or self._about)
+        return self._coordinator.ask_process_0(
+            channel, decide, timeout_s=timeout_s, about=about or self._about, order=order
+        )
 
+    def recall(self, channel: str, about: str) -> tuple[bool, Any]:
+        """See `Coordinator.recall`."""
+        return self._coordinator.recall(channel, about)
 
-def _place(meeting: str, process: int) -> str:
-    """Where a process puts its word."""
-    return f"{meeting}/in/{process // _LISTED}/{process}"
-
-
-def _missing(channel: str, missing: Sequence[int], timeout_s: float | None) -> CoordinationError:
-    who = ", ".join(map(str, missing[:20])) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
-    within = f" within {timeout_s:g} s" if timeout_s is not None else " in time"
-    return CoordinationError(f"{channel}: process {who} did not come{within}; look at why it stopped")
+    def veto(self, channel: str, value: Any, decide: Decide, *, about: str) -> None:
+        """See `Coordinator.veto`."""
+        self._coordinator.veto(channel, value, decide, about=about)

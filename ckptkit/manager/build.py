@@ -125,11 +125,12 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
         retention.opened()
         metadata_index = MetadataIndex(options, durable, inventory, ledger.steps)
         metadata_index.refill(ledger.steps())
+        branch = Branch(ledger, epoch + 1)
         pipeline = SavePipeline(
             make_tiers(arenas, memory, in_flight_max, durable, epochs, peer_copies),
             job,
             Writer(process=coordinator.process, count=coordinator.count, host=settings.host_id),
-            ledger,
+            branch,
             retention,
             settings.saving,
         )
@@ -141,7 +142,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
         history=History(
             inventory=inventory,
             ledger=ledger,
-            branch=Branch(ledger, epoch + 1),
+            branch=branch,
             metadata_index=metadata_index,
             decider=decider,
         ),

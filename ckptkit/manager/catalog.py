@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ckptkit.errors import StepNotFoundError
+from ckptkit.job.coordination import ScopedCoordinator
 from ckptkit.manager.build import Components
+from ckptkit.manager.calls import CollectiveCalls
 from ckptkit.manager.metadata import durable_infos
 from ckptkit.manager.opening import take_stock
 from ckptkit.manager.restore import Resumer
@@ -16,13 +18,15 @@ from ckptkit.restore.restorer import Restored
 class Catalog:
     """Keeps what is known of steps in agreement with what the tiers hold. No save may be on its way."""
 
-    def __init__(self, components: Components, resumer: Resumer):
+    def __init__(self, components: Components, resumer: Resumer, calls: CollectiveCalls):
         self._storage, self._history = components.storage, components.history
         self._restorer, self._pipeline, self._resumer = components.restorer, components.pipeline, resumer
-        self._coordinator = components.job.coordinator
+        self._coordinator = ScopedCoordinator(components.job.coordinator)
+        self._calls = calls
 
-    def reload(self) -> None:
-        """Looks at every tier afresh. Called by all processes together."""
+    def reload(self, about: str) -> None:
+        """Looks at every tier afresh. Called by all processes together, in the call `about`."""
+        self._coordinator.begin(about)
         durable, ledger = self._storage.durable, self._history.ledger
         durable.reload()
         held, _ = take_stock(self._history.inventory, ledger.ancestry, self._coordinator)
@@ -30,15 +34,15 @@ class Catalog:
         self._history.metadata_index.refill(ledger.steps())
         self._history.decider.refill(durable_infos(ledger, durable))
 
-    def delete(self, step: int) -> None:
-        """Deletes `step` from every tier; raises `StepNotFoundError` for one that is in none."""
+    def delete(self, step: int, about: str) -> None:
+        """Deletes `step` from every tier, in the call `about`; raises `StepNotFoundError` for one that is in none."""
         storage, history = self._storage, self._history
         if step not in history.ledger.steps():
             history.decider.forget(step)  # of a step that its own save has pruned: whoever looked for it knows it gone
             raise StepNotFoundError(
                 f"step {step} is in no tier of {storage.durable.url}; it cannot be deleted", step=step
             )
-        storage.durable.delete(step)
+        storage.durable.delete(step, about=about)
         for arena in storage.arenas.values():
             arena.forget_step(step)
         history.ledger.forget(step)
@@ -67,6 +71,6 @@ class Catalog:
         that are wanted, on every process the same. The run does not go on from the step: this is a look, not a
         rollback. Raises what `restore` and `choose` raise.
         """
-        self._resumer.refuse_while_pending("restore_chosen")
-        self._pipeline.wait()
-        return self._restorer.restore(step, RestoreRequest(args=None, default_item=None, choose=choose))
+        with self._calls.entered("restore") as about:
+            self._resumer.refuse_while_pending("restore_chosen")
+        return self._restorer.restore(step, RestoreRequest(args=None, default_item=None, choose=choose), about)

@@ -13,9 +13,11 @@ import jax
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.manager import Setup, checked_options, refuse_part_of_job
+from ckptkit.errors import SaveFailedError
 from ckptkit.events import EventLog
 from ckptkit.job.coordination import Job, make_coordinator
 from ckptkit.manager.build import make_components
+from ckptkit.manager.calls import CollectiveCalls
 from ckptkit.manager.catalog import Catalog
 from ckptkit.manager.orbax_compat import Began, save_entry, saved_step_number, step_number
 from ckptkit.manager.preemption import LastSaver
@@ -29,12 +31,16 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import ProcessOptions, RestoreOptions, SaveOptions
 from ckptkit.model.tiers import Tier, checked_tiers
 from ckptkit.save.ledger import StepRecord
+from ckptkit.save.under_way import described, exit_drain
 from ckptkit.schedule.preemption import LastSave
 from ckptkit.store.roots import root_url
 from ckptkit.util import clock
+from ckptkit.util.clock import Deadline
 from ckptkit.verification import Scrub
 
 _log = logging.getLogger("ckptkit")
+_STALL_SPARE_S = 60.0  # a piece of a slow disk, a request that is sent again
+_JOIN_S = 10.0  # for the threads of saves that hang
 
 
 class CheckpointManager(ocp.AbstractCheckpointManager):
@@ -113,7 +119,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._resumer = Resumer(self._settings, self._components, self._logger)
         self._last_saver = LastSaver(self._settings, self._components, self._saver)
         self._scrubber = Scrubber(self._components)
-        self.inner = self._catalog = Catalog(self._components, self._resumer)
+        self._calls = CollectiveCalls(self._pipeline)
+        exit_drain.add(self._pipeline.under_way, processes.close_timeout_s)
+        self.inner = self._catalog = Catalog(self._components, self._resumer, self._calls)
         self._closed = False
 
     # What Orbax's managers offer.
@@ -150,23 +158,25 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         a `restore_async` has not been taken over.
         """
         began, step = Began(), saved_step_number(step)
-        self._resumer.refuse_while_pending("save")
-        by_name, default_item = self._durable.stock.save_args(items, save_kwargs, args)
-        request = Request(
-            step=step,
-            args=by_name,
-            default_item=default_item,
-            metrics=metrics,
-            force=bool(force),
-            custom_metadata=custom_metadata,
-            start_s=began.monotonic_s,
-        )
-        if not self._saver.take(request):
-            return False
+        with self._saver.entered(step) as call:
+            self._resumer.refuse_while_pending("save")
+            self._pipeline.outcomes.raise_failure(in_save=True)
+            by_name, default_item = self._durable.stock.save_args(items, save_kwargs, args)
+            request = Request(
+                step=step,
+                args=by_name,
+                default_item=default_item,
+                metrics=metrics,
+                force=bool(force),
+                custom_metadata=custom_metadata,
+                start_s=began.monotonic_s,
+            )
+            if not self._saver.take(request, call):
+                return False
         synchronous = not self._options.enable_async_checkpointing
         if synchronous:
             self.wait_until_finished()
-        self._logger.log_entry(save_entry(began, step, self.directory, synchronous=synchronous))
+        self._logger.log_entry(save_entry(began, step, self.directory, call.spans, synchronous=synchronous))
         return True
 
     def prepare(self, args: Any) -> None:
@@ -204,13 +214,15 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         `TreeMismatchError` (with all differences); a tier that cannot be reached raises `StoreError` rather than fall
         back; ValueError as Orbax does for arguments that do not go together.
         """
-        began, step = Began(), step_number(step)
-        self._resumer.refuse_while_pending("restore")
-        known = step if directory is None else None
-        wanted = self._resumer.wanted(known, items, restore_kwargs, args)
+        began = Began()
+        with self._calls.entered("restore") as about:
+            step = step_number(step)
+            self._resumer.refuse_while_pending("restore")
+            known = step if directory is None else None
+            wanted = self._resumer.wanted(known, items, restore_kwargs, args)
         if directory is not None:
-            return self._resumer.restore_elsewhere(root_url(directory), step, wanted, began)
-        return self._resumer.restore(step, wanted, began)
+            return self._resumer.restore_elsewhere(root_url(directory), step, wanted, began, about)
+        return self._resumer.restore(step, wanted, began, about)
 
     def restore_async(self, step: int | None, args: Any = None) -> RestoreHandle:
         """Begins `restore(step, args=args)` in the background, so that the caller compiles its step meanwhile.
@@ -223,10 +235,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         which does as it does).
         """
         began = Began()
-        self._resumer.refuse_while_pending("restore_async")
-        return self._resumer.restore_async(
-            step_number(step), self._resumer.wanted(step_number(step), None, None, args), began
-        )
+        with self._calls.entered("restore") as about:
+            step = step_number(step)
+            self._resumer.refuse_while_pending("restore_async")
+            wanted = self._resumer.wanted(step, None, None, args)
+        return self._resumer.restore_async(step, wanted, began, about)
 
     def latest_step(self) -> int | None:
         """The newest step over all tiers, as Orbax counts: one on its way is listed, a failed one is not."""
@@ -249,9 +262,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def reload(self) -> None:
         """Looks at every tier afresh: steps that others wrote or removed. Waits for the saves that are on their way."""
-        self._resumer.refuse_while_pending("reload")
-        self._pipeline.wait()
-        self._catalog.reload()
+        with self._calls.entered("reload") as about:
+            self._resumer.refuse_while_pending("reload")
+        self._catalog.reload(about)
 
     def delete(self, step: int) -> None:
         """Deletes a step from every tier; nothing where the options say `read_only`.
@@ -261,9 +274,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if self._options.read_only:
             _log.warning("%s is read only, delete will be skipped", self.directory)
             return
-        self._resumer.refuse_while_pending("delete")
-        self._pipeline.wait()
-        self._catalog.delete(step_number(step))
+        with self._calls.entered("delete") as about:
+            self._resumer.refuse_while_pending("delete")
+            step = step_number(step)
+        self._catalog.delete(step, about)
 
     def item_metadata(self, step: int) -> Any:
         """Orbax's metadata of the items of a step: `metadata(step).item_metadata`."""
@@ -308,22 +322,43 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def close(self, *, remove_arenas: bool = False) -> None:
         """Finishes what is on its way and lets everything go; raises `SaveFailedError` if a save has failed.
 
+        Waits for as long as saves advance, and `ProcessOptions.timeout_s` and a minute after the last progress at most:
+        then the saves under way are lost, the error names them, and this process's slots stay locked until it ends.
         Arenas outlive the process (that is what they are for); `remove_arenas=True`, at a job's real end, deletes
         this process's slots.
         """
         if self._closed:
             return
         self._closed = True
+        join_s = self._stall_s
         with ExitStack() as ends:  # last in, first out, whatever raises
+            ends.callback(lambda: self._close_storage(join_s, remove_arenas=remove_arenas))
+            if self._components.storage.link is not None:
+                ends.callback(self._components.storage.link.close)
+            self._resumer.join(self._stall_s)
+            if not self._pipeline.run(self._pipeline.wait_or_stall(self._stall_s)):
+                left, join_s = described(self._pipeline.under_way.left()), _JOIN_S
+                raise SaveFailedError(
+                    f"close: saves did not advance for {self._stall_s:g} s and are lost: {left}; look at the tier that "
+                    "hangs, or raise ProcessOptions.timeout_s"
+                )
+            self._pipeline.wait()
+        self.check_for_errors()
+
+    @property
+    def _stall_s(self) -> float:
+        """Votes and retries end within the longest wait for other processes; writes of a tier advance more often."""
+        return self._settings.processes.timeout_s + _STALL_SPARE_S
+
+    def _close_storage(self, join_s: float, *, remove_arenas: bool) -> None:
+        exit_drain.remove(self._pipeline.under_way)
+        if not self._pipeline.close(Deadline(join_s)):
+            _log.error("close: a thread of the manager still hangs; its slots stay locked until this process ends")
+            return
+        with ExitStack() as ends:
             for arena in self._components.storage.arenas.values():
                 ends.callback(arena.close, remove=remove_arenas)
             ends.callback(self._durable.close)
-            ends.callback(self._pipeline.close)
-            if self._components.storage.link is not None:
-                ends.callback(self._components.storage.link.close)
-            self._resumer.join()
-            self._pipeline.wait()
-        self.check_for_errors()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -362,9 +397,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         then other processes, then the durable tier. Cost: a read of every slot, and two meetings that wait `timeout_s`
         for the slowest. Raises `StoreError` where a tier cannot be read; damage is in the result and in events.
         """
-        self._resumer.refuse_while_pending("scrub")
-        self._pipeline.wait()
-        return self._scrubber.scrub(repair=repair)
+        with self._calls.entered("scrub") as about:
+            self._resumer.refuse_while_pending("scrub")
+        return self._scrubber.scrub(about, repair=repair)
 
     def wait_until_staged(self) -> None:
         """Returns once everything that `save` was given may be donated, also with `staging="gate"`: for a step that is

@@ -88,22 +88,20 @@ def say_left(kind: Kind, url: str, names: Sequence[str], events: EventLog) -> No
 
 
 def warn_of_other_hosts(host_dirs: Mapping[str, Path], job_hosts: JobHosts) -> None:
-    """One warning about slots of this job that no host of it uses: a host whose name has changed leaves them behind.
+    """One warning about directories of hosts that are not in this job: a host whose name has changed leaves its slots.
 
-    The first process of a host looks. Locks are not asked: another job of the same root would be a second writer.
+    The first process of a host looks, at names alone: what is in another host's directory is not this host's to open.
     """
     if job_hosts.rank[0] != 0:
         return
     for tier, host_dir in host_dirs.items():
         with suppress(OSError):
             names = sorted(each.name for each in host_dir.parent.iterdir() if each.name not in job_hosts.hosts)
-            files = [each for name in names for each in (host_dir.parent / name).glob("*/slot-*.bin")]
-            left_bytes = sum(each.stat().st_blocks * 512 for each in files)
-            if left_bytes:
+            if names:
                 _log.warning(
-                    "tier %s: %s holds %d bytes in slots of hosts that are not in this job: %s. If those names are not "
-                    "used any more, remove the slots with `ckptkit tiers clean`",
-                    *(tier, host_dir.parent, left_bytes, ", ".join(names[:_NAMES_MAX])),
+                    "tier %s: %s has directories of hosts that are not in this job: %s. If those names are not used "
+                    "any more, remove their slots with `ckptkit tiers clean`",
+                    *(tier, host_dir.parent, ", ".join(names[:_NAMES_MAX])),
                 )
 
 
@@ -317,5 +315,9 @@ def open_peers(
     if receiver is None:
         return link, None
     return link, PeerCopies(
-        keepers=job_hosts.keepers, peer_arenas=tuple(peer_arenas.values()), receiver=receiver, client=link.client
+        keepers=job_hosts.keepers,
+        peer_arenas=tuple(peer_arenas.values()),
+        receiver=receiver,
+        client=link.client,
+        timeout_s=job.coordinator.timeout_s,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +42,24 @@ class Began:
     wall_s: float = field(default_factory=clock.wall_s)
 
 
-def save_entry(began: Began, step: int, directory: Any, *, synchronous: bool) -> dict[str, Any]:
+@dataclass(slots=True)
+class Spans:
+    """Parts of a call, by Orbax's names: when each began (wall clock), and for how long it lasted."""
+
+    fields: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def measured(self, name: str) -> Iterator[None]:
+        """The body is the part `name`."""
+        began = Began()
+        try:
+            yield
+        finally:
+            self.fields[f"{name}_start_time"] = began.wall_s
+            self.fields[f"{name}_duration_secs"] = clock.monotonic_s() - began.monotonic_s
+
+
+def save_entry(began: Began, step: int, directory: Any, spans: Spans, *, synchronous: bool) -> dict[str, Any]:
     """The entry of a `save` that returns now."""
     return save_statistics(
         step=step,
@@ -48,6 +67,7 @@ def save_entry(began: Began, step: int, directory: Any, *, synchronous: bool) ->
         synchronous=synchronous,
         checkpoint_manager_blocking_start_time=began.wall_s,
         checkpoint_manager_blocking_duration_secs=clock.monotonic_s() - began.monotonic_s,
+        **spans.fields,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ckptkit.errors import CheckpointError
 from ckptkit.events import Kind
+from ckptkit.job.coordination import ScopedCoordinator
 from ckptkit.manager.build import Components
 from ckptkit.manager.save import LastTurn, Request, Saver
 from ckptkit.manager.settings import Settings
@@ -33,7 +34,7 @@ class LastSaver:
         self._pipeline = components.pipeline
         self._branch = components.history.branch
         self._saver = saver
-        self._coordinator = components.job.coordinator
+        self._coordinator = ScopedCoordinator(components.job.coordinator)
 
     def save(self, step: int, args: Any, grace_s: float) -> LastSave:
         """See `CheckpointManager.save_last`."""
@@ -41,6 +42,7 @@ class LastSaver:
             raise CheckpointError("save_last: the options say read_only", step=step)
         if not grace_s > 0:
             raise ValueError(f"grace_s is {grace_s}: give the seconds between the signal and the end, more than 0")
+        self._coordinator.begin(self._branch.enter(step, "save_last"))
         request = self._request(step, args)
         held = save_items(request.args, default_item=request.default_item)
         size_bytes = 0 if isinstance(held, str) else self._pipeline.describe(held.trees).held_bytes
@@ -66,9 +68,10 @@ class LastSaver:
         was_there = self._was_there(request.step, deadline)
         if not was_there:
             last = LastTurn(tiers=frozenset(plan.tiers), deadline=deadline)
-            self._saver.take(replace(request, force=True, last=last))
+            with self._saver.entered(request.step) as call:
+                self._saver.take(replace(request, force=True, last=last), call)
         # A slow tier that is not done must not cost the step that faster ones have: nothing is raised here.
-        self._pipeline.settle(deadline)
+        self._pipeline.run(self._pipeline.settle(deadline))
         held = {tier for record in self._branch.records() if record.step == request.step for tier in record.tiers}
         lacking = tuple(tier for tier in plan.tiers if tier not in held)
         unfinished = lacking if self._pipeline.busy else ()
@@ -87,7 +90,7 @@ class LastSaver:
     def _was_there(self, step: int, deadline: Deadline) -> bool:
         """Whether this run has saved the step before, and not the branch that it left: the same on every process. A
         save that is on its way may have come too early, and be dropped: then this one is made."""
-        self._pipeline.wait_decided(deadline)
+        self._pipeline.run(self._pipeline.wait_decided(deadline))
         there = any(record.step == step for record in self._branch.records())
         wait_s = max(_ANSWER_S, deadline.left_s)
         return bool(self._coordinator.agree("last-save-there", there, any, timeout_s=wait_s))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import closing
 from typing import Any
 
@@ -28,32 +27,27 @@ class Resumer:
         self._settings = settings
         self._components = components
         self._logger = logger
-        self._elsewhere = map("elsewhere-{}".format, itertools.count())  # a name for each restore from another root
         self._pending: RestoreHandle | None = None  # a restore whose result was not taken over yet
 
-    def restore(self, step: int | None, wanted: RestoreRequest, began: Began) -> Any:
-        """See `CheckpointManager.restore`."""
-        self._components.pipeline.wait()
-        restored = self._components.restorer.restore(step, wanted)
+    def restore(self, step: int | None, wanted: RestoreRequest, began: Began, about: str) -> Any:
+        """See `CheckpointManager.restore`. `about` names the call."""
+        restored = self._components.restorer.restore(step, wanted, about)
         if wanted.args is None:
             self._components.history.metadata_index.restored_as_saved()
         return self._take_over(restored, began)
 
-    def restore_async(self, step: int | None, wanted: RestoreRequest, began: Began) -> RestoreHandle:
-        """See `CheckpointManager.restore_async`."""
-        self._components.pipeline.wait()
+    def restore_async(self, step: int | None, wanted: RestoreRequest, began: Began, about: str) -> RestoreHandle:
+        """See `CheckpointManager.restore_async`. `about` names the call."""
         self._pending = RestoreHandle(
-            lambda caller: self._components.restorer.restore(step, wanted, caller=caller),
+            lambda caller: self._components.restorer.restore(step, wanted, about, caller=caller),
             lambda restored: self._take_over(restored, began),
             self._settled,
         )
         return self._pending
 
-    def restore_elsewhere(self, url: str, step: int | None, wanted: RestoreRequest, began: Began) -> Any:
+    def restore_elsewhere(self, url: str, step: int | None, wanted: RestoreRequest, began: Began, about: str) -> Any:
         """A restore from the durable root at `url` alone, with this manager's step names and handlers: this run goes on
-        from where it was."""
-        name = next(self._elsewhere)
-        self._components.pipeline.wait()
+        from where it was. `about` names the call."""
         job, options = self._components.job, self._settings.options
         read_only = ocp.CheckpointManagerOptions(
             read_only=True,
@@ -65,7 +59,7 @@ class Resumer:
         with closing(DurableSteps(url, read_only, job.coordinator)) as durable:
             durable.stock.adopt_handlers(self._components.storage.durable.stock)
             inventory = Inventory({}, durable, epoch_records(url, job.events), job.events)
-            restored = Restorer(inventory, job, self._settings.restoring, name=name).restore(step, wanted)
+            restored = Restorer(inventory, job, self._settings.restoring).restore(step, wanted, about)
         return self._given(restored, began, url)
 
     def wanted(self, step: int | None, items: Any, restore_kwargs: Any, args: Any) -> RestoreRequest:
@@ -89,10 +83,10 @@ class Resumer:
                 f"{what}: a restore_async has not been taken over; call result() of its handle first, on every process"
             )
 
-    def join(self) -> None:
-        """Waits for the end of a restore in the background; raises nothing."""
+    def join(self, timeout_s: float) -> None:
+        """Waits for the end of a restore in the background, `timeout_s` at most; raises nothing."""
         if self._pending is not None:
-            self._pending.join()
+            self._pending.join(timeout_s)
 
     def _settled(self, handle: RestoreHandle) -> None:
         if self._pending is handle:

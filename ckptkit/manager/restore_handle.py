@@ -60,10 +60,10 @@ class RestoreHandle:
                 self._is_adopted = True
         return self._items
 
-    def join(self) -> None:
+    def join(self, timeout_s: float) -> None:
         """Waits for the thread's end, which nobody waits for in `result` any more; raises nothing."""
         self._caller.leave()
-        self._thread.join()
+        self._thread.join(timeout_s)
 
     def _run(self, restore: Callable[[CallerThread], Restored]) -> None:
         try:

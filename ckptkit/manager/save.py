@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -16,9 +17,11 @@ from ckptkit.durable.write_step import refuse_unwritable
 from ckptkit.events import Kind
 from ckptkit.manager.build import Components
 from ckptkit.manager.opening import abstract_slot_bytes
+from ckptkit.manager.orbax_compat import Spans
 from ckptkit.manager.settings import Settings
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
+from ckptkit.save.records import Admission, Ticket
 from ckptkit.snapshot.describe import Description
 from ckptkit.snapshot.items import SaveItems, abstract_trees, as_it_is, save_items
 from ckptkit.util.clock import Deadline
@@ -46,6 +49,16 @@ class Request:
     custom_metadata: dict[str, Any] | None
     start_s: float  # monotonic, when the step loop was stopped
     last: LastTurn | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of `save`. `name` is that of its barriers; `handed_over`: the pipeline votes on it; `spans` are for
+    Orbax's logger."""
+
+    name: str
+    handed_over: bool = False
+    spans: Spans = field(default_factory=Spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +91,21 @@ class Saver:
         self._pipeline = components.pipeline
         self._said: set[str] = set()  # items of which it was said that fast tiers do not hold them
 
+    @contextmanager
+    def entered(self, step: int) -> Iterator[Call]:
+        """A call of `save`, from its first line on: where it raises, the other processes drop the save at once."""
+        call = Call(self._branch.enter(step))
+        self._decider.begin(call.name)
+        try:
+            yield call
+        except BaseException as error:
+            if not call.handed_over:
+                self._pipeline.run(self._pipeline.veto(call.name, error))
+            raise
+
     def is_due(self, step: int) -> bool:
         """Whether an un-forced save of `step` would be taken for any tier."""
+        self._decider.begin("asked." + self._branch.enter(step, "should_save"))
         return self._decider.refusal(step, last=self._ledger.latest_step(), force=False) is None and bool(
             self._due(step, force=False, reached=self._reached_preemption(step))
         )
@@ -97,7 +123,7 @@ class Saver:
             description = self._pipeline.describe(captured.trees)
             self._pipeline.slots.prepare(description.slot_bytes, description.share_bytes)
 
-    def take(self, request: Request) -> bool:
+    def take(self, request: Request, call: Call) -> bool:
         """Takes a step for the tiers in which it is due; returns whether it was taken. See `CheckpointManager.save`."""
         step, force = request.step, request.force
         refusal = self._decider.refusal(step, last=self._ledger.latest_step(), force=force)
@@ -113,6 +139,7 @@ class Saver:
             due &= request.last.tiers
         if not due:
             return False
+        self._pipeline.outcomes.health.raise_if_overdue(step)
         metrics, custom_metadata = as_it_is(request.metrics), as_it_is(request.custom_metadata)
         request = replace(request, metrics=metrics, custom_metadata=custom_metadata)
         if (
@@ -120,46 +147,59 @@ class Saver:
             and self._decider.refusal(step, last=self._ledger.latest_step(), force=False) is not None
         ):
             # It may have been taken before, and may come to nothing yet: all processes have to know that alike.
-            self._pipeline.settle(Deadline(self._timeout_s))
-        try:
-            self._pipeline.raise_if_closed()
-            if any(record.step == step for record in self._branch.records()):
-                raise StepAlreadyExistsError(f"step {step} exists already in {self._durable.url} or its fast tiers")
-            _refuse_unordered(self._options, request.metrics)
-            captured, due = self._capture(request, due)
-            if captured.by_orbax(due):  # what the pipeline takes it vetoes itself, where it has to
-                self._pipeline.outcomes.raise_if_stopped()
-        except BaseException:
-            self._branch.pass_over()
-            raise
+            self._pipeline.run(self._pipeline.settle(Deadline(self._timeout_s)))
+        self._pipeline.raise_if_closed()
+        if any(record.step == step for record in self._branch.records()):
+            raise StepAlreadyExistsError(f"step {step} exists already in {self._durable.url} or its fast tiers")
+        _refuse_unordered(self._options, request.metrics)
+        captured, due = self._capture(request, due)
+        if captured.by_orbax(due):  # what the pipeline takes it vetoes itself, where it has to
+            self._pipeline.outcomes.raise_if_stopped()
         if not due:
             return False
         # What Orbax writes it writes on this thread, and with nothing else on its way: such a save always waits.
         must_wait = force or reached or captured.by_orbax(due)
         last = None if request.last is None else request.last.deadline
-        turn = self._pipeline.await_turn(due, must_wait=must_wait, last=last)
+        with call.spans.measured("wait_for_prev"):
+            turn = self._pipeline.run(self._pipeline.await_turn(due, must_wait=must_wait, last=last))
         if last is None:
-            self._pipeline.raise_if_overdue(step, due)
-        save_id = self._branch.next_save(step)
+            self._pipeline.raise_if_overdue(step, due, call.name)
+        ticket = Ticket(name=call.name, save_id=self._branch.next_save(step))
         self._decider.taken(step, due, request.metrics)
         self._metadata_index.taken(step, request.metrics)
+        with call.spans.measured("checkpointer_blocking"):
+            self._begin(ticket, captured, due, request, turn, call)
+        return True
+
+    def _begin(
+        self,
+        ticket: Ticket,
+        captured: _Captured,
+        due: frozenset[str],
+        request: Request,
+        turn: Admission,
+        call: Call,
+    ) -> None:
+        """Begins a save that was taken: by Orbax, in the pipeline, or both."""
         by_orbax = captured.by_orbax(due)
         if by_orbax:
-            self._begin_by_orbax(save_id, request)
+            self._begin_by_orbax(ticket.save_id, request)
         ours = due - {DURABLE} if by_orbax else due
         try:
             if ours and captured.held is not None and captured.description is not None:
-                self._pipeline.submit(
-                    save_id, captured.held, captured.description, ours, request.metrics, request.start_s, turn
+                call.handed_over = True
+                self._pipeline.run(
+                    self._pipeline.submit(
+                        ticket, captured.held, captured.description, ours, request.metrics, request.start_s, turn
+                    )
                 )
         except BaseException:
             if not by_orbax:
-                self._decider.not_taken(step)
+                self._decider.not_taken(ticket.save_id.step)
             raise
         finally:
             if by_orbax:
-                self._pipeline.flusher.follow(save_id)
-        return True
+                self._pipeline.flusher.follow(ticket)
 
     def _due(self, step: int, *, force: bool, reached: bool) -> frozenset[str]:
         last = self._ledger.latest_step()

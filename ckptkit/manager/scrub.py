@@ -3,7 +3,6 @@ durable tier."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -115,11 +114,10 @@ class Scrubber:
         self._storage, self._inventory = components.storage, components.history.inventory
         self._coordinator = ScopedCoordinator(components.job.coordinator)
         self._events = components.job.events
-        self._scrubs = map("scrub-{}".format, itertools.count())  # the name of each
 
-    def scrub(self, *, repair: bool) -> Scrub:
-        """See `CheckpointManager.scrub`."""
-        self._coordinator.begin(next(self._scrubs))
+    def scrub(self, about: str, *, repair: bool) -> Scrub:
+        """See `CheckpointManager.scrub`. `about` names the call."""
+        self._coordinator.begin(about)
         limits, arenas = Limits(), list(self._storage.arenas.values())
         _, found = act_together(self._coordinator, "scrub-prove", lambda: prove_arenas(arenas, limits))
         assert found is not None, "damage is a finding, and everything else raises"

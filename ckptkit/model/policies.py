@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from ckptkit.model.tiers import Tier, kept_beside
+from ckptkit.model.tiers import DURABLE, Tier, kept_beside
 from ckptkit.model.verify_mode import Verify, checked_verify
 
 BroadcastMode = Literal["auto", "always", "never"]
@@ -88,16 +89,25 @@ class PeerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailurePolicy:
-    """What becomes of a durable save that fails. A failed save never stops training by itself.
+    """What becomes of saves that fail. A failed save stops training only where this policy says so.
 
-    A transient failure (a store that does not answer, throttles or drops the connection) is tried again up to
-    `retries` times, after half to all of `retry_delay_s`, doubled each time. Any other one, or the last, drops the step
-    and degrades the tier: it is said in events and raised by `check_for_errors`, `wait_until_finished` or `close`. From
-    then on no save waits for the durable tier on the step loop. After `pause_after` failed saves in a row the tier is
-    paused for `pause_s`: saves due in it fail at once. Then one is tried, without retries; where it fails too the next
-    pause is twice as long, up to 16 times `pause_s`, and one that works ends it (`tier_recovered`). Forced saves and
-    those of a preemption are tried also in a pause. Once every durable save has failed for longer than
-    `durable_max_age_s` (None: never), the next `save` raises `SaveFailedError`.
+    A transient failure of a durable save (a store that does not answer, throttles or drops the connection) is tried
+    again up to `retries` times, after half to all of `retry_delay_s`, doubled each time. Any other one, or the last,
+    drops the step and degrades the tier. From then on no save waits for the durable tier on the step loop. After
+    `pause_after` failed saves in a row the tier is paused for `pause_s`: saves due in it fail at once. Then one is
+    tried, without retries; where it fails too the next pause is twice as long, up to 16 times `pause_s`. One that works
+    ends the pause (`tier_recovered`). Forced saves and those of a preemption are tried also in a pause.
+
+    Every lost save is a warning in the log and an event, on every process. It is raised by `check_for_errors`,
+    `wait_until_finished` and `close`, once in each thread that waits. `raise_in_save` says which of them the next
+    `save` raises too: `lost` those that no tier holds (the default: a ramdisk that has the step lets training go on
+    through an outage of the bucket), `all` as Orbax does, or `never`.
+
+    `save` raises `SaveFailedError` after `skipped_max` saves in a row that no tier has committed; those that came too
+    early do not count. It raises it too where no save was committed for longer than `max_age_s`, although saves were
+    due: a number holds for the durable tier and for all tiers together, a mapping names tiers (`any tier` for all
+    together). The defaults are 10 saves and half an hour: ten losses in a row are no hiccup, and half an hour is what
+    jobs without fast tiers risk between two checkpoints. None turns a limit off.
     """
 
     retries: int = 3
@@ -105,8 +115,24 @@ class FailurePolicy:
     pause_after: int = 3
     pause_s: float = 60.0
     durable_max_age_s: float | None = None
+    skipped_max: int | None = 10
+    max_age_s: float | Mapping[str, float] | None = 1800.0
+    raise_in_save: Literal["lost", "all", "never"] = "lost"
+
+    @property
+    def age_limits_s(self) -> Mapping[str, float]:
+        """The longest time without a commit, by tier."""
+        if isinstance(self.max_age_s, Mapping):
+            return self.max_age_s
+        return {} if self.max_age_s is None else {DURABLE: self.max_age_s, "any tier": self.max_age_s}
 
     def __post_init__(self) -> None:
+        if self.skipped_max is not None and self.skipped_max < 1:
+            raise ValueError(f"FailurePolicy: skipped_max={self.skipped_max}: give 1 or more, or None")
+        if any(not limit_s > 0 for limit_s in self.age_limits_s.values()):
+            raise ValueError(f"FailurePolicy: max_age_s={self.max_age_s}: give seconds above 0, or None")
+        if self.raise_in_save not in ("lost", "all", "never"):
+            raise ValueError(f"FailurePolicy: raise_in_save={self.raise_in_save!r}: give lost, all or never")
         if self.pause_after < 1 or self.pause_s < 0:
             raise ValueError(
                 f"FailurePolicy: pause_after={self.pause_after}, pause_s={self.pause_s}: give a failure or more, and "
@@ -216,7 +242,17 @@ class ProcessOptions:
     Args:
       timeout_s: the longest wait for other processes, and for the previous durable save.
       peers: how the processes of a job of several read each other's fast tiers at a restore; None: they do not.
+      close_timeout_s: how long a process that ends without `close` waits for the saves that are on their way. What is
+        not written by then is lost, and an error in the log names it.
+
+    Raises ValueError for seconds that are not above 0.
     """
 
     timeout_s: float = 600.0
+    close_timeout_s: float = 60.0
     peers: PeerOptions | None = field(default_factory=PeerOptions)
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0 or not self.close_timeout_s > 0:
+            given = f"timeout_s={self.timeout_s}, close_timeout_s={self.close_timeout_s}"
+            raise ValueError(f"ProcessOptions: {given}: give seconds above 0")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -66,14 +65,10 @@ class Restorer:
         inventory: Inventory,
         job: Job,
         options: RestoreOptions = RestoreOptions(),  # noqa: B008  frozen
-        *,
-        name: str = "restore",
     ):
-        """`name` differs for each that uses the coordinator of the same job."""
         self._verify: Verify = options.verify
         self._inventory = inventory
         self._url = inventory.durable.url
-        self._restores = map((name + "-{}").format, itertools.count())  # the name of each, for the meetings
         self._coordinator = coordinator = ScopedCoordinator(job.coordinator)
         self._preparer = Preparer(self._url, coordinator)
         self._reports: list[list[Held]] = []  # on process 0, of the last gathering
@@ -81,15 +76,18 @@ class Restorer:
         self._reading = LocalRead(inventory.durable, job.events)
         self._broadcaster = Broadcaster(options.broadcast, self._reading, replace(job, coordinator=coordinator))
 
-    def restore(self, step: int | None, wanted: RestoreRequest, *, caller: CallerThread | None = None) -> Restored:
+    def restore(
+        self, step: int | None, wanted: RestoreRequest, about: str, *, caller: CallerThread | None = None
+    ) -> Restored:
         """The newest save that every process can have and that proves whole (`step`: only that one).
 
-        `caller` launches collectives, where this is not the thread that may.
+        `about` names the restore: it differs for each, and is the same on every process. `caller` launches
+        collectives, where this is not the thread that may.
 
         Raises `StepNotFoundError` where there is no candidate, `NoRestorableStepError` where all were rejected;
         a tree mismatch, a missing permission and a tier that cannot be reached raise at once and never fall back.
         """
-        self._coordinator.begin(next(self._restores))
+        self._coordinator.begin(about)
         wanted = replace(wanted, proves=begin(self._verify))
         found = self._inventory.local.saves()
         local = {save: held for save, held in found.items() if step is None or save.step == step}

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 from ckptkit.durable.read_step import is_transient
+from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import CheckpointError, SaveFailedError, StoreError, heard_from
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Job
+from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import FailurePolicy
 from ckptkit.model.tiers import DURABLE
+from ckptkit.save.commit_log import CommitLog
+from ckptkit.save.protocol import Ask, Effect, SaveProtocol, Sleep
+from ckptkit.save.voting import Voting
 from ckptkit.util import clock
 
 _PAUSES_MAX = 4  # doublings of a pause
@@ -26,8 +31,10 @@ class DurableRetry:
     that missed a verdict would try on its own what the others leave alone.
     """
 
-    def __init__(self, policy: FailurePolicy, job: Job):
+    def __init__(self, policy: FailurePolicy, job: Job, voting: Voting, log: CommitLog):
         self._policy = policy
+        self._voting = voting
+        self._log = log
         self._coordinator = job.coordinator
         self._events = job.events
         self._failing_from_s: float | None = None  # monotonic; the same None or not on every process
@@ -43,22 +50,25 @@ class DurableRetry:
 
     def attempt(
         self,
-        step: int,
-        write: Callable[[], None],
-        landed: Callable[[], bool],
+        save_id: SaveId,
+        name: str,
+        write: Callable[[int], SaveProtocol],
+        durable: DurableSteps,
         *,
         repeatable: bool = True,
         forced: bool = False,
-        about: str = "",
-    ) -> None:
-        """Runs `write` until all processes have succeeded, or no retry is left or can help; then raises its error.
+    ) -> SaveProtocol:
+        """Runs `write(number of the try)` until all processes have succeeded, or no retry is left or can help.
 
-        `landed` says on process 0 whether the step is there although a process has reported an error. In a pause
-        nothing is run, and `StoreError` raised, unless the save is `forced` or not `repeatable`: begun already. `about`
-        names the save, for the meetings.
+        Then raises its error.
+
+        `durable` says on process 0 whether the step is there although a process has reported an error. In a pause
+        nothing is run, and `StoreError` raised, unless the save is `forced` or not `repeatable`: begun already. `name`
+        is that of the save's barriers.
         """
         began_s = clock.monotonic_s()
-        left_s = self._hear_of_pause(about)
+        step = save_id.step
+        left_s = yield from self._learn_of_pause(name)
         paused = self._failed_in_row >= self._policy.pause_after
         if paused and left_s > 0 and repeatable and not forced:
             raise StoreError(
@@ -69,37 +79,36 @@ class DurableRetry:
             )
         retries_left = self._policy.retries if repeatable and not paused else 0
         delay_s = self._policy.retry_delay_s
-        while True:
+        for number in itertools.count():
             error = None
             try:
-                write()
-            except Exception as caught:  # noqa: BLE001  voted on: who does not vote leaves the others waiting
+                yield from write(number)
+            except Exception as caught:  # noqa: BLE001  voted on: a process that does not vote stops the others
                 error = caught
-            verdict = self._verdict(error, landed, about)
+            verdict = yield from self._verdict(error, durable, save_id, name)
             if verdict["done"]:
                 self._succeeded(step, verdict)
                 return
             self._failed_tries += 1
             if retries_left == 0 or not verdict["transient"]:
-                break
+                self._failed(step, began_s, verdict["reason"])
+                raise error or heard_from(verdict["process"], verdict["name"], verdict["reason"])
             # Processes of one job agree on it, and several jobs do not come back to a bucket at the same time.
             wait_s = delay_s * verdict["jitter"]
             self._events.emit(Kind.RETRIED, step=step, tier=DURABLE, reason=verdict["reason"], delay_s=round(wait_s, 6))
-            time.sleep(wait_s)
+            yield Sleep(wait_s)
             retries_left -= 1
             delay_s *= 2
-        self._failed(step, began_s, verdict["reason"])
-        raise error or heard_from(verdict["process"], verdict["name"], verdict["reason"])
 
-    def _hear_of_pause(self, about: str) -> float:
+    def _learn_of_pause(self, name: str) -> Generator[Effect, Any, float]:
         """How long a pause lasts by process 0's clock, and how many saves it has seen fail. Cost: one small read."""
 
         def know() -> list[float]:
             return [self._failed_in_row, self._paused_until_s - clock.monotonic_s()]
 
-        said = self._coordinator.ask_process_0("durable-pause", know, about=about)
-        self._failed_in_row = int(said[0])
-        return float(said[1])
+        told = yield Ask("durable-pause", name, know)
+        self._failed_in_row = int(told[0])
+        return float(told[1])
 
     def _succeeded(self, step: int, verdict: dict[str, Any]) -> None:
         if self._failing_from_s is not None:
@@ -125,16 +134,16 @@ class DurableRetry:
         said = f"{self._failed_in_row} saves in a row have failed; the next is tried in {pause_s:g} s. {reason}"
         self._events.emit(Kind.DEGRADED, step=step, tier=DURABLE, reason=said, pause_s=pause_s)
 
-    def raise_if_overdue(self, step: int) -> None:
+    def raise_if_overdue(self, step: int, name: str) -> None:
         """Raises `SaveFailedError` where durable saves have been failing for too long, on every process or on none.
 
         Called by all processes, whatever is on its way: what process 0 knows by now decides, with its clock. Without
-        a limit nobody asks; with one, process 0 waits for nobody, and the others for its word.
+        a limit nobody asks; with one, process 0 waits for nobody, and the others for its answer. `name` is the call's.
         """
         limit_s = self._policy.durable_max_age_s
         if limit_s is None:
             return
-        age_s = self._coordinator.ask_process_0("overdue", self._failing_for_s)
+        age_s = self._coordinator.ask_process_0("overdue", self._failing_for_s, about=name)
         if age_s > limit_s:
             raise SaveFailedError(
                 f"step {step} is not saved: every durable save of the last {age_s:.1f} s has failed, and "
@@ -147,17 +156,27 @@ class DurableRetry:
         from_s = self._failing_from_s  # the durable thread may set it meanwhile
         return 0.0 if from_s is None else clock.monotonic_s() - from_s
 
-    def _verdict(self, error: Exception | None, landed: Callable[[], bool], about: str) -> dict[str, Any]:
+    def _verdict(
+        self, error: Exception | None, durable: DurableSteps, save_id: SaveId, name: str
+    ) -> Generator[Effect, Any, dict[str, Any]]:
         mine = None if error is None else [is_transient(error), type(error).__name__, str(error)]
+
+        def booked() -> None:
+            self._log.append(save_id, DURABLE)
+            self._log.drop_durable(durable.kept())
 
         def judge(said: list[Any]) -> dict[str, Any]:
             failed = [(process, *each) for process, each in enumerate(said) if each is not None]
             if not failed:
+                booked()
                 return {"done": True}
             process, _, name, reason = failed[0]
             transient = all(each[1] for each in failed)
+            done = _is_there(lambda: durable.holds(save_id))
+            if done:
+                booked()
             return {
-                "done": _is_there(landed),
+                "done": done,
                 "transient": transient,
                 "process": process,
                 "name": name,
@@ -165,7 +184,7 @@ class DurableRetry:
                 "jitter": _jitter.uniform(0.5, 1.0),
             }
 
-        return self._coordinator.agree("durable-outcome", mine, judge, about=about)
+        return (yield from self._voting.agree("durable-outcome", name, mine, judge))
 
 
 def _is_there(landed: Callable[[], bool]) -> bool:

@@ -11,6 +11,7 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
 from ckptkit.save.ledger import Ledger
 from ckptkit.save.outcomes import Outcomes
+from ckptkit.save.protocol import Agree, SaveProtocol
 from ckptkit.save.records import SaveTargets
 
 
@@ -51,11 +52,11 @@ class EpochFence:
             except CheckpointError as error:
                 self._outcomes.degraded(save_id.step, DURABLE, error)
 
-    def fence(self, save_id: SaveId) -> None:
+    def fence(self, save_id: SaveId, about: str) -> SaveProtocol:
         """Refuses to commit durably once a later run has begun: its branch must not be overtaken by this one. And
         before this run has recorded its epoch: another one could take the same.
 
-        Called by all processes; raises `CheckpointError` on all of them.
+        Called by all processes for the same try `about`; raises `CheckpointError` on all of them.
         """
 
         def check(_: list[Any]) -> None:
@@ -69,7 +70,7 @@ class EpochFence:
                 )
             self.check(save_id)
 
-        self._coordinator.agree("fence", None, check, about=str(save_id))
+        yield Agree("fence", about, None, check)
 
     def check(self, save_id: SaveId) -> None:
         """On process 0: raises `CheckpointError` where a later run has begun. Cost: a listing."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.model.manifest import SaveId
+from ckptkit.model.tiers import PEER
 from ckptkit.util import clock
 
 SaveState = Literal["in_flight", "committed", "failed"]
+_NAMES_KEPT = 10_000  # of calls of `save`: more than can wait for their votes
 FAILURES_MAX = 100  # how many failed saves are remembered
 
 
@@ -46,15 +49,31 @@ class Ledger:
         with self._lock:
             self._records[save_id] = StepRecord(step=save_id.step, save_id=save_id, state="in_flight")
 
-    def commit(self, save_id: SaveId, tier: str, held_bytes: int | None = None) -> None:
-        """`tier` holds the save, on all processes; with `held_bytes`, this process has just proven its part."""
+    def commit(self, save_id: SaveId, tier: str) -> None:
+        """`tier` holds the save, on all processes."""
         with self._lock:
             record = self._records.get(save_id) or StepRecord(step=save_id.step, save_id=save_id, state="committed")
-            record = replace(record, state="committed", tiers=tuple(sorted({*record.tiers, tier})))
-            if held_bytes is not None:
-                record = replace(record, held_bytes=held_bytes, verified_s=clock.wall_s())
-            self._records[save_id] = record
+            self._records[save_id] = replace(record, state="committed", tiers=tuple(sorted({*record.tiers, tier})))
             self._failed.pop(save_id, None)
+
+    def hold(self, save_id: SaveId, tier: str, held_bytes: int) -> None:
+        """This process has just proven its part of a save that `tier` holds; nothing where it is not booked."""
+        with self._lock:
+            record = self._records.get(save_id)
+            if record is not None and tier in record.tiers and tier != PEER:
+                self._records[save_id] = replace(record, held_bytes=held_bytes, verified_s=clock.wall_s())
+
+    def identify(self, assumed: SaveId, save_id: SaveId) -> None:
+        """A save that is under way as `assumed` is `save_id`: process 0 says so."""
+        with self._lock:
+            record = self._records.pop(assumed, None) if assumed != save_id else None
+            if record is not None and save_id not in self._records:
+                self._records[save_id] = replace(record, save_id=save_id)
+
+    def drop(self, tier: str, save_ids: Iterable[SaveId]) -> None:
+        """`tier` does not hold these saves any more."""
+        dropped = set(save_ids)
+        self.keep_only(tier, self.committed_in(tier) - dropped)
 
     def verified(self, save_id: SaveId) -> None:
         """Every cell that this process needs of the save was proven just now."""
@@ -111,6 +130,11 @@ class Ledger:
         """Every save that is committed or under way, oldest first."""
         return sorted(self._visible(), key=lambda record: record.save_id)
 
+    def every(self) -> list[StepRecord]:
+        """Every record, those of abandoned branches too, oldest first."""
+        with self._lock:
+            return sorted(self._records.values(), key=lambda record: record.save_id)
+
     def failed(self) -> list[StepRecord]:
         """The saves that failed and are held nowhere, oldest first: of the last ones, a bounded number."""
         with self._lock:
@@ -136,14 +160,24 @@ class Ledger:
 
 
 class Branch:
-    """Gives saves their identity. Belongs to the step loop's thread; the same on every process."""
+    """Names calls of `save` and gives saves their identity. `enter` and `next_save` belong to the step loop's thread.
+
+    Process 0's identity of a save holds; the others compute it from the same calls, and adopt what process 0 says.
+    A call is named by its step, by how often it was called with that step, and by the restore that the run continues
+    from: a process that missed a call altogether has the same names as the others at the next step.
+    """
 
     def __init__(self, ledger: Ledger, epoch: int):
-        self._ledger = ledger
+        self.ledger = self._ledger = ledger
+        self._lock = threading.Lock()
         self._epoch = epoch
         self._number = 0
         self._has_saved = False
         self._base: SaveId | None = None
+        self._names: dict[str, int] = {}  # of calls of `save`, numbered
+        self._entered = 0
+        self._line = 0  # restores that the run continued from
+        self._calls: dict[str, tuple[int, int]] = {}  # by kind, the step of the last call, and its repetitions
 
     @property
     def base(self) -> SaveId | None:
@@ -153,6 +187,8 @@ class Branch:
     def continue_from(self, save_id: SaveId) -> None:
         """The run goes on from `save_id`: the next save is a rollback, where that is not the newest one."""
         self._base = save_id
+        self._line += 1
+        self._calls.clear()
 
     def records(self) -> list[StepRecord]:
         """The records that the next save would stand beside: without what a rollback is about to abandon."""
@@ -161,16 +197,53 @@ class Branch:
             return records
         return [record for record in records if record.step <= self._base.step]
 
+    def enter(self, step: int, call: str = "save") -> str:
+        """The name of a call for `step`, before anything can raise in it: all processes count it alike."""
+        last = self._calls.get(call)
+        repeated = last[1] + 1 if last is not None and last[0] == step else 0
+        self._calls[call] = (step, repeated)
+        name = f"{self._line}.{step}.{repeated}"
+        if call == "save":
+            self._names[name] = self._entered = self._entered + 1
+            if len(self._names) > _NAMES_KEPT:
+                del self._names[next(iter(self._names))]
+        return name
+
+    def order(self, name: str) -> float:
+        """Numbers the names of calls of `save` in their order; infinite for other names.
+
+        A save that this process missed is placed by its restores, step and repetition: process 0 may be ahead, or
+        still at a call that did not begin here.
+        """
+        known = self._names.get(name)
+        if known is not None:
+            return known
+        place = _place_of(name)
+        later = (number for each, number in list(self._names.items()) if place and _place_of(each) > place)
+        return min(later, default=math.inf) - 0.5
+
     def next_save(self, step: int) -> SaveId:
         """The identity of a save that is taken now; begins an epoch where one is due."""
-        self._begin_epoch()
-        save_id = SaveId(self._epoch, step, self._number)
-        self._number += 1
-        return save_id
+        with self._lock:
+            self._begin_epoch()
+            save_id = SaveId(self._epoch, step, self._number)
+            self._number += 1
+            return save_id
 
-    def pass_over(self) -> None:
-        """A save raised here before it was taken. On other processes it may be taken, and all have to count alike."""
-        self._number += 1
+    def adopt(self, save_id: SaveId) -> None:
+        """Process 0 gave this identity to a save: the next ones follow it."""
+        with self._lock:
+            self._epoch, self._number = save_id.epoch, max(self._number, save_id.number + 1)
+
+    def state(self) -> list[Any]:
+        """What a process needs to count as this one does."""
+        with self._lock:
+            return [self._epoch, self._number, self._has_saved, self._line]
+
+    def synchronise(self, state: Sequence[Any]) -> None:
+        """Counts on from process 0's `state`."""
+        with self._lock:
+            self._epoch, self._number, self._has_saved, self._line = state
 
     def _begin_epoch(self) -> None:
         """The first save after a start or a rollback begins an epoch, and abandons what was above its base."""
@@ -187,3 +260,9 @@ class Branch:
     def _is_newest(self, save_id: SaveId) -> bool:
         records = self._ledger.records()
         return bool(records) and records[-1].step == save_id.step
+
+
+def _place_of(name: str) -> tuple[int, ...]:
+    """The restores, the step and the repetition in the name of a save; nothing in another name."""
+    parts = name.split(".")
+    return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()

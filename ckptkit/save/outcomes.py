@@ -1,122 +1,89 @@
-"""What becomes of a save: the votes of all processes, and what is booked and said of the result."""
+"""What becomes of a save: what is booked, reported and raised."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from collections.abc import Iterable
 
 from ckptkit.errors import CheckpointError, SaveFailedError, StoreFullError
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Job
 from ckptkit.model.manifest import SaveId
+from ckptkit.model.policies import FailurePolicy
 from ckptkit.model.tiers import DURABLE, MEMORY, PEER
+from ckptkit.save.health import FirstOfMany, SaveHealth
 from ckptkit.save.ledger import Ledger
-from ckptkit.save.records import Save, SaveTargets
+from ckptkit.save.records import Refusal, Save, SaveTargets
 from ckptkit.save.retention import Retention
+from ckptkit.save.under_way import SavesUnderWay
 from ckptkit.slots.arena import Arena
 from ckptkit.util import clock
 
-_T = TypeVar("_T")
-_log = logging.getLogger(__name__)  # for those who keep no events: what is lost without an exception
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """Why a save does not go on. `skip`: it came too early; `wait`: it waited for its turn in vain; `veto`: a process
-    could not do its part."""
-
-    policy: Literal["skip", "wait", "veto"]
-    reason: str
+_log = logging.getLogger("ckptkit")
+_FAILURES_KEPT = 100
 
 
 class Outcomes:
-    """The book, the events and the votes of saves. Safe from several threads; a vote's channel belongs to one."""
+    """The book, the events, the log lines and the errors of saves. Safe from several threads."""
 
-    def __init__(self, tiers: SaveTargets, job: Job, ledger: Ledger, retention: Retention):
+    def __init__(
+        self,
+        tiers: SaveTargets,
+        job: Job,
+        ledger: Ledger,
+        retention: Retention,
+        policy: FailurePolicy,
+        under_way: SavesUnderWay,
+    ):
         self._tiers = tiers
-        self._coordinator = job.coordinator
+        self.under_way = under_way
         self._events = job.events
         self._ledger = ledger
         self._retention = retention
-        self._failures: list[SaveFailedError] = []
+        self._policy = policy
+        self._lock = threading.Lock()
+        self._failures: list[SaveFailedError] = []  # that the step loop has not raised yet
+        self._raised: dict[int, list[SaveFailedError]] = {}  # by thread, of those
         self._stopped: CheckpointError | None = None
+        self._limit = FirstOfMany()
+        self.health = SaveHealth(policy)
 
-    def vote(self, channel: str, save_id: SaveId, refusal: Refusal | None) -> Refusal | None:
-        """Everybody's refusals of a save as one, None when there are none; raises where the meeting fails."""
+    def refused(self, save: Save, tier: str, error: Exception) -> Refusal:
+        """Why this process refuses a save, for the vote: an act for it raised `error`, which is reported here.
 
-        def joined(refusals: list[list[str] | None]) -> list[str] | None:
-            said = [(process, *each) for process, each in enumerate(refusals) if each is not None]
-            if not said:
-                return None
-            policies = [policy for _, policy, _ in said]
-            reasons = [f"process {process}: {reason}" for process, _, reason in said]
-            # The veto is what somebody has to look at: coming too early passes by itself.
-            return [max(policies, key=("skip", "wait", "veto").index), "; ".join(reasons[:4])]
-
-        mine = None if refusal is None else [refusal.policy, refusal.reason]
-        verdict = self._coordinator.agree(channel, mine, joined, about=str(save_id))
-        return None if verdict is None else Refusal(policy=verdict[0], reason=verdict[1])
-
-    def tried(
-        self,
-        save_id: SaveId,
-        tier: str,
-        act: Callable[[], _T],
-        *,
-        degrading: type[Exception] | tuple[type[Exception], ...] = StoreFullError,
-        due: frozenset[str] = frozenset(),
-    ) -> tuple[_T | None, Refusal | None]:
-        """What `act` returns; or, for the vote, why this process refuses the save, which is reported here and stored.
-
-        An error of `degrading` degrades `tier`, and fails a durable save that is `due`; any other error fails the save.
+        A tier without room is degraded, and a durable save that needed it fails. So is the tier of copies on other
+        hosts, whatever the error: the ramdisk has the step. Any other error fails the save.
         """
-        try:
-            return act(), None
-        except Exception as error:  # noqa: BLE001  the top of a thread: voted on
-            if isinstance(error, degrading):
-                self.no_room(save_id, tier, error, due)
-            else:
-                self.failed(save_id, tier, error)
-            return None, Refusal(policy="veto", reason=describe(error))
+        if isinstance(error, StoreFullError) or (tier == PEER and isinstance(error, CheckpointError)):
+            self.no_room(save.save_id, tier, error, save.due if tier == self._tiers.staging_name else frozenset())
+        else:
+            self.failed(save.save_id, tier, error)
+        return Refusal(policy="veto", reason=describe(error))
 
-    def conclude(
-        self,
-        channel: str,
-        save_id: SaveId,
-        tier: str,
-        refusal: Refusal | None,
-        *,
-        taken: Callable[[], None],
-        left_out: Callable[[], None],
-        gone: bool,
-    ) -> None:
-        """Votes on what every process has done for a slower tier, and then calls `taken` or `left_out`. `gone` is as
-        in `skipped`."""
-        try:
-            refusals = self.vote(channel, save_id, refusal)
-            if refusals is None:
-                taken()
-            else:
-                left_out()
-                self.skipped(save_id, tier, refusals, gone=gone)
-        except CheckpointError as error:  # nobody knows the verdict: what is committed here stays
-            self.failed(save_id, tier, error)
+    def keep_only(self, tier: str, held: Iterable[SaveId]) -> None:
+        """All processes hold these saves in `tier`, and no other."""
+        self._ledger.keep_only(tier, held)
+
+    def booked(self, save_id: SaveId, tier: str) -> None:
+        """This process learnt that all processes hold a save in `tier`: what it replaces is given up."""
+        self.health.committed(tier)
+        replaced = self._retention.copied(save_id) if tier == PEER else self._retention.committed(save_id, tier)
+        for name, error in replaced:
+            self.degraded(save_id.step, name, error)
 
     def phase(self, save_id: SaveId, phase: str, tier: str | None = None) -> None:
         """A save crossed a phase boundary here."""
+        self.under_way.advance()
         self._events.emit(Kind.PHASE, step=save_id.step, tier=tier, phase=phase)
 
     def committed(self, save: Save, tier: str, arena: Arena | None) -> None:
-        """All processes hold the save in `tier`: it is booked, protected, and what it replaces is given up."""
+        """All processes hold the save in `tier`, which the log has booked."""
         if tier == MEMORY:
             return
-        self._ledger.commit(save.save_id, tier, save.description.held_bytes)
-        if arena is None:
-            self._keep_durable()
-        self._replaced(save.save_id, self._retention.committed(save.save_id, tier))
+        self._ledger.hold(save.save_id, tier, save.description.held_bytes)
+        self.under_way.end(save.save_id.step, tier)
         self._events.emit(
             Kind.COMMITTED,
             step=save.save_id.step,
@@ -126,37 +93,32 @@ class Outcomes:
             **({"method": arena.method} if arena is not None and arena.synced else {}),
         )
 
-    def copied(self, save: Save) -> None:
-        """Every process's slot of the save stands on other hosts too: it is kept, here and there, until a newer one
-        does."""
-        self._ledger.commit(save.save_id, PEER)
-        self._replaced(save.save_id, self._retention.copied(save.save_id))
-        duration_s = round(clock.monotonic_s() - save.staged_s, 6)
-        held_bytes = save.description.held_bytes
-        self._events.emit(Kind.COMMITTED, step=save.save_id.step, tier=PEER, bytes=held_bytes, duration_s=duration_s)
-
     def committed_by_orbax(self, save_id: SaveId, began_s: float) -> None:
         """Orbax has committed a save that it wrote itself; nothing of it was staged or proven."""
-        self._ledger.commit(save_id, DURABLE)
-        self._keep_durable()
-        self._replaced(save_id, self._retention.committed(save_id, DURABLE))
+        self.under_way.end(save_id.step, DURABLE)
         duration_s = round(clock.monotonic_s() - began_s, 6)
         self._events.emit(Kind.COMMITTED, step=save_id.step, tier=DURABLE, bytes=0, duration_s=duration_s)
 
-    def _replaced(self, save_id: SaveId, problems: Sequence[tuple[str, Exception]]) -> None:
-        for tier, error in problems:
-            self.degraded(save_id.step, tier, error)
-
-    def _keep_durable(self) -> None:
-        kept = set(self._tiers.durable.kept())
-        self._ledger.keep_only(DURABLE, [r.save_id for r in self._ledger.records() if r.step in kept])
-
     def skipped(self, save_id: SaveId, tier: str, refusal: Refusal, *, gone: bool) -> None:
         """All processes leave the save out of `tier`; `gone` where no other tier will hold it."""
+        self._ended(save_id, tier)
         if gone:
             # One that some tier holds already stays; one that came too early is no failure.
             self._ledger.fail(save_id, remembered=refusal.policy != "skip")
+        if refusal.policy != "skip":
+            self.health.lost(save_id.step, tier, refusal.reason, gone=gone)
         self._events.emit(Kind.SKIPPED, step=save_id.step, tier=tier, policy=refusal.policy, reason=refusal.reason)
+        self._warn((tier, refusal.policy), "step %d was not saved to tier %s: %s", save_id.step, tier, refusal.reason)
+
+    def _ended(self, save_id: SaveId, tier: str) -> None:
+        """The save will not reach `tier`, nor any other where that is the first."""
+        self.under_way.end(save_id.step, None if tier == self._tiers.staging_name else tier)
+
+    def _warn(self, key: tuple[str, ...], text: str, *args: object) -> None:
+        """A line for those who keep no events; one a minute of each kind."""
+        more = self._limit.admit(key)
+        if more is not None:
+            _log.warning(text + (f" ({more} more like this since the last such line)" if more else ""), *args)
 
     def degraded(self, step: int | None, tier: str, error: Exception) -> None:
         """`tier` has no room, or cannot be used for now: training goes on with what is left."""
@@ -165,15 +127,21 @@ class Outcomes:
         _log.warning("tier %s is degraded: %s", tier, reason)
 
     def failed(self, save_id: SaveId, tier: str, error: Exception) -> None:
-        """A save failed on this process: said now, and raised by the next `raise_failure`."""
+        """A save failed on this process: reported now, and raised later (`raise_failure`)."""
         self._ledger.fail(save_id)
+        self._ended(save_id, tier)
         reason = describe(error)
+        lost = not any(record.save_id == save_id for record in self._ledger.every())
+        self.health.lost(save_id.step, tier, reason, gone=lost)
         self._events.emit(Kind.FAILED, step=save_id.step, tier=tier, reason=reason)
+        self._warn((tier, "failed"), "step %d was not committed to tier %s: %s", save_id.step, tier, reason)
         failure = SaveFailedError(
             f"step {save_id.step} was not committed to tier {tier}: {reason}", step=save_id.step, tier=tier
         )
         failure.__cause__ = error
-        self._failures.append(failure)
+        failure.lost = lost
+        with self._lock:
+            self._failures = [*self._failures, failure][-_FAILURES_KEPT:]
 
     def no_room(self, save: SaveId, tier: str, error: Exception, due: frozenset[str]) -> None:
         """There is no room for a save in a fast tier: the tier is degraded, and a durable save that needed it fails."""
@@ -195,18 +163,29 @@ class Outcomes:
         if self._stopped is not None:
             raise self._stopped.with_traceback(None)
 
-    def raise_failure(self) -> None:
-        """Raises what stopped the run, or the first background failure that was not raised yet, once; later ones are in
-        its notes."""
+    def raise_failure(self, *, in_save: bool = False) -> None:
+        """Raises what stopped the run, or the first background failure that this thread has not raised yet; later ones
+        are in its notes. The thread that saves (`in_save`) ends the matter for threads that ask later.
+
+        In a `save`, `FailurePolicy.raise_in_save` says which failures raise.
+        """
         self.raise_if_stopped()
-        taken = []
-        while self._failures:  # one by one: a thread may add one meanwhile
-            taken.append(self._failures.pop(0))
-        if taken:
-            first, *others = taken
-            for other in others:
-                first.add_note(f"also: {other}")
-            raise first
+        with self._lock:
+            raised = self._raised.setdefault(threading.get_ident(), [])
+            fresh = [failure for failure in self._failures if failure not in raised]
+            if in_save:
+                wanted = self._policy.raise_in_save
+                fresh = [each for each in fresh if wanted == "all" or (wanted == "lost" and each.lost)]
+            if not fresh:
+                return
+            raised += fresh
+            if in_save or threading.current_thread() is threading.main_thread():
+                self._failures = [failure for failure in self._failures if failure not in raised]
+                self._raised.clear()
+        first, *others = fresh
+        for other in others:
+            first.add_note(f"also: {other}")
+        raise first.with_traceback(None)
 
 
 def describe(error: BaseException) -> str:

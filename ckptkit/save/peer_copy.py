@@ -2,70 +2,71 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import final
 
-from ckptkit.errors import CheckpointError, PeerUnreachableError
-from ckptkit.model.manifest import SaveId
+from ckptkit.errors import PeerUnreachableError
 from ckptkit.model.tiers import PEER
 from ckptkit.save.outcomes import Outcomes
-from ckptkit.save.records import PeerCopies, Save, SaveTargets, SealedSave
-from ckptkit.save.worker import Worker
-from ckptkit.slots.arena import Slot
+from ckptkit.save.protocol import Do, SaveProtocol
+from ckptkit.save.records import PeerCopies, Save, SealedSave
+from ckptkit.save.voting import TierWork
+from ckptkit.slots.arena import Arena, Slot
 from ckptkit.util.clock import Deadline
 
-_TRANSFER_SHARE = 0.5  # of the longest wait for other processes: who sends slowly is not missed at the vote
+_TRANSFER_SHARE = 0.5  # of the longest wait for other processes: a slow sender still comes to the vote in time
 
 
 @final
-class PeerCopier:
-    """Sends this process's slots to its keepers, and agrees with all that every process has.
+class PeerCopyWork(TierWork):
+    """Sends this process's slot to its keepers.
 
-    A copy that does not succeed anywhere leaves the step out of this tier everywhere, degrades it, and stops nothing:
+    A copy that fails on one process leaves the step out of this tier everywhere, degrades the tier, and stops nothing:
     the ramdisk has the step, and the next one is tried again.
     """
 
-    def __init__(self, peer_copies: PeerCopies, tiers: SaveTargets, outcomes: Outcomes, timeout_s: float):
-        self._peer_copies = peer_copies
-        self._tiers = tiers
+    def __init__(
+        self, save: Save, slot: Slot, sealed: SealedSave, copies: PeerCopies, staging: Arena, outcomes: Outcomes
+    ):
+        """`slot` is leased until it was sent, or `release`."""
+        super().__init__(PEER, "peer-commit", save)
+        self._slot, self._sealed, self._copies, self._staging = slot, sealed, copies, staging
         self._outcomes = outcomes
-        self._timeout_s = timeout_s
-        self.worker = Worker("ckptkit-peer-copy", waiting_max=1)
+        self._leased = True
 
-    def submit(self, save: Save, slot: Slot, sealed: SealedSave) -> None:
-        """Sends a save that all processes have committed; `slot` is leased until it is sent."""
-        self._tiers.staging.lease(slot)
-        self.worker.submit(lambda: self._replicate(save, slot, sealed))
-
-    # In the thread.
-
-    def _replicate(self, save: Save, slot: Slot, sealed: SealedSave) -> None:
-        save_id, ended = save.save_id, partial(self._peer_copies.receiver.end, save.save_id)
-
-        def send() -> None:
-            deadline = Deadline(self._timeout_s * _TRANSFER_SHARE)
-            self._peer_copies.client.try_again()
-            self._send_all(save_id, slot, save.description.slot_bytes, sealed, deadline)
-            self._outcomes.phase(save_id, "committed_here", PEER)
-
-        def taken() -> None:
-            ended()
-            self._outcomes.copied(save)
-
-        self._outcomes.phase(save_id, "begun", PEER)
-        # Keepers that are full, slow or lost degrade the tier alone: the ramdisk has the step all the same.
-        _, refusal = self._outcomes.tried(save_id, PEER, send, degrading=CheckpointError)
+    def act(self) -> SaveProtocol:
+        """See `TierWork.act`."""
+        self._outcomes.phase(self.save.save_id, "begun", PEER)
         try:
-            self._outcomes.conclude("peer-commit", save_id, PEER, refusal, taken=taken, left_out=ended, gone=False)
+            yield Do("copy to peers", self._send)
         finally:
-            self._tiers.staging.release(slot)
+            self.release()
+        self._outcomes.phase(self.save.save_id, "committed_here", PEER)
 
-    def _send_all(self, save_id: SaveId, slot: Slot, size_bytes: int, sealed: SealedSave, deadline: Deadline) -> None:
-        for keeper in self._peer_copies.keepers:
-            for sent_bytes in self._peer_copies.client.send_copy(
-                keeper, save_id, sealed.writer.process, slot.memory[:size_bytes], sealed.text_for_name
-            ):
+    def keep(self) -> None:
+        """See `TierWork.keep`."""
+        self._copies.receiver.end(self.save.save_id)
+        self._outcomes.committed(self.save, PEER, None)
+
+    def drop(self) -> None:
+        """See `TierWork.drop`."""
+        self._copies.receiver.end(self.save.save_id)
+
+    def release(self) -> None:
+        """See `TierWork.release`."""
+        if self._leased:
+            self._leased = False
+            self._staging.release(self._slot)
+
+    def _send(self) -> None:
+        save_id, size_bytes = self.save.save_id, self.save.description.slot_bytes
+        text, writer = self._sealed.text_for_name, self._sealed.writer.process
+        deadline = Deadline(self._copies.timeout_s * _TRANSFER_SHARE)
+        self._copies.client.try_again()
+        for keeper in self._copies.keepers:
+            memory = self._slot.memory[:size_bytes]
+            for sent_bytes in self._copies.client.send_copy(keeper, save_id, writer, memory, text):
                 if deadline.passed:
                     raise PeerUnreachableError(
-                        f"process {keeper} took {sent_bytes} of {size_bytes} bytes in {self._timeout_s / 2:g} s"
+                        f"process {keeper} took {sent_bytes} of {size_bytes} bytes in "
+                        f"{self._copies.timeout_s * _TRANSFER_SHARE:g} s"
                     )

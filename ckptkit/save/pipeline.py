@@ -3,120 +3,185 @@
 A save is taken by a decision that is the same on every process. Whether it succeeds is voted in the background:
 one process that could not stage it, or was too busy to, drops it everywhere. The step loop waits for nothing but its
 own copy, and, when a durable save is due (`durable_busy="wait"`), for the previous durable save.
+
+The copy runs on a thread of the pipeline while the caller waits for it: an exception that a signal raises in the
+caller (Ctrl-C) can interrupt the wait, and never what holds a slot.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import Any
 
-from ckptkit.errors import CheckpointError, StoreFullError
+from ckptkit.errors import CheckpointError, StoreFullError, heard_from
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Job
-from ckptkit.model.manifest import ManifestText, SaveId, Writer, custom_digest
+from ckptkit.model.manifest import SaveId, Writer
 from ckptkit.model.policies import SaveOptions
 from ckptkit.model.tiers import DURABLE, PEER, SSD
 from ckptkit.save.circuit_breaker import DurableRetry
+from ckptkit.save.commit_log import CommitLog
 from ckptkit.save.fence import EpochFence
+from ckptkit.save.first_tier import FirstWork, Sealer
 from ckptkit.save.flusher import Flusher
-from ckptkit.save.ledger import Ledger
-from ckptkit.save.outcomes import Outcomes, Refusal, describe
-from ckptkit.save.records import Admission, Save, SaveTargets, SealedSave, Snapshot, with_shardings
+from ckptkit.save.ledger import Branch
+from ckptkit.save.outcomes import Outcomes, describe
+from ckptkit.save.protocol import Ask, Do, Idle, Machinery, SaveProtocol, Veto, Wait, drive
+from ckptkit.save.records import Admission, Refusal, Save, SaveTargets, Snapshot, Ticket, with_shardings
 from ckptkit.save.replica_check import ReplicaComparison
 from ckptkit.save.retention import Retention
-from ckptkit.save.worker import Worker
-from ckptkit.slots.arena import Arena, Slot
-from ckptkit.snapshot import staging
-from ckptkit.snapshot.describe import Describer, Description, Digests
+from ckptkit.save.slot_maker import SlotMaker
+from ckptkit.save.under_way import SavesUnderWay, StallWatch, described
+from ckptkit.save.voting import Voting
+from ckptkit.save.worker import threads
+from ckptkit.slots.arena import Slot
+from ckptkit.snapshot.describe import Describer, Description
 from ckptkit.snapshot.items import SaveItems
 from ckptkit.util import clock
 from ckptkit.util.clock import Deadline
 
 VOTES_WAITING_MAX = 1024  # of saves that came too early: a few hundred bytes each
+_SAID_AFTER_S = 1.0  # of waiting for earlier saves, as Orbax logs it
+
+_log = logging.getLogger("ckptkit")
 
 
 class SavePipeline:
-    """Owner of the writer thread. Every method but `submit` may be called on one process alone.
+    """Owner of the threads of a save. Every method but `submit` may be called on one process alone.
 
     `describe` says what a save of some trees will hold, and raises for leaves that cannot be saved; `slots` makes the
     slots of saves to come; `outcomes` knows what has failed; `flusher` fills the slower tiers.
     """
 
     def __init__(
-        self, tiers: SaveTargets, job: Job, writer: Writer, ledger: Ledger, retention: Retention, options: SaveOptions
+        self,
+        tiers: SaveTargets,
+        job: Job,
+        writer: Writer,
+        branch: Branch,
+        retention: Retention,
+        options: SaveOptions,
+        machinery: Machinery | None = None,
     ):
         self._tiers = tiers
         self._pace = tiers.durable.pace  # the durable tier lets a save pass until its first commit
         self._coordinator = job.coordinator
         self._events = job.events
-        self._writer_record = writer
-        self._ledger = ledger
+        self._branch, self._ledger = branch, branch.ledger
         self._options = options
         self._changed = threading.Condition()
         self._unstaged = 0  # saves that still refer to the caller's arrays
         self._in_flight = 0  # snapshots that are taken and not yet committed, or dropped, by all
-        self._undecided: list[Slot] = []
         self._closed = False
-        self._text: tuple[Description, ManifestText] | None = None
+        self._machinery = machinery or threads(job.coordinator)
         self.describe = Describer(with_shardings)
-        self.outcomes = Outcomes(tiers, job, ledger, retention)
-        self.slots = SlotMaker(tiers, retention, self.outcomes)
+        self.under_way = SavesUnderWay(lambda: tiers.durable.pace.taken_bytes)
+        self.outcomes = Outcomes(tiers, job, branch.ledger, retention, options.on_failure, self.under_way)
+        log = CommitLog(branch.ledger, self.outcomes.booked)
+        self.voting = Voting(log, self.outcomes, job.coordinator.process, self._held, branch.order)
+        self.slots = SlotMaker(tiers, retention, self.outcomes, self._machinery)
         self._replicas = ReplicaComparison(options.replicas, job, self.outcomes, writer.host)
-        self._claim = EpochFence(tiers, job.coordinator, ledger, self.outcomes)
-        self._durable_retry = DurableRetry(options.on_failure, job)
-        timeout_s = job.coordinator.timeout_s
-        self.flusher = Flusher(tiers, ledger, self.outcomes, self._claim, self._durable_retry, timeout_s)
-        self._writer = Worker("ckptkit-writer", waiting_max=VOTES_WAITING_MAX)
+        self._claim = EpochFence(tiers, job.coordinator, branch.ledger, self.outcomes)
+        self._durable_retry = DurableRetry(options.on_failure, job, self.voting, log)
+        self.flusher = Flusher(
+            tiers, branch.ledger, self.outcomes, self.voting, self._claim, self._durable_retry, self._machinery
+        )
+        self._sealer = Sealer(tiers, self._claim, writer, self.outcomes)
+        self._stager = self._machinery.make_worker("ckptkit-stage", waiting_max=1)
+        self._writer = self._machinery.make_worker("ckptkit-writer", waiting_max=VOTES_WAITING_MAX)
 
-    def await_turn(self, due: frozenset[str], *, must_wait: bool, last: Deadline | None = None) -> Admission:
+    def run(self, protocol: SaveProtocol) -> Any:
+        """Runs a protocol on the caller's thread."""
+        return drive(protocol, self._coordinator)
+
+    def await_turn(self, due: frozenset[str], *, must_wait: bool, last: Deadline | None = None) -> SaveProtocol:
         """Waits for the saves before one that is due in the durable tier, on the step loop's thread.
 
         At most for the longest wait for other processes; not at all for a save that is due in fast tiers alone or,
         unless it is a `must_wait`, where one that comes too early is skipped, or the durable tier fails. One that no
         other follows has until `last`; it waits for the writer, a little for peers and disk, and queues behind a
-        durable save: none may cost the faster tiers.
+        durable save: none may cost the faster tiers. Returns an `Admission`.
         """
         forced = last is not None or must_wait
         patient = self._options.durable_busy == "wait" and not self._durable_retry.failing
         waits = last is not None or (DURABLE in due and (must_wait or patient))
         was_busy, waiting_s = waits and self.busy, clock.monotonic_s()
         deadline = last or Deadline(self._coordinator.timeout_s if waits else 0.0)
-        in_time = not waits or self._writer.wait_idle(deadline.left_s)
+        before = described(self.under_way.left())
+        wait = partial(self._await_earlier, durable=last is None, patient=must_wait)
+        in_time = not waits or (yield from self._say_waiting(wait, deadline))
         if last is not None:
-            soon = Deadline(last.left_s / 4)
-            self.flusher.wait_copies(soon)
-            self.flusher.wait_disk(soon)
-        elif waits:
-            in_time = in_time and self.flusher.wait_durable(deadline, patient=must_wait)
-            if not in_time and not must_wait and self._durable_retry.failing:
-                waits, in_time, deadline = False, True, Deadline(0.0)
+            yield from self.flusher.wait_fast(Deadline(last.left_s / 2))
+        elif waits and not in_time and not must_wait and self._durable_retry.failing:
+            waits, in_time, deadline = False, True, Deadline(0.0)
         waited_s = clock.monotonic_s() - waiting_s
+        if waited_s > _SAID_AFTER_S:
+            _log.warning("save waited %.1f s for the previous save: %s", waited_s, before)
         return Admission(
             waits=waits, forced=forced, was_busy=was_busy, in_time=in_time, waited_s=waited_s, deadline=deadline
         )
 
-    def raise_if_overdue(self, step: int, due: frozenset[str]) -> None:
+    def _await_earlier(self, deadline: Deadline, *, durable: bool, patient: bool) -> SaveProtocol:
+        in_time = yield Idle(self._writer, deadline.left_s)
+        if in_time and durable:
+            in_time = yield from self.flusher.wait_durable(deadline, patient=patient)
+        return in_time
+
+    def _say_waiting(self, wait: Callable[[Deadline], SaveProtocol], deadline: Deadline) -> SaveProtocol:
+        """Waits, and logs for what where that takes longer than a moment."""
+        if (yield from wait(Deadline(min(_SAID_AFTER_S, deadline.left_s)))):
+            return True
+        if deadline.passed:
+            return False
+        left = described(self.under_way.left())
+        _log.warning("save waits for the previous save, %.0f s at most: %s", deadline.left_s, left)
+        return (yield from wait(deadline))
+
+    def raise_if_overdue(self, step: int, due: frozenset[str], name: str) -> None:
         """Raises `SaveFailedError` where the durable tier has been failing for too long (`DurableRetry`).
 
         Waits for no save: what process 0 knows when it asks decides for all. With several processes only saves that
         are due there ask.
         """
         if self._coordinator.count == 1 or DURABLE in due:
-            self._durable_retry.raise_if_overdue(step)
+            self._durable_retry.raise_if_overdue(step, name)
+
+    def veto(self, name: str, error: BaseException) -> SaveProtocol:
+        """This process raises in the call `name` of `save`: the others drop the save at once. Raises nothing."""
+        if self._coordinator.count == 1:
+            return
+        reason = describe(error)
+        ballot, judge = self.voting.veto_of(reason)
+
+        def no_identity() -> None:
+            raise CheckpointError(f"the save raised: {reason}")
+
+        try:
+            if self._replicas.refuses:
+                yield self._replicas.veto(name)
+            yield Veto("commit", name, ballot, judge)
+        except CheckpointError as failure:  # the others time out, and drop it then
+            _log.warning("save %s: the other processes could not be told of its error: %s", name, failure)
+        if self._coordinator.process == 0:  # the others ask for it before they vote
+            with suppress(CheckpointError):
+                yield Ask("identity", name, no_identity)
 
     def submit(
         self,
-        save_id: SaveId,
+        ticket: Ticket,
         items: SaveItems,
         description: Description,
         due: frozenset[str],
         metrics: Any,
         start_s: float,
         turn: Admission,
-    ) -> None:
+    ) -> SaveProtocol:
         """Stages the state and hands the save over; returns once the caller may donate the state.
 
         Blocks for one copy of this process's boxes. A save that comes while `in_flight_max` snapshots are on their
@@ -125,9 +190,8 @@ class SavePipeline:
         (monotonic). Raises what staging raises (for an array that was deleted), and what no save is taken after
         (replicas that differ); the save is then dropped by vote.
         """
-        self.outcomes.phase(save_id, "begun")
         save = Save(
-            save_id=save_id,
+            ticket=ticket,
             items=replace(items, trees={}, inline={}, durable={}),
             description=description,
             due=due,
@@ -136,29 +200,49 @@ class SavePipeline:
             snapshot=None,
             staged_s=clock.monotonic_s(),
         )
+        staged: Future[None] = Future()
+        self._stager.submit(lambda: self._stage(save, items, start_s, turn, staged))
+        yield Wait(staged)
+
+    # In the staging thread.
+
+    def _stage(
+        self, save: Save, items: SaveItems, start_s: float, turn: Admission, staged: Future[None]
+    ) -> SaveProtocol:
+        """Stages a save and hands it to the writer; the caller waits for `staged`."""
+        try:
+            yield from self._stage_and_hand_over(save, items, start_s, turn)
+        except BaseException as error:  # noqa: BLE001  raised by the caller, who waits for it
+            staged.set_exception(error)
+        else:
+            staged.set_result(None)
+
+    def _stage_and_hand_over(self, save: Save, items: SaveItems, start_s: float, turn: Admission) -> SaveProtocol:
+        description, save_id = save.description, save.save_id
+        self.under_way.begin(save_id.step, save.due)
+        self.outcomes.phase(save_id, "begun")
         try:
             self.outcomes.raise_if_stopped()
             self.slots.size(description.slot_bytes, description.share_bytes)
             waiting_s = clock.monotonic_s()
-            slot, refusal = self._admit(save_id, description.slot_bytes, due, turn)
+            slot, refusal = yield from self._admit(save, turn)
             waited_s = turn.waited_s + clock.monotonic_s() - waiting_s
-            staged = None if slot is None else self._begin_staging(save_id, description, items, slot, due)
-        except BaseException as error:  # the caller hears it here, and the others in the vote, to which they come
+            snapshot = None if slot is None else (yield from self._begin_staging(save, items, slot))
+        except BaseException as error:  # the caller raises it; the others learn it in the vote
             self._hand_over(save, Refusal(policy="veto", reason=describe(error)))
             raise
         staged_s = clock.monotonic_s()
         self._ledger.begin(save_id)
-        if staged is not None:
+        if snapshot is not None:
             # A reference to the trees, held in the background, would keep device memory in use.
-            kept = replace(items, trees={})
-            save = replace(save, items=kept, snapshot=staged, staged_s=staged_s)
+            save = replace(save, items=replace(items, trees={}), snapshot=snapshot, staged_s=staged_s)
             self._events.emit(
                 Kind.STAGED,
                 step=save_id.step,
-                strategy=staged.staging.strategy,
-                reason=staged.staging.reason,
+                strategy=snapshot.staging.strategy,
+                reason=snapshot.staging.reason,
                 bytes=description.held_bytes,
-                tiers=sorted(due),
+                tiers=sorted(save.due),
                 stall_s=round(staged_s - start_s, 6),
                 waited_s=round(waited_s, 6),
                 **({"policy": "wait"} if turn.was_busy else {}),
@@ -172,9 +256,7 @@ class SavePipeline:
             self._in_flight += save.snapshot is not None
         self._writer.submit(lambda: self._commit(save, refusal))
 
-    def _admit(
-        self, save_id: SaveId, size_bytes: int, due: frozenset[str], turn: Admission
-    ) -> tuple[Slot | None, Refusal | None]:
+    def _admit(self, save: Save, turn: Admission) -> SaveProtocol:
         """A slot for the next snapshot, or why this process has none; waits for one where it was its turn to wait.
 
         Which of the two is a local matter of timing, so it decides nothing: the refusal goes into the vote.
@@ -186,34 +268,34 @@ class SavePipeline:
         if in_flight >= in_flight_max:
             reason = f"too early: {in_flight} snapshots are on their way, in_flight_max={in_flight_max}"
             return None, Refusal(policy="skip", reason=reason)
+        staging, name, size_bytes = self._tiers.staging, self._tiers.staging_name, save.description.slot_bytes
         try:
-            slot = self._tiers.staging.acquire(size_bytes, timeout_s=turn.deadline.left_s)
+            slot = yield Do("take a slot", lambda: staging.acquire(size_bytes, timeout_s=turn.deadline.left_s))
         except StoreFullError as error:
-            self.outcomes.no_room(save_id, self._tiers.staging_name, error, due)
+            self.outcomes.no_room(save.save_id, name, error, save.due)
             return None, Refusal(policy="veto", reason=describe(error))
         except (CheckpointError, OSError) as error:  # a mount that became read-only, say: training goes on
-            self.outcomes.failed(save_id, self._tiers.staging_name, error)
+            self.outcomes.failed(save.save_id, name, error)
             return None, Refusal(policy="veto", reason=describe(error))
         if slot is None:
             reason = "no free slot: slower tiers still read the others, or they are still being made"
             return None, Refusal(policy="wait" if turn.waits else "skip", reason=reason)
         return slot, None
 
-    def _begin_staging(
-        self, save_id: SaveId, description: Description, items: SaveItems, slot: Slot, due: frozenset[str]
-    ) -> Snapshot:
-        self._pace.begin_urgent(save_id)
+    def _begin_staging(self, save: Save, items: SaveItems, slot: Slot) -> SaveProtocol:
+        description = save.description
+        self._pace.begin_urgent(save.save_id)
         disk = None
         try:
-            if SSD in due:
-                disk = self.flusher.begin_disk(save_id, slot, description.extents, description.slot_bytes)
+            if SSD in save.due:
+                disk = self.flusher.begin_disk(save, slot, description.extents, description.slot_bytes)
             copied = disk.copy.filled if disk is not None else None
             local_replicas, compared = self._replicas.shards(description, items.trees)
-            choice = self._options.staging
-            begun = staging.begin(choice, description, items.trees, slot.memory, copied, compared)
+            begin, choice = self._machinery.begin_staging, self._options.staging
+            begun = yield Do("stage", lambda: begin(choice, description, items.trees, slot.memory, copied, compared))
             return Snapshot(slot=slot, staging=begun, disk=disk, local_replicas=local_replicas)
-        except BaseException:  # an array that was deleted, say: the caller hears it, the slot is free again
-            self._pace.end_urgent(save_id)
+        except BaseException:  # an array that was deleted, say: the caller raises it, the slot is free again
+            self._pace.end_urgent(save.save_id)
             if disk is not None:
                 disk.leave_out()
             self._tiers.staging.release(slot)
@@ -221,199 +303,132 @@ class SavePipeline:
 
     def wait_until_staged(self) -> None:
         """Waits until no save refers to the arrays that it was given."""
+        self._stager.drain()
         with self._changed:
             self._changed.wait_for(lambda: self._unstaged == 0)
 
     def wait(self) -> None:
         """Waits until every save that was taken is in all the tiers it was due in, or has failed."""
+        self._stager.drain()
         self._writer.drain()
         self.flusher.drain()
 
-    def wait_decided(self, deadline: Deadline) -> bool:
-        """Waits until all processes have taken every save so far, or dropped it; False where time ran out first."""
-        return self._writer.wait_idle(deadline.left_s)
+    def wait_or_stall(self, limit_s: float) -> SaveProtocol:
+        """Waits as `wait` does, for as long as saves advance; False where nothing did for `limit_s`."""
+        watch = StallWatch(self.under_way, limit_s)
+        while not (yield from self.settle(watch.look())):
+            if watch.stalled:
+                return False
+        return True
 
-    def settle(self, deadline: Deadline) -> bool:
+    def wait_decided(self, deadline: Deadline) -> SaveProtocol:
+        """Waits until all processes have taken every save so far, or dropped it; False where time ran out first."""
+        return (yield Idle(self._stager, deadline.left_s)) and (yield Idle(self._writer, deadline.left_s))
+
+    def settle(self, deadline: Deadline) -> SaveProtocol:
         """Waits for every tier as `wait` does, but until `deadline`; False where some are not done. Raises nothing."""
-        return self._writer.wait_idle(deadline.left_s) and self.flusher.settle(deadline)
+        return (
+            (yield from self.wait_decided(deadline))
+            and (yield from self.flusher.wait_fast(deadline))
+            and (yield from self.flusher.wait_durable(deadline))
+        )
+
+    def synchronise(self, about: str) -> SaveProtocol:
+        """Before a restore: every process learns what it missed of process 0's decisions, and counts on as it does.
+
+        No save may be on its way. Raises `CoordinationError` where the meeting fails, and what another process raised
+        instead (`withdraw`).
+        """
+
+        def decide(values: list[Any]) -> Any:
+            raised = [(process, value["error"]) for process, value in enumerate(values) if value and value["error"]]
+            if raised:
+                raise heard_from(raised[0][0], *raised[0][1])
+            return values[0]["state"]
+
+        value = {"state": self._branch.state(), "error": None}
+        told = yield from self.voting.agree("synchronise", about, value, decide, lambda each: each["error"] is not None)
+        self._branch.synchronise(told)
+
+    def withdraw(self, about: str, error: BaseException) -> SaveProtocol:
+        """This process raises in the call `about` before `synchronise`: the others raise at once. Raises nothing."""
+        if self._coordinator.count == 1:
+            return
+        said = [type(error).__name__, str(error)]
+
+        def fail(_: list[Any]) -> None:
+            raise heard_from(self._coordinator.process, *said)
+
+        value = {"value": {"state": None, "error": said}, "known": self.voting.known()}
+        try:
+            yield Veto("synchronise", about, value, fail)
+        except CheckpointError as failure:  # the others time out
+            _log.warning("%s: the other processes could not be told of its error: %s", about, failure)
 
     @property
     def busy(self) -> bool:
         """Whether a save is still on its way."""
-        return not (self._writer.idle and self.flusher.idle)
+        return not (self._stager.idle and self._writer.idle and self.flusher.idle)
 
     def raise_if_closed(self) -> None:
         """Raises `CheckpointError` after `close`: the slots may be another run's by now."""
         if self._closed:
             raise CheckpointError("the manager was closed and saves nothing any more; make another one")
 
-    def close(self) -> None:
-        """Finishes what is under way and joins the threads."""
+    def close(self, deadline: Deadline) -> bool:
+        """Finishes what is under way and joins the threads; False where some still run at the deadline."""
         self._closed = True
-        self._writer.close()
-        self.flusher.close()
-        self.slots.close()
+        ended = self._stager.close(deadline.left_s)
+        ended = self._writer.close(deadline.left_s) and ended
+        ended = self.flusher.close(deadline) and ended
+        return self.slots.close(deadline.left_s) and ended
+
+    def _held(self, tier: str) -> list[SaveId] | None:
+        """The saves that this process has committed in a fast tier."""
+        if tier == PEER:
+            return None  # the copies of others are not what this process holds
+        arena = self._tiers.disk if tier == SSD else self._tiers.staging
+        return [] if arena is None else arena.held()
 
     # In the writer thread.
 
-    def _commit(self, save: Save, refusal: Refusal | None) -> None:
+    def _commit(self, save: Save, refusal: Refusal | None) -> SaveProtocol:
+        work = FirstWork(save, self._sealer, self._replicas, self._branch, self.flusher)
+        slot = None if save.snapshot is None else save.snapshot.slot
         try:
-            self._commit_and_vote(save, refusal)
-        except Exception as error:  # noqa: BLE001  the top of a thread: whoever asks for errors is to hear of it
-            self.outcomes.failed(save.save_id, self._tiers.staging_name, error)
-        finally:
+            if self._coordinator.process == 0:  # also where it refuses: the others wait for it
+                try:
+                    yield from work.identify()
+                except Exception as error:  # noqa: BLE001  voted on
+                    refusal = self.outcomes.refused(save, self._tiers.staging_name, error)
+            if slot is not None:
+                self._tiers.staging.lease(slot)  # until the slower tiers have theirs
+            yield from self._finish_staging(work)
+            refusal = yield from work.compare(refusal)
+            verdict = yield from self.voting.run(work, refusal=refusal)
             self._pace.end_urgent(save.save_id)
-            disk = save.snapshot.disk if save.snapshot is not None else None
-            if disk is not None and not disk.decided.done():
-                disk.leave_out()
-            with self._changed:
-                self._in_flight -= save.snapshot is not None
-                self._changed.notify_all()
-
-    def _commit_and_vote(self, save: Save, refusal: Refusal | None) -> None:
-        """Finish staging, compare replicas, manifest, local commit, vote; then on to the slower tiers."""
-        tried = partial(self.outcomes.tried, save.save_id, self._tiers.staging_name, due=save.due)
-        staged, local_replicas = save.snapshot, save.snapshot.local_replicas if save.snapshot is not None else ()
-        digests, failed = tried(lambda: self._finish_staging(save))
-        # Every process comes, also one that has staged nothing.
-        differing, failed_too = tried(
-            lambda: self._replicas.compare(save.save_id, save.description, local_replicas, digests)
-        )
-        refusal, sealed = refusal or failed or failed_too or differing, None
-        if staged is not None and digests is not None and refusal is None:
-            sealed, refusal = tried(lambda: self._commit_here(save, staged.slot, digests))
-        try:
-            refusals = self.outcomes.vote("commit", save.save_id, refusal)
-        except CheckpointError as error:
-            self._leave_undecided(save, error)
-            return
-        if refusals is not None:
-            self._drop(save, refusals)
-            return
-        assert sealed is not None
-        assert staged is not None
-        try:
-            self.outcomes.committed(save, self._tiers.staging_name, self._tiers.staging)
-            self._release_undecided()
-            self._pace.end_urgent(save.save_id)
-            self.flusher.flush(save, staged.slot, sealed)
+            if verdict is not None and verdict.refusal is None and slot is not None and work.sealed is not None:
+                self.flusher.flush(work.save, slot, work.sealed, work.refused_later(verdict))
+        except Exception as error:  # noqa: BLE001  the top of a thread: reported and stored
+            self.outcomes.failed(work.save.save_id, self._tiers.staging_name, error)
         finally:
-            self._tiers.staging.release(staged.slot)
+            self._end(save)
+            if slot is not None:
+                self._tiers.staging.release(slot)
 
-    def _finish_staging(self, save: Save) -> Mapping[int, Digests] | None:
+    def _finish_staging(self, work: FirstWork) -> SaveProtocol:
+        """Moves what is left of the state, and lets the caller's arrays go. What fails is raised in the vote."""
         try:
-            if save.snapshot is None:
-                return None
-            digests = save.snapshot.staging.finish()
-            self.outcomes.phase(save.save_id, "staged", self._tiers.staging_name)
-            return digests
+            yield from work.finish_staging()
         finally:
             with self._changed:
                 self._unstaged -= 1
                 self._changed.notify_all()
 
-    def _commit_here(self, save: Save, slot: Slot, digests: Mapping[int, Digests]) -> SealedSave:
-        self._claim.claim(save.save_id)
-        sealed = SealedSave(
-            save_id=save.save_id,
-            writer=self._writer_record,
-            description=save.description,
-            digests=digests,
-            inline=save.items.inline,
-            custom=custom_digest(save.items.custom_metadata),
-            text=self._text_of(save.description),
-        )
-        if self._tiers.staging.directory is not None:
-            self._tiers.staging.commit(slot, save.save_id, sealed.text_for(slot))
-        self.outcomes.phase(save.save_id, "committed_here", self._tiers.staging_name)
-        return sealed
-
-    def _text_of(self, description: Description) -> ManifestText:
-        """What manifests of a description have in common; a loop saves the same description again and again."""
-        if self._text is None or self._text[0] is not description:
-            records = {item: tuple(s.record for s in sources) for item, sources in description.items.items()}
-            self._text = (description, ManifestText(records))
-        return self._text[1]
-
-    def _leave_undecided(self, save: Save, error: CheckpointError) -> None:
-        """Nobody here knows the verdict. What is committed here stays, and its slot stays leased until a newer save is
-        committed by all: others may count on it at the restart."""
-        self.outcomes.failed(save.save_id, self._tiers.staging_name, error)
-        if save.snapshot is not None:
-            self._undecided.append(save.snapshot.slot)
-            if self._tiers.staging.directory is None:  # nothing of it outlives the process
-                self._release_undecided()
-
-    def _release_undecided(self) -> None:
-        while self._undecided:
-            self._tiers.staging.release(self._undecided.pop())
-
-    def _drop(self, save: Save, refusals: Refusal) -> None:
-        if save.snapshot is not None:
-            try:
-                self._tiers.staging.discard(save.snapshot.slot)
-            except (CheckpointError, OSError) as error:  # no save is to keep its slot for ever
-                self.outcomes.degraded(save.save_id.step, self._tiers.staging_name, error)
-            finally:
-                self._tiers.staging.release(save.snapshot.slot)
-        self.outcomes.skipped(save.save_id, self._tiers.staging_name, refusals, gone=True)
-
-
-@final
-class SlotMaker:
-    """Owner of the thread that makes the slots of every fast tier. Belongs to the step loop's thread."""
-
-    def __init__(self, tiers: SaveTargets, retention: Retention, outcomes: Outcomes):
-        self._tiers = tiers
-        self._retention = retention
-        self._outcomes = outcomes
-        self._prepared_bytes = 0
-        self._worker = Worker("ckptkit-arena", waiting_max=4)
-
-    def prepare(self, slot_bytes: int, share_bytes: int) -> None:
-        """Begins to make the slots of every fast tier in the background, for saves of `slot_bytes` on this process and
-        of `share_bytes` at most on any.
-
-        Raises `StoreFullError` where a tier has no room for its slots, with the bytes needed and free.
-        """
-        self.size(slot_bytes, share_bytes)
-        beside_bytes = sum(peer_arena.missing_bytes(slot_bytes) for peer_arena in self._peer_arenas)
-        self._tiers.staging.check_room(slot_bytes, beside_bytes=beside_bytes)
-        if self._tiers.disk is not None:
-            self._tiers.disk.check_room(slot_bytes)
-        self.reserve(slot_bytes)
-
-    def size(self, slot_bytes: int, share_bytes: int) -> None:
-        """Says how large saves are: how many slots a tier has may follow from it."""
-        if self._retention.sized(share_bytes, slot_bytes):
-            self._prepared_bytes = 0  # the new slots are to be made
-
-    def reserve(self, slot_bytes: int) -> None:
-        """What `prepare` begins, without asking for room first: a tier that has none says so in an event."""
-        if self._prepared_bytes >= slot_bytes:
-            return
-        self._prepared_bytes = slot_bytes
-
-        def reserve(arena: Arena, tier: str) -> None:
-            try:
-                arena.reserve(slot_bytes)
-            except (CheckpointError, OSError) as error:
-                self._outcomes.degraded(None, tier, error)
-
-        self._worker.submit(lambda: reserve(self._tiers.staging, self._tiers.staging_name))
-        if (disk := self._tiers.disk) is not None:
-            self._worker.submit(lambda: reserve(disk, SSD))
-        for peer_arena in self._peer_arenas:
-            self._worker.submit(lambda peer_arena=peer_arena: reserve(peer_arena, PEER))
-
-    def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until all slots are made; False when `timeout_s` passed first."""
-        return self._worker.wait_idle(timeout_s)
-
-    def close(self) -> None:
-        """Finishes what is under way and joins the thread."""
-        self._worker.close()
-
-    @property
-    def _peer_arenas(self) -> tuple[Arena, ...]:
-        return () if self._tiers.peer_copies is None else self._tiers.peer_copies.peer_arenas
+    def _end(self, save: Save) -> None:
+        self._pace.end_urgent(save.save_id)
+        if save.snapshot is not None and save.snapshot.disk is not None:
+            save.snapshot.disk.leave_out()
+        with self._changed:
+            self._in_flight -= save.snapshot is not None
+            self._changed.notify_all()

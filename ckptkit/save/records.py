@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -24,10 +24,28 @@ from ckptkit.util.clock import Deadline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why a save does not go on. `skip`: it came too early; `wait`: it waited for its turn in vain; `veto`: a process
+    could not do its part."""
+
+    policy: Literal["skip", "wait", "veto"]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """One call of `save`: the name of its barriers, which every process counts alike, and what this process takes for
+    the save's identity. Process 0's identity holds (`Branch`)."""
+
+    name: str
+    save_id: SaveId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
     """One save on its way through the tiers. `snapshot` is None where this process had no room for it."""
 
-    save_id: SaveId
+    ticket: Ticket
     items: SaveItems
     description: describe.Description
     due: frozenset[str]
@@ -35,6 +53,20 @@ class Save:
     metrics: Any
     snapshot: Snapshot | None
     staged_s: float  # monotonic, when the step loop was let go
+
+    @property
+    def name(self) -> str:
+        """The name of its barriers."""
+        return self.ticket.name
+
+    @property
+    def save_id(self) -> SaveId:
+        """Its identity."""
+        return self.ticket.save_id
+
+    def identified(self, save_id: SaveId) -> Save:
+        """The same save, with the identity that process 0 gave it."""
+        return self if save_id == self.save_id else replace(self, ticket=replace(self.ticket, save_id=save_id))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +100,8 @@ class DiskFlush:
 
     def leave_out(self) -> None:
         """Ends the copy for nothing, unless the save goes on to the disk already."""
-        self.copy.abandon()
         if not self.decided.done():
+            self.copy.abandon()
             self.decided.set_result(None)
 
 
@@ -115,6 +147,7 @@ class PeerCopies:
     peer_arenas: tuple[Arena, ...]
     receiver: CopyReceiver
     client: PeerClient
+    timeout_s: float  # the longest wait for other processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

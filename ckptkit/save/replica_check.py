@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -12,7 +12,8 @@ from ckptkit.events import Kind
 from ckptkit.job.coordination import Job
 from ckptkit.model.manifest import SaveId, digest_of
 from ckptkit.model.policies import ReplicaPolicy
-from ckptkit.save.outcomes import Outcomes, Refusal
+from ckptkit.save.outcomes import Outcomes
+from ckptkit.save.protocol import Agree, Effect, Veto
 from ckptkit.snapshot.describe import Description, Digests, Shard
 from ckptkit.snapshot.replicas import (
     BoxHolders,
@@ -65,6 +66,11 @@ class ReplicaComparison:
         self._rotation = None if policy is None else Rotation(policy)
         self._metadata_index: _Shared | None = None
 
+    @property
+    def refuses(self) -> bool:
+        """Whether a save whose replicas differ is refused: then they are compared before anything is committed."""
+        return self._policy is not None and self._policy.on_difference != "report"
+
     def shards(
         self, description: Description, trees: Mapping[str, Any]
     ) -> tuple[tuple[LocalReplica, ...], list[Shard]]:
@@ -74,30 +80,71 @@ class ReplicaComparison:
         local_replicas = self._rotation.choose(self._of(description).local_replicas)
         return local_replicas, twin_shards(description, trees, local_replicas)
 
-    def compare(
+    def ballot(
         self,
-        save_id: SaveId,
         description: Description,
         local_replicas: Sequence[LocalReplica],
         digests: Mapping[int, Digests] | None,
-    ) -> Refusal | None:
-        """Meets with all processes; says what differs, and refuses the save where the policy says so.
-
-        `digests` None: this process has staged nothing, and the others compare without it. Raises `CheckpointError`
-        where the meeting fails.
-        """
+    ) -> dict[str, Any] | None:
+        """What this process tells the others of its boxes; None where nothing is compared, or nothing was staged."""
         shared = self._of(description)
-        if self._policy is None or not shared.compared:
+        if self._policy is None or not shared.compared or digests is None:
             return None
-        found = self._meet(save_id, shared, local_replicas, digests)
-        for each in found:
+        process = self._coordinator.process
+        sets = {name: boxes for name, boxes in shared.boxes.items() if process in shared.holders[name]}
+        local = differing_local_replicas(shared.description, local_replicas, digests)[:FOLLOWED]
+        return {
+            "sets": {name: hash_of(boxes, digests) for name, boxes in sets.items()},
+            "local": [self._local(shared.description, local_replicas, each, digests) for each in local],
+        }
+
+    def decide(self, ballots: Sequence[dict[str, Any] | None]) -> tuple[dict[str, Any], list[str] | None]:
+        """On process 0: where boxes differ, and the refusal of the save that the policy makes of it."""
+        found = _first_look(ballots)
+        differ = bool(found["sets"] or found["local"])
+        return found, ["veto", "replicas differ"] if differ and self.refuses else None
+
+    def compare_before_commit(
+        self, name: str, ballot: dict[str, Any] | None, digests: Mapping[int, Digests] | None
+    ) -> Generator[Effect, Any, dict[str, Any]]:
+        """What `decide` makes of all ballots: `found` and `refusal`. One meeting, without an answer as soon as one
+        process has staged nothing. Raises `CoordinationError`."""
+        value = {"refused": digests is None, "ballot": ballot}
+        return (yield Agree("replicas", name, value, self._first_verdict, lambda each: each["refused"]))
+
+    def veto(self, name: str) -> Veto:
+        """For a process that raises in the call `name`: the others wait for it in `compare_before_commit`."""
+        return Veto("replicas", name, {"refused": True, "ballot": None}, self._first_verdict)
+
+    def _first_verdict(self, values: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+        found, refusal = self.decide([value and value["ballot"] for value in values])
+        return {"found": found, "refusal": refusal}
+
+    def follow_up(
+        self,
+        save_id: SaveId,
+        name: str,
+        description: Description,
+        found: Mapping[str, Any],
+        digests: Mapping[int, Digests] | None,
+    ) -> Generator[Effect, Any, str | None]:
+        """Names the boxes that differ; returns the first as a reason where the policy refuses the save.
+
+        `found` is what `decide` returned on process 0. `digests` None: this process has staged nothing.
+        """
+        if self._policy is None or not (found["sets"] or found["local"]):
+            return None
+        shared = self._of(description)
+        ranges: list[_Range] = [(each, 0, len(shared.boxes[each])) for each in found["sets"]]
+        differences = [*found["local"], *(yield from self._look_into(save_id, name, shared, ranges, digests))]
+        for each in differences:
             self._events.emit(Kind.REPLICAS_DIFFER, step=save_id.step, policy=self._policy.on_difference, **each)
-        if not found or self._policy.on_difference == "report":
+        if self._policy.on_difference == "report":
             return None
-        words = [_words(each) for each in found]
+        words = [_words(each) for each in differences]
         if self._policy.on_difference == "stop":
             self._outcomes.stop(ReplicaMismatchError(words, step=save_id.step))
-        return Refusal(policy="veto", reason=f"replicas differ: {words[0]}")
+        return f"replicas differ: {words[0]}"
 
     def _of(self, description: Description) -> _Shared:
         if self._metadata_index is None or self._metadata_index.description is not description:
@@ -112,33 +159,14 @@ class ReplicaComparison:
             )
         return self._metadata_index
 
-    def _meet(
+    def _look_into(
         self,
         save_id: SaveId,
+        name: str,
         shared: _Shared,
-        local_replicas: Sequence[LocalReplica],
+        ranges: list[_Range],
         digests: Mapping[int, Digests] | None,
-    ) -> list[dict[str, Any]]:
-        """The differences, on every process the same."""
-        process = self._coordinator.process
-        mine = None
-        if digests is not None:
-            sets = {name: boxes for name, boxes in shared.boxes.items() if process in shared.holders[name]}
-            local = differing_local_replicas(shared.description, local_replicas, digests)[:FOLLOWED]
-            mine = {
-                "sets": {name: hash_of(boxes, digests) for name, boxes in sets.items()},
-                "local": [
-                    self._local(shared.description, local_replicas, local_replica, digests) for local_replica in local
-                ],
-            }
-        verdict = self._coordinator.agree("replicas", mine, _first_look, about=str(save_id))
-        found: list[dict[str, Any]] = verdict["local"]
-        ranges: list[_Range] = [(name, 0, len(shared.boxes[name])) for name in verdict["sets"]]
-        return [*found, *self._look_into(save_id, shared, ranges, digests)]
-
-    def _look_into(
-        self, save_id: SaveId, shared: _Shared, ranges: list[_Range], digests: Mapping[int, Digests] | None
-    ) -> list[dict[str, Any]]:
+    ) -> Generator[Effect, Any, list[dict[str, Any]]]:
         """The boxes that differ in `ranges`, at most `FOLLOWED`. A channel of its own: where these meetings fail, the
         next save's comparison is none the worse, and what differs is named by its processes alone."""
         found: list[dict[str, Any]] = []
@@ -148,12 +176,7 @@ class ReplicaComparison:
             if digests is not None:
                 mine["hashes"] = self._hashes(shared, ranges, digests)
             try:
-                verdict = self._coordinator.agree(
-                    "replica-details",
-                    mine,
-                    partial(_narrowed, shared.holders),
-                    about=str(save_id),
-                )
+                verdict = yield Agree("replica-details", name, mine, partial(_narrowed, shared.holders))
             except CheckpointError as error:
                 return [*found, *(_unnamed(shared.holders[name], str(error)) for name, _, _ in ranges)]
             found += [_named(shared, each) for each in verdict["boxes"]]
@@ -195,7 +218,7 @@ class ReplicaComparison:
         return _difference(local_replica.item, local_replica.record.name, local_replica.box, holders, suspects)
 
 
-def _first_look(values: list[Any]) -> dict[str, Any]:
+def _first_look(values: Sequence[Any]) -> dict[str, Any]:
     said = [value for value in values if value is not None]
     sets: dict[str, set[str]] = {}
     for value in said:

@@ -78,7 +78,6 @@ class Retention:
             for name, arena in self._arenas.items():
                 if not self._give_up(name, problems) and name == tier:
                     arena.protect(save_id)
-                self._ledger.keep_only(name, arena.held())
         return problems
 
     def copied(self, save_id: SaveId) -> list[tuple[str, Exception]]:
@@ -90,7 +89,6 @@ class Retention:
                 if self._beside[name]:
                     arena.protect(save_id, why=PEER)
                     self._give_up(name, problems)
-                    self._ledger.keep_only(name, arena.held())
             for peer_arena in self._peer_arenas:
                 peer_arena.protect(save_id)
             self._ledger.keep_only(
@@ -102,10 +100,13 @@ class Retention:
         """Forgets what neither the tier's policy nor another reason keeps; False where no policy has a say yet."""
         kept, arena = self._protect(name), self._arenas[name]
         if kept:
+            forgotten = self._ledger.committed_in(name) - arena.protected
             try:
-                arena.forget(self._ledger.committed_in(name) - arena.protected)
+                arena.forget(forgotten)
             except (CheckpointError, OSError) as error:
                 problems.append((name, error))
+            else:
+                self._ledger.drop(name, forgotten)
         return bool(kept)
 
     def _protect(self, name: str) -> list[SaveId]:

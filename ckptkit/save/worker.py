@@ -5,23 +5,29 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
+from ckptkit.job.coordination import Coordinator, LocalCoordinator
+from ckptkit.save.disk_copy import DiskCopy
+from ckptkit.save.protocol import Machinery, SaveProtocol, drive
+from ckptkit.snapshot import staging
 from ckptkit.util.clock import Deadline
 
-Task = Callable[[], None]
+Job = Callable[[], SaveProtocol | None]
 
 
 @final
 class Worker:
     """One named thread that runs jobs in order, with room for `waiting_max` that wait. Jobs handle their own errors.
 
-    The order of jobs is the order of `submit`: the same on every process, so that the meetings that jobs hold
-    meet. An exception that escapes a job is kept and raised by `drain`.
+    A job that returns a protocol has it driven over `coordinator`. An exception that escapes a job is kept and raised
+    by `drain`.
     """
 
-    def __init__(self, name: str, *, waiting_max: int):
-        self._jobs: deque[Task] = deque()
+    def __init__(self, name: str, *, waiting_max: int, coordinator: Coordinator | None = None):
+        self._coordinator = coordinator or LocalCoordinator()
+        self._jobs: deque[Job] = deque()
         self._waiting_max = waiting_max
         self._running = False
         self._stopping = False
@@ -36,7 +42,7 @@ class Worker:
         with self._changed:
             return not self._running and not self._jobs
 
-    def submit(self, job: Task) -> None:
+    def submit(self, job: Job) -> None:
         """Queues a job; waits while `waiting_max` jobs wait already."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._jobs) < self._waiting_max)
@@ -59,12 +65,13 @@ class Worker:
         if error is not None:
             raise error
 
-    def close(self) -> None:
-        """Runs what is queued, then ends and joins the thread."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Runs what is queued, then ends and joins the thread; False where it still runs after `timeout_s`."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while True:
@@ -77,7 +84,10 @@ class Worker:
                 self._changed.notify_all()
             error = None
             try:
-                job()
+                protocol = job()
+                if protocol is not None:
+                    drive(protocol, self._coordinator)
+                del protocol
             except BaseException as caught:  # noqa: BLE001  the top of a thread: kept, and raised by drain
                 error = caught
             del job  # a finished job must not keep arrays or slots alive
@@ -85,3 +95,10 @@ class Worker:
                 self._error = self._error or error
                 self._running = False
                 self._changed.notify_all()
+
+
+def threads(coordinator: Coordinator) -> Machinery:
+    """Real threads and copies, over the job's coordinator."""
+    return Machinery(
+        make_worker=partial(Worker, coordinator=coordinator), make_disk_copy=DiskCopy, begin_staging=staging.begin
+    )

@@ -14,7 +14,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
-from ckptkit.job.coordination import Coordinator, LocalCoordinator
+from ckptkit.job.coordination import Coordinator, LocalCoordinator, ScopedCoordinator
 from ckptkit.model.tiers import DURABLE, Tier, TierClockPolicy, TierSavePolicy
 from ckptkit.util import clock
 
@@ -80,7 +80,7 @@ class Decider:
         self._read_only = options.read_only
         self._asks_user = options.save_decision_policy is not None or options.should_save_fn is not None
         self._policy = options.save_decision_policy or _default_policy(options)
-        self._coordinator = coordinator or LocalCoordinator()
+        self._coordinator = ScopedCoordinator(coordinator or LocalCoordinator())
         self._alone = self._coordinator.count == 1 or _is_of_the_step_alone(self._policy)
         if not self._alone:
             self._policy = _asked_by_one(self._policy)
@@ -90,6 +90,10 @@ class Decider:
         self._by_clock = any(isinstance(tier.save, TierClockPolicy) for tier in tiers)
         self._taken_s: dict[str, float] = {}  # by tier, when it last took a step, or one was restored; monotonic
         self.refill(durable_steps)
+
+    def begin(self, call: str) -> None:
+        """The questions from now on are those of this call, which all processes name alike."""
+        self._coordinator.begin(call)
 
     def refill(self, durable_steps: Iterable[StepInfo | int]) -> None:
         """The durable tier was looked at afresh: it holds these."""

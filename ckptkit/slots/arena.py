@@ -10,11 +10,11 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Protocol, TypeVar, final
 
 import numpy as np
 
@@ -43,6 +43,23 @@ class Slot:
     memory: np.ndarray
     save_id: SaveId | None = None  # what a committed manifest says it holds
     leases: int = 0  # who reads or writes it now
+
+
+class Reusable(Protocol):
+    """What decides whether a slot may be written."""
+
+    save_id: SaveId | None
+    leases: int
+
+
+_Slot = TypeVar("_Slot", bound=Reusable)
+
+
+def reusable(slots: Iterable[_Slot], protected: Collection[SaveId]) -> _Slot | None:
+    """The slot to be written next: an empty one, or the one with the oldest save. None while all are leased or hold
+    a protected save."""
+    free = [slot for slot in slots if slot.leases == 0 and slot.save_id not in protected]
+    return min(free, key=lambda slot: slot.save_id or SaveId(-1, -1, -1), default=None)
 
 
 @final
@@ -330,12 +347,7 @@ class Arena:
         return slot.save_id is None or self._allocated_bytes(slot) >= size_bytes
 
     def _reusable(self, passed_over: Collection[str] = ()) -> Slot | None:
-        free = [
-            slot
-            for slot in self._slots
-            if slot.leases == 0 and slot.save_id not in self.protected and slot.name not in passed_over
-        ]
-        return min(free, key=lambda slot: slot.save_id or SaveId(-1, -1, -1), default=None)
+        return reusable([slot for slot in self._slots if slot.name not in passed_over], self.protected)
 
     def _grow(self, slot: Slot, size_bytes: int) -> None:
         size_bytes = whole_pages(size_bytes)

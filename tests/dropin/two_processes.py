@@ -267,7 +267,7 @@ def overdue(job: Job) -> None:
         raise OSError(28, "No space left on device")
 
     real, DurableSteps.save = DurableSteps.save, refused
-    policy = ckptkit.FailurePolicy(retries=0, durable_max_age_s=3600.0)
+    policy = ckptkit.FailurePolicy(retries=0, durable_max_age_s=3600.0, max_age_s=None)
     saving = ckptkit.SaveOptions(on_failure=policy)
     try:
         with job.manager("overdue", ram={}, saving=saving) as manager:

@@ -24,9 +24,9 @@ class FakeService:
         self.most = 0
         self.listings = 0
 
-    def key_value_set(self, key: str, value: str) -> None:
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         with self.changed:
-            if key in self.values:
+            if key in self.values and not allow_overwrite:
                 raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: key {key} already exists")
             self.values[key] = value
             self.most = max(self.most, len(self.values))

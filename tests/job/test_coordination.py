@@ -16,7 +16,7 @@ from ckptkit.errors import (
     StoreError,
     TransientStoreError,
 )
-from ckptkit.job import coordination
+from ckptkit.job import coordination, meeting
 from ckptkit.job.coordination import JaxCoordinator, LocalCoordinator, ScopedCoordinator, gather, make_coordinator
 from ckptkit.job.vote import act_together
 from tests.job.fake_service import FakeJob, FakeService
@@ -48,11 +48,10 @@ def test_private_jax_client_is_where_expected() -> None:
     assert issubclass(jax.errors.JaxRuntimeError, RuntimeError), moved("errors")
 
 
-@pytest.fixture(params=[(512, 16), (3, 1)], ids=["one by one", "many at once"])
+@pytest.fixture(params=[512, 3], ids=["one listing", "several listings"])
 def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
     """Four processes, heard as four are, or as thousands."""
-    monkeypatch.setattr(coordination, "_LISTED", request.param[0])
-    monkeypatch.setattr(coordination, "_ONE_BY_ONE", request.param[1])
+    monkeypatch.setattr(meeting, "_LISTED", request.param)
     yield FakeJob(monkeypatch, 4)
     monkeypatch.undo()
 
@@ -101,21 +100,20 @@ def test_missing_process_is_named_on_every_process(job: FakeJob, absent: tuple[i
         assert isinstance(answer, CoordinationError)
         assert isinstance(answer, TimeoutError)
         within = "in time" if process == 0 else "within 3 s"
-        channel = "commit/0" if process == 0 else "commit"
-        assert str(answer) == f"{channel}: process {who} did not come {within}; look at why it stopped"
+        assert str(answer) == f"commit: process {who} did not come {within}; look at why it stopped"
 
 
 def test_thousand_processes_are_gathered_in_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, process 0 of a large job would ask for each other's word, five times at every start."""
     job = FakeJob(monkeypatch, 1000)
     for process in [*range(1, 700), *range(701, 1000)]:
-        job.service.key_value_set(coordination._place("ckptkit/0/x/0", process), str(process))
-    threading.Timer(0.2, lambda: job.service.key_value_set(coordination._place("ckptkit/0/x/0", 700), "700")).start()
+        job.service.key_value_set(meeting._place_of("ckptkit/0/x/0", process), str(process))
+    threading.Timer(0.2, lambda: job.service.key_value_set(meeting._place_of("ckptkit/0/x/0", 700), "700")).start()
     assert gather(job.processes[0], "x", 0, timeout_s=30) == list(range(1000))
-    assert job.service.listings == 2
+    assert job.service.listings == 3
     job.service.gone = set(range(400, 1000))
     for process in range(1, 400):
-        job.service.key_value_set(coordination._place("ckptkit/0/x/1", process), "0")
+        job.service.key_value_set(meeting._place_of("ckptkit/0/x/1", process), "0")
     with pytest.raises(CoordinationError, match=r"process 400, 401, .*, 419 and 580 more did not come"):
         gather(job.processes[0], "x", 0, timeout_s=30)
 
@@ -131,7 +129,7 @@ def test_timed_out_process_0_is_named(job: FakeJob) -> None:
         return original("nobody/0", timeout_ms)
 
     job.service.blocking_key_value_get = silent  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(CoordinationError, match=r"^commit: process 0 said nothing within 3 s$"):
+    with pytest.raises(CoordinationError, match=r"^commit: process 0 did not answer within 3 s$"):
         job.processes[1].agree("commit", 1, sum, timeout_s=3)
 
 
@@ -142,17 +140,17 @@ def test_call_without_timeout_uses_that_of_its_coordinator(job: FakeJob) -> None
     process.timeout_s = 7.0
     for number, coordinator in enumerate((process, ScopedCoordinator(process))):
         assert coordinator.timeout_s == 7.0
-        with pytest.raises(CoordinationError, match="process 0 said nothing within 7 s"):
+        with pytest.raises(CoordinationError, match="process 0 did not answer within 7 s"):
             coordinator.agree(f"commit-{number}", 1, sum)
-        with pytest.raises(CoordinationError, match="process 0 said nothing within 2 s"):
+        with pytest.raises(CoordinationError, match="process 0 did not answer within 2 s"):
             coordinator.agree(f"other-{number}", 1, sum, timeout_s=2)
-        with pytest.raises(CoordinationError, match="process 0 said nothing within 7 s"):
+        with pytest.raises(CoordinationError, match="process 0 did not answer within 7 s"):
             act_together(coordinator, f"vote-{number}", lambda: 1)
 
 
 def test_many_missing_processes_fit_one_line() -> None:
     """If it failed, the error of a large job would be pages of numbers."""
-    text = str(coordination._missing("vote", list(range(1000)), 5))
+    text = str(meeting._missing("vote", list(range(1000)), 5))
     assert text.startswith("vote: process 0, 1, 2, ")
     assert text.endswith("19 and 980 more did not come within 5 s; look at why it stopped")
 
@@ -205,7 +203,7 @@ def test_late_process_does_not_mix_up_two_barriers(job: FakeJob) -> None:
     first, *others = job.processes
     job.service.gone = {"out"}  # pyright: ignore[reportAttributeAccessIssue]  process 0 is held up
     for other in others:
-        with pytest.raises(CoordinationError, match="process 0 said nothing"):
+        with pytest.raises(CoordinationError, match="process 0 did not answer"):
             other.agree("commit", 1, sum, timeout_s=3, about="save 1")
     job.service.gone = set()
     assert first.agree("commit", 1, sum, timeout_s=3, about="save 1") == 4, "it finds their words"
@@ -228,13 +226,13 @@ def test_late_process_does_not_mix_up_two_barriers(job: FakeJob) -> None:
 def test_late_process_rejoins_at_the_next_operation(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, no later restore, scrub or durable save of a job would succeed after one in which a process was
     late or could not come to one of the meetings."""
-    monkeypatch.setattr(coordination, "_ABOUT_KEPT", 1)
+    monkeypatch.setattr(meeting, "_MEETINGS_KEPT", 1)
     first, *others = occasions = [ScopedCoordinator(c) for c in job.processes]
     for each in occasions:
         each.begin("save 1")
     job.service.gone = {"out"}  # pyright: ignore[reportAttributeAccessIssue]  process 0 is held up
     for other in others:
-        with pytest.raises(CoordinationError, match="process 0 said nothing"):
+        with pytest.raises(CoordinationError, match="process 0 did not answer"):
             other.agree("begun", 1, sum, timeout_s=3)
     job.service.gone = {1, 2, 3}
     assert first.agree("begun", 1, len, timeout_s=3) == 4, "it finds their words, and goes on"
@@ -253,7 +251,8 @@ def test_late_process_rejoins_at_the_next_operation(job: FakeJob, monkeypatch: p
             ]
         )
         assert said == [[4, f"place {number}", [0, 1, 2, 3]]] * 4
-    assert not [key for key in job.service.values if "save 1" in key or "save 2" in key], "nothing of them is kept"
+    kept = [key for key in job.service.values if "save 1" in key or "save 2" in key]
+    assert all("/told/" in key for key in kept), "nothing of the meetings is kept"
 
 
 def test_channels_are_isolated(job: FakeJob) -> None:
@@ -273,8 +272,9 @@ def test_thousand_barriers_leave_no_more_keys_than_one(job: FakeJob) -> None:
         return [c.agree("vote", n, sum, timeout_s=30) for n in range(1000)][-1]
 
     assert job.all(meet) == [4 * 999] * 4
-    assert len(job.service.values) == 5  # one value per process and the verdict of the last meeting
-    assert job.service.most <= 2 * 5
+    kept = meeting._MEETINGS_KEPT
+    assert len(job.service.values) == 3 + kept  # the values of the last meeting, and the verdicts of the last ones
+    assert job.service.most <= 2 * 5 + kept
 
 
 def test_service_failures_are_translated(job: FakeJob) -> None:
@@ -283,46 +283,68 @@ def test_service_failures_are_translated(job: FakeJob) -> None:
     def broken(*_: Any) -> Any:
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection refused")
 
-    for method in ("blocking_key_value_get", "key_value_set", "key_value_delete"):
+    for method in ("blocking_key_value_get", "key_value_set"):
         original = getattr(job.service, method)
         setattr(job.service, method, broken)
-        with pytest.raises(
-            CoordinationError, match=r"the coordination service failed: UNAVAILABLE: connection refused"
-        ):
-            FakeJobOfOne(job).agree(method)
+        with pytest.raises(CoordinationError, match="the coordination service failed: UNAVAILABLE: connection refused"):
+            job.processes[1].agree(method, 1, sum, timeout_s=-5.0)
         setattr(job.service, method, original)
 
 
-def test_failed_put_of_a_message_is_an_error(job: FakeJob) -> None:
-    """If it failed, process 0 would take a step for committed by all whose verdict nobody has heard."""
+def test_put_is_repeated_until_the_service_is_back(job: FakeJob) -> None:
+    """If it failed, a host that loses its network for a moment would drop every save of that moment."""
+    put, failures = job.service.key_value_set, iter(range(3))
 
-    def late(key: str, value: str) -> None:
-        raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key} was not put in time, {value}")
+    def flaky(key: str, value: str, allow_overwrite: bool = False) -> None:
+        put(key, value, allow_overwrite)
+        if next(failures, None) is not None:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: the answer was lost")
 
+    job.service.key_value_set = flaky  # pyright: ignore[reportAttributeAccessIssue]
+    assert job.all(lambda c: c.agree("vote", c.process, sum, timeout_s=30)) == [6] * 4
+
+
+def test_decision_holds_where_it_cannot_be_published(job: FakeJob) -> None:
+    """If it failed, process 0 would drop a save that every other process keeps until it learns the decision."""
+
+    def late(key: str, value: str, allow_overwrite: bool) -> None:
+        raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key} was not put in time")
+
+    for process in (1, 2, 3):
+        job.service.key_value_set(meeting._place_of("ckptkit/0/commit/0", process), "1")
     job.service.key_value_set = late  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(CoordinationError, match="the coordination service failed: DEADLINE_EXCEEDED"):
-        job.processes[0].ask_process_0("decision", lambda: True, timeout_s=3)
-    original = FakeService.key_value_set
-
-    def late_verdict(key: str, value: str) -> None:
-        if key.endswith("/out"):
-            late(key, value)
-        original(job.service, key, value)
-
-    job.service.key_value_set = late_verdict  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(CoordinationError, match="the coordination service failed: DEADLINE_EXCEEDED"):
-        FakeJobOfOne(job).agree("commit")
+    assert job.processes[0].ask_process_0("decision", lambda: True, timeout_s=0) is True
+    assert job.processes[0].agree("commit", 1, sum, timeout_s=0) == 4
 
 
-class FakeJobOfOne:
-    """Process 0 of the fake job, as if it were alone, so that nobody else is waited for."""
+def test_veto_ends_a_meeting_at_once(job: FakeJob) -> None:
+    """If it failed, a process that raises in `save` would stop the step loops of all others for the whole timeout."""
 
-    def __init__(self, job: FakeJob):
-        self._process = job.processes[0]
-        self._process.count = 1
+    def vote(c: Any) -> Any:
+        return c.agree(
+            "commit", None, lambda said: said, timeout_s=60, about="7", is_veto=lambda said: said is not None
+        )
 
-    def agree(self, channel: str) -> Any:
-        return self._process.agree(channel, 1, sum, timeout_s=3)
+    for vetoing in (2, 0):
+        about = job.processes[vetoing]
+        answers = job.all(
+            lambda c, about=about: c.veto("commit", "no", lambda said: said, about="7") if c is about else vote(c),
+            absent=(3,),
+        )
+        expected = [None if process == vetoing else "no" for process in range(4)]
+        assert [a if a is None else next(filter(None, a)) for a in answers] == expected[:3]
+        about = f"next-{vetoing}"
+        job.all(lambda c, about=about: c.agree("commit", 1, sum, timeout_s=30, about=about))
+
+
+def test_late_process_reads_the_verdict_that_it_missed(job: FakeJob) -> None:
+    """If it failed, a process that missed a verdict would never know whether the save was committed."""
+    for process in (1, 2, 3):
+        job.service.key_value_set(meeting._place_of("ckptkit/0/commit/save 1/0", process), "1")
+    assert job.processes[0].agree("commit", 1, sum, timeout_s=5, about="save 1") == 4
+    assert job.processes[3].recall("commit", "save 1") == (True, 4)
+    job.service.gone = {"out"}  # pyright: ignore[reportAttributeAccessIssue]
+    assert job.processes[3].recall("commit", "save 2") == (False, None)
 
 
 def test_two_managers_of_one_process_do_not_share_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +357,7 @@ def test_two_managers_of_one_process_do_not_share_barriers(monkeypatch: pytest.M
 
 def test_process_0_publishes_without_a_barrier(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy with a clock would stop every step until the slowest host has come, or fill the service."""
-    monkeypatch.setattr(coordination, "_TOLD_KEPT", 3)
+    monkeypatch.setattr(meeting, "_TOLD_KEPT", 3)
     first, *others = job.processes
     told = [first.ask_process_0("decision", lambda number=number: {"save": number}, timeout_s=5) for number in range(3)]
     assert told == [{"save": number} for number in range(3)]
@@ -349,5 +371,5 @@ def test_process_0_publishes_without_a_barrier(job: FakeJob, monkeypatch: pytest
     with pytest.raises(CheckpointError, match="process 0: "):
         others[0].ask_process_0("broken", lambda: 0, timeout_s=5)
     job.service.gone = {0}
-    with pytest.raises(CoordinationError, match=r"^silent: process 0 said nothing within 5 s$"):
+    with pytest.raises(CoordinationError, match=r"^silent: process 0 did not answer within 5 s$"):
         others[0].ask_process_0("silent", lambda: 0, timeout_s=5)

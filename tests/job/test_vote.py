@@ -49,7 +49,7 @@ def refuse(error: Exception) -> Any:
 
 def test_rejections_of_ten_thousand_processes_are_summarised() -> None:
     """Each of them would hear what all have said: of a damaged step 100 million reasons, through one process."""
-    job = Alike()
+    job: Any = Alike()
     error = CorruptCheckpointError("leaf params.h0.w is damaged; " * 1000)
     rejection, done = act_together(job, "restore", refuse(error), timeout_s=5)
     assert done is None
@@ -63,7 +63,7 @@ def test_rejections_of_ten_thousand_processes_are_summarised() -> None:
 def test_fatal_error_is_raised_in_full() -> None:
     """The list of differences between two models would be cut off where it is read."""
     error = PeerUnreachableError("x" * 100_000)
-    job = Alike()
+    job: Any = Alike()
     with pytest.raises(PeerUnreachableError) as raised:
         act_together(job, "restore", refuse(error), timeout_s=5)
     assert raised.value is error

@@ -128,13 +128,16 @@ def test_lost_fast_save_does_not_revive_an_abandoned_step(run: Run) -> None:
     assert restored_step(run) == 5
 
 
-def test_refused_save_consumes_its_save_number(run: Run) -> None:
-    """Where it raises on one process alone its next save would have another identity than on the others: no step would
-    be whole any more."""
+def test_refused_save_is_repeated_under_another_barrier_name(run: Run) -> None:
+    """The barriers of the repeated save would be those that hold the veto of the first one."""
     with run.manager(save_every=1) as manager:
+        names: list[str] = []
+        enter = manager._saver._branch.enter
+        manager._saver._branch.enter = lambda step: names.append(enter(step)) or names[-1]
         assert manager.save(1, args=save_args(make_state(1), 1))
         with pytest.raises(TypeError, match="not JSON serializable"):
             manager.save(2, args=save_args(make_state(2), object()))  # pyright: ignore[reportArgumentType]
         assert manager.save(2, args=save_args(make_state(2), 2))
         manager.wait_until_finished()
-        assert [record.save_id.number for record in manager.steps()] == [0, 2]
+        assert names == ["0.1.0", "0.2.0", "0.2.1"]
+        assert [record.step for record in manager.steps()] == [1, 2]

@@ -40,10 +40,10 @@ def test_unreachable_bucket_is_not_an_empty_bucket(server: BucketServer, monkeyp
 
 def test_bucket_that_never_responds_times_out(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart would hang for ever, and nobody would know on what."""
-    monkeypatch.setattr("ckptkit.store.remote._OPERATION_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("ckptkit.store.remote.OPERATION_TIMEOUT_S", 1.0)
     monkeypatch.setattr("ckptkit.manager.opening.STORE_DEADLINE_S", 0.5)
     server.faults = FaultPlan(faults=(Fault(effect=Hang()),))
-    with pytest.raises(ckptkit.TransientStoreError, match=r"gs://runs/run.*: no answer within 1 s"):
+    with pytest.raises(ckptkit.TransientStoreError, match=r"gs://runs/run.*: no answer within 0\.5 s"):
         ckptkit.CheckpointManager("gs://runs/run")
     server.faults = FaultPlan()
 

@@ -15,7 +15,6 @@ import pytest
 import ckptkit
 from ckptkit import Kind
 from ckptkit.errors import CoordinationError
-from ckptkit.save.outcomes import Refusal
 from tests.mounts import Mounts, fill
 
 STATE = {"w": np.arange(5000.0), "b": np.ones(7, np.int8)}
@@ -263,29 +262,29 @@ def test_save_beyond_host_bytes_max_fails_the_durable_tier(tmp_path: Path) -> No
     assert len(job.said(Kind.DEGRADED)) >= 2
 
 
-def test_slot_of_an_undecided_save_is_kept_until_a_newer_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Others may have heard that the step is committed, and restore it."""
+def test_save_whose_vote_fails_on_process_0_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slot would be held for a decision that nobody makes: process 0 makes all of them."""
     job = Job(tmp_path, save_every=10**6)
-    outcomes = job.manager._pipeline.outcomes
+    coordinator = job.manager._pipeline._coordinator
     with job.manager:
         job.save(0)
         job.manager.wait_until_finished()
 
-        def nobody_comes(*_: Any) -> None:
+        def nobody_comes(*_: Any, **__: Any) -> None:
             raise CoordinationError("commit: process 1 did not come in time")
 
-        monkeypatch.setattr(outcomes, "vote", nobody_comes)
-        job.save(1)
-        with pytest.raises(ckptkit.SaveFailedError, match="process 1 did not come"):
-            job.manager.wait_until_finished()
-        monkeypatch.undo()
+        with monkeypatch.context() as broken:
+            broken.setattr(coordinator, "agree", nobody_comes)
+            for step in range(1, 6):  # more than there are slots
+                job.save(step)
+                with pytest.raises(ckptkit.SaveFailedError, match="process 1 did not come"):
+                    job.manager.wait_until_finished()
         arena = job.manager._pipeline._tiers.staging
-        assert [slot.save_id.step for slot in arena._slots if slot.leases and slot.save_id] == [1]
-        job.save(2)
-        job.manager.wait_until_finished()
         assert not any(slot.leases for slot in arena._slots)
+        assert [save.step for save in arena.held()] == [0]
+        job.save(6)
+        job.manager.wait_until_finished()
+        assert job.steps("ram")[-1] == 6
 
 
 def test_failed_vote_of_one_tier_does_not_affect_other_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,16 +292,16 @@ def test_failed_vote_of_one_tier_does_not_affect_other_tiers(tmp_path: Path, mon
     would not be held, and who comes to them wait for this process."""
     tiers = [ckptkit.Tier.ram(str(tmp_path / "ram")), ckptkit.Tier.ssd(str(tmp_path / "ssd"))]
     job = Job(tmp_path, save_every=1, tiers=tiers)
-    outcomes = job.manager._pipeline.outcomes
-    vote = outcomes.vote
+    coordinator = job.manager._pipeline._coordinator
+    agree = coordinator.agree
 
-    def nobody_comes(channel: str, *rest: Any) -> Any:
-        if channel == "disk":
-            raise CoordinationError("disk: process 1 did not come in time")
-        return vote(channel, *rest)
+    def nobody_comes(channel: str, *rest: Any, **words: Any) -> Any:
+        if channel == "disk-commit":
+            raise CoordinationError("disk-commit: process 1 did not come in time")
+        return agree(channel, *rest, **words)
 
     with job.manager:
-        monkeypatch.setattr(outcomes, "vote", nobody_comes)
+        monkeypatch.setattr(coordinator, "agree", nobody_comes)
         job.save(10)
         with pytest.raises(ckptkit.SaveFailedError, match=r"step 10 was not committed to tier ssd: .* did not come"):
             job.manager.wait_until_finished()
@@ -317,8 +316,12 @@ def test_failed_vote_of_one_tier_does_not_affect_other_tiers(tmp_path: Path, mon
 def test_dropped_save_releases_its_slot_if_discard_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ramdisk that fails for a moment would have a slot less for ever: soon none, and no save."""
     job = Job(tmp_path, save_every=10**6)
-    outcomes = job.manager._pipeline.outcomes
+    coordinator = job.manager._pipeline._coordinator
     arena = job.manager._pipeline._tiers.staging
+
+    def no_room(_: str, ballot: Any, decide: Callable[[list[Any]], Any], **__: Any) -> Any:
+        ballot["value"]["refusal"] = ["veto", "no room"]
+        return decide([ballot])
 
     def refused(*_: Any) -> None:
         raise ckptkit.StoreError("Read-only file system")
@@ -327,7 +330,7 @@ def test_dropped_save_releases_its_slot_if_discard_fails(tmp_path: Path, monkeyp
         job.save(0)
         job.manager.wait_until_finished()
         with monkeypatch.context() as broken:
-            broken.setattr(outcomes, "vote", lambda *_: Refusal(policy="veto", reason="process 1: no room"))
+            broken.setattr(coordinator, "agree", no_room)
             broken.setattr(arena, "discard", refused)
             job.save(1)
             job.manager.wait_until_finished()

@@ -9,9 +9,9 @@ import pytest
 
 from ckptkit.errors import SaveFailedError, StoreError, TransientStoreError
 from ckptkit.events import Event, EventLog, Kind
-from ckptkit.job.coordination import Coordinator, Decide, Job, LocalCoordinator
+from ckptkit.job.coordination import Coordinator, Decide, LocalCoordinator
 from ckptkit.model.policies import FailurePolicy
-from ckptkit.save.circuit_breaker import DurableRetry
+from tests.save.protocols import Retry
 
 
 class Told:
@@ -26,31 +26,50 @@ class Told:
         self.asked = self.failed = 0
 
     def agree(
-        self, channel: str, value: Any, decide: Decide, *, timeout_s: float | None = None, about: str = ""
+        self,
+        channel: str,
+        value: Any,
+        decide: Decide,
+        *,
+        timeout_s: float | None = None,
+        about: str = "",
+        is_veto: Callable[[Any], bool] | None = None,
+        order: Any = None,
     ) -> Any:
-        del channel, timeout_s
+        del channel, timeout_s, is_veto, order
         return decide([value, None])
 
     def ask_process_0(
-        self, channel: str, decide: Callable[[], Any], *, timeout_s: float | None = None, about: str = ""
+        self,
+        channel: str,
+        decide: Callable[[], Any],
+        *,
+        timeout_s: float | None = None,
+        about: str = "",
+        order: Any = None,
     ) -> Any:
         if channel == "durable-pause":
             return [self.failed, self._word]
         self.asked += 1
         return self._word
 
+    def recall(self, channel: str, about: str) -> tuple[bool, Any]:
+        raise AssertionError(f"{channel} of {about}: no verdict was missed")
 
-def upkeep(coordinator: Coordinator, max_age_s: float | None) -> DurableRetry:
-    job = Job(coordinator=coordinator, events=EventLog())
-    return DurableRetry(FailurePolicy(retries=0, durable_max_age_s=max_age_s), job)
+    def veto(self, channel: str, value: Any, decide: Decide, *, about: str) -> None:
+        raise AssertionError(f"{channel} of {about}: nothing raised")
 
 
-def fail(kept: DurableRetry) -> None:
+def upkeep(coordinator: Coordinator, max_age_s: float | None) -> Retry:
+    return Retry(coordinator, FailurePolicy(retries=0, durable_max_age_s=max_age_s))
+
+
+def fail(kept: Retry) -> None:
     def write() -> None:
         raise OSError("full")
 
     with pytest.raises(OSError, match="full"):
-        kept.attempt(0, write, lambda: False)
+        kept.attempt(0, write)
 
 
 def test_process_0_decides_for_all() -> None:
@@ -76,19 +95,18 @@ def test_single_process_decides_by_its_own_clock() -> None:
     fail(kept)
     with pytest.raises(SaveFailedError, match=r"durable_max_age_s is 0; mend the durable tier"):
         kept.raise_if_overdue(2)
-    kept.attempt(3, lambda: None, lambda: False)
+    kept.attempt(3, lambda: None)
     kept.raise_if_overdue(4)
 
 
-def paused(monkeypatch: pytest.MonkeyPatch, pauses: int) -> tuple[DurableRetry, list[Event], list[float]]:
+def paused(monkeypatch: pytest.MonkeyPatch, pauses: int) -> tuple[Retry, list[Event], list[float]]:
     """A tier that is paused after two failures, and a clock that stands."""
     now_s = [1000.0]
     monkeypatch.setattr("ckptkit.util.clock.monotonic_s", lambda: now_s[0])
     events: list[Event] = []
     log = EventLog()
     log.observe(events.append)
-    job = Job(coordinator=LocalCoordinator(), events=log)
-    kept = DurableRetry(FailurePolicy(retries=5, pause_after=2, pause_s=10.0), job)
+    kept = Retry(LocalCoordinator(), FailurePolicy(retries=5, pause_after=2, pause_s=10.0), log)
     for _ in range(pauses + 1):
         now_s[0] += 1000
         fail(kept)
@@ -99,7 +117,7 @@ def test_pause_ends_with_one_attempt_and_grows_if_it_fails(monkeypatch: pytest.M
     """A bucket that is away would be asked at every save, or never again."""
     kept, events, now_s = paused(monkeypatch, 1)
     with pytest.raises(StoreError, match=r"paused for 10\.0 s more, after 2 failed saves in a row: .*full"):
-        kept.attempt(3, lambda: pytest.fail("it was tried"), lambda: False)
+        kept.attempt(3, lambda: pytest.fail("it was tried"))
     tries: list[int] = []
 
     def away() -> None:
@@ -108,14 +126,14 @@ def test_pause_ends_with_one_attempt_and_grows_if_it_fails(monkeypatch: pytest.M
 
     now_s[0] += 10.5
     with pytest.raises(ConnectionResetError):
-        kept.attempt(4, away, lambda: False)
+        kept.attempt(4, away)
     assert len(tries) == 1, "the probe has no retries"
     assert [event.fields["pause_s"] for event in events if "pause_s" in event.fields] == [10.0, 20.0]
     now_s[0] += 10.5
     with pytest.raises(StoreError, match=r"paused for 9\.5 s more"):
-        kept.attempt(5, lambda: None, lambda: False)
+        kept.attempt(5, lambda: None)
     now_s[0] += 10
-    kept.attempt(6, lambda: None, lambda: False)
+    kept.attempt(6, lambda: None)
     recovered = events[-1]
     assert (recovered.kind, recovered.step, recovered.fields["failures"]) == (Kind.RECOVERED, 6, 3)
     assert not kept.failing
@@ -124,12 +142,12 @@ def test_pause_ends_with_one_attempt_and_grows_if_it_fails(monkeypatch: pytest.M
 def test_process_that_missed_a_verdict_pauses_with_the_others() -> None:
     """It would begin a save to which nobody comes, wait for them twice, and be busy there all the time."""
     told = Told(25.0)
-    kept = DurableRetry(FailurePolicy(pause_after=3), Job(coordinator=told, events=EventLog()))
+    kept = Retry(told, FailurePolicy(pause_after=3))
     told.failed = 3
     with pytest.raises(StoreError, match=r"paused for 25\.0 s more, after 3 failed saves in a row"):
-        kept.attempt(7, lambda: pytest.fail("it was tried"), lambda: False)
+        kept.attempt(7, lambda: pytest.fail("it was tried"))
     told.failed = 0
-    kept.attempt(8, lambda: None, lambda: False)
+    kept.attempt(8, lambda: None)
     assert not kept.failing
 
 
@@ -145,14 +163,13 @@ def test_forced_and_started_saves_are_not_refused_in_a_pause(monkeypatch: pytest
     words: dict[str, Any]
     for words in ({"forced": True}, {"repeatable": False}):
         kept, _, _ = paused(monkeypatch, 1)
-        kept.attempt(3, lambda: None, lambda: False, **words)
+        kept.attempt(3, lambda: None, **words)
         assert not kept.failing
 
 
 def test_unreadable_bucket_is_retried() -> None:
     """Whether the step has landed is asked of the bucket that has just failed: that would end all retries."""
-    job = Job(coordinator=LocalCoordinator(), events=EventLog())
-    kept = DurableRetry(FailurePolicy(retries=2, retry_delay_s=0.001), job)
+    kept = Retry(LocalCoordinator(), FailurePolicy(retries=2, retry_delay_s=0.001))
     tries = [TransientStoreError("away"), TransientStoreError("away"), None]
 
     def write() -> None:

@@ -12,6 +12,7 @@ from ckptkit.errors import CheckpointError, TransientStoreError
 from ckptkit.job.coordination import LocalCoordinator
 from ckptkit.model.manifest import SaveId
 from ckptkit.save.fence import EpochFence
+from ckptkit.save.protocol import drive
 from ckptkit.store import MemoryStore
 
 SAVE = SaveId(2, 40, 7)
@@ -40,6 +41,10 @@ def claim_of(epochs: Any, degraded: list[Any]) -> EpochFence:
     return EpochFence(tiers, LocalCoordinator(), book, outcomes)
 
 
+def fence(claim: EpochFence) -> None:
+    drive(claim.fence(SAVE, "0.40.0.0"), LocalCoordinator())
+
+
 def test_no_durable_commit_before_the_epoch_is_recorded() -> None:
     """A run whose record did not land would commit, and the next one take the same epoch: two branches, one name."""
     epochs, degraded = Away(MemoryStore()), list[Any]()
@@ -47,10 +52,10 @@ def test_no_durable_commit_before_the_epoch_is_recorded() -> None:
     claim.claim(SAVE)  # its first commit to a fast tier: training goes on
     assert degraded == [(40, "durable", "503")]
     with pytest.raises(TransientStoreError, match=r"step 40 .* gs://b/run: epoch 2 of this run could not be recorded"):
-        claim.fence(SAVE)
+        fence(claim)
     assert epochs.newest_epoch() == 0
     epochs.away = False
-    claim.fence(SAVE)
+    fence(claim)
     assert epochs.newest_epoch() == SAVE.epoch
 
 
@@ -59,10 +64,10 @@ def test_fence_is_checked_again_for_a_later_run() -> None:
     epochs = Away(MemoryStore())
     epochs.away = False
     claim = claim_of(epochs, [])
-    claim.fence(SAVE)
+    fence(claim)
     epochs.records.write(Ancestry(epoch=3))
     with pytest.raises(CheckpointError, match=r"this run has epoch 2, and a later run has begun epoch 3"):
-        claim.fence(SAVE)
+        fence(claim)
 
 
 def test_epoch_recorded_by_another_run_blocks_commits() -> None:
@@ -72,4 +77,4 @@ def test_epoch_recorded_by_another_run_blocks_commits() -> None:
     epochs = Away(store)
     epochs.away = False
     with pytest.raises(CheckpointError, match="another run has begun epoch 2 in gs://b/run; stop one of the two"):
-        claim_of(epochs, []).fence(SAVE)
+        fence(claim_of(epochs, []))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -10,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ckptkit.durable.lifecycle.epochs import Ancestry
 from ckptkit.model.manifest import SaveId
-from ckptkit.save.ledger import Ledger, StepRecord
+from ckptkit.save.ledger import Branch, Ledger, StepRecord
 
 SAVES = st.builds(SaveId, st.integers(1, 3), st.integers(0, 6), st.just(0))
 TIERS = st.sampled_from(["ram", "ssd", "durable"])
@@ -101,3 +102,15 @@ def test_failed_save_stays_committed_in_tiers_that_hold_it() -> None:
     book.commit(save, "ram")
     book.fail(save)
     assert [(r.state, r.tiers) for r in book.records()] == [("committed", ("ram",))]
+
+
+def test_missed_call_is_ordered_by_its_name() -> None:
+    """A process that missed a call would take process 0 to be ahead of it, and lose save after save."""
+    branch = Branch(Ledger(Ancestry()), 1)
+    names = [branch.enter(step) for step in (2, 3, 3)]
+    assert names == ["0.2.0", "0.3.0", "0.3.1"]
+    assert [branch.order(name) for name in names] == sorted(branch.order(name) for name in names)
+    assert branch.order("0.1.0") < branch.order("0.2.0"), "process 0 is still at a call that did not begin here"
+    assert branch.order("0.2.0") < branch.order("0.2.1") < branch.order("0.3.0")
+    assert branch.order("0.4.0") == branch.order("1.1.0") == math.inf, "process 0 is ahead"
+    assert branch.order("restore-0") == math.inf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, final
 
@@ -14,11 +15,13 @@ from ckptkit.job.coordination import Decide, Job
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import BoxRecord, LeafRecord, SaveId
 from ckptkit.model.policies import ReplicaPolicy
+from ckptkit.save.protocol import drive
 from ckptkit.save.replica_check import ReplicaComparison
 from ckptkit.snapshot.describe import Description, LeafSource, SlotExtent
 
 COUNT = 10_000
 SAVE = SaveId(1, 5, 2)
+NAME = "0.5.0"
 
 
 @final
@@ -36,10 +39,18 @@ class Alike:
         self._differing, self._detailed = differing, detailed
 
     def agree(
-        self, channel: str, value: Any, decide: Decide, *, timeout_s: float | None = None, about: str = ""
+        self,
+        channel: str,
+        value: Any,
+        decide: Decide,
+        *,
+        timeout_s: float | None = None,
+        about: str = "",
+        is_veto: Callable[[Any], bool] | None = None,
+        order: Any = None,
     ) -> Any:
         """What process 0 decides."""
-        del timeout_s
+        del timeout_s, is_veto, order
         if channel == "replica-details" and not self._detailed:
             raise CoordinationError("replica-details: process 7 did not come")
         self.about.add(about)
@@ -54,9 +65,17 @@ class Alike:
         (found,) = value["sets"].values() if "sets" in value else value["hashes"]["0"]
         return found
 
-    def ask_process_0(self, channel: str, decide: Any, *, timeout_s: float | None = None, about: str = "") -> Any:
+    def ask_process_0(self, channel: str, decide: Callable[[], Any], **words: Any) -> Any:
         """Not asked here."""
-        raise AssertionError((channel, decide, timeout_s, about))
+        raise AssertionError((channel, decide, words))
+
+    def recall(self, channel: str, about: str) -> tuple[bool, Any]:
+        """Nothing is missed here."""
+        raise AssertionError((channel, about))
+
+    def veto(self, channel: str, value: Any, decide: Decide, *, about: str) -> None:
+        """Nothing raises here."""
+        raise AssertionError((channel, value, decide, about))
 
 
 def compared(coordinator: Alike) -> list[Event]:
@@ -77,7 +96,15 @@ def compared(coordinator: Alike) -> list[Event]:
     outcomes: Any = SimpleNamespace()
     job = Job(coordinator=coordinator, events=events)
     comparison = ReplicaComparison(ReplicaPolicy(), job, outcomes, "host")
-    assert comparison.compare(SAVE, description, (), {0: ("aaaa" * 8,)}) is None
+    digests = {0: ("aaaa" * 8,)}
+    verdict = coordinator.agree(
+        "commit",
+        comparison.ballot(description, (), digests),
+        lambda ballots: comparison.decide(ballots)[0],
+        about=NAME,
+    )
+    why = drive(comparison.follow_up(SAVE, NAME, description, verdict, digests), coordinator)
+    assert why is None, "it is reported, and refuses no save"
     return [event for event in found if event.kind == Kind.REPLICAS_DIFFER]
 
 
@@ -95,7 +122,7 @@ def test_mismatch_names_its_processes_if_details_are_missing(detailed: bool) -> 
     (event,) = compared(job)
     assert all(len(said) < 300 for said in job.said)
     assert all(len(heard) < 2000 for heard in job.heard)
-    assert job.about == {str(SAVE)}, "a process that missed these of one save is there at the next"
+    assert job.about == {NAME}, "a process that missed these of one save is there at the next"
     if detailed:
         assert (event.fields["leaf"], event.fields["holders"][0]["process"]) == ("count", COUNT - 1)
     else:

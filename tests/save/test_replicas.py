@@ -96,7 +96,7 @@ def test_last_step_with_equal_replicas_is_kept(tmp_path: Path) -> None:
         assert manager.all_steps() == [0, 2], "training goes on"
     (skipped,) = [event for event in job.events if event.kind == Kind.SKIPPED]
     assert (skipped.step, skipped.fields["policy"]) == (1, "veto")
-    assert skipped.fields["reason"].startswith("process 0: replicas differ: leaf default:")
+    assert skipped.fields["reason"].startswith("replicas differ: leaf default:b, box (0,) to (4,): process 0 on h0")
     assert not list((tmp_path / "ram").rglob("step-000000000001-*")), "no manifest of it was ever written"
     assert not [e for e in job.events if e.step == 1 and e.fields.get("phase") == "committed_here"]
 

@@ -195,7 +195,13 @@ class Told:
         self.words = words
 
     def ask_process_0(
-        self, channel: str, decide: Callable[[], Any], *, timeout_s: float | None = None, about: str = ""
+        self,
+        channel: str,
+        decide: Callable[[], Any],
+        *,
+        timeout_s: float | None = None,
+        about: str = "",
+        order: Any = None,
     ) -> Any:
         if self.process == 0:
             self.words.append(decide())
@@ -215,7 +221,8 @@ def test_policy_with_a_clock_is_evaluated_on_process_0(options: Any, asked: bool
     """If it failed, two hosts whose clocks differ would take different steps, and wait for each other for ever."""
     words: list[bool] = []
     answers: list[list[int]] = [[], []]
-    deciders = [Decider(options(lambda p=p: answers[p].append(1) or p == 0), (), [0], Told(p, words)) for p in (0, 1)]
+    told: list[Any] = [Told(process, words) for process in (0, 1)]
+    deciders = [Decider(options(lambda p=p: answers[p].append(1) or p == 0), (), [0], told[p]) for p in (0, 1)]
     due = [
         [bool(decider.due(step, last=0, reached_preemption=False, force=False)) for decider in deciders]
         for step in (1, 3)
@@ -244,7 +251,8 @@ def test_continuous_policy_of_orbax_runs_without_its_barrier(primary: int) -> No
     options = Options(save_decision_policy=policy, multiprocessing_options=meetings)
     before = OperationIdGenerator.get_current_operation_id()
     for process in (0, 1):
-        decider = Decider(options, (), [], Told(process, words))
+        told: Any = Told(process, words)
+        decider = Decider(options, (), [], told)
         taken = []
         for step in range(3):
             due = decider.due(step, last=step - 1, reached_preemption=False, force=False, is_saving=step == 0)

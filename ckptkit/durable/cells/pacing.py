@@ -22,6 +22,7 @@ class WritePace:
 
     def __init__(self, write_bytes_per_s: float | None = None):
         self._rate = write_bytes_per_s
+        self.taken_bytes = 0  # so far
         self._changed = threading.Condition()
         self._urgent: set[Hashable] = set()
         self._free_s = 0.0  # monotonic: when what was taken so far has gone at the rate that is allowed
@@ -42,6 +43,7 @@ class WritePace:
         and for the rate until what was taken before has gone."""
         began_s = clock.monotonic_s()
         with self._changed:
+            self.taken_bytes += nbytes
             self._changed.wait_for(lambda: not self._urgent, YIELD_S_MAX)
             if self._rate is not None:
                 # Whoever comes meanwhile goes after this one.

@@ -1,0 +1,109 @@
+"""For how long saves have been lost, and when that is too long for a job to go on without a word."""
+
+from __future__ import annotations
+
+import threading
+from typing import final
+
+from ckptkit.errors import SaveFailedError
+from ckptkit.model.policies import FailurePolicy
+from ckptkit.util import clock
+
+_ANY = "any tier"
+_WITHOUT_VERDICT = 3  # losses more, where process 0 says nothing
+_QUIET_S = 60.0  # between two log lines of one kind
+
+
+@final
+class FirstOfMany:
+    """Admits the first of many alike, and then one in a while. Safe from several threads."""
+
+    def __init__(self, quiet_s: float = _QUIET_S):
+        self._quiet_s = quiet_s
+        self._lock = threading.Lock()
+        self._last: dict[tuple[str, ...], tuple[float, int]] = {}  # when one was admitted, and how many were not since
+
+    def admit(self, key: tuple[str, ...]) -> int | None:
+        """None for one that is left out, else how many were left out before it."""
+        now_s = clock.monotonic_s()
+        with self._lock:
+            at_s, left_out = self._last.get(key, (now_s - self._quiet_s, 0))
+            if now_s - at_s < self._quiet_s:
+                self._last[key] = (at_s, left_out + 1)
+                return None
+            self._last[key] = (now_s, 0)
+            return left_out
+
+
+@final
+class SaveHealth:
+    """What was lost since the last commit, by tier. Safe from several threads.
+
+    Process 0 decides when it is too much, and its verdicts say so: all processes raise in the same `save`. A process
+    that receives no verdict any more decides for itself, some losses later.
+    """
+
+    def __init__(self, policy: FailurePolicy):
+        self._policy = policy
+        self._lock = threading.Lock()
+        self._lost_in_row = 0  # saves that no tier has committed
+        self._since_s: dict[str, float] = {}  # by tier, the first loss after the last commit
+        self._reason = ""
+        self._announced: str | None = None
+
+    def committed(self, tier: str) -> None:
+        """All processes hold a save in `tier`."""
+        with self._lock:
+            self._lost_in_row = 0
+            self._since_s.pop(_ANY, None)
+            self._since_s.pop(tier, None)
+
+    def lost(self, step: int, tier: str, reason: str, *, gone: bool) -> None:
+        """A save was left out of `tier` for another reason than being too early; `gone`: no tier will have it."""
+        with self._lock:
+            self._reason = f"step {step}, tier {tier}: {reason}"
+            self._since_s.setdefault(tier, clock.monotonic_s())
+            if gone:
+                self._lost_in_row += 1
+                self._since_s.setdefault(_ANY, clock.monotonic_s())
+
+    def overdue(self) -> str | None:
+        """On process 0: why the next `save` is to raise; None where it is not.
+
+        Begins to count anew: a loop that goes on after the error has as much time again.
+        """
+        with self._lock:
+            return self._overdue(self._policy.skipped_max)
+
+    def announce(self, why: str | None) -> None:
+        """Process 0 has found why the next `save` is to raise (None: it has not)."""
+        if why is not None:
+            with self._lock:
+                self._announced = why
+                self._begin_again()
+
+    def raise_if_overdue(self, step: int) -> None:
+        """Raises `SaveFailedError` where saves have been lost for longer than the policy allows."""
+        most = self._policy.skipped_max
+        with self._lock:
+            why, self._announced = self._announced, None
+            why = why or self._overdue(None if most is None else most + _WITHOUT_VERDICT)
+        if why is not None:
+            raise SaveFailedError(f"step {step} is not saved: {why}", step=step)
+
+    def _overdue(self, most: int | None) -> str | None:
+        now_s, why = clock.monotonic_s(), None
+        if most is not None and self._lost_in_row >= most:
+            why = f"the last {self._lost_in_row} saves were lost (skipped_max={self._policy.skipped_max})"
+        for tier, limit_s in self._policy.age_limits_s.items():
+            from_s = self._since_s.get(tier)
+            if from_s is not None and now_s - from_s > limit_s:
+                why = f"{tier} has committed no save for {now_s - from_s:.0f} s (max_age_s={limit_s:g})"
+        if why is None:
+            return None
+        self._begin_again()
+        return f"{why}; the last loss was of {self._reason}"
+
+    def _begin_again(self) -> None:
+        self._lost_in_row = 0
+        self._since_s = dict.fromkeys(self._since_s, clock.monotonic_s())

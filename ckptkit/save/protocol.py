@@ -1,0 +1,188 @@
+"""The protocol of saves as generators: no threads, no clocks, no I/O.
+
+A protocol yields *effects* and receives their results. `drive` performs them on a thread, over the job's coordinator;
+the simulator (`ckptkit.testing.simulation`) performs them in virtual time and injects faults.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+from typing import Protocol as Interface
+
+from ckptkit.job.coordination import Coordinator
+from ckptkit.job.meeting import Decide, Order
+from ckptkit.store import side_by_side
+
+
+@dataclass(frozen=True, slots=True)
+class Do:
+    """An act of this process, which may take time or raise. `what` names it in events and simulations."""
+
+    what: str
+    act: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Agree:
+    """A meeting of all processes (`Coordinator.agree`)."""
+
+    channel: str
+    about: str
+    value: Any
+    decide: Decide
+    is_veto: Callable[[Any], bool] | None = None
+    order: Order | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A question to process 0, which waits for nobody (`Coordinator.ask_process_0`)."""
+
+    channel: str
+    about: str
+    decide: Callable[[], Any]
+    order: Order | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """An earlier verdict, if it can still be read (`Coordinator.recall`)."""
+
+    channel: str
+    about: str
+
+
+@dataclass(frozen=True, slots=True)
+class Veto:
+    """A value for a meeting that others may hold; waits for none of them (`Coordinator.veto`)."""
+
+    channel: str
+    about: str
+    value: Any
+    decide: Decide
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """A protocol, and an act at the same time on another thread; the result is that of the act. Raises what the
+    protocol raises, or else the act."""
+
+    protocol: SaveProtocol
+    act: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Waits for the result of a future; raises `TimeoutError` after `timeout_s`."""
+
+    future: Future[Any]
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Waits until a worker has nothing to do; the result is False where it still has after `timeout_s`."""
+
+    worker: Worker
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """A pause."""
+
+    seconds: float
+
+
+Effect = Do | Agree | Ask | Recall | Veto | SideBySide | Wait | Idle | Sleep
+SaveProtocol = Generator[Effect, Any, Any]
+
+
+def drive(protocol: SaveProtocol, coordinator: Coordinator) -> Any:
+    """Runs a protocol on this thread; returns or raises what it does.
+
+    An exception that arrives from outside (Ctrl-C) closes the protocol: its `finally` clauses run, and yield nothing.
+    """
+    result, error = None, None
+    try:
+        while True:
+            try:
+                effect = protocol.throw(error) if error is not None else protocol.send(result)
+            except StopIteration as done:
+                return done.value
+            result = error = None
+            try:
+                result = perform(effect, coordinator)
+            except Exception as caught:  # noqa: BLE001  raised in the protocol, which handles it
+                error = caught
+    finally:
+        protocol.close()
+
+
+def perform(effect: Effect, coordinator: Coordinator) -> Any:
+    """The result of one effect."""
+    match effect:
+        case Do(_, act):
+            return act()
+        case Agree(channel, about, value, decide, is_veto, order):
+            return coordinator.agree(channel, value, decide, about=about, is_veto=is_veto, order=order)
+        case Ask(channel, about, decide, order):
+            return coordinator.ask_process_0(channel, decide, about=about, order=order)
+        case Recall(channel, about):
+            return coordinator.recall(channel, about)
+        case Veto(channel, about, value, decide):
+            return coordinator.veto(channel, value, decide, about=about)
+        case SideBySide(protocol, act):
+            return side_by_side([lambda: drive(protocol, coordinator), act])[1]
+        case Wait(future, timeout_s):
+            return future.result(timeout_s)
+        case Idle(worker, timeout_s):
+            return worker.wait_idle(timeout_s)
+        case Sleep(seconds):
+            return time.sleep(seconds)
+
+
+class Workers(Interface):
+    """Makes the threads of a pipeline, or what stands for them in a simulation."""
+
+    def __call__(self, name: str, *, waiting_max: int) -> Worker:
+        """A worker that runs jobs in order, with room for `waiting_max` that wait."""
+        ...
+
+
+class Worker(Interface):
+    """Runs jobs one after the other. A job returns a protocol to be driven, or None when it is done."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs and nothing waits."""
+        ...
+
+    def submit(self, job: Callable[[], SaveProtocol | None]) -> None:
+        """Queues a job; waits while the queue is full."""
+        ...
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until nothing runs or waits; False when `timeout_s` passed first."""
+        ...
+
+    def drain(self) -> None:
+        """Waits for every job, then raises the error that escaped one, once."""
+        ...
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Runs what is queued, then ends the thread; False where it did not end in time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machinery:
+    """What a pipeline is driven with: threads and copies, or what stands for them in a simulation."""
+
+    make_worker: Workers
+    make_disk_copy: Callable[..., Any]  # `DiskCopy`
+    begin_staging: Callable[..., Any]  # `snapshot.staging.begin`

@@ -1,0 +1,73 @@
+"""The slots of the fast tiers are made ahead of the saves that need them, in a thread of their own."""
+
+from __future__ import annotations
+
+from typing import final
+
+from ckptkit.errors import CheckpointError
+from ckptkit.model.tiers import PEER, SSD
+from ckptkit.save.outcomes import Outcomes
+from ckptkit.save.protocol import Machinery
+from ckptkit.save.records import SaveTargets
+from ckptkit.save.retention import Retention
+from ckptkit.slots.arena import Arena
+
+
+@final
+class SlotMaker:
+    """Owner of the thread that makes the slots of every fast tier. Belongs to the step loop's thread."""
+
+    def __init__(self, tiers: SaveTargets, retention: Retention, outcomes: Outcomes, machinery: Machinery):
+        self._tiers = tiers
+        self._retention = retention
+        self._outcomes = outcomes
+        self._prepared_bytes = 0
+        self._worker = machinery.make_worker("ckptkit-arena", waiting_max=4)
+
+    def prepare(self, slot_bytes: int, share_bytes: int) -> None:
+        """Begins to make the slots of every fast tier in the background, for saves of `slot_bytes` on this process and
+        of `share_bytes` at most on any.
+
+        Raises `StoreFullError` where a tier has no room for its slots, with the bytes needed and free.
+        """
+        self.size(slot_bytes, share_bytes)
+        beside_bytes = sum(peer_arena.missing_bytes(slot_bytes) for peer_arena in self._peer_arenas)
+        self._tiers.staging.check_room(slot_bytes, beside_bytes=beside_bytes)
+        if self._tiers.disk is not None:
+            self._tiers.disk.check_room(slot_bytes)
+        self.reserve(slot_bytes)
+
+    def size(self, slot_bytes: int, share_bytes: int) -> None:
+        """Says how large saves are: how many slots a tier has may follow from it."""
+        if self._retention.sized(share_bytes, slot_bytes):
+            self._prepared_bytes = 0  # the new slots are to be made
+
+    def reserve(self, slot_bytes: int) -> None:
+        """What `prepare` begins, without asking for room first: a tier that has none says so in an event."""
+        if self._prepared_bytes >= slot_bytes:
+            return
+        self._prepared_bytes = slot_bytes
+
+        def reserve(arena: Arena, tier: str) -> None:
+            try:
+                arena.reserve(slot_bytes)
+            except (CheckpointError, OSError) as error:
+                self._outcomes.degraded(None, tier, error)
+
+        self._worker.submit(lambda: reserve(self._tiers.staging, self._tiers.staging_name))
+        if (disk := self._tiers.disk) is not None:
+            self._worker.submit(lambda: reserve(disk, SSD))
+        for peer_arena in self._peer_arenas:
+            self._worker.submit(lambda peer_arena=peer_arena: reserve(peer_arena, PEER))
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until all slots are made; False when `timeout_s` passed first."""
+        return self._worker.wait_idle(timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finishes what is under way and joins the thread; False where it still runs after `timeout_s`."""
+        return self._worker.close(timeout_s)
+
+    @property
+    def _peer_arenas(self) -> tuple[Arena, ...]:
+        return () if self._tiers.peer_copies is None else self._tiers.peer_copies.peer_arenas

@@ -1,0 +1,290 @@
+"""One save in one tier, by the same steps in every tier: copy, commit here, vote, keep or drop, release.
+
+Process 0 decides each vote and logs its commits (`commit_log`). A process that does not receive a verdict keeps what it
+committed here until it learns the decision. It holds at most one such save in each tier, and vetoes the next ones
+meanwhile: a vetoed save is dropped for certain, so nothing more is held.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.errors import CheckpointError, CoordinationError
+from ckptkit.job.meeting import Order
+from ckptkit.model.manifest import SaveId
+from ckptkit.model.tiers import MEMORY
+from ckptkit.save.commit_log import CommitLog
+from ckptkit.save.outcomes import Outcomes, describe
+from ckptkit.save.protocol import Agree, Do, Effect, Recall, SaveProtocol, Veto
+from ckptkit.save.records import Refusal, Save
+
+POLICIES = ("skip", "wait", "veto")  # the last one is what somebody has to look at: being too early passes by itself
+_REASONS_MAX = 4
+
+Held = Callable[[str], list[SaveId] | None]
+
+
+class TierWork(ABC):
+    """What this process does for one save in one tier. `Voting.run` calls each method once at most, in this order."""
+
+    def __init__(self, tier: str, channel: str, save: Save):
+        """`channel` is that of the tier's votes."""
+        self.tier, self.channel, self.save = tier, channel, save
+
+    @abstractmethod
+    def act(self) -> SaveProtocol:
+        """Copies the save and commits it here; this process refuses the save where it raises."""
+
+    def ballot(self) -> dict[str, Any]:
+        """What this process puts into the vote beside its refusal, as JSON."""
+        return {}
+
+    def decide(self, ballots: list[dict[str, Any] | None]) -> tuple[dict[str, Any], list[str] | None]:
+        """On process 0: the verdict on these, and a refusal that follows from them."""
+        del ballots
+        return {}, None
+
+    def explain(self, verdict: Verdict) -> SaveProtocol:
+        """The verdict with a reason that is known only after the vote."""
+        return verdict
+        yield
+
+    @abstractmethod
+    def keep(self) -> None:
+        """All processes hold the save in this tier."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """The save is left out of this tier: what was committed here goes."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Nothing of the save is needed for this tier any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What all processes do about a save: `refusal` None keeps it. `more` is what `TierWork.decide` made of the
+    ballots."""
+
+    refusal: Refusal | None
+    more: dict[str, Any]
+
+
+Voted = Generator[Effect, Any, Verdict | None]
+
+
+class Voting:
+    """The votes of one process. Safe from several threads; a channel belongs to one of them."""
+
+    def __init__(self, log: CommitLog, outcomes: Outcomes, process: int, held: Held, order: Order | None = None):
+        """`held` lists the saves that this process has committed in a tier; None for one that it cannot list. `order`
+        numbers the names of saves."""
+        self._log = log
+        self._outcomes = outcomes
+        self._process = process
+        self._held = held
+        self._order = order
+        self._undecided: dict[str, TierWork] = {}  # by channel
+        self._lock = threading.Lock()
+
+    @property
+    def undecided(self) -> Collection[TierWork]:
+        """The saves of which this process does not know the decision: at most one for each tier."""
+        with self._lock:
+            return list(self._undecided.values())
+
+    def run(self, work: TierWork, *, refusal: Refusal | None = None, gone: bool = True) -> Voted:
+        """Takes a save through one tier; the result is None where this process does not know the decision.
+
+        `gone`: no other tier will hold a save that is refused here. Raises nothing but what comes from outside.
+        """
+        keeps = False
+        try:
+            refusal = refusal or (yield from self.settle(work.channel))
+            if refusal is None:
+                try:
+                    yield from work.act()
+                except CoordinationError as error:  # process 0 has not come to this save: no verdict will come either
+                    self._outcomes.failed(work.save.save_id, work.tier, error)
+                    yield from self._veto(work, error)
+                    yield from self._conclude(work, work.drop)
+                    return None
+                except Exception as error:  # noqa: BLE001  voted on: a process that does not vote stops the others
+                    refusal = self._outcomes.refused(work.save, work.tier, error)
+            try:
+                verdict = yield from self._vote(work, refusal)
+                verdict = yield from work.explain(verdict)
+            except CheckpointError as error:
+                self._outcomes.failed(work.save.save_id, work.tier, error)
+                # What process 0 has not decided is not committed; staging memory outlives nothing.
+                keeps = refusal is None and self._process != 0 and work.tier != MEMORY
+                if not keeps:
+                    yield from self._conclude(work, work.drop)
+                return None
+            if verdict.refusal is None:
+                yield from self._conclude(work, work.keep)
+            else:
+                yield from self._conclude(work, work.drop)
+                self._outcomes.skipped(work.save.save_id, work.tier, verdict.refusal, gone=gone)
+            return verdict
+        finally:
+            if keeps:
+                self._leave_undecided(work)
+            else:
+                work.release()
+
+    def _veto(self, work: TierWork, error: Exception) -> SaveProtocol:
+        """Puts this process's veto where process 0 finds it, if it comes yet, and waits for nobody."""
+        ballot, judge = self.veto_of(describe(error))
+        try:
+            yield Veto(work.channel, work.save.name, ballot, judge)
+        except CheckpointError:
+            return
+
+    def _conclude(self, work: TierWork, act: Callable[[], None]) -> SaveProtocol:
+        """Keeps or drops a save; what fails degrades the tier, and leaves the decision as it is."""
+        try:
+            yield Do(act.__name__, act)
+        except (CheckpointError, OSError) as error:
+            self._outcomes.degraded(work.save.save_id.step, work.tier, error)
+
+    def _vote(self, work: TierWork, refusal: Refusal | None) -> Generator[Effect, Any, Verdict]:
+        """Everybody's refusals of a save as one verdict; raises where the meeting fails."""
+        save_id, tier, held = work.save.save_id, work.tier, self._held(work.tier)
+
+        def decide(ballots: list[Any]) -> dict[str, Any]:
+            refused = joined([ballot and ballot["refusal"] for ballot in ballots])
+            more, why = work.decide([ballot and ballot["more"] for ballot in ballots])
+            refused = refused or why
+            kept = None
+            if refused is None:
+                self._log.append(save_id, tier)
+                sets = [{tuple(save) for save in ballot["held"]} for ballot in ballots if ballot["held"] is not None]
+                kept = sorted(set.intersection(*sets)) if sets else None
+            return {"refusal": refused, "more": more, "held": kept}
+
+        ballot = {
+            "refusal": None if refusal is None else [refusal.policy, refusal.reason],
+            "more": work.ballot(),
+            "held": None if held is None else [[save.epoch, save.step, save.number] for save in held],
+        }
+        told = yield from self.agree(work.channel, work.save.name, ballot, decide, _is_veto, settles=True)
+        if told["refusal"] is not None:
+            policy, reason = told["refusal"]
+            return Verdict(refusal=Refusal(policy=policy, reason=reason), more=told["more"])
+        if told["held"] is not None:
+            self._outcomes.keep_only(tier, [SaveId(*save) for save in told["held"]])
+        return Verdict(refusal=None, more=told["more"])
+
+    def agree(
+        self,
+        channel: str,
+        about: str,
+        value: Any,
+        decide: Callable[[list[Any]], Any],
+        is_veto: Callable[[Any], bool] | None = None,
+        *,
+        settles: bool = False,
+    ) -> SaveProtocol:
+        """A meeting in which every process also learns what it missed of process 0's decisions.
+
+        `settles`: the meetings of this channel are about saves in order, so that an earlier save that is not committed
+        by now never will be.
+        """
+
+        def judge(ballots: list[Any]) -> dict[str, Any]:
+            verdict = decide([None if ballot is None else ballot["value"] for ballot in ballots])
+            news = self._log.news(ballot and ballot["known"] for ballot in ballots)
+            return {"verdict": verdict, "news": news, "overdue": self._outcomes.health.overdue()}
+
+        told = yield Agree(
+            channel,
+            about,
+            {"value": value, "known": self._log.state()},
+            judge,
+            None if is_veto is None else (lambda ballot: ballot is not None and is_veto(ballot["value"])),
+            self._order,
+        )
+        complete = self._learn(told["news"])
+        self._outcomes.health.announce(told.get("overdue"))
+        if settles and complete and "early" not in told:
+            self._learned(channel)
+        return told["verdict"]
+
+    def _learn(self, news: dict[str, Any]) -> bool:
+        return self._process == 0 or self._log.learn(news)
+
+    def known(self) -> list[int]:
+        """What this process knows of process 0's decisions, for a message to it."""
+        return self._log.state()
+
+    def veto_of(self, reason: str) -> tuple[Any, Callable[[list[Any]], Any]]:
+        """The ballot of a process that raised in `save`, and process 0's verdict where it is that process."""
+        refusal = ["veto", reason]
+        # Out of turn: an earlier save of the channel may still be undecided on process 0.
+        verdict = {"refusal": ["veto", f"process {self._process}: {reason}"], "more": {}, "held": None}
+
+        def judge(_: list[Any]) -> dict[str, Any]:
+            return {"verdict": verdict, "news": self._log.news([]), "early": True}
+
+        return {"value": {"refusal": refusal, "more": None, "held": None}, "known": self._log.state()}, judge
+
+    def settle(self, channel: str) -> Generator[Effect, Any, Refusal | None]:
+        """Learns the decision on the save that is undecided here, or says why the next one has to wait for it."""
+        with self._lock:
+            work = self._undecided.get(channel)
+        if work is None:
+            return None
+        try:
+            found, told = yield Recall(channel, work.save.name)
+        except CheckpointError:  # process 0 has decided: not committed
+            found, told = True, None
+        if found and (told is None or self._learn(told["news"])):
+            self._learned(channel)
+            return None
+        return Refusal(policy="veto", reason=f"the decision on step {work.save.save_id.step} is not known here yet")
+
+    def _leave_undecided(self, work: TierWork) -> None:
+        with self._lock:
+            self._undecided[work.channel] = work
+
+    def _learned(self, channel: str) -> None:
+        """A verdict of `channel` came: every earlier save of it is committed, or never will be. Of other channels only
+        commits are known."""
+        with self._lock:
+            known = {
+                each: work
+                for each, work in self._undecided.items()
+                if each == channel or self._log.has(work.save.save_id, work.tier)
+            }
+            for each in known:
+                del self._undecided[each]
+        for work in known.values():
+            try:
+                if self._log.has(work.save.save_id, work.tier):
+                    work.keep()
+                else:
+                    work.drop()
+            except (CheckpointError, OSError) as error:
+                self._outcomes.degraded(work.save.save_id.step, work.tier, error)
+            finally:
+                work.release()
+
+
+def joined(refusals: Sequence[Sequence[str] | None]) -> list[str] | None:
+    """The refusals of all processes as one, with the processes named; None where there is none."""
+    said = [(process, *each) for process, each in enumerate(refusals) if each is not None]
+    if not said:
+        return None
+    policies = [policy for _, policy, _ in said]
+    reasons = [f"process {process}: {reason}" for process, _, reason in said]
+    return [max(policies, key=POLICIES.index), "; ".join(reasons[:_REASONS_MAX])]
+
+
+def _is_veto(ballot: dict[str, Any]) -> bool:
+    return ballot["refusal"] is not None

@@ -1,0 +1,183 @@
+"""The votes of a save in one tier, by two processes over one service: what is kept, dropped, and learnt later."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any, final
+
+import jax
+import pytest
+
+from ckptkit.durable.lifecycle.epochs import Ancestry
+from ckptkit.model.manifest import SaveId
+from ckptkit.save.commit_log import CommitLog
+from ckptkit.save.ledger import Ledger
+from ckptkit.save.protocol import Do, SaveProtocol, drive
+from ckptkit.save.records import Refusal
+from ckptkit.save.voting import TierWork, Voting, joined
+from tests.job.fake_service import FakeJob
+
+
+@final
+class Work(TierWork):
+    """A save whose acts are written down; `error` is what committing it here raises."""
+
+    def __init__(self, step: int, error: Exception | None = None):
+        save: Any = SimpleNamespace(save_id=SaveId(1, step, step), name=f"0.{step}.0")
+        super().__init__("ram", "commit", save)
+        self.done: list[str] = []
+        self._error = error
+
+    def act(self) -> SaveProtocol:
+        yield Do("commit here", lambda: self.done.append("act"))
+        if self._error is not None:
+            raise self._error
+
+    def keep(self) -> None:
+        self.done.append("keep")
+
+    def drop(self) -> None:
+        self.done.append("drop")
+
+    def release(self) -> None:
+        self.done.append("release")
+
+
+class Process:
+    """The votes of one process of the job."""
+
+    def __init__(self, coordinator: Any):
+        self.coordinator = coordinator
+        self.ledger = Ledger(Ancestry(epoch=1))
+        self.reports: list[tuple[Any, ...]] = []
+        outcomes: Any = SimpleNamespace(
+            health=SimpleNamespace(overdue=lambda: None, announce=lambda _: None),
+            keep_only=self.ledger.keep_only,
+            refused=lambda save, tier, error: Refusal(policy="veto", reason=str(error)),
+            skipped=lambda save_id, tier, refusal, gone: self.reports.append(("skipped", save_id.step, refusal.reason)),
+            failed=lambda save_id, tier, error: self.reports.append(("failed", save_id.step, str(error))),
+            degraded=lambda step, tier, error: self.reports.append(("degraded", step, str(error))),
+        )
+        log = CommitLog(self.ledger, lambda *_: None)
+        self.voting = Voting(log, outcomes, coordinator.process, lambda _: None)
+
+    def run(self, work: Work, refusal: Refusal | None = None) -> Any:
+        return drive(self.voting.run(work, refusal=refusal), self.coordinator)
+
+    @property
+    def steps(self) -> list[int]:
+        return [save_id.step for save_id in sorted(self.ledger.committed_in("ram"))]
+
+
+class Pair:
+    """Two processes; process 1 can miss verdicts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        with monkeypatch.context() as patched:
+            self.job = FakeJob(patched, 2)
+        self.processes = [Process(coordinator) for coordinator in self.job.processes]
+        self.missed: list[str] = []  # parts of the keys that process 1 does not see
+        get = self.job.service.blocking_key_value_get
+
+        def lossy(key: str, timeout_ms: int) -> str:
+            if key.endswith("/out") and any(part in key for part in self.missed):
+                time.sleep(0.01)
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: lost")
+            return get(key, timeout_ms)
+
+        monkeypatch.setattr(self.job.service, "blocking_key_value_get", lossy)
+        monkeypatch.setattr("ckptkit.job.meeting._VERDICT_SPARE_S", 0.1)
+
+    def save(self, step: int, errors: tuple[Exception | None, Exception | None] = (None, None)) -> list[Work]:
+        works = [Work(step, error) for error in errors]
+        self.processes[1].coordinator.timeout_s = 0.1 if self.missed else 60.0
+        self.job.all(lambda coordinator: self.processes[coordinator.process].run(works[coordinator.process]))
+        return works
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
+    return Pair(monkeypatch)
+
+
+def test_save_is_kept_by_all_or_dropped_by_all(pair: Pair) -> None:
+    """A step that one process holds and another does not would be restored in halves."""
+    for errors in ((None, OSError("full")), (OSError("full"), None)):
+        works = pair.save(1, errors)
+        assert [work.done for work in works] == [["act", "drop", "release"]] * 2
+        number = errors.index(None) ^ 1
+        assert pair.processes[0].reports[-1] == ("skipped", 1, f"process {number}: full")
+        assert pair.processes[1].reports[-1] == pair.processes[0].reports[-1]
+    assert [work.done for work in pair.save(2)] == [["act", "keep", "release"]] * 2
+    assert [process.steps for process in pair.processes] == [[2], [2]]
+
+
+def test_missed_verdict_is_read_before_the_next_save(pair: Pair) -> None:
+    """A process that missed a commit would hold its slot for ever, and list other steps than the others."""
+    pair.missed = ["0.1.0"]
+    works = pair.save(1)
+    assert works[0].done == ["act", "keep", "release"]
+    assert works[1].done == ["act"], "it is neither kept nor dropped before the decision is known"
+    assert len(pair.processes[1].voting.undecided) == 1
+    pair.missed = []
+    assert [work.done for work in pair.save(2)] == [["act", "keep", "release"]] * 2
+    assert works[1].done == ["act", "keep", "release"]
+    assert len(pair.processes[1].voting.undecided) == 0
+    assert [process.steps for process in pair.processes] == [[1, 2], [1, 2]]
+
+
+def test_undecided_save_vetoes_the_next_until_it_is_known(pair: Pair) -> None:
+    """Each vote without a verdict would hold one slot more, until no save finds a free one."""
+    pair.missed = ["0.1.0"]
+    first = pair.save(1)
+    second = pair.save(2)  # the first verdict still cannot be read: this one carries it
+    assert second[1].done == ["drop", "release"], "nothing more is held"
+    reason = "process 1: the decision on step 1 is not known here yet"
+    assert [process.reports[-1] for process in pair.processes] == [("skipped", 2, reason)] * 2
+    assert first[1].done == ["act", "keep", "release"]
+    assert [work.done[-2:] for work in pair.save(3)] == [["keep", "release"]] * 2
+    assert [process.steps for process in pair.processes] == [[1, 3], [1, 3]]
+
+
+def test_failed_verdict_drops_an_undecided_save(pair: Pair) -> None:
+    """A save that process 0 gave up would stay committed on the process that did not receive that."""
+    pair.job.service.gone = {1}
+    works = [Work(1), Work(1)]
+    pair.processes[0].run(works[0])  # process 1 is late
+    assert works[0].done == ["act", "drop", "release"]
+    assert pair.processes[0].reports[-1][:2] == ("failed", 1)
+    pair.processes[1].run(works[1])
+    assert works[1].done == ["act"]
+    pair.job.service.gone = set()
+    assert [work.done[-1] for work in pair.save(2)] == ["release"] * 2
+    assert works[1].done == ["act", "drop", "release"]
+    assert [process.steps for process in pair.processes] == [[2], [2]]
+
+
+def test_error_in_keep_leaves_the_decision_as_it_is(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails after the vote would make one process call a committed save lost."""
+
+    def full(_: Work) -> None:
+        raise OSError("full")
+
+    monkeypatch.setattr(Work, "keep", full)
+    works = pair.save(1)
+    assert [work.done for work in works] == [["act", "release"]] * 2
+    assert [process.reports for process in pair.processes] == [[("degraded", 1, "full")]] * 2
+    assert [process.steps for process in pair.processes] == [[1], [1]]
+
+
+def test_interrupt_within_a_vote_releases_the_slot(pair: Pair) -> None:
+    """Ctrl-C would leave a slot leased."""
+    work = Work(1)
+    protocol = pair.processes[0].voting.run(work)
+    next(protocol)
+    protocol.close()
+    assert work.done == ["release"]
+
+
+def test_refusals_are_joined_with_the_worst_policy() -> None:
+    """A save that a process vetoed would count as one that came too early, and nobody would be told."""
+    assert joined([None, None]) is None
+    assert joined([["skip", "early"], None, ["veto", "full"]]) == ["veto", "process 0: early; process 2: full"]
