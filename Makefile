@@ -5,9 +5,9 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
 .PHONY: setup setup-system setup-cluster demo test test-mpi test-slurm docs lint format clean
-.PHONY: kill-phases bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
+.PHONY: kill-phases signals bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
 .PHONY: proof-cost docs-cli docs-session broadcast-campaign simulator-campaign policy-campaign faults bench-all
-.PHONY: zoo figures stranger test-wheel test-floor test-newest
+.PHONY: zoo simulate-protocol figures stranger test-wheel test-floor test-newest
 
 setup: $(STAMP)
 
@@ -37,6 +37,10 @@ test: setup
 kill-phases: setup
 	$(BIN)/python -m pytest -m slow tests/multiprocess/test_kill_phases.py
 
+# 500 moments; CKPTKIT_TEST_SEED repeats one run.
+signals: setup
+	$(BIN)/python -m pytest -m slow -s -o faulthandler_timeout=3600 tests/multiprocess/test_signals.py
+
 elastic-campaign: setup
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=1200 tests/multiprocess/test_elastic.py
 
@@ -56,6 +60,10 @@ crashpoints: setup
 # Every command over every root of ckptkit.testing.roots, on a disk and in a bucket.
 zoo: setup
 	$(BIN)/python -m bench zoo --full
+
+# The protocol of saves and restores in simulated jobs under faults, from a seed on: SEEDS=100000 FIRST=0.
+simulate-protocol: setup
+	$(BIN)/python -m ckptkit.testing.simulation --seeds $(or $(SEEDS),10000) --first $(or $(FIRST),0)
 
 broadcast-campaign: setup
 	$(BIN)/python -m bench broadcast

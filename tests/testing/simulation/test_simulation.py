@@ -1,0 +1,57 @@
+"""The protocol of saves under simulated faults: no violation in many seeds, and known faults are found."""
+
+from __future__ import annotations
+
+import random
+from itertools import chain
+
+import pytest
+
+from ckptkit.testing.simulation import MUTATIONS, Plan, failures, mutated, run_plan, shrunk
+from ckptkit.testing.simulation.scheduler import PENDING, Scheduler, Violation
+
+# Where each mutation was found last. A seed leads elsewhere once the protocol or the simulator changes.
+FOUND = {"C2": 6, "C3": 3, "C4": 1, "C5": 17, "H6": 4, "settling": 955}
+_SEEDS = 1000
+
+
+@pytest.mark.parametrize("first", range(0, _SEEDS, 250))
+def test_protocol_holds_in_a_thousand_seeds(first: int) -> None:
+    """If it failed, a job could lose a committed save, hold a slot for ever, or never save again after a fault."""
+    found = next(failures(first, 250), None)
+    assert found is None, str(shrunk(found)) if found is not None else ""
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_simulator_finds_a_fault_that_is_put_back(mutation: str) -> None:
+    """If it failed, the simulator would pass whatever the protocol does."""
+    with mutated(mutation):
+        seeds = chain([FOUND[mutation]], range(_SEEDS))
+        found = next((failure for seed in seeds if (failure := run_plan(Plan.of(seed))) is not None), None)
+        assert found is not None
+        smaller = shrunk(found)
+    assert len(smaller.plan.faults) <= len(found.plan.faults)
+    assert f"--first {found.plan.seed} --seeds 1" in str(smaller)
+
+
+def test_same_seed_gives_the_same_run() -> None:
+    """If it failed, a failing seed could not be repeated."""
+    with mutated("C3"):
+        first, second = run_plan(Plan.of(FOUND["C3"])), run_plan(Plan.of(FOUND["C3"]))
+    assert first is not None
+    assert second is not None
+    assert (first.problem, first.log) == (second.problem, second.log)
+
+
+def test_scheduler_reports_an_unhandled_error() -> None:
+    """If it failed, a thread of ours that dies would look like one that has nothing to do."""
+    scheduler = Scheduler(random.Random(0))
+    scheduler.perform = lambda task, request: PENDING
+
+    def steps() -> object:
+        raise KeyError("lost")
+        yield
+
+    scheduler.start("worker", None, steps())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(Violation, match="worker ended with KeyError: 'lost'"):
+        scheduler.run(lambda: False, 10)
