@@ -10,6 +10,7 @@ from unittest import mock
 
 from ckptkit.model.tiers import SSD
 from ckptkit.save.commit_log import CommitLog
+from ckptkit.save.health import SaveHealth
 from ckptkit.save.ledger import Branch
 from ckptkit.save.pipeline import SavePipeline
 from ckptkit.save.protocol import Do, SaveProtocol
@@ -115,24 +116,13 @@ def _no_veto() -> Any:
     return mock.patch.object(SavePipeline, "veto", veto)
 
 
-def _every_verdict_settles() -> Any:
-    """Any verdict is taken for all that process 0 has decided, and a save that is not in it for dropped: also where
-    process 0 gave it out of turn, or it leaves out what a process has missed."""
-    learn, veto_of = CommitLog.learn, Voting.veto_of
+def _errors_without_end() -> Any:
+    """Once too many saves were lost, every later `save` raises and tries nothing."""
 
-    def learnt(self: CommitLog, news: dict[str, Any]) -> bool:
-        learn(self, news)
-        return True
+    def keep_counting(self: SaveHealth) -> None:
+        del self
 
-    def vetoed(self: Voting, reason: str) -> tuple[Any, Callable[[list[Any]], Any]]:
-        ballot, judge = veto_of(self, reason)
-        return ballot, lambda ballots: {key: value for key, value in judge(ballots).items() if key != "early"}
-
-    return _all(
-        mock.patch.object(CommitLog, "learn", learnt),
-        mock.patch.object(Voting, "veto_of", vetoed),
-        mock.patch("ckptkit.save.commit_log._LIKELY", 0),
-    )
+    return mock.patch.object(SaveHealth, "_begin_again", keep_counting)
 
 
 MUTATIONS: dict[str, Callable[[], Any]] = {
@@ -141,7 +131,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "C4": _books_are_local,
     "C5": _staging_on_the_caller,
     "H6": _no_veto,
-    "settling": _every_verdict_settles,
+    "limits": _errors_without_end,
 }
 
 
