@@ -33,7 +33,7 @@ _SLICE_MAX_S = 4.0  # a process that waits looks so often whether process 0 has 
 _RETRY_S = (0.05, 2.0)  # the first pause before a request is sent again, and the longest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Put:
     """Stores `text`; what is there already is replaced."""
 
@@ -41,7 +41,7 @@ class Put:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Get:
     """Waits for a key; the answer is its text, or None after `timeout_s`."""
 
@@ -49,26 +49,26 @@ class Get:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Listing:
     """The keys below `prefix`, which ends in a slash, with their texts."""
 
     prefix: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delete:
     """Deletes a key, or with a slash at the end everything below it."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Now:
     """Seconds of a monotonic clock."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pause:
     """Waits."""
 

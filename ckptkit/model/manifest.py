@@ -213,10 +213,10 @@ class ManifestText:
             "format": FORMAT,
             "inline": inline,
             "meshes": self._shardings.meshes,
-            "save_id": asdict(save_id),
+            "save_id": {"epoch": save_id.epoch, "number": save_id.number, "step": save_id.step},
             "shardings": self._shardings.shardings,
             "slot": slot,
-            "writer": asdict(writer),
+            "writer": {"count": writer.count, "host": writer.host, "process": writer.process},
         }
         rest |= {} if custom is None else {"custom": custom}
         body = f'{{"arrays":{"".join(arrays)},{_dumps(rest)[1:]}'.encode()

@@ -18,7 +18,7 @@ from ckptkit.job.meeting import Decide, Order
 from ckptkit.store import side_by_side
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Do:
     """An act of this process, which may take time or raise. `what` names it in events and simulations."""
 
@@ -26,7 +26,7 @@ class Do:
     act: Callable[[], Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Agree:
     """A meeting of all processes (`Coordinator.agree`)."""
 
@@ -38,7 +38,7 @@ class Agree:
     order: Order | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ask:
     """A question to process 0, which waits for nobody (`Coordinator.ask_process_0`)."""
 
@@ -48,7 +48,7 @@ class Ask:
     order: Order | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Recall:
     """An earlier verdict, if it can still be read (`Coordinator.recall`)."""
 
@@ -56,7 +56,7 @@ class Recall:
     about: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Veto:
     """A value for a meeting that others may hold; waits for none of them (`Coordinator.veto`)."""
 
@@ -66,7 +66,7 @@ class Veto:
     decide: Decide
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SideBySide:
     """A protocol, and an act at the same time on another thread; the result is that of the act. Raises what the
     protocol raises, or else the act."""
@@ -75,7 +75,7 @@ class SideBySide:
     act: Callable[[], Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wait:
     """Waits for the result of a future; raises `TimeoutError` after `timeout_s`."""
 
@@ -83,7 +83,7 @@ class Wait:
     timeout_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Idle:
     """Waits until a worker has nothing to do; the result is False where it still has after `timeout_s`."""
 
@@ -91,7 +91,7 @@ class Idle:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sleep:
     """A pause."""
 

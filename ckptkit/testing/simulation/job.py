@@ -23,8 +23,8 @@ from ckptkit.testing.simulation.storage import Medium, Root
 from ckptkit.util import clock
 
 _log = logging.getLogger("ckptkit")
-_CATCHING_UP = 6  # saves after the last fault, every 2 seconds: 4 timeouts
-_TAIL = 4  # more saves after the last fault: three, and two in which what failed before is raised
+_CATCHING_UP = 4  # saves after the last fault, every 3 seconds: 4 timeouts
+_TAIL = 3  # more saves after the last fault: one, and two in which what failed before is raised
 EVENTS_MAX = 150_000
 _CALL_MAX_S = {"save": 5.0, "restore": 40.0}  # times the timeout: a call that takes longer hangs
 _KINDS = (
@@ -42,7 +42,7 @@ _KINDS = (
     "durable away",
     "durable slow",
 )
-_REQUESTS = frozenset({Now, Put, Get, Listing, Delete, Pause})
+_REQUESTS = frozenset({Put, Get, Listing, Delete, Pause})
 _RAISING = ("user code", "stage", "take a slot", "copy to the disk", "commit here", "durable part", "finish staging")
 
 
@@ -75,7 +75,7 @@ class Plan:
     def of(cls, seed: int) -> Plan:
         """The plan of a seed."""
         rng = random.Random(seed)
-        processes = rng.choice((2,) * 10 + (3,) * 6 + (4, 4, 5, 8))
+        processes = rng.choice((2,) * 12 + (3,) * 5 + (4, 5, 8))
         until_s = rng.choice((1.0, 3.0, 3.0, 8.0))
         faults = [
             Fault(
@@ -158,7 +158,7 @@ class SimJob:
             self._quiet_from_s = max(self._quiet_from_s, fault.at_s + fault.seconds)
         self._quiet_from_s += 2.0
         self._launch()
-        if not self.scheduler.run(lambda: self.finished, EVENTS_MAX):
+        if not self.scheduler.run(EVENTS_MAX):
             tasks = [(process, task) for process in self.processes for task in process.tasks if not task.done]
             where = [f"process {process.index} in {process.call}, task {task.name}" for process, task in tasks]
             raise Violation(f"the job hangs at {self.scheduler.now_s:.1f} s: {'; '.join(where)}")
@@ -207,7 +207,7 @@ class SimJob:
     def ended(self, process: SimProcess) -> None:
         """A process came to the end of its script; the job is finished when all did."""
         self._ended.add(process.index)
-        self.finished = len(self._ended) == len(self.processes)
+        self.finished = self.scheduler.stopped = len(self._ended) == len(self.processes)
 
     def operation(self, attempt: int, number: int) -> tuple[Any, ...]:
         """What every process does as its operation of that number: the same program on each."""
@@ -221,7 +221,7 @@ class SimJob:
         if self.scheduler.now_s >= self._quiet_from_s and len(self._operations) > 6:
             self._tail += 1
             if self._tail <= _CATCHING_UP:
-                return [("train", 2.0), ("save", frozenset({RAM}), nonce, False)]
+                return [("train", 3.0), ("save", frozenset({RAM}), nonce, False)]
             if self._tail == _CATCHING_UP + 1:
                 return [("train", 0.5), ("caught up",)]
             if self._tail <= _CATCHING_UP + _TAIL:
@@ -423,12 +423,13 @@ class SimJob:
     # Effects.
 
     def _perform(self, task: Task, effect: Any) -> Any:
-        kind = type(effect)
+        kind, scheduler = type(effect), self.scheduler
+        if kind is Now:
+            return scheduler.now_s
         if kind in _REQUESTS:
             return self.service.answer(task, task.process.index, effect)
         if kind is Do:
             return self._do(task, effect)
-        scheduler = self.scheduler
         if kind is Idle:
             return scheduler.wait(task, lambda: effect.worker.idle, effect.timeout_s)
         if kind is Until:

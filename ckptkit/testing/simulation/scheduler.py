@@ -49,6 +49,7 @@ class Scheduler:
         self.now_s = 0.0
         self.current: Any = None  # the process that runs
         self.events = 0
+        self.stopped = False
         self._heap: list[tuple[float, float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
         self._waiting: dict[Any, list[Task]] = {}  # by process
@@ -106,26 +107,24 @@ class Scheduler:
             self.at(timeout_s, give_up)
         return PENDING
 
-    def run(self, until: Callable[[], bool], most: int) -> bool:
-        """Runs events until `until()` holds; False where there were more than `most`, or nothing is left to do."""
-        heap, touched = self._heap, self._touched
-        while not until():
+    def run(self, most: int) -> bool:
+        """Runs events until `stopped`; False where there were more than `most`, or nothing is left to do."""
+        heap, touched, waiting, pop = self._heap, self._touched, self._waiting, heapq.heappop
+        while not self.stopped:
             if not heap or self.events >= most:
                 return False
             self.events += 1
-            at_s, _, _, act = heapq.heappop(heap)
-            self.now_s = at_s
+            self.now_s, _, _, act = pop(heap)
             act()
             while touched:
-                self._wake(touched.pop())
+                process = touched.pop()
+                if waiting.get(process):
+                    self._wake(process)
         return True
 
     def _wake(self, process: Any) -> None:
-        waiting = self._waiting.get(process)
-        if not waiting:
-            return
         still = []
-        for task in waiting:
+        for task in self._waiting[process]:
             if task.done or task.until is None:
                 continue
             if task.until():

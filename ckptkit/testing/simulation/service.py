@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, final
 
 from ckptkit.errors import CoordinationError
-from ckptkit.job.meeting import Delete, Get, Listing, Now, Pause, Put, Request
+from ckptkit.job.meeting import Delete, Get, Listing, Pause, Put, Request
 from ckptkit.testing.simulation.scheduler import PENDING, Scheduler, Task
 
 _TRIP_S = 0.002  # the longest way to the service and back, without faults
@@ -31,13 +32,13 @@ class Service:
         self.values: dict[str, str] = {}
         self.most = 0
         self._folders: dict[str, set[str]] = {}
-        self._links: dict[int, Link] = {}
+        self._links: defaultdict[int, Link] = defaultdict(Link)
         self._waiting: dict[str, list[tuple[Task, int, int]]] = {}  # by key: task, its ticket, its process
         self._alive = True
 
     def link(self, process: int) -> Link:
         """The link of a process."""
-        return self._links.setdefault(process, Link())
+        return self._links[process]
 
     def cut(self, process: int, seconds: float) -> None:
         """The service is away from one process for a while: what waits for an answer fails now."""
@@ -51,15 +52,12 @@ class Service:
 
     def answer(self, task: Task, process: int, request: Request) -> Any:
         """The answer to a request of a task, or PENDING: it comes later."""
-        match request:
-            case Now():
-                return self._scheduler.now_s
-            case Pause(seconds):
-                self._scheduler.resume(task, delay_s=seconds)
-            case _:
-                delay_s = self._rng.random() * (_TRIP_S + self.link(process).slow_s)
-                ticket = self._scheduler.hold(task)  # only the answer resumes it
-                self._scheduler.at(delay_s, lambda: self._arrived(task, ticket, process, request))
+        if isinstance(request, Pause):
+            self._scheduler.resume(task, delay_s=request.seconds)
+            return PENDING
+        delay_s = self._rng.random() * (_TRIP_S + self._links[process].slow_s)
+        ticket = self._scheduler.hold(task)  # only the answer resumes it
+        self._scheduler.at(delay_s, lambda: self._arrived(task, ticket, process, request))
         return PENDING
 
     def _arrived(self, task: Task, ticket: int, process: int, request: Any) -> None:
@@ -71,9 +69,9 @@ class Service:
         if away or (link.lost and self._rng.random() < link.lost):
             self._scheduler.resume(task, error=_failure(), delay_s=self._rng.random() * 0.01)
         elif not isinstance(request, Get):
-            self._scheduler.resume(task, result)
+            self._scheduler.step(task, result)
         elif request.key in self.values or request.timeout_s <= 0:
-            self._scheduler.resume(task, self.values.get(request.key))
+            self._scheduler.step(task, self.values.get(request.key))
         else:
             self._waiting.setdefault(request.key, []).append((task, ticket, process))
 
@@ -98,10 +96,10 @@ class Service:
                 if key in self.values:
                     self._folders[key.rpartition("/")[0]].discard(key)
                     del self.values[key]
-                folder = key.rstrip("/")
-                for each in [f for f in self._folders if f == folder or f.startswith(f"{folder}/")]:
-                    for below in self._folders.pop(each):
-                        del self.values[below]
+                elif key.endswith("/"):
+                    for folder in [each for each in self._folders if f"{each}/".startswith(key)]:
+                        for below in self._folders.pop(folder):
+                            del self.values[below]
         return None
 
     def _fail(self, concerns: Any) -> None:

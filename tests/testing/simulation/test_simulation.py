@@ -54,4 +54,4 @@ def test_scheduler_reports_an_unhandled_error() -> None:
 
     scheduler.start("worker", None, steps())  # pyright: ignore[reportArgumentType]
     with pytest.raises(Violation, match="worker ended with KeyError: 'lost'"):
-        scheduler.run(lambda: False, 10)
+        scheduler.run(10)
