@@ -42,7 +42,7 @@ def require_fitting(target: str, save_id: SaveId | None = None, *, timeout_s: fl
     """Raises `CheckpointError` for an Orbax target in the root of a run that would take it for something else.
 
     Where a job of ours has begun, nothing may. Elsewhere a whole step with a `save_id` may stand among steps in the
-    order of their saves, an item (None) only under a name that no step has.
+    order of their saves, under a name like theirs; an item (None) only under a name that no step has.
 
     Cost: a listing of the directory above, and of the steps in it.
     """
@@ -52,12 +52,19 @@ def require_fitting(target: str, save_id: SaveId | None = None, *, timeout_s: fl
         raise CheckpointError(f"{target} is inside the step {root}; name a place outside of it", path=target)
     place = Place.open(root, timeout_s=timeout_s)
     began = f"{paths.SIDECAR_DIR}/" in place.names() and bool(place.below(paths.EPOCHS_DIR).names())
-    steps = [each for each in read_root(place, read_ancestry(place)[0]).steps if _is_step(each.place)]
+    found = read_root(place, read_ancestry(place)[0])
+    steps = [each for each in found.steps if _is_step(each.place)]
     fits = step is None or (save_id is not None and _is_in_order(steps, replace(save_id, step=step)))
     if began or (steps and not fits):
         raise CheckpointError(
             f"{target} is in {root}, the root of a run{_numbers(steps)}: its next restart could take this for its own "
             "newest save and delete others. Name a place outside; `ckptkit copy` can add a step to a root",
+            path=target,
+        )
+    if steps and step is not None and found.names.step_of(name) is None:
+        raise CheckpointError(
+            f"{target}: the steps of {root} are named {found.names}, for example {steps[-1].place.name}; give the new "
+            f"one such a name ({found.names.name_of(step)}), or a place outside",
             path=target,
         )
 

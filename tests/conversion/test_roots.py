@@ -102,3 +102,13 @@ def test_step_that_is_being_deleted_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="step 1 is being deleted by its job"), leased([f"{root}/1"]):
         pass
     assert os.listdir(root / paths.LEASES_DIR) == []
+
+
+def test_step_among_stock_steps_has_a_name_like_theirs(ckpt: Run, tmp_path: Path) -> None:
+    """A plain number would change what every command takes for the steps of the root."""
+    root, other = tmp_path / "root", run(tmp_path / "other", 1, 50)
+    with ocp.CheckpointManager(root, options=ocp.CheckpointManagerOptions(step_prefix="step")) as manager:
+        manager.save(3, args=ocp.args.StandardSave({"w": jnp.arange(3.0)}))
+    refused = ckpt("reshard", other / "50", root / "50", *MESH)
+    assert (refused.code, "step_3" in refused.err, "(step_50)" in refused.err) == (1, True, True), refused.err
+    assert ckpt("reshard", other / "50", root / "step_50", *MESH).code == 0

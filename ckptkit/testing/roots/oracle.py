@@ -16,7 +16,7 @@ from ckptkit.testing.roots.catalog import KINDS
 from ckptkit.testing.roots.commands import KEPT, Action
 from ckptkit.testing.roots.kinds import leaves, quiet
 from ckptkit.testing.roots.media import Listing
-from ckptkit.testing.roots.tree import ROOT, StepFact, Tree
+from ckptkit.testing.roots.tree import OTHER, ROOT, StepFact, Tree
 
 FailureKind = Literal["bytes lost", "false corrupt", "false good", "internal error"]
 CORRUPT: Final = 11  # the exit code of the command for damage
@@ -246,7 +246,8 @@ def _wrong_values(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Fail
             )
         return
     found = _comparable(outcome.answer.value)
-    taken = [fact for fact in tree.facts if found == _comparable(KINDS[fact.kind].value(fact.step))]
+    known = tree.facts if any(fact.of_run for fact in tree.facts) else [*tree.facts, OTHER]  # a root's first step
+    taken = [fact for fact in known if found == _comparable(KINDS[fact.kind].value(fact.step))]
     if not taken:
         yield Failure(kind="false good", text="restore(None) gave the values of no step")
     elif newest is not None and not any(_is_next(fact, newest) for fact in taken):

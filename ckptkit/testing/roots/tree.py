@@ -55,6 +55,9 @@ class StepFact:
         return self.state in ("good", "blemished", "unproven")
 
 
+OTHER: Final = StepFact(path="50", kind="ckptkit composite", step=50, of_run=False)  # the newest of the other root
+
+
 @final
 class Tree:
     """Builds one tree in `home`, an empty directory. Every method keeps `facts` true."""
