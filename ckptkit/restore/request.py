@@ -12,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM, StockManager
+from ckptkit.durable.orbax.v1_args import TreeRestore
 from ckptkit.errors import ItemNotFoundError, TreeMismatchError
 from ckptkit.model.manifest import LeafRecord, Manifest
 from ckptkit.model.verify_mode import VerifySelection
@@ -150,6 +151,9 @@ def tree_answer(arg: Any, manifests: Sequence[Manifest], item: str, *, step: int
     wanted = getattr(arg, "item", None)
     if wanted is None:
         return _plainly(stored_tree(manifests, item, stored), stored)
+    if isinstance(arg, TreeRestore):
+        whole = stored_tree(manifests, item, stored)
+        return _as_abstract(wanted, stored, whole, partial=arg.partial)
     return _as_templates(wanted, stored)
 
 
@@ -192,6 +196,36 @@ def _as_templates(template: Any, stored: Sequence[LeafRecord]) -> TreeAnswer:
             finishes.append(finish)
     abstract = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(template), targets)
     return replace(plain, abstract=abstract, finishes=finishes)
+
+
+def _as_abstract(wanted: Any, stored: Sequence[LeafRecord], whole: Any, *, partial: bool) -> TreeAnswer:
+    """As Orbax's newer API: a type says what a leaf becomes, `...` leaves it where it is; with `partial` what is not
+    in the tree stays there, too."""
+    as_saved = {leaf_path(path)[0]: leaf for path, leaf in jax.tree_util.tree_flatten_with_path(whole)[0]}
+    of_types: dict[tuple[str, ...], Finish | None] = {}
+
+    def template(keypath: Any, leaf: Any) -> Any:
+        path = leaf_path(keypath)[0]
+        if not isinstance(leaf, type) or path not in as_saved:
+            return None if leaf is ... else leaf
+        target, of_types[path] = _wished(as_saved[path], ocp.RestoreArgs(restore_type=_restored_type(leaf)))
+        return target
+
+    templates = jax.tree_util.tree_map_with_path(template, wanted)
+    flat, _ = jax.tree_util.tree_flatten_with_path(templates)
+    paths = [leaf_path(keypath)[0] for keypath, _ in flat]
+    answer = _as_templates(templates, [record for record in stored if not partial or record.path in set(paths)])
+    finishes = [of_types.get(path, finish) for path, finish in zip(paths, answer.finishes, strict=True)]
+    numbers = iter(range(len(paths)))
+    tree = jax.tree.map(lambda leaf: ... if leaf is ... else next(numbers), wanted)
+    return replace(answer, finishes=finishes, tree=tree)
+
+
+def _restored_type(kind: type) -> Any:
+    """What a leaf becomes by an abstract leaf that is a type."""
+    if issubclass(kind, bool | int | float | np.number):
+        return kind
+    return np.ndarray if issubclass(kind, np.ndarray) else jax.Array
 
 
 def _as_template(template: Any, record: LeafRecord) -> tuple[Any, Finish | None]:
@@ -332,7 +366,7 @@ def _wished(saved: Any, wish: Any) -> tuple[Any, Finish | None]:
     if kind is None and isinstance(saved, bool | int | float):
         return saved, None if dtype is None else lambda leaf: np.asarray(leaf).astype(dtype).item()
     target = np.empty(shape, stored_dtype)
-    if kind in (int, float):
+    if isinstance(kind, type) and issubclass(kind, bool | int | float | np.number):
         return target, lambda leaf: kind(np.asarray(leaf).astype(dtype or leaf.dtype).item())
     return target, None if dtype is None else lambda leaf: leaf.astype(dtype)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, final
 
+import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.experimental import v1 as orbax_v1
 from orbax.checkpoint.experimental.v1.training import CheckpointMetadata, RootMetadata, errors
@@ -16,72 +16,16 @@ from orbax.checkpoint.experimental.v1.training import save_decision_policies as 
 from typing_extensions import deprecated
 
 from ckptkit.durable.orbax import v1 as v1_checks
-from ckptkit.durable.orbax.v1 import is_tree
-from ckptkit.durable.read_step import DurableReader
+from ckptkit.durable.read_step import DurableReader, without_identity
 from ckptkit.errors import ItemNotFoundError, StepNotFoundError
-from ckptkit.inspection.directories import item_kind, step_items
-from ckptkit.inspection.places import Place
 from ckptkit.manager import CheckpointManager
+from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.model.policies import ProcessOptions
+from ckptkit.v1.arguments import METRICS, restore_args, save_args
+from ckptkit.v1.context import checked_context, in_job, profile_of, refuse_unlike, restore_options_of
 from ckptkit.v1.responses import Response
 
-_TIMEOUT_S = 60.0
-
-
-def save_args(checkpointables: Mapping[str, Any]) -> Any:
-    """The arguments that save them. Raises TypeError naming what cannot be saved."""
-    return ocp.args.Composite(**{name: _save_arg(name, value) for name, value in checkpointables.items()})
-
-
-def restore_args(abstract: Mapping[str, Any], step_url: str) -> Any:
-    """The arguments that restore them: by what is asked for, or (None) by what the durable step holds.
-
-    Cost for what is asked for by None: a listing of the step.
-    """
-    unknown = [name for name, value in abstract.items() if value is None]
-    kinds = stored_kinds(step_url) if unknown else {}
-    return ocp.args.Composite(**{name: _restore_arg(value, kinds.get(name)) for name, value in abstract.items()})
-
-
-def stored_kinds(step_url: str) -> dict[str, str | None]:
-    """The items of a durable step with their kinds; empty for a step that is not there."""
-    place = Place.open(step_url, timeout_s=_TIMEOUT_S)
-    return {name: item_kind(place.below(name)) for name in step_items(place)}
-
-
-def _save_arg(name: str, value: Any) -> Any:
-    if _is_grain(value):
-        from grain import checkpoint
-
-        return checkpoint.CheckpointSave(value)
-    if is_tree(value):
-        return ocp.args.StandardSave(value)  # pyright: ignore[reportCallIssue]
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"checkpointable {name!r} is a {type(value).__name__}; what can be saved is a tree of arrays, numbers and "
-            "text, a Grain iterator, or plain JSON"
-        ) from error
-    return ocp.args.JsonSave(value)  # pyright: ignore[reportCallIssue]
-
-
-def _restore_arg(value: Any, kind: str | None) -> Any:
-    if value is None:
-        return ocp.args.JsonRestore() if kind == "json" else ocp.args.StandardRestore()  # pyright: ignore[reportCallIssue]
-    if _is_grain(value):
-        from grain import checkpoint
-
-        return checkpoint.CheckpointRestore(value)
-    return ocp.args.StandardRestore(value)  # pyright: ignore[reportCallIssue]
-
-
-def _is_grain(value: Any) -> bool:
-    is_iterator = hasattr(value, "get_state") and hasattr(value, "set_state")
-    return is_iterator and type(value).__module__.split(".")[0] == "grain"
-
-
 STATE = "state"
-_METRICS = "metrics"  # a checkpointable that Orbax keeps for itself
 
 Step = int | CheckpointMetadata | None
 
@@ -92,8 +36,9 @@ class Checkpointer:
 
     Takes what Orbax's takes, and by keyword what `CheckpointManager` adds (`tiers`, `host_id`, `events`, `durable`,
     `saving`, `restoring`, `processes`). A thin facade: what a save and a restore guarantee and cost is said there.
-    Steps have Orbax's v1 layout, and either reads what the other wrote. Not safe for several threads; all processes
-    call it together.
+    `context` is obeyed, or raises ValueError that names the field (`ckptkit.v1.context`); a context that is active in a
+    call is used instead, as in Orbax. Steps have Orbax's v1 layout, and either reads what the other wrote. Not safe
+    for several threads; all processes call it together.
     """
 
     def __init__(
@@ -110,7 +55,9 @@ class Checkpointer:
         logger: Any = None,
         **ours: Any,
     ):
-        context = orbax_v1.Context(context)
+        plain = orbax_v1.Context()
+        context = orbax_v1.Context(context or v1_checks.active_context(plain))
+        context = in_job(checked_context(context), jax.process_count())
         default_policy = deciding.AnySavePolicy(
             [
                 deciding.InitialSavePolicy(),
@@ -131,10 +78,17 @@ class Checkpointer:
             async_options=context.async_options.v0(),
             file_options=context.file_options.v0(),
             multiprocessing_options=context.multiprocessing_options.v0(),
-            atomicity_options=context.atomicity.v0(),
+            # Any options have Orbax write the step: by default our own writer does.
+            atomicity_options=None if context.atomicity == plain.atomicity else context.atomicity.v0(),
         )
         self._context = context
-        self._manager = CheckpointManager(directory, options=options, metadata=custom_metadata, logger=logger, **ours)
+        self._profile = profile_of(context, ours.pop("durable", DurableProfile()))
+        ours = {"restoring": restore_options_of(context), **ours}
+        if context.asynchronous.timeout_secs != plain.asynchronous.timeout_secs:
+            ours = {"processes": ProcessOptions(timeout_s=context.asynchronous.timeout_secs), **ours}
+        self._manager = CheckpointManager(
+            directory, options=options, metadata=custom_metadata, logger=logger, durable=self._profile, **ours
+        )
 
     @property
     def manager(self) -> CheckpointManager:
@@ -223,7 +177,9 @@ class Checkpointer:
     ) -> Response[bool] | None:
         """Begins to save several checkpointables, by name, as one step; see `save_async`.
 
-        A checkpointable is a tree of arrays, numbers and text, a Grain iterator, or plain JSON.
+        A checkpointable is a tree of arrays, numbers and text, a Grain iterator, a `StatefulCheckpointable`, or what a
+        handler in `context.checkpointables.registry` takes. Raises ValueError for a field of the active context that
+        is an option of the manager and differs from the constructor's.
         """
         v1_checks.check_checkpointables(checkpointables)
         if overwrite:
@@ -231,8 +187,10 @@ class Checkpointer:
                 self._manager.delete(step)
         elif step in self._manager.all_steps():
             raise errors.StepAlreadyExistsError(f"Step {step} already exists.")
-        with self._context:
-            args = save_args(checkpointables)
+        context = self._active_context()
+        refuse_unlike(context, self._context)
+        args = save_args(context, checkpointables, self._profile)
+        with context:
             taken = self._manager.save(step, args=args, metrics=metrics, force=force, custom_metadata=custom_metadata)
         return Response(self._finished) if taken else None
 
@@ -250,29 +208,21 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """The checkpointables of `step` by name: those that are asked for, or (None) all; see `load`."""
         v1_checks.check_abstract_checkpointables(abstract_checkpointables)
-        number = None if step is None else self._existing(step)
-        if not self._manager.all_steps():
-            raise errors.StepNotFoundError("Specified `step=None`, but no checkpoints were found.")
-        args = None
-        if abstract_checkpointables is not None:
-            shown = number if number is not None else self._manager.all_steps()[-1]
-            args = restore_args(abstract_checkpointables, str(self._path(shown)))
-        try:
-            with self._context:
-                found = self._manager.restore(number, args=args)
-        except ItemNotFoundError as error:
-            raise KeyError(f"{error}; load a name that the step has") from error
-        return {name: value for name, value in dict(found.items()).items() if name != _METRICS}
+        return self._load(step, abstract_checkpointables, self._active_context())
 
     def load_async(self, step: Step = None, abstract_state: Any = None) -> Response[Any]:
         """`load` in the background. No other call until the response is there."""
-        return Response(lambda: self.load(step, abstract_state))
+        v1_checks.check_abstract_state(abstract_state)
+        context = self._active_context()  # the thread is in no `with` block
+        return Response(lambda: self._load(step, {STATE: abstract_state}, context)[STATE])
 
     def load_checkpointables_async(
         self, step: Step = None, abstract_checkpointables: dict[str, Any] | None = None
     ) -> Response[dict[str, Any]]:
         """`load_checkpointables` in the background. No other call until the response is there."""
-        return Response(lambda: self.load_checkpointables(step, abstract_checkpointables))
+        v1_checks.check_abstract_checkpointables(abstract_checkpointables)
+        context = self._active_context()
+        return Response(lambda: self._load(step, abstract_checkpointables, context))
 
     def metadata(self, step: Step = None) -> CheckpointMetadata[Any]:
         """Orbax's metadata of the state of a durable step (None: the latest): shapes, dtypes, shardings, times."""
@@ -298,6 +248,7 @@ class Checkpointer:
         Raises `StepNotFoundError` (Orbax's), FileNotFoundError for the checkpointable, ValueError for the last one.
         """
         number = _number(step)
+        refuse_unlike(self._active_context(), self._context)
         v1_checks.check_deletion(number, checkpointable_name, missing_ok)
         self._manager.wait_until_finished()
         if number not in self._manager.all_steps():
@@ -374,6 +325,25 @@ class Checkpointer:
         """Orbax's older name of `metadata`."""
         return self.metadata(*args, **kwargs)
 
+    def _active_context(self) -> orbax_v1.Context:
+        """As in Orbax: the context of the `with` block that the caller is in, else the constructor's."""
+        # A copy: a context that is entered twice at once is left for good by the first exit.
+        context = orbax_v1.Context(v1_checks.active_context(self._context))
+        return in_job(checked_context(context), jax.process_count())
+
+    def _load(self, step: Step, abstract: dict[str, Any] | None, context: orbax_v1.Context) -> dict[str, Any]:
+        number = None if step is None else self._existing(step)
+        if not self._manager.all_steps():
+            raise errors.StepNotFoundError("Specified `step=None`, but no checkpoints were found.")
+        shown = number if number is not None else self._manager.all_steps()[-1]
+        args = restore_args(context, abstract, str(self._path(shown)), self._profile)
+        try:
+            with context:
+                found = self._manager.restore(number, args=args)
+        except ItemNotFoundError as error:
+            raise KeyError(f"{error}; load a name that the step has") from error
+        return {name: value for name, value in dict(found.items()).items() if name != METRICS}
+
     def _finished(self) -> bool:
         self._manager.wait_until_finished()
         return True
@@ -398,7 +368,7 @@ class Checkpointer:
             metadata=found.metadata,
             init_timestamp_nsecs=found.init_timestamp_nsecs,
             commit_timestamp_nsecs=found.commit_timestamp_nsecs,
-            custom_metadata=found.custom_metadata or None,
+            custom_metadata=without_identity(found.custom_metadata) or None,
             metrics=self._manager.inner.known_metrics(step),
         )
 
@@ -411,3 +381,6 @@ def _unranked(metrics: Any) -> float:
     """A rank for steps that nobody ranks."""
     del metrics
     return 0.0
+
+
+orbax_v1.training.Checkpointer.register(Checkpointer)  # trainers ask `isinstance(m, ocp.training.Checkpointer)`

@@ -21,6 +21,7 @@ from orbax.checkpoint._src.path import deleter
 
 from ckptkit.durable.lifecycle.delete import remove_step
 from ckptkit.durable.lifecycle.listing import StepListing, committed_steps
+from ckptkit.durable.orbax.v1_args import carry_handlers
 from ckptkit.store.backends import properties_of
 from ckptkit.store.remote import forget_listings
 from ckptkit.store.roots import root_url
@@ -222,6 +223,7 @@ class StockManager:
             handler_registry=setup.handler_registry,
             logger=QuietLogger(),
         )
+        carry_handlers(self.orbax)
         delete_mark_first(self.orbax)
         strike_foreign(self.orbax)
         self.unmanaged: set[int] = set()  # in a bucket: what has a mark, and was found to be no step of a manager

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.experimental.v1._src.context import context as contexts
 from orbax.checkpoint.experimental.v1._src.deletion import validation as deletion
+from orbax.checkpoint.experimental.v1._src.handlers import json_handler, pytree_handler, registration, resolution
 from orbax.checkpoint.experimental.v1._src.loading import validation as loading
 from orbax.checkpoint.experimental.v1._src.saving import validation as saving
-from orbax.checkpoint.experimental.v1._src.tree import types_validation
+from orbax.checkpoint.experimental.v1._src.serialization import options_resolution
 
 NEWER_HANDLER = ".experimental.v1."  # in the names of the handlers that a step records
 
@@ -39,6 +42,43 @@ def check_deletion(step: Any, checkpointable_name: Any, missing_ok: Any) -> None
     deletion.validate_arguments(checkpointable_name, missing_ok)
 
 
-def is_tree(checkpointable: Any) -> bool:
-    """Whether Orbax saves it as a tree: every leaf is an array, a number or text."""
-    return all(types_validation.is_supported_leaf(leaf) for leaf in jax.tree.leaves(checkpointable))
+def active_context(default: contexts.Context) -> contexts.Context:
+    """The context of the `with` block that the caller is in; `default` outside of any."""
+    return contexts.get_context(default)
+
+
+def handler_to_save(context: contexts.Context, name: str, checkpointable: Any) -> Any:
+    """The handler of Orbax that saves a checkpointable. Raises ValueError where no handler takes it."""
+    registry = context.checkpointables_options.registry
+    return registration.resolve_handler_for_save(registry, checkpointable, name=name)
+
+
+def handler_to_load(context: contexts.Context, name: str, abstract: Any, recorded: str | None) -> Any:
+    """The handler of Orbax that loads into `abstract`; `recorded` is the one that the step names."""
+    registry = context.checkpointables_options.registry
+    return resolution._resolve_single_handler_for_load(name, registry, abstract, recorded)
+
+
+def is_tree_handler(handler: Any) -> bool:
+    """Whether it is Orbax's own handler of trees."""
+    return type(handler) is pytree_handler.PyTreeHandler
+
+
+def is_json_handler(handler: Any) -> bool:
+    """Whether it is Orbax's own handler of JSON, with its usual file."""
+    return type(handler) is json_handler.JsonHandler and handler._filename == json_handler._DATA_FILENAME
+
+
+def is_registered(context: contexts.Context, name: str) -> bool:
+    """Whether the caller registered a handler for this name."""
+    return context.checkpointables_options.registry.has(name)
+
+
+def stored_as(context: contexts.Context, tree: Any) -> Any:
+    """The `SaveArgs` of a tree with the dtypes that the context's storage options ask for."""
+
+    def wish(path: Any, leaf: Any) -> ocp.SaveArgs:
+        found = options_resolution.resolve_storage_options(path, leaf, context.array_options.saving)
+        return ocp.SaveArgs(dtype=None if found.dtype is None else jax.numpy.dtype(found.dtype))
+
+    return jax.tree_util.tree_map_with_path(wish, tree)
