@@ -1,6 +1,6 @@
 """The newer style of Orbax (`orbax.checkpoint.v1`) over the same tiers: its module with our `training.Checkpointer`.
 
-Everything beside `training` and `Checkpointer` is Orbax's own: the free functions read and write one directory.
+Every name but `training` and `Checkpointer` is Orbax's own: the free functions read and write one directory.
 """
 
 from orbax.checkpoint.experimental.v1 import PLACEHOLDER as PLACEHOLDER

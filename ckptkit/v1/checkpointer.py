@@ -20,9 +20,8 @@ from ckptkit.durable.read_step import DurableReader, without_identity
 from ckptkit.errors import ItemNotFoundError, StepNotFoundError
 from ckptkit.manager import CheckpointManager
 from ckptkit.model.durable_profile import DurableProfile
-from ckptkit.model.policies import ProcessOptions
 from ckptkit.v1.arguments import METRICS, restore_args, save_args
-from ckptkit.v1.context import checked_context, in_job, profile_of, refuse_unlike, restore_options_of
+from ckptkit.v1.context import checked_context, in_job, manager_options, profile_of, refuse_unlike
 from ckptkit.v1.responses import Response
 
 STATE = "state"
@@ -35,7 +34,7 @@ class Checkpointer:
     """A sequence of checkpoints in a training loop, as `orbax.checkpoint.v1.training.Checkpointer`, with fast tiers.
 
     Takes what Orbax's takes, and by keyword what `CheckpointManager` adds (`tiers`, `host_id`, `events`, `durable`,
-    `saving`, `restoring`, `processes`). A thin facade: what a save and a restore guarantee and cost is said there.
+    `saving`, `restoring`, `processes`). A thin facade: its saves and restores have that manager's guarantees and costs.
     `context` is obeyed, or raises ValueError that names the field (`ckptkit.v1.context`); a context that is active in a
     call is used instead, as in Orbax. Steps have Orbax's v1 layout, and either reads what the other wrote. Not safe
     for several threads; all processes call it together.
@@ -83,12 +82,8 @@ class Checkpointer:
         )
         self._context = context
         self._profile = profile_of(context, ours.pop("durable", DurableProfile()))
-        ours = {"restoring": restore_options_of(context), **ours}
-        if context.asynchronous.timeout_secs != plain.asynchronous.timeout_secs:
-            ours = {"processes": ProcessOptions(timeout_s=context.asynchronous.timeout_secs), **ours}
-        self._manager = CheckpointManager(
-            directory, options=options, metadata=custom_metadata, logger=logger, durable=self._profile, **ours
-        )
+        ours = {**manager_options(context, ours), "durable": self._profile}
+        self._manager = CheckpointManager(directory, options=options, metadata=custom_metadata, logger=logger, **ours)
 
     @property
     def manager(self) -> CheckpointManager:
@@ -195,7 +190,7 @@ class Checkpointer:
         return Response(self._finished) if taken else None
 
     def load(self, step: Step = None, abstract_state: Any = None, *, checkpointable_name: str = STATE) -> Any:
-        """The state of `step`, or (None) of the newest step that proves whole.
+        """The state of `step`, or (None) of the newest step that verifies.
 
         Raises `StepNotFoundError` (Orbax's), KeyError for a name that the step has not, and what
         `CheckpointManager.restore` raises.
@@ -235,7 +230,7 @@ class Checkpointer:
         return self._described(number, orbax_v1.checkpointables_metadata(self._path(number)))
 
     def root_metadata(self) -> RootMetadata:
-        """What the whole sequence was given as custom metadata."""
+        """The custom metadata that the constructor of the sequence was given."""
         found = self._manager.metadata(None)
         return RootMetadata(directory=self.directory, custom_metadata=found.custom_metadata)
 

@@ -1,4 +1,4 @@
-"""What each field of Orbax's `Context` means here: obeyed, or refused with a ValueError that names the field."""
+"""The fields of Orbax's `Context`: each is obeyed, or refused with a ValueError that names it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orbax.checkpoint.experimental import v1 as orbax_v1
 
 from ckptkit.model.boxes import CELL_BYTES
 from ckptkit.model.durable_profile import DurableProfile
-from ckptkit.model.policies import BroadcastOptions, RestoreOptions
+from ckptkit.model.policies import BroadcastOptions, ProcessOptions, RestoreOptions
 
 Rule = Literal["save", "restore", "shared", "made", "profile", "call", "refused", "unused"]
 
@@ -162,14 +162,21 @@ def profile_of(context: orbax_v1.Context, profile: DurableProfile) -> DurablePro
     return dataclasses.replace(profile, **changes)
 
 
-def restore_options_of(context: orbax_v1.Context) -> RestoreOptions:
-    """How the context asks for restores: data replicas share the reading of the durable tier wherever they can."""
-    loading = context.array.loading
-    if not loading.use_load_and_broadcast:
-        return RestoreOptions()
-    limit = loading.load_and_broadcast_options.broadcast_memory_limit_bytes
-    sizes = {} if limit is None else {"device_bytes": limit}
-    return RestoreOptions(broadcast=BroadcastOptions(mode="always", **sizes))
+def manager_options(context: orbax_v1.Context, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The caller's keywords for the manager, with those that the context asks for.
+
+    With `use_load_and_broadcast`, data replicas share the reading of the durable tier wherever they can.
+    `timeout_secs` is the time after which a process counts as lost; a caller's own `processes` is kept.
+    """
+    options = dict(given)
+    loading, timeout_s = context.array.loading, context.asynchronous.timeout_secs
+    if loading.use_load_and_broadcast:
+        limit = loading.load_and_broadcast_options.broadcast_memory_limit_bytes
+        shared = BroadcastOptions(mode="always", **({} if limit is None else {"device_bytes": limit}))
+        options["restoring"] = dataclasses.replace(options.get("restoring", RestoreOptions()), broadcast=shared)
+    if timeout_s != orbax_v1.Context().asynchronous.timeout_secs:
+        options.setdefault("processes", ProcessOptions(timeout_s=timeout_s))
+    return options
 
 
 def saved_by_orbax(context: orbax_v1.Context, profile: DurableProfile) -> bool:

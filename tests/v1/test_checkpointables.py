@@ -1,4 +1,4 @@
-"""What may be saved and loaded besides trees of arrays: text, types and `...`, objects that save themselves."""
+"""Checkpointables besides trees of arrays: text, types and `...`, objects that save themselves."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_stateful_checkpointable_is_saved_and_loaded(tmp_path: Path, writer: Any
 
 @pytest.mark.parametrize(("writer", "reader"), EACH_OTHER)
 def test_registered_handler_saves_and_loads(tmp_path: Path, writer: Any, reader: Any) -> None:
-    """A handler of the caller's own would be passed over."""
+    """A handler of the caller's own would not be called."""
     registry = orbax.handlers.local_registry()
     registry.add(PositionHandler, checkpointable_name="place")
     context = orbax.Context()

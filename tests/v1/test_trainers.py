@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 @pytest.fixture(params=["ours", "tiers", "orbax"])
 def setup(request: Any, tmp_path: Path) -> tuple[Any, dict[str, Any]]:
-    """The module that a trainer calls `ocp`, and what its checkpointer gets beside the trainer's arguments."""
+    """The module that a trainer calls `ocp`, and the checkpointer's arguments that the trainer does not pass."""
     tiers = {"tiers": [ckptkit.Tier.ram(str(tmp_path / "ram"))]} if request.param == "tiers" else {}
     return (orbax if request.param == "orbax" else ours), tiers
 

@@ -1,4 +1,4 @@
-"""What of Orbax's newer API (v1) has no public name: its checks of arguments, and which writer a step names."""
+"""Private names of Orbax's newer API (v1): its checks of arguments, its active context and its handlers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_state(state: Any) -> None:
 
 
 def check_checkpointables(checkpointables: Any) -> None:
-    """Raises ValueError for what is no dictionary of checkpointables, or has a reserved name."""
+    """Raises ValueError unless it is a dictionary of checkpointables without reserved names."""
     saving.validate_save_checkpointables(checkpointables)
 
 
@@ -32,7 +32,7 @@ def check_abstract_state(abstract: Any) -> None:
 
 
 def check_abstract_checkpointables(abstract: Any) -> None:
-    """Raises ValueError for what is no dictionary of abstract checkpointables, or has a reserved name."""
+    """Raises ValueError unless it is a dictionary of abstract checkpointables without reserved names."""
     loading.validate_abstract_checkpointables(abstract)
 
 

@@ -18,7 +18,7 @@ class TreeSave(ocp.args.PyTreeSave):
 
     @property
     def checkpointable(self) -> Any:
-        """What the handler saves."""
+        """The value that the handler saves."""
         return self.item
 
 
@@ -35,7 +35,7 @@ class TreeRestore(ocp.args.StandardRestore):
 
     @property
     def checkpointable(self) -> Any:
-        """What the handler loads into."""
+        """The abstract value that the handler loads into."""
         return self.item
 
 
@@ -117,7 +117,7 @@ class _ItemHandler(ocp.AsyncCheckpointHandler):
                 return
 
     def metadata(self, directory: Any) -> Any:
-        """What the handler of the last save knows of an item; None before a save."""
+        """The metadata that the handler of the last save reads of an item; None before a save."""
         return None if self._last is None else self._last.metadata(directory)
 
     def typestr(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
