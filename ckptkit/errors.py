@@ -35,13 +35,17 @@ class NoRestorableStepError(CheckpointError):
         lines = "\n".join(f"  step {step} in {tier}: {reason}" for tier, step, reason in candidates)
         super().__init__(
             f"no restorable step under {path}; every candidate was rejected:\n{lines}\n"
-            "Nothing was deleted. Mend or remove what is named above, or restore a given step by number.",
+            "Nothing was deleted. Repair or remove what is named above.",
             path=path,
         )
 
 
 class CorruptCheckpointError(CheckpointError):
     """Bytes that do not match their digest, or metadata that cannot be what was written."""
+
+
+class UnsuitedSaveError(CorruptCheckpointError):
+    """The save is not damaged, and cannot give what was asked for in this form, or to this number of processes."""
 
 
 class TreeMismatchError(CheckpointError, ValueError):

@@ -23,6 +23,7 @@ from ckptkit.manager.opening import (
     say_what_was_left,
     take_stock,
     warn_of_other_hosts,
+    warn_of_slots_alone,
 )
 from ckptkit.manager.settings import Settings
 from ckptkit.model import paths
@@ -120,6 +121,8 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
         )
         restorer = Restorer(inventory, job, settings.restoring)
         held, epoch = take_stock(inventory, ledger.ancestry, coordinator)
+        if coordinator.process == 0:
+            warn_of_slots_alone(held, durable.url, settings)
         ledger.refill(held)
         retention = Retention(tiers, arenas, ledger, in_flight_max)
         retention.opened()

@@ -37,7 +37,7 @@ class Catalog:
     def delete(self, step: int, about: str) -> None:
         """Deletes `step` from every tier, in the call `about`; raises `StepNotFoundError` for one that is in none."""
         storage, history = self._storage, self._history
-        if step not in history.ledger.steps():
+        if step not in {*history.ledger.steps(), *(record.step for record in history.ledger.rejected())}:
             history.decider.forget(step)  # of a step that its own save has pruned: whoever looked for it knows it gone
             raise StepNotFoundError(
                 f"step {step} is in no tier of {storage.durable.url}; it cannot be deleted", step=step

@@ -210,9 +210,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         Returns what Orbax returns: the tree of a step saved without names, else a `Composite`. Proven bits are cast
         where a template or `restore_args` have another dtype.
 
-        Raises `StepNotFoundError`, `ItemNotFoundError`, `NoRestorableStepError` (with every candidate's reason),
-        `TreeMismatchError` (with all differences); a tier that cannot be reached raises `StoreError` rather than fall
-        back; ValueError as Orbax does for arguments that do not go together.
+        Raises `StepNotFoundError`, `ItemNotFoundError`, `CorruptCheckpointError` for a damaged `step` (with the other
+        steps), `NoRestorableStepError` (with every candidate's reason), `TreeMismatchError` (with all differences); a
+        tier that cannot be reached raises `StoreError` rather than fall back; ValueError as Orbax does for arguments
+        that do not go together.
         """
         began = Began()
         with self._calls.entered("restore") as about:
@@ -242,7 +243,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self._resumer.restore_async(step, wanted, began, about)
 
     def latest_step(self) -> int | None:
-        """The newest step over all tiers, as Orbax counts: one on its way is listed, a failed one is not."""
+        """The newest step over all tiers, as Orbax counts: one on its way is listed, a failed one is not.
+
+        After a `restore` it is the restored step, the same on every process: a loop from `latest_step() + 1` continues
+        what was restored. A step that a restore found damaged is not listed. A save, or a newer step that `reload`
+        finds, is the latest again.
+        """
         return self._ledger.latest_step()
 
     def best_step(self) -> int | None:
@@ -370,8 +376,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def steps(self) -> list[StepRecord]:
         """The records behind `all_steps`, oldest first: state, identity, tiers, bytes, when verified; and those of
-        saves that failed (the last 100), which `all_steps` does not list."""
-        return sorted([*self._ledger.records(), *self._ledger.failed()], key=lambda record: record.save_id)
+        saves that failed (the last 100) or that a restore found damaged, which `all_steps` does not list."""
+        ledger = self._ledger
+        every = [*ledger.records(), *ledger.rejected(), *ledger.failed()]
+        return sorted(every, key=lambda record: record.save_id)
 
     @property
     def restored_save_id(self) -> SaveId | None:

@@ -22,6 +22,7 @@ from ckptkit.errors import CheckpointError, CorruptCheckpointError, heard_from
 from ckptkit.events import EventLog, Kind
 from ckptkit.job.coordination import Coordinator, Job, gather
 from ckptkit.manager.settings import Settings
+from ckptkit.model import paths
 from ckptkit.model.boxes import Box, boxes_by_process
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import PeerOptions
@@ -103,6 +104,23 @@ def warn_of_other_hosts(host_dirs: Mapping[str, Path], job_hosts: JobHosts) -> N
                     "any more, remove their slots with `ckptkit tiers clean`",
                     *(tier, host_dir.parent, ", ".join(names[:_NAMES_MAX])),
                 )
+
+
+def warn_of_slots_alone(held: Mapping[SaveId, Sequence[str]], url: str, settings: Settings) -> None:
+    """One warning where fast tiers hold saves of an earlier run and the durable root has none: it may have been removed
+    to start anew."""
+    if not held or any(DURABLE in tiers for tiers in held.values()):
+        return
+    commands = [
+        f"ckptkit tiers clean --job {paths.job_name(url, tier.job)} --host-id {settings.host_id} {tier.path}"
+        for tier in settings.tiers
+        if tier.medium != PEER
+    ]
+    _log.warning(
+        "%s holds no step, and the fast tiers hold steps of an earlier run, which this run continues: %s. To start "
+        "anew, end this run with close(remove_arenas=True), or run on each host after it: %s",
+        *(url, ", ".join(str(save.step) for save in sorted(held)[-_NAMES_MAX:]), "; ".join(commands)),
+    )
 
 
 def open_arenas(

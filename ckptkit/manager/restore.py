@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -9,7 +11,7 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
 from ckptkit.durable.steps import DurableSteps
-from ckptkit.errors import CheckpointError, StepNotFoundError
+from ckptkit.errors import CheckpointError, CorruptCheckpointError, NoRestorableStepError, StepNotFoundError
 from ckptkit.manager.build import Components
 from ckptkit.manager.opening import epoch_records
 from ckptkit.manager.orbax_compat import Began, restore_entry
@@ -17,7 +19,13 @@ from ckptkit.manager.restore_handle import RestoreHandle
 from ckptkit.manager.settings import Settings
 from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.request import RestoreRequest, request_of
-from ckptkit.restore.restorer import Restored, Restorer
+from ckptkit.restore.caller_thread import CallerThread
+from ckptkit.restore.restorer import Rejection, Restored, Restorer
+from ckptkit.util import clock
+
+_log = logging.getLogger("ckptkit")
+_NAMED_MAX = 20  # steps, in one message
+_REASON_CHARS_MAX = 400  # of a rejection, in a log line; the event has all of it
 
 
 class Resumer:
@@ -31,7 +39,7 @@ class Resumer:
 
     def restore(self, step: int | None, wanted: RestoreRequest, began: Began, about: str) -> Any:
         """See `CheckpointManager.restore`. `about` names the call."""
-        restored = self._components.restorer.restore(step, wanted, about)
+        restored = self._restored(step, wanted, about)
         if wanted.args is None:
             self._components.history.metadata_index.restored_as_saved()
         return self._take_over(restored, began)
@@ -39,7 +47,7 @@ class Resumer:
     def restore_async(self, step: int | None, wanted: RestoreRequest, began: Began, about: str) -> RestoreHandle:
         """See `CheckpointManager.restore_async`. `about` names the call."""
         self._pending = RestoreHandle(
-            lambda caller: self._components.restorer.restore(step, wanted, about, caller=caller),
+            lambda caller: self._restored(step, wanted, about, caller),
             lambda restored: self._take_over(restored, began),
             self._settled,
         )
@@ -59,8 +67,9 @@ class Resumer:
         with closing(DurableSteps(url, read_only, job.coordinator)) as durable:
             durable.stock.adopt_handlers(self._components.storage.durable.stock)
             inventory = Inventory({}, durable, epoch_records(url, job.events), job.events)
-            restored = Restorer(inventory, job, self._settings.restoring).restore(step, wanted, about)
-        return self._given(restored, began, url)
+            restorer = Restorer(inventory, job, self._settings.restoring)
+            restored = restorer.restore(step, wanted, about)
+        return self._given(restored, restorer.rejected, began, url)
 
     def wanted(self, step: int | None, items: Any, restore_kwargs: Any, args: Any) -> RestoreRequest:
         """What the arguments of `restore` ask for; raises what Orbax raises for those that do not go together.
@@ -92,8 +101,23 @@ class Resumer:
         if self._pending is handle:
             self._pending = None
 
+    def _restored(
+        self, step: int | None, wanted: RestoreRequest, about: str, caller: CallerThread | None = None
+    ) -> Restored:
+        """What the restorer gives. A damaged `step` is a `CorruptCheckpointError` that names the other steps."""
+        restorer, ledger = self._components.restorer, self._components.history.ledger
+        try:
+            return restorer.restore(step, wanted, about, caller=caller)
+        except NoRestorableStepError as error:
+            if step is None or not any(each.is_damage for each in restorer.rejected):
+                raise
+            others = [each for each in ledger.steps() if each != step]
+            raise _damaged(step, restorer.rejected, others, error.path or "") from None
+        finally:
+            ledger.reject(each.save_id for each in restorer.rejected if each.is_damage)
+
     def _take_over(self, restored: Restored, began: Began) -> Any:
-        """The run goes on from what was restored."""
+        """The run continues from what was restored."""
         history, pipeline = self._components.history, self._components.pipeline
         history.branch.continue_from(restored.save_id)
         pipeline.outcomes.go_on()
@@ -103,12 +127,43 @@ class Resumer:
             history.decider.continue_from(restored.save_id.step)
             self._components.retention.restored(restored.save_id)
             pipeline.slots.reserve(restored.slot_bytes)
-        return self._given(restored, began, self._components.storage.durable.directory)
+        rejected = self._components.restorer.rejected
+        if rejected:
+            _log.warning(
+                "restore: the run continues from step %d. Newer steps were rejected: %s. The next save abandons them",
+                *(restored.save_id.step, _shown(rejected)),
+            )
+        return self._given(restored, rejected, began, self._components.storage.durable.directory)
 
-    def _given(self, restored: Restored, began: Began, directory: Any) -> Any:
+    def _given(self, restored: Restored, rejected: Sequence[Rejection], began: Began, directory: Any) -> Any:
         """What was restored, as Orbax would give it."""
+        sources = ", ".join(f"{tier} ({nbytes} bytes)" for tier, nbytes in restored.read_bytes.items())
+        _log.info(
+            "restore: step %d from %s in %.2f s; rejected: %s",
+            restored.save_id.step,
+            sources or "no tier (0 bytes)",
+            clock.monotonic_s() - began.monotonic_s,
+            _shown(rejected) or "none",
+        )
         self._components.storage.durable.stock.lock_default_item(restored.default_item)
         self._logger.log_entry(restore_entry(began, restored.save_id.step, directory))
         if restored.default_item:
             return restored.items[DEFAULT_ITEM]
         return ocp.args.Composite(**dict(sorted(restored.items.items())))
+
+
+def _damaged(step: int, rejected: Sequence[Rejection], others: Sequence[int], url: str) -> CorruptCheckpointError:
+    """The error for a damaged step that was asked for by its number."""
+    named = ", ".join(map(str, sorted(others, reverse=True)[:_NAMED_MAX])) or "none"
+    return CorruptCheckpointError(
+        f"step {step} of {url} is damaged:\n"
+        + "".join(f"  {each}\n" for each in rejected)
+        + f"Nothing was deleted. Other committed steps, newest first: {named}. restore(None) restores the newest step "
+        "that is whole.",
+        step=step,
+        path=url,
+    )
+
+
+def _shown(rejected: Sequence[Rejection]) -> str:
+    return "; ".join(f"{each}"[:_REASON_CHARS_MAX] for each in rejected)

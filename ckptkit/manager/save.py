@@ -150,7 +150,10 @@ class Saver:
             self._pipeline.run(self._pipeline.settle(Deadline(self._timeout_s)))
         self._pipeline.raise_if_closed()
         if any(record.step == step for record in self._branch.records()):
-            raise StepAlreadyExistsError(f"step {step} exists already in {self._durable.url} or its fast tiers")
+            raise StepAlreadyExistsError(
+                f"step {step} exists already in {self._durable.url} or its fast tiers; restore an earlier step, or "
+                f"call delete({step}), before it is saved again"
+            )
         _refuse_unordered(self._options, request.metrics)
         captured, due = self._capture(request, due)
         if captured.by_orbax(due):  # what the pipeline takes it vetoes itself, where it has to

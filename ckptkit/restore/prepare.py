@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import UnsuitedSaveError
 from ckptkit.job.coordination import Coordinator
 from ckptkit.model.boxes import boxes_by_process
 from ckptkit.model.manifest import Manifest, SaveId
@@ -46,11 +46,12 @@ class Preparer:
     def prepared(self, candidate: Candidate, holdings: Holdings, wanted: RestoreRequest) -> Prepared:
         """How to have a candidate from `holdings`.
 
-        Raises `CorruptCheckpointError` where they do not cover it, `TreeMismatchError` where it is another tree.
+        Raises `CorruptCheckpointError` where they do not cover it or cannot give what is asked
+        (`UnsuitedSaveError`), `TreeMismatchError` where it is another tree.
         """
         asked = self.asked(holdings.manifests, wanted, holdings.unproven)
         if asked.orbax and not candidate.durable:
-            raise CorruptCheckpointError(only_by_orbax(asked), step=candidate.save_id.step)
+            raise UnsuitedSaveError(only_by_orbax(asked), step=candidate.save_id.step)
         return self.prepare(candidate.save_id, holdings, asked)
 
     def prepare(self, save_id: SaveId, holdings: Holdings, asked: SortedRequest) -> Prepared:
@@ -102,13 +103,13 @@ class Preparer:
                 holders = [m for m in holders if m.writer.process == self._coordinator.process]
                 count = manifests[0].writer.count
                 if count == self._coordinator.count and not holders:
-                    raise CorruptCheckpointError(
+                    raise UnsuitedSaveError(
                         f"item {name!r} is a data iterator, and nobody who can be reached holds the state that process "
                         f"{self._coordinator.process} of {count} saved; keep copies on other hosts (Tier.peer), or one "
                         "global position in a JSON item"
                     )
                 if count != self._coordinator.count:
-                    raise CorruptCheckpointError(
+                    raise UnsuitedSaveError(
                         f"item {name!r} is a data iterator saved by {count} processes, and this job has "
                         f"{self._coordinator.count}: restore on {count}, or keep one global position in a JSON item"
                     )

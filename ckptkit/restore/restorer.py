@@ -46,6 +46,23 @@ LISTED_DURABLE_STEPS = 8  # how many durable steps, newest first, are looked int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """A save that was not restored, the tiers that were tried, and why: the same on every process."""
+
+    save_id: SaveId
+    where: str
+    reason: str
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether the save itself is at fault: bytes are damaged, or files are missing."""
+        return any(error.__name__ in self.reason for error in (CorruptCheckpointError, FileNotFoundError))
+
+    def __str__(self) -> str:
+        return f"step {self.save_id.step} in {self.where}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
     """What a restore gave: items by name, the save they are of, and whether it was saved without names."""
 
@@ -72,6 +89,7 @@ class Restorer:
         self._coordinator = coordinator = ScopedCoordinator(job.coordinator)
         self._preparer = Preparer(self._url, coordinator)
         self._reports: list[list[Held]] = []  # on process 0, of the last gathering
+        self.rejected: list[Rejection] = []  # by the last restore, in the order in which they were tried
         self._events = job.events
         self._reading = LocalRead(inventory.durable, job.events)
         self._broadcaster = Broadcaster(options.broadcast, self._reading, replace(job, coordinator=coordinator))
@@ -92,20 +110,22 @@ class Restorer:
         found = self._inventory.local.saves()
         local = {save: held for save, held in found.items() if step is None or save.step == step}
         prepared: dict[SaveId, Prepared] = {}
-        rejected: list[tuple[str, int, str]] = []
+        self.rejected = rejected = []
         if (client := self._inventory.client) is not None:
             client.try_again()
         tried: set[SaveId] = set()
         for looked_into in (LISTED_DURABLE_STEPS, None):
-            for candidate in self._candidates(local, prepared, wanted, step, looked_into):
+            candidates = self._candidates(local, prepared, wanted, step, looked_into)
+            for candidate in candidates:
                 if candidate.save_id in tried:
                     continue
                 tried.add(candidate.save_id)
                 held = local.get(candidate.save_id), prepared.pop(candidate.save_id, None)
                 outcome = candidate.refusal or self._try(candidate, *held, wanted, caller)
                 if isinstance(outcome, Restored):
+                    rejected += _unidentified(candidates, above=candidate.save_id)
                     return outcome
-                rejected.append((candidate.where, candidate.save_id.step, outcome))
+                rejected.append(Rejection(save_id=candidate.save_id, where=candidate.where, reason=outcome))
                 self._events.emit(Kind.REJECTED, step=candidate.save_id.step, tier=candidate.where, reason=outcome)
         if not rejected:
             what = f"step {step} was not found" if step is not None else "no step was found"
@@ -115,9 +135,9 @@ class Restorer:
                 step=step,
                 path=self._url,
             )
-        if all(ItemNotFoundError.__name__ in reason for _, _, reason in rejected):
-            raise ItemNotFoundError("; ".join(dict.fromkeys(r for _, _, r in rejected)), path=self._url)
-        raise NoRestorableStepError(rejected, path=self._url)
+        if all(ItemNotFoundError.__name__ in each.reason for each in rejected):
+            raise ItemNotFoundError("; ".join(dict.fromkeys(each.reason for each in rejected)), path=self._url)
+        raise NoRestorableStepError([(r.where, r.save_id.step, r.reason) for r in rejected], path=self._url)
 
     def _candidates(
         self,
@@ -295,7 +315,7 @@ class Restorer:
         return self._reading.by_orbax(search.candidate.save_id.step, wanted)
 
     def _say_planned(self, plan: RestorePlan) -> None:
-        _log.info("restore plan: %s", plan)
+        _log.debug("restore plan: %s", plan)
         self._events.emit(
             Kind.PLANNED,
             step=plan.save_id.step,
@@ -308,8 +328,19 @@ class Restorer:
         """Of several processes, whether replicas read for each other, and why."""
         if self._coordinator.count == 1:
             return {}
-        _log.info("restore, broadcast: %s: %s", "yes" if choice.broadcast else "no", choice.why)
+        _log.debug("restore, broadcast: %s: %s", "yes" if choice.broadcast else "no", choice.why)
         return {"broadcast": choice.broadcast, "broadcast_why": choice.why}
+
+
+def _unidentified(candidates: Sequence[Candidate], *, above: SaveId) -> list[Rejection]:
+    """The steps above a save whose damaged sidecars do not tell their age: they are tried after all others."""
+    why = f"{CorruptCheckpointError.__name__}: its sidecars are damaged: which save it is cannot be read"
+    unknown = [each for each in candidates if each.save_id == SaveId(0, each.save_id.step, 0)]
+    return [
+        Rejection(save_id=each.save_id, where=each.where, reason=why)
+        for each in unknown
+        if each.save_id.step > above.step
+    ]
 
 
 def _slot_bytes(targets: Sequence[Target]) -> int:

@@ -13,7 +13,7 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import PEER
 from ckptkit.util import clock
 
-SaveState = Literal["in_flight", "committed", "failed"]
+SaveState = Literal["in_flight", "committed", "rejected", "failed"]
 _NAMES_KEPT = 10_000  # of calls of `save`: more than can wait for their votes
 FAILURES_MAX = 100  # how many failed saves are remembered
 
@@ -36,12 +36,15 @@ class StepRecord:
 
 class Ledger:
     """Saves by identity, in the order in which they came. Safe from several threads; abandoned branches are left out
-    of every answer."""
+    of every answer, and saves that a restore found damaged of all but `rejected` and `every`."""
 
     def __init__(self, ancestry: Ancestry):
         self._lock = threading.Lock()
         self._records: dict[SaveId, StepRecord] = {}
         self._failed: dict[SaveId, StepRecord] = {}
+        self._rejected: set[SaveId] = set()
+        self._restored: SaveId | None = None
+        self._passed_over: frozenset[SaveId] = frozenset()  # newer than `_restored` when that was restored
         self.ancestry = ancestry
 
     def begin(self, save_id: SaveId) -> None:
@@ -74,6 +77,22 @@ class Ledger:
         """`tier` does not hold these saves any more."""
         dropped = set(save_ids)
         self.keep_only(tier, self.committed_in(tier) - dropped)
+
+    def continue_from(self, save_id: SaveId) -> None:
+        """The run continues from `save_id`, which was restored: no newer save that is known now is the latest."""
+        with self._lock:
+            known = list(self._records)
+            newer = known[known.index(save_id) + 1 :] if save_id in known else [s for s in known if s > save_id]
+            self._restored, self._passed_over = save_id, frozenset(newer)
+            self._rejected.discard(save_id)
+
+    def reject(self, save_ids: Iterable[SaveId]) -> None:
+        """A restore found these damaged: they are not listed until one is restored after all. One of epoch 0 is a step
+        whose identity cannot be read: every save of that number."""
+        found = set(save_ids)
+        unidentified = {save_id.step for save_id in found if save_id.ours and save_id.epoch == 0}
+        with self._lock:
+            self._rejected |= found | {each for each in self._records if each.step in unidentified}
 
     def verified(self, save_id: SaveId) -> None:
         """Every cell that this process needs of the save was proven just now."""
@@ -125,6 +144,9 @@ class Ledger:
         with self._lock:
             for save_id in [each for each in self._records if each.step == step]:
                 del self._records[save_id]
+                self._rejected.discard(save_id)
+            if self._restored is not None and self._restored.step == step:
+                self._restored, self._passed_over = None, frozenset()
 
     def records(self) -> list[StepRecord]:
         """Every save that is committed or under way, oldest first."""
@@ -140,6 +162,15 @@ class Ledger:
         with self._lock:
             return sorted(self._failed.values(), key=lambda record: record.save_id)
 
+    def rejected(self) -> list[StepRecord]:
+        """The saves that a restore found damaged, and that are still there, oldest first."""
+        found = [each for each in self.every() if each.save_id in self._rejected]
+        return [replace(each, state="rejected") for each in found if not self.ancestry.superseded(each.save_id)]
+
+    def newest_save(self) -> SaveId | None:
+        """The newest save of this branch that is there, damaged or not."""
+        return max((r.save_id for r in self.every() if not self.ancestry.superseded(r.save_id)), default=None)
+
     def stock_steps(self) -> list[int]:
         """Steps that stock Orbax wrote, those of abandoned branches too: what an epoch record has to name."""
         with self._lock:
@@ -150,13 +181,22 @@ class Ledger:
         return list(dict.fromkeys(record.step for record in self._visible()))
 
     def latest_step(self) -> int | None:
-        """The step of the newest save, as Orbax counts it: the one saved last, one under way too."""
-        visible = self._visible()
-        return visible[-1].step if visible else None
+        """The step of the newest save, as Orbax counts it: the one saved last, one under way too. After a restore it
+        is the restored step, until a newer one is saved, or found by another look at the tiers."""
+        with self._lock:
+            known, restored = self._visible_now(), self._restored
+        came = [record.save_id for record in known if record.save_id not in self._passed_over]
+        if restored is not None and restored not in came and not any(save_id > restored for save_id in came):
+            return restored.step  # another job's save, that was not there yet when the tiers were listed
+        return came[-1].step if came else None
 
     def _visible(self) -> list[StepRecord]:
         with self._lock:
-            return [record for record in self._records.values() if not self.ancestry.superseded(record.save_id)]
+            return self._visible_now()
+
+    def _visible_now(self) -> list[StepRecord]:
+        superseded, hidden = self.ancestry.superseded, self._rejected
+        return [r for r in self._records.values() if r.save_id not in hidden and not superseded(r.save_id)]
 
 
 class Branch:
@@ -186,13 +226,15 @@ class Branch:
 
     def continue_from(self, save_id: SaveId) -> None:
         """The run goes on from `save_id`: the next save is a rollback, where that is not the newest one."""
+        self.ledger.continue_from(save_id)
         self._base = save_id
         self._line += 1
         self._calls.clear()
 
     def records(self) -> list[StepRecord]:
-        """The records that the next save would stand beside: without what a rollback is about to abandon."""
-        records = self._ledger.records()
+        """The records that the next save would stand beside, of damaged steps too: without what a rollback is about to
+        abandon."""
+        records = [*self._ledger.records(), *self._ledger.rejected()]
         if self._base is None:
             return records
         return [record for record in records if record.step <= self._base.step]
@@ -258,8 +300,8 @@ class Branch:
         self._base = None
 
     def _is_newest(self, save_id: SaveId) -> bool:
-        records = self._ledger.records()
-        return bool(records) and records[-1].step == save_id.step
+        newest = self._ledger.newest_save()
+        return newest is not None and newest.step == save_id.step
 
 
 def _place_of(name: str) -> tuple[int, ...]:

@@ -92,7 +92,7 @@ def test_lost_sidecar_of_tree_without_arrays_is_damage(tmp_path: Path) -> None:
     with _manager(tmp_path, "durable") as manager:
         manager.save(0, args=args.Composite(params=args.StandardSave(STATE), meta=TREES["numpy"]))
     shutil.rmtree(tmp_path / "run" / "0" / "meta" / paths.SIDECAR_DIR)
-    with _manager(tmp_path, "durable") as manager, pytest.raises(ckptkit.NoRestorableStepError, match="sidecars"):
+    with _manager(tmp_path, "durable") as manager, pytest.raises(ckptkit.CorruptCheckpointError, match="sidecars"):
         manager.restore(0)
 
 

@@ -323,12 +323,41 @@ def other_primary(job: Job) -> None:
             assert shards(found["w"]) == shards(job.state(3)["w"])
 
 
+def resuming(job: Job) -> None:
+    """The newest step is damaged: both processes count from the one before."""
+    import orbax.checkpoint as ocp
+    import pytest
+
+    from ckptkit.errors import CorruptCheckpointError
+
+    args: Any = ocp.args
+    with job.manager("resumed") as manager:
+        for step in range(3):
+            assert job.save(manager, step)
+    if job.process == 0:
+        for data in (job.root / "resumed" / "2" / "default").rglob("d/*"):
+            data.write_bytes(b"damaged")
+    with job.manager("resumed") as manager:
+        template = job.state(0)
+        with pytest.raises(CorruptCheckpointError, match="newest first: 1, 0"):
+            manager.restore(manager.latest_step(), args=args.StandardRestore(template))
+        assert manager.latest_step() == 1
+        found = manager.restore(None, args=args.StandardRestore(template))
+        assert shards(found["w"]) == shards(job.state(1)["w"])
+        assert (manager.latest_step(), manager.all_steps()) == (1, [0, 1])
+        assert job.save(manager, manager.latest_step() + 1)
+        assert manager.all_steps() == [0, 1, 2]
+    with job.manager("resumed") as manager:
+        found = manager.restore(manager.latest_step(), args=args.StandardRestore(template))
+        assert shards(found["w"]) == shards(job.state(2)["w"])
+
+
 def main(process: int, port: str, root: Path) -> None:
     import jax
 
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
     job = Job(process, root)
-    for part in (tier_policies, casts, newer_style, nnx_state, overdue, keeping, other_primary):
+    for part in (tier_policies, casts, newer_style, nnx_state, overdue, keeping, other_primary, resuming):
         part(job)
         print("went well:", part.__name__, flush=True)
     print("done", items_and_policies(job), flush=True)

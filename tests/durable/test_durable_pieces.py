@@ -129,7 +129,7 @@ def test_damaged_encoded_cells_are_detected(tmp_path: Path) -> None:
             assert_same(restored(tmp_path / "run", state), state)
         else:
             assert proof.state == "corrupt", at
-            with pytest.raises(ckptkit.NoRestorableStepError):
+            with pytest.raises(ckptkit.CorruptCheckpointError):
                 restored(tmp_path / "run", state)
 
 

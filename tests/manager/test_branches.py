@@ -16,7 +16,8 @@ def test_rollback_persists_across_restarts(run: Run) -> None:
     run.save_steps(range(10, 31, 10), save_every=1)
     with run.manager(save_every=1) as manager:
         manager.restore(10)
-        assert manager.latest_step() == 30  # looking at an old step is not a rollback yet
+        assert manager.latest_step() == 10
+        assert manager.all_steps() == [10, 20, 30]  # looking at an old step is not a rollback yet
         assert manager.save(11, args=save_args(make_state(11), 11))
         assert manager.latest_step() == 11
         assert manager.all_steps() == [10, 11]
