@@ -1,6 +1,8 @@
 """Checkpoint-centric resilience for JAX training, on Orbax and TensorStore."""
 
-from typing import TYPE_CHECKING
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.util.lazy import lazy_names
 
@@ -10,6 +12,12 @@ if TYPE_CHECKING:
     from ckptkit import surgery as surgery
     from ckptkit import v1 as v1
     from ckptkit.conversion import diff as diff
+    from ckptkit.direct import AsyncCheckpointer as AsyncCheckpointer
+    from ckptkit.direct import Checkpointer as Checkpointer
+    from ckptkit.direct import PyTreeCheckpointer as PyTreeCheckpointer
+    from ckptkit.direct import StandardCheckpointer as StandardCheckpointer
+    from ckptkit.direct import load as load
+    from ckptkit.direct import save as save
     from ckptkit.durable.cells.forecast import SaveForecast as SaveForecast
     from ckptkit.durable.lifecycle.listing import latest_step as latest_step
     from ckptkit.errors import CheckpointError as CheckpointError
@@ -63,3 +71,21 @@ if TYPE_CHECKING:
     from ckptkit.verification import verify as verify
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+
+
+class _Package(ModuleType):
+    """`ckptkit.save` is the function. The import of the package of that name would set the attribute to the package."""
+
+    @property
+    def save(self) -> Any:
+        """See `ckptkit.direct.save`."""
+        from ckptkit.direct import save
+
+        return save
+
+    @save.setter
+    def save(self, package: ModuleType) -> None:
+        """The package is found in `sys.modules`."""
+
+
+sys.modules[__name__].__class__ = _Package

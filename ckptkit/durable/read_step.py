@@ -29,6 +29,7 @@ from ckptkit.durable.sidecars import (
     require_custom,
     several_saves,
     sidecars_among,
+    under_name,
     wrong_step,
 )
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, TransientStoreError
@@ -107,13 +108,16 @@ class DurableReader:
         self,
         step_url: str,
         *,
-        step: int,
+        step: int | None,
+        item: str | None = None,
         proves: Proves = prove_all,
         profile: DurableProfile = DurableProfile(),  # noqa: B008  frozen
     ):
+        """`step` None: that of its sidecars. `item`: the only item to read, so that the step need not be listed."""
         self._proves = proves
         self._url = step_url.rstrip("/")
         self._step = step
+        self._item = item
         self._profile = profile
         self._store: Store = small_objects(self._url, profile)
         self._cells = CellReader(self._url, profile)
@@ -201,7 +205,7 @@ class DurableReader:
 
     def _require_items(self, items: Sequence[str]) -> None:
         """A step of ours without any sidecar has no arrays, or has lost the items that held them."""
-        if self._marked() is None:
+        if self._item is not None or self._marked() is None:
             return
         with suppress(FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             named = json.loads(self._store.get(STEP_METADATA))["item_handlers"]
@@ -262,6 +266,8 @@ class DurableReader:
 
     def item_names(self) -> list[str]:
         """The items of the step: its directories."""
+        if self._item is not None:
+            return [self._item]
         return _directories(self.names())
 
     @property
@@ -309,9 +315,9 @@ class DurableReader:
         data = self._store.get(where)
         with collection_paused():  # records of every leaf, which stay
             manifest = Manifest.from_bytes(data, path=f"{self._url}/{where}", extent=extent)
-        if why := wrong_step(f"{self._url}/{item}", manifest.save_id, self._step):
+        if self._step is not None and (why := wrong_step(f"{self._url}/{item}", manifest.save_id, self._step)):
             raise self._corrupt(why)
-        return manifest
+        return under_name(manifest, item)
 
     def _opened(self, item: str, leaf: LeafRecord, prefix: str) -> Any:
         kvstore = {"driver": "ocdbt", "base": base_of(f"{self._url}/{item}"), "path": prefix}

@@ -11,6 +11,7 @@ import re
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.model import paths
@@ -82,6 +83,16 @@ def require_custom(metadata: object, expected: str | None, *, where: str, step: 
             path=where,
             step=step,
         )
+
+
+def under_name(manifest: Manifest, item: str) -> Manifest:
+    """The sidecar of a tree that was saved by itself, for the directory name that the tree has today. Users rename
+    such directories. Any other sidecar is returned as it is: an item of a step keeps its name."""
+    if manifest.save_id.epoch > 0 or len(manifest.arrays) != 1 or item in manifest.arrays:
+        return manifest
+    (name,) = manifest.arrays
+    inline = {item if each == name else each: value for each, value in manifest.inline.items()}
+    return replace(manifest, arrays={item: manifest.arrays[name]}, inline=inline)
 
 
 def wrong_step(where: str, found: SaveId, step: int) -> str | None:

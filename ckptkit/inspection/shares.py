@@ -16,6 +16,7 @@ from ckptkit.durable.sidecars import (
     missing_items,
     of_one_save,
     sidecars_among,
+    under_name,
 )
 from ckptkit.errors import CorruptCheckpointError, StoreError
 from ckptkit.inspection.directories import item_handlers
@@ -117,7 +118,7 @@ def read_sidecars(item: Place, processes: Iterable[int], *, extent: ManifestDept
         if data is None:
             raise CorruptCheckpointError(f"{where} is gone", path=where)
         with readable(where):
-            return process, Manifest.from_bytes(data, path=where, extent=extent)
+            return process, under_name(Manifest.from_bytes(data, path=where, extent=extent), item.name)
 
     with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="ckptkit-inspect") as pool:
         return dict(pool.map(read, processes))

@@ -54,7 +54,8 @@ class Shared:
 class LocalRead:
     """Reads, proves and places one process's part; launches no collective, and meets nobody."""
 
-    def __init__(self, durable: DurableSteps, events: EventLog):
+    def __init__(self, durable: DurableSteps | None, events: EventLog):
+        """`durable`: where the steps of stock Orbax are; None where `read` alone is called."""
         self._durable = durable
         self._events = events
 
@@ -104,6 +105,7 @@ class LocalRead:
 
     def by_orbax(self, step: int, wanted: RestoreRequest) -> Verified:
         """A step that stock Orbax wrote."""
+        assert self._durable is not None
         return Verified(stock=stock_restore.restore_stock(self._durable, step, wanted))
 
     def assemble(self, proven: Verified, save_id: SaveId) -> dict[str, Any]:
@@ -122,6 +124,7 @@ class LocalRead:
         for name, stored in prepared.inline.items():
             items[name] = give_back(stored, prepared.asked.inline[name])
         if prepared.asked.orbax:
+            assert self._durable is not None
             plain = [name for name, arg in prepared.asked.orbax.items() if arg is None]
             args = {name: arg for name, arg in prepared.asked.orbax.items() if arg is not None}
             if plain:

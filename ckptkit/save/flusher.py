@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from ckptkit.durable.orbax.host_shards import host_tree
+import numpy as np
+
+from ckptkit.durable.orbax.host_shards import HostTreeSave, host_tree
 from ckptkit.errors import CheckpointError
+from ckptkit.model.manifest import Manifest
 from ckptkit.model.tiers import DURABLE, PEER, SSD
 from ckptkit.save.circuit_breaker import DurableRetry
 from ckptkit.save.fence import EpochFence
@@ -17,7 +20,8 @@ from ckptkit.save.protocol import Do, Idle, Machinery, SaveProtocol, SideBySide,
 from ckptkit.save.records import DiskFlush, Refusal, Save, SaveTargets, SealedSave, Ticket
 from ckptkit.save.voting import TierWork, Voting
 from ckptkit.slots.arena import Arena, Slot
-from ckptkit.snapshot.describe import SlotExtent, box_array
+from ckptkit.snapshot.describe import Description, SlotExtent, box_array
+from ckptkit.snapshot.items import SaveItems
 from ckptkit.util import clock
 from ckptkit.util.clock import Deadline
 from ckptkit.util.gc_pause import collection_paused
@@ -232,21 +236,32 @@ class Flusher:
 
     @collection_paused()  # records of every leaf, all of which stay until the save is over
     def _array_items(self, save: Save, slot: Slot, sealed: SealedSave) -> dict[str, Any]:
-        manifest, items = sealed.manifest(slot), {}
-        for item, sources in save.description.items.items():
-            leaves = [
-                (leaf, source.holders, {r.box: box_array(r, leaf, slot.memory) for r in leaf.boxes})
-                for leaf, source in zip(manifest.arrays[item], sources, strict=True)
-            ]
-            items[item] = host_tree(
-                leaves,
-                save.description.treedefs[item],
-                manifest,
-                item,
-                lambda: self._outcomes.phase(save.save_id, "written", DURABLE),
-                **save.items.durable_tree_words(item),
-            )
-        return items
+        return array_items(
+            save.description,
+            sealed.manifest(slot),
+            slot.memory,
+            save.items,
+            lambda: self._outcomes.phase(save.save_id, "written", DURABLE),
+        )
+
+
+def array_items(
+    description: Description,
+    manifest: Manifest,
+    memory: np.ndarray,
+    captured: SaveItems,
+    on_written: Callable[[], None] = lambda: None,
+) -> dict[str, HostTreeSave]:
+    """The save arguments of the array items whose bytes lie in `memory` as `description` says, for Orbax's layout."""
+    items = {}
+    for item, sources in description.items.items():
+        leaves = [
+            (leaf, source.holders, {r.box: box_array(r, leaf, memory) for r in leaf.boxes})
+            for leaf, source in zip(manifest.arrays[item], sources, strict=True)
+        ]
+        treedef, words = description.treedefs[item], captured.durable_tree_words(item)
+        items[item] = host_tree(leaves, treedef, manifest, item, on_written, **words)
+    return items
 
 
 @final

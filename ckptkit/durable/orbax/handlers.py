@@ -15,7 +15,7 @@ from orbax.checkpoint import future as orbax_future
 from orbax.checkpoint import type_handlers
 
 from ckptkit.durable.orbax import files as orbax_files
-from ckptkit.durable.orbax.host_shards import HostShards, HostTreeSave, StandardTreeSave
+from ckptkit.durable.orbax.host_shards import HostShards, HostTreeSave, StandardTreeSave, shards_of
 from ckptkit.durable.orbax.manager import QuietLogger, delete_mark_first, strike_foreign
 from ckptkit.model import paths
 
@@ -48,7 +48,7 @@ class HostShardsHandler(type_handlers.TypeHandler):
         await asyncio.gather(
             *(_write_leaf(value, info, arg, transaction) for value, info, arg in zip(values, infos, args, strict=True))
         )
-        await asyncio.to_thread(write_side_files, directory, values)
+        await asyncio.to_thread(write_side_files, directory, values, values[0].sidecar)
         await transaction.commit_async()
         values[0].on_written()
 
@@ -75,14 +75,18 @@ async def _write_leaf(value: HostShards, info: Any, arg: Any, transaction: ts.Tr
         await array[box.slices()].write(block, can_reference_source_data_indefinitely=True)
 
 
-def write_side_files(directory: Any, values: Sequence[HostShards]) -> None:
+def write_side_files(directory: Any, values: Sequence[HostShards], sidecar: bytes) -> None:
     """Two files of Orbax's own (without them typed keys and shardings are lost), and our sidecar."""
     process = jax.process_index()
     array_metadatas = orbax_files.array_metadatas_text(values, has_sidecar=True)
     _write_text(directory / paths.ARRAY_METADATAS, f"process_{process}", array_metadatas)
     if process == 0 and (shardings := orbax_files.shardings_text(values)) is not None:
         (directory / paths.SHARDINGS).write_text(shardings)
-    _write_text(directory / paths.SIDECAR_DIR, paths.sidecar_name(process), values[0].sidecar.decode())
+    _write_sidecar(directory, sidecar)
+
+
+def _write_sidecar(directory: Any, sidecar: bytes) -> None:
+    _write_text(directory / paths.SIDECAR_DIR, paths.sidecar_name(jax.process_index()), sidecar.decode())
 
 
 def _write_text(directory: Any, name: str, text: str) -> None:
@@ -97,6 +101,30 @@ class _StandardTreeHandler(ocp.PyTreeCheckpointHandler):
     def typestr(cls) -> str:
         """The name of Orbax's own handler."""
         return ocp.StandardCheckpointHandler.typestr()
+
+
+class LoneTreeHandler(ocp.PyTreeCheckpointHandler):
+    """Writes a tree of host memory (`HostTreeSave`) into a directory of its own, with sidecars. Plain leaves are
+    Orbax's, and a tree of nothing else has a sidecar too."""
+
+    def __init__(self, multiprocessing: Any):
+        super().__init__(**_settings(multiprocessing))
+
+    async def async_save(self, directory: Any, args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Starts the writes; Orbax waits for the futures before it commits the directory."""
+        futures = list(await super().async_save(directory, args=args) or [])
+        if not shards_of(args.item):
+            write = asyncio.to_thread(_write_sidecar, directory, args.sidecar)
+            futures.append(orbax_future.CommitFutureAwaitingContractedSignals(write, name="ckptkit_sidecar"))
+        return futures
+
+
+def write_sidecar_sign(directory: Any) -> None:
+    """Marks a tree without jax arrays as one with sidecars, once Orbax has finished it: Orbax's own checks refuse the
+    file that holds the mark where there are no arrays."""
+    if (directory / paths.SIDECAR_DIR).exists() and not (directory / paths.ARRAY_METADATAS).exists():
+        sign = orbax_files.array_metadatas_text((), has_sidecar=True)
+        _write_text(directory / paths.ARRAY_METADATAS, "process_0", sign)
 
 
 def handler_name(item: Any) -> str:
@@ -124,7 +152,18 @@ def make_writer(url: str, options: ocp.CheckpointManagerOptions, multiprocessing
 
 
 def _handlers_of_writer(multiprocessing: Any) -> Any:
-    """`HostShards` beside what Orbax knows."""
+    settings = _settings(multiprocessing)
+    json_handler = ocp.JsonCheckpointHandler(multiprocessing_options=multiprocessing)
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    registry.add(None, HostTreeSave, ocp.PyTreeCheckpointHandler(**settings))
+    registry.add(None, StandardTreeSave, _StandardTreeHandler(**settings))
+    registry.add(None, ocp.args.JsonSave, json_handler)
+    registry.add(None, ocp.args.JsonRestore, json_handler)
+    return registry
+
+
+def _settings(multiprocessing: Any) -> dict[str, Any]:
+    """Of a handler that writes `HostShards` beside what Orbax knows."""
     types = type_handlers.create_type_handler_registry(
         (int, type_handlers.ScalarHandler()),
         (float, type_handlers.ScalarHandler()),
@@ -134,15 +173,8 @@ def _handlers_of_writer(multiprocessing: Any) -> Any:
         (HostShards, HostShardsHandler()),
         (jax.Array, type_handlers.get_type_handler(jax.Array)),  # last: restores, and write shapes in the metadata
     )
-    settings: Any = {
+    return {
         "multiprocessing_options": multiprocessing,
         "type_handler_registry": types,
         "use_compression": False,
     }
-    json_handler = ocp.JsonCheckpointHandler(multiprocessing_options=multiprocessing)
-    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    registry.add(None, HostTreeSave, ocp.PyTreeCheckpointHandler(**settings))
-    registry.add(None, StandardTreeSave, _StandardTreeHandler(**settings))
-    registry.add(None, ocp.args.JsonSave, json_handler)
-    registry.add(None, ocp.args.JsonRestore, json_handler)
-    return registry

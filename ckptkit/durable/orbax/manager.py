@@ -275,7 +275,8 @@ class StockManager:
                 with suppress(ValueError):  # the caller gave another handler
                     self.handler(item, args())
 
-    def is_plain(self, handler: Any) -> bool:
+    @staticmethod
+    def is_plain(handler: Any) -> bool:
         """Whether our own writer writes what this handler would: one of Orbax's kinds (or Grain's), as it comes."""
         kind = type(handler)
         if kind in (ocp.JsonCheckpointHandler, ocp.ArrayCheckpointHandler, *_KEY_HANDLERS):

@@ -1,0 +1,84 @@
+"""`save`, `load`, and Orbax's checkpointers with digests: the classes that save one tree to one path."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from ckptkit.direct.handlers import proving
+
+
+class Checkpointer(ocp.Checkpointer):
+    """A drop-in for `ocp.Checkpointer`: a tree is saved with digests, and a load compares every cell with its digest.
+
+    The directory is a plain one of Orbax, which stock Orbax restores. A handler that is not `PyTreeCheckpointHandler`
+    or `StandardCheckpointHandler` works as in Orbax, without digests; a log line tells it. The arguments are Orbax's.
+    Cost beside Orbax's: a copy of this process's part of the tree in host memory while it is saved.
+
+    `restore` raises `CorruptCheckpointError` for damage on every process, `TreeMismatchError` with all differences,
+    `StoreError` for what cannot be reached. What was saved without digests loads as in stock Orbax, with a log line.
+    """
+
+    def __init__(self, handler: Any, **options: Any):
+        super().__init__(proving(handler), **options)
+
+
+class AsyncCheckpointer(ocp.AsyncCheckpointer):
+    """A drop-in for `ocp.AsyncCheckpointer`, with digests as in `Checkpointer`.
+
+    `save` returns after one copy of this process's part to host memory: the caller may donate the tree.
+    """
+
+    def __init__(self, handler: Any, *timeout: Any, **options: Any):
+        super().__init__(proving(handler), *timeout, **options)
+
+
+class StandardCheckpointer(ocp.StandardCheckpointer):
+    """A drop-in for `ocp.StandardCheckpointer`, with digests as in `AsyncCheckpointer`."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self._handler = proving(self._handler)
+
+
+class PyTreeCheckpointer(ocp.PyTreeCheckpointer):
+    """A drop-in for `ocp.PyTreeCheckpointer`, with digests as in `Checkpointer`."""
+
+    def __init__(self, *settings: Any, **options: Any):
+        super().__init__(*settings, **options)
+        self._handler = proving(self._handler)
+
+
+def save(
+    path: str | os.PathLike[str], tree: Any, *, force: bool = False, custom_metadata: dict[str, Any] | None = None
+) -> None:
+    """Saves a tree of arrays and numbers to a new directory; returns once it is committed there, on every process.
+
+    The directory is a plain one of Orbax with a digest of every cell; stock Orbax restores it. All processes of the
+    job call it together, with a path that all of them reach (a shared directory, `gs://`). A tree with text is saved
+    without digests. Cost: one copy of this process's part in host memory, and one write.
+
+    `force` replaces what is at `path`. Raises ValueError where something is there already, or for a tree that cannot
+    be saved.
+    """
+    with Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        args: Any = ocp.args
+        checkpointer.save(path, args=args.PyTreeSave(tree), force=force, custom_metadata=custom_metadata)
+
+
+def load(path: str | os.PathLike[str], abstract: Any = None) -> Any:
+    """The tree at `path`, every cell compared with its digest before it is on a device.
+
+    `abstract` has the leaves that are wanted (arrays, `jax.ShapeDtypeStruct` with shardings, numbers), None the tree as
+    it was saved, with nested dicts and lists for its nodes. `path` may also be an item of a manager's step. A
+    directory that was saved without digests loads as in stock Orbax; a log line tells that it is not verified.
+    All processes of the job call it together.
+
+    Raises `CorruptCheckpointError` for damage, `TreeMismatchError` with all differences, FileNotFoundError where
+    nothing is there, `StoreError` for what cannot be reached.
+    """
+    with Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        args: Any = ocp.args
+        return checkpointer.restore(path, args=args.StandardRestore(abstract))

@@ -1,0 +1,123 @@
+"""Orbax's handlers of trees with digests: `PyTreeCheckpointHandler` and `StandardCheckpointHandler`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_args
+from orbax.checkpoint._src import asyncio_utils
+
+from ckptkit.direct.loading import Loader
+from ckptkit.direct.staging import staged
+from ckptkit.durable.orbax.handlers import LoneTreeHandler, write_sidecar_sign
+from ckptkit.durable.orbax.manager import StockManager
+from ckptkit.model.paths import TEMPORARY
+from ckptkit.store.roots import root_url
+
+_log = logging.getLogger("ckptkit")
+
+
+class _Proving:
+    """Saves with digests and loads against them, with the settings of a stock handler; the rest is Orbax's."""
+
+    def __init__(self, like: Any):
+        vars(self).update(vars(like))
+        self.typestr = type(like).typestr  # in the metadata: stock Orbax finds its own handler
+        tree = like._impl if isinstance(like, ocp.StandardCheckpointHandler) else like
+        options = ocp.options.MultiprocessingOptions(primary_host=tree._primary_host)
+        self._lone_tree = LoneTreeHandler(options)
+        self._loader = Loader(alone=tree._primary_host is None)
+
+    async def async_save(self, directory: Any, *legacy: Any, args: Any = None, **named: Any) -> Any:
+        """As Orbax's. Returns once the caller may donate the arrays."""
+        stock: Any = super()
+        if args is None:
+            return await stock.async_save(directory, *legacy, **named)
+        tree = staged(args, directory.name.partition(TEMPORARY)[0])
+        if tree is None:
+            _log.info("%s: Orbax alone can hold this tree, so it is saved without digests", directory)
+            return await stock.async_save(directory, args=args)
+        return await self._lone_tree.async_save(directory, tree)
+
+    def save(self, directory: Any, *legacy: Any, **named: Any) -> None:
+        """As Orbax's: returns once the bytes are written."""
+
+        async def save() -> None:
+            for future in await self.async_save(directory, *legacy, **named) or []:
+                future.result()
+
+        asyncio_utils.run_sync(save())
+
+    def finalize(self, directory: Any) -> None:
+        """As Orbax's, on one process, before the directory is committed."""
+        stock: Any = super()
+        stock.finalize(directory)
+        write_sidecar_sign(directory)
+
+    def restore(self, directory: Any, *legacy: Any, args: Any = None, **named: Any) -> Any:
+        """As Orbax's, each cell compared with its digest first. A directory without digests loads as in stock Orbax.
+
+        Raises `CorruptCheckpointError` for damage, and `TreeMismatchError` for another tree.
+        """
+        stock: Any = super()
+        if args is None:
+            return stock.restore(directory, *legacy, **named)
+        found = self._loader.load(root_url(_url(directory)), args)
+        if found.tree is not None:
+            return found.tree
+        if not found.proven:
+            _log.info("%s was saved without digests: it is loaded by Orbax, and its bytes are not verified", directory)
+        return stock.restore(directory, args=args)
+
+
+class ProvingTreeHandler(_Proving, ocp.PyTreeCheckpointHandler):
+    """`PyTreeCheckpointHandler` with digests."""
+
+
+class ProvingStandardHandler(_Proving, ocp.StandardCheckpointHandler):
+    """`StandardCheckpointHandler` with digests."""
+
+
+@checkpoint_args.register_with_handler(ProvingTreeHandler, for_save=True)
+class _TreeSave(ocp.args.PyTreeSave):
+    """What `save(path, tree)` makes of its arguments."""
+
+
+@checkpoint_args.register_with_handler(ProvingTreeHandler, for_restore=True)
+class _TreeRestore(ocp.args.PyTreeRestore):
+    """What `restore(path)` makes of its arguments."""
+
+
+@checkpoint_args.register_with_handler(ProvingStandardHandler, for_save=True)
+class _StandardSave(ocp.args.StandardSave):
+    """What `save(path, tree)` makes of its arguments."""
+
+
+@checkpoint_args.register_with_handler(ProvingStandardHandler, for_restore=True)
+class _StandardRestore(ocp.args.StandardRestore):
+    """What `restore(path)` makes of its arguments."""
+
+
+_PROVING: dict[type, type[_Proving]] = {
+    ocp.PyTreeCheckpointHandler: ProvingTreeHandler,
+    ocp.StandardCheckpointHandler: ProvingStandardHandler,
+}
+
+
+def proving(handler: Any) -> Any:
+    """A handler with the settings of `handler` that keeps digests; `handler` itself where it is not one of Orbax's
+    handlers of trees, or writes in a layout of its own (`use_zarr3`, `use_ocdbt=False`, own type handlers)."""
+    kind = _PROVING.get(type(handler))
+    if kind is not None and StockManager.is_plain(handler):
+        return kind(handler)
+    if not isinstance(handler, _Proving):
+        _log.info("%s keeps no digests: what it saves and loads is not verified", type(handler).__name__)
+    return handler
+
+
+def _url(directory: Any) -> str:
+    """The path as it was given: `epath` turns `gs://bucket` into `gs:/bucket` on the way."""
+    text = str(directory)
+    return text if "://" in text else text.replace(":/", "://", 1) if text.startswith(("gs:/", "s3:/")) else text

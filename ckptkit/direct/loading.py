@@ -1,0 +1,96 @@
+"""Reads a tree from a directory of its own, every cell compared with its digest before it is on a device."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, final
+
+from ckptkit.durable.read_step import DurableReader
+from ckptkit.errors import CorruptCheckpointError
+from ckptkit.events import EventLog
+from ckptkit.job.coordination import Coordinator, LocalCoordinator, ScopedCoordinator, make_coordinator
+from ckptkit.job.vote import act_together
+from ckptkit.model.manifest import Manifest
+from ckptkit.model.tiers import DURABLE
+from ckptkit.model.verify_mode import VerifySelection
+from ckptkit.restore.execute import LocalRead, Verified
+from ckptkit.restore.local_tiers import Holdings
+from ckptkit.restore.plan import Source
+from ckptkit.restore.prepare import Prepared, Preparer
+from ckptkit.restore.request import RestoreRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What a directory holds. `tree` is None where only Orbax can give it back as it was asked for: `proven` then
+    tells whether every cell met its digest."""
+
+    tree: Any = None
+    proven: bool
+
+
+@final
+class Loader:
+    """Loads trees. All processes of the job call `load` together, unless `alone`."""
+
+    def __init__(self, *, alone: bool):
+        self._alone = alone
+        self._coordinator: ScopedCoordinator | None = None
+        self._calls = itertools.count()
+
+    def load(self, url: str, args: Any) -> Loaded:
+        """The tree at `url` as `args` (Orbax's) ask for it, proven; not proven where nobody kept digests.
+
+        Raises `CorruptCheckpointError` on every process where one finds damage, `TreeMismatchError` with all
+        differences, `StoreError` for what cannot be reached.
+        """
+        coordinator = self._joined()
+        coordinator.begin(f"direct.{next(self._calls)}")
+        parent, _, item = url.rpartition("/")
+        request = RestoreRequest(args={item: args}, default_item=None)
+        reader = DurableReader(parent, step=None, item=item)
+
+        def plan() -> Prepared | None:
+            manifests = tuple(reader.manifests(to_read=True))
+            return _prepared(Preparer(url, coordinator), reader, manifests, request) if manifests else None
+
+        reading = LocalRead(None, EventLog())
+
+        def read() -> Verified | None:
+            return None if prepared is None else reading.read(prepared, VerifySelection())
+
+        prepared = _together(coordinator, "plan", plan, url)
+        verified = _together(coordinator, "read", read, url)
+        if prepared is None or verified is None:
+            return Loaded(proven=False)
+        if prepared.asked.orbax:
+            return Loaded(proven=True)
+        return Loaded(tree=reading.assemble(verified, prepared.plan.save_id)[item], proven=True)
+
+    def _joined(self) -> ScopedCoordinator:
+        """Made at the first load, which all processes call together: a checkpointer may be made on some of them."""
+        if self._coordinator is None:
+            made: Coordinator = LocalCoordinator() if self._alone else make_coordinator()
+            self._coordinator = ScopedCoordinator(made)
+        return self._coordinator
+
+
+def _prepared(
+    preparer: Preparer, reader: DurableReader, manifests: tuple[Manifest, ...], request: RestoreRequest
+) -> Prepared:
+    holdings = Holdings(
+        sources=(Source(tier=DURABLE, manifests=manifests, remote=reader.round_trips),),
+        readers=(reader.read,),
+        expect=reader.expect,
+    )
+    return preparer.prepare(manifests[0].save_id, holdings, preparer.asked(manifests, request))
+
+
+def _together(coordinator: Coordinator, channel: str, act: Any, url: str) -> Any:
+    rejection, done = act_together(coordinator, channel, act)
+    if rejection is not None:
+        raise CorruptCheckpointError(
+            f"{url} cannot be loaded: {rejection}. Restore it from a copy, or load another checkpoint", path=url
+        )
+    return done

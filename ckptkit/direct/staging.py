@@ -1,0 +1,47 @@
+"""A tree on its way to a directory of its own: copied to host memory and digested, as save arguments for Orbax."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import jax
+import numpy as np
+
+from ckptkit.durable.orbax.host_shards import HostTreeSave
+from ckptkit.durable.write_step import refuse_unwritable
+from ckptkit.model.manifest import Manifest, SaveId, Writer
+from ckptkit.save.flusher import array_items
+from ckptkit.save.records import with_shardings
+from ckptkit.snapshot.describe import copy_shards, describe_items, local_shards, with_digests
+from ckptkit.snapshot.items import save_items
+from ckptkit.util.pages import empty_block
+
+_LONE = SaveId(epoch=0, step=0, number=0)  # of no run: a run's first epoch is 1
+
+
+def staged(args: Any, item: str) -> HostTreeSave | None:
+    """The boxes that this process writes of a tree, in host memory of their own, and its sidecar.
+
+    None for a tree that only Orbax's handlers hold: one with text, say. When it returns, nothing refers to the arrays
+    any more, and the caller may donate them. Cost: one copy at memory speed, and as much host memory as this process
+    holds of the tree.
+    """
+    captured = save_items({item: args}, default_item=True)
+    if isinstance(captured, str):
+        return None
+    description = with_shardings(describe_items(captured.trees))
+    records = [source.record for source in description.items[item]]
+    if any(record.kind == "jax" and 0 in record.shape for record in records):
+        return None  # Orbax refuses it, and says which leaf
+    refuse_unwritable(records)
+    memory = empty_block((description.slot_bytes,), np.dtype(np.uint8))
+    digests = copy_shards(local_shards(description, captured.trees), memory)
+    manifest = Manifest(
+        save_id=_LONE,
+        writer=Writer(process=jax.process_index(), count=jax.process_count(), host=socket.gethostname()),
+        slot="",
+        arrays=with_digests(description, digests),
+        inline=captured.inline,
+    )
+    return array_items(description, manifest, memory, captured)[item]

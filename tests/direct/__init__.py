@@ -1,0 +1,1 @@
+"""Trees at a path of their own."""

@@ -1,0 +1,33 @@
+"""Runs a module as the processes of one JAX job on this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+_TIMEOUT_S = 300
+
+
+def run_together(module: str, count: int, *words: str, devices: int = 2) -> list[str]:
+    """What `python -m MODULE PROCESS PORT WORDS...` printed, for each of `count` processes; all end with this call."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(process), port, *words],
+            env={**os.environ, **flags},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for process in range(count)
+    ]
+    try:
+        return [process.communicate(timeout=_TIMEOUT_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
