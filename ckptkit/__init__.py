@@ -9,6 +9,7 @@ from ckptkit.util.lazy import lazy_names
 if TYPE_CHECKING:
     from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError as StepAlreadyExistsError
 
+    from ckptkit import emergency as emergency
     from ckptkit import surgery as surgery
     from ckptkit import v1 as v1
     from ckptkit.conversion import diff as diff

@@ -15,10 +15,10 @@ class Checkpointer(ocp.Checkpointer):
 
     The directory is a plain one of Orbax, which stock Orbax restores. A handler that is not `PyTreeCheckpointHandler`
     or `StandardCheckpointHandler` works as in Orbax, without digests; a log line tells it. The arguments are Orbax's.
-    Cost beside Orbax's: a copy of this process's part of the tree in host memory while it is saved.
+    Cost in addition to Orbax's: a copy of this process's part of the tree in host memory while it is saved.
 
     `restore` raises `CorruptCheckpointError` for damage on every process, `TreeMismatchError` with all differences,
-    `StoreError` for what cannot be reached. What was saved without digests loads as in stock Orbax, with a log line.
+    `StoreError` for what cannot be reached. A directory without digests loads as in stock Orbax, with a log line.
     """
 
     def __init__(self, handler: Any, **options: Any):

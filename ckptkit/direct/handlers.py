@@ -82,22 +82,22 @@ class ProvingStandardHandler(_Proving, ocp.StandardCheckpointHandler):
 
 @checkpoint_args.register_with_handler(ProvingTreeHandler, for_save=True)
 class _TreeSave(ocp.args.PyTreeSave):
-    """What `save(path, tree)` makes of its arguments."""
+    """The arguments of `save(path, tree)` become one of these."""
 
 
 @checkpoint_args.register_with_handler(ProvingTreeHandler, for_restore=True)
 class _TreeRestore(ocp.args.PyTreeRestore):
-    """What `restore(path)` makes of its arguments."""
+    """The arguments of `restore(path)` become one of these."""
 
 
 @checkpoint_args.register_with_handler(ProvingStandardHandler, for_save=True)
 class _StandardSave(ocp.args.StandardSave):
-    """What `save(path, tree)` makes of its arguments."""
+    """The arguments of `save(path, tree)` become one of these."""
 
 
 @checkpoint_args.register_with_handler(ProvingStandardHandler, for_restore=True)
 class _StandardRestore(ocp.args.StandardRestore):
-    """What `restore(path)` makes of its arguments."""
+    """The arguments of `restore(path)` become one of these."""
 
 
 _PROVING: dict[type, type[_Proving]] = {
@@ -107,8 +107,10 @@ _PROVING: dict[type, type[_Proving]] = {
 
 
 def proving(handler: Any) -> Any:
-    """A handler with the settings of `handler` that keeps digests; `handler` itself where it is not one of Orbax's
-    handlers of trees, or writes in a layout of its own (`use_zarr3`, `use_ocdbt=False`, own type handlers)."""
+    """A handler with the settings of `handler` that keeps digests.
+
+    Returns `handler` itself for any other kind than Orbax's two handlers of trees, and for one with a layout of its
+    own: `use_zarr3`, `use_ocdbt=False`, type handlers."""
     kind = _PROVING.get(type(handler))
     if kind is not None and StockManager.is_plain(handler):
         return kind(handler)

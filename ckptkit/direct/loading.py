@@ -23,7 +23,7 @@ from ckptkit.restore.request import RestoreRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a directory holds. `tree` is None where only Orbax can give it back as it was asked for: `proven` then
+    """The content of a directory. `tree` is None where only Orbax can give it back as it was asked for: `proven` then
     tells whether every cell met its digest."""
 
     tree: Any = None

@@ -23,9 +23,9 @@ _LONE = SaveId(epoch=0, step=0, number=0)  # of no run: a run's first epoch is 1
 def staged(args: Any, item: str) -> HostTreeSave | None:
     """The boxes that this process writes of a tree, in host memory of their own, and its sidecar.
 
-    None for a tree that only Orbax's handlers hold: one with text, say. When it returns, nothing refers to the arrays
-    any more, and the caller may donate them. Cost: one copy at memory speed, and as much host memory as this process
-    holds of the tree.
+    None for a tree that only Orbax's handlers hold, for example one with text. When it returns, nothing refers to the
+    arrays any more, and the caller may donate them. Cost: one copy at memory speed, and as much host memory as this
+    process holds of the tree.
     """
     captured = save_items({item: args}, default_item=True)
     if isinstance(captured, str):
@@ -33,7 +33,7 @@ def staged(args: Any, item: str) -> HostTreeSave | None:
     description = with_shardings(describe_items(captured.trees))
     records = [source.record for source in description.items[item]]
     if any(record.kind == "jax" and 0 in record.shape for record in records):
-        return None  # Orbax refuses it, and says which leaf
+        return None  # Orbax refuses it, and names the leaf
     refuse_unwritable(records)
     memory = empty_block((description.slot_bytes,), np.dtype(np.uint8))
     digests = copy_shards(local_shards(description, captured.trees), memory)

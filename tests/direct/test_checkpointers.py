@@ -1,4 +1,4 @@
-"""`ckptkit.save`, `ckptkit.load` and Orbax's checkpointers with digests, beside the stock ones."""
+"""`ckptkit.save`, `ckptkit.load` and Orbax's checkpointers with digests, compared with the stock ones."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from ckptkit.manager.settings import DEPRECATED_KEYWORDS
 PACKAGES = (
     "ckptkit",
     "ckptkit.cli",
+    "ckptkit.emergency",
     "ckptkit.store",
     "ckptkit.surgery",
     "ckptkit.testing",

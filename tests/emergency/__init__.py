@@ -1,0 +1,1 @@
+"""Orbax's emergency manager over our tiers."""
