@@ -42,7 +42,8 @@ def require_fitting(target: str, save_id: SaveId | None = None, *, timeout_s: fl
     """Raises `CheckpointError` for an Orbax target in the root of a run that would take it for something else.
 
     Where a job of ours has begun, nothing may. Elsewhere a whole step with a `save_id` may stand among steps in the
-    order of their saves, under a name like theirs; an item (None) only under a name that no step has.
+    order of their saves, and not as a plain number where theirs are not; an item (None) only under a name that no step
+    has.
 
     Cost: a listing of the directory above, and of the steps in it.
     """
@@ -61,7 +62,7 @@ def require_fitting(target: str, save_id: SaveId | None = None, *, timeout_s: fl
             "newest save and delete others. Name a place outside; `ckptkit copy` can add a step to a root",
             path=target,
         )
-    if steps and step is not None and found.names.step_of(name) is None:
+    if steps and step is not None and name.isdecimal() and found.names.step_of(name) is None:
         raise CheckpointError(
             f"{target}: the steps of {root} are named {found.names}, for example {steps[-1].place.name}; give the new "
             f"one such a name ({found.names.name_of(step)}), or a place outside",

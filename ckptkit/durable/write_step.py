@@ -29,6 +29,7 @@ from ckptkit.durable.commit import BucketAttempt, DiskAttempt, make_attempt
 from ckptkit.durable.orbax import files as orbax_files
 from ckptkit.durable.orbax.host_shards import HostShards, HostTreeSave, shards_of
 from ckptkit.durable.orbax.manager import METRICS_ITEM
+from ckptkit.durable.orbax.text_leaf import STRINGS_FILE, strings_text
 from ckptkit.errors import CheckpointError, TransientStoreError
 from ckptkit.job.coordination import Coordinator
 from ckptkit.model import paths
@@ -210,7 +211,7 @@ class StepWriter:
         own = [
             (leaf.record, leaf.blocks) if isinstance(leaf, HostShards) else _host_leaf(keypath, leaf)
             for keypath, leaf in leaves
-            if isinstance(leaf, HostShards) or process == 0
+            if isinstance(leaf, HostShards) or (process == 0 and not isinstance(leaf, str))
         ]
         cells = CellWriter(part, profile, self._pace, ready=ready, expected=own)
         try:
@@ -230,9 +231,11 @@ class StepWriter:
             files[f"{paths.SIDECAR_DIR}/{paths.sidecar_name(process)}"] = args.sidecar
         if process == 0:
             files[paths.TREE_METADATA] = orbax_files.tree_text(args.item, args.custom_metadata).encode()
-            shardings = orbax_files.shardings_text(shards)
-            if shardings is not None:
-                files[paths.SHARDINGS] = shardings.encode()
+            for file, text in (
+                (paths.SHARDINGS, orbax_files.shardings_text(shards)),
+                (STRINGS_FILE, strings_text(_texts_of(args.item))),
+            ):
+                files |= {} if text is None else {file: text.encode()}
         return files
 
     # On process 0.
@@ -310,11 +313,24 @@ def _sync(path: str) -> None:
         os.close(fd)
 
 
+def _texts_of(tree: Any) -> dict[str, str]:
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {".".join(_path_of(keypath)): leaf for keypath, leaf in flat if isinstance(leaf, str)}
+
+
+def _path_of(keypath: Any) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keypath)
+
+
 def _host_leaf(keypath: Any, leaf: Any) -> tuple[LeafRecord, list[tuple[Box, np.ndarray]]]:
     """A leaf of host memory as Orbax stores it: one cell."""
     block = np.ascontiguousarray(leaf).reshape(np.shape(leaf))
-    path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keypath)
     record = LeafRecord(
-        path=path, keys="", kind="numpy", shape=block.shape, dtype=block.dtype.name, cell=tuple(map(int, block.shape))
+        path=_path_of(keypath),
+        keys="",
+        kind="numpy",
+        shape=block.shape,
+        dtype=block.dtype.name,
+        cell=tuple(map(int, block.shape)),
     )
     return record, [(Box.whole(block.shape), block)]

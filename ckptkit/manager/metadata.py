@@ -10,6 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM, METRICS_ITEM, sharding_metadata, step_metadata, tree_metadata
+from ckptkit.durable.orbax.text_leaf import is_text_leaf
 from ckptkit.durable.read_step import without_identity
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import StepNotFoundError
@@ -144,6 +145,8 @@ def _tree_metadata(manifests: Sequence[Manifest], item: str) -> Any:
     def of(keypath: Any, leaf: Any) -> Any:
         path = tuple(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in keypath)
         name = names.get(path, ".".join(path))
+        if is_text_leaf(leaf):
+            return ocp.metadata.StringMetadata(name=name, directory=None)  # pyright: ignore[reportArgumentType]
         if isinstance(leaf, bool | int | float):
             return ocp.metadata.ScalarMetadata(name=name, directory=None, dtype=np.asarray(leaf).dtype)  # pyright: ignore[reportArgumentType]
         sharding = getattr(leaf, "sharding", None)
@@ -152,4 +155,4 @@ def _tree_metadata(manifests: Sequence[Manifest], item: str) -> Any:
             name=name, directory=None, shape=tuple(leaf.shape), sharding=words, dtype=leaf.dtype
         )  # pyright: ignore[reportArgumentType]
 
-    return tree_metadata(jax.tree_util.tree_map_with_path(of, whole))
+    return tree_metadata(jax.tree_util.tree_map_with_path(of, whole, is_leaf=is_text_leaf))

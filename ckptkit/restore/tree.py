@@ -19,7 +19,7 @@ from ckptkit.model.boxes import Box, boxes_held
 from ckptkit.model.manifest import LeafKind, LeafRecord, Manifest, describe
 from ckptkit.restore.plan import Key
 from ckptkit.snapshot.describe import kind_of_number, leaf_path
-from ckptkit.snapshot.empty_nodes import Empty, empty_value
+from ckptkit.snapshot.empty_nodes import Empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +94,11 @@ def abstract_of(stored: Sequence[LeafRecord], empties: Sequence[Empty] = ()) -> 
         if not leaf.path:
             return _abstract_leaf(leaf)
         node[leaf.path[-1]] = _abstract_leaf(leaf)
-    for path, _, kind in empties:
+    for path, _, node_there in empties:
         node = root
         for name in path[:-1]:
             node = node.setdefault(name, {})
-        node[path[-1]] = empty_value(kind)
+        node[path[-1]] = node_there
     letters = {path: letters for path, letters, _ in empties}
     return _with_sequences(root, {leaf.path: leaf.keys for leaf in stored} | letters)
 

@@ -1,4 +1,5 @@
-"""The empty nodes of a tree (None, `()`, `{}`, an empty optimizer state): no leaf names them; Orbax keeps them."""
+"""The nodes without leaves of a tree: text, and the empty ones (None, `()`, `{}`, an empty optimizer state). Orbax
+keeps them."""
 
 from __future__ import annotations
 
@@ -8,31 +9,35 @@ from typing import Any
 
 import jax
 
+from ckptkit.durable.orbax.text_leaf import TextLeaf
 from ckptkit.snapshot.describe import leaf_path
 
 _VALUES: dict[str, Any] = {"dict": {}, "list": [], "tuple": (), "none": None}
-Empty = tuple[tuple[str, ...], str, str]  # path, letters of its levels, which kind
+_TEXT = "text"
+Empty = tuple[tuple[str, ...], str, Any]  # path, letters of its levels, the node
 
 
 @lru_cache(maxsize=64)
 def empty_nodes(treedef: Any) -> list[list[Any]]:
-    """Every empty node of a tree as `[path, letters, kind]`, in the words of Orbax's metadata. Remembered per tree."""
+    """Every node without leaves as `[path, letters, kind]`, in the words of Orbax's metadata; a text follows its kind.
+    Remembered per tree."""
     tree = jax.tree_util.tree_unflatten(treedef, range(treedef.num_leaves))
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_empty)[0]
     return [
-        [*map(list, leaf_path(path)[:1]), leaf_path(path)[1], _kind(node)] for path, node in flat if _is_empty(node)
+        [*map(list, leaf_path(path)[:1]), leaf_path(path)[1], *_words(node)] for path, node in flat if _is_empty(node)
     ]
 
 
-def empty_value(kind: str) -> Any:
-    """A fresh empty node of `kind`; raises KeyError for what is none."""
+def empties_of(stored: Sequence[Any]) -> list[Empty]:
+    """The records of `empty_nodes`, read back: fresh nodes. Raises KeyError for an unknown kind."""
+    return [(tuple(path), letters, _node(*words)) for path, letters, *words in stored]
+
+
+def _node(kind: str, *text: str) -> Any:
+    if kind == _TEXT:
+        return TextLeaf(*text)
     value = _VALUES[kind]
     return type(value)() if value is not None else None
-
-
-def empties_of(stored: Sequence[Any]) -> list[Empty]:
-    """The records of `empty_nodes`, read back."""
-    return [(tuple(path), letters, kind) for path, letters, kind in stored]
 
 
 def _is_empty(node: Any) -> bool:
@@ -43,6 +48,8 @@ def _is_empty(node: Any) -> bool:
     return structure.num_leaves == 0 and structure.num_nodes == 1
 
 
-def _kind(node: Any) -> str:
-    """Orbax keeps the three plain containers; every other empty node comes back as None."""
-    return {dict: "dict", list: "list", tuple: "tuple"}.get(type(node), "none")
+def _words(node: Any) -> tuple[str, ...]:
+    """Orbax keeps text and the three plain containers; every other empty node comes back as None."""
+    if isinstance(node, TextLeaf):
+        return _TEXT, node.value
+    return ({dict: "dict", list: "list", tuple: "tuple"}.get(type(node), "none"),)

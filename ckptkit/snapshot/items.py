@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.manager import METRICS_ITEM
+from ckptkit.durable.orbax.text_leaf import TextLeaf, can_be_stored
+from ckptkit.snapshot.describe import leaf_path
 from ckptkit.snapshot.empty_nodes import empty_nodes
 from ckptkit.snapshot.small_items import STRUCTURE, capture
 
@@ -105,7 +107,7 @@ def _held_tree(arg: Any) -> Any:
     """
     is_standard = isinstance(arg, ocp.args.StandardSave)
     leaves, treedef = jax.tree_util.tree_flatten(arg.item)
-    if not (leaves or arg.item) or (is_standard and treedef.num_nodes == 1):
+    if not (leaves or arg.item) or (is_standard and treedef.num_nodes == 1) or not _texts_fit(arg.item, leaves):
         return None
     if arg.save_args is None:
         # The step loop waits for this: leaves on a device are told by their type, the few others are looked at.
@@ -122,6 +124,15 @@ def _held_tree(arg: Any) -> Any:
     return jax.tree_util.tree_unflatten(treedef, stored)
 
 
+def _texts_fit(tree: Any, leaves: Sequence[Any]) -> bool:
+    """Whether every text of a tree can be found by its name; a tree that is one text is Orbax's."""
+    if not any(isinstance(leaf, str) for leaf in leaves):
+        return True
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    names = [".".join(leaf_path(path)[0]) for path, leaf in flat if isinstance(leaf, str)]
+    return all(map(can_be_stored, names)) and all(names)
+
+
 def _stored(leaf: Any, wish: Any, is_standard: bool) -> Any:
     dtype = getattr(wish, "dtype", None)
     if isinstance(leaf, jax.Array):
@@ -134,6 +145,8 @@ def _stored(leaf: Any, wish: Any, is_standard: bool) -> Any:
         return np.asarray(leaf) if dtype is None else np.asarray(leaf).astype(dtype)
     if isinstance(leaf, bool | int | float) and np.asarray(leaf).dtype.kind in "biuf":
         return leaf if dtype is None else np.asarray(leaf).astype(dtype).item()
+    if isinstance(leaf, str) and not is_standard:
+        return TextLeaf(str(leaf))
     if hasattr(leaf, "__array__") and is_standard:
         return np.asarray(leaf)
     return None

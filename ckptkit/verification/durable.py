@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ckptkit.durable.orbax.text_leaf import STRINGS_FILE, is_text_leaf
 from ckptkit.durable.read_step import DurableReader, without_identity
 from ckptkit.durable.sidecars import incomplete, require_custom, several_saves, wrong_step
 from ckptkit.errors import CorruptCheckpointError
@@ -33,6 +34,7 @@ from ckptkit.inspection.shares import items_missing, leaf_of_record, own_sidecar
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import LeafRecord, Manifest, SaveId, cell_ranges, digest_of
 from ckptkit.model.paths import STEP_METADATA
+from ckptkit.snapshot.empty_nodes import empties_of
 from ckptkit.verification.pool import CellCheck, Limits, check_cells
 from ckptkit.verification.records import Finding, StepProof
 from ckptkit.verification.slots import not_covered
@@ -290,6 +292,24 @@ def _check_structure(item: Place, manifests: Sequence[Manifest], timeout_s: floa
             if a != b and not (what in ("sharding", "key_impl") and problems):  # said already
                 words = f"{item.url}: leaf {ours.name} has {what} {b} in Orbax's metadata, {a} in the sidecar"
                 findings.append(Finding(path=item.url, problem=words))
+    _check_texts(item, manifests[0], findings)
+
+
+def _check_texts(item: Place, manifest: Manifest, findings: list[Finding]) -> None:
+    """The sidecars keep the text of a tree, proven: stock Orbax restores what its own file has."""
+    recorded = manifest.inline.get(item.name, {}).get("value", [])
+    texts = {".".join(path): node.value for path, _, node in empties_of(recorded) if is_text_leaf(node)}
+    if not texts:
+        return
+    stored: dict[str, object] = {}
+    path = f"{item.url}/{STRINGS_FILE}"
+    if not _said(findings, path, partial(_take, stored, item, STRINGS_FILE)):
+        return
+    found = stored[STRINGS_FILE]
+    found = found if isinstance(found, dict) else {}
+    wrong = sorted(name for name, text in texts.items() if found.get(name) != text)
+    if wrong:
+        findings.append(Finding(path=item.url, problem=f"{path} has not the text that was saved: {', '.join(wrong)}"))
 
 
 def _small_items(items: Sequence[Place], findings: list[Finding]) -> dict[str, object]:

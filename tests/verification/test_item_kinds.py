@@ -83,7 +83,7 @@ PROVEN = {
     "empty names",
     "empty nodes",
 }
-PROVEN |= {"dots and slashes", "numbers as names"}
+PROVEN |= {"dots and slashes", "numbers as names", "text", "text only"}
 
 
 @pytest.mark.parametrize("manager_of", [ckptkit.CheckpointManager, ocp.CheckpointManager], ids=["ours", "stock"])

@@ -26,7 +26,7 @@ Small = Mapping[str, Mapping[str, Any]]  # small items by name, as manifests kee
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceItem:
-    """One item of arrays. `records` have no boxes and the source's cells; `structure` are its empty nodes.
+    """One item of arrays. `records` have no boxes and the source's cells; `structure` are its nodes without leaves.
 
     `described` is Orbax's `_METADATA`. `provable`: a record of ours has words for every leaf of it.
     """
@@ -155,7 +155,7 @@ def _item(place: Place, name: str, tensors: Sequence[Tensor]) -> SourceItem:
         records=records,
         described=described,
         structure=structure,
-        provable=len(nodes) == len(records) + len(empty),
+        provable=len(nodes) == len(records) + (0 if structure is None else len(structure["value"])),
     )
 
 

@@ -22,13 +22,21 @@ from orbax.checkpoint._src.tree import utils as tree_utils
 
 from ckptkit.durable.orbax.host_shards import HostShards
 from ckptkit.durable.orbax.shardings import without_devices
+from ckptkit.durable.orbax.text_leaf import TEXT_TYPE
 from ckptkit.model import paths
 
-_TYPES = {HostShards: "jax.Array", np.ndarray: "np.ndarray", int: "scalar", float: "scalar", bool: "scalar"}
+_TYPES = {
+    HostShards: "jax.Array",
+    np.ndarray: "np.ndarray",
+    int: "scalar",
+    float: "scalar",
+    bool: "scalar",
+    str: TEXT_TYPE,
+}
 
 
 def tree_text(tree: Any, custom_metadata: Any = None) -> str:
-    """`_METADATA` of a tree whose leaves are `HostShards`, NumPy arrays and numbers.
+    """`_METADATA` of a tree whose leaves are `HostShards`, NumPy arrays, numbers and text.
 
     The text for a structure is remembered: a training loop saves the same one again and again.
     """

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from ckptkit.durable.orbax.text_leaf import with_plain_text
 from ckptkit.model.boxes import Box, choose_writers
 from ckptkit.model.manifest import LeafRecord, Manifest
 
@@ -96,7 +97,7 @@ def host_tree(
         for leaf, (_, _, blocks) in zip(written, leaves, strict=True)
     ]
     kind = StandardTreeSave if standard else HostTreeSave
-    tree = jax.tree_util.tree_unflatten(treedef, values)
+    tree = with_plain_text(jax.tree_util.tree_unflatten(treedef, values))
     alone = tuple(
         (leaf.name, next(iter(who))[0])
         for leaf, holders, _ in leaves

@@ -43,6 +43,7 @@ _FILES: Final[list[tuple[str, str, DamageKind, StepState, str]]] = [
     *((OURS, "_CHECKPOINT_METADATA", how, "blemished", NEWEST) for how in ("truncation", "missing file")),
     (OURS, "state/array_metadatas/process_0", "missing file", "blemished", NEWEST),
     (OURS, "data/metadata", "truncation", "damaged", NEWEST),
+    *(("ckptkit text leaves", "state/_strings.json", how, "damaged", NEWEST) for how in ("truncation", "missing file")),
     (STOCK, "state/manifest.ocdbt", "truncation", "damaged", NEWEST),
     (STOCK, "state/manifest.ocdbt", "missing file", "damaged", NEWEST),
     (STOCK, "state/manifest.ocdbt", "missing file", "damaged", MIDDLE),

@@ -1,0 +1,52 @@
+"""Text in a tree. Orbax keeps all text of an item in one JSON file beside its arrays; a manifest keeps it among the
+nodes without leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+
+STRINGS_FILE = "_strings.json"
+TEXT_TYPE = "string"  # in Orbax's `_METADATA`
+
+
+@final
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True, slots=True)
+class TextLeaf:
+    """A text as a node without children: code for the arrays of a tree does not meet it."""
+
+    value: str
+
+    def tree_flatten(self) -> tuple[tuple[()], str]:
+        """See `jax.tree_util.register_pytree_node_class`."""
+        return (), self.value
+
+    @classmethod
+    def tree_unflatten(cls, value: str, _: Any) -> TextLeaf:
+        """See `jax.tree_util.register_pytree_node_class`."""
+        return cls(value)
+
+
+def is_text_leaf(node: Any) -> bool:
+    """For `is_leaf` of `jax.tree.map`."""
+    return isinstance(node, TextLeaf)
+
+
+def with_plain_text(tree: Any, of_leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """A tree in which each `TextLeaf` is its text again, and other leaves are what `of_leaf` makes of them."""
+    return jax.tree.map(lambda node: node.value if is_text_leaf(node) else of_leaf(node), tree, is_leaf=is_text_leaf)
+
+
+def can_be_stored(name: str) -> bool:
+    """Whether Orbax finds a text by the name of its leaf: it is a pointer into JSON, in which two characters differ."""
+    return "/" not in name and "~" not in name
+
+
+def strings_text(texts: dict[str, str]) -> str | None:
+    """The file with the texts of an item, by the names of their leaves; None where there are none."""
+    return json.dumps(texts) if texts else None
