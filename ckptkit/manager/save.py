@@ -224,7 +224,10 @@ class Saver:
             metrics=request.metrics if kept_metrics else None,
             custom_metadata=request.custom_metadata,
         )
-        foreign = any(not stock.is_plain(handler) for handler in handlers)
+        foreign = any(
+            not stock.is_plain(handler) and getattr(arg, "by_handler", True)
+            for handler, arg in zip(handlers, request.args.values(), strict=True)
+        )
         if isinstance(held, str):
             captured = _Captured(held=None, description=None, foreign=foreign)
             return captured, self._durable_only(request.step, held, due)

@@ -67,9 +67,10 @@ def _save_arg(context: orbax_v1.Context, name: str, value: Any, by_orbax: bool) 
         return ocp.args.JsonSave(value)  # pyright: ignore[reportCallIssue]
     if not resolved.is_tree_handler(handler):
         return HandledSave(value, handler)  # pyright: ignore[reportCallIssue]
-    if by_orbax:
-        return TreeSave(value, resolved.stored_as(context, value), handler=handler)  # pyright: ignore[reportCallIssue]
-    return ocp.args.StandardSave(value) if _is_plain(value) else TreeSave(value, handler=handler)  # pyright: ignore[reportCallIssue]
+    stored_as = resolved.stored_as(context, value) if by_orbax else None
+    if not by_orbax and _is_standard(value):
+        return ocp.args.StandardSave(value)
+    return TreeSave(value, stored_as, handler=handler, by_handler=by_orbax)  # pyright: ignore[reportCallIssue]
 
 
 def _restore_arg(context: orbax_v1.Context, name: str, value: Any, recorded: str | None, by_orbax: bool) -> Any:
@@ -87,8 +88,8 @@ def _restore_arg(context: orbax_v1.Context, name: str, value: Any, recorded: str
     return TreeRestore(value, strict=not by_orbax, handler=handler, partial=partial)  # pyright: ignore[reportCallIssue]
 
 
-def _is_plain(tree: Any) -> bool:
-    """Whether our own writer writes the tree: no text, and no leaf that is the whole tree."""
+def _is_standard(tree: Any) -> bool:
+    """Whether Orbax's handler of v0 for standard trees takes it: no text, and no leaf that is the whole tree."""
     leaves, treedef = jax.tree_util.tree_flatten(tree)
     return treedef.num_nodes > 1 and not any(isinstance(leaf, str) for leaf in leaves)
 

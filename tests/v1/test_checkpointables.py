@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,20 @@ def test_item_may_change_between_arrays_and_text(tmp_path: Path) -> None:
     with ORBAX(str(tmp_path)) as checkpointer:
         for step, value in enumerate(values):
             assert jax.tree.all(jax.tree.map(np.array_equal, checkpointer.load(step), value))
+
+
+@pytest.mark.parametrize("left", ["ram", "durable"])
+def test_text_is_held_by_each_tier(left: str, tmp_path: Path) -> None:
+    """Keras saves its configuration as text beside the weights: no save of it reached the ramdisk."""
+    value = {"state": {"w": jnp.arange(4.0)}, "meta": {"config": "a text", "epoch": 2}}
+
+    def opened() -> Any:
+        return OURS(tmp_path / "run", tiers=[ckptkit.Tier.ram(tmp_path / "ram", slots=2)])
+
+    with opened() as checkpointer:
+        checkpointer.save_checkpointables(1, value)
+    shutil.rmtree(tmp_path / "ram") if left == "durable" else shutil.rmtree(tmp_path / "run/1")
+    with opened() as checkpointer:
+        found = checkpointer.load_checkpointables(1)
+    assert found["meta"] == value["meta"]
+    assert (found["state"]["w"] == value["state"]["w"]).all()

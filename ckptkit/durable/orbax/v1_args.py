@@ -12,9 +12,11 @@ from orbax.checkpoint.experimental.v1._src.handlers import compatibility
 
 @dataclass
 class TreeSave(ocp.args.PyTreeSave):
-    """A tree that fast tiers hold as any other, and that `handler` writes to the durable tier."""
+    """A tree that fast tiers hold as any other. `handler` writes it to the durable tier, with `by_handler` or where we
+    cannot."""
 
     handler: Any = None
+    by_handler: bool = True
 
     @property
     def checkpointable(self) -> Any:
