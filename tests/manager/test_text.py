@@ -25,7 +25,7 @@ def tree(run: str = "x") -> dict[str, Any]:
 
 
 def manager(root: Path, **options: Any) -> ckptkit.CheckpointManager:
-    return ckptkit.CheckpointManager(root / "run", tiers=[ckptkit.Tier.ram(root / "ram", slots=2)], **options)
+    return ckptkit.CheckpointManager(root / "run", tiers=[ckptkit.Tier.ram(str(root / "ram"), slots=2)], **options)
 
 
 def saved(root: Path, *steps: int) -> Path:

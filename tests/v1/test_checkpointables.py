@@ -164,7 +164,7 @@ def test_text_is_held_by_each_tier(left: str, tmp_path: Path) -> None:
     value = {"state": {"w": jnp.arange(4.0)}, "meta": {"config": "a text", "epoch": 2}}
 
     def opened() -> Any:
-        return OURS(tmp_path / "run", tiers=[ckptkit.Tier.ram(tmp_path / "ram", slots=2)])
+        return OURS(tmp_path / "run", tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"), slots=2)])
 
     with opened() as checkpointer:
         checkpointer.save_checkpointables(1, value)
