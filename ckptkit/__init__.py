@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from ckptkit.model.tiers import KeepUnflushed as KeepUnflushed
     from ckptkit.model.tiers import Tier as Tier
     from ckptkit.model.verify_mode import Sample as Sample
+    from ckptkit.patch import patch_orbax as patch_orbax
     from ckptkit.schedule.goodput_policy import GoodputOptimal as GoodputOptimal
     from ckptkit.schedule.goodput_policy import IntervalBounds as IntervalBounds
     from ckptkit.schedule.preemption import LastSave as LastSave

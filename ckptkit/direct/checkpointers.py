@@ -10,7 +10,18 @@ import orbax.checkpoint as ocp
 from ckptkit.direct.handlers import proving
 
 
-class Checkpointer(ocp.Checkpointer):
+class _Direct:
+    """Of a checkpointer whose handler keeps digests."""
+
+    _handler: Any
+
+    @property
+    def handler(self) -> Any:
+        """Orbax's handler: a manager that is given the checkpointer takes it, and keeps the digests of its steps."""
+        return getattr(self._handler, "stock", self._handler)
+
+
+class Checkpointer(_Direct, ocp.Checkpointer):
     """A drop-in for `ocp.Checkpointer`: a tree is saved with digests, and a load compares every cell with its digest.
 
     The directory is a plain one of Orbax, which stock Orbax restores. A handler that is not `PyTreeCheckpointHandler`
@@ -25,7 +36,7 @@ class Checkpointer(ocp.Checkpointer):
         super().__init__(proving(handler), **options)
 
 
-class AsyncCheckpointer(ocp.AsyncCheckpointer):
+class AsyncCheckpointer(_Direct, ocp.AsyncCheckpointer):
     """A drop-in for `ocp.AsyncCheckpointer`, with digests as in `Checkpointer`.
 
     `save` returns after one copy of this process's part to host memory: the caller may donate the tree.
@@ -35,7 +46,7 @@ class AsyncCheckpointer(ocp.AsyncCheckpointer):
         super().__init__(proving(handler), *timeout, **options)
 
 
-class StandardCheckpointer(ocp.StandardCheckpointer):
+class StandardCheckpointer(_Direct, ocp.StandardCheckpointer):
     """A drop-in for `ocp.StandardCheckpointer`, with digests as in `AsyncCheckpointer`."""
 
     def __init__(self, **options: Any):
@@ -43,7 +54,7 @@ class StandardCheckpointer(ocp.StandardCheckpointer):
         self._handler = proving(self._handler)
 
 
-class PyTreeCheckpointer(ocp.PyTreeCheckpointer):
+class PyTreeCheckpointer(_Direct, ocp.PyTreeCheckpointer):
     """A drop-in for `ocp.PyTreeCheckpointer`, with digests as in `Checkpointer`."""
 
     def __init__(self, *settings: Any, **options: Any):

@@ -24,6 +24,7 @@ class _Proving:
 
     def __init__(self, like: Any):
         vars(self).update(vars(like))
+        self.stock = like
         self.typestr = type(like).typestr  # in the metadata: stock Orbax finds its own handler
         tree = like._impl if isinstance(like, ocp.StandardCheckpointHandler) else like
         options = ocp.options.MultiprocessingOptions(primary_host=tree._primary_host)

@@ -69,7 +69,7 @@ class CheckpointManager(orbax_emergency.CheckpointManager):
         options = options or orbax_emergency.CheckpointManagerOptions()
         self._mesh, self._abstract_state = global_mesh, abstract_state
         slices = _slices(global_mesh, options.replica_axis_index)
-        self._in_primary_slice = jax.process_index() in {device.process_index for device in slices[0].flat}
+        self._in_primary_slice = jax.process_index() in {device.process_index for device in slices[0]}
         if len(slices) > 1 and tiers is None and not os.path.isdir(local_directory):
             raise FileNotFoundError(f"local_directory {local_directory} is not there; create it on every host")
         if tiers is None:
@@ -275,7 +275,7 @@ def _slices(mesh: jax.sharding.Mesh, axis: int) -> list[np.ndarray]:
             f"CheckpointManagerOptions.replica_axis_index is {axis}, and the mesh has the axes "
             f"{dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))}: give the index of one of them"
         )
-    return list(np.moveaxis(mesh.devices, axis, 0))
+    return list(np.moveaxis(mesh.devices, axis, 0).reshape(mesh.devices.shape[axis], -1))
 
 
 def _wish(leaf: Any) -> ocp.RestoreArgs:

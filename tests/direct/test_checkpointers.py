@@ -110,6 +110,18 @@ def test_item_of_a_step_loads_verified(tmp_path: Path) -> None:
         ckptkit.load(tmp_path / "5" / "default")
 
 
+@pytest.mark.parametrize("manager_of", [ckptkit.CheckpointManager, ocp.CheckpointManager])
+def test_manager_that_is_given_a_checkpointer_keeps_its_own_steps(tmp_path: Path, manager_of: Any) -> None:
+    """Older code gives checkpointers to managers: a step with sidecars of a lone tree would be a damaged one."""
+    with manager_of(tmp_path, {"state": ckptkit.PyTreeCheckpointer()}) as manager:
+        manager.save(5, {"state": big()})
+        manager.wait_until_finished()
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        assert_same(manager.restore(5, args=ARGS.Composite(state=ARGS.StandardRestore(big()))).state, big())
+    state = ckptkit.verify(str(tmp_path)).steps[0].state
+    assert state == ("proven" if manager_of is ckptkit.CheckpointManager else "unproven")
+
+
 def test_wrong_template_names_the_leaf(tmp_path: Path) -> None:
     """Stock Orbax pads, cuts or casts, or names no leaf."""
     ckptkit.save(tmp_path / "x", big())

@@ -11,7 +11,7 @@ PACKAGE = ROOT / "ckptkit"
 PAGE = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
 TREE = (ROOT / "README.md").read_text().split("## What is where")[1].split("```")[1]
 ROOMS_MAX = 32
-LAYERS = 8
+LAYERS = 9
 
 
 def rooms() -> set[str]:

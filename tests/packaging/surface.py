@@ -22,6 +22,7 @@ PACKAGES = (
     "ckptkit",
     "ckptkit.cli",
     "ckptkit.emergency",
+    "ckptkit.patch",
     "ckptkit.store",
     "ckptkit.surgery",
     "ckptkit.testing",

@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from orbax.checkpoint import future as orbax_future
 from orbax.checkpoint import type_handlers
+from orbax.checkpoint.checkpoint_manager import CheckpointManager as OrbaxManager  # `patch_orbax` replaces `ocp`'s
 
 from ckptkit.durable.orbax import files as orbax_files
 from ckptkit.durable.orbax.host_shards import HostShards, HostTreeSave, StandardTreeSave, shards_of
@@ -143,7 +144,7 @@ def make_writer(url: str, options: ocp.CheckpointManagerOptions, multiprocessing
         cleanup_tmp_directories=False,
         save_root_metadata=False,
     )
-    writer = ocp.CheckpointManager(
+    writer = OrbaxManager(
         url, options=options, handler_registry=_handlers_of_writer(multiprocessing), logger=QuietLogger()
     )
     delete_mark_first(writer)

@@ -18,6 +18,7 @@ from orbax.checkpoint import checkpoint_manager
 from orbax.checkpoint._src.logging import step_statistics
 from orbax.checkpoint._src.metadata import tree as orbax_tree
 from orbax.checkpoint._src.path import deleter
+from orbax.checkpoint.checkpoint_manager import CheckpointManager as OrbaxManager  # `patch_orbax` replaces `ocp`'s
 
 from ckptkit.durable.lifecycle.delete import remove_step
 from ckptkit.durable.lifecycle.listing import StepListing, committed_steps
@@ -213,7 +214,7 @@ class StockManager:
     """
 
     def __init__(self, url: str, options: ocp.CheckpointManagerOptions, setup: Setup):
-        self.orbax = ocp.CheckpointManager(
+        self.orbax = OrbaxManager(
             url,
             setup.checkpointers,
             options=options,

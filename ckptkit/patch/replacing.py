@@ -1,0 +1,117 @@
+"""`patch_orbax`: Orbax's public names for managers and checkpointers get classes of ours, with tiers bound to them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_manager
+from orbax.checkpoint.experimental import v1 as orbax_v1
+from orbax.checkpoint.experimental.emergency import checkpoint_manager as orbax_emergency
+
+from ckptkit import direct, emergency, v1
+from ckptkit.errors import CheckpointError
+from ckptkit.manager import CheckpointManager
+from ckptkit.model.tiers import Tier, checked_tiers
+from ckptkit.patch.tiers_file import read_tiers
+
+_log = logging.getLogger("ckptkit")
+_OWN = ("orbax", "ckptkit")  # packages whose modules use the stock classes
+_NAMED_MAX = 8
+_LOCAL = frozenset({"tiers"})  # of an emergency manager: its call names a local directory, which is its tier
+
+_CHECKPOINTERS = (
+    (ocp.Checkpointer, direct.Checkpointer),
+    (ocp.AsyncCheckpointer, direct.AsyncCheckpointer),
+    (ocp.StandardCheckpointer, direct.StandardCheckpointer),
+    (ocp.PyTreeCheckpointer, direct.PyTreeCheckpointer),
+)
+_replaced: list[str] = []  # in this process
+
+
+def patch_orbax(tiers: Sequence[Tier] | str | os.PathLike[str] = (), **ours: Any) -> list[str]:
+    """Replaces Orbax's managers (v0, v1 and emergency) and checkpointers in this process by those of ckptkit.
+
+    From then on `ocp.CheckpointManager`, `ocp.v1.training.Checkpointer`, `ocp.StandardCheckpointer` and the others are
+    classes of ours: a job gets tiers, digests and fallback without a change of its source. Returns the names that were
+    replaced; one log line at INFO has them. Orbax's own modules keep the stock classes. The patch cannot be
+    undone, and a process that the job starts is not patched.
+
+    Args:
+      tiers: the fast tiers of each manager (not of an emergency manager, whose local directory is its tier), or the
+        path of a TOML file with them (`read_tiers`).
+      ours: further keywords of `ckptkit.CheckpointManager`, for each manager that is not given them: `host_id`,
+        `events`, `durable`, `saving`, `restoring`, `processes`.
+
+    Raises `CheckpointError` with all places where a class is in use already: an instance, a subclass, or a module that
+    imported it by name, which would go on with the stock class. Then nothing is replaced. Raises ValueError for tiers
+    that cannot be.
+    """
+    if _replaced:
+        raise CheckpointError(f"patch_orbax was called before in this process, and replaced {', '.join(_replaced)}")
+    if isinstance(tiers, str | os.PathLike):
+        tiers, named = read_tiers(tiers)
+        ours = {**named, **ours}
+    bound = {"tiers": checked_tiers(tuple(tiers)), **ours}
+    unbound = {name: value for name, value in bound.items() if name not in _LOCAL}
+    classes: dict[type, type] = {
+        checkpoint_manager.CheckpointManager: _with_defaults(CheckpointManager, bound),
+        orbax_v1.training.Checkpointer: _with_defaults(v1.Checkpointer, bound),
+        orbax_emergency.CheckpointManager: _with_defaults(emergency.CheckpointManager, unbound),
+        **dict(_CHECKPOINTERS),
+    }
+    if found := [place for stock in classes for place in _uses(stock)]:
+        more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
+        raise CheckpointError(
+            f"patch_orbax came too late: {'; '.join(found[:_NAMED_MAX])}{more}. Call it before the imports of the job, "
+            "or start the job with `python -m ckptkit.patch -- SCRIPT`"
+        )
+    for module, name, stock in list(_public_places(classes)):
+        setattr(module, name, classes[stock])
+        _replaced.append(f"{module.__name__}.{name}")
+    shown = ", ".join(f"{tier.name} at {tier.path}" if tier.path else tier.name for tier in bound["tiers"]) or "none"
+    _log.info("patch_orbax replaced %s; fast tiers: %s", ", ".join(_replaced), shown)
+    return list(_replaced)
+
+
+def _with_defaults(base: type, defaults: dict[str, Any]) -> type:
+    """A class of ours that takes `defaults` for what a call does not give."""
+
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        base.__init__(self, *args, **{**defaults, **options})
+
+    words = {"__init__": __init__, "__doc__": base.__doc__, "__module__": base.__module__}
+    return type(base)(base.__name__, (base,), words)
+
+
+def _public_places(classes: dict[type, type]) -> Iterator[tuple[Any, str, type]]:
+    """Each public name of Orbax for one of the classes: module, name, class."""
+    inner = {stock for stock, _ in _CHECKPOINTERS}
+    for module_name, module in sorted(sys.modules.items()):
+        if module is None or not module_name.startswith("orbax.") or "._" in module_name:
+            continue
+        for name, value in list(vars(module).items()):
+            # Orbax's manager makes the checkpointer that it is made of by the names of its own module.
+            if isinstance(value, type) and value in classes and not (module is checkpoint_manager and value in inner):
+                yield module, name, value
+
+
+def _uses(stock: type) -> Iterator[str]:
+    """Where the job uses a stock class already, in words."""
+    name = f"{stock.__module__}.{stock.__qualname__}"
+    for module_name, module in sorted(sys.modules.items()):
+        if module is not None and module_name.partition(".")[0] not in _OWN:
+            for attribute, value in list(getattr(module, "__dict__", {}).items()):
+                if value is stock:
+                    yield f"module {module_name} has imported {name} as {attribute}"
+    for subclass in stock.__subclasses__():
+        if subclass.__module__.partition(".")[0] not in _OWN:
+            yield f"{subclass.__module__}.{subclass.__qualname__} is a subclass of {name}"
+    count = sum(type(each) is stock for each in gc.get_objects())
+    if count:
+        yield f"{count} instances of {name} exist"

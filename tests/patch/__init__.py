@@ -1,0 +1,1 @@
+"""Orbax's names replaced by ours in a process of its own."""
