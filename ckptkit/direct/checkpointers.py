@@ -65,11 +65,12 @@ class PyTreeCheckpointer(_Direct, ocp.PyTreeCheckpointer):
 def save(
     path: str | os.PathLike[str], tree: Any, *, force: bool = False, custom_metadata: dict[str, Any] | None = None
 ) -> None:
-    """Saves a tree of arrays and numbers to a new directory; returns once it is committed there, on every process.
+    """Saves a tree of arrays, numbers and text to a new directory.
 
-    The directory is a plain one of Orbax with a digest of every cell; stock Orbax restores it. All processes of the
-    job call it together, with a path that all of them reach (a shared directory, `gs://`). A tree with text is saved
-    without digests. Cost: one copy of this process's part in host memory, and one write.
+    When it returns, the tree is committed there on every process. The directory is a plain one of Orbax with a digest
+    of every cell; stock Orbax restores it. All processes of the job call it together, with a path that all of them
+    reach (a shared directory, `gs://`). A tree with leaves of another kind is saved without digests. Cost: one copy of
+    this process's part in host memory, and one write.
 
     `force` replaces what is at `path`. Raises ValueError where something is there already, or for a tree that cannot
     be saved.

@@ -23,8 +23,8 @@ _LONE = SaveId(epoch=0, step=0, number=0)  # of no run: a run's first epoch is 1
 def staged(args: Any, item: str) -> HostTreeSave | None:
     """The boxes that this process writes of a tree, in host memory of their own, and its sidecar.
 
-    None for a tree that only Orbax's handlers hold, for example one with text. When it returns, nothing refers to the
-    arrays any more, and the caller may donate them. Cost: one copy at memory speed, and as much host memory as this
+    None for a tree that only Orbax's handlers hold: one with leaves of another kind. When it returns, nothing refers to
+    the arrays any more, and the caller may donate them. Cost: one copy at memory speed, and as much host memory as this
     process holds of the tree.
     """
     captured = save_items({item: args}, default_item=True)

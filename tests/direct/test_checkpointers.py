@@ -222,12 +222,25 @@ def test_other_handlers_work_without_digests(tmp_path: Path, handler: Any, caplo
     assert not (tmp_path / "x" / "_ckptkit").exists()
 
 
-def test_tree_with_text_is_saved_by_orbax(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Text would be refused, or pass as verified."""
+def test_text_is_verified(tmp_path: Path) -> None:
+    """A name of a run or of a tokenizer would be lost, or another one after a damage."""
+    tree = {"name": "run 7", "w": jnp.ones(3)}
+    for found in (tree, {"name": "run 7", "n": 3}):
+        ckptkit.save(tmp_path / "x", found, force=True)
+        assert ckptkit.load(tmp_path / "x")["name"] == "run 7"
+        assert ocp.PyTreeCheckpointer().restore(tmp_path / "x")["name"] == "run 7"
+    ckptkit.save(tmp_path / "y", tree)
+    strings = tmp_path / "y" / "_strings.json"
+    strings.write_text(strings.read_text().replace("run 7", "run 8"))
+    assert ckptkit.load(tmp_path / "y", tree)["name"] == "run 7", "the sidecar has it"
+    assert ckptkit.verify(str(tmp_path / "y")).steps[0].state == "corrupt"
+
+
+def test_tree_that_orbax_alone_holds_is_saved_by_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A tree would be refused, or pass as verified."""
     with caplog.at_level(logging.INFO, "ckptkit"):
-        ckptkit.save(tmp_path / "x", {"name": "run 7", "w": jnp.ones(3)})
+        ckptkit.save(tmp_path / "x", {"a/b": "text", "w": jnp.ones(3)})
     assert "saved without digests" in caplog.text
-    assert ckptkit.load(tmp_path / "x")["name"] == "run 7"
 
 
 def test_bucket_holds_the_same_tree(server: BucketServer, tmp_path: Path) -> None:
