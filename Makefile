@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.ready
 .PHONY: setup setup-system setup-cluster demo test test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases signals bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
 .PHONY: proof-cost docs-cli docs-session broadcast-campaign simulator-campaign policy-campaign faults bench-all
-.PHONY: zoo simulate-protocol figures stranger test-wheel test-floor test-newest
+.PHONY: zoo simulate-protocol figures strangers test-wheel test-floor test-newest
 
 setup: $(STAMP)
 
@@ -128,11 +128,19 @@ test-newest:
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[trainer,test]'
 	.venv-newest/bin/python -m pytest $(VERSION_TESTS)
 
-# A public trainer (Google's Tunix) with its import changed, in an environment of its own: it pulls in a lot.
-stranger:
-	$(PYTHON) -m venv .venv-stranger
-	.venv-stranger/bin/python -m pip install --quiet --disable-pip-version-check google-tunix==0.1.7 transformers==5.4.0 datasets==5.2.0 pytest -e .
-	.venv-stranger/bin/python -m pytest -o faulthandler_timeout=1200 tests/dropin/test_tunix.py
+# Public trainers over ckptkit, each in an environment of its own: docs/migrate.md has the table.
+STRANGERS := artifex keras tunix
+PACKAGES_artifex := flax optax
+LONE_artifex := avitai-artifex==0.1.3 # its requirements are not needed here, and large
+PACKAGES_keras := keras==3.15.1
+PACKAGES_tunix := google-tunix==0.1.7 transformers==5.4.0 datasets==5.2.0
+strangers: $(STRANGERS:%=stranger-%)
+
+stranger-%:
+	$(PYTHON) -m venv .venv-stranger-$*
+	.venv-stranger-$*/bin/python -m pip install --quiet --disable-pip-version-check $(PACKAGES_$*) pytest -e .
+	.venv-stranger-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(LONE_$*) -e .
+	.venv-stranger-$*/bin/python -m pytest -o addopts= -o faulthandler_timeout=1200 -k $* tests/strangers
 
 # The pages as a site in site/, with the API from the docstrings. Their code blocks run in `make test`.
 docs: setup
@@ -150,4 +158,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-floor .venv-newest .venv-stranger site build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache runs
+	rm -rf $(VENV) .venv-floor .venv-newest .venv-stranger-* site build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache runs

@@ -167,19 +167,28 @@ def tree_answer(arg: Any, manifests: Sequence[Manifest], item: str, *, step: int
 
 
 def _with_texts(arg: Any, texts: Mapping[tuple[str, ...], TextLeaf], item: str, *, step: int, where: str) -> Any:
-    """`arg` with the stored text in place of what it has there, as Orbax gives it back; None and `...` stay."""
+    """`arg` with the stored text in place of what it has there, as Orbax gives it back; None and `...` stay.
+
+    Raises `TreeMismatchError` for a text that is not asked for, and in the newer API for one asked for as an array.
+    """
     asked: set[tuple[str, ...]] = set()
+    differences: list[str] = []
 
     def text_or_leaf(keypath: Any, leaf: Any) -> Any:
         path = leaf_path(keypath)[0]
         asked.add(path)
-        return texts[path] if path in texts and leaf is not None and leaf is not ... else leaf
+        if path not in texts or leaf is None or leaf is ...:
+            return leaf
+        if isinstance(arg, TreeRestore) and not isinstance(leaf, str) and leaf is not str:
+            kind = leaf.__name__ if isinstance(leaf, type) else type(leaf).__name__
+            differences.append(f"{item}:{'.'.join(path)} is text on disk, {kind} in abstract_state")
+        return texts[path]
 
     tree = jax.tree_util.tree_map_with_path(text_or_leaf, arg.item, is_leaf=lambda leaf: leaf is None)
     partial = getattr(arg, "partial", getattr(arg, "partial_restore", False))
     missing = [] if partial else sorted(set(texts) - asked)
-    if missing:
-        differences = [f"{item}:{'.'.join(path)} is text on disk, and not in the restore item" for path in missing]
+    differences += [f"{item}:{'.'.join(path)} is text on disk, and not in the restore item" for path in missing]
+    if differences:
         raise TreeMismatchError(differences, step=step, where=where)
     return replace(arg, item=tree)
 

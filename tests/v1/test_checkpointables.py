@@ -107,6 +107,15 @@ def test_abstract_leaves_may_be_types_and_placeholders(tmp_path: Path, kind: str
             checkpointer.load(1, {**abstract, "missing": int})
 
 
+@pytest.mark.parametrize("other", [jax.ShapeDtypeStruct((), jnp.int32), int, jax.Array])
+def test_text_is_not_loaded_as_an_array(tmp_path: Path, other: Any) -> None:
+    """A template of another model would be filled with text."""
+    with OURS(tmp_path) as checkpointer:
+        checkpointer.save(1, {"run": "a", "w": jnp.ones(2)})
+        with pytest.raises(ValueError, match=r"state:run is text on disk, \w+ in abstract_state"):
+            checkpointer.load(1, {"run": other, "w": jax.Array})
+
+
 @pytest.mark.parametrize(("writer", "reader"), EACH_OTHER)
 def test_stateful_checkpointable_is_saved_and_loaded(tmp_path: Path, writer: Any, reader: Any) -> None:
     """MaxText's data iterator would be refused, and its data begin anew."""

@@ -1,0 +1,65 @@
+"""The part of a stranger's script that is not the stranger's: its arguments, its tiers, its end, and its result."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ckptkit
+from ckptkit.events import Event, Kind
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One start of a stranger: it trains below `root`, and SIGKILL ends it once `kill_after` is committed."""
+
+    root: Path
+    kill_after: int | None
+    stock: bool  # over Orbax itself
+    events: Any = field(default_factory=ckptkit.EventLog)
+    committed: set[tuple[str, int]] = field(default_factory=set)
+    sources: list[str] = field(default_factory=list)  # the tiers that the restore read
+
+    @classmethod
+    def from_arguments(cls) -> Run:
+        """The run that the command line asks for."""
+        parser = argparse.ArgumentParser()
+        parser.add_argument("root", type=Path)
+        parser.add_argument("--kill-after", type=int)
+        parser.add_argument("--stock", action="store_true")
+        run = cls(**vars(parser.parse_args()))
+        run.events.observe(run._note)
+        return run
+
+    @property
+    def tiers(self) -> list[ckptkit.Tier]:
+        """A ramdisk that holds every save of the trainer."""
+        return [ckptkit.Tier.ram(str(self.root / "ram"))]
+
+    def reached(self, step: int) -> None:
+        """Ends the process as the kernel would, if this is the step; all its saves are committed."""
+        if step == self.kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def report(self, first: int, leaves: Iterable[Any]) -> None:
+        """Prints the step after the restore, its tiers, the tiers of all saves, and a digest of the end's bits."""
+        digest = hashlib.sha256()
+        for leaf in leaves:
+            digest.update(np.asarray(leaf).tobytes())
+        tiers = sorted({tier for tier, _ in self.committed})
+        print(json.dumps({"first": first, "sources": self.sources, "tiers": tiers, "bits": digest.hexdigest()}))
+
+    def _note(self, event: Event) -> None:
+        if event.kind == Kind.COMMITTED:
+            self.committed.add((str(event.tier), event.step or 0))
+        elif event.kind == Kind.RESTORED:
+            self.sources = sorted(event.fields.get("sources", {}))

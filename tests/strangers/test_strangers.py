@@ -1,0 +1,52 @@
+"""Public trainers over ckptkit: killed, resumed, and compared bit for bit. `make strangers` installs each apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = {"artifex": "artifex_nnx.py", "keras": "keras_fit.py", "tunix": "tunix_peft.py"}
+KILLED_AFTER = 3
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_killed_stranger_resumes_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    """The drop-in would serve our own scripts alone."""
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed: make strangers")
+    script = Path(__file__).with_name(SCRIPTS[name])
+    straight = train(script, tmp_path / "straight", "--stock")
+    assert train(script, tmp_path / "run", "--kill-after", str(KILLED_AFTER)) is None
+    lost, back = tmp_path / "lost", tmp_path / "back"
+    for copy in (lost, back):
+        shutil.copytree(tmp_path / "run" / "steps", copy / "steps")  # the durable tier alone
+
+    kept, lost, back = (train(script, tmp_path / "run"), train(script, lost), train(script, back, "--stock"))
+    assert kept["sources"] == ["ram"], "the ramdisk outlives the process"
+    assert lost["sources"] == ["durable"], "the host is lost"
+    for run in (kept, lost, back):
+        assert run["first"] == kept["first"] > 0
+        assert run["bits"] == straight["bits"]
+    assert kept["tiers"] == ["durable", "ram"]
+
+
+def train(script: Path, root: Path, *arguments: str) -> Any:
+    """One start of the script: what it reports, None where it was killed."""
+    environ = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), str(root), *arguments]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
+    if "--kill-after" in arguments:
+        assert done.returncode == -signal.SIGKILL, done.stderr[-4000:]
+        return None
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
