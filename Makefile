@@ -129,9 +129,12 @@ test-newest:
 	.venv-newest/bin/python -m pytest $(VERSION_TESTS)
 
 # Public trainers over ckptkit, each in an environment of its own: docs/migrate.md has the table.
-STRANGERS := artifex keras tunix
+STRANGERS := artifex keras opifex tunix
 PACKAGES_artifex := flax optax
-LONE_artifex := avitai-artifex==0.1.3 # its requirements are not needed here, and large
+PACKAGES_opifex := flax optax beartype blackjax calibrax datarax diffrax distrax jaxtyping optimistix pydantic tensorly
+# Installed without their requirements, which are large, and not needed for training.
+LONE_artifex := avitai-artifex==0.1.3
+LONE_opifex := avitai-artifex==0.1.3 opifex==0.2.0
 PACKAGES_keras := keras==3.15.1
 PACKAGES_tunix := google-tunix==0.1.7 transformers==5.4.0 datasets==5.2.0
 strangers: $(STRANGERS:%=stranger-%)

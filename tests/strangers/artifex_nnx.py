@@ -2,25 +2,20 @@
 
     python artifex_nnx.py ROOT [--kill-after STEP] [--stock]
 
-One line is changed: Artifex' import of `orbax.checkpoint` has ckptkit's `CheckpointManager`.
+Its `orbax.checkpoint.CheckpointManager` is ckptkit's.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from types import SimpleNamespace
-
 import jax
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from artifex.generative_models.core import checkpointing  # pyright: ignore[reportMissingImports]
 from artifex.generative_models.core.layers.transformers import (  # pyright: ignore[reportMissingImports]
     TransformerEncoderBlock,
 )
 from flax import nnx
 
-import ckptkit
 from tests.strangers.reporting import Run
 
 STEPS = 6
@@ -38,9 +33,6 @@ def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: jax.Array) ->
 
 def main(run: Run) -> None:
     """Trains from the newest checkpoint to the last step."""
-    if not run.stock:
-        ours = partial(ckptkit.CheckpointManager, tiers=run.tiers, events=run.events)
-        checkpointing.ocp = SimpleNamespace(**{**vars(ocp), "CheckpointManager": ours})  # the line: its import
     model = TransformerEncoderBlock(hidden_dim=32, num_heads=4, dropout_rate=0.2, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
     manager, _ = checkpointing.setup_checkpoint_manager(run.root / "steps")

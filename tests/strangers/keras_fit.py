@@ -2,13 +2,12 @@
 
     python keras_fit.py ROOT [--kill-after EPOCH] [--stock]
 
-One line is changed: the `Checkpointer` that Keras finds in `orbax.checkpoint.v1.training`.
+Its `orbax.checkpoint.v1.training.Checkpointer` is ckptkit's.
 """
 
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Any
 
 os.environ["KERAS_BACKEND"] = "jax"
@@ -16,9 +15,7 @@ os.environ["KERAS_BACKEND"] = "jax"
 import jax
 import keras  # pyright: ignore[reportMissingImports]
 import numpy as np
-from orbax.checkpoint import v1 as orbax
 
-import ckptkit
 from tests.strangers.reporting import Run
 
 EPOCHS = 6
@@ -36,8 +33,6 @@ def make_model() -> Any:
 
 def main(run: Run) -> None:
     """Trains from the newest checkpoint to the last epoch."""
-    if not run.stock:
-        orbax.training.Checkpointer = partial(ckptkit.v1.Checkpointer, tiers=run.tiers, events=run.events)  # the line
     model = make_model()
     saving = keras.callbacks.OrbaxCheckpoint(str(run.root / "steps"))
     newest = saving.checkpointer.latest

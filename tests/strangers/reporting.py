@@ -31,19 +31,16 @@ class Run:
 
     @classmethod
     def from_arguments(cls) -> Run:
-        """The run that the command line asks for."""
+        """The run that the command line asks for; Orbax's classes are replaced by ours."""
         parser = argparse.ArgumentParser()
         parser.add_argument("root", type=Path)
         parser.add_argument("--kill-after", type=int)
         parser.add_argument("--stock", action="store_true")
         run = cls(**vars(parser.parse_args()))
         run.events.observe(run._note)
+        if not run.stock:  # with a ramdisk that holds every save of the trainer
+            ckptkit.patch_orbax([ckptkit.Tier.ram(str(run.root / "ram"))], events=run.events)
         return run
-
-    @property
-    def tiers(self) -> list[ckptkit.Tier]:
-        """A ramdisk that holds every save of the trainer."""
-        return [ckptkit.Tier.ram(str(self.root / "ram"))]
 
     def reached(self, step: int) -> None:
         """Ends the process as the kernel would, if this is the step; all its saves are committed."""

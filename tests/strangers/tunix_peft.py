@@ -2,13 +2,11 @@
 
     python tunix_peft.py ROOT [--kill-after STEP] [--stock]
 
-One line is changed: Tunix' import of `orbax.checkpoint` has ckptkit's `CheckpointManager`.
+Its `orbax.checkpoint.CheckpointManager` is ckptkit's.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,9 +14,8 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
-from tunix.sft import checkpoint_manager, peft_trainer  # pyright: ignore[reportMissingImports]
+from tunix.sft import peft_trainer  # pyright: ignore[reportMissingImports]
 
-import ckptkit
 from tests.strangers.reporting import Run
 
 STEPS = 6
@@ -44,9 +41,6 @@ def loss_of(model: Model, input_tokens: jax.Array, input_mask: jax.Array) -> jax
 
 def main(run: Run) -> None:
     """Trains from the newest checkpoint to the last step."""
-    if not run.stock:
-        ours = partial(ckptkit.CheckpointManager, tiers=run.tiers, events=run.events)
-        checkpoint_manager.ocp = SimpleNamespace(**{**vars(ocp), "CheckpointManager": ours})  # the line: its import
     model = Model(nnx.Rngs(0))
     saving = ocp.CheckpointManagerOptions(save_interval_steps=1, max_to_keep=2)
     last = STEPS if run.kill_after is None else run.kill_after
