@@ -33,7 +33,7 @@ class Checkpointer(_Direct, ocp.Checkpointer):
     """
 
     def __init__(self, handler: Any, **options: Any):
-        super().__init__(proving(handler), **options)
+        super().__init__(proving(handler, options.get("multiprocessing_options")), **options)
 
 
 class AsyncCheckpointer(_Direct, ocp.AsyncCheckpointer):
@@ -43,7 +43,7 @@ class AsyncCheckpointer(_Direct, ocp.AsyncCheckpointer):
     """
 
     def __init__(self, handler: Any, *timeout: Any, **options: Any):
-        super().__init__(proving(handler), *timeout, **options)
+        super().__init__(proving(handler, options.get("multiprocessing_options")), *timeout, **options)
 
 
 class StandardCheckpointer(_Direct, ocp.StandardCheckpointer):
@@ -51,7 +51,7 @@ class StandardCheckpointer(_Direct, ocp.StandardCheckpointer):
 
     def __init__(self, **options: Any):
         super().__init__(**options)
-        self._handler = proving(self._handler)
+        self._handler = proving(self._handler, options.get("multiprocessing_options"))
 
 
 class PyTreeCheckpointer(_Direct, ocp.PyTreeCheckpointer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_args
 from orbax.checkpoint._src import asyncio_utils
@@ -29,7 +30,7 @@ class _Proving:
         tree = like._impl if isinstance(like, ocp.StandardCheckpointHandler) else like
         options = ocp.options.MultiprocessingOptions(primary_host=tree._primary_host)
         self._lone_tree = LoneTreeHandler(options)
-        self._loader = Loader(alone=tree._primary_host is None)
+        self._loader = Loader()
 
     async def async_save(self, directory: Any, *legacy: Any, args: Any = None, **named: Any) -> Any:
         """As Orbax's. Returns once the caller may donate the arrays."""
@@ -107,17 +108,25 @@ _PROVING: dict[type, type[_Proving]] = {
 }
 
 
-def proving(handler: Any) -> Any:
+def proving(handler: Any, multiprocessing: Any = None) -> Any:
     """A handler with the settings of `handler` that keeps digests.
 
     Returns `handler` itself for any other kind than Orbax's two handlers of trees, and for one with a layout of its
-    own: `use_zarr3`, `use_ocdbt=False`, type handlers."""
+    own: `use_zarr3`, `use_ocdbt=False`, type handlers. Also for one that not all processes of the job use together, as
+    `multiprocessing` and the handler tell: a sidecar of each process proves a tree."""
     kind = _PROVING.get(type(handler))
-    if kind is not None and StockManager.is_plain(handler):
+    if kind is not None and StockManager.is_plain(handler) and _by_whole_job(handler, multiprocessing):
         return kind(handler)
     if not isinstance(handler, _Proving):
         _log.info("%s keeps no digests: what it saves and loads is not verified", type(handler).__name__)
     return handler
+
+
+def _by_whole_job(handler: Any, multiprocessing: Any) -> bool:
+    count = jax.process_count()
+    tree = handler._impl if isinstance(handler, ocp.StandardCheckpointHandler) else handler
+    active = getattr(multiprocessing, "active_processes", None)
+    return count == 1 or (tree._primary_host is not None and (active is None or len(active) == count))
 
 
 def _url(directory: Any) -> str:

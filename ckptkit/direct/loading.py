@@ -9,7 +9,7 @@ from typing import Any, final
 from ckptkit.durable.read_step import DurableReader
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.events import EventLog
-from ckptkit.job.coordination import Coordinator, LocalCoordinator, ScopedCoordinator, make_coordinator
+from ckptkit.job.coordination import Coordinator, ScopedCoordinator, make_coordinator
 from ckptkit.job.vote import act_together
 from ckptkit.model.manifest import Manifest
 from ckptkit.model.tiers import DURABLE
@@ -32,10 +32,9 @@ class Loaded:
 
 @final
 class Loader:
-    """Loads trees. All processes of the job call `load` together, unless `alone`."""
+    """Loads trees. All processes of the job call `load` together."""
 
-    def __init__(self, *, alone: bool):
-        self._alone = alone
+    def __init__(self) -> None:
         self._coordinator: ScopedCoordinator | None = None
         self._calls = itertools.count()
 
@@ -71,8 +70,7 @@ class Loader:
     def _joined(self) -> ScopedCoordinator:
         """Made at the first load, which all processes call together: a checkpointer may be made on some of them."""
         if self._coordinator is None:
-            made: Coordinator = LocalCoordinator() if self._alone else make_coordinator()
-            self._coordinator = ScopedCoordinator(made)
+            self._coordinator = ScopedCoordinator(make_coordinator())
         return self._coordinator
 
 

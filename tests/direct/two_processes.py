@@ -46,7 +46,15 @@ def main(process: int, port: str, root: Path) -> None:
         assert of(stock.restore(root / "y", tree)) == of(tree), "other bits in stock Orbax"
         stock.save(root / "stock", tree)
     assert of(ckptkit.load(root / "stock", tree)) == of(tree), "a stock directory"
+    each: Any = ocp.options.MultiprocessingOptions(primary_host=None)
+    alone = ckptkit.Checkpointer(ocp.PyTreeCheckpointHandler(multiprocessing_options=each), multiprocessing_options=each)
+    assert not hasattr(alone._handler, "stock"), "digests of one process prove nothing"
+    some: Any = ocp.options.MultiprocessingOptions(active_processes={0}, barrier_sync_key_prefix="some")
     if process == 0:
+        with ckptkit.StandardCheckpointer(multiprocessing_options=some) as checkpointer:
+            checkpointer.save(root / "some", {"n": np.arange(3)})
+            checkpointer.wait_until_finished()
+            assert checkpointer.restore(root / "some")["n"].tolist() == [0, 1, 2]
         flip_bit(root / "y")  # in the part of one of the two
     for directory in ("y", "x"):
         multihost_utils.sync_global_devices(directory)
