@@ -8,6 +8,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from ckptkit.direct.handlers import proving
+from ckptkit.store.roots import root_url
 
 
 class _Direct:
@@ -77,7 +78,7 @@ def save(
     """
     with Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         args: Any = ocp.args
-        checkpointer.save(path, args=args.PyTreeSave(tree), force=force, custom_metadata=custom_metadata)
+        checkpointer.save(root_url(path), args=args.PyTreeSave(tree), force=force, custom_metadata=custom_metadata)
 
 
 def load(path: str | os.PathLike[str], abstract: Any = None) -> Any:
@@ -93,4 +94,4 @@ def load(path: str | os.PathLike[str], abstract: Any = None) -> Any:
     """
     with Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
         args: Any = ocp.args
-        return checkpointer.restore(path, args=args.StandardRestore(abstract))
+        return checkpointer.restore(root_url(path), args=args.StandardRestore(abstract))

@@ -90,6 +90,13 @@ def test_directory_can_be_renamed(tmp_path: Path) -> None:
     assert ckptkit.verify(str(tmp_path / "y")).steps[0].state == "proven"
 
 
+def test_path_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orbax fails in a thread, after it has made directories."""
+    monkeypatch.chdir(tmp_path)
+    ckptkit.save("x", big())
+    assert_same(ckptkit.load("x/"), big())
+
+
 def test_stock_directory_loads_with_a_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Checkpoints from before the change of the import could not be loaded, or would pass as verified."""
     with ocp.StandardCheckpointer() as stock:

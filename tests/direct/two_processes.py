@@ -47,7 +47,8 @@ def main(process: int, port: str, root: Path) -> None:
         stock.save(root / "stock", tree)
     assert of(ckptkit.load(root / "stock", tree)) == of(tree), "a stock directory"
     each: Any = ocp.options.MultiprocessingOptions(primary_host=None)
-    alone = ckptkit.Checkpointer(ocp.PyTreeCheckpointHandler(multiprocessing_options=each), multiprocessing_options=each)
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=each)
+    alone = ckptkit.Checkpointer(handler, multiprocessing_options=each)
     assert not hasattr(alone._handler, "stock"), "digests of one process prove nothing"
     some: Any = ocp.options.MultiprocessingOptions(active_processes={0}, barrier_sync_key_prefix="some")
     if process == 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import shutil
 from pathlib import Path
 from typing import Any
@@ -220,3 +222,32 @@ def test_what_orbax_lacks_is_there(roots: tuple[Path, Path]) -> None:
         manager.delete(0)
         assert not manager.all_steps(read=True)
     assert not list(roots[1].glob("0"))
+
+
+OBEYED = {
+    "CheckpointManagerOptions": "local persistent replica_axis_index step_name_format cleanup_tmp_directories "
+    "enable_async_checkpointing async_options multiprocessing_options",
+    "LocalCheckpointOptions": "save_interval_steps max_to_keep read_only should_save_fn",
+    "PersistentCheckpointOptions": "save_interval_steps max_to_keep keep_period should_save_fn save_decision_policy "
+    "preservation_policy",
+    "MultiprocessingOptions": "coordination_timeout_secs",
+}
+REFUSED = {"save_decision_policy", "preservation_policy", "debug_use_full_global_mesh"}  # of the local options
+DEPARTURES = {"single_host_load_and_broadcast"}
+
+
+def test_every_name_of_orbax_is_covered() -> None:
+    """A new release of Orbax may have an argument, a method or a field that would be ignored."""
+    stock, ours = orbax_emergency.CheckpointManager, emergency.CheckpointManager
+    for name, value in vars(stock).items():
+        if name.startswith("_") and name != "__init__":
+            continue
+        assert name in vars(ours), f"{name} is Orbax's own, and its manager was never made"
+        if callable(value):
+            missing = set(inspect.signature(value).parameters) - set(inspect.signature(vars(ours)[name]).parameters)
+            assert not missing, f"{name} has no {missing}"
+    page = (Path(__file__).parents[2] / "docs" / "departures.md").read_text()
+    for name, obeyed in OBEYED.items():
+        fields = {each.name for each in dataclasses.fields(getattr(orbax_emergency, name))} - set(obeyed.split())
+        assert fields <= (REFUSED if name == "LocalCheckpointOptions" else DEPARTURES), (name, fields)
+        assert all(field in page for field in fields)
