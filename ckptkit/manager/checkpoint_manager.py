@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Unpack
 
@@ -25,7 +25,7 @@ from ckptkit.manager.restore import Resumer
 from ckptkit.manager.restore_handle import RestoreHandle
 from ckptkit.manager.save import Request, Saver
 from ckptkit.manager.scrub import Scrubber
-from ckptkit.manager.settings import DeprecatedKeywords, Settings, option_records
+from ckptkit.manager.settings import DeprecatedKeywords, Settings, check_types, option_records
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import ProcessOptions, RestoreOptions, SaveOptions
@@ -90,6 +90,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         processes: ProcessOptions | None = None,
         **deprecated: Unpack[DeprecatedKeywords],
     ):
+        tiers = tuple(tiers) if isinstance(tiers, Iterable) and not isinstance(tiers, str) else tiers
+        given = {"saving": saving, "restoring": restoring, "processes": processes}
+        check_types(tiers, options=options, events=events, durable=durable, **given)
         saving, restoring, processes = option_records(saving, restoring, processes, deprecated)
         self._settings = Settings(
             options=checked_options(options or ocp.CheckpointManagerOptions()),
@@ -386,17 +389,26 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """Which save was restored last, until the next save; None where none was."""
         return self._components.history.branch.base
 
-    def save_last(self, step: int, args: Any, *, grace_s: float) -> LastSave:
+    def save_last(
+        self,
+        step: int,
+        args: Any,
+        *,
+        grace_s: float,
+        metrics: Any = None,
+        custom_metadata: dict[str, Any] | None = None,
+    ) -> LastSave:
         """Saves `step` where `reached_preemption(step)` was true, and waits for it, `grace_s` after the signal at most.
 
         The fastest tier is always saved to; each slower one where the rates of this run's earlier saves say that it
         fits in what is left of the grace, or nothing was measured (`ckptkit.schedule.preemption`). All processes
-        call this together, and agree. A step that was saved already is only waited for. Items that only Orbax's own
-        handlers hold are written by Orbax, which keeps no time. Raises what `save` raises; what a background thread
-        could not do is in the result, and raised by `check_for_errors`.
+        call this together, and agree. A step that was saved already is waited for, and saved again to the planned tiers
+        that lack it: it may follow `save(step)`. `metrics` and `custom_metadata` are those of `save`. Items that
+        only Orbax's own handlers hold are written by Orbax, which keeps no time. Raises what `save` raises; what a
+        background thread could not do is in the result, and raised by `check_for_errors`.
         """
         self._resumer.refuse_while_pending("save_last")
-        return self._last_saver.save(step, args, grace_s)
+        return self._last_saver.save(step, args, grace_s, metrics, custom_metadata)
 
     def scrub(self, *, repair: bool = False) -> Scrub:
         """Proves every cell in this process's slots (copies for other hosts too); with `repair`, mends what is damaged.

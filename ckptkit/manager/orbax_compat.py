@@ -67,15 +67,18 @@ def save_entry(began: Began, step: int, directory: Any, spans: Spans, *, synchro
         synchronous=synchronous,
         checkpoint_manager_blocking_start_time=began.wall_s,
         checkpoint_manager_blocking_duration_secs=clock.monotonic_s() - began.monotonic_s,
+        get_old_steps_start_time=clock.wall_s(),
+        get_old_steps_duration_secs=0.0,  # a background thread finds them: no save waits for it
         **spans.fields,
     )
 
 
-def restore_entry(began: Began, step: int, directory: Any) -> dict[str, Any]:
+def restore_entry(began: Began, step: int, directory: Any, spans: Spans) -> dict[str, Any]:
     """The entry of a `restore` that returns now."""
     return restore_statistics(
         step=step,
         directory=str(directory),
         checkpoint_manager_start_time=began.wall_s,
         checkpoint_manager_duration_secs=clock.monotonic_s() - began.monotonic_s,
+        **spans.fields,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,14 +37,14 @@ class LastSaver:
         self._saver = saver
         self._coordinator = ScopedCoordinator(components.job.coordinator)
 
-    def save(self, step: int, args: Any, grace_s: float) -> LastSave:
+    def save(self, step: int, args: Any, grace_s: float, metrics: Any = None, custom_metadata: Any = None) -> LastSave:
         """See `CheckpointManager.save_last`."""
         if self._read_only:
             raise CheckpointError("save_last: the options say read_only", step=step)
         if not grace_s > 0:
             raise ValueError(f"grace_s is {grace_s}: give the seconds between the signal and the end, more than 0")
         self._coordinator.begin(self._branch.enter(step, "save_last"))
-        request = self._request(step, args)
+        request = replace(self._request(step, args), metrics=metrics, custom_metadata=custom_metadata)
         held = save_items(request.args, default_item=request.default_item)
         size_bytes = 0 if isinstance(held, str) else self._pipeline.describe(held.trees).held_bytes
         return self._save(request, size_bytes, grace_s)
@@ -66,13 +67,14 @@ class LastSaver:
         plan, spent_s = self._agree(self._rates.needs_s(size_bytes), spent_s, grace_s)
         deadline = Deadline(max(_LEAST_S, grace_s - spent_s))
         was_there = self._was_there(request.step, deadline)
-        if not was_there:
-            last = LastTurn(tiers=frozenset(plan.tiers), deadline=deadline)
+        tiers = self._lacking(request.step, plan.tiers, deadline) if was_there else plan.tiers
+        if tiers:
+            last = LastTurn(tiers=frozenset(tiers), deadline=deadline, again=was_there)
             with self._saver.entered(request.step) as call:
                 self._saver.take(replace(request, force=True, last=last), call)
         # A slow tier that is not done must not cost the step that faster ones have: nothing is raised here.
         self._pipeline.run(self._pipeline.settle(deadline))
-        held = {tier for record in self._branch.records() if record.step == request.step for tier in record.tiers}
+        held = self._held(request.step)
         lacking = tuple(tier for tier in plan.tiers if tier not in held)
         unfinished = lacking if self._pipeline.busy else ()
         why = "the step was saved before, and not to this tier"
@@ -94,6 +96,22 @@ class LastSaver:
         there = any(record.step == step for record in self._branch.records())
         wait_s = max(_ANSWER_S, deadline.left_s)
         return bool(self._coordinator.agree("last-save-there", there, any, timeout_s=wait_s))
+
+    def _lacking(self, step: int, planned: Sequence[str], deadline: Deadline) -> Sequence[str]:
+        """The tiers that a step is saved to once more, agreed by all processes: those of the plan that lack it, and the
+        fastest one, so that no tier is newer than it. None while a tier is still being written."""
+        self._pipeline.run(self._pipeline.settle(deadline))
+
+        def decide(values: list[Any]) -> list[str]:
+            lacking = [tier for tier in planned if any(tier not in held for held, _ in values)]
+            again = [tier for tier in planned if tier in lacking or (tier == self._tiers[0] != DURABLE)]
+            return again if lacking and not any(busy for _, busy in values) else []
+
+        mine = [sorted(self._held(step)), self._pipeline.busy]
+        return self._coordinator.agree("last-save-again", mine, decide, timeout_s=max(_ANSWER_S, deadline.left_s))
+
+    def _held(self, step: int) -> set[str]:
+        return {tier for record in self._branch.records() if record.step == step for tier in record.tiers}
 
     def _agree(self, needs_s: dict[str, float], spent_s: float, grace_s: float) -> tuple[LastSavePlan, float]:
         """One plan for all: by the slowest process, and by the one that was told first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -11,15 +11,21 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
 from ckptkit.durable.steps import DurableSteps
-from ckptkit.errors import CheckpointError, CorruptCheckpointError, NoRestorableStepError, StepNotFoundError
+from ckptkit.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    ItemNotFoundError,
+    NoRestorableStepError,
+    StepNotFoundError,
+)
 from ckptkit.manager.build import Components
 from ckptkit.manager.opening import epoch_records
-from ckptkit.manager.orbax_compat import Began, restore_entry
+from ckptkit.manager.orbax_compat import Began, Spans, restore_entry
 from ckptkit.manager.restore_handle import RestoreHandle
 from ckptkit.manager.settings import Settings
+from ckptkit.restore.caller_thread import CallerThread
 from ckptkit.restore.candidates import Inventory
 from ckptkit.restore.request import RestoreRequest, request_of
-from ckptkit.restore.caller_thread import CallerThread
 from ckptkit.restore.restorer import Rejection, Restored, Restorer
 from ckptkit.util import clock
 
@@ -36,6 +42,7 @@ class Resumer:
         self._components = components
         self._logger = logger
         self._pending: RestoreHandle | None = None  # a restore whose result was not taken over yet
+        self._spans = Spans()  # of the last restore
 
     def restore(self, step: int | None, wanted: RestoreRequest, began: Began, about: str) -> Any:
         """See `CheckpointManager.restore`. `about` names the call."""
@@ -68,7 +75,8 @@ class Resumer:
             durable.stock.adopt_handlers(self._components.storage.durable.stock)
             inventory = Inventory({}, durable, epoch_records(url, job.events), job.events)
             restorer = Restorer(inventory, job, self._settings.restoring)
-            restored = restorer.restore(step, wanted, about)
+            with self._spans.measured("checkpointer"):
+                restored = restorer.restore(step, wanted, about)
         return self._given(restored, restorer.rejected, began, url)
 
     def wanted(self, step: int | None, items: Any, restore_kwargs: Any, args: Any) -> RestoreRequest:
@@ -79,11 +87,28 @@ class Resumer:
         try:
             return request_of(self._components.storage.durable.stock, items, restore_kwargs, args)
         except ValueError as error:
-            ledger = self._components.history.ledger
-            if step is None or step in ledger.steps():
+            history, url = self._components.history, self._components.storage.durable.url
+            if step is None:
                 raise
-            url = self._components.storage.durable.url
+            if step in history.ledger.steps():
+                self._refuse_unknown_item(step, args, error)
+                raise
             raise StepNotFoundError(f"step {step} was not found in {url}", step=step, path=url) from error
+
+    def _refuse_unknown_item(self, step: int, args: Any, error: ValueError) -> None:
+        """Raises `ItemNotFoundError` where `args` name an item that the step lacks. Waits for saves under way, and
+        reads the metadata of the step."""
+        self._components.pipeline.wait()
+        held = self._components.history.metadata_index.metadata(step).item_metadata
+        if not isinstance(args, ocp.args.Composite) or not isinstance(held, Mapping):
+            return
+        if unknown := sorted(set(args.keys()) - set(held.keys())):
+            url = self._components.storage.durable.url
+            raise ItemNotFoundError(
+                f'Item "{unknown[0]}" was not found in step {step} of {url}. Available items: {sorted(held.keys())}',
+                step=step,
+                path=url,
+            ) from error
 
     def refuse_while_pending(self, what: str) -> None:
         """Raises `CheckpointError` where a restore in the background has not been taken over."""
@@ -107,7 +132,8 @@ class Resumer:
         """What the restorer gives. A damaged `step` is a `CorruptCheckpointError` that names the other steps."""
         restorer, ledger = self._components.restorer, self._components.history.ledger
         try:
-            return restorer.restore(step, wanted, about, caller=caller)
+            with self._spans.measured("checkpointer"):
+                return restorer.restore(step, wanted, about, caller=caller)
         except NoRestorableStepError as error:
             if step is None or not any(each.is_damage for each in restorer.rejected):
                 raise
@@ -146,7 +172,7 @@ class Resumer:
             _shown(rejected) or "none",
         )
         self._components.storage.durable.stock.lock_default_item(restored.default_item)
-        self._logger.log_entry(restore_entry(began, restored.save_id.step, directory))
+        self._logger.log_entry(restore_entry(began, restored.save_id.step, directory, self._spans))
         if restored.default_item:
             return restored.items[DEFAULT_ITEM]
         return ocp.args.Composite(**dict(sorted(restored.items.items())))

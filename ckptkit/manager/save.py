@@ -31,10 +31,12 @@ _log = logging.getLogger("ckptkit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastTurn:
-    """A save that no other follows: it is for these tiers alone, and waits for earlier ones until `deadline`."""
+    """A save that no other follows: it is for these tiers alone, and waits for earlier ones until `deadline`. `again`:
+    the step was saved before, to other tiers."""
 
     tiers: frozenset[str]
     deadline: Deadline
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +151,8 @@ class Saver:
             # It may have been taken before, and may come to nothing yet: all processes have to know that alike.
             self._pipeline.run(self._pipeline.settle(Deadline(self._timeout_s)))
         self._pipeline.raise_if_closed()
-        if any(record.step == step for record in self._branch.records()):
+        again = request.last is not None and request.last.again
+        if not again and any(record.step == step for record in self._branch.records()):
             raise StepAlreadyExistsError(
                 f"step {step} exists already in {self._durable.url} or its fast tiers; restore an earlier step, or "
                 f"call delete({step}), before it is saved again"

@@ -170,6 +170,17 @@ class ReplicaPolicy:
             )
 
 
+def _check_kind(record: object, name: str, kind: type, *, optional: bool = False) -> None:
+    """Raises TypeError where a field of a record is of another type."""
+    value = getattr(record, name)
+    if not isinstance(value, kind) and not (optional and value is None):
+        raise TypeError(
+            f"{type(record).__name__}({name}={value!r}): expected ckptkit.{kind.__name__}(...)"
+            + " or None" * optional
+            + f", found {type(value).__name__}"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
     """How a manager saves.
@@ -209,6 +220,8 @@ class SaveOptions:
             raise ValueError(f"host_bytes_max={self.host_bytes_max}: give a number of bytes, or None for no setting")
         if self.durable_busy not in get_args(DurableBusy):
             raise ValueError(f"durable_busy {self.durable_busy!r}: give one of {', '.join(get_args(DurableBusy))}")
+        _check_kind(self, "on_failure", FailurePolicy)
+        _check_kind(self, "replicas", ReplicaPolicy, optional=True)
 
     def check_tiers(self, tiers: tuple[Tier, ...]) -> None:
         """Raises ValueError where a tier has too few slots for what may be in flight."""
@@ -233,6 +246,7 @@ class RestoreOptions:
 
     def __post_init__(self) -> None:
         checked_verify(self.verify)
+        _check_kind(self, "broadcast", BroadcastOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,3 +270,4 @@ class ProcessOptions:
         if not self.timeout_s > 0 or not self.close_timeout_s > 0:
             given = f"timeout_s={self.timeout_s}, close_timeout_s={self.close_timeout_s}"
             raise ValueError(f"ProcessOptions: {given}: give seconds above 0")
+        _check_kind(self, "peers", PeerOptions, optional=True)

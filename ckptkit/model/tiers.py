@@ -175,6 +175,11 @@ class Tier:
                 )
         elif not self.path:
             raise ValueError(f"Tier {self.name!r} needs the path of a directory")
+        elif "://" in self.path:
+            raise ValueError(
+                f"Tier {self.name!r}: {self.path} is not a directory of this host; give it as `directory` of the "
+                "manager, whose durable tier may be a bucket"
+            )
         if not isinstance(self.save, TierSavePolicy | TierClockPolicy):
             raise ValueError(
                 f"Tier {self.name!r}: save={self.save!r} is no policy of a fast tier; give EverySteps(steps) or "

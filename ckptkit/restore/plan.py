@@ -31,8 +31,8 @@ class Candidate:
 
     @property
     def where(self) -> str:
-        """The tiers, for messages."""
-        return "+".join(["fast"] * self.fast + ["durable"] * self.durable)
+        """The tiers, for messages. What a refusal leaves is a save that fast tiers hold."""
+        return "+".join(["fast"] * (self.fast or not self.durable) + ["durable"] * self.durable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

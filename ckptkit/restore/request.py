@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import EllipsisType
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from ckptkit.durable.orbax.v1_args import TreeRestore
 from ckptkit.errors import ItemNotFoundError, TreeMismatchError
 from ckptkit.model.manifest import LeafRecord, Manifest
 from ckptkit.model.verify_mode import VerifySelection
-from ckptkit.restore.tree import abstract_of, merged_leaves
+from ckptkit.restore.tree import abstract_keys, abstract_of, key_shape, merged_leaves, sharding_of_keys
 from ckptkit.snapshot.describe import kind_of_number, leaf_path
 from ckptkit.snapshot.empty_nodes import Empty, empties_of
 from ckptkit.snapshot.small_items import STRUCTURE, gives_back
@@ -206,13 +207,22 @@ def _gives_back_tree(arg: Any) -> bool:
     if not isinstance(arg, ocp.args.PyTreeRestore) or arg.transforms is not None or arg.legacy_transform_fn is not None:
         return False
     wishes = jax.tree.leaves(arg.restore_args, is_leaf=lambda node: isinstance(node, ocp.RestoreArgs))
-    return all(isinstance(wish, ocp.RestoreArgs) and _plain_wish(wish) for wish in wishes)
+    return all(wish is ... or (isinstance(wish, ocp.RestoreArgs) and _plain_wish(wish)) for wish in wishes)
 
 
 def _plain_wish(wish: Any) -> bool:
-    known = (None, jax.Array, np.ndarray, int, float, str)
-    shape = getattr(wish, "global_shape", None) or getattr(wish, "shape", None)
-    return wish.restore_type in known and shape is None and getattr(wish, "strict", True)
+    """Whether no padding, cutting or other object is asked for. With `strict` a shape has to be the stored one."""
+    kind = wish.restore_type
+    value = isinstance(kind, type) and issubclass(kind, bool | int | float | np.number | str)
+    return (value or kind in (None, jax.Array, np.ndarray, EllipsisType)) and getattr(wish, "strict", True)
+
+
+def _other_shape(wish: Any, record: LeafRecord) -> tuple[int, ...] | None:
+    """The shape that a wish names, where it is not that of the stored leaf; for typed keys, that of the key data."""
+    for shape in (getattr(wish, "global_shape", None), getattr(wish, "shape", None)):
+        if shape is not None and tuple(shape) not in (record.shape, key_shape(record)):
+            return tuple(shape)
+    return None
 
 
 def _plainly(abstract: Any, stored: Sequence[LeafRecord]) -> TreeAnswer:
@@ -271,8 +281,9 @@ def _restored_type(kind: type) -> Any:
 def _as_template(template: Any, record: LeafRecord) -> tuple[Any, Finish | None]:
     """What to read of a stored leaf, as it is stored, and what to make of it to have what `template` says.
 
-    What cannot be cast (shapes, typed keys, an array for a number) is given back as it is: the comparison with what is
-    stored names it. Raises ValueError for a template that is no array and no number.
+    The key data of typed keys stand for these, as in Orbax. What cannot be cast (shapes, an array for a number) is
+    returned as it is: the comparison with what is stored names it. Raises ValueError for a template that is neither an
+    array nor a number.
     """
     if isinstance(template, bool | int | float):
         return _cast_number(template, record)
@@ -281,13 +292,22 @@ def _as_template(template: Any, record: LeafRecord) -> tuple[Any, Finish | None]
             f"Unsupported type: {type(template)} for leaf {record.name}: give an array, a jax.ShapeDtypeStruct "
             "or a number"
         )
-    if isinstance(template, np.generic) or _is_key(template.dtype) or "key_impl" in record.extra:
+    if isinstance(template, np.generic) or _is_key(template.dtype):
         return template, None
+    if "key_impl" in record.extra:
+        return _key_of_data(template, record), None
     if tuple(template.shape) != record.shape:
         return template, None
     if isinstance(template, np.ndarray) or (getattr(template, "sharding", None) is None and record.kind != "jax"):
         return _cast_on_host(template, record)
     return _cast_on_devices(template, record)
+
+
+def _key_of_data(template: Any, record: LeafRecord) -> Any:
+    """The typed keys whose key data are like `template`, which Orbax's `to_shape_dtype_struct` makes of keys."""
+    if tuple(template.shape) != record.shape or template.dtype != record.dtype:
+        return template
+    return abstract_keys(record, getattr(template, "sharding", None))
 
 
 def _cast_number(template: Any, record: LeafRecord) -> tuple[Any, Finish | None]:
@@ -338,6 +358,7 @@ def _pytree_answer(
     finishes: list[Finish | None] = []
     numbered: list[Any] = []
     differences, asked, left_out = [], set(), []
+    by_path = {record.path: record for record in stored}
     for (keypath, leaf), wish in zip(flat, wishes, strict=True):
         path = leaf_path(keypath)[0]
         if leaf is ...:
@@ -348,6 +369,9 @@ def _pytree_answer(
         else:
             asked.add(path)
             numbered.append(len(abstract))
+            if (shape := _other_shape(wish, by_path[path])) is not None:
+                name = f"{item}:{'.'.join(path)}"
+                differences.append(f"{name} is {by_path[path].describe()} on disk, of shape {shape} in restore_args")
             target, finish = _wished(as_saved[path], wish)
             abstract.append(target)
             finishes.append(finish)
@@ -357,7 +381,6 @@ def _pytree_answer(
     if differences:
         raise TreeMismatchError(differences, step=step, where=where)
     names = [leaf_path(keypath)[0] for keypath, leaf in flat if leaf is not ...]
-    by_path = {record.path: record for record in stored}
     nested: dict[str, Any] = {}
     for path, target in zip(names, abstract, strict=True):
         _put(nested, path, target)
@@ -391,9 +414,11 @@ def _put(nested: dict[str, Any], path: Sequence[str], target: Any) -> None:
 
 
 def _wished(saved: Any, wish: Any) -> tuple[Any, Finish | None]:
-    """What to place of a stored leaf, and what to make of it, for one `RestoreArgs`."""
-    if wish is None:
+    """What to place of a stored leaf, and what to make of it, for one `RestoreArgs`. Typed keys are never cast."""
+    if wish is None or wish is ...:
         return saved, None
+    if hasattr(saved, "dtype") and _is_key(saved.dtype):
+        return saved.update(sharding=sharding_of_keys(_sharding(wish), saved.shape) or saved.sharding), None
     kind, dtype = wish.restore_type, wish.dtype
     if kind is None and isinstance(wish, ocp.ArrayRestoreArgs):
         kind = jax.Array

@@ -112,6 +112,26 @@ def merged_leaves(manifests: Iterable[Manifest], item: str) -> list[LeafRecord]:
     return list(leaves.values())
 
 
+def key_shape(leaf: LeafRecord) -> tuple[int, ...]:
+    """The shape of a leaf as its user sees it: of typed keys without the dimensions of their data."""
+    trailing = _key_of(leaf.extra["key_impl"])[1] if "key_impl" in leaf.extra else 0
+    return leaf.shape[: len(leaf.shape) - trailing]
+
+
+def abstract_keys(leaf: LeafRecord, sharding: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
+    """The typed keys of a leaf, with `sharding` (of the keys or of their data), or that of the save."""
+    shape, dtype = key_shape(leaf), _key_of(leaf.extra["key_impl"])[0]
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of_keys(sharding, shape) or _stored_sharding(leaf))
+
+
+def sharding_of_keys(sharding: Any, shape: tuple[int, ...]) -> Any:
+    """The sharding of typed keys of `shape` for one that may be of their data, whose own dimensions are never split."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding
+    spec = jax.sharding.PartitionSpec(*sharding.spec[: len(shape)])
+    return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
 def _target(item: str, leaf: Any, record: LeafRecord, process: int) -> Target:
     key, impl = (item, record.path), record.extra.get("key_impl")
     kind: LeafKind = "jax"
@@ -180,10 +200,8 @@ def _abstract_leaf(leaf: LeafRecord) -> Any:
     if leaf.kind != "jax":
         block = np.empty(leaf.shape, np.dtype(leaf.dtype))
         return block if leaf.kind == "numpy" else block.item()
-    impl = leaf.extra.get("key_impl")
-    if impl:
-        dtype, trailing = _key_of(impl)
-        return jax.ShapeDtypeStruct(leaf.shape[: len(leaf.shape) - trailing], dtype, sharding=_stored_sharding(leaf))
+    if "key_impl" in leaf.extra:
+        return abstract_keys(leaf)
     return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=_stored_sharding(leaf))
 
 

@@ -94,10 +94,8 @@ def _iterator_state(iterator: Any) -> bytes:
 
 
 def _set_iterator(iterator: Any, text: str) -> Any:
-    try:
-        iterator.set_state(json.loads(text))
-    except (TypeError, ValueError):
-        iterator.set_state(text.encode())  # Grain's older iterators keep their state as bytes
+    """Sets an iterator to a state in the form of its own `get_state`: bytes of `DataLoader`'s, else plain values."""
+    iterator.set_state(text.encode() if isinstance(iterator.get_state(), bytes) else json.loads(text))
     if hasattr(iterator, "start_prefetch"):
         iterator.start_prefetch()
     return iterator

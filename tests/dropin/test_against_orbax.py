@@ -78,6 +78,25 @@ def plain(value: Any) -> Any:
     ]
 
 
+def with_newest(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that make Orbax keep the newest step beside the best ones, as ours does: a departure."""
+    if "best_fn" not in options or "max_to_keep" not in options:
+        return options
+    rest = {
+        name: value
+        for name, value in options.items()
+        if name not in ("max_to_keep", "keep_checkpoints_without_metrics")
+    }
+    best = policies.preservation_policy.BestN(
+        get_metric_fn=options["best_fn"],
+        reverse=options.get("best_mode") == "min",
+        n=options["max_to_keep"],
+        keep_checkpoints_without_metrics=options.get("keep_checkpoints_without_metrics", True),
+    )
+    newest = policies.preservation_policy.LatestN(1)
+    return {**rest, "preservation_policy": policies.preservation_policy.AnyPreservationPolicy([best, newest])}
+
+
 class SideBySide(RuleBasedStateMachine):
     """Every rule calls both managers and compares; every invariant asks both."""
 
@@ -98,7 +117,7 @@ class SideBySide(RuleBasedStateMachine):
         self.is_mode_settled = False  # a restore that finds nothing settles it in Orbax: a departure
         fast = [ckptkit.Tier.ram(str(self.root / "ram"), save=_Never())] if self.tiers else []
         self.ours = ckptkit.CheckpointManager(self.root / "ours", options=Options(**self.options), tiers=fast)
-        self.stock = ocp.CheckpointManager(self.root / "stock", options=Options(**self.options))
+        self.stock = ocp.CheckpointManager(self.root / "stock", options=Options(**with_newest(self.options)))
 
     def both(self, call: Any) -> Any:
         found = outcome(lambda: call(self.ours))

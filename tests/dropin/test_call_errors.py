@@ -55,7 +55,7 @@ def test_unknown_item_of_a_present_step_is_refused_as_by_orbax(tmp_path: Path) -
     names: Any = {"item_names": ("state",)}
     with make(tmp_path, **names) as manager:
         manager.save(3, args=args.Composite(state=args.StandardSave({"d": jnp.arange(3)})))
-        with pytest.raises(ValueError, match="unknown"):
+        with pytest.raises(KeyError, match="unknown"):
             manager.restore(3, args=args.Composite(unknown=args.StandardRestore()))
 
 

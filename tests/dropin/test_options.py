@@ -69,14 +69,15 @@ def _loss(metrics: Any) -> float:
 
 
 ALL = ["0", "1", "2", "3"]
-# What stands in the durable root after steps 0 to 3: field, options without it, options with it, names without, with.
+# What is in the durable root after steps 0 to 3; the newest step is kept whatever its metrics are.
+# field, options without it, options with it, names without, with.
 BY_NAMES: list[tuple[str, dict[str, Any], dict[str, Any], list[str], list[str]]] = [
     ("save_interval_steps", {}, {"save_interval_steps": 3}, ALL, ["0", "3"]),
     ("max_to_keep", {}, {"max_to_keep": 2}, ALL, ["2", "3"]),
     ("keep_time_interval", {"max_to_keep": 1}, {"keep_time_interval": datetime.timedelta(0)}, ["3"], ALL),
     ("keep_period", {"max_to_keep": 1}, {"keep_period": 2}, ["3"], ["0", "2", "3"]),
     ("best_fn", {"max_to_keep": 1}, {"best_fn": _loss}, ["3"], ["3"]),
-    ("best_mode", {"max_to_keep": 1, "best_fn": _loss}, {"best_mode": "min"}, ["3"], ["1"]),
+    ("best_mode", {"max_to_keep": 1, "best_fn": _loss}, {"best_mode": "min"}, ["3"], ["1", "3"]),
     ("step_prefix", {}, {"step_prefix": "at"}, ALL, ["at_0", "at_1", "at_2", "at_3"]),
     ("step_format_fixed_length", {}, {"step_format_fixed_length": 3}, ALL, ["000", "001", "002", "003"]),
     (
@@ -148,7 +149,7 @@ def test_keep_checkpoints_without_metrics_option(job: Callable[[], Job]) -> None
     """Steps without metrics would push out good ones, or never go."""
     kept = {"max_to_keep": 1, "best_fn": _loss}
     assert job().run(range(3, 6), **kept) == ["3", "4", "5"]
-    assert job().run(range(3, 6), **kept, keep_checkpoints_without_metrics=False) == ["3"]
+    assert job().run(range(3, 6), **kept, keep_checkpoints_without_metrics=False) == ["3", "5"]
 
 
 def test_create_option_decides_whether_the_root_is_made(job: Callable[[], Job]) -> None:

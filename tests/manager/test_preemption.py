@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,14 +126,48 @@ def test_step_number_of_an_abandoned_branch_is_saved_again(manager: ckptkit.Chec
     assert float(manager.restore(None)["w"][0, 0]) == 22.0
 
 
-def test_existing_step_reports_tiers_that_lack_it(manager: ckptkit.CheckpointManager) -> None:
-    """Breaks when a job goes with its step in memory alone and nothing says so: not tried, not unfinished."""
-    assert manager.save(1, args=args_of(1), force=True)
-    assert manager.save(3, args=args_of(3))
-    manager.wait_until_finished()
-    last = manager.save_last(3, args_of(3), grace_s=600.0)
-    assert (last.tiers, last.unfinished) == (("ram", "durable"), ())
-    assert dict(last.left_out) == {"ssd": "the step was saved before, and not to this tier"}
+@pytest.mark.parametrize(("every", "had"), [(1, ("durable", "ram")), (1000, ("ram",))])
+def test_existing_step_is_saved_to_the_tiers_that_lack_it(
+    tmp_path: Path, every: int, had: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Breaks when `save(step); if reached_preemption(step): save_last(...)` ends with the step in memory alone."""
+    options = ocp.CheckpointManagerOptions(save_interval_steps=every)
+    tiers = [ckptkit.Tier.ram(str(tmp_path / "ram")), ckptkit.Tier.ssd(str(tmp_path / "ssd"))]
+    make = functools.partial(ckptkit.CheckpointManager, tmp_path / "durable", options=options, tiers=tiers)
+    with make() as manager:
+        assert manager.save(1, args=args_of(1), force=True)
+        manager.wait_until_finished()
+        assert manager.save(3, args=args_of(3))
+        manager.wait_until_finished()
+        assert manager.steps()[-1].tiers == had
+        last = manager.save_last(3, args_of(3), grace_s=600.0, metrics={"loss": 1.5}, custom_metadata={"why": "signal"})
+        assert (last.tiers, last.unfinished, dict(last.left_out)) == (("ram", "ssd", "durable"), (), {})
+        assert manager.all_steps() == [1, 3]
+        if every > 3:
+            assert manager.metadata(3).custom_metadata == {"why": "signal"}
+    for tier in ("ram", "ssd", "durable"):
+        with make() as manager:
+            assert manager.all_steps() == [1, 3]
+            assert float(manager.restore(None)["w"][0, 0]) == 3.0
+        if tier != "durable":
+            shutil.rmtree(tmp_path / tier)
+    assert not [each for each in caplog.records if "committed" in each.getMessage()], "no save has failed"
+
+
+def test_newest_step_is_not_pruned_for_worse_metrics(tmp_path: Path) -> None:
+    """Breaks when the step of a preemption is deleted as soon as it is committed, and the restart loses the work."""
+    options = ocp.CheckpointManagerOptions(best_fn=lambda m: m["loss"], best_mode="min", max_to_keep=1)
+    with ckptkit.CheckpointManager(tmp_path, options=options) as manager:
+        assert manager.save(1, args=args_of(1), metrics={"loss": 1.0}, force=True)
+        last = manager.save_last(3, args_of(3), grace_s=600.0, metrics={"loss": 9.0})
+        assert last.tiers == ("durable",)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 3]
+        assert manager.save_last(4, args_of(4), grace_s=600.0).tiers == ("durable",), "without metrics, too"
+        manager.wait_until_finished()
+        assert (manager.all_steps(), manager.best_step()) == ([1, 4], 1)
+    with ckptkit.CheckpointManager(tmp_path, options=options) as manager:
+        assert float(manager.restore(None)["w"][0, 0]) == 4.0
 
 
 def test_invalid_grace_is_refused(manager: ckptkit.CheckpointManager) -> None:

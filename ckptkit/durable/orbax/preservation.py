@@ -12,7 +12,8 @@ from orbax.checkpoint import checkpoint_managers as policies
 class BranchPreservation:
     """An Orbax preservation policy that does not count abandoned steps, and keeps none of them.
 
-    They would push good steps out of `max_to_keep`, and be kept in their place. Orbax deletes what is not preserved
+    They would push good steps out of `max_to_keep`, and be kept in their place. The newest step is kept whatever its
+    metrics are, where `best_fn` chooses: a restart continues from it. Orbax deletes what is not preserved
     only after the new step is committed. `let_go` is told what is to go by what this process knows, and says what goes:
     the same on every process. Orbax asks once per save, on every process.
     """
@@ -20,12 +21,16 @@ class BranchPreservation:
     def __init__(self, options: ocp.CheckpointManagerOptions, let_go: Callable[[list[int]], frozenset[int]]):
         self._release = let_go
         self._policy: Any = options.preservation_policy or _default_policy(options)
+        self._keeps_newest = options.best_fn is not None and options.preservation_policy is None
         self.abandoned: frozenset[int] = frozenset()  # set before each save, the same on every process
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Whether to keep each of `checkpoints`."""
         branch = [checkpoint for checkpoint in checkpoints if checkpoint.step not in self.abandoned]
-        kept = iter(self._policy.should_preserve(branch, context=context))
+        chosen = list(self._policy.should_preserve(branch, context=context))
+        if self._keeps_newest and chosen:
+            chosen[-1] = True  # Orbax gives the steps in the order in which they were saved
+        kept = iter(chosen)
         keeps = [checkpoint.step not in self.abandoned and next(kept) for checkpoint in checkpoints]
         gone = self._release([each.step for each, keep in zip(checkpoints, keeps, strict=True) if not keep])
         return [each.step not in gone for each in checkpoints]
