@@ -126,6 +126,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         exit_drain.add(self._pipeline.under_way, processes.close_timeout_s)
         self.inner = self._catalog = Catalog(self._components, self._resumer, self._calls)
         self._closed = False
+        self._saved_s: float | None = None  # when the last save began, monotonic
 
     # What Orbax's managers offer.
 
@@ -179,6 +180,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         synchronous = not self._options.enable_async_checkpointing
         if synchronous:
             self.wait_until_finished()
+        before_s, self._saved_s = self._saved_s, began.monotonic_s
+        if before_s is not None:
+            call.spans.fields["time_between_consecutive_saves_sec"] = began.monotonic_s - before_s
         self._logger.log_entry(save_entry(began, step, self.directory, call.spans, synchronous=synchronous))
         return True
 

@@ -295,19 +295,13 @@ def _as_template(template: Any, record: LeafRecord) -> tuple[Any, Finish | None]
     if isinstance(template, np.generic) or _is_key(template.dtype):
         return template, None
     if "key_impl" in record.extra:
-        return _key_of_data(template, record), None
+        is_data = tuple(template.shape) == record.shape and template.dtype == record.dtype
+        return abstract_keys(record, getattr(template, "sharding", None)) if is_data else template, None
     if tuple(template.shape) != record.shape:
         return template, None
     if isinstance(template, np.ndarray) or (getattr(template, "sharding", None) is None and record.kind != "jax"):
         return _cast_on_host(template, record)
     return _cast_on_devices(template, record)
-
-
-def _key_of_data(template: Any, record: LeafRecord) -> Any:
-    """The typed keys whose key data are like `template`, which Orbax's `to_shape_dtype_struct` makes of keys."""
-    if tuple(template.shape) != record.shape or template.dtype != record.dtype:
-        return template
-    return abstract_keys(record, getattr(template, "sharding", None))
 
 
 def _cast_number(template: Any, record: LeafRecord) -> tuple[Any, Finish | None]:
