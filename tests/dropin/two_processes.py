@@ -212,6 +212,44 @@ def newer_style(job: Job) -> None:
         assert checkpointer.load_async().result(timeout=60)["step"] == 3
         assert checkpointer.save(4, job.state(4))
         assert [each.step for each in checkpointer.checkpoints][-2:] == [3, 4]
+    with make(True) as checkpointer:  # what MaxText saves: an object that saves itself, and a part of the state
+        position = _Position(10 + job.process)
+        items = {"items": job.state(6), "iter": position, "config": {"run": "a"}}
+        assert checkpointer.save_checkpointables(6, items)
+    context = orbax.Context()
+    context.pytree.loading.partial_load = True
+    with make(True) as checkpointer, context:
+        restored = _Position(0)
+        part = {"w": jax.ShapeDtypeStruct((8,), job.state(0)["w"].dtype, sharding=job.state(0)["w"].sharding)}
+        found = checkpointer.load_checkpointables(6, {"items": part, "iter": restored, "config": None})
+        assert restored.at == position.at
+        assert shards(found["items"]["w"]) == shards(job.state(6)["w"])
+        assert found["config"] == {"run": "a"}
+
+
+class _Position:
+    """A data iterator of one process, which saves itself."""
+
+    def __init__(self, at: int):
+        self.at = at
+
+    async def save(self, directory: Any) -> Any:
+        """Writes a file of this process."""
+        import jax
+
+        async def write() -> None:
+            (await directory.await_creation() / f"{jax.process_index()}.txt").write_text(str(self.at))
+
+        return write()
+
+    async def load(self, directory: Any) -> Any:
+        """Reads it."""
+        import jax
+
+        async def read() -> None:
+            self.at = int((directory / f"{jax.process_index()}.txt").read_text())
+
+        return read()
 
 
 def nnx_state(job: Job) -> None:

@@ -228,3 +228,20 @@ def test_older_names_still_work(tmp_path: Path) -> None:
             assert_same(checkpointer.load_pytree(1), {"w": jnp.ones(2)})
         with pytest.warns(DeprecationWarning, match="Use `metadata` instead"):
             assert checkpointer.pytree_metadata(1).step == 1
+
+
+def test_damaged_newest_step_is_skipped_and_no_longer_the_latest(tmp_path: Path) -> None:
+    """A loop that begins at `latest` would skip the steps since the one that was loaded."""
+    with OURS(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"w": jnp.full(4, step)})
+    for chunk in (tmp_path / "2" / "state" / "d").iterdir():
+        chunk.write_bytes(bytes(reversed(chunk.read_bytes())))
+    with OURS(tmp_path) as checkpointer:
+        assert checkpointer.latest is not None
+        assert checkpointer.latest.step == 2, "nothing was read yet"
+        assert_same(checkpointer.load(), {"w": jnp.full(4, 1)})
+        assert checkpointer.latest.step == 1
+        assert [each.step for each in checkpointer.checkpoints] == [1]
+        assert checkpointer.save(2, {"w": jnp.full(4, 9)})
+        assert_same(checkpointer.load(2), {"w": jnp.full(4, 9)})
