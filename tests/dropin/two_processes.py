@@ -390,12 +390,28 @@ def resuming(job: Job) -> None:
         assert shards(found["w"]) == shards(job.state(2)["w"])
 
 
+def last_save(job: Job) -> None:
+    """A step that a preemption finds in the ramdisk alone is saved to the durable tier, too."""
+    import orbax.checkpoint as ocp
+
+    args: Any = ocp.args
+    with job.manager("last", ram={}, save_interval_steps=1000) as manager:
+        for step in range(2):
+            assert job.save(manager, step)
+        assert manager.steps()[-1].tiers == ("ram",)
+        last = manager.save_last(1, args.StandardSave(job.state(1)), grace_s=60.0, metrics={"loss": 1.0})
+        assert (last.tiers, last.unfinished) == (("ram", "durable"), ()), last
+    with job.manager("last") as manager:
+        assert manager.all_steps() == [0, 1]
+        assert shards(manager.restore(None)["w"]) == shards(job.state(1)["w"])
+
+
 def main(process: int, port: str, root: Path) -> None:
     import jax
 
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
     job = Job(process, root)
-    for part in (tier_policies, casts, newer_style, nnx_state, overdue, keeping, other_primary, resuming):
+    for part in (tier_policies, casts, newer_style, nnx_state, overdue, keeping, other_primary, resuming, last_save):
         part(job)
         print("went well:", part.__name__, flush=True)
     print("done", items_and_policies(job), flush=True)
