@@ -100,7 +100,7 @@ def restart(home: Path, step: int | None = None, *, go_on: bool = False, durable
             latest = manager.latest_step()
             try:
                 found = manager.restore(step, args=restore_args())
-            except ckptkit.NoRestorableStepError as error:
+            except (ckptkit.NoRestorableStepError, ckptkit.CorruptCheckpointError) as error:
                 return Found(None, True, latest, rejected(), type(error).__name__)
             except ckptkit.StepNotFoundError as error:
                 return Found(None, True, latest, rejected(), type(error).__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -127,10 +128,16 @@ def restore_stock(durable: DurableSteps, step: int, wanted: RestoreRequest) -> d
     except ItemNotFoundError:
         raise
     except Exception as error:
-        if is_damage(error):
+        if is_damage(error) and not _is_of_an_iterator(error):
             message = f"step {step} in {durable.url}: {type(error).__name__}: {error}"
             raise CorruptCheckpointError(message, step=step, tier=DURABLE) from error
         raise
+
+
+def _is_of_an_iterator(error: Exception) -> bool:
+    """Whether the caller's data iterator refused the state that was read: its pipeline is another one."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_name == "set_state" for frame, _ in frames)
 
 
 def restore_items(durable: DurableSteps, step: int, args: Mapping[str, Any]) -> dict[str, Any]:

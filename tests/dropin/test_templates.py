@@ -130,6 +130,26 @@ ITERATORS: dict[str, Any] = {
 }
 
 
+def set_state(state: Any) -> None:
+    """As an iterator of a pipeline with a shuffled window, for the state of one without."""
+    state["parent_window_start_state"]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_changed_pipeline_is_not_called_damage(tmp_path: Path, beside: bool) -> None:
+    """Every older step would be tried, and the caller be told to repair whole steps."""
+    state = {"state": args.StandardSave({"w": jnp.arange(4.0)})} if beside else {}
+    wanted = {"state": args.StandardRestore({"w": jnp.arange(4.0)})} if beside else {}
+    saved, changed = ITERATORS["MapDataset"](), ITERATORS["IterDataset with batches"]()
+    changed.set_state = set_state
+    with make_manager(tmp_path, "durable") as manager:
+        manager.save(0, args=args.Composite(data=grain.checkpoint.CheckpointSave(saved), **state))  # pyright: ignore[reportCallIssue]
+        manager.wait_until_finished()
+        with pytest.raises(KeyError, match="parent_window_start_state"):
+            manager.restore(None, args=args.Composite(data=grain.checkpoint.CheckpointRestore(changed), **wanted))  # pyright: ignore[reportCallIssue]
+        assert manager.all_steps() == [0]
+
+
 @pytest.mark.parametrize("source", ["durable", "ram"])
 @pytest.mark.parametrize("kind", ITERATORS)
 def test_grain_iterator_continues_where_it_was_saved(tmp_path: Path, source: str, kind: str) -> None:
