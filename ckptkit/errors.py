@@ -145,6 +145,7 @@ _HEARD = {
     for error in (
         CorruptCheckpointError,
         ItemNotFoundError,
+        SaveFailedError,
         PeerUnreachableError,
         StoreError,
         TransientStoreError,

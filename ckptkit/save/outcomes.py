@@ -105,7 +105,7 @@ class Outcomes:
         if gone:
             # One that some tier holds already stays; one that came too early is no failure.
             self._ledger.fail(save_id, remembered=refusal.policy != "skip")
-        if refusal.policy != "skip":
+        if refusal.policy not in ("skip", "report"):  # to count a report would make each process raise for another's
             self.health.lost(save_id.step, tier, refusal.reason, gone=gone)
         self._events.emit(Kind.SKIPPED, step=save_id.step, tier=tier, policy=refusal.policy, reason=refusal.reason)
         self._warn((tier, refusal.policy), "step %d was not saved to tier %s: %s", save_id.step, tier, refusal.reason)

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ckptkit.errors import CheckpointError, StoreFullError, heard_from
+from ckptkit.errors import CheckpointError, SaveFailedError, StoreFullError, heard_from
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Job
 from ckptkit.model.manifest import SaveId, Writer
@@ -156,11 +156,11 @@ class SavePipeline:
         """This process raises in the call `name` of `save`: the others drop the save at once. Raises nothing."""
         if self._coordinator.count == 1:
             return
-        reason = describe(error)
-        ballot, judge = self.voting.veto_of(reason)
+        ballot, judge = self.voting.veto_of(error)
 
         def no_identity() -> None:
-            raise CheckpointError(f"the save raised: {reason}")
+            kind = SaveFailedError if isinstance(error, SaveFailedError) else CheckpointError
+            raise kind(f"the save raised: {describe(error)}")
 
         try:
             if self._replicas.refuses:

@@ -25,10 +25,10 @@ from ckptkit.util.clock import Deadline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why a save does not go on. `skip`: it came too early; `wait`: it waited for its turn in vain; `veto`: a process
-    could not do its part."""
+    """Why a save does not go on. `skip`: it came too early; `report`: a process raised what it knew of earlier losses;
+    `wait`: it waited for its turn in vain; `veto`: a process could not do its part."""
 
-    policy: Literal["skip", "wait", "veto"]
+    policy: Literal["skip", "report", "wait", "veto"]
     reason: str
 
 

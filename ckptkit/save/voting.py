@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.errors import CheckpointError, CoordinationError
+from ckptkit.errors import CheckpointError, CoordinationError, SaveFailedError
 from ckptkit.job.meeting import Order
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import MEMORY
@@ -22,7 +22,7 @@ from ckptkit.save.outcomes import Outcomes, describe
 from ckptkit.save.protocol import Agree, Do, Effect, Recall, SaveProtocol, Veto
 from ckptkit.save.records import Refusal, Save
 
-POLICIES = ("skip", "wait", "veto")  # the last one is what somebody has to look at: being too early passes by itself
+POLICIES = ("skip", "report", "wait", "veto")  # the last one is what somebody has to look at: being too early passes
 _REASONS_MAX = 4
 
 Held = Callable[[str], list[SaveId] | None]
@@ -114,6 +114,8 @@ class Voting:
                     yield from self._veto(work, error)
                     yield from self._conclude(work, work.drop)
                     return None
+                except SaveFailedError as error:  # process 0 reports an earlier loss: this one is no new failure
+                    refusal = Refusal(policy="report", reason=describe(error))
                 except Exception as error:  # noqa: BLE001  voted on: a process that does not vote stops the others
                     refusal = self._outcomes.refused(work.save, work.tier, error)
             try:
@@ -140,7 +142,7 @@ class Voting:
 
     def _veto(self, work: TierWork, error: Exception) -> SaveProtocol:
         """Puts this process's veto where process 0 finds it, if it comes yet, and waits for nobody."""
-        ballot, judge = self.veto_of(describe(error))
+        ballot, judge = self.veto_of(error)
         try:
             yield Veto(work.channel, work.save.name, ballot, judge)
         except CheckpointError:
@@ -223,11 +225,12 @@ class Voting:
         """What this process knows of process 0's decisions, for a message to it."""
         return self._log.state()
 
-    def veto_of(self, reason: str) -> tuple[Any, Callable[[list[Any]], Any]]:
+    def veto_of(self, error: BaseException) -> tuple[Any, Callable[[list[Any]], Any]]:
         """The ballot of a process that raised in `save`, and process 0's verdict where it is that process."""
-        refusal = ["veto", reason]
+        reason = describe(error)
+        refusal = ["report" if isinstance(error, SaveFailedError) else "veto", reason]
         # Out of turn: an earlier save of the channel may still be undecided on process 0.
-        verdict = {"refusal": ["veto", f"process {self._process}: {reason}"], "more": {}, "held": None}
+        verdict = {"refusal": [refusal[0], f"process {self._process}: {reason}"], "more": {}, "held": None}
 
         def judge(_: list[Any]) -> dict[str, Any]:
             return {"verdict": verdict, "news": self._log.news([]), "early": True}

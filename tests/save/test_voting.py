@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from ckptkit.durable.lifecycle.epochs import Ancestry
+from ckptkit.errors import SaveFailedError
 from ckptkit.model.manifest import SaveId
 from ckptkit.save.commit_log import CommitLog
 from ckptkit.save.ledger import Ledger
@@ -181,3 +182,14 @@ def test_refusals_are_joined_with_the_worst_policy() -> None:
     """A save that a process vetoed would count as one that came too early, and nobody would be told."""
     assert joined([None, None]) is None
     assert joined([["skip", "early"], None, ["veto", "full"]]) == ["veto", "process 0: early; process 2: full"]
+
+
+def test_report_of_an_earlier_loss_is_no_new_failure(pair: Pair) -> None:
+    """Each process would raise for the report of the one before, and no save would ever be taken again."""
+    report = SaveFailedError("process 0: the save raised: step 4 was not committed")
+    works = pair.save(5, (None, report))
+    assert [work.done[-2:] for work in works] == [["drop", "release"]] * 2
+    assert [kind for process in pair.processes for kind, *_ in process.reports] == ["skipped", "skipped"]
+    _, judge = pair.processes[0].voting.veto_of(report)
+    assert judge([])["verdict"]["refusal"][0] == "report"
+    assert joined([["report", "x"], ["veto", "full"]]) == ["veto", "process 0: x; process 1: full"]

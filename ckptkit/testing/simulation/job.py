@@ -11,7 +11,7 @@ from typing import Any, final
 
 from ckptkit.durable.lifecycle.epochs import EpochRecords
 from ckptkit.errors import CorruptCheckpointError, StoreError
-from ckptkit.job.meeting import Delete, Get, Listing, Now, Pause, Put
+from ckptkit.job.meeting import _VERDICT_SPARE_S, Delete, Get, Listing, Now, Pause, Put
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE, PEER, RAM, SSD
 from ckptkit.save.protocol import Agree, Ask, Do, Idle, Recall, SideBySide, Sleep, Veto, Wait
@@ -234,7 +234,8 @@ class SimJob:
             return [("settle",), ("restore", self.rng.choice([None, *steps[-2:]]))]
         due = {RAM}
         due |= {tier for tier in (SSD, DURABLE, PEER) if tier in every and self.rng.random() < 0.4}
-        if chance < 0.13:
+        if chance < 0.13:  # a fault too: a verdict is waited for until the timeout, and a moment
+            self._quiet_from_s = max(self._quiet_from_s, self.scheduler.now_s + self.timeout_s + _VERDICT_SPARE_S)
             return [("misses a call", self.rng.randrange(len(self.processes)), frozenset(due), nonce, False)]
         return [
             ("train", self.rng.choice((0.05, 0.5, 1.0, 1.0))),
