@@ -92,7 +92,9 @@ def test_metrics_are_copied_at_the_call_of_save(run: Run) -> None:
         metrics["loss"] = 7.0
         assert manager.best_step() == 1
         manager.wait_until_finished()
-        assert [record.step for record in manager.steps() if "durable" in record.tiers] == [1]
+        assert [record.step for record in manager.steps() if "durable" in record.tiers] == [1, 2], (
+            "the best, and the newest"
+        )
         assert manager.metrics(1) == {"loss": 1.0}
         assert manager.metadata(1).custom_metadata == {"of": ["step 1"]}
 
