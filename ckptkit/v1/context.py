@@ -25,7 +25,7 @@ _READ = "memory.read_concurrent_bytes"
 #   profile   our own writer and reader obey what the constructor got; another value in a save counts as `save`.
 #   call      obeyed by each call.
 #   refused   a ValueError that names the field.
-#   unused    without effect in Orbax, too, but for a layout that is refused.
+#   unused    without effect in Orbax, too, but for a layout and a backend (Pathways) that are refused.
 RULES: Final[Mapping[str, Rule]] = {
     "array.loading.enable_padding_and_truncation": "restore",
     "array.loading.load_and_broadcast_options.broadcast_memory_limit_bytes": "shared",
@@ -72,7 +72,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "multiprocessing.active_processes": "made",
     "multiprocessing.barrier_sync_key_prefix": "made",
     "multiprocessing.primary_host": "made",
-    "pathways.checkpointing_impl": "refused",
+    "pathways.checkpointing_impl": "unused",
     "pytree.loading.partial_load": "call",
     "pytree.saving.pytree_metadata_options.support_rich_types": "save",
     "safetensors.max_over_read_ratio": "unused",
@@ -112,8 +112,11 @@ def _same(value: Any, base: Any) -> bool:
 def checked_context(context: orbax_v1.Context) -> orbax_v1.Context:
     """The context; raises ValueError for a field that a `Checkpointer` cannot obey."""
     changed = changed_fields(context, orbax_v1.Context())
+    refused = {name for name, rule in RULES.items() if rule == "refused"}
+    if orbax_v1.multihost.is_pathways_backend():  # MaxText sets the field on every backend
+        refused.add("pathways.checkpointing_impl")
     for name, value in changed.items():
-        if RULES[name] == "refused":
+        if name in refused:
             raise ValueError(
                 f"Context.{name}={value!r}: a ckptkit Checkpointer cannot obey it; leave it at Orbax's default, or use "
                 "Orbax's own Checkpointer"

@@ -133,7 +133,6 @@ def test_options_of_the_manager_are_those_of_the_constructor(tmp_path: Path) -> 
     [
         ({"checkpoint_layout": "safetensors"}, "checkpoint_layout=SAFETENSORS"),
         ({"memory__expected_surge_bytes": 1}, "Context.memory.expected_surge_bytes=1"),
-        ({"pathways__checkpointing_impl": object()}, "Context.pathways.checkpointing_impl"),
         ({"file__path_class": Path}, "Context.file.path_class"),
     ],
 )
@@ -146,6 +145,16 @@ def test_field_that_cannot_be_obeyed_is_refused(tmp_path: Path, fields: Any, mes
         for call in (lambda: checkpointer.save(1, STATE), lambda: checkpointer.load(abstract_state=STATE)):
             with pytest.raises(ValueError, match=message):
                 call()
+
+
+def test_pathways_field_is_refused_only_on_pathways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MaxText sets it on every backend: its first save would raise."""
+    context = context_with(pathways__checkpointing_impl=object())
+    with OURS(tmp_path, context=context) as checkpointer:
+        assert checkpointer.save(1, STATE)
+    monkeypatch.setattr(orbax.multihost, "is_pathways_backend", lambda: True)
+    with pytest.raises(ValueError, match=r"Context\.pathways\.checkpointing_impl"):
+        OURS(tmp_path, context=context)
 
 
 def test_padding_is_done_by_orbax(tmp_path: Path) -> None:
