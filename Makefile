@@ -129,18 +129,22 @@ test-newest:
 	.venv-newest/bin/python -m pytest $(VERSION_TESTS)
 
 # Public trainers over ckptkit, each in an environment of its own: docs/migrate.md has the table.
-STRANGERS := artifex keras opifex tunix
+STRANGERS := artifex keras maxtext opifex tunix
 PACKAGES_artifex := flax optax
+PACKAGES_maxtext := flax optax grain pydantic omegaconf pyyaml tensorboardx absl-py etils jsonlines aqtp qwix jaxtyping pathwaysutils \
+  jinja2 huggingface_hub transformers sentencepiece datasets safetensors tokamax drjax pillow tiktoken sympy ml_collections
+PYTHON_maxtext := python3.12
 PACKAGES_opifex := flax optax beartype blackjax calibrax datarax diffrax distrax jaxtyping optimistix pydantic tensorly
 # Installed without their requirements, which are large, and not needed for training.
 LONE_artifex := avitai-artifex==0.1.3
+LONE_maxtext := maxtext==0.2.5
 LONE_opifex := avitai-artifex==0.1.3 opifex==0.2.0
 PACKAGES_keras := keras==3.15.1
 PACKAGES_tunix := google-tunix==0.1.7 transformers==5.4.0 datasets==5.2.0
 strangers: $(STRANGERS:%=stranger-%)
 
 stranger-%:
-	$(PYTHON) -m venv .venv-stranger-$*
+	$(or $(PYTHON_$*),$(PYTHON)) -m venv .venv-stranger-$*
 	.venv-stranger-$*/bin/python -m pip install --quiet --disable-pip-version-check $(PACKAGES_$*) pytest -e .
 	.venv-stranger-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(LONE_$*) -e .
 	.venv-stranger-$*/bin/python -m pytest -o addopts= -o faulthandler_timeout=1200 -k $* tests/strangers

@@ -14,7 +14,13 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = {"artifex": "artifex_nnx.py", "keras": "keras_fit.py", "opifex": "opifex_store.py", "tunix": "tunix_peft.py"}
+SCRIPTS = {
+    "artifex": "artifex_nnx.py",
+    "keras": "keras_fit.py",
+    "maxtext": "maxtext_train.py",
+    "opifex": "opifex_store.py",
+    "tunix": "tunix_peft.py",
+}
 KILLED_AFTER = 3
 ROOT = Path(__file__).parents[2]
 
