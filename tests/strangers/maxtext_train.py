@@ -39,7 +39,7 @@ def main(run: Run) -> None:
     saving = [f"base_output_directory={run.root}", "run_name=r", "enable_checkpointing=true", "checkpoint_period=1"]
     run.kill_once_committed()
     train.main([sys.argv[0], str(settings), *saving, f"steps={STEPS}", *SMALL])
-    run.report(first, jax.tree.leaves(orbax.load(steps / str(STEPS - 1), checkpointable_name="items")))
+    run.report(first, jax.tree.leaves(orbax.load(str(steps / str(STEPS - 1)), checkpointable_name="items")))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class Run:
         """Prints the step after the restore, its tiers, the tiers of all saves, and a digest of the end's bits."""
         digest = hashlib.sha256()
         for leaf in leaves:
-            is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             digest.update(np.asarray(jax.random.key_data(leaf) if is_key else leaf).tobytes())
         tiers = sorted({tier for tier, _ in self.committed})
         print(json.dumps({"first": first, "sources": self.sources, "tiers": tiers, "bits": digest.hexdigest()}))
