@@ -144,6 +144,11 @@ class DurableSteps:
         latest = self._writer if self._views.is_behind(self.stock.orbax) else self.stock.orbax
         return [] if latest is None else list(self._views.seen(latest).all_steps())
 
+    @property
+    def writes_itself(self) -> bool:
+        """Whether our own writer writes what it can; the caller's options may leave every step to Orbax."""
+        return not self._orbax_writes
+
     def reader(self, step: int, proves: Proves = prove_all) -> DurableReader:
         """A reader of one step, which proves the cells that `proves` chooses."""
         try:

@@ -27,6 +27,7 @@ from ckptkit.durable.cells.tensorstore_wait import small_objects
 from ckptkit.durable.cells.writer import CellWriter, merge_processes, process_directory
 from ckptkit.durable.commit import BucketAttempt, DiskAttempt, make_attempt
 from ckptkit.durable.orbax import files as orbax_files
+from ckptkit.durable.orbax.file_items import FilesSave
 from ckptkit.durable.orbax.host_shards import HostShards, HostTreeSave, shards_of
 from ckptkit.durable.orbax.manager import METRICS_ITEM
 from ckptkit.durable.orbax.text_leaf import STRINGS_FILE, strings_text
@@ -45,8 +46,8 @@ _PUTS = 8  # small files on their way at a time, beside the data
 
 
 def is_writable(items: Mapping[str, Any]) -> bool:
-    """Whether these save arguments are of the kinds that are written here: trees of `host_tree`, and JSON."""
-    return all(isinstance(item, HostTreeSave | ocp.args.JsonSave) for item in items.values())
+    """Whether these save arguments are of the kinds that are written here: trees of `host_tree`, JSON, and files."""
+    return all(isinstance(item, HostTreeSave | ocp.args.JsonSave | FilesSave) for item in items.values())
 
 
 def refuse_unwritable(records: Iterable[LeafRecord]) -> None:
@@ -191,6 +192,10 @@ class StepWriter:
                         puts.append(pool.submit(put, f"{item}/{file}", json.dumps(args.item).encode()))
                         puts.append(pool.submit(put, *_item_mark(item, place)))
                     continue
+                if isinstance(args, FilesSave):
+                    files = {f"{item}/{file}": data for file, data in args.files.items()}
+                    puts += [pool.submit(put, *each) for each in [*files.items(), _item_mark(item, place)]]
+                    continue
                 files = self._side_files(args)
                 puts += [pool.submit(put, f"{item}/{file}", data) for file, data in files.items()]
                 del files  # a manifest and more: it goes with the put
@@ -251,7 +256,7 @@ class StepWriter:
     ) -> None:
         """Joins the parts, and says of each item and of the step that it is whole; it is not committed yet."""
         store = self._small(place)
-        trees = [item for item, args in items.items() if not isinstance(args, ocp.args.JsonSave)]
+        trees = [item for item, args in items.items() if isinstance(args, HostTreeSave)]
         if self._coordinator.count > 1:
             for item in trees:
                 merge_processes(f"{place}/{item}", self._coordinator.count, self._profile)

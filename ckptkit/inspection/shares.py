@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from ckptkit.durable.sidecars import (
     has_sidecar_sign,
@@ -28,6 +29,7 @@ from ckptkit.model.manifest import LeafRecord, Manifest, ManifestDepth, SaveId
 from ckptkit.slots.latest_pointer import lost_newest
 from ckptkit.slots.reader import read_manifest
 
+_SMALL_KINDS: Mapping[str, Literal["grain", "other"]] = {"grain": "grain", "files": "other"}
 _READ_THREADS = 8
 _MARKER_S = 20.0  # for a marker, which is rarely asked for
 
@@ -170,7 +172,7 @@ def items_of_manifest(manifest: Manifest) -> tuple[Item, ...]:
         for name, leaves in manifest.arrays.items()
     ]
     inline = [
-        Item(name=name, kind="grain" if stored["kind"] == "grain" else "json", layout="inline", value=stored["value"])
+        Item(name=name, kind=_SMALL_KINDS.get(stored["kind"], "json"), layout="inline", value=stored["value"])
         for name, stored in manifest.inline.items()
         if name not in manifest.arrays  # else its empty nodes
     ]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
+from ckptkit.durable.orbax.file_items import FilesSave, written_by
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
 from ckptkit.durable.orbax.preservation import prunes
 from ckptkit.durable.write_step import refuse_unwritable
@@ -21,9 +23,11 @@ from ckptkit.manager.orbax_compat import Spans
 from ckptkit.manager.settings import Settings
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
+from ckptkit.save.ledger import StepRecord
 from ckptkit.save.records import Admission, Ticket
 from ckptkit.snapshot.describe import Description
 from ckptkit.snapshot.items import SaveItems, abstract_trees, as_it_is, save_items
+from ckptkit.snapshot.small_items import INLINE_BYTES_MAX
 from ckptkit.util.clock import Deadline
 
 _log = logging.getLogger("ckptkit")
@@ -92,6 +96,7 @@ class Saver:
         self._metadata_index = components.history.metadata_index
         self._pipeline = components.pipeline
         self._said: set[str] = set()  # items of which it was said that fast tiers do not hold them
+        self._too_large: set[str] = set()  # items whose handlers wrote more than a manifest holds
 
     @contextmanager
     def entered(self, step: int) -> Iterator[Call]:
@@ -151,8 +156,8 @@ class Saver:
             # It may have been taken before, and may come to nothing yet: all processes have to know that alike.
             self._pipeline.run(self._pipeline.settle(Deadline(self._timeout_s)))
         self._pipeline.raise_if_closed()
-        again = request.last is not None and request.last.again
-        if not again and any(record.step == step for record in self._branch.records()):
+        there = [record for record in self._branch.records() if record.step == step]
+        if there and not self._may_repeat(request, there):
             raise StepAlreadyExistsError(
                 f"step {step} exists already in {self._durable.url} or its fast tiers; restore an earlier step, or "
                 f"call delete({step}), before it is saved again"
@@ -176,6 +181,14 @@ class Saver:
         with call.spans.measured("checkpointer_blocking"):
             self._begin(ticket, captured, due, request, turn, call)
         return True
+
+    def _may_repeat(self, request: Request, there: Sequence[StepRecord]) -> bool:
+        """Whether a step that was saved is saved again: with `force`, one that only fast tiers hold. A script that
+        forces its last step counts on its being in the durable root, and knows nothing of the tiers."""
+        if request.last is not None:
+            return request.last.again
+        fast_alone = all(record.state == "committed" and DURABLE not in record.tiers for record in there)
+        return request.force and fast_alone
 
     def _begin(
         self,
@@ -219,17 +232,28 @@ class Saver:
     def _capture(self, request: Request, due: frozenset[str]) -> tuple[_Captured, frozenset[str]]:
         """What the save holds, taken now, and the tiers that can hold it of those in which it is due."""
         stock = self._durable.stock
-        handlers = [stock.handler(name, arg) for name, arg in request.args.items()]
+        handlers = {name: stock.handler(name, arg) for name, arg in request.args.items()}
+        as_files: set[str] = set()
+
+        def write_files(name: str, arg: Any) -> FilesSave | None:
+            if jax.process_count() > 1 or not self._durable.writes_itself or name in self._too_large:
+                return None  # a handler of several processes expects one directory for all
+            handler = handlers[name] if arg is request.args[name] else stock.handler(name, arg)
+            found = written_by(handler, arg, bytes_max=INLINE_BYTES_MAX)
+            (self._too_large if found is None else as_files).add(name)
+            return found
+
         kept_metrics = self._options.best_fn is not None and not self._options.prevent_write_metrics
         held = save_items(
             request.args,
             default_item=request.default_item,
             metrics=request.metrics if kept_metrics else None,
             custom_metadata=request.custom_metadata,
+            write_files=write_files,
         )
         foreign = any(
-            not stock.is_plain(handler) and getattr(arg, "by_handler", True)
-            for handler, arg in zip(handlers, request.args.values(), strict=True)
+            name not in as_files and not stock.is_plain(handlers[name]) and getattr(arg, "by_handler", True)
+            for name, arg in request.args.items()
         )
         if isinstance(held, str):
             captured = _Captured(held=None, description=None, foreign=foreign)

@@ -9,6 +9,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
+from ckptkit.durable.orbax.file_items import read_by
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.events import EventLog, Kind
@@ -22,7 +23,7 @@ from ckptkit.restore.plan import Key, RestorePlan, plan_restore
 from ckptkit.restore.prepare import Prepared
 from ckptkit.restore.read import OnRejected, execute
 from ckptkit.restore.request import RestoreRequest
-from ckptkit.snapshot.small_items import give_back
+from ckptkit.snapshot.small_items import FILES, files_in, give_back
 from ckptkit.util.gc_pause import collection_paused
 from ckptkit.util.pages import empty_block
 
@@ -122,7 +123,7 @@ class LocalRead:
             placed = [proven.leaves[target.key] for target in prepared.targets if target.key[0] == item]
             items[item] = prepared.answers[item].finished(placed)
         for name, stored in prepared.inline.items():
-            items[name] = give_back(stored, prepared.asked.inline[name])
+            items[name] = self._small_item(name, stored, prepared.asked.inline[name])
         if prepared.asked.orbax:
             assert self._durable is not None
             plain = [name for name, arg in prepared.asked.orbax.items() if arg is None]
@@ -132,6 +133,12 @@ class LocalRead:
             if args:
                 items |= stock_restore.restore_items(self._durable, save_id.step, args)
         return items
+
+    def _small_item(self, name: str, stored: Mapping[str, Any], arg: Any) -> Any:
+        if stored["kind"] != FILES:
+            return give_back(stored, arg)
+        assert self._durable is not None
+        return read_by(self._durable.stock.handler(name, arg), arg, files_in(stored))
 
     def rejected(self, save_id: SaveId, proves: VerifySelection) -> OnRejected:
         """What is told of sources that prove bad: an event. What a sample finds is raised at once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +10,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from ckptkit.durable.orbax.file_items import FilesSave
 from ckptkit.durable.orbax.manager import METRICS_ITEM
 from ckptkit.durable.orbax.text_leaf import TextLeaf, can_be_stored
 from ckptkit.snapshot.describe import leaf_path
 from ckptkit.snapshot.empty_nodes import empty_nodes
-from ckptkit.snapshot.small_items import STRUCTURE, capture
+from ckptkit.snapshot.small_items import STRUCTURE, capture, captured_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +35,22 @@ class SaveItems:
         return {"standard": item in self.standard, "custom_metadata": self.tree_metadata.get(item)}
 
 
+WriteFiles = Callable[[str, Any], FilesSave | None]
+
+
 def save_items(
-    args: Mapping[str, Any], *, default_item: bool, metrics: Any = None, custom_metadata: Any = None
+    args: Mapping[str, Any],
+    *,
+    default_item: bool,
+    metrics: Any = None,
+    custom_metadata: Any = None,
+    write_files: WriteFiles = lambda name, arg: None,
 ) -> SaveItems | str:
     """The items of `args` (by name), or the name of one that only Orbax's own handlers can hold.
 
-    `metrics` are those that are to be found again at a restart, None for none. Raises what the caller's values
-    raise when they are captured (JSON that is none, say).
+    `metrics` are those that are to be found again at a restart, None for none. `write_files` has an item's handler
+    write it; None where that has to be left to Orbax. Raises what the caller's values raise when they are captured
+    (JSON that is none, say), and what handlers raise.
     """
     trees: dict[str, Any] = {}
     inline: dict[str, Mapping[str, Any]] = {}
@@ -59,8 +69,17 @@ def save_items(
                 inline[name] = {"kind": STRUCTURE, "value": empty}
         elif (captured := capture(arg)) is not None:
             inline[name], durable[name] = captured
+        elif (files := write_files(name, arg)) is not None:
+            inline[name], durable[name] = captured_files(files)
         else:
             return name
+    if any(isinstance(arg, FilesSave) for arg in durable.values()):  # then the step is our own writer's
+        for name, arg in durable.items():
+            if not isinstance(arg, FilesSave | ocp.args.JsonSave):
+                files = write_files(name, arg)
+                if files is None:
+                    return name
+                durable[name] = files
     if metrics is not None:
         inline[METRICS_ITEM] = {"kind": "metrics", "value": metrics}
     return SaveItems(

@@ -1,4 +1,5 @@
-"""Items that are small enough to stand in a manifest: JSON, data iterators, single arrays, random keys, metrics.
+"""Items that are small enough to stand in a manifest: JSON, data iterators, single arrays, random keys, metrics, and
+the files of other handlers.
 
 `capture` takes the value as it is now, in two forms: plain values for manifests, and arguments for the durable tier
 that no later change of the caller's object reaches. `give_back` makes the item of the plain values again.
@@ -16,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from ckptkit.durable.orbax.file_items import FilesSave
 from ckptkit.durable.orbax.shardings import sharding_of_text, sharding_text
 
 INLINE_BYTES_MAX = 16 << 20  # manifests are read whole at every start
 STRUCTURE = "structure"  # the empty nodes of an array item, under that item's name: no item of its own
+FILES = "files"
 Captured = tuple[Mapping[str, Any], Any]  # for manifests; Orbax's arguments
 
 
@@ -43,6 +46,17 @@ def capture(arg: Any) -> Captured | None:
     return None
 
 
+def captured_files(saved: FilesSave) -> Captured:
+    """The small item of what a handler wrote."""
+    texts = {name: base64.b64encode(data).decode() for name, data in saved.files.items()}
+    return {"kind": FILES, "value": texts}, saved
+
+
+def files_in(stored: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of a stored small item of kind `files`, by their paths."""
+    return {name: base64.b64decode(text) for name, text in stored["value"].items()}
+
+
 class _FrozenIterator:
     """A data iterator's state as it was when the step was saved, in the form that Grain's Orbax handler writes."""
 
@@ -56,7 +70,7 @@ class _FrozenIterator:
 
 def gives_back(kind: str, arg: Any) -> bool:
     """Whether `give_back` can do what a restore argument asks of a stored small item; None asks for what was saved."""
-    if arg is None:
+    if arg is None or kind == FILES:
         return True
     if kind == "grain":
         return is_grain(arg)

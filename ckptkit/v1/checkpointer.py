@@ -9,6 +9,7 @@ from typing import Any, final
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 from orbax.checkpoint.experimental import v1 as orbax_v1
 from orbax.checkpoint.experimental.v1.training import CheckpointMetadata, RootMetadata, errors
 from orbax.checkpoint.experimental.v1.training import preservation_policies as preserving
@@ -180,13 +181,18 @@ class Checkpointer:
         if overwrite:
             with suppress(StepNotFoundError):
                 self._manager.delete(step)
-        elif step in self._manager.all_steps():
+        elif not force and step in self._manager.all_steps():
             raise errors.StepAlreadyExistsError(f"Step {step} already exists.")
         context = self._active_context()
         refuse_unlike(context, self._context)
         args = save_args(context, checkpointables, self._profile)
         with context:
-            taken = self._manager.save(step, args=args, metrics=metrics, force=force, custom_metadata=custom_metadata)
+            try:
+                taken = self._manager.save(
+                    step, args=args, metrics=metrics, force=force, custom_metadata=custom_metadata
+                )
+            except StepAlreadyExistsError as error:  # also with `force`, where the durable tier has the step
+                raise errors.StepAlreadyExistsError(f"Step {step} already exists.") from error
         return Response(self._finished) if taken else None
 
     def load(self, step: Step = None, abstract_state: Any = None, *, checkpointable_name: str = STATE) -> Any:

@@ -35,6 +35,7 @@ from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import LeafRecord, Manifest, SaveId, cell_ranges, digest_of
 from ckptkit.model.paths import STEP_METADATA
 from ckptkit.snapshot.empty_nodes import empties_of
+from ckptkit.snapshot.small_items import FILES, files_in
 from ckptkit.verification.pool import CellCheck, Limits, check_cells
 from ckptkit.verification.records import Finding, StepProof
 from ckptkit.verification.slots import not_covered
@@ -147,16 +148,18 @@ def _look(place: Place, step: int, timeout_s: float) -> _Looked:
     items, handlers = items_of(place), item_handlers(place)
     if not items:
         findings.append(Finding(path=place.url, problem=f"{place.url} is a step without any item"))
-    for item in items:
-        if not _said(findings, item.url, partial(_sidecars_into, sidecars, item, step)):
-            continue
+    readable_items = [
+        item for item in items if _said(findings, item.url, partial(_sidecars_into, sidecars, item, step))
+    ]
+    first = next((manifests[0] for manifests in sidecars.values()), None)
+    as_files = set() if first is None else {name for name, each in first.inline.items() if each["kind"] == FILES}
+    for item in readable_items:
         if (manifests := sidecars.get(item.name)) is not None:
             checks += _our_checks(DurableReader(step_url_of(place, item), step=step), item, manifests)
             _said(findings, item.url, partial(_check_structure, item, manifests, timeout_s, findings))
-        else:
+        elif item.name not in as_files:  # the others are compared file by file
             handler = handlers.get("" if item is place else item.name, "")
             _said(findings, item.url, partial(_stock_into, kinds, stock, item, handler))
-    first = next((manifests[0] for manifests in sidecars.values()), None)
     if mixed := several_saves(place.url, (manifests[0].save_id for manifests in sidecars.values())):
         findings.append(Finding(path=place.url, problem=mixed))
     _said(findings, place.url, lambda: _check_step_metadata(place, items, stock.notes))
@@ -344,6 +347,9 @@ def _check_inline(
             findings.append(Finding(path=place.url, problem=f"{place.url}: item {name} is gone"))
         elif stored["kind"] == "grain":
             findings += _iterator_findings(item, manifests, small.get(name))
+        elif stored["kind"] == FILES:
+            wrong = [file for file, data in sorted(files_in(stored).items()) if item.read(file) != data]
+            findings += [Finding(path=item.url, problem=f"{item.url}/{file} is not what was saved") for file in wrong]
         elif stored["kind"] not in ("json", "metrics"):
             continue
         elif item_kind(item) != "json":

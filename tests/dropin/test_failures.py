@@ -183,18 +183,18 @@ def test_skipped_save_reports_its_reason(tmp_path: Path) -> None:
     assert reasons == [(5, why), (3, why)]
 
 
-def test_failure_of_a_custom_item_is_reported(tmp_path: Path) -> None:
-    """A step that Orbax writes with the caller's handler would be missing in silence."""
+def test_failure_of_a_save_by_orbax_is_reported(tmp_path: Path) -> None:
+    """A step that only Orbax writes (text under a name with a slash) would be missing in silence."""
     Break.errors = {1: [full()]}
     with manager_of(tmp_path, []) as manager:
         for step in range(3):
-            assert manager.save(step, args=args.PyTreeSave({"name": "text", "w": np.arange(3) + step}))
+            assert manager.save(step, args=args.PyTreeSave({"a/b": "text", "w": np.arange(3) + step}))
             if step == 1:
                 with pytest.raises(ckptkit.SaveFailedError, match="step 1 was not committed to tier durable"):
                     manager.wait_until_finished()
         manager.wait_until_finished()
         assert list(manager.all_steps()) == [0, 2]
-        assert manager.restore(2)["name"] == "text"
+        assert manager.restore(2)["a/b"] == "text"
 
 
 def test_a_synchronous_save_raises_what_failed(tmp_path: Path) -> None:
@@ -238,10 +238,10 @@ def test_busy_durable_tier_does_not_block_age_check_or_our_step(tmp_path: Path, 
         manager._pipeline._writer.drain()
         assert not go.is_set()
         threading.Timer(0.1, go.set).start()
-        assert manager.save(2, args=args.PyTreeSave({"name": "text", "w": np.arange(3)}))
+        assert manager.save(2, args=args.PyTreeSave({"a/b": "text", "w": np.arange(3)}))
         manager.wait_until_finished()
         assert manager.all_steps() == ([0, 1, 2] if tiers else [0, 2])
         assert [record.state for record in manager.steps()] == ["committed"] * (3 if tiers else 2)
-        assert manager.restore(2)["name"] == "text"
+        assert manager.restore(2)["a/b"] == "text"
     skipped = [(event.step, event.fields["policy"]) for event in events if event.kind == ckptkit.Kind.SKIPPED]
     assert skipped == [(1, "skip")]

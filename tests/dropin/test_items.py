@@ -225,9 +225,9 @@ def test_custom_item_type_is_saved_and_restored(manager_of: Any, tmp_path: Path)
         found = manager.restore(1, args=args.Composite(note=NoteRestore(), state=args.StandardRestore()))
         assert found.note == Note("at 1")
         assert_same(found.state, make_state(1))
-        assert {record.tiers for record in manager.steps()} == {("durable",)}
-    said = [e.fields["reason"] for e in events if e.kind == ckptkit.Kind.DEGRADED]
-    assert len(said) == bool(manager._settings.tiers)
+        fast = tuple(tier.name for tier in manager._settings.tiers)
+        assert {record.tiers for record in manager.steps()} == {("durable", *fast)}
+    assert [e.fields["reason"] for e in events if e.kind == ckptkit.Kind.DEGRADED] == []
     with stock_of(tmp_path, handler_registry=registry) as stock:
         assert stock.restore(2, args=args.Composite(note=NoteRestore())).note == Note("at 2")
 
@@ -344,3 +344,20 @@ def test_manager_is_an_orbax_abstract_checkpoint_manager(manager_of: Any) -> Non
     with manager_of() as manager:
         assert ocp.AbstractCheckpointManager in type(manager).__mro__
         assert not getattr(type(manager), "__abstractmethods__", None)
+
+
+def test_forced_save_adds_the_durable_tier(tmp_path: Path) -> None:
+    """A script forces its last step, which its own policy had not asked for, and the ramdisk held it already."""
+    options = ocp.CheckpointManagerOptions(save_interval_steps=10)
+    tiers = [ckptkit.Tier.ram(str(tmp_path / "ram"), slots=3)]
+    with ckptkit.CheckpointManager(tmp_path / "run", options=options, tiers=tiers) as manager:
+        for step in range(6):
+            assert manager.save(step, args=args.StandardSave(make_state(step)))
+        assert manager.save(5, args=args.StandardSave(make_state(5)), force=True)
+        manager.wait_until_finished()
+        with pytest.raises(ValueError, match="step 5 exists already"):
+            manager.save(5, args=args.StandardSave(make_state(5)), force=True)
+        assert_same(manager.restore(5, args=args.StandardRestore()), make_state(5))
+    with stock_of(tmp_path) as stock:
+        assert stock.all_steps() == [0, 5]
+        assert_same(stock.restore(5, args=args.StandardRestore(make_state(5))), make_state(5))

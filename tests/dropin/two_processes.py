@@ -97,14 +97,14 @@ def items_and_policies(job: Job) -> list[int]:
         assert manager.metadata(3).item_handlers["default"].endswith("StandardCheckpointHandler")
         assert manager.restore(3, args=args.StandardRestore())["step"] == 3
     with job.manager("run", ram={}) as manager:
-        # Text is of a kind that only Orbax's handlers hold: on the caller's thread, between steps of our own.
+        # Text under such a name is Orbax's to write: on the caller's thread, between steps of our own.
         for step in range(4, 8):
-            given = args.PyTreeSave({**job.state(step), **({"name": "text"} if step % 2 else {})})
+            given = args.PyTreeSave({**job.state(step), **({"a/b": "text"} if step % 2 else {})})
             assert manager.save(step, args=given)
         manager.wait_until_finished()
         assert manager.all_steps() == [0, 3, 4, 5, 6, 7]
         found = manager.restore(7)
-        assert found["name"] == "text"
+        assert found["a/b"] == "text"
         assert shards(found["w"]) == shards(job.state(7)["w"])
         return manager.all_steps()
 

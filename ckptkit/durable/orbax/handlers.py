@@ -16,6 +16,7 @@ from orbax.checkpoint import type_handlers
 from orbax.checkpoint.checkpoint_manager import CheckpointManager as OrbaxManager  # `patch_orbax` replaces `ocp`'s
 
 from ckptkit.durable.orbax import files as orbax_files
+from ckptkit.durable.orbax.file_items import FilesSave
 from ckptkit.durable.orbax.host_shards import HostShards, HostTreeSave, StandardTreeSave, shards_of
 from ckptkit.durable.orbax.manager import QuietLogger, delete_mark_first, strike_foreign
 from ckptkit.model import paths
@@ -130,6 +131,8 @@ def write_sidecar_sign(directory: Any) -> None:
 
 def handler_name(item: Any) -> str:
     """The handler of Orbax that reads an item, as the step's metadata names it."""
+    if isinstance(item, FilesSave):
+        return item.handler
     if isinstance(item, StandardTreeSave):
         return ocp.StandardCheckpointHandler.typestr()
     return (ocp.JsonCheckpointHandler if isinstance(item, ocp.args.JsonSave) else ocp.PyTreeCheckpointHandler).typestr()

@@ -28,7 +28,7 @@ def _inflicted(kind: str, pattern: str, how: DamageKind, state: StepState, path:
     return StrangeRoot(name=name, line=line, build=build)
 
 
-_BESIDE_ARRAYS: Final = ("data/metadata", "meta/data.json", "state/_METADATA")
+_BESIDE_ARRAYS: Final = ("data/metadata", "meta/data.json", "state/_METADATA", "state/_strings.json")
 
 # Every kind of file of ckptkit's saves, and the files of stock Orbax's saves of which damage is found by reading.
 _FILES: Final[list[tuple[str, str, DamageKind, StepState, str]]] = [

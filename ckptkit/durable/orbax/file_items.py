@@ -1,0 +1,66 @@
+"""Items that only a handler of Orbax, or of the caller, can write: it writes files, and we hold what is in them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+_MEMORY = "/dev/shm"  # a file of a small item takes no turn of a disk
+
+
+@dataclass
+class FilesSave(ocp.args.CheckpointArgs):
+    """The files of an item by their paths below it, as `handler` has written them."""
+
+    files: Mapping[str, bytes]
+    handler: str  # its name, for the step's metadata
+
+
+def written_by(handler: Any, arg: Any, *, bytes_max: int) -> FilesSave | None:
+    """What a handler of Orbax writes for a save argument; None for more than `bytes_max`, and for links.
+
+    Raises what the handler raises. Cost: what the handler costs, and a copy of its files.
+    """
+    with _directory() as place:
+        handler.save(place, args=arg)
+        handler.finalize(place)
+        found: dict[str, bytes] = {}
+        left_bytes = bytes_max
+        for path in sorted(_files_below(place)):
+            left_bytes -= os.path.getsize(path)
+            if left_bytes < 0 or os.path.islink(path):
+                return None
+            with open(path, "rb") as file:
+                found[os.path.relpath(path, place)] = file.read()
+        return FilesSave(found, handler.typestr())  # pyright: ignore[reportCallIssue]
+
+
+def read_by(handler: Any, arg: Any, files: Mapping[str, bytes]) -> Any:
+    """What a handler of Orbax restores from these files. Raises what it raises."""
+    with _directory() as place:
+        for name, data in files.items():
+            path = os.path.join(place, name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "wb") as file:
+                file.write(data)
+        return handler.restore(place) if arg is None else handler.restore(place, args=arg)
+
+
+@contextmanager
+def _directory() -> Iterator[epath.Path]:
+    home = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="ckptkit-item-", dir=home) as place:
+        below = epath.Path(place) / "item"
+        below.mkdir()
+        yield below
+
+
+def _files_below(place: epath.Path) -> list[str]:
+    return [os.path.join(directory, name) for directory, _, names in os.walk(place) for name in names]

@@ -1,0 +1,135 @@
+"""Items that only a handler can write: held by every tier, proven, and given back to the handler."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from ckptkit.verification import verify
+
+A = ocp.args
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+STATE = {"w": jnp.arange(4.0)}
+
+
+class StoryHandler(ocp.CheckpointHandler):
+    """A handler of the caller's own: one file, and one in a directory."""
+
+    def save(self, directory: Any, args: Any) -> None:
+        (directory / "notes").mkdir()
+        (directory / "notes" / "one.txt").write_text(args.text)
+        (directory / "length").write_bytes(bytes([len(args.text)]))
+
+    def restore(self, directory: Any, args: Any = None) -> str:
+        text = (directory / "notes" / "one.txt").read_text()
+        assert (directory / "length").read_bytes() == bytes([len(text)])
+        return text
+
+
+class _Story(A.CheckpointArgs):
+    def __init__(self, text: str = ""):
+        self.text = text
+
+
+@ocp.args.register_with_handler(StoryHandler, for_save=True)
+class StorySave(_Story):
+    pass
+
+
+@ocp.args.register_with_handler(StoryHandler, for_restore=True)
+class StoryRestore(_Story):
+    pass
+
+
+def manager(root: Path, **options: Any) -> ckptkit.CheckpointManager:
+    return ckptkit.CheckpointManager(root / "run", tiers=[ckptkit.Tier.ram(str(root / "ram"), slots=2)], **options)
+
+
+def saved(root: Path, **others: Any) -> Path:
+    with manager(root) as made:
+        made.save(1, args=A.Composite(state=A.StandardSave(STATE), story=StorySave("once"), **others))
+        made.wait_until_finished()
+    return root
+
+
+def lose_all_but(root: Path, left: str) -> None:
+    shutil.rmtree(root / "ram") if left == "durable" else shutil.rmtree(root / "run" / "1")
+
+
+@pytest.mark.parametrize("left", ["ram", "durable"])
+def test_item_of_a_handler_is_held_by_each_tier(left: str, tmp_path: Path) -> None:
+    """One odd item moved the whole step out of the ramdisk, and to Orbax on the thread of the step loop."""
+    lose_all_but(saved(tmp_path), left)
+    with manager(tmp_path) as made:
+        found = made.restore(1, args=A.Composite(state=A.StandardRestore(STATE), story=StoryRestore()))
+        assert found["story"] == "once"
+        assert (found["state"]["w"] == STATE["w"]).all()
+
+
+def test_items_beside_that_of_a_handler_are_written_with_it(tmp_path: Path) -> None:
+    """Random keys and single arrays have handlers of Orbax, which would write the whole step."""
+    key, numpy_key = jax.random.key(3), np.random.get_state()
+    saved(
+        tmp_path,
+        key=A.JaxRandomKeySave(key),
+        numpy_key=A.NumpyRandomKeySave(numpy_key),
+        vector=A.ArraySave(jnp.arange(3)),
+        words=A.JsonSave({"a": 1}),
+    )
+    with ocp.CheckpointManager(tmp_path / "run") as stock:
+        found = stock.restore(
+            1,
+            args=A.Composite(
+                state=A.StandardRestore(STATE),
+                story=StoryRestore(),
+                key=A.JaxRandomKeyRestore(),
+                numpy_key=A.NumpyRandomKeyRestore(),
+                vector=A.ArrayRestore(),
+                words=A.JsonRestore(),
+            ),
+        )
+    assert found["story"] == "once"
+    assert (jax.random.key_data(found["key"]) == jax.random.key_data(key)).all()
+    assert all(np.array_equal(x, y) for x, y in zip(found["numpy_key"], numpy_key, strict=True))
+    assert (found["vector"] == jnp.arange(3)).all()
+    assert not verify(str(tmp_path / "run")).corrupt
+
+
+def test_changed_file_of_a_handler_is_found(tmp_path: Path) -> None:
+    """Nothing kept digests of such items: a changed bit was restored."""
+    path = saved(tmp_path) / "run/1/story/notes/one.txt"
+    assert {step.state for step in verify(str(tmp_path / "run")).steps} == {"proven"}
+    path.write_text("onve")
+    report = verify(str(tmp_path / "run"))
+    assert report.corrupt
+    assert "notes/one.txt is not what was saved" in str(report.steps)
+    shutil.rmtree(tmp_path / "ram")
+    with manager(tmp_path) as made:
+        assert made.restore(1, args=A.Composite(story=StoryRestore()))["story"] == "once"
+
+
+def test_large_item_of_a_handler_is_left_to_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Manifests are read whole at every start."""
+    monkeypatch.setattr("ckptkit.manager.save.INLINE_BYTES_MAX", 3)
+    saved(tmp_path)
+    assert (tmp_path / "run/1/story/notes/one.txt").read_text() == "once"
+    shutil.rmtree(tmp_path / "run" / "1")
+    with manager(tmp_path) as made:
+        assert made.all_steps() == []
+
+
+def test_error_of_a_handler_is_raised_by_save(tmp_path: Path) -> None:
+    """The step is then in no tier."""
+    with manager(tmp_path) as made:
+        with pytest.raises(TypeError):
+            made.save(1, args=A.Composite(state=A.StandardSave(STATE), story=StorySave(None)))  # type: ignore[arg-type]
+        assert made.all_steps() == []
+        assert made.save(2, args=A.Composite(state=A.StandardSave(STATE), story=StorySave("x")))
