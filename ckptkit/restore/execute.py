@@ -123,7 +123,11 @@ class LocalRead:
             placed = [proven.leaves[target.key] for target in prepared.targets if target.key[0] == item]
             items[item] = prepared.answers[item].finished(placed)
         for name, stored in prepared.inline.items():
-            items[name] = self._small_item(name, stored, prepared.asked.inline[name])
+            arg = prepared.asked.inline[name]
+            if stored["kind"] != FILES:
+                items[name] = give_back(stored, arg)
+            elif (handler := self._handler(name, arg)) is not None:
+                items[name] = read_by(handler, arg, files_in(stored))
         if prepared.asked.orbax:
             assert self._durable is not None
             plain = [name for name, arg in prepared.asked.orbax.items() if arg is None]
@@ -134,11 +138,16 @@ class LocalRead:
                 items |= stock_restore.restore_items(self._durable, save_id.step, args)
         return items
 
-    def _small_item(self, name: str, stored: Mapping[str, Any], arg: Any) -> Any:
-        if stored["kind"] != FILES:
-            return give_back(stored, arg)
+    def _handler(self, name: str, arg: Any) -> Any:
+        """The handler of an item; None for one that is not asked for by name, and whose handler nobody gave: as in
+        Orbax it is left out."""
         assert self._durable is not None
-        return read_by(self._durable.stock.handler(name, arg), arg, files_in(stored))
+        try:
+            return self._durable.stock.handler(name, arg)
+        except ValueError:
+            if arg is not None:
+                raise
+            return None
 
     def rejected(self, save_id: SaveId, proves: VerifySelection) -> OnRejected:
         """What is told of sources that prove bad: an event. What a sample finds is raised at once."""

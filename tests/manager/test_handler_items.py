@@ -133,3 +133,11 @@ def test_error_of_a_handler_is_raised_by_save(tmp_path: Path) -> None:
             made.save(1, args=A.Composite(state=A.StandardSave(STATE), story=StorySave(None)))  # type: ignore[arg-type]
         assert made.all_steps() == []
         assert made.save(2, args=A.Composite(state=A.StandardSave(STATE), story=StorySave("x")))
+
+
+@pytest.mark.parametrize("left", ["ram", "durable"])
+def test_item_is_left_out_without_its_handler(left: str, tmp_path: Path) -> None:
+    """A restart that names no items would not get the others either."""
+    lose_all_but(saved(tmp_path), left)
+    with manager(tmp_path) as made:
+        assert set(made.restore(None).keys()) == {"state"}
