@@ -9,7 +9,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from ckptkit.durable.orbax.file_items import read_by
+from ckptkit.durable.orbax.file_items import read_by, registered
 from ckptkit.durable.steps import DurableSteps
 from ckptkit.errors import CheckpointError, CorruptCheckpointError
 from ckptkit.events import EventLog, Kind
@@ -126,8 +126,8 @@ class LocalRead:
             arg = prepared.asked.inline[name]
             if stored["kind"] != FILES:
                 items[name] = give_back(stored, arg)
-            elif (handler := self._handler(name, arg)) is not None:
-                items[name] = read_by(handler, arg, files_in(stored))
+            elif (found := self._handler(name, arg, stored.get("handler", ""))) is not None:
+                items[name] = read_by(*found, files_in(stored))
         if prepared.asked.orbax:
             assert self._durable is not None
             plain = [name for name, arg in prepared.asked.orbax.items() if arg is None]
@@ -138,16 +138,12 @@ class LocalRead:
                 items |= stock_restore.restore_items(self._durable, save_id.step, args)
         return items
 
-    def _handler(self, name: str, arg: Any) -> Any:
-        """The handler of an item; None for one that is not asked for by name, and whose handler nobody gave: as in
-        Orbax it is left out."""
+    def _handler(self, name: str, arg: Any, kind: str) -> tuple[Any, Any] | None:
+        """The handler of an item, and its restore argument; None for one that is not asked for by name, and whose
+        handler nobody registered: it is left out."""
         assert self._durable is not None
-        try:
-            return self._durable.stock.handler(name, arg)
-        except ValueError:
-            if arg is not None:
-                raise
-            return None
+        handler_for = self._durable.stock.handler
+        return (handler_for(name, arg), arg) if arg is not None else registered(handler_for, name, kind)
 
     def rejected(self, save_id: SaveId, proves: VerifySelection) -> OnRejected:
         """What is told of sources that prove bad: an event. What a sample finds is raised at once."""

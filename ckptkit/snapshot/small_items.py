@@ -49,7 +49,7 @@ def capture(arg: Any) -> Captured | None:
 def captured_files(saved: FilesSave) -> Captured:
     """The small item of what a handler wrote."""
     texts = {name: base64.b64encode(data).decode() for name, data in saved.files.items()}
-    return {"kind": FILES, "value": texts}, saved
+    return {"kind": FILES, "handler": saved.handler, "value": texts}, saved
 
 
 def files_in(stored: Mapping[str, Any]) -> dict[str, bytes]:

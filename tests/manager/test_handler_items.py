@@ -136,8 +136,12 @@ def test_error_of_a_handler_is_raised_by_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", ["ram", "durable"])
-def test_item_is_left_out_without_its_handler(left: str, tmp_path: Path) -> None:
-    """A restart that names no items would not get the others either."""
+def test_item_is_restored_without_an_argument(left: str, tmp_path: Path) -> None:
+    """Orbax finds the handler by its name in the step's metadata; without it the item is left out."""
     lose_all_but(saved(tmp_path), left)
     with manager(tmp_path) as made:
+        assert made.restore(None)["story"] == "once"
+    with manager(tmp_path) as made, pytest.MonkeyPatch.context() as patched:
+        patched.setattr("ckptkit.durable.orbax.file_items.registered", lambda *_: None)
+        patched.setattr("ckptkit.restore.execute.registered", lambda *_: None)
         assert set(made.restore(None).keys()) == {"state"}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint import checkpoint_args
+from orbax.checkpoint._src.handlers import handler_type_registry
 
 _MEMORY = "/dev/shm"  # a file of a small item takes no turn of a disk
 
@@ -51,6 +53,23 @@ def read_by(handler: Any, arg: Any, files: Mapping[str, bytes]) -> Any:
             with open(path, "wb") as file:
                 file.write(data)
         return handler.restore(place) if arg is None else handler.restore(place, args=arg)
+
+
+def registered(handler_for: Callable[[str, Any], Any], item: str, kind: str) -> tuple[Any, Any] | None:
+    """The handler of an item that is restored without an argument, and the argument that Orbax makes for it: the one
+    that the caller gave, or else the one of this `kind` (its name in a step's metadata); None where there is none."""
+    try:
+        found = handler_for(item, None)
+    except ValueError:
+        try:
+            found = handler_type_registry.get_handler_type(kind)
+        except KeyError:
+            return None
+    try:
+        arg = checkpoint_args.get_registered_args_cls(found)[1]()
+        return handler_for(item, arg), arg
+    except (TypeError, ValueError):  # no argument can be made for it
+        return None
 
 
 @contextmanager
