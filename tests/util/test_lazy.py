@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 PACKAGES = ("ckptkit", "ckptkit.inspection")
+FUNCTIONS = ("save",)  # although there is a package of that name
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -23,8 +24,9 @@ def test_type_checker_names_match_runtime_names(package: str) -> None:
     assert sorted(said) == module.__all__
     assert set(said) <= set(dir(module))
     for name, home in said.items():
-        is_module = any(path.exists() for path in (source.with_name(f"{name}.py"), source.with_name(name)))
-        assert is_module == (home == package), name
+        is_module = home == package
+        there = any(path.exists() for path in (source.with_name(f"{name}.py"), source.with_name(name)))
+        assert there == is_module or name in FUNCTIONS, name
         found = importlib.import_module(f"{package}.{name}" if is_module else str(home))
         assert getattr(module, name) is (found if is_module else getattr(found, name)), name
 
