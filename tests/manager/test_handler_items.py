@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.durable.orbax.file_items import read_by
 from ckptkit.verification import verify
 
 A = ocp.args
@@ -124,6 +126,33 @@ def test_large_item_of_a_handler_is_left_to_orbax(tmp_path: Path, monkeypatch: p
     shutil.rmtree(tmp_path / "run" / "1")
     with manager(tmp_path) as made:
         assert made.all_steps() == []
+
+
+@pytest.mark.parametrize("what", ["link", "linked directory", "empty directory"])
+def test_what_is_no_file_is_left_to_orbax(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restore from a fast tier would not have it."""
+    plain = StoryHandler.save
+
+    def save(self: Any, directory: Any, args: Any) -> None:
+        plain(self, directory, args)
+        if what == "empty directory":
+            (directory / "more").mkdir()
+        else:
+            os.symlink("length" if what == "link" else "notes", directory / "more")
+
+    monkeypatch.setattr(StoryHandler, "save", save)
+    more = saved(tmp_path) / "run/1/story/more"
+    assert more.exists()
+    shutil.rmtree(tmp_path / "run" / "1")
+    with manager(tmp_path) as made:
+        assert made.all_steps() == []
+
+
+@pytest.mark.parametrize("name", ["../out", "a/../../out", "/tmp/out", ""])
+def test_file_outside_of_its_item_is_not_written(name: str) -> None:
+    """A manifest of somebody else could replace any file of the user."""
+    with pytest.raises(ckptkit.CorruptCheckpointError, match="outside of its directory"):
+        read_by(StoryHandler(), None, {name: b"x"})
 
 
 def test_error_of_a_handler_is_raised_by_save(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from etils import epath
 from orbax.checkpoint import checkpoint_args
 from orbax.checkpoint._src.handlers import handler_type_registry
 
+from ckptkit.errors import CorruptCheckpointError
+
 _MEMORY = "/dev/shm"  # a file of a small item takes no turn of a disk
 
 
@@ -26,7 +28,8 @@ class FilesSave(ocp.args.CheckpointArgs):
 
 
 def written_by(handler: Any, arg: Any, *, bytes_max: int) -> FilesSave | None:
-    """What a handler of Orbax writes for a save argument; None for more than `bytes_max`, and for links.
+    """What a handler of Orbax writes for a save argument; None for more than `bytes_max`, and for what is not made of
+    files alone: links, and directories without anything in them.
 
     Raises what the handler raises. Cost: what the handler costs, and a copy of its files.
     """
@@ -35,9 +38,12 @@ def written_by(handler: Any, arg: Any, *, bytes_max: int) -> FilesSave | None:
         handler.finalize(place)
         found: dict[str, bytes] = {}
         left_bytes = bytes_max
-        for path in sorted(_files_below(place)):
+        paths = _files_below(place)
+        if paths is None:
+            return None
+        for path in paths:
             left_bytes -= os.path.getsize(path)
-            if left_bytes < 0 or os.path.islink(path):
+            if left_bytes < 0:
                 return None
             with open(path, "rb") as file:
                 found[os.path.relpath(path, place)] = file.read()
@@ -45,7 +51,14 @@ def written_by(handler: Any, arg: Any, *, bytes_max: int) -> FilesSave | None:
 
 
 def read_by(handler: Any, arg: Any, files: Mapping[str, bytes]) -> Any:
-    """What a handler of Orbax restores from these files. Raises what it raises."""
+    """What a handler of Orbax restores from these files. Raises what it raises.
+
+    Raises `CorruptCheckpointError`, and writes nothing, where a path does not stay below the item: a manifest may come
+    from anybody.
+    """
+    outside = sorted(name for name in files if not _stays_below(name))
+    if outside:
+        raise CorruptCheckpointError(f"an item has files outside of its directory: {', '.join(map(repr, outside[:5]))}")
     with _directory() as place:
         for name, data in files.items():
             path = os.path.join(place, name)
@@ -81,5 +94,17 @@ def _directory() -> Iterator[epath.Path]:
         yield below
 
 
-def _files_below(place: epath.Path) -> list[str]:
-    return [os.path.join(directory, name) for directory, _, names in os.walk(place) for name in names]
+def _files_below(place: epath.Path) -> list[str] | None:
+    """Every file, in order; None where there is a link or an empty directory, which files alone do not give back."""
+    found: list[str] = []
+    for directory, directories, names in os.walk(place):
+        paths = [os.path.join(directory, name) for name in names]
+        links = any(map(os.path.islink, [*paths, *(os.path.join(directory, name) for name in directories)]))
+        if links or not (directories or names):
+            return None
+        found += paths
+    return sorted(found)
+
+
+def _stays_below(name: str) -> bool:
+    return bool(name) and "\0" not in name and not name.startswith("/") and ".." not in name.split("/")
