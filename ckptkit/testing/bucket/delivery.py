@@ -58,8 +58,11 @@ class Delivery:
         response = web.StreamResponse(status=reply.status, headers=reply.headers)
         if reply.status not in {204, 304}:
             response.content_length = size_bytes
+        bodiless = size_bytes == 0 or self._request.method == "HEAD"
+        if bodiless:
+            self._note()  # the head, which `prepare` sends, is the end
         writer = await response.prepare(self._request)
-        if self._request.method != "HEAD":
+        if not bodiless:
             await self._send_body(response, reply, size_bytes if cut is None else cut, effect)
         if cut is not None:
             assert writer is not None

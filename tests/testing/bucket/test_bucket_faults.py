@@ -9,6 +9,8 @@ from http.client import HTTPConnection, HTTPException, IncompleteRead
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 from bucket_http import BUCKET, Answer, Http, object_path
 from hypothesis import given
 from hypothesis import strategies as st
@@ -330,6 +332,23 @@ def test_the_log_counts_requests_bytes_and_seconds_by_kind(server: BucketServer,
         (Kind.READ, "name-0", 206),
         (Kind.READ, "absent", 404),
     ]
+
+
+def test_who_has_an_answer_without_a_body_finds_it_in_the_log(
+    server: BucketServer, http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test that counts deletions right after them would miss the last one, on a slow machine and nowhere else."""
+    http.put("a")
+    prepare = web.StreamResponse.prepare
+
+    async def slow_after_the_head(self: web.StreamResponse, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        writer = await prepare(self, request)
+        time.sleep(0.2)  # noqa: ASYNC251 - the server's thread, not given a turn
+        return writer
+
+    monkeypatch.setattr(web.StreamResponse, "prepare", slow_after_the_head)
+    assert http("DELETE", object_path("a")).status == 204
+    assert server.log.totals(Kind.DELETE).count == 1
 
 
 def test_plan_is_accepted_by_the_constructor(tmp_path: Path) -> None:
