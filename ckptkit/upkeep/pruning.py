@@ -74,7 +74,8 @@ class PruneStep:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
     """The steps of a root, ascending by number, with what is to become of each. `proven`: the newest step that was
-    found whole; `ancestry`: what the plan holds for; `notes`: what is not a step of the run, and stays."""
+    found whole; `ancestry`: what the plan holds for; `problems`: damage that was found, and that stays; `notes`: what is
+    not a step of the run, and stays."""
 
     root: str
     keep: tuple[Keep, ...]
@@ -143,6 +144,7 @@ def plan_prune(
     found = in_root.steps
     branch = sorted((each for each in found if each.state == "committed"), key=lambda each: each.identity)[::-1]
     proven, corrupt = _newest_whole(branch, Limits(progress=progress), timeout_s, unread=unread)
+    damaged = [f"{each.problem}; it is left as it is" for each in found if each.state == "damaged"]
     whole = [each for each in branch if each.place.url not in corrupt]
     sizes = {each.place.url: each.place.stored_bytes() for each in found}
     kept: dict[str, list[str]] = {each.place.url: [] for each in found}
@@ -165,7 +167,7 @@ def plan_prune(
         steps=tuple(sorted(steps, key=lambda each: each.step)),
         proven=None if proven is None else proven.step,
         ancestry=ancestry,
-        problems=tuple(corrupt.values()),
+        problems=(*damaged, *corrupt.values()),
         notes=tuple(in_root.notes),
     )
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.cli import main
+from ckptkit.cli.exits import Exit
 from ckptkit.durable.lifecycle.leases import DeletionNotice, Lease, announced_deletions
 from ckptkit.durable.lifecycle.pins import pinned_steps, put_pin
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
@@ -110,6 +111,18 @@ def test_newest_undamaged_step_is_never_deleted(tmp_path: Path) -> None:
     prune(plan)
     assert restored(root)[0] == 2
     assert plan_prune(str(root), [KeepNewest(1)], unread=True).proven == 3, "what its records say is taken for it"
+
+
+def test_prune_that_leaves_a_damaged_step_reports_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A nightly job that prunes would be green for months above a damaged step."""
+    root = tmp_path / "run"
+    make_root(root, (1, 2, 3))
+    (root / "1" / "default" / paths.SIDECAR_DIR / "process-0.json").write_text("{")
+    assert main(["prune", str(root), "--keep", "newest=1"]) == Exit.CORRUPT
+    printed = capsys.readouterr()
+    assert "process-0.json" in printed.err
+    assert "it is left as it is" in printed.err
+    assert steps_in(root) == [1, 3], "what could be pruned was"
 
 
 def test_superseded_steps_are_deleted(tmp_path: Path) -> None:
