@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
 
 from ckptkit.durable.orbax.host_shards import HostTreeSave, host_tree
-from ckptkit.errors import CheckpointError
 from ckptkit.model.manifest import Manifest
 from ckptkit.model.tiers import DURABLE, PEER, SSD
 from ckptkit.save.circuit_breaker import DurableRetry
@@ -51,6 +51,8 @@ class Flusher:
         self._durable_retry = durable_retry
         self._machinery = machinery
         self._disk = machinery.make_worker("ckptkit-disk", waiting_max=1)
+        self._disk_lock = threading.Lock()
+        self._disk_promised_to: str | None = None  # the name of a save
         self._durable = machinery.make_worker("ckptkit-durable", waiting_max=1)
         copying = [machinery.make_worker("ckptkit-peer-copy", waiting_max=1)] if tiers.peer_copies is not None else []
         self._copying = copying[0] if copying else None
@@ -90,24 +92,25 @@ class Flusher:
 
     def begin_disk(self, save: Save, slot: Slot, extents: Sequence[SlotExtent], size_bytes: int) -> DiskFlush | None:
         """Begins to copy `slot` to the disk tier while boxes are still copied into it: as they come when `extents` are
-        to be filled, at once without. None where the disk is still busy with an older step.
+        to be filled, at once without. None where the disk is still busy with an older step, or promised to it.
         """
-        if self._tiers.disk is None or not self._disk.idle:
-            return None
-        begun = DiskFlush(copy=self._machinery.make_disk_copy(slot, extents, size_bytes, self._tiers.disk))
-        self._tiers.staging.lease(slot)
         disk = self._tiers.disk
-        self._disk.submit(lambda: self._flush_to_disk(save, slot, begun, disk))
+        with self._disk_lock:
+            if disk is None or not self._disk.idle or self._disk_promised_to not in {None, save.name}:
+                return None
+            begun = DiskFlush(copy=self._machinery.make_disk_copy(slot, extents, size_bytes, disk))
+            self._tiers.staging.lease(slot)
+            self._disk.submit(lambda: self._flush_to_disk(save, slot, begun, disk))
         return begun
 
     def refusals(self, save: Save, *, begun: bool) -> dict[str, Refusal | None]:
         """The slower tiers that the save is due in, each with why this process cannot take it there now.
 
         Whether a tier is still busy with an older step is a local matter, so it is voted on: a tier that is busy
-        anywhere leaves the step out everywhere.
+        anywhere leaves the step out everywhere. A disk that is free is promised to this save until `end`.
         """
         idle = {
-            SSD: begun or self._disk.idle,
+            SSD: begun or (SSD in save.due and self._promise_disk(save)),
             PEER: self._copying is not None and self._copying.idle,
             DURABLE: self._durable.idle or save.forced,
         }
@@ -123,11 +126,8 @@ class Flusher:
         try:
             if SSD in accepted:
                 begun = begun or self.begin_disk(save, slot, (), save.description.slot_bytes)
-                if begun is not None:
-                    begun.decided.set_result((save, sealed))
-                else:
-                    error = CheckpointError("the disk tier became busy with another save")
-                    self._outcomes.failed(save.save_id, SSD, error)
+                assert begun is not None, "the disk was promised to this save"
+                begun.decided.set_result((save, sealed))
             if PEER in accepted and self._copying is not None and self._tiers.peer_copies is not None:
                 self._tiers.staging.lease(slot)
                 work = PeerCopyWork(save, slot, sealed, self._tiers.peer_copies, self._tiers.staging, self._outcomes)
@@ -138,6 +138,20 @@ class Flusher:
         finally:
             if begun is not None:
                 begun.leave_out()
+
+    def end(self, save: Save) -> None:
+        """The save was sent on, or dropped: the disk is free for the next one."""
+        with self._disk_lock:
+            if self._disk_promised_to == save.name:
+                self._disk_promised_to = None
+
+    def _promise_disk(self, save: Save) -> bool:
+        """Keeps a free disk for `save`: one that is staged meanwhile must not take what all processes vote on."""
+        with self._disk_lock:
+            free = self._disk.idle
+            if free:
+                self._disk_promised_to = save.name
+            return free
 
     def follow(self, ticket: Ticket) -> None:
         """Waits in the durable thread for a save that Orbax has begun on the caller's thread, and reports its end.

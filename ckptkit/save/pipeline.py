@@ -247,8 +247,8 @@ class SavePipeline:
                 waited_s=round(waited_s, 6),
                 **({"policy": "wait"} if turn.was_busy else {}),
             )
-        self.slots.reserve(description.slot_bytes)  # the other slots: the next saves find them made
         self._hand_over(save, refusal)
+        self.slots.reserve(description.slot_bytes)  # the other slots: the next saves find them made
 
     def _hand_over(self, save: Save, refusal: Refusal | None) -> None:
         with self._changed:
@@ -412,6 +412,7 @@ class SavePipeline:
         except Exception as error:  # noqa: BLE001  the top of a thread: reported and stored
             self.outcomes.failed(work.save.save_id, self._tiers.staging_name, error)
         finally:
+            self.flusher.end(work.save)
             self._end(save)
             if slot is not None:
                 self._tiers.staging.release(slot)

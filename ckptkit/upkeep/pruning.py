@@ -74,8 +74,8 @@ class PruneStep:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
     """The steps of a root, ascending by number, with what is to become of each. `proven`: the newest step that was
-    found whole; `ancestry`: what the plan holds for; `problems`: damage that was found, and that stays; `notes`: what is
-    not a step of the run, and stays."""
+    found whole; `ancestry`: what the plan holds for; `problems`: damage, which stays; `notes`: what is not a step of
+    the run, and stays."""
 
     root: str
     keep: tuple[Keep, ...]

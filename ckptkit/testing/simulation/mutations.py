@@ -10,6 +10,7 @@ from unittest import mock
 
 from ckptkit.model.tiers import SSD
 from ckptkit.save.commit_log import CommitLog
+from ckptkit.save.flusher import Flusher
 from ckptkit.save.health import SaveHealth
 from ckptkit.save.ledger import Branch
 from ckptkit.save.pipeline import SavePipeline
@@ -125,12 +126,23 @@ def _errors_without_end() -> Any:
     return mock.patch.object(SaveHealth, "_begin_again", keep_counting)
 
 
+def _disk_unpromised() -> Any:
+    """A save that is staged meanwhile takes the disk that all processes have voted to give to an earlier one."""
+
+    def promise(self: Flusher, save: Save) -> bool:
+        del save
+        return self._disk.idle
+
+    return mock.patch.object(Flusher, "_promise_disk", promise)
+
+
 MUTATIONS: dict[str, Callable[[], Any]] = {
     "C2": _undecided_for_ever,
     "C3": _names_are_counted,
     "C4": _books_are_local,
     "C5": _staging_on_the_caller,
     "H6": _no_veto,
+    "disk": _disk_unpromised,
     "limits": _errors_without_end,
 }
 

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreachableError
-from ckptkit.events import EventLog
+from ckptkit.events import EventLog, Kind
 from ckptkit.job.coordination import Job
 from ckptkit.job.meeting import Meetings
 from ckptkit.model.manifest import SaveId, Writer
@@ -24,7 +24,7 @@ from ckptkit.save.records import PeerCopies, SaveTargets, Ticket
 from ckptkit.save.retention import Retention
 from ckptkit.snapshot.describe import Description
 from ckptkit.snapshot.items import SaveItems
-from ckptkit.testing.simulation.scheduler import Task
+from ckptkit.testing.simulation.scheduler import Task, Violation
 from ckptkit.testing.simulation.storage import PART_BYTES, SimArena, SimDiskCopy, SimDurable
 from ckptkit.util import clock
 
@@ -45,10 +45,12 @@ class Forever:
 
 
 class _Unheard(EventLog):
-    """Events cost more than the protocol, and nobody reads them here."""
+    """Events cost more than the protocol, and nobody reads them here. A broken assumption of ours is a violation."""
 
-    def emit(self, *_: Any, **__: Any) -> None:
+    def emit(self, kind: Kind, *, step: int | None = None, tier: str | None = None, **fields: Any) -> None:
         """See `EventLog.emit`."""
+        if kind == Kind.FAILED and str(fields["reason"]).startswith(AssertionError.__name__):
+            raise Violation(f"step {step} in {tier}: {fields['reason']}")
 
 
 @final

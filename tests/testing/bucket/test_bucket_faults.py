@@ -343,7 +343,7 @@ def test_who_has_an_answer_without_a_body_finds_it_in_the_log(
 
     async def slow_after_the_head(self: web.StreamResponse, request: web.BaseRequest) -> AbstractStreamWriter | None:
         writer = await prepare(self, request)
-        time.sleep(0.2)  # noqa: ASYNC251 - the server's thread, not given a turn
+        time.sleep(0.2)
         return writer
 
     monkeypatch.setattr(web.StreamResponse, "prepare", slow_after_the_head)
