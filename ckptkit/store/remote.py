@@ -24,6 +24,7 @@ _FIRST_S_MIN = 0.5  # of the first operation, where finding credentials took alm
 _reachable: set[str] = set()  # schemes whose client has been made in this process
 _PART_BYTES = 8 << 20  # of an upload: services want 5 MiB at least
 _TRANSIENT_STATUS = {408, 409, 429, 500, 502, 503, 504}
+_READERS_OF_ERRORS = {"gcsfs.retry"}
 _VERSIONS = ("generation", "ETag", "etag", "LastModified", "mtime", "created")  # file systems' words, the surest first
 
 
@@ -275,7 +276,7 @@ def _translated(where: str, needs: Needed = "list", timeout_s: float | None = No
             or type(error).__name__ in access.signed_out
         ):
             raise refused(where, f"{type(error).__name__}: {error}", needs=needs) from error
-        if status in _TRANSIENT_STATUS or _is_unanswered(error, access.unanswered):
+        if status in _TRANSIENT_STATUS or _is_unanswered(error, access.unanswered) or _is_misread(error):
             raise TransientStoreError(message, path=where) from error
         raise StoreError(message, path=where) from error
 
@@ -298,6 +299,14 @@ def _is_unanswered(error: Exception, kinds_of_service: frozenset[str]) -> bool:
         or library in ("aiohttp", "requests")  # gcsfs makes a ProxyError of a 502
         or not kinds.isdisjoint(kinds_of_service)
     )
+
+
+def _is_misread(error: Exception) -> bool:
+    """Whether a client failed at the text of an error that it was sent: gcsfs adds to a message that is an object."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__") in _READERS_OF_ERRORS
 
 
 def _status(error: Exception) -> int | None:

@@ -51,6 +51,22 @@ def gcs_error(status: int) -> Exception:
     raise AssertionError(status)
 
 
+def gcs_error_with_an_object_as_message() -> Exception:
+    try:
+        validate_response(503, b'{"error": {"code": 503, "message": {"text": "overloaded"}}}', "b/key")
+    except Exception as error:  # noqa: BLE001  any type: that is the point
+        return error
+    raise AssertionError
+
+
+def test_error_with_an_object_as_message_is_transient() -> None:
+    """One such answer of a front end would end the start of a manager."""
+    store = failing(gcs_error_with_an_object_as_message())
+    for operation in operations_of(store):
+        with pytest.raises(TransientStoreError):
+            operation()
+
+
 def failing(error: Exception) -> RemoteStore:
     store = RemoteStore("memory://bucket/run")
     store._fs = Failing(error)

@@ -13,6 +13,7 @@ from ckptkit.testing.bucket.objects import ObjectStore
 from ckptkit.testing.bucket.ranges import read_range
 from ckptkit.testing.bucket.records import JsonObject, ObjectRecord, patched_fields, settable_fields
 from ckptkit.testing.bucket.resources import bucket_resource, media_headers, object_resource
+from ckptkit.testing.bucket.rewrites import advance, moves_bytes
 
 COMPOSE_LIMIT: Final = 32
 _COPY_BYTES: Final = 1 << 20
@@ -40,7 +41,7 @@ class Api:
             "update": self._patch,
             "delete": self._delete,
             "copy": self._copy,
-            "rewrite": self._copy,
+            "rewrite": self._rewrite,
             "move": self._move,
             "compose": self._compose,
         }
@@ -128,8 +129,11 @@ class Api:
         return Reply(status=204)
 
     def _copy(self, call: Call, route: Route) -> Reply:
+        return self._object(call, route.target[0], self._copied(call, route))
+
+    def _copied(self, call: Call, route: Route) -> ObjectRecord:
         resource = call.json()
-        record = self._store.copy(
+        return self._store.copy(
             (route.bucket, route.name),
             route.target,
             Preconditions.parse_source(call.query),
@@ -137,18 +141,23 @@ class Api:
             generation=number(call.query, "sourceGeneration"),
             fields=settable_fields(resource) if resource else None,
         )
-        if route.action == "copy":
-            return self._object(call, route.target[0], record)
-        size = str(record.content.size_bytes)
-        return json_reply(
-            {
-                "kind": "storage#rewriteResponse",
-                "totalBytesRewritten": size,
-                "objectSize": size,
-                "done": True,  # a link moves no bytes, so no rewrite ever needs a second call
-                "resource": object_resource(record, route.target[0], call.base_url),
-            }
-        )
+
+    def _rewrite(self, call: Call, route: Route) -> Reply:
+        sources, generation = Preconditions.parse_source(call.query), number(call.query, "sourceGeneration")
+        buckets = [self._store.bucket(name, Preconditions()) for name in (route.bucket, route.target[0])]
+        source = self._store.source(route.bucket, route.name, sources, generation=generation)
+        fields = settable_fields(call.json())
+        if moves_bytes(source, buckets[0], buckets[1], fields):
+            same = {name: value for name, value in call.query.items() if name != "rewriteToken"}
+            request = {"path": call.path, "query": same, "fields": fields}
+            progress = advance(source, call.query, request)
+            if progress.token is not None:
+                return json_reply(_rewritten(source, progress.rewritten_bytes, rewriteToken=progress.token))
+        elif call.query.get("rewriteToken"):
+            raise errors.invalid("The rewrite token does not belong to this request.")
+        record = self._copied(call, route)
+        resource = object_resource(record, route.target[0], call.base_url)
+        return json_reply(_rewritten(record, record.content.size_bytes, resource=resource))
 
     def _move(self, call: Call, route: Route) -> Reply:
         record = self._store.move(
@@ -197,6 +206,16 @@ class Api:
         return json_reply(object_resource(record, bucket, call.base_url))
 
 
+def _rewritten(record: ObjectRecord, rewritten_bytes: int, **more: str | JsonObject) -> JsonObject:
+    return {
+        "kind": "storage#rewriteResponse",
+        "totalBytesRewritten": str(rewritten_bytes),
+        "objectSize": str(record.content.size_bytes),
+        "done": "resource" in more,
+        **more,
+    }
+
+
 def _object_of(value: JsonObject, key: str) -> JsonObject:
     found = value.get(key, {})
     if not isinstance(found, dict):
@@ -205,4 +224,6 @@ def _object_of(value: JsonObject, key: str) -> JsonObject:
 
 
 def _bucket_fields(resource: JsonObject) -> JsonObject:
+    if _object_of(resource, "versioning").get("enabled"):
+        raise errors.not_offered("This server keeps no versions of objects.")
     return {key: value for key, value in resource.items() if key not in _BUCKET_FIXED}

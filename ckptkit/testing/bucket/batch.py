@@ -10,7 +10,16 @@ from multidict import CIMultiDict
 
 from ckptkit.testing.bucket import errors
 from ckptkit.testing.bucket.api import Api
-from ckptkit.testing.bucket.call import Call, CallKind, Reply, Route, error_reply, resolve, split_target
+from ckptkit.testing.bucket.call import (
+    Call,
+    CallKind,
+    Reply,
+    Route,
+    error_reply,
+    partial_reply,
+    resolve,
+    split_target,
+)
 from ckptkit.testing.bucket.faults import PermissionWithdrawn, QuotaFull, Status, effect_name
 from ckptkit.testing.bucket.injector import Injector
 from ckptkit.testing.bucket.log import Entry, Exchange, RequestLog
@@ -54,7 +63,7 @@ class Batches:
                 raise errors.invalid("This call cannot be part of a batch.")
             effect = self._injector.decide(route.kind, route.name).effect
             fault = None if effect is None else effect_name(effect)
-            reply = answered(effect, lambda: self._api.handle(inner, route))
+            reply = answered(effect, lambda: partial_reply(inner, self._api.handle(inner, route)))
         except errors.GoogleError as error:
             reply = error_reply(error, route.action)
         exchange = Exchange(
@@ -88,8 +97,8 @@ def answered(effect: object, handle: Callable[[], Reply]) -> Reply:
 def refuse(effect: object, *, stage: str) -> None:
     """Raise the answer that `effect` puts in place of the work, or of its result."""
     match effect:
-        case Status(code=code, stage=found) if found == stage:
-            raise errors.by_status(code)
+        case Status(code=code, stage=found, nested=nested) if found == stage:
+            raise errors.by_status(code, nested=nested)
         case PermissionWithdrawn() if stage == "before":
             raise errors.permission_denied()
         case QuotaFull() if stage == "before":

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import BinaryIO, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from ckptkit.testing.bucket import errors
 from ckptkit.testing.bucket.names import decode_segment
+from ckptkit.testing.bucket.partial import parse_fields, selected
 from ckptkit.testing.bucket.records import JsonObject
 
 
@@ -87,6 +88,14 @@ def json_reply(value: JsonObject, *, status: int = 200) -> Reply:
     return Reply(status=status, headers={"Content-Type": "application/json; charset=UTF-8"}, body=_dump(value))
 
 
+def partial_reply(call: Call, reply: Reply) -> Reply:
+    """What the parameter `fields` leaves of an answer in JSON."""
+    fields, is_json = call.query.get("fields"), reply.headers.get("Content-Type", "").startswith("application/json")
+    if not fields or not is_json or reply.status != 200:
+        return reply
+    return replace(reply, body=_dump(selected(json.loads(reply.body), fields)))
+
+
 def error_reply(error: errors.GoogleError, action: str) -> Reply:
     """An error in the body shape of the API that was asked."""
     if error.status == 304:
@@ -119,6 +128,8 @@ def split_target(target: str) -> tuple[str, dict[str, str]]:
         query = dict(parse_qsl(parts.query, keep_blank_values=True, errors="strict"))
     except (ValueError, UnicodeError) as error:
         raise errors.invalid("Invalid request target.") from error
+    if query.get("fields"):
+        parse_fields(query["fields"])  # refused before anything is done
     return parts.path, query
 
 

@@ -76,7 +76,14 @@ class Preconditions:
             raise errors.not_modified()
 
     def check_write(self, found: Versioned | None) -> None:
-        """Raise 412 when anything fails; `found` is None when no live object has the name."""
+        """Raise as `check_read` does; `found` is None when no live object has the name."""
+        if self._mismatched(found):
+            raise errors.condition_not_met()
+        if self._forbidden(found):
+            raise errors.not_modified()
+
+    def check_source(self, found: Versioned) -> None:
+        """Raise 412 when anything fails: there is no 304 for the source of a copy."""
         if self._mismatched(found) or self._forbidden(found):
             raise errors.condition_not_met()
 
@@ -92,10 +99,10 @@ class Preconditions:
         return self.etag is not None and (found is None or not _lists(self.etag, found.etag))
 
     def _forbidden(self, found: Versioned | None) -> bool:
-        if self.generation_not is not None and self.generation_not == (found.generation if found else 0):
+        if found is None:  # a generation that must not match is one of a live object
+            return self.generation_not is not None
+        if self.generation_not == found.generation:
             return True
-        if found is None:
-            return False
         if self.metageneration_not == found.metageneration:
             return True
         return self.etag_not is not None and _lists(self.etag_not, found.etag)

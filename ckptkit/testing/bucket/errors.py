@@ -25,6 +25,7 @@ class GoogleError(Exception):
         domain: str = "global",
         location: tuple[str, str] | None = None,
         headers: dict[str, str] | None = None,
+        nested: bool = False,
     ) -> None:
         super().__init__(f"{status} {reason}: {message}")
         self.status = status
@@ -33,13 +34,15 @@ class GoogleError(Exception):
         self.domain = domain
         self.location = location
         self.headers = headers or {}
+        self.nested = nested
 
     def as_json(self) -> bytes:
         """The body of the JSON API."""
         detail = {"message": self.message, "domain": self.domain, "reason": self.reason}
         if self.location is not None:
             detail["locationType"], detail["location"] = self.location
-        error = {"code": self.status, "message": self.message, "errors": [detail]}
+        message = {"text": self.message} if self.nested else self.message
+        error = {"code": self.status, "message": message, "errors": [detail]}
         return json.dumps({"error": error}, indent=1).encode()
 
     def as_text(self) -> bytes:
@@ -88,7 +91,7 @@ def condition_not_met() -> GoogleError:
 
 
 def not_modified() -> GoogleError:
-    """304: a `NotMatch` precondition did not hold on a read."""
+    """304: a `NotMatch` precondition did not hold. https://cloud.google.com/storage/docs/request-preconditions"""
     return GoogleError(304, "notModified", "")
 
 
@@ -108,8 +111,13 @@ def range_not_satisfiable(size_bytes: int) -> GoogleError:
     )
 
 
+def no_such_session() -> GoogleError:
+    """404: no resumable session has this name; the client starts a new one."""
+    return GoogleError(404, "notFound", "Upload session not found.")
+
+
 def session_gone() -> GoogleError:
-    """410: the resumable session ended or never was; the client starts a new one."""
+    """410: the resumable session ended; the client starts a new one."""
     return GoogleError(410, "gone", "The requested upload session is no longer available.")
 
 
@@ -127,11 +135,16 @@ def quota_full() -> GoogleError:
     )
 
 
-def by_status(status: int) -> GoogleError:
-    """The body that comes with a status which carries no detail of the request."""
+def not_offered(message: str) -> GoogleError:
+    """501: the service has this, and this server does not."""
+    return GoogleError(501, "notImplemented", message)
+
+
+def by_status(status: int, *, nested: bool = False) -> GoogleError:
+    """The body that comes with a status which carries no detail of the request; `nested`: its message is an object."""
     reason, message, domain = _PLAIN[status]
     location = ("header", "Authorization") if status == 401 else None
-    return GoogleError(status, reason, message, domain=domain, location=location)
+    return GoogleError(status, reason, message, domain=domain, location=location, nested=nested)
 
 
 _PLAIN: Final = {

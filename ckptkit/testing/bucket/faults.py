@@ -62,10 +62,14 @@ Latency = Fixed | Uniform | Lognormal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """Answer with an error; `after` does the work first, so that the client does not know that it was done."""
+    """Answer with an error; `after` does the work first, so that the client does not know that it was done.
+
+    `nested`: the message in the answer's JSON is an object, as front ends before the service send it.
+    """
 
     code: int
     stage: Literal["before", "after"] = "before"
+    nested: bool = False
 
     def __post_init__(self) -> None:
         _check_word("stage", self.stage, "before", "after")

@@ -27,6 +27,8 @@ class ListQuery:
     @classmethod
     def parse(cls, query: Mapping[str, str]) -> "ListQuery":
         """Read a query; 400 for values that cannot be."""
+        if query.get("versions", "false") not in {"true", "false"}:  # no bucket here has versions: all are live
+            raise errors.invalid(f"Invalid value for versions: {query['versions'][:64]!a}")
         start = query.get("startOffset", "")
         if query.get("pageToken"):
             start = max(start, _token_start(query["pageToken"]))

@@ -16,6 +16,7 @@ from ckptkit.testing.bucket.disk import BucketDirectory
 from ckptkit.testing.bucket.listing import ListQuery, Page, page
 from ckptkit.testing.bucket.names import check_bucket, check_object, file_name
 from ckptkit.testing.bucket.records import BucketRecord, JsonObject, ObjectRecord, now_us
+from ckptkit.testing.bucket.resources import STORAGE_CLASS, storage_class_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,6 +118,13 @@ class ObjectStore:
             record = self._read(bucket, name, conditions, generation)
             return record, self._buckets[bucket].directory.open_data(record)
 
+    def source(
+        self, bucket: str, name: str, conditions: Preconditions, *, generation: int | None = None
+    ) -> ObjectRecord:
+        """The live record of what is to be copied, or 404, or 412."""
+        with self._lock:
+            return self._source((bucket, name), conditions, generation)
+
     def list(self, bucket: str, query: ListQuery) -> tuple[list[ObjectRecord], Page]:
         """One page at one moment."""
         with self._lock:
@@ -139,7 +147,7 @@ class ObjectStore:
             found = self._find(bucket)
             current = found.objects.get(name)
             conditions.check_write(current)
-            record = self._new_record(name, content, fields)
+            record = self._new_record(name, content, _with_class(found, fields))
             self._put(found, record, spool.path)
             return record
 
@@ -176,13 +184,17 @@ class ObjectStore:
         generation: int | None = None,
         fields: JsonObject | None = None,
     ) -> ObjectRecord:
-        """Make `target` a new object with the bytes of `source`, and its fields unless given; moves no bytes."""
+        """Make `target` a new object with the bytes of `source`, and its fields unless given; moves no bytes. Its
+        storage class is its bucket's unless `fields` has one.
+        """
         check_object(target[1])
         with self._lock:
             original = self._source(source, source_conditions, generation)
             found = self._find(target[0])
             conditions.check_write(found.objects.get(target[1]))
-            return self._link(found, target[1], source[0], original, original.fields if fields is None else fields)
+            if fields is None:
+                fields = {name: value for name, value in original.fields.items() if name != "storageClass"}
+            return self._link(found, target[1], source[0], original, _with_class(found, fields))
 
     def move(
         self, bucket: str, source: str, target: str, source_conditions: Preconditions, conditions: Preconditions
@@ -228,7 +240,7 @@ class ObjectStore:
         record = _live(self._find(source[0]), source[1])
         if generation not in {None, record.generation}:
             raise errors.no_such_object(*source)
-        conditions.check_write(record)  # Google answers 412, not 304, for a source that does not match
+        conditions.check_source(record)
         return record
 
     def _link(
@@ -258,6 +270,12 @@ class ObjectStore:
 def _recover(directory: BucketDirectory, record: BucketRecord) -> _Bucket:
     objects = {each.name: each for each in directory.recover()}
     return _Bucket(record=record, directory=directory, objects=objects, names=sorted(objects))
+
+
+def _with_class(bucket: _Bucket, fields: JsonObject) -> JsonObject:
+    """The fields of a new object: without a storage class of its own it has its bucket's."""
+    of_bucket = storage_class_of(bucket.record)
+    return fields if of_bucket == STORAGE_CLASS else {"storageClass": of_bucket, **fields}
 
 
 def _live(bucket: _Bucket, name: str) -> ObjectRecord:

@@ -2,9 +2,23 @@
 
 from datetime import UTC, datetime
 from email.utils import format_datetime
+from typing import Final
 from urllib.parse import quote
 
 from ckptkit.testing.bucket.records import BucketRecord, JsonObject, ObjectRecord
+
+STORAGE_CLASS: Final = "STANDARD"
+_LOCATION: Final = "US"
+
+
+def location_of(bucket: BucketRecord) -> str:
+    """Where a bucket's bytes are."""
+    return str(bucket.fields.get("location", _LOCATION)).upper()
+
+
+def storage_class_of(record: BucketRecord | ObjectRecord) -> str:
+    """The storage class of an object, or the one that new objects of a bucket get."""
+    return record.fields.get("storageClass", STORAGE_CLASS)
 
 
 def object_resource(record: ObjectRecord, bucket: str, base_url: str) -> JsonObject:
@@ -20,7 +34,7 @@ def object_resource(record: ObjectRecord, bucket: str, base_url: str) -> JsonObj
         "bucket": bucket,
         "generation": str(record.generation),
         "metageneration": str(record.metageneration),
-        "storageClass": "STANDARD",
+        "storageClass": STORAGE_CLASS,
         "size": str(content.size_bytes),
         "crc32c": content.crc32c,
         "etag": record.etag,
@@ -39,8 +53,8 @@ def object_resource(record: ObjectRecord, bucket: str, base_url: str) -> JsonObj
 def bucket_resource(record: BucketRecord, base_url: str) -> JsonObject:
     """The resource of `buckets.get`."""
     return {
-        "storageClass": "STANDARD",
-        "location": "US",
+        "storageClass": STORAGE_CLASS,
+        "location": _LOCATION,
         "locationType": "multi-region",
         **record.fields,
         "kind": "storage#bucket",
@@ -67,7 +81,7 @@ def media_headers(record: ObjectRecord) -> dict[str, str]:
         "x-goog-generation": str(record.generation),
         "x-goog-metageneration": str(record.metageneration),
         "x-goog-hash": hashes,
-        "x-goog-storage-class": fields.get("storageClass", "STANDARD"),
+        "x-goog-storage-class": fields.get("storageClass", STORAGE_CLASS),
         "x-goog-stored-content-encoding": fields.get("contentEncoding", "identity"),
         "x-goog-stored-content-length": str(content.size_bytes),
     }

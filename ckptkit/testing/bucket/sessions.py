@@ -1,6 +1,7 @@
 """Resumable sessions: how far each upload got, over broken connections and a killed server."""
 
 import asyncio
+from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Final, final
 
@@ -11,6 +12,7 @@ from ckptkit.testing.bucket.objects import ObjectStore
 from ckptkit.testing.bucket.records import JsonObject, ObjectRecord
 
 SESSION_LIMIT: Final = 10_000  # the oldest finished ones are forgotten first
+_ENDED_KEPT: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,7 @@ class Sessions:
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._sessions: dict[str, Session] = {}
+        self._ended: deque[str] = deque(maxlen=_ENDED_KEPT)
         for bucket in store.buckets():
             self._recover(bucket.name)
 
@@ -70,11 +73,11 @@ class Sessions:
         return session
 
     def find(self, session: str, bucket: str) -> Session:
-        """The session, or 410 when there is none in this bucket."""
+        """The session; 410 for one that ended, 404 where there was none in this bucket."""
         found = self._sessions.get(session)
-        if found is None or found.plan.bucket != bucket:
-            raise errors.session_gone()
-        return found
+        if found is not None and found.plan.bucket == bucket:
+            return found
+        raise errors.session_gone() if session in self._ended else errors.no_such_session()
 
     def finish(self, session: Session, spool: Spool, checksums: Checksums) -> ObjectRecord:
         """Commit what arrived; a refusal (400, 412) ends the session."""
@@ -95,6 +98,7 @@ class Sessions:
     def drop(self, session: Session) -> None:
         """End a session that committed nothing."""
         self._sessions.pop(session.id, None)
+        self._ended.append(session.id)
         if session.spool is not None:
             session.spool.discard()
         self._store.directory(session.plan.bucket).forget_session(session.id)

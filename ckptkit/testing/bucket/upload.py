@@ -129,7 +129,7 @@ class Uploads:
                 await _append(spool, chunk, body)
             if not _complete(spool, chunk):
                 await asyncio.to_thread(spool.drop_partial_block)
-                return _progress(spool)
+                return _progress(call, spool)
             _check_total(session, spool)
             record = self._sessions.finish(session, spool, Checksums.parse({}, call.headers))
             return _done(call, session, record)
@@ -210,8 +210,10 @@ def _check_total(session: Session, spool: Spool) -> None:
         raise errors.invalid(f"Invalid request. Expected {expected} bytes, found {spool.size_bytes}.")
 
 
-def _progress(spool: Spool) -> Reply:
+def _progress(call: Call, spool: Spool) -> Reply:
     headers = {"Range": f"bytes=0-{spool.size_bytes - 1}"} if spool.size_bytes else {}
+    if call.headers.get("X-GUploader-No-308", "").lower() == "yes":  # for clients that follow every 308 by themselves
+        return Reply(headers={**headers, "X-Http-Status-Code-Override": "308"})
     return Reply(status=308, headers=headers)
 
 

@@ -14,7 +14,17 @@ from aiohttp.streams import StreamReader
 from ckptkit.testing.bucket import errors
 from ckptkit.testing.bucket.api import Api
 from ckptkit.testing.bucket.batch import Batches, refuse
-from ckptkit.testing.bucket.call import Call, CallKind, Reply, Route, error_reply, json_reply, resolve, split_target
+from ckptkit.testing.bucket.call import (
+    Call,
+    CallKind,
+    Reply,
+    Route,
+    error_reply,
+    json_reply,
+    partial_reply,
+    resolve,
+    split_target,
+)
 from ckptkit.testing.bucket.delivery import Delivery, Interrupted, reset
 from ckptkit.testing.bucket.faults import Effect, FaultPlan, Hang, Reset, effect_name
 from ckptkit.testing.bucket.injector import Injector
@@ -161,7 +171,7 @@ class Web:
             return await self._administer(route, exchange.body)
         opening = await self._open(call, route, exchange.body)
         exchange.name = opening.name
-        return await self._undergo(request, exchange, opening)
+        return await self._undergo(request, exchange, call, opening)
 
     async def _open(self, call: Call, route: Route, body: RequestBody) -> Opening:
         if route.action in _UPLOADS:
@@ -184,7 +194,7 @@ class Web:
             return await asyncio.to_thread(self._api.handle, call, route)
         return self._api.handle(call, route)
 
-    async def _undergo(self, request: web.BaseRequest, exchange: _Exchange, opening: Opening) -> Reply:
+    async def _undergo(self, request: web.BaseRequest, exchange: _Exchange, call: Call, opening: Opening) -> Reply:
         ordeal = self._injector.decide(exchange.route.kind, opening.name)
         effect = exchange.effect = ordeal.effect
         if ordeal.delay_s:
@@ -192,7 +202,7 @@ class Web:
         await self._strike(request, effect, "before")
         if isinstance(effect, Reset) and effect.stage == "upload":
             exchange.body.cut_after(effect.after_bytes)
-        reply = await opening.finish()
+        reply = partial_reply(call, await opening.finish())
         try:
             await self._strike(request, effect, "after")
         except BaseException:

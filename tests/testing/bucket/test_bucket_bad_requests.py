@@ -36,7 +36,7 @@ MULTIPART = {"Content-Type": "multipart/related; boundary=cut"}
         ("POST", UPLOAD + "?uploadType=media", 400, "required"),
         ("POST", UPLOAD + "?uploadType=resumable", 400, "required"),
         ("POST", UPLOAD + "?uploadType=multipart&name=x", 400, "invalid"),
-        ("PUT", UPLOAD + "?uploadType=resumable&upload_id=../../x", 410, "gone"),
+        ("PUT", UPLOAD + "?uploadType=resumable&upload_id=../../x", 404, "notFound"),
         ("GET", object_path("name") + "?ifGenerationMatch=x", 400, "invalid"),
         ("GET", object_path("name") + "?ifGenerationMatch=-1", 400, "invalid"),
         ("DELETE", object_path("name") + "?generation=1.5", 400, "invalid"),
