@@ -61,7 +61,7 @@ class FakeBucket:
 
 
 def measure(run: Run) -> Measured:
-    """`disk_*` and `bucket_*`: GB/s, processor time, files, bytes, requests, and memory beside the snapshot."""
+    """`disk_*` and `bucket_*`: GB/s, processor time, files, bytes, requests, and memory besides the snapshot."""
     recorder = Recorder()
     state = run.case.make()
     for place in run.places:

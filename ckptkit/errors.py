@@ -1,4 +1,4 @@
-"""The errors of ckptkit: each says what failed, where, and what to do next."""
+"""The errors of ckptkit: each names what failed, where, and what to do next."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class SurgeryError(TreeMismatchError):
         lines = "\n".join(f"  {line}" for line in self.differences)
         CheckpointError.__init__(
             self,
-            f"the rules do not say where every leaf comes from and goes to ({len(self.differences)} differences):\n"
-            f"{lines}\nNothing was read. Add or change rules; what begins afresh is said with Init, what is left "
-            "behind with Skip.",
+            f"the rules do not give every leaf a source and a target ({len(self.differences)} differences):\n"
+            f"{lines}\nNothing was read. Add or change rules: Init for leaves that begin afresh, Skip for leaves that "
+            "are left behind.",
         )
 
 
@@ -113,7 +113,7 @@ class ReplicaMismatchError(CheckpointError):
 
 
 class CoordinationError(CheckpointError, TimeoutError):
-    """Processes did not meet in time; the message names the meeting and who is missing."""
+    """A barrier timed out; the message names the barrier and the missing processes."""
 
 
 class StoreError(CheckpointError):
@@ -129,11 +129,11 @@ class OutsideRootError(StoreError):
 
 
 class PeerUnreachableError(TransientStoreError):
-    """Another process of the job did not answer, or refused to; the message says which, and where it was asked."""
+    """Another process of the job did not answer, or refused; the message has its number and address."""
 
 
 class StoreFullError(StoreError, OSError):
-    """There is no room for what was to be written; the message has the bytes needed and the bytes free."""
+    """Not enough room for the data to write; the message has the bytes needed and the bytes free."""
 
 
 class TierUnusableError(CheckpointError, ValueError):

@@ -57,7 +57,7 @@ def _writing(command: Any) -> Any:
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
 @click.option("--only", multiple=True, metavar="NAME", help="A leaf or sub-tree, or a pattern; repeatable.")
-@click.option("--without", multiple=True, metavar="NAME", help="What of that is left out; repeatable.")
+@click.option("--without", multiple=True, metavar="NAME", help="A part to leave out; repeatable.")
 @MAP
 @_writing
 def extract(
@@ -68,7 +68,7 @@ def extract(
     The rules of --map are applied after. DST appears whole, by one rename, or not at all.
     """
     if not only and not without:
-        raise click.UsageError("say which parts: --only or --without")
+        raise click.UsageError("name the parts: --only or --without")
     rules = [] if map_path is None else read_rules(map_path)
     return _write([source], target, lambda opened: extracted(opened[0], only, without), rules, "extract", **flags)
 
@@ -78,7 +78,7 @@ def extract(
 @click.argument("target", metavar="DST")
 @click.option("--average", is_flag=True, help="The mean of several with the same leaves.")
 @click.option("--lora", is_flag=True, help="Add the second, a LoRA adapter (PEFT's or NNX's), to the first.")
-@click.option("--lora-alpha", type=float, metavar="X", help="Its alpha [default: of adapter_config.json beside it].")
+@click.option("--lora-alpha", type=float, metavar="X", help="Its alpha [default: of the adapter's config].")
 @MAP
 @_writing
 def merge(
@@ -140,7 +140,7 @@ def _write(
         made = make(opened)
         limits: Any = {"memory_bytes": memory_bytes, "timeout_s": timeout_s}
         plan = plan_convert(made, target, to, rules=rules, casts=casts, shard_bytes=shard_bytes, **limits)
-        # What is gone on with must come from the same files in the same way.
+        # Work that is resumed must come from the same files in the same way.
         plan = replace(plan, made_by=f"{how} of {state_of(opened)}: {plan.made_by}")
         if not dry_run:
             with progress_bar() as progress:

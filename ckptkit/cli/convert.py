@@ -39,7 +39,7 @@ class CastType(click.ParamType):
         """Pattern and dtype, or click's message."""
         pattern, equals, dtype = str(value).rpartition("=")
         if not equals or not pattern or not dtype:
-            self.fail(f"{value!r} is no PATTERN=DTYPE, such as '**=bfloat16'", param, ctx)
+            self.fail(f"{value!r} is not PATTERN=DTYPE, such as '**=bfloat16'", param, ctx)
         return pattern, dtype
 
 

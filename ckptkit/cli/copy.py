@@ -43,9 +43,9 @@ def copy(
 ) -> int:
     """Copy the steps of the root SRC, or the one step SRC in a root, to the root DST, between disks and buckets.
 
-    A step is proven at DST before the mark of its commit is written, and is there whole or not at all. A job may be
-    running on SRC. A step of another run than that in DST is refused, or gets a new identity with --as: as the newest,
-    which the next restart takes, or as history, which no restart takes unasked.
+    Every step is verified at DST before its commit marker is written, so DST holds the complete step or no step. A job
+    may be running on SRC. A step of another run than that in DST is refused, or gets a new identity with --as: as the
+    newest, which the next restart takes, or as history, which no restart takes unasked.
     """
     plan = plan_copy(source, target, as_step=as_step, adopted=adopted, step_prefix=step_prefix, timeout_s=timeout_s)
     if not dry_run:

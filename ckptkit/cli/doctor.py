@@ -22,7 +22,7 @@ _TITLES = {"at risk": "At risk", "slow": "Slow", "wasteful": "Wasteful"}
 def doctor(
     root: str, events: str | None, tiers: tuple[str, ...], host_id: str | None, as_json: bool, timeout_s: float
 ) -> int:
-    """Say what is slow, at risk or wasteful about ROOT and its run, and which setting would change it.
+    """Report what is slow, at risk or wasteful about ROOT and its run, and which setting changes it.
 
     Looks at metadata and logs alone, and changes nothing. Without --events only the checkpoints are looked at.
     """

@@ -13,7 +13,7 @@ import click
 from ckptkit.cli.text import printable
 from ckptkit.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, TreeMismatchError
 
-_TALKERS = ("gcsfs", "fsspec", "aiohttp", "asyncio", "absl")  # they log tracebacks of what we say in one sentence
+_TALKERS = ("gcsfs", "fsspec", "aiohttp", "asyncio", "absl")  # tracebacks for errors that we print in one line
 
 
 class Exit(IntEnum):
@@ -80,7 +80,7 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def exit_with(problems: Sequence[str]) -> Exit:
-    """What could be read was printed; that something is damaged is said on stderr, and by the exit code."""
+    """Everything readable was printed. Damage is reported on stderr, and by the exit code."""
     sys.stdout.flush()
     for problem in problems:
         click.echo(f"ckptkit: damaged: {printable(problem)}", err=True)

@@ -49,7 +49,7 @@ def goodput(
     follow: bool,
     as_json: bool,
 ) -> int:
-    """Say where the time of the run went whose event logs are in RUN_DIR, and what each loss cost.
+    """Show where the time of a run went, and what each loss cost. RUN_DIR holds the run's event logs.
 
     Reads launcher.jsonl and attempt-<a>-process-<p>.jsonl; a log that is being written is read as far as it goes.
     """
@@ -96,7 +96,7 @@ def _report(run_dir: Path, logs: Sequence[Sequence[Event]]) -> GoodputReport:
 
 
 def _follow(run_dir: Path) -> None:
-    """Refreshes until the launcher says that the run is finished, or the person has seen enough."""
+    """Refreshes until the launcher reports the end of the run, or the user interrupts it."""
     with Live(Text("waiting for the first event"), console=Console(), refresh_per_second=4) as live:
         try:
             while True:
@@ -196,7 +196,7 @@ _HELP = {
     "ckptkit_steps_lost": "Steps that were done again after a loss.",
     "ckptkit_disruptions": "Losses of a process or host.",
     "ckptkit_resume_seconds": "Mean time from a loss to the end of the first step after it, by phase.",
-    "ckptkit_save_stall_seconds": "What a save held the step loop for, by quantile.",
+    "ckptkit_save_stall_seconds": "Time that a save blocked the step loop, by quantile.",
     "ckptkit_commit_seconds": "Median time until a save was committed, by tier.",
     "ckptkit_restored_bytes": "Bytes that restores took, by tier.",
 }

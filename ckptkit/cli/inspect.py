@@ -36,7 +36,7 @@ def inspect(
     memory_bytes: int,
     timeout_s: float,
 ) -> int:
-    """Say what PATH is: a step directory (ckptkit's or Orbax's), an item in one, a root with steps, a slot, or a
+    """Show what PATH holds: a step directory (ckptkit's or Orbax's), an item in one, a root with steps, a slot, or a
     checkpoint in another format (safetensors, npz, torch's zip, Flax's msgpack).
 
     Without --stats only metadata is read. PATH is local, file://, gs:// or s3://.

@@ -29,7 +29,7 @@ class SizeType(click.ParamType):
             return value
         match = _SIZE.fullmatch(value.strip())
         if match is None or float(match[1]) == 0:
-            self.fail(f"{value!r} is no size; write 512MB, 4GiB or a number of bytes", param, ctx)
+            self.fail(f"{value!r} is not a size; write 512MB, 4GiB or a number of bytes", param, ctx)
         return max(1, int(float(match[1]) * (1 << _UNITS[match[2].upper()])))
 
 
@@ -71,7 +71,7 @@ def fast_tiers(tiers: Sequence[str], host_id: str | None) -> str:
     """The host whose slots are meant; a usage error for what can be no tier or no host."""
     for tier in tiers:
         if not properties_of(tier).file_system:
-            raise click.BadParameter(f"{tier!r} is no local directory, as a fast tier is", param_hint="--tier")
+            raise click.BadParameter(f"{tier!r} is not a local directory; a fast tier is one", param_hint="--tier")
     try:
         return paths.checked_name(host_id or socket.gethostname(), "host id")
     except ValueError as error:

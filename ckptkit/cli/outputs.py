@@ -1,4 +1,4 @@
-"""Files that a command writes beside what it prints: checked before the work, and there whole or not at all."""
+"""Files that a command writes besides its printed output. Checked before the work, and written atomically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 
 
 class OutputFile(click.Path):
-    """A file that will be written. That its directory is missing is said before an hour of work has made its text."""
+    """A file that will be written. A missing directory is reported before the work starts, not an hour later."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, path_type=Path)
@@ -22,12 +22,12 @@ class OutputFile(click.Path):
         """The path, or click's message."""
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not os.path.isdir(path.parent):
-            self.fail(f"{path.parent} is no directory; make it first", param, ctx)
+            self.fail(f"{path.parent} is not a directory; make it first", param, ctx)
         return path
 
 
 def needed(module: str, extra: str) -> Any:
-    """An optional package, or a usage error that says how to get it."""
+    """An optional package, or a usage error that tells how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

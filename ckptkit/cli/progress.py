@@ -13,29 +13,29 @@ from rich.progress import Progress as Bar
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[int, int], None] | None]:
-    """What takes the bytes that are written and those in all, and shows them on stderr, where that is a terminal.
+    """A function of (bytes written, bytes in total) that shows both on stderr, if that is a terminal.
 
-    For work that is interrupted inside, it says how to go on.
+    Reports how to resume, if the work inside is interrupted.
     """
     try:
         with _bar(DownloadColumn(binary_units=True), TransferSpeedColumn()) as update:
             yield update
     except KeyboardInterrupt as error:
-        if not hasattr(error, "__notes__"):  # else it is said where, when the command ends
+        if not hasattr(error, "__notes__"):  # else the end of the command reports where it is
             error.add_note("what was done is kept; the same command with --resume goes on from there")
         raise
 
 
 @contextmanager
 def reading_bar() -> Iterator[Callable[[int, int], None] | None]:
-    """What takes the bytes that are read and those in all; as `progress_bar`, gone at the end."""
+    """A function of (bytes read, bytes in total). Like `progress_bar`, but removed at the end."""
     with _bar(DownloadColumn(binary_units=True), TransferSpeedColumn(), transient=True) as update:
         yield update
 
 
 @contextmanager
 def counting_bar() -> Iterator[Callable[[int, int], None] | None]:
-    """What takes how much is done and how much there is in all, of anything; as `progress_bar`, gone at the end."""
+    """A function of (amount done, amount in total), in any unit. Like `progress_bar`, but removed at the end."""
     with _bar(TimeRemainingColumn(), transient=True) as update:
         yield update
 

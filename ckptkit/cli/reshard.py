@@ -103,7 +103,7 @@ def reshard(
     whole, or not at all; of a step the other items come along.
     """
     if rules_path is not None and like is not None:
-        raise click.UsageError("--rules and --like both say how leaves are split; give one")
+        raise click.UsageError("--rules and --like both define how leaves are split; give one")
     keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")  # Orbax asks JAX for its process: no accelerator is to be taken for that
     _join(cluster, coordinator, processes, process)
@@ -137,7 +137,7 @@ def reshard(
 
 
 def _join(cluster: str, coordinator: str | None, processes: int | None, process: int | None) -> None:
-    """Meets the other processes, where there are any."""
+    """Waits for the other processes, if there are any."""
     given = [value is not None for value in (coordinator, processes, process)]
     if any(given) and (not all(given) or cluster == "detect"):
         raise click.UsageError("--coordinator, --processes and --process belong together, without --cluster detect")
@@ -147,7 +147,7 @@ def _join(cluster: str, coordinator: str | None, processes: int | None, process:
         elif coordinator is not None:
             jax.distributed.initialize(coordinator, processes, process)
     except (ValueError, RuntimeError) as error:
-        raise click.ClickException(f"the processes did not meet: {error}") from error
+        raise click.ClickException(f"the processes did not reach the barrier: {error}") from error
 
 
 def _show(plan: ReshardPlan) -> None:

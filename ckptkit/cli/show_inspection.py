@@ -16,7 +16,7 @@ from ckptkit.util import clock
 def matching(found: Inspection, pattern: str | None, sort: str | None) -> Inspection:
     """`found` with only the leaves that match, in the order asked for; raises where none does."""
     items = tuple(replace(item, leaves=_chosen(item, pattern, sort)) for item in found.items)
-    if pattern is not None:  # of some leaves nobody says it
+    if pattern is not None:  # it is unknown for some leaves
         items = tuple(replace(item, stored_bytes=None) for item in items)
     if pattern is not None and not any(item.leaves for item in items):
         raise StepNotFoundError(
@@ -67,7 +67,7 @@ def _heading(found: Inspection, sums: Mapping[str, Any]) -> list[str]:
 
 
 def _stored(found: Inspection) -> str:
-    """What the files of the arrays take, where that is known of all of them."""
+    """Bytes of the files of the arrays, if known for all of them."""
     sizes = [item.stored_bytes for item in found.items if item.kind == "arrays"]
     known = [size for size in sizes if size is not None]
     return f", {size_text(sum(known))} stored" if known and len(known) == len(sizes) else ""

@@ -30,7 +30,7 @@ def statistics(
         for key in chosen:
             try:
                 known[key] = statistics_of(tensors[key], memory_bytes)
-            except CorruptCheckpointError as error:  # of the others there is still something to say
+            except CorruptCheckpointError as error:  # the others still have rows to show
                 problems.append(str(error))
             done += tensors[key].nbytes
             if progress is not None:

@@ -1,4 +1,4 @@
-"""What was proven, as text, and how far it has come."""
+"""The verified parts as text, and the progress."""
 
 from __future__ import annotations
 

@@ -42,12 +42,12 @@ class PerTier(click.ParamType):
         try:
             return tier, float(seconds) if equals else self.fail(f"{value!r}: write TIER=SECONDS", param, ctx)
         except ValueError:
-            self.fail(f"{seconds!r} is no number of seconds", param, ctx)
+            self.fail(f"{seconds!r} is not a number of seconds", param, ctx)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What the flags say: the cluster, its failures, and the numbers that the policies start from."""
+    """The values of the flags: the cluster, its failures, and the numbers that the policies start from."""
 
     cluster: sim.Cluster
     failures: sim.Failures
@@ -130,7 +130,7 @@ class _Job:
 @click.option(
     "--prior-mtbf-h",
     type=click.FloatRange(min=0.001),
-    help="What `learned` expects of the job [default: its true MTBF].",
+    help="MTBF that `learned` expects [default: the true one].",
 )
 @click.option(
     "--project",
@@ -150,9 +150,9 @@ class _Job:
     help="A PNG of the shares (needs matplotlib) [default: none].",
 )
 def simulate(**flags: Any) -> int:
-    """Say what a job's goodput would be under policies for the save interval, over many simulated runs.
+    """Estimate a job's goodput under policies for the save interval, over many simulated runs.
 
-    Failures stop the whole job; it restarts, and restores from the fastest tier that survived. Every policy meets the
+    Failures stop the whole job; it restarts, and restores from the fastest tier that survived. Every policy gets the
     same failures. `oracle` is the best fixed choice in hindsight; intervals are seconds of work, one per tier.
     """
     if flags["plot"]:
@@ -201,7 +201,7 @@ def _job(flags: Mapping[str, Any]) -> _Job:
         if flags["mtbf_host_h"] is not None or flags["shape"] != 1.0:
             raise ValueError("--trace brings its own failures: leave --mtbf-host-h and --shape out")
         if not Path(flags["trace"]).is_file():
-            raise ValueError(f"{flags['trace']} is no regular file")
+            raise ValueError(f"{flags['trace']} is not a regular file")
         trace = sim.read_trace(flags["trace"], system=flags["system"])
         scale = 1.0 if flags["trace_hosts"] is None else flags["trace_hosts"] / start.hosts
         mtbf_s, source = trace.mtbf_s * scale, f"Failures as in {trace.name}, gaps times {scale:g}."
@@ -282,7 +282,7 @@ def _project_hosts(flags: Mapping[str, Any]) -> list[int]:
     if text is None:
         return []
     if flags["trace"] and flags["trace_hosts"] is None:
-        raise ValueError("--project scales failures with hosts: say with --trace-hosts how many are behind the trace")
+        raise ValueError("--project scales failures with hosts: give the trace's hosts with --trace-hosts")
     sizes = [int(part) for part in text.split(",") if part.strip().isdecimal()]
     if len(sizes) != len(text.split(",")) or not all(1 <= hosts <= _PROJECT_MAX for hosts in sizes):
         raise ValueError(f"--project {text}: give numbers of hosts from 1 to {_PROJECT_MAX:,}, separated by commas")

@@ -71,7 +71,7 @@ def plan_restore(
     as_json: bool,
     timeout_s: float,
 ) -> int:
-    """Say which save of PATH a restart on this host would take, and where each piece comes from. Reads no array."""
+    """Show which save of PATH a restart on this host would take, and the source of each piece. Reads no array."""
     host = fast_tiers(tiers, host_id)
     found = outlook(root, tiers=tiers, host_id=host, like=like, step=step, timeout_s=timeout_s)
     if as_json:

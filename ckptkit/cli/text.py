@@ -18,11 +18,11 @@ from ckptkit.inspection.words import size_text as size_text
 _INDENTED_CHARS = 1 << 20
 _RICH_ROWS_MAX = 1000  # rich lays out 2,500 rows a second (measured): plain columns beyond, and in pipes
 
-Columns = Sequence[tuple[str, bool]]  # title, and whether it holds numbers, which stand to the right
+Columns = Sequence[tuple[str, bool]]  # title, and whether it holds numbers, which are right-aligned
 
 
 def printable(text: str) -> str:
-    """`text` with what is no printable character escaped: names in a checkpoint may hold terminal commands."""
+    """`text` with every unprintable character escaped: names in a checkpoint may hold terminal commands."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
@@ -83,7 +83,7 @@ def _rich_table(columns: Columns, rows: Sequence[Sequence[str]]) -> Table:
     for title, numeric in columns:
         made.add_column(title, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        made.add_row(*(Text(printable(cell)) for cell in row))  # Text: brackets in a name are no markup
+        made.add_row(*(Text(printable(cell)) for cell in row))  # Text: brackets in a name are not markup
     return made
 
 

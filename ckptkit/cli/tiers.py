@@ -28,7 +28,7 @@ class AgeType(click.ParamType):
         """Seconds, or click's message."""
         match = _AGE.fullmatch(str(value))
         if match is None:
-            self.fail(f"{value!r} is no length of time; write 90s, 30min, 12h or 7d", param, ctx)
+            self.fail(f"{value!r} is not a length of time; write 90s, 30min, 12h or 7d", param, ctx)
         return float(match[1]) * _UNITS_S[match[2]]
 
 
@@ -67,7 +67,7 @@ def list_command(paths: tuple[str, ...], root: str | None, as_json: bool) -> int
 @click.option("--root", metavar="ROOT", help="Of the jobs that save to this durable root.")
 @click.option("--idle", "idle_s", type=AgeType(), metavar="AGE", help="To which nothing was saved for so long (7d).")
 @HOST_ID
-@click.option("--dry-run", is_flag=True, help="Say what would be freed, and change nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be freed, and change nothing.")
 @JSON
 def clean_command(
     paths: tuple[str, ...],
@@ -85,7 +85,7 @@ def clean_command(
     """
     host = fast_tiers(paths, host_id)
     if job is None and root is None and idle_s is None:
-        raise click.UsageError("say which: --job, --root or --idle")
+        raise click.UsageError("give one of --job, --root and --idle")
     found = clean_arenas(paths, host_id=host, job=job, root=root, idle_s=idle_s, dry_run=dry_run)
     if as_json:
         print_json(found.to_json())

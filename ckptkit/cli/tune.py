@@ -81,7 +81,7 @@ def tune(
 @JSON
 @TIMEOUT
 def explain(url: str, like: str, profile_path: str | None, processes: int, as_json: bool, timeout_s: float) -> int:
-    """Say what a durable save to URL would cost: files, requests, bytes, memory. Writes nothing."""
+    """Estimate the cost of a durable save to URL: files, requests, bytes, memory. Writes nothing."""
     profile = _loaded(profile_path)
     found = explain_checkpoint(url, like, durable=profile, processes=processes, timeout_s=timeout_s)
     if as_json:
@@ -147,7 +147,7 @@ def _show_forecast(url: str, found: SaveForecast) -> None:
         ["files", f"{found.files}, {found.data_files} of data"],
         ["requests", str(found.requests) if found.requests else "none: no bucket"],
         ["bytes", size_text(found.written_bytes)],
-        ["memory beside the snapshot", f"{size_text(found.peak_bytes)} at most, in one process"],
+        ["memory besides the snapshot", f"{size_text(found.peak_bytes)} at most, in one process"],
     ]
     print_line(f"a save to {url} would take")
     print_table([("", False), ("", False)], rows)

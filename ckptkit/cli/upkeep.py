@@ -35,14 +35,14 @@ class KeepType(click.ParamType):
         try:
             return {"newest": KeepNewest, "every": EverySteps}[word](int(amount))
         except (KeyError, ValueError):
-            self.fail(f"{value!r} is no rule; write newest=5, bytes=2TiB or every=1000", param, ctx)
+            self.fail(f"{value!r} is not a rule; write newest=5, bytes=2TiB or every=1000", param, ctx)
 
 
 @click.command()
 @click.argument("root")
 @TIERS
 @HOST_ID
-@click.option("--keep", type=KeepType(), multiple=True, metavar="RULE", help="Say what `prune` with it would free.")
+@click.option("--keep", type=KeepType(), multiple=True, metavar="RULE", help="Show what `prune` would free.")
 @click.option("--deep", is_flag=True, help="Look for files of OCDBT databases that nothing refers to.")
 @JSON
 @TIMEOUT
@@ -55,7 +55,7 @@ def du(
     as_json: bool,
     timeout_s: float,
 ) -> int:
-    """Say where the bytes of ROOT are: by step, item and kind, in this host's tiers, and which are dead weight.
+    """Show where the bytes of ROOT are: by step, item and kind, in this host's tiers, and which are dead weight.
 
     With --keep, also what a pruning by these rules would free (nothing is read to prove a step for that). Changes
     nothing.
@@ -104,8 +104,8 @@ def prune(
 ) -> int:
     """Delete the durable steps of ROOT that no rule keeps, and those of branches that a rollback abandoned.
 
-    Never the newest whole step (it is read), a pinned one, or one that somebody reads. What is damaged, was never
-    committed, or is not a step of the run is left. A job may be running.
+    Keeps the newest complete step (it is read to verify it), pinned steps, and steps that a process reads. Damaged or
+    uncommitted steps, and directories that are not steps of the run, also stay. A job may be running.
     """
     with progress_line() as progress:
         plan = plan_prune(root, keep, unread=unread, step_prefix=step_prefix, timeout_s=timeout_s, progress=progress)

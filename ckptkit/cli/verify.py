@@ -38,7 +38,7 @@ def verify(path: str, step: int | None, step_prefix: str | None, as_json: bool, 
 @TIERS
 @HOST_ID
 @click.option("--repair", is_flag=True, help="Mend what another copy has, put aside our saves that none has.")
-@click.option("--dry-run", is_flag=True, help="Say what --repair would do, and change nothing (as without --repair).")
+@click.option("--dry-run", is_flag=True, help="Show what --repair would do, and change nothing (the default).")
 @STEP_PREFIX
 @JSON
 @TIMEOUT

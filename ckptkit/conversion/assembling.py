@@ -102,7 +102,8 @@ def lora_merged(base: Checkpoint, adapter: Checkpoint, *, alpha: float | None = 
 
 
 def state_of(sources: Sequence[Checkpoint]) -> str:
-    """Of the files as they are now, an adapter's config too: work that is gone on with must be of the same."""
+    """A fingerprint of the files as they are now, including an adapter's config. Resumed work must have the same
+    one."""
     paths = [source.path for source in sources]
     return fingerprint({"paths": paths}, [*paths, *map(lora.config_path, sources)])[:16]
 

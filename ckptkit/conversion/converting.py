@@ -33,10 +33,10 @@ _PROGRESS_BYTES = 128 << 20  # written between two records of how far it is; wha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertPlan:
-    """What will be written, in order: the same for a dry run.
+    """The tensors that will be written, in order. A dry run makes the same plan.
 
-    `made_by` is what the bytes come from that names and shapes do not show (rules, casts, the layout of cells): work
-    that is gone on with must have the same.
+    `made_by` names the inputs that names and shapes do not show: rules, casts, the layout of cells. Resumed work must
+    have the same.
     """
 
     source: str
@@ -76,11 +76,11 @@ def plan_convert(
     memory_bytes: int = MEMORY_BYTES,
     timeout_s: float = 20.0,
 ) -> ConvertPlan:
-    """What `convert` would write; nothing is.
+    """The plan of `convert`; writes nothing.
 
-    Raises `CheckpointError` for rules, names or chunks that cannot be, for a local target that is there already, and
-    for an Orbax target in the root of a run (a bucket is asked for `timeout_s`),
-    `StepNotFoundError` for a rule or cast that matches no leaf.
+    Raises `CheckpointError` for impossible rules, names or chunks, for a local target that exists, and for an Orbax
+    target in the root of a run (a bucket is asked for at most `timeout_s`). Raises `StepNotFoundError` for a rule or
+    cast that matches no leaf.
     """
     target, casts = target_url(target), tuple(casts)
     if to == "orbax":
@@ -128,15 +128,14 @@ def convert(
     progress: BytesProgress | None = None,
     timeout_s: float = 60.0,
 ) -> None:
-    """Writes what the plan says. The target is not there until all of it is written and synced: then one rename.
+    """Writes what the plan lists. The target appears by one rename, after all of it is written and synced.
 
     Bits are those of the source, except where a cast was asked for. An interrupted run leaves a directory
-    `.<target>.ckptkit-part` beside the target, which `resume` continues and another run deletes; what ends it has a
-    note that says so. Damage of a local source leaves nothing, nor does a source that was changed while it was
-    read. In a bucket Orbax's items are written in place, and are one when the marker is there; files are made on a
-    local disk, one at a time, and uploaded. Cost: the source is read once, unless its chunks lie across the
-    target's; at most `memory_bytes` of array data are held. A bucket that does
-    not answer is tried for `timeout_s`.
+    `.<target>.ckptkit-part` beside the target, which `resume` continues and another run deletes; the error has a note
+    about it. If a local source is damaged, or changes while it is read, nothing is kept. In a bucket, Orbax's items are
+    written in place, and become checkpoints with the marker. Files are made on a local disk, one at a time, and
+    uploaded. Cost: the source is read once, unless its chunks lie across the target's. At most `memory_bytes` of array
+    data are held. Requests to a bucket that does not answer are retried for `timeout_s`.
 
     Raises `StoreFullError` before anything is written, `CheckpointError` where `resume` finds another plan's work or
     another process makes the same target, and what reading raises.
@@ -178,7 +177,7 @@ def _write_files(plan: ConvertPlan, target: Destination, memory_bytes: int, prog
             os.ftruncate(made.fileno(), max(file.size, os.fstat(made.fileno()).st_size))
             notes = _Notes(journal, made.fileno(), synced=not uploads)
             known = set() if uploads else finished
-            # What is uploaded is read again at once, out of the page cache.
+            # The upload reads the file again at once, from the page cache.
             writes = FileWrites(made.fileno(), None if uploads else made.name)
             try:
                 sums = _write_tensors(plan, file, writes, known, notes, memory_bytes, count)
@@ -266,16 +265,16 @@ def _shards(tensors: Tensors, shard_bytes: int) -> list[dict[str, Any]]:
 
 
 def no_arrays(source: Checkpoint) -> list[str]:
-    """What of a checkpoint is no tensor, in words: leaves (text, None, empty containers), and small items."""
+    """Descriptions of what a checkpoint holds besides tensors: leaves (text, None, empty containers), small items."""
     names = [f"{leaf.name} ({leaf.kind})" for _, leaf in source.others]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     are = "are no arrays" if len(names) > 1 else "is no array"
     leaves = f"{', '.join(names[:_NAMED])}{more}, which {are}"
-    return [*[leaves] * bool(names), *(f"item {name}, which is no array" for name in source.facts.values)]
+    return [*[leaves] * bool(names), *(f"item {name}, which is not an array" for name in source.facts.values)]
 
 
 def _notes(source: Checkpoint, tensors: Tensors, to: TargetFormat) -> list[str]:
-    """What does not come along, or comes along in other words."""
+    """The parts that are left out, or written in another form."""
     notes = [f"damaged: {each}" for each in source.facts.problems]
     notes += [f"left out: {each}" for each in no_arrays(source)]
     notes += source.facts.notes if source.format == "safetensors" else ()

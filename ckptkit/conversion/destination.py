@@ -1,5 +1,5 @@
-"""Where a conversion puts what it makes: on a disk beside its place, and renamed at the end; in a bucket in place, and
-marked at the end. Until then nothing at the target is a checkpoint, and an interrupted work can be gone on with.
+"""Where a conversion puts its output. On a disk: next to the target, renamed at the end. In a bucket: in place, with
+the marker last. Until then the target is not a checkpoint, and interrupted work can be resumed.
 
 Only what the journal names, or what has the work's number in its name, is ever deleted."""
 
@@ -33,14 +33,14 @@ _BATCH_BYTES = 32 << 20  # of small files that are noted together
 
 
 def target_url(target: str) -> str:
-    """The target's one name. Raises `CheckpointError` where something stands there, or nothing can."""
+    """The target's one name. Raises `CheckpointError` if the target exists, or cannot be made."""
     if not properties_of(target).file_system:
-        return target.rstrip("/")  # whether it is free, a listing says when the work begins
+        return target.rstrip("/")  # a listing finds out whether it is free when the work begins
     target = os.path.abspath(target.removeprefix("file://"))
     if os.path.lexists(target):
         raise CheckpointError(f"{target} is there already; name another target, or move it away", path=target)
     if not os.path.isdir(os.path.dirname(target)):
-        raise CheckpointError(f"{os.path.dirname(target)} is no directory; make it first", path=target)
+        raise CheckpointError(f"{os.path.dirname(target)} is not a directory; make it first", path=target)
     return target
 
 
@@ -52,7 +52,7 @@ def require_orbax_target(url: str) -> None:
 
 
 class SourceChangedError(CheckpointError):
-    """What was read is not one checkpoint: nothing that was made of it is of use."""
+    """The data that was read is not one checkpoint, so the output made from it is useless."""
 
 
 def require_unchanged(known_by: str, now: Callable[[], str], source: str) -> None:
@@ -232,7 +232,7 @@ class Destination:
         except BaseException as error:
             damaged = isinstance(error, CorruptCheckpointError) and not after_damage
             if damaged or isinstance(error, SourceChangedError):
-                with suppress(CheckpointError, OSError):  # the damage is what is to be said
+                with suppress(CheckpointError, OSError):  # report the damage
                     self.clear()
                     self._remove_part()
             else:
@@ -272,7 +272,7 @@ class Destination:
         sync_tree(self.url)
         if os.path.lexists(self.target):
             raise CheckpointError(
-                f"{self.target} was made meanwhile; what was written stands in {self.part}", path=self.target
+                f"{self.target} was made meanwhile; the written data is in {self.part}", path=self.target
             )
         os.rename(self.url, self.target)
         sync_directory(self._above)

@@ -1,4 +1,4 @@
-"""Writers of safetensors, npz and torch's zip: where every tensor's bytes stand is known before the first is written.
+"""Writers of safetensors, npz and torch's zip. The place of every tensor is known before the first is written.
 
 So tensors may be written in any order and in parts, and interrupted work is continued at the tensor where it stopped.
 """
@@ -41,7 +41,7 @@ _AT_ONCE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """Bytes of the file: `data` as they stand, or those of a tensor; `name` and `comment` are of a zip member."""
+    """Bytes of the file: `data` itself, or those of a tensor; `name` and `comment` are of a zip member."""
 
     start: int
     size: int
@@ -50,7 +50,7 @@ class Member:
     name: str = ""
     header_at: int = 0
     comment: bytes = b""
-    before: bytes = b""  # of a tensor in a zip: what stands before it in the same member
+    before: bytes = b""  # of a tensor in a zip: the bytes before it in the same member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +73,8 @@ def plan_file(name: str, format: FlatFormat, tensors: Tensors) -> FlatFile:
 def write_tensor(writes: FileWrites, plan: FlatFile, member: Member, tensor: Tensor, memory_bytes: int) -> int | None:
     """Writes the bytes of one tensor at their place, in C order. Cost: the tensor is read once.
 
-    Returns the checksum that a zip has of them, with what stands before them in their member; None where they were not
-    written one after the other, and for files that have none.
+    Returns the checksum of these bytes and of those before them in the same member of a zip. Returns None if they were
+    not written in order, and for files without checksums.
     """
     if tensor.nbytes <= _AT_ONCE_BYTES:  # a thread for each of many small tensors costs more than they do
         found = ((box, tensor.read(box)) for box in tensor.blocks(memory_bytes))
@@ -89,8 +89,8 @@ def write_tensor(writes: FileWrites, plan: FlatFile, member: Member, tensor: Ten
 
 
 def write_frame(fd: int, plan: FlatFile, sums: Mapping[str, int]) -> None:
-    """Writes what stands between the tensors, and of a zip its directory. `sums` are the checksums that are known by
-    tensor; for the others the tensors are read once more."""
+    """Writes the bytes between the tensors, and the directory of a zip. `sums` holds the known checksums by tensor; the
+    other tensors are read once more."""
     for member in plan.members:
         if member.tensor is None:
             _write_all(fd, member.data, member.start)

@@ -47,7 +47,7 @@ class Work:
 
 @final
 class ItemWriter:
-    """What one process writes of one item. What an earlier run noted in the journal is not written again.
+    """The part of one item that one process writes. Cells that the journal lists as written are not written again.
 
     Memory: half of the budget is what waits for its commit and what is read ahead meanwhile, the rest what is being
     read.
@@ -164,9 +164,9 @@ def side_files(
     *,
     provable: bool,
 ) -> dict[str, str]:
-    """Orbax's small files of an item beside `_METADATA`, and our sidecar, as one process of `writer.count` has them.
+    """Orbax's small files of an item besides `_METADATA`, and our sidecar, for one process of `writer.count`.
 
-    `inline` is what the sidecar says beside the arrays: the small items of the step, and the empty nodes of this one.
+    `inline` holds the sidecar's entries besides arrays: the step's small items, and this item's empty nodes.
     """
     manifest = Manifest(save_id=save_id, writer=writer, slot="", arrays={item: tuple(records)}, inline=inline)
     arrays = [
@@ -184,7 +184,7 @@ def side_files(
 
 
 def this_writer(process: int, count: int) -> Writer:
-    """Who writes, as the sidecars say it."""
+    """The writer, as recorded in the sidecars."""
     return Writer(process=process, count=count, host=socket.gethostname())
 
 

@@ -1,4 +1,4 @@
-"""What an interrupted conversion has done, and whether its source is still what it was."""
+"""The record of a conversion's finished work, and whether its source is unchanged."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Journal:
             self.work = str(json.loads(self._store.get(_PLAN))["work"])
 
     def entries(self) -> Iterable[Any]:
-        """What this process noted, in order; ends at what is damaged, which is then done again."""
+        """The entries of this process, in order. Stops at the first damaged entry; that work is repeated."""
         while True:
             try:
                 entry = json.loads(self._store.get(self._key()))
@@ -183,5 +183,5 @@ def foreign(
 
 
 def data_prefix(work: str) -> str:
-    """What the names of the data files of a work begin with, below the directory of a database."""
+    """The prefix of the names of a job's data files, below the directory of a database."""
     return f"d/{work}-"

@@ -19,7 +19,7 @@ from ckptkit.inspection.places import Place
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import describe
 
-ADAPTER_CONFIG = "adapter_config.json"  # PEFT's, beside an adapter's weights
+ADAPTER_CONFIG = "adapter_config.json"  # PEFT's, next to an adapter's weights
 
 _PEFT = re.compile(r"(?:base_model\.model\.)?(?P<of>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
 _NNX = re.compile(r"(?P<of>.+)\.lora_(?P<side>[ab])")  # flax.nnx.LoRA: x @ lora_a @ lora_b
@@ -64,12 +64,12 @@ def lora_merged(base: Checkpoint, adapter: Checkpoint, *, alpha: float | None = 
 
     PEFT's names (`base_model.model.X.lora_A.weight` of [rank, in], `lora_B` of [out, rank], for `X.weight`) and NNX's
     (`X.lora_a` of [in, rank], `lora_b` of [rank, out], for `X.kernel`); E. Hu et al., "LoRA", 2021, section 4.1.
-    PEFT's `adapter_config.json` beside the adapter is honoured; `alpha` replaces its `lora_alpha`, and its
+    PEFT's `adapter_config.json` next to the adapter is honoured; `alpha` replaces its `lora_alpha`, and its
     `alpha_pattern` still applies. Computed in float32, or float64 where the base is, and rounded once.
 
-    Raises `MergeError` for an update without a base, without its other half, of other shapes or of another rank than
-    the config says, and for tensors of the adapter that are not updates; `CheckpointError` without an alpha, and for a
-    setting of the config that is not supported.
+    Raises `MergeError` for an update without a base or without its other half, for shapes or a rank that differ from
+    the config, and for tensors of the adapter that are not updates. Raises `CheckpointError` without an alpha, and for
+    an unsupported setting of the config.
     """
     config = adapter_config(adapter)
     config = config if alpha is None else replace(config, alpha=alpha)
@@ -91,7 +91,7 @@ def lora_merged(base: Checkpoint, adapter: Checkpoint, *, alpha: float | None = 
 
 
 def adapter_config(adapter: Checkpoint) -> LoraConfig:
-    """PEFT's config beside an adapter; an empty one where there is none. Cost: one small read.
+    """PEFT's config next to an adapter; an empty one if there is none. Cost: one small read.
 
     Raises `CheckpointError` for a config that is damaged, or that has a setting which changes the result and is not
     supported.

@@ -36,8 +36,8 @@ _PART = 1 << 20  # elements that are made wide at once
 class MapRule:
     """One `[[rule]]` of a file. `old` and `new` have one name, or several on one side of a split or a stack.
 
-    In the order of work: `split` an axis into its indexes (which the axis loses), `divide` an axis into two, the inner
-    of the size given, `transpose`, `merge` an axis with the next one, `stack` the sources along a new axis.
+    Applied in this order: `split` an axis into its indexes (the axis goes away), `divide` an axis into two (with the
+    size of the inner one), `transpose`, `merge` an axis with the next, `stack` the sources along a new axis.
     """
 
     old: tuple[str, ...]
@@ -69,8 +69,8 @@ def read_rules(path: str) -> list[MapRule]:
 
 
 def read_rule_tables(path: str, rule: Callable[[dict[str, Any]], _T]) -> list[_T]:
-    """What `rule` makes of each `[[rule]]` of a TOML file; a `CheckpointError` of what it raises, with the path, and
-    `StepNotFoundError` where there is no such file."""
+    """The results of `rule` for each `[[rule]]` of a TOML file. Raises its errors as `CheckpointError` with the path,
+    and `StepNotFoundError` if the file does not exist."""
     if local_kind(path) is None:
         raise nothing_at(path, "there is no such file of rules; check the path")
     try:
@@ -94,7 +94,7 @@ def _rule(table: dict[str, Any]) -> MapRule:
     lists = {key: tuple(table[key]) if key in table else None for key in ("divide", "transpose")}
     flat = [*(v for v in numbers.values() if v is not None), *(n for v in lists.values() for n in v or ())]
     if any(type(number) is not int or number < 0 for number in flat) or len(lists["divide"] or (0, 0)) != 2:
-        raise ValueError(f"the axes of the rule for {table['from']} are no whole numbers")
+        raise ValueError(f"the axes of the rule for {table['from']} are not whole numbers")
     divide: Any = lists["divide"]
     return MapRule(
         old=_names(table["from"]),
@@ -109,7 +109,7 @@ def _rule(table: dict[str, Any]) -> MapRule:
 def _names(value: Any) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{value!r} is no name of a leaf, and no list of names")
+        raise ValueError(f"{value!r} is neither a name of a leaf nor a list of names")
     return tuple(names)
 
 
@@ -175,7 +175,7 @@ def is_floating(tensor: Tensor) -> bool:
 
 
 def _cast(source: Tensor, dtype: np.dtype[Any], box: Box) -> np.ndarray:
-    with np.errstate(over="ignore", invalid="ignore"):  # what does not fit becomes infinite, as a cast says
+    with np.errstate(over="ignore", invalid="ignore"):  # values that do not fit become infinite, as a cast specifies
         return source.read(box).astype(dtype)
 
 
@@ -237,7 +237,7 @@ def _stacked(sources: Sequence[Tensor], axis: int) -> Tensor:
 
 def _transposed(source: Tensor, axes: tuple[int, ...]) -> Tensor:
     if sorted(axes) != list(range(len(source.shape))):
-        raise ValueError(f"{list(axes)} is no order of its axes")
+        raise ValueError(f"{list(axes)} is not an order of its axes")
     back = np.argsort(axes)
 
     def fetch(box: Box) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""Writes an Orbax item from tensors that are read block by block: the cells, each digested before it is written,
-Orbax's own files as the durable tier's writer makes them, and the sidecar that proves the cells."""
+"""Writes an Orbax item from tensors that are read block by block. Each cell is digested before it is written. Orbax's
+own files are made by the durable tier's writer, and a sidecar holds the digests of the cells."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def write_step(
 ) -> None:
     """An item directory that stock Orbax restores as a tree of the names, split at dots, and that `verify` proves.
 
-    Every leaf is an array: sequences become mappings from "0", "1", ..., numbers arrays of no dimensions. Cost: every
-    tensor is read once where the cells lie along its own chunks. What the journal has is not written again.
+    Every leaf is an array: sequences become mappings from "0", "1", ..., numbers become arrays without dimensions.
+    Cost: every tensor is read once if the cells match its own chunks. Cells that the journal lists are not written
+    again.
     """
     item = target.url.rpartition("/")[2]
     records = {name: _record(tensor, name, memory_bytes) for name, tensor in tensors.items()}
@@ -89,7 +90,7 @@ def _tree(records: list[LeafRecord]) -> Any:
 
 
 def require_tree(tensors: Tensors) -> None:
-    """Raises `CheckpointError` for names that are no tree together, and for dtypes that zarr does not have."""
+    """Raises `CheckpointError` for names that do not form a tree, and for dtypes that zarr lacks."""
     paths = {name: _path(tensor, name) for name, tensor in tensors.items()}
     leaves = set(paths.values())
     for name, path in paths.items():

@@ -46,7 +46,7 @@ def block_shape(
 ) -> tuple[int, ...]:
     """The block of at most `limit` elements (or one target chunk) for which the fewest are read.
 
-    Of those that read equally few, the largest up to `handy` elements: more at a time is no faster, and is memory.
+    Of those that read the fewest, the largest up to `handy` elements: larger ones cost memory and are not faster.
     """
     choices = [_sizes(*each) for each in zip(shape, source, target, strict=True)]
     while math.prod(map(len, choices)) > _SIZES_MAX:
@@ -102,7 +102,7 @@ def _along(size: int, step: int, rows: int) -> int:
 
 
 def _sizes(size: int, source: int, target: int) -> list[int]:
-    """What a block may measure along a dimension: multiples of the target's rows, up to the whole dimension."""
+    """The possible sizes of a block along a dimension: multiples of the target's rows, up to the whole dimension."""
     whole = max(1, -(-size // target)) * target
     found = {whole}
     for unit in (target, math.lcm(max(1, source), target), -(-max(1, source) // target) * target):

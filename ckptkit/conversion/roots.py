@@ -22,7 +22,7 @@ _LEASE_S = 60.0
 def leased(sources: Iterable[str], *, timeout_s: float = 20.0) -> Iterator[list[str]]:
     """Keeps the steps that are read from being pruned by a running job; yields what could not be leased, in words.
 
-    Of sources that are no steps of a root of ours nothing is leased. Cost: two listings for each source, and a small
+    Sources that are not steps of a root of ckptkit get no lease. Cost: two listings for each source, and one small
     object that is renewed. Raises `CheckpointError` for a step that its job is deleting.
     """
     notes: list[str] = []
@@ -41,9 +41,9 @@ def leased(sources: Iterable[str], *, timeout_s: float = 20.0) -> Iterator[list[
 def require_fitting(target: str, save_id: SaveId | None = None, *, timeout_s: float = 20.0) -> None:
     """Raises `CheckpointError` for an Orbax target in the root of a run that would take it for something else.
 
-    Where a job of ours has begun, nothing may. Elsewhere a whole step with a `save_id` may stand among steps in the
-    order of their saves, and not as a plain number where theirs are not; an item (None) only under a name that no step
-    has.
+    In a root where a job of ckptkit has begun, nothing may be added. In other roots, a complete step with a `save_id`
+    is allowed among steps in the order of their saves, but not as a plain number if theirs are not. An item (None) is
+    allowed only under a name that no step has.
 
     Cost: a listing of the directory above, and of the steps in it.
     """

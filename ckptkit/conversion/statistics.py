@@ -37,7 +37,7 @@ def statistics_of(tensor: Tensor, memory_bytes: int = MEMORY_BYTES) -> Statistic
     count, mean, spread, squares = 0, 0.0, 0.0, 0.0
     low, high, nan, inf = math.inf, -math.inf, 0, 0
     for values in (part for box in tensor.blocks(memory_bytes) for part in _wide_parts(tensor.read(box))):
-        with np.errstate(all="ignore"):  # overflows are infinite, as the result says
+        with np.errstate(all="ignore"):  # overflows are infinite, as in the result
             finite = np.isfinite(values)
             nan += int(np.isnan(values).sum())
             values = values[finite]
@@ -73,8 +73,9 @@ def _wide_parts(block: np.ndarray) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafDifference:
-    """What differs in the values of one leaf. `ulp` counts representable numbers between two, None for what is not
-    floating point; `cosine` is None where a side is all zeros. `close`: every element within the tolerances."""
+    """Differences in the values of one leaf. `ulp` counts representable numbers between two values, and is None if the
+    dtype is not floating point. `cosine` is None if one side is all zeros. `close`: every element within the
+    tolerances."""
 
     name: str
     changed: float
@@ -148,7 +149,7 @@ def diff(
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """What makes the same bits something else: keys of two implementations draw other numbers."""
+    """Why equal bits mean different values: keys of two implementations draw different numbers."""
     return tensor.shape, tensor.dtype, tensor.leaf.key_impl
 
 
@@ -164,14 +165,14 @@ def _difference(name: str, a: Tensor, b: Tensor, rtol: float, atol: float, memor
     for box in cells_of(Box.whole(a.shape), tuple(max(1, rows) for rows in block)):
         flat_a, flat_b = a.read(box).reshape(-1), b.read(box).reshape(-1)
         for at in range(0, flat_a.size, _PART):
-            with np.errstate(all="ignore"):  # overflows are infinite, as the result says
+            with np.errstate(all="ignore"):  # overflows are infinite, as in the result
                 found.add(flat_a[at : at + _PART], flat_b[at : at + _PART])
     return found.result(name) if found.changed else None
 
 
 @final
 class _Comparison:
-    """What differs between two arrays that are compared part by part."""
+    """The differences between two arrays, compared part by part."""
 
     def __init__(self, rtol: float, atol: float, *, floating: bool):
         self._rtol, self._atol, self._floating = rtol, atol, floating
@@ -243,7 +244,7 @@ def _unequal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _ulp(a: np.ndarray, b: np.ndarray) -> int:
-    """The most representable numbers between two elements: floats in the order of their bits, -0.0 beside +0.0.
+    """The most representable numbers between two elements: floats in the order of their bits, with -0.0 next to +0.0.
 
     Dawson, "Comparing floating point numbers", 2012. Elements with NaN on a side are left out.
     """

@@ -1,4 +1,4 @@
-"""What is slow, at risk or wasteful in a run, from its event logs and its checkpoints, and what would change it."""
+"""Finds what is slow, at risk or wasteful in a run, from its event logs and checkpoints, and names remedies."""
 
 from ckptkit.diagnosis.examining import Diagnosis as Diagnosis
 from ckptkit.diagnosis.examining import diagnose as diagnose

@@ -18,7 +18,8 @@ from ckptkit.upkeep import usage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What the rules say of a run, the most urgent first. `events`: where its logs are; None: none were given."""
+    """The findings of the rules for a run, the most urgent first. `events`: where its logs are; None: none were
+    given."""
 
     root: str
     events: str | None
@@ -43,12 +44,12 @@ class Diagnosis:
 def diagnose(
     root: str, *, events: str | None = None, tiers: Sequence[str] = (), host_id: str, timeout_s: float = 20.0
 ) -> Diagnosis:
-    """Looks at a durable root, this host's fast tiers and the event logs of its run (a directory, as `goodput` takes
-    it), and says what is slow, at risk or wasteful. Writes nothing, reads no array.
+    """Looks at a durable root, this host's fast tiers and the event logs of its run (a directory, as for `goodput`).
+    Reports what is slow, at risk or wasteful. Writes nothing, reads no array.
 
-    Without `events` the rules that need them say nothing. Cost: that of `list_steps`, `usage` and reading the logs.
-    Raises `StepNotFoundError` where there is no root, FileNotFoundError for no logs, `CorruptCheckpointError` for logs
-    that cannot be read, `StoreError`.
+    Without `events`, the rules that need them report nothing. Cost: that of `list_steps`, `usage` and reading the logs.
+    Raises `StepNotFoundError` if there is no root, FileNotFoundError if there are no logs, `CorruptCheckpointError` for
+    logs that cannot be read, `StoreError`.
     """
     listing = list_steps(root, tiers=tiers, host_id=host_id, timeout_s=timeout_s)
     used = usage(root, tiers=tiers, host_id=host_id, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""What the rules of a diagnosis look at, and what they say."""
+"""The inputs of a diagnosis's rules, and their findings."""
 
 from __future__ import annotations
 

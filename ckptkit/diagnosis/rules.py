@@ -1,6 +1,6 @@
 """The rules of a diagnosis: each a pure function of the facts, with its threshold and where that is from.
 
-A rule that has too little to go by says nothing.
+A rule with too little data reports nothing.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def skipped(facts: Facts) -> list[Advice]:
 
 
 def failing(facts: Facts) -> list[Advice]:
-    """The last that was heard of a tier is that it failed. No threshold: what it would have held is not there."""
+    """The last event of a tier is a failure. No threshold: the save that it would hold does not exist."""
     found = []
     for tier in sorted({e.tier for e in facts.events if e.tier is not None}):
         kinds = (Kind.COMMITTED, Kind.FAILED, Kind.DEGRADED)
@@ -187,7 +187,7 @@ def failing(facts: Facts) -> list[Advice]:
 def durable_age(facts: Facts) -> list[Advice]:
     """The newest durable step is older, at the end of the log, than three times what usually lies between two.
 
-    Three: two saves may fail and be said (`FailurePolicy.retries`) before anybody has to be woken.
+    Three: two saves may fail and be reported (`FailurePolicy.retries`) before a person is woken.
     """
     times = sorted({event.step: event.at_s for event in facts.of(Kind.COMMITTED, DURABLE)}.values())
     gaps = [after - before for before, after in pairwise(times)]
@@ -258,7 +258,7 @@ def rejected(facts: Facts) -> list[Advice]:
     where = f"{last.tier or 'a tier'}, step {last.step}" if last.step is not None else f"{last.tier or 'a tier'}"
     why = last.fields.get("reason")
     times = "once" if len(events) == 1 else f"{len(events)} times"
-    what = f"{times} something was passed over by a restore or a look; last: {where}: {why}"
+    what = f"{times} a restore or an inspection skipped something; last: {where}: {why}"
     return _said("rejected", "at risk", what, f"`ckptkit verify {facts.usage.root}`, then `ckptkit scrub`")
 
 
@@ -277,7 +277,9 @@ def dead_weight(facts: Facts) -> list[Advice]:
         kinds[each.kind] += each.stored_bytes
     shown = ", ".join(f"{kind} {size_text(size)}" for kind, size in kinds.most_common())
     what = f"{size_text(dead)} of {size_text(usage.stored_bytes)} are dead weight: {shown}"
-    return _said("dead_weight", "wasteful", what, f"`ckptkit du {usage.root}` says how each goes; `ckptkit prune`")
+    return _said(
+        "dead_weight", "wasteful", what, f"`ckptkit du {usage.root}` shows how to remove each; `ckptkit prune`"
+    )
 
 
 def many_steps(facts: Facts) -> list[Advice]:

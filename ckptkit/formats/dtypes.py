@@ -1,7 +1,8 @@
-"""What each format calls the dtypes, and how those that it has no word for are stored in it.
+"""The name of each dtype in each format, and how a format stores dtypes for which it has no name.
 
-A dtype without a word of its own is stored as another of the same bytes, and a note beside the tensor says which it is:
-`{"dtype": "int4", "shape": [3]}` for a leaf stored as int8. Whoever does not know the note sees the stored bytes.
+A dtype without a name of its own is stored as another dtype of the same bytes. A note next to the tensor records the
+real one: `{"dtype": "int4", "shape": [3]}` for a leaf stored as int8. A reader that does not know the note sees the
+stored bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ TORCH: Mapping[str, np.dtype[Any]] = {
         for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
     },
 }
-# Words of newer versions than most readers know: written as notes instead, read where they stand.
+# Names of newer versions that few readers know: we write notes instead, and read the names.
 _NOT_WRITTEN = frozenset({"F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "C64"})
 _INTS = frozenset([int])  # a bool is an int to `isinstance`
 SAFETENSORS_WORDS = {dtype: word for word, dtype in SAFETENSORS.items() if word not in _NOT_WRITTEN}
@@ -59,7 +60,7 @@ def stored_as(dtype: np.dtype[Any], shape: tuple[int, ...], known: Any) -> tuple
 
 
 def note_of(dtype: np.dtype[Any], shape: tuple[int, ...], known: Any, key_impl: str | None) -> dict[str, Any] | None:
-    """What has to be said beside a tensor so that it comes back as it was; None where the format says it all."""
+    """The note that a tensor needs to be read back as it was; None if the format needs no note."""
     note: dict[str, Any] = {} if dtype in known else {"dtype": dtype.name, "shape": list(shape)}
     if key_impl is not None:
         note["key_impl"] = key_impl
@@ -73,7 +74,7 @@ def noted(
     if note is None:
         return dtype, shape, None
     if not isinstance(note, dict) or not isinstance(note.get("key_impl", ""), str):
-        raise ValueError(f"{str(note)[:100]!r} is no note of a tensor")
+        raise ValueError(f"{str(note)[:100]!r} is not a note of a tensor")
     if "dtype" not in note:
         return dtype, shape, note.get("key_impl")
     meant, meant_shape = plain_dtype(note["dtype"]), checked_shape(note["shape"])
@@ -83,7 +84,7 @@ def noted(
 
 
 def plain_dtype(word: Any) -> np.dtype[Any]:
-    """The dtype of a name; raises ValueError for what is no dtype of numbers."""
+    """The dtype of a name. Raises ValueError for a name that is not a dtype of numbers."""
     try:
         return np.dtype(dtype_name(word))
     except TypeError as error:

@@ -1,5 +1,5 @@
-"""Flax's legacy msgpack checkpoints: nested maps whose arrays are extension values. Only what stands between the arrays
-is read; their bytes are skipped over."""
+"""Flax's legacy msgpack checkpoints: nested maps whose arrays are extension values. Only the bytes between the arrays
+are read; those of the arrays are skipped."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Tokens:
     def take(self, count: int) -> bytes:
         """The next bytes."""
         if count > _WINDOW_BYTES:
-            raise ValueError(f"{count} bytes at {self.at} that are no array")
+            raise ValueError(f"{count} bytes at {self.at} that are not an array")
         if self.at < self._start or self.at + count > self._start + len(self._window):
             self._start = self.at
             size = max(count, min(_WINDOW_BYTES, self.ranges.size - self.at))
@@ -73,7 +73,7 @@ class _Tokens:
         return found
 
     def next(self) -> tuple[str, Any]:
-        """The kind and the value of what stands here; of a container its length, of bytes where they are."""
+        """The kind and the value at this place: for a container its length, for bytes their position."""
         code = self.take(1)[0]
         if code < 0x80 or code >= 0xE0:
             return "number", code if code < 0x80 else code - 0x100
@@ -215,17 +215,17 @@ def _chunked(tokens: _Tokens, path: tuple[str, ...], count: int) -> Tensor:
         name = _name(tokens)
         kind, entries = tokens.next()
         if kind not in ("map", "array") or name not in ("shape", "chunks"):
-            raise ValueError(f"{'.'.join(path)} is no array in chunks")
+            raise ValueError(f"{'.'.join(path)} is not an array in chunks")
         if name == "shape":
             shape = checked_shape([_entry_of(tokens, kind, at)[1] for at in range(min(entries, 33))])
         else:
             for at in range(min(entries, LEAVES_MAX)):
                 kind_of, value = _entry_of(tokens, kind, at)
                 if kind_of != "extension" or value[0] != _NDARRAY:
-                    raise ValueError(f"{'.'.join(path)} has a chunk that is no array")
+                    raise ValueError(f"{'.'.join(path)} has a chunk that is not an array")
                 chunks.append(_array(tokens, (*path, str(at)), value))
     if shape is None or not chunks or len({chunk.dtype for chunk in chunks}) != 1:
-        raise ValueError(f"{'.'.join(path)} is no array in chunks")
+        raise ValueError(f"{'.'.join(path)} is not an array in chunks")
     if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
         raise ValueError(f"the chunks of {'.'.join(path)} are not as many elements as its shape {shape}")
     leaf = LeafInfo(path=path, kind="numpy", dtype=chunks[0].dtype.name, shape=shape)

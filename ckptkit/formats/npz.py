@@ -1,7 +1,7 @@
 """NumPy's npz: a zip archive of npy files. Object arrays are pickles, and are refused.
 
-NumPy's format has no words for bfloat16 and its kin, and writes them as raw bytes (`V2`). The comment of the archive's
-member says which they are (`formats.dtypes`), which NumPy ignores.
+NumPy's format has no names for bfloat16 and similar dtypes, and writes them as raw bytes (`V2`). The comment of the
+archive's member, which NumPy ignores, records the dtype (`formats.dtypes`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def open_npz(path: str) -> Checkpoint:
 
 
 def known_dtypes() -> frozenset[np.dtype[Any]]:
-    """What NumPy's format has words for."""
+    """Whether NumPy's format has a name for the dtype."""
     names = ["bool", "float16", "float32", "float64", "complex64", "complex128"]
     names += [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
     return frozenset(map(np.dtype, names))
@@ -72,7 +72,7 @@ def _tensor(ranges: Ranges, entry: ZipEntry) -> Tensor:
                 raise ValueError(f"an array of {stored}{list(shape)} cannot be {str(note)[:100]}")
             dtype, _, key_impl = noted(*_as_noted(stored, shape, meant), note, known_dtypes())
         if dtype.kind == "V" and dtype.isbuiltin != 2:
-            raise ValueError(f"its dtype is {stored.str}, and nothing says which that is")
+            raise ValueError(f"its dtype is {stored.str}, and no note names the real dtype")
     strides = c_strides(shape[::-1])[::-1] if fortran else c_strides(shape)
     name = entry.name.removesuffix(SUFFIX)
     plain = dtype.newbyteorder("=")
@@ -86,7 +86,7 @@ def _tensor(ranges: Ranges, entry: ZipEntry) -> Tensor:
 
 
 def _as_noted(stored: np.dtype[Any], shape: tuple[int, ...], meant: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Raw bytes stand for integers of their width in a note."""
+    """In a note, raw bytes count as integers of the same width."""
     return (np.dtype(f"int{8 * stored.itemsize}"), shape) if meant else (stored, shape)
 
 

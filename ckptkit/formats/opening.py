@@ -1,4 +1,4 @@
-"""From a path to what stands there, whatever its format."""
+"""From a path to the checkpoint at that path, in any format."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def open_checkpoint(path: str, *, timeout_s: float = 20.0) -> Checkpoint:
     """The checkpoint at `path`, ready to be read box by box; close it, or use it as a context manager.
 
     A directory is a step, an item, a root (its newest step) or a fast tier's slots, or one of Hugging Face's with
-    safetensors; a file is safetensors, npz, a zip of `torch.save`, Flax's msgpack, or a manifest. What a file is, its
-    bytes say, not its name. Cost: metadata only.
+    safetensors; a file is safetensors, npz, a zip of `torch.save`, Flax's msgpack, or a manifest. The bytes of a file
+    determine its format, not its name. Cost: metadata only.
 
     Raises `StepNotFoundError` where nothing of the kind is there, `CorruptCheckpointError` for what cannot be read,
     `StoreError` for what cannot be reached.
@@ -49,7 +49,7 @@ def open_checkpoint(path: str, *, timeout_s: float = 20.0) -> Checkpoint:
 
 @collection_paused()
 def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
-    """What stands at `path`, in every format of `open_checkpoint`, from its metadata alone.
+    """Describes the checkpoint at `path`, in every format of `open_checkpoint`, from its metadata alone.
 
     Where something of an Orbax directory is damaged and the rest can be read, the rest is returned and the damage is in
     `problems`. Cost: small reads only: one per process of a step with our sidecars, one per node of
@@ -68,7 +68,7 @@ def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
 
 
 def inspection_of(opened: Checkpoint, *, timeout_s: float) -> Inspection:
-    """An open checkpoint that is no Orbax directory and no slot, as `inspect` gives it."""
+    """An open checkpoint that is neither an Orbax directory nor a slot, as `inspect` returns it."""
     leaves = [(tensor.item, tensor.leaf) for tensor in opened.tensors] + list(opened.others)
     names = dict.fromkeys(item for item, _ in leaves)
     return Inspection(
@@ -114,7 +114,8 @@ def _is_manifest(url: str) -> bool:
 
 
 def _is_file(url: str, timeout_s: float) -> bool:
-    """Whether a path names one file; what is no directory and no regular file is refused where it is opened."""
+    """Whether a path names one file. A path that is neither a directory nor a regular file is refused when it is
+    opened."""
     if properties_of(url).file_system:
         return local_kind(url) not in (None, stat.S_IFDIR)
     directory, _, name = url.rpartition("/")

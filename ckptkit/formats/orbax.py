@@ -27,7 +27,7 @@ _CACHE_BYTES = 32 << 20  # of OCDBT's nodes; chunks are read once
 
 
 def open_orbax(found: Inspection, *, timeout_s: float) -> Checkpoint:
-    """What `inspect` found at a path, with the array items' bytes.
+    """The result of `inspect` for a path, with the array items' bytes.
 
     A step of ours is read cell by cell, each proven by its digest; stock Orbax's has none. Raises what `inspect` does,
     and `CorruptCheckpointError` for a save of ours whose sidecars are lost or damaged.
@@ -128,7 +128,7 @@ def _stored(opening: Callable[[LeafInfo], Any], leaf: LeafInfo, opened: dict[str
 
 
 def _open_slot(found: Inspection) -> Checkpoint:
-    """One save in the slots of a host: the shares of all its processes that stand beside each other."""
+    """One save in the slots of a host: the shares of all its processes, next to each other."""
     path = Path(found.path)
     first = read_share(path)
     shares = [first]

@@ -1,8 +1,8 @@
-"""What a pickle of torch says, without executing it: the standard library's interpreter, reduced to the operations that
+"""Reads a torch pickle without executing it, with the standard library's interpreter, reduced to the operations that
 tensors and containers need. Nothing is imported, nothing is called; every other operation and name is refused.
 
-The interpreter in Python is used, not the one in C (`pickle.Unpickler`): that one dies of a key that is nested deeply,
-and takes 16 bytes for each number below the highest that a pickle remembers a value by (docs/decisions/0006).
+It uses the interpreter in Python, not the one in C (`pickle.Unpickler`). The one in C crashes on a deeply nested key,
+and its memo takes 16 bytes for each number up to the highest index (docs/decisions/0006).
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ _OPERATIONS = """
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A global that a pickle names: never looked up. Where torch would call it, what it says is kept."""
+    """A global that a pickle names: never looked up. Where torch would call it, its name is kept."""
 
     module: str
     name: str
 
     def __call__(self, *arguments: Any) -> Any:
-        """What torch would make of `arguments`, as a value of ours. Raises ValueError for what torch does not write."""
+        """The value that torch would build from `arguments`. Raises ValueError for arguments that torch does not
+        write."""
         if (self.module, self.name) not in _CALLS:
             raise ValueError(f"the pickle calls {_words(self)}, which is refused; nothing was executed")
         if self.name == "OrderedDict" and arguments in ((), ([],)):
@@ -65,7 +66,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class TorchStorage:
-    """What a persistent id names: the member of the archive, and the kind of its elements."""
+    """The target of a persistent id: the member of the archive, and the kind of its elements."""
 
     kind: str
     key: str
@@ -86,7 +87,7 @@ class Rebuilt:
 def unpickled(data: bytes) -> Any:
     """The value: dicts, lists, tuples, sets, text, numbers, `Name` of dtypes, `Rebuilt` tensors.
 
-    Raises ValueError for anything else, and for what is no pickle.
+    Raises ValueError for anything else, and for bytes that are not a pickle.
     """
     try:
         return _Interpreter(io.BytesIO(data)).load()
@@ -136,7 +137,7 @@ class _Interpreter(pickle._Unpickler):  # the interpreter in Python; its public 
             target[key] = value
 
     def build(self) -> None:
-        """A state dict carries `_metadata` beside its entries, which says nothing of tensors: left out."""
+        """A state dict also carries `_metadata`. It holds no tensors and is left out."""
         self.stack.pop()
         _of(dict, self.stack[-1])
 
@@ -164,7 +165,7 @@ _Interpreter.dispatch = _Allowed(
 
 def _rebuilt(name: str, storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> Rebuilt:
     """`_rebuild_tensor(storage, offset, shape, strides)`; _v2 and _v3 add whether it needs gradients, hooks, a dtype
-    (_v3), and marks of a view whose elements are to be conjugated, or negated, when somebody reads them."""
+    (_v3), and marks of a view whose elements must be conjugated or negated when read."""
     dtype = _of(Name, more[2]).name if name == "_rebuild_tensor_v3" else None
     told = more[3 if dtype else 2 :] if name != "_rebuild_tensor" else ()
     if told and (marks := [str(key) for key, on in _of(dict, told[0]).items() if on]):

@@ -42,7 +42,7 @@ class Ranges(Protocol):
 def open_ranges(path: str) -> Ranges:
     """The file at a local path or URL.
 
-    Raises `StepNotFoundError`, `StoreError`, and `CorruptCheckpointError` for what is no regular file.
+    Raises `StepNotFoundError`, `StoreError`, and `CorruptCheckpointError` for a path that is not a regular file.
     """
     return _LocalRanges(root_url(path)) if properties_of(path).file_system else _RemoteRanges(path.rstrip("/"))
 
@@ -167,7 +167,7 @@ class RangeFile(io.RawIOBase):
 def fetch_strided(
     ranges: Ranges, start: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], box: Box
 ) -> np.ndarray:
-    """A box of an array that stands in a file from byte `start`, with `strides` in elements.
+    """A box of an array that starts at byte `start` of a file, with `strides` in elements.
 
     Cost: one read where the box, with what lies between its elements, is at most four times as large as the box; else
     one per run of elements that follow each other.

@@ -114,34 +114,34 @@ def _files_of(place: Place) -> tuple[list[str], dict[str, str] | None]:
         mapped = json.loads(ranges.read(0, ranges.size))["weight_map"]
         for file in set(mapped.values()):
             if not isinstance(file, str) or not file.endswith(SUFFIX) or "/" in file or "\\" in file:
-                raise ValueError(f"{str(file)[:100]!r} is no name of a file beside it")
+                raise ValueError(f"{str(file)[:100]!r} is not a name of a file in the same directory")
     absent = sorted(set(mapped.values()) - set(place.names()))
     if absent:
-        raise CorruptCheckpointError(f"{place.url}: {absent[0]} is gone, which the index names", path=place.url)
+        raise CorruptCheckpointError(f"{place.url}: {absent[0]} is missing, but in the index", path=place.url)
     return sorted(set(mapped.values())), mapped
 
 
 def _require_whole_sets(place: Place, names: Sequence[str]) -> None:
-    """Files that say of themselves that they are one of several must all be there: without an index, which is written
-    last, a model that is uploaded or downloaded in part would look like a smaller one."""
+    """If a file's name declares it one of several, all of them must be there. The index is written last: without this
+    check, a model that is uploaded or downloaded in part would look like a smaller model."""
     parts = [(match[1], int(match[2]), int(match[3])) for name in names if (match := _PART.fullmatch(name))]
     for stem, count in sorted({(stem, count) for stem, _, count in parts}):
         lacking = count - len({part for each, part, of in parts if (each, of) == (stem, count)})
         if lacking > 0:
             raise CorruptCheckpointError(
-                f"{place.url}: {lacking} of the {count} files {stem}-*-of-* are gone, or not there yet",
+                f"{place.url}: {lacking} of the {count} files {stem}-*-of-* are missing, or not there yet",
                 path=place.url,
             )
 
 
 def _left_out(what: str, names: Sequence[str]) -> tuple[str, ...]:
-    """What of a file is neither read nor converted, in words."""
+    """Descriptions of the parts of a file that are neither read nor converted."""
     more = f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
     return (f"not read: {what}: {', '.join(names[:_NAMED])}{more}",) if names else ()
 
 
 def _tensors(ranges: Ranges) -> tuple[list[Tensor], list[str]]:
-    """The tensors of a file, and the names of what its writer said besides."""
+    """The tensors of a file, and the names of its writer's other entries."""
     length = int.from_bytes(ranges.read(0, 8), "little")
     if length > METADATA_BYTES_MAX or 8 + length > ranges.size:
         raise CorruptCheckpointError(
@@ -161,7 +161,7 @@ def _tensors(ranges: Ranges) -> tuple[list[Tensor], list[str]]:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a name occurs twice")
     return made
 
 

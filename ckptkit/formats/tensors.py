@@ -1,4 +1,4 @@
-"""The one interface behind which every format stands: a checkpoint is named tensors that are read box by box."""
+"""The one interface of every format: a checkpoint is a set of named tensors that are read box by box."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEMORY_BYTES = 1 << 30  # the default budget of everything that reads or writes 
 LEAVES_MAX = 500_000  # of one checkpoint: about 1 KiB of memory each
 DEPTH_MAX = 64  # of nested containers
 _BLOCK_SHARE = 8  # of the budget: what is read, what is made of it, and what libraries hold meanwhile
-_BLOCK_BYTES_MAX = 32 << 20  # larger blocks were no faster, and three to six of them are in memory at a time
+_BLOCK_BYTES_MAX = 32 << 20  # larger blocks were not faster, and three to six of them are in memory at a time
 CELL_SHARE = 4  # of the budget: a zarr chunk is read whole
 
 
@@ -38,8 +38,8 @@ class FileSpan:
 class Tensor:
     """One array of a checkpoint. Nothing of it is in memory until it is read.
 
-    `fetch` reads a box and gives an array of the box's shape and the leaf's dtype. `spans` are its bytes where it
-    stands in one piece, uncompressed.
+    `fetch` reads a box and gives an array of the box's shape and the leaf's dtype. `spans` are its bytes, if it is
+    stored in one piece and uncompressed.
     """
 
     item: str
@@ -106,8 +106,8 @@ class Tensor:
 class Checkpoint:
     """An open checkpoint: its tensors by name, and what it has besides. A context manager, which closes its files.
 
-    `others` are leaves that are no arrays (text, None, empty containers), `values` small items by name. `sources` are
-    the paths whose files are read: one that was put together of several has theirs.
+    `others` are leaves that are not arrays (text, None, empty containers). `values` are small items by name. `sources`
+    are the paths whose files are read; a checkpoint that was assembled from several has all their paths.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatFacts:
-    """What a checkpoint says of itself beside its tensors."""
+    """The facts that a checkpoint records besides its tensors."""
 
     kind: Literal["step", "item", "slot", "file", "directory"] = "file"
     step: int | None = None

@@ -103,7 +103,7 @@ def _content(ranges: Ranges, entry: ZipEntry) -> bytes:
 
 
 def _walked(root: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The leaves of nested containers, without recursion; bounded, for one container may stand in many places."""
+    """The leaves of nested containers, without recursion; bounded, because one container may occur in many places."""
     stack: list[tuple[tuple[str, ...], Any]] = [((), root)]
     nodes = 0
     while stack:

@@ -18,13 +18,13 @@ from ckptkit.inspection.places import readable
 Bytes = TypeVar("Bytes", bytes, memoryview)
 
 _LOCAL_HEADER = 30
-_RATIO_MAX = 1040  # deflate's bound is 1032:1; what claims more does not hold what it says
+_RATIO_MAX = 1040  # deflate's bound is 1032:1; a member that claims more is not valid
 _READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZipEntry:
-    """One member: where its stored bytes stand, and how long it is."""
+    """One member: the position of its stored bytes, and its length."""
 
     name: str
     start: int
@@ -38,8 +38,8 @@ class ZipEntry:
 def read_entries(ranges: Ranges) -> dict[str, ZipEntry]:
     """The members of an archive by name. Cost: its directory, and a small read per member.
 
-    Raises `CorruptCheckpointError` for members that overlap, stand twice, are encrypted, or claim more than deflate
-    can hold.
+    Raises `CorruptCheckpointError` for members that overlap, occur twice, are encrypted, or claim more than deflate can
+    hold.
     """
     with readable(ranges.path):
         try:
@@ -56,7 +56,7 @@ def read_entries(ranges: Ranges) -> dict[str, ZipEntry]:
             raise ValueError(f"no zip archive: {error}") from error
         entries = {info.filename: _entry(ranges, info) for info in infos if not info.is_dir()}
         if len(entries) != sum(not info.is_dir() for info in infos):
-            raise ValueError("a member stands twice in it")
+            raise ValueError("a member occurs twice in it")
         at = 0
         for entry in sorted(entries.values(), key=lambda entry: entry.start):
             if entry.start < at:
@@ -75,7 +75,7 @@ def _entry(ranges: Ranges, info: zipfile.ZipInfo) -> ZipEntry:
         raise ValueError(f"member {info.filename} has {info.compress_size} bytes and claims {info.file_size}")
     header = ranges.read(info.header_offset, _LOCAL_HEADER)
     if header[:4] != b"PK\x03\x04":
-        raise ValueError(f"member {info.filename} is not where the directory says")
+        raise ValueError(f"member {info.filename} is not at the place that the directory gives")
     name_bytes, extra_bytes = struct.unpack("<HH", header[26:30])
     start = info.header_offset + _LOCAL_HEADER + name_bytes + extra_bytes
     if start + info.compress_size > ranges.size:
@@ -96,8 +96,8 @@ class EntryRanges:
     """The uncompressed bytes of a member as a file. Of a compressed one reads are best in order: a read further on
     decompresses what lies between, one further back begins again.
 
-    If it is `summed`, whoever has read all of it in order was told by `CorruptCheckpointError` where the archive's
-    checksum does not match; what is read in parts, or in another order, is not compared with anything.
+    If it is `summed`, a reader that read all of it in order gets `CorruptCheckpointError` on a wrong checksum. Bytes
+    that are read in parts, or in another order, are not compared.
     """
 
     def __init__(self, ranges: Ranges, entry: ZipEntry, *, summed: bool = False):

@@ -1,4 +1,4 @@
-"""What a checkpoint is and which steps there are: read from metadata alone, for people and for the command."""
+"""Describes checkpoints and lists steps, from metadata alone, for people and for the command."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
 """The leaves of an array item as stock Orbax describes them: its `_METADATA`, its shardings, zarr's own metadata.
 
-Every number is checked before it is used: a hostile file may say anything.
+Every number is checked before it is used: a hostile file may hold anything.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckptkit.model.paths import ARRAY_METADATAS, OCDBT_MANIFEST, SHARDINGS, TREE
 
 _ZARR_NAMES = {2: ".zarray", 3: "zarr.json"}
 _KINDS = {"jax.Array": "jax", "np.ndarray": "numpy"}
-_NOT_IN_ZARR = frozenset({"string"})  # they stand together in `_strings.json`
+_NOT_IN_ZARR = frozenset({"string"})  # they are together in `_strings.json`
 _READS_AT_ONCE = 1000
 _ACCESS = (
     "ABORTED",
@@ -62,7 +62,7 @@ class _Facts(NamedTuple):
 class StoredArrays:
     """An array item as its metadata describes it. `grids` are by the names of the leaves.
 
-    `problems` are damages without which nobody restores it, `notes` those that a restore with a template does not meet.
+    `problems` are damages that prevent a restore. `notes` are damages that do not affect a restore with a template.
     """
 
     layout: str
@@ -263,7 +263,7 @@ def _key_impls(place: Place) -> dict[str, str]:
 
 
 def _tolerated(read: Any, problems: list[str]) -> dict[str, str]:
-    """What is only an addition to the leaves: where it is damaged, that is said, and the leaves are shown."""
+    """Optional information about the leaves: if it is damaged, that is reported, and the leaves are still shown."""
     try:
         return read()
     except CorruptCheckpointError as error:
@@ -301,7 +301,7 @@ def stores_all(item: Place) -> bool:
 
 
 def finished(future: Any, where: str, timeout_s: float) -> Any:
-    """What a future of TensorStore's gives, or one of our errors.
+    """The result of a TensorStore future, or one of our errors.
 
     TensorStore raises ValueError for everything; the status name in its text is what tells them apart.
     Damaged nodes of an OCDBT tree are INVALID_ARGUMENT, the one status that it does not name: so what is not known

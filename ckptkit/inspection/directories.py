@@ -1,4 +1,4 @@
-"""What a durable directory is: a step, an item of one, or neither; and the facts that its names alone tell."""
+"""Classifies a durable directory as a step, an item of one, or neither; and the facts that its names alone tell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptkit.model import paths
 
 
 def item_kind(place: Place) -> ItemKind | None:
-    """What kind of item a directory is; None for what holds no item."""
+    """The kind of item in a directory; None if it holds no item."""
     if (kind := kind_of_item(place.names())) is not None or paths.STEP_METADATA not in place.names():
         return kind
     # A step may hold files of an item's names; an item that was saved without a manager names one handler for itself.
@@ -69,7 +69,7 @@ def is_committed(place: Place) -> bool:
 
 
 def committed_at_s(place: Place) -> float | None:
-    """When Orbax committed a step, in seconds of the wall clock; None where it does not say."""
+    """When Orbax committed a step, in seconds of the wall clock; None if it does not record it."""
     recorded = place.json(paths.STEP_METADATA)
     with readable(f"{place.url}/{paths.STEP_METADATA}"):
         nanoseconds = (recorded or {}).get("commit_timestamp_nsecs")

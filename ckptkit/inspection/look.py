@@ -1,4 +1,4 @@
-"""`inspect`: what stands at a path, from its metadata alone. No array byte is read, no device is asked for."""
+"""`inspect`: describes the checkpoint at a path from its metadata alone. Reads no array byte, needs no device."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ from ckptkit.store.roots import root_url
 
 
 def inspect(path: str, *, timeout_s: float = 20.0) -> Inspection:
-    """What stands at `path`: a step directory (ours or stock Orbax's), an item in one, a root with steps (then its
-    newest committed step), or a fast tier's slot directory or manifest file.
+    """Describes the checkpoint at `path`: a step directory (ours or stock Orbax's), an item in one, a root with steps
+    (then its newest committed step), or a fast tier's slot directory or manifest file.
 
     Where something is damaged and the rest can be read, the rest is returned and the damage is in `problems`.
     Cost: small reads only: one per process of a step with our sidecars, one per node of
@@ -146,7 +146,7 @@ def _directory(place: Place, kind: Literal["step", "item"], items: Sequence[Plac
 def _origin(
     place: Place, items: Sequence[Place], notes: list[str], problems: list[str]
 ) -> tuple[SaveOrigin, dict[str, Manifest]]:
-    """Who wrote a step or an item, and the first sidecar of each item that is proven whole."""
+    """The writer of a step or an item, and the first complete sidecar of each item."""
     lost = [why for item in items if (why := sidecars_lost(item)) is not None]
     problems += lost
     ours = [item for item in items if sidecar_processes(item)]
@@ -155,7 +155,7 @@ def _origin(
         at_s = committed_at_s(place)
     except CorruptCheckpointError as error:
         (problems if ours or lost else notes).append(str(error))
-    if not any(item_kind(item) == "arrays" for item in items):  # nothing in a small item says who wrote it
+    if not any(item_kind(item) == "arrays" for item in items):  # a small item does not record its writer
         return SaveOrigin(writer="unknown", committed_at_s=at_s), {}
     if not ours and not lost:
         return SaveOrigin(writer="orbax", processes=_stock_processes(items), committed_at_s=at_s), {}
@@ -243,7 +243,7 @@ def _manifest_file(path: Path) -> Inspection:
         return _slot(read_share(path))
     if paths.process_of_sidecar(path.name) is None:
         raise nothing_at(
-            str(path), "a file that is no manifest; inspect takes step and item directories, roots, slots, manifests"
+            str(path), "a file that is not a manifest; inspect takes step and item directories, roots, slots, manifests"
         )
     place = Place.open(str(path.parent), timeout_s=1.0)
     data = place.read(path.name)
@@ -261,7 +261,7 @@ def _slot(share: Share) -> Inspection:
 def _of_manifest(path: Path, manifest: Manifest, kind: Literal["slot", "item"], at_s: float) -> Inspection:
     problems = []
     if kind == "slot" and not os.path.isfile(path.parent / manifest.slot):
-        problems.append(f"{path.parent / manifest.slot} is gone: the manifest names bytes that are not there")
+        problems.append(f"{path.parent / manifest.slot} is missing: the manifest names bytes that do not exist")
     writer = manifest.writer
     note = f"the share of process {writer.process} of {writer.count}, on host {writer.host}"
     return Inspection(

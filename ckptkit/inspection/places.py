@@ -51,7 +51,7 @@ class ReadOnlyStore:
         raise StoreError(f"{self.url}/{target} is only looked at, and was not written")
 
     def get(self, key: str) -> bytes:
-        """See `Store.get`; raises `CorruptCheckpointError` for what is no plain object of a plausible size."""
+        """See `Store.get`; raises `CorruptCheckpointError` if it is not a plain object of a plausible size."""
         where = f"{self.url}/{key}"
         if self.properties.file_system:
             require_regular(where)
@@ -67,7 +67,7 @@ class ReadOnlyStore:
         return self._inner.stat(key)
 
     def list(self, prefix: str) -> list[str]:
-        """See `Store.list`; names that are no part of a key are left out."""
+        """See `Store.list`; names that cannot be a part of a key are left out."""
         return [name for name in self._inner.list(prefix) if name.rstrip("/") not in ("", ".", "..")]
 
     def delete(self, key: str) -> None:
@@ -113,7 +113,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """Its own name, without what stands before it."""
+        """Its own name, without the directories before it."""
         return self.url.rstrip("/").rpartition("/")[2]
 
     def below(self, name: str) -> Place:
@@ -151,7 +151,7 @@ class Place:
         return None
 
     def json(self, name: str) -> Any:
-        """A JSON object in it; None where there is none. Raises `CorruptCheckpointError` for what is no JSON."""
+        """A JSON object in it; None if there is none. Raises `CorruptCheckpointError` for text that is not JSON."""
         data = self.read(name)
         with readable(f"{self.url}/{name}"):
             return None if data is None else json.loads(data)
@@ -221,7 +221,7 @@ def nothing_at(url: str, why: str) -> StepNotFoundError:
 
 
 def no_directory(url: str, why: str) -> StepNotFoundError:
-    """The error for a path that has to be a directory; where it is a file, that is said instead of `why`."""
+    """The error for a path that must be a directory. For a file, the error reports that instead of `why`."""
     is_file = properties_of(url).file_system and local_kind(url) == stat.S_IFREG
     return nothing_at(url, "it is a file, and a directory with steps is asked for" if is_file else why)
 

@@ -1,4 +1,4 @@
-"""What looking at a checkpoint gives. `to_json` of each record is the documented shape of `--json` (docs/CLI.md)."""
+"""Results of looking at a checkpoint. `to_json` of each record is the documented shape of `--json` (docs/CLI.md)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ StepState = Literal["committed", "partial", "unfinished", "superseded", "damaged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafInfo:
-    """One leaf of an array item. `dtype`, `shape` and `cell` are None for what is no array (a string, an empty dict).
+    """One leaf of an array item. `dtype`, `shape` and `cell` are None if it is not an array (a string, an empty dict).
 
     `cell` is the smallest part that is read whole: our cells, zarr's chunks. `held_bytes` is what a fast-tier slot
     holds of the leaf, None for a durable one.
@@ -54,7 +54,7 @@ class LeafInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One item of a step: `kind` says what it is, `layout` how its bytes stand, `value` is a small item's content.
+    """One item of a step. `kind` is its type, `layout` the arrangement of its bytes, `value` a small item's content.
 
     `stored_bytes` are those of its files, with their metadata; None for a share in a slot, and for some of its leaves.
     """
@@ -80,7 +80,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOrigin:
-    """Who wrote it. `proven`: every process's record with the digests of its cells is there and is whole itself."""
+    """The writer. `proven`: the record of every process, with the digests of its cells, exists and is complete."""
 
     writer: Literal["ckptkit", "orbax", "unknown"]
     proven: bool = False
@@ -92,7 +92,8 @@ class SaveOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What stands at `path`. `notes` say what was chosen, `problems` what is damaged; the rest is still shown."""
+    """The checkpoint at `path`. `notes` name choices that were made, `problems` name damage; the rest is still
+    shown."""
 
     path: str
     kind: Literal["step", "item", "slot", "file", "directory"]
@@ -119,7 +120,7 @@ class Inspection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What one tier has of a save. `processes` of `expected` are those whose share it has; None: nobody says."""
+    """The part of a save that one tier has: the shares of `processes`, of `expected` ones. None: unknown."""
 
     tier: str
     path: str
@@ -131,7 +132,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEntry:
-    """One save over all tiers that were looked at; `problem` says what is damaged.
+    """One save over all inspected tiers; `problem` names the damage.
 
     `metrics` is what was given to `save` as such, where Orbax's `best_fn` made it keep them.
     """
@@ -146,13 +147,13 @@ class StepEntry:
 
     @property
     def processes(self) -> tuple[int, ...] | None:
-        """The processes whose share some tier has; None where nobody says."""
+        """The processes whose share some tier has; None if unknown."""
         known = [holding.processes for holding in self.holdings if holding.processes is not None]
         return tuple(sorted({process for processes in known for process in processes})) if known else None
 
     @property
     def expected(self) -> int | None:
-        """How many processes saved it; None where nobody says."""
+        """The number of processes that saved it; None if unknown."""
         return max((holding.expected for holding in self.holdings if holding.expected is not None), default=None)
 
     @property

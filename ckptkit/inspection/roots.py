@@ -1,4 +1,4 @@
-"""What lies in a durable root: its steps, each with its class and state, and the directories that are not steps."""
+"""The contents of a durable root: its steps with class and state, and the directories that are not steps."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class RootSteps:
 
     @property
     def notes(self) -> list[str]:
-        """What is left out and why, one sentence for each reason."""
+        """The directories that are left out and why, one sentence for each reason."""
         return [f"{_WHY[why]}: {_shown(names)}" for why, names in self.left_out.items()]
 
 
@@ -133,7 +133,7 @@ def newest_committed(steps: Iterable[DurableStep]) -> DurableStep | None:
 
 
 def _contents(place: Place) -> tuple[dict[str, Content], dict[str, LeftOutReason]]:
-    """What is in each directory whose name any step could have; and which of them are links."""
+    """The contents of each directory whose name a step could have; and which of them are links."""
     contents: dict[str, Content] = {}
     left_out: dict[str, LeftOutReason] = {}
     claimed: set[str] | None = None
@@ -249,7 +249,7 @@ def _of_metadata(place: Place, known: SaveId | None) -> tuple[SaveId | None, flo
 
 
 def _damaged(place: Place, step: int, items: Mapping[str, ItemKind | None], why: str) -> DurableStep:
-    """A step whose records cannot be read. What its mark or an item of it shows tells whether it is ours."""
+    """A step whose records cannot be read. Its marker, or one of its items, tells whether ckptkit wrote it."""
     mark = place.read(paths.COMMIT_MARK)
     signed = any(f"{paths.SIDECAR_DIR}/" in _item(place, name).names() for name in items)
     return DurableStep(

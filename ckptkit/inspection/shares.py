@@ -1,4 +1,4 @@
-"""What our own records say: manifests of fast-tier slots, and the sidecars of durable items."""
+"""Reads ckptkit's own records: manifests of fast-tier slots, and the sidecars of durable items."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def sidecar_processes(item: Place) -> list[int]:
 def sidecars_lost(item: Place) -> str | None:
     """Why a durable item is a damaged one of ours: it has a sign of sidecars, and none of them. None for any other.
 
-    Cost: one small read where there are no sidecars.
+    Cost: one small read if there are no sidecars.
     """
     if sidecar_processes(item):
         return None
@@ -135,7 +135,7 @@ def own_sidecars(item: Place, *, extent: ManifestDepth = "all") -> dict[int, Man
 
 
 def marked_above(item: Place) -> SaveId | None:
-    """The save that the marker of an item's step names; None where there is no marker, or it names none."""
+    """The save that the marker of an item's step names; None without a marker, or if it names none."""
     mark = Place.open(item.url.rpartition("/")[0], timeout_s=_MARKER_S).read(paths.COMMIT_MARK)
     return None if mark is None else marked_save(mark)
 

@@ -34,7 +34,7 @@ def list_steps(
 
     `step_prefix`: see `read_root`, which decides what is a step; the rest is named in `notes`.
 
-    Opens only slot directories of `host_id`; takes no lock, makes no directory, writes nothing. What is damaged is
+    Opens only slot directories of `host_id`; takes no lock, makes no directory, writes nothing. Damaged saves are
     listed as such, and named in `problems`. Cost: a listing per directory, a small read per step and manifest.
 
     Raises `StepNotFoundError` where neither the root nor a tier has anything, `StoreError` for what cannot be
@@ -92,7 +92,7 @@ def _durable_entry(found: DurableStep) -> StepEntry:
 def tier_shares(
     tier: str, url: str, host_id: str, notes: list[str]
 ) -> tuple[list[Share], list[CorruptCheckpointError]]:
-    """What this host's processes hold of the jobs that save to `url`, whatever name those jobs have."""
+    """The saves that this host's processes hold for jobs with root `url`, whatever the names of those jobs."""
     ending = paths.job_name(url).removeprefix("job")
     try:
         jobs = [name for name in sorted(os.listdir(tier)) if name.endswith(ending)]
@@ -115,12 +115,12 @@ def tier_shares(
 
 
 def no_tier(tier: str) -> str:
-    """What is said of a tier that is not there."""
-    return f"{tier} is no directory: a ramdisk that was wiped, or another host's tier"
+    """The note about a tier that does not exist."""
+    return f"{tier} is not a directory: a ramdisk that was wiped, or another host's tier"
 
 
 def no_slots(tier: str, host_id: str | None, hosts: Sequence[str] = ()) -> str:
-    """What is said of a tier with nothing of the root; `hosts` are those that have slots there."""
+    """The note about a tier with nothing of the root; `hosts` are those that have slots there."""
     of = "" if host_id is None else f" of host {host_id}"
     there = f"; it has slots of {', '.join(hosts[:8])}{', ...' * (len(hosts) > 8)}" if hosts else ""
     return f"{tier} holds no slots{of} for this root{there} (name the host with --host-id)"

@@ -12,7 +12,7 @@ import numpy as np
 @lru_cache(maxsize=4096)  # many leaves, few shardings
 @lru_cache(maxsize=256)
 def sharding_words(text: str) -> str:
-    """The short form of Orbax's JSON of a sharding; raises ValueError for what is no sharding."""
+    """The short form of Orbax's JSON of a sharding; raises ValueError if it is not a sharding."""
     record = json.loads(text)
     if not isinstance(record, dict):
         raise ValueError(f"{text[:100]!r} is no sharding")
@@ -62,7 +62,7 @@ def _part(part: Any) -> str:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no axis name")
+        raise ValueError(f"{value!r} is not an axis name")
     return value
 
 

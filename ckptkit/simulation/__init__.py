@@ -1,4 +1,4 @@
-"""What a job's goodput would be: failures drawn or replayed, against declared tiers and a policy for the intervals."""
+"""Estimates a job's goodput: drawn or replayed failures, declared tiers, and a policy for the intervals."""
 
 from ckptkit.simulation.cluster import FAILURES, PRESETS, TIER_NAMES, Cluster, Failure, Preset, TierModel, default_tier
 from ckptkit.simulation.compare import Result, compare, find_oracle, mean_ci

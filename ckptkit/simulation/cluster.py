@@ -14,7 +14,7 @@ Failure = Literal["process", "host", "job"]
 FAILURES: tuple[Failure, ...] = get_args(Failure)
 TIER_NAMES = (RAM, SSD, PEER, DURABLE)
 
-# What a copy in a tier outlives: a process that dies, a host that is lost with its disk, a job that loses every host.
+# The failures that a copy in a tier survives: of a process, of a host with its disk, of every host of a job.
 _SURVIVES: Mapping[str, frozenset[Failure]] = {
     RAM: frozenset({"process"}),
     SSD: frozenset({"process"}),
@@ -74,7 +74,9 @@ class Cluster:
             raise ValueError("the last tier must survive every failure (durable): without one, work has no end")
         if any(not faster.survives < slower.survives and faster.survives != slower.survives
                for faster, slower in zip(self.tiers, self.tiers[1:], strict=False)):  # fmt: skip
-            raise ValueError("tiers stand in order: each survives at least what the one before it does")
+            raise ValueError(
+                "tiers must be in order: each survives at least the failures that the one before it survives"
+            )
         if set(self.shares) - set(FAILURES) or min(self.shares.values(), default=0) < 0 or not self.shares:
             raise ValueError(f"shares {dict(self.shares)}: give a weight of 0 or more to each of {', '.join(FAILURES)}")
         if sum(self.shares.values()) <= 0:
@@ -96,8 +98,8 @@ class Cluster:
 def default_tier(name: str, *, hosts: int, state_bytes: float) -> TierModel:
     """A tier of a job with `state_bytes` in total, spread over `hosts`.
 
-    Rates per host: 8 GB/s into memory, 2 to an SSD, 5 to a peer, 0.5 to a bucket that gives a job 200 at most; a save
-    is copied once from the device at 10 GB/s, of which the step loop feels a tenth, and every tier adds 10 ms.
+    Rates per host: 8 GB/s into memory, 2 to an SSD, 5 to a peer, 0.5 to a bucket that gives a job 200 at most. A save
+    is copied once from the device at 10 GB/s; a tenth of that time stalls the step loop. Every tier adds 10 ms.
     """
     share = state_bytes / hosts
     rate = _RATE_PER_HOST[name] if name != DURABLE else min(_RATE_PER_HOST[name], _DURABLE_RATE_MAX / hosts)

@@ -59,7 +59,7 @@ def compare(
     """The oracle first, then every policy, all on the same failures. The oracle's search begins at `begin`; where one
     of the fixed policies is better on all runs than what the search found on some, that one is the oracle.
 
-    `progress` hears how many of the failures of a run are done, and of how many. Cost: one pass over all failures for
+    `progress` is called with the number of failures done and their total. Cost: one pass over all failures for
     all policies together, and some 40 candidates per tier over 30,000 failures.
     """
     oracle = find_oracle(cluster, failures, horizon_s=horizon_s, begin=begin)
@@ -92,7 +92,7 @@ def find_oracle(cluster: Cluster, failures: Failures, *, horizon_s: float, begin
     for factors in (_COARSE, _COARSE, _FINE):
         for tier in range(len(best)):
             best = best_of([best, *(_scaled(best, tier, factor) for factor in factors)])
-    # A slower tier that is asked to save more often than a faster one saves with it: say so.
+    # A slower tier that is asked to save more often than a faster one saves with it: show that.
     return FixedIntervals(tuple(np.maximum.accumulate(best).tolist()), "oracle")
 
 

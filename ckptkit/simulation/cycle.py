@@ -15,8 +15,8 @@ _NEVER_S = 1e12  # an interval that no run lives to see, and that arithmetic sti
 class Schedule:
     """Intervals of work after a restart, shape (runs, tiers), fastest first, in seconds.
 
-    `growth` (runs,): save n of the fastest tier ends at n ** (1 / growth) times the first one's end, and the slower
-    tiers go on taking part in every so many; None: all intervals stay as they are.
+    `growth` (runs,): save n of the fastest tier ends at n ** (1 / growth) times the first one's end. The slower tiers
+    still join every k-th save. None: all intervals stay constant.
     """
 
     intervals_s: np.ndarray
@@ -26,8 +26,8 @@ class Schedule:
 class Cycle:
     """Nested intervals: every slower one a multiple of the one before. Arrays are (policies, runs), one per tier.
 
-    `plan` sets those of one policy, `enter` begins an uptime in what is planned. `growing`: the policies, neighbours,
-    whose intervals grow as `growth` (of those policies only) says; the intervals of others stay.
+    `plan` sets those of one policy, `enter` begins an uptime in what is planned. `growing`: the (adjacent) policies
+    whose intervals grow by `growth`, which covers only them; the other intervals stay.
     """
 
     def __init__(self, cluster: Cluster, policies: int, runs: int, growing: slice):

@@ -20,12 +20,12 @@ from ckptkit.simulation.cycle import Cycle, Schedule
 from ckptkit.simulation.failures import Failures
 
 _PROGRESS_EVERY = 64  # failures: some milliseconds
-_BLOCK = 64  # failures of a run, one beside the other in memory
+_BLOCK = 64  # failures of a run, adjacent in memory
 
 
 @dataclass(slots=True)
 class Seen:
-    """What the runs have been through: arrays over runs, and over (runs, tiers) where that is said."""
+    """The history of the runs: arrays over runs, and over (runs, tiers) if noted."""
 
     up_s: np.ndarray  # time in which steps were taken, the older the less it weighs
     failures: np.ndarray  # (runs, tiers): what the tier survived and no faster one did, weighed alike
@@ -39,7 +39,7 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """The name in tables."""
         ...
 
     @property
@@ -48,13 +48,13 @@ class Policy(Protocol):
         ...
 
     def schedule(self, cluster: Cluster, seen: Seen) -> Schedule:
-        """What holds from a restart until the next failure."""
+        """The settings from a restart until the next failure."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What every run had kept when the marked failure came, and when that was; NaN for runs without that failure."""
+    """The work that each run had kept at the marked failure, and its time; NaN for runs without that failure."""
 
     work_s: np.ndarray
     at_s: np.ndarray
@@ -62,7 +62,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of every run: arrays over runs, in seconds, except `failures`. Kept work, stalls, lost work and
+    """The outcome of every run: arrays over runs, in seconds, except `failures`. Kept work, stalls, lost work and
     down time add up to `horizon_s`; what is left in the last, unfinished interval is kept work.
     """
 
@@ -104,10 +104,10 @@ def simulate_all(
 ) -> list[Outcome]:
     """Every run of `failures` under each of the policies, until `horizon_s`.
 
-    `mark` notes what was kept when the `mark`-th failure came, so that what a policy learned first can be left
-    out. `progress` hears how many of the failures of a run are done, and of how many. Cost: some dozens of operations
-    on arrays of policies x runs x tiers for each failure of the run that has most; together they cost less than one
-    by one, as long as there are not many runs, and those that come to the same steps cost as much as one.
+    `mark` records the kept work at the `mark`-th failure, so that a policy's learning phase can be left out. `progress`
+    hears how many of the failures of a run are done, and of how many. Cost: some dozens of operations on arrays of
+    policies x runs x tiers, for each failure of the run with the most failures. With few runs, policies together cost
+    less than one by one. Policies with the same steps cost as much as one.
     """
     alike = [kept_intervals_s(cluster, policy) or ("learns", i) for i, policy in enumerate(policies)]
     distinct = dict(zip(alike, policies, strict=True))
@@ -119,8 +119,8 @@ def simulate_all(
 
 
 def kept_intervals_s(cluster: Cluster, policy: Policy) -> tuple[float, ...] | None:
-    """The intervals that a policy which learns nothing comes to, and all that the simulation knows of it: in whole
-    steps, as long as a commit takes, each tier's a multiple of the faster one's. None for one that learns.
+    """The intervals of a policy that does not learn, as the simulation uses them: in whole steps, at least as long as a
+    commit, each tier's a multiple of the faster one's. None for a policy that learns.
     """
     if policy.memory is not None:
         return None

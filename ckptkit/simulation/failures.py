@@ -37,7 +37,7 @@ class Failures:
 
 @dataclass(frozen=True, slots=True)
 class FailureTrace:
-    """What was recorded: seconds between failures, and the outage after each. Replayed as a ring."""
+    """A recorded trace: seconds between failures, and the outage after each. Replayed as a ring."""
 
     name: str
     gaps_s: np.ndarray
@@ -162,7 +162,7 @@ def _failure_log(name: str, text: str, system: str | None) -> FailureTrace:
             began = datetime.datetime.strptime(row["Prob Started"].strip(), _DATE).replace(tzinfo=datetime.UTC)
             down_s = 60.0 * max(0.0, float(row["Down Time"] or 0.0))
         except (ValueError, AttributeError):
-            continue  # a line without a date says nothing about when
+            continue  # a line without a date has no time
         by_system.setdefault(row["System"].strip(), []).append((began.timestamp(), down_s))
     chosen = system or max(by_system, key=lambda each: len(by_system[each]), default="")
     if chosen not in by_system:

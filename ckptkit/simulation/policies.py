@@ -56,11 +56,11 @@ def levels(cluster: Cluster, mtbf_s: float) -> FixedIntervals:
 class Learned:
     """`levels` with the failure rate that a run has seen in its uptime, and a prior.
 
-    The prior says `prior_mtbf_s` for the job with the weight of `prior_failures` failures, and divides them over
-    the tiers by `prior_shares` (None: the cluster's own). `memory`: what was seen that many failures ago
-    weighs 1/e. Failures in real logs come in good and bad weeks: 20 is the best of 10, 20, 50 and infinity on those
-    of Los Alamos and of spot fleets, and costs 0.03 to 0.1 points where nothing ever changes (bench/LOG.md).
-    `ageing`: intervals grow with the uptime as far as the uptimes that were seen have clusters (`intervals.growth`).
+    The prior is `prior_mtbf_s` for the job, with the weight of `prior_failures` failures. It is divided over the tiers
+    by `prior_shares` (None: the cluster's own). `memory`: a failure that many failures ago weighs 1/e. Real logs have
+    good and bad weeks. 20 is the best of 10, 20, 50 and infinity on the logs of Los Alamos and of spot fleets; it costs
+    0.03 to 0.1 points under constant conditions (bench/LOG.md). `ageing`: intervals grow with the uptime, as far as the
+    observed uptimes cluster (`intervals.growth`).
     """
 
     prior_mtbf_s: float

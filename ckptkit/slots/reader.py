@@ -45,7 +45,7 @@ def slot_directories(host_dir: Path) -> list[Path]:
 def read_manifest(path: Path) -> Manifest:
     """The manifest at `path`; raises `CorruptCheckpointError` where it is damaged or implausibly large."""
     if not stat.S_ISREG(path.lstat().st_mode):
-        raise CorruptCheckpointError(f"manifest {path} is no regular file", path=str(path))
+        raise CorruptCheckpointError(f"manifest {path} is not a regular file", path=str(path))
     if path.stat().st_size > MANIFEST_BYTES_MAX:
         raise CorruptCheckpointError(f"manifest {path} is larger than {MANIFEST_BYTES_MAX} bytes", path=str(path))
     manifest = Manifest.from_bytes(path.read_bytes(), path=str(path))

@@ -32,11 +32,12 @@ _LOOK_S = 60.0  # for the listing that tells a root from a step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurgeryReport:
-    """What a surgery did: the plan, the step that it read, and from where. `proven`: every byte met its digest."""
+    """The result of a surgery: the plan, the step that it read, and from where. `proven`: every byte matched its
+    digest."""
 
     plan: SurgeryPlan
     where: str
-    step: int | None  # None for a directory that is no step
+    step: int | None  # None for a directory that is not a step
     item: str
     read_bytes: Mapping[str, int]  # by tier
     proven: bool
@@ -69,16 +70,16 @@ def restore_into(
     *,
     item: str | None = None,
 ) -> tuple[Any, SurgeryReport]:
-    """Restores a part of a checkpoint into a changed model, as `rules` say; returns the state and what was done.
+    """Restores a part of a checkpoint into a changed model by `rules`. Returns the state and a record of the work.
 
     Every leaf of `target` is either taken from the checkpoint, to the bit or (with `Cast`) in its own dtype, or keeps
-    its own value because an `Init` says so; every stored leaf is taken or skipped by a rule. Only what is taken is
-    read. Bytes of our steps are proven as in `CheckpointManager.restore`, those of stock Orbax cannot be.
+    its own value because of an `Init`; every stored leaf is taken or skipped by a rule. Only the taken leaves are read.
+    Bytes of ckptkit's steps are verified as in `CheckpointManager.restore`; those of stock Orbax have no digests.
 
     Args:
       source: a manager (all its tiers are looked at), a root with steps, a step's directory, or the directory of one
         array item. Items of our steps are read with their checksums, items that stand alone by Orbax.
-      step: which step of a manager or a root; None for the newest that proves whole.
+      step: which step of a manager or a root; None for the newest that verifies completely.
       target: the new model (an NNX node gives its `nnx.State`), or any tree. Leaves that are `ShapeDtypeStruct`s can
         be taken and not initialised; where they name a sharding, the arrays get it, else that of the save.
       rules: see `plan_surgery`.
@@ -111,7 +112,7 @@ class _Surgery:
     plans: dict[str, SurgeryPlan] = field(default_factory=dict)  # of the last candidate alone
 
     def choose(self, stored: Mapping[str, Sequence[LeafRecord]]) -> dict[str, Any]:
-        """What to read of the item, as nested dicts by the stored names."""
+        """The leaves to read of the item, as nested dicts by the stored names."""
         name = self._item_of(stored)
         plan = plan_surgery([_of_record(record) for record in stored[name]], self.state, self.rules)
         self.plans = {name: plan}
@@ -193,7 +194,7 @@ def _of_record(record: LeafRecord) -> Leaf:
 
 
 def _wanted(leaf: Any, stored: Leaf) -> Any:
-    """What to restore a stored leaf as, in its stored dtype, where the leaf of the target is to be."""
+    """The abstract array for a stored leaf: its stored dtype, and the placement of the target's leaf."""
     if isinstance(leaf, bool | int | float):
         return leaf
     if isinstance(leaf, np.ndarray | np.generic):

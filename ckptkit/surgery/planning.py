@@ -1,4 +1,4 @@
-"""What goes where in a surgery: decided from names, shapes and dtypes alone, before a byte is read."""
+"""The plan of a surgery: made from names, shapes and dtypes alone, before a byte is read."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def plan_surgery(stored: Any, target: Any, rules: Sequence[Rule]) -> SurgeryPlan
     filled by the one stored leaf that goes to it, or keeps its value where an `Init` matches it; there is no third
     way, and no default. `stored` and `target` are trees (concrete or abstract) or sequences of `Leaf`.
 
-    Raises `SurgeryError` with all differences: leaves on either side that no rule covers, two stored leaves for one
-    target, a leaf that would be taken and initialised, shapes and (without `Cast`) dtypes that differ, an `Init` of a
-    leaf without a value.
+    Raises `SurgeryError` with all differences. A difference is a leaf on either side that no rule covers, two stored
+    leaves for one target, a leaf that is both taken and initialised, a different shape or (without `Cast`) dtype, or an
+    `Init` of a leaf without a value.
     """
     sources, targets = named(leaves_of(stored)), named(leaves_of(target))
     used: set[Rule] = set()

@@ -1,4 +1,4 @@
-"""What a durable save would cost, of a state or of what a checkpoint holds, before anything is written."""
+"""Estimates the cost of a durable save, of a state or of a checkpoint's contents, before anything is written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def explain(
     durable: DurableProfile = DurableProfile(),  # noqa: B008  frozen
     processes: int | None = None,
 ) -> SaveForecast:
-    """What saving `args` to the durable root would cost: files, requests, bytes, peak memory. Writes and asks nothing.
+    """Estimates the cost of saving `args` to the durable root: files, requests, bytes, peak memory. No I/O.
 
     `args` are those of `CheckpointManager.save` (`StandardSave`, `PyTreeSave`, `JsonSave`, `Composite`) or a tree;
     leaves may be abstract (`jax.ShapeDtypeStruct`), with the shardings that they will have. `processes`: of how many
@@ -66,7 +66,7 @@ def explain_checkpoint(
     processes: int = 1,
     timeout_s: float = 20.0,
 ) -> SaveForecast:
-    """What saving again what the checkpoint `like` holds, of any format, would cost. Reads its metadata.
+    """Estimates the cost of saving the contents of the checkpoint `like`, of any format. Reads its metadata.
 
     Its chunks are taken as the cells; without chunks, each leaf is one box. Raises what `open_checkpoint` raises, and
     `CheckpointError` for a leaf of more than 10 million cells: a damaged shape would take all memory.

@@ -164,7 +164,7 @@ class Probe:
         return ProbedLatency(put_s=median(puts), get_s=median(gets))
 
     def trials(self, profiles: Sequence[DurableProfile], rounds: int) -> list[Trial]:
-        """Each profile, by turns, `rounds` times after one that does not count."""
+        """Tries the profiles in rotation: each `rounds` times, after one that does not count."""
         taken: list[list[tuple[float, float]]] = [[] for _ in profiles]
         for number in range(rounds + 1):
             for profile, samples in zip(profiles, taken, strict=True):

@@ -52,7 +52,7 @@ class Proposal:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TunePlan:
-    """What will be tried on a root: each profile `rounds` times after one that does not count, with the same leaves."""
+    """The trials on a root: each profile `rounds` times, after one that does not count, with the same leaves."""
 
     url: str
     profiles: tuple[DurableProfile, ...]
@@ -108,11 +108,11 @@ def plan_tune(
     timeout_s: float = 20.0,
     progress: TrialProgress = lambda said: None,
 ) -> TunePlan:
-    """What `measure` is to try; nothing is written.
+    """The trials for `measure`; nothing is written.
 
-    Of `like` it reads the metadata and a piece of its largest leaves, and makes the leaves of the probe of them. One
-    knob is varied at a time; compression is tried where it saves bytes of the sample, with the codec that should pay on
-    the fastest storage and with the one that saves most. Raises what `open_checkpoint` raises, ValueError for a
+    It reads the metadata of `like` and a piece of its largest leaves, and builds the leaves of the probe from them. It
+    varies one knob at a time. If compression saves bytes of the sample, it tries two codecs: the one that should pay on
+    the fastest storage, and the one that saves most. Raises the errors of `open_checkpoint`, and ValueError for a
     `probe_bytes` or `rounds` below 1.
     """
     if probe_bytes < 1 or rounds < 1:
@@ -143,7 +143,7 @@ def plan_tune(
 
 
 def measure(plan: TunePlan, *, progress: TrialProgress = lambda said: None) -> Proposal:
-    """Tries what the plan says, and proposes a profile.
+    """Runs the trials of the plan, and proposes a profile.
 
     Writes and reads `plan.written_bytes` below `<url>/_ckptkit`, and deletes them. Host memory: three times
     `plan.probe_bytes`. Raises `StoreError` where the root cannot be written.
@@ -167,8 +167,8 @@ def measure(plan: TunePlan, *, progress: TrialProgress = lambda said: None) -> P
 
 
 def propose(trials: Sequence[Trial]) -> tuple[DurableProfile, list[str]]:
-    """The profile that follows from the trials, of which the first is the default: for each knob the value with the
-    best rate that is no slower the other way round, where it is worth it."""
+    """The profile that follows from the trials; the first trial is the default. Each knob gets the value with the best
+    rate that is not slower in the other direction, if the gain is large enough."""
     base = trials[0]
     chosen: dict[str, Any] = {}
     reasons = []
@@ -180,7 +180,7 @@ def propose(trials: Sequence[Trial]) -> tuple[DurableProfile, list[str]]:
         if best is not None and _rates(best, reads)[0] > _rates(base, reads)[0] * _WORTH:
             chosen[knob] = getattr(best.profile, knob)
             if knob == "compression":
-                continue  # `_said_of` has more to say
+                continue  # `_said_of` adds to it
             times, verb = _rates(best, reads)[0] / _rates(base, reads)[0], "reads" if reads else "writes"
             reasons.append(f"{knob} {chosen[knob]}: {verb} {times:.2f} times as fast as {getattr(base.profile, knob)}")
         elif knob != "compression":
@@ -214,8 +214,8 @@ def _large_leaves(probe_bytes: int) -> list[tuple[str, int]]:
 
 
 def _leaves_like(tensors: Sequence[tuple[str, int]], probe_bytes: int) -> list[tuple[str, int]]:
-    """Dtypes and sizes of the state's leaves, or of every n-th of them, until the probe is full: the smallest ones
-    first, up to half of it, then the largest, so that neither kind is missing."""
+    """Dtypes and sizes of the state's leaves, or of every n-th of them, until the probe is full. The smallest come
+    first, up to half of the probe, then the largest, so that both kinds occur."""
     tensors = sorted(tensors, key=lambda tensor: tensor[1])
     stride = max(1, -(-len(tensors) // _LEAVES_MAX))
     taken, left = [], probe_bytes
@@ -238,7 +238,7 @@ class _Encoding:
 
     @property
     def pays_below_bytes_per_s(self) -> float:
-        """The rate of a storage below which a save is faster encoded, by one core beside nothing else.
+        """The rate of a storage below which encoding makes a save faster, with one core and no other load.
 
         Encoding takes n / speed and sending r n / rate, against n / rate.
         """

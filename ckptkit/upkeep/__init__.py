@@ -1,4 +1,4 @@
-"""Keeping a root in order, beside a running job or without one: what is there, what may go, what must stay."""
+"""Maintains a root, with or without a running job: what exists, what may be deleted, what must stay."""
 
 from ckptkit.durable.lifecycle.adoption import AdoptedAs as AdoptedAs
 from ckptkit.upkeep.arenas import ArenaEntry as ArenaEntry

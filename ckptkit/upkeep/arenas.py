@@ -49,8 +49,8 @@ class ArenaEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cleaning:
-    """What becomes of arenas: `removed` (or to be), `kept` with why. Bytes are those that removal frees. `notes` say
-    what there is where nothing was chosen."""
+    """The outcome for arenas: `removed` (or to be removed), `kept` with the reason. Bytes are those that removal frees.
+    `notes` list what exists if nothing was chosen."""
 
     removed: tuple[ArenaEntry, ...]
     kept: tuple[tuple[ArenaEntry, str], ...]
@@ -80,8 +80,9 @@ def list_arenas(
     """The slot directories below the paths of fast tiers, by path. Those that were emptied are left out.
 
     `root` leaves those of the jobs that save to it, `job` those of one directory name, `host_id` those of one host.
-    Whether one is live is asked of its lock for a moment, shared: a job that starts in just that moment takes the next
-    directory, and finds what is in this one all the same. Writes nothing. Raises `StoreError` for what it may not read.
+    To learn whether an arena is live, it takes the arena's lock in shared mode for a moment. A job that starts in that
+    moment takes the next directory, and still finds the saves in this one. Writes nothing. Raises `StoreError` for
+    files that it may not read.
     """
     ending = None if root is None else paths.job_name(root_url(root)).removeprefix("job")
     found = []
@@ -95,7 +96,7 @@ def list_arenas(
 
 
 def require_tiers(tiers: Sequence[str]) -> None:
-    """Raises `StepNotFoundError` for a path that is no directory: nothing there is not the same as nothing in it."""
+    """Raises `StepNotFoundError` for a path that is not a directory: a missing directory is not an empty one."""
     for tier in tiers:
         if local_kind(tier) != stat.S_IFDIR:
             raise nothing_at(tier, "there is no such directory; check the path")
@@ -110,17 +111,17 @@ def clean_arenas(
     idle_s: float | None = None,
     dry_run: bool = False,
 ) -> Cleaning:
-    """Frees the slots of jobs that have ended, and what stands in their quarantines; their empty directories stay.
+    """Frees the slots of ended jobs, and empties their quarantines; the empty directories stay.
 
-    One of `job` (a directory's name), `root` and `idle_s` (nothing was saved for so long) says which, and all that are
-    given must hold. Only arenas of `host_id` are touched, and none of a job with a live process on this host: the locks
-    of all its directories are held while they are emptied, manifests first. A job that is to be started again would
-    find nothing here, and restore from a slower tier.
+    `job` (a directory's name), `root` and `idle_s` (seconds without a save) choose the jobs. Give at least one; all
+    that are given must hold. Only arenas of `host_id` are touched, and none of a job with a live process on this host:
+    the locks of all its directories are held while they are emptied, manifests first. A job that is to be started again
+    would find nothing here, and restore from a slower tier.
 
-    Raises ValueError where nothing says which, `StepNotFoundError` where a tier is not there, `StoreError`.
+    Raises ValueError if none is given, `StepNotFoundError` if a tier does not exist, `StoreError`.
     """
     if job is None and root is None and idle_s is None:
-        raise ValueError("say which arenas: a job, a root, or how long they have been idle")
+        raise ValueError("choose the arenas: give a job, a root, or an idle time")
     require_tiers(tiers)
     found = list_arenas(tiers, host_id=host_id)
     chosen = {each.path for each in list_arenas(tiers, root=root, job=job, host_id=host_id)}
@@ -142,7 +143,7 @@ def clean_arenas(
 
 
 def _nothing_chosen(arenas: Sequence[ArenaEntry], host_id: str) -> str:
-    """Why, as far as the arenas say it: a slip in a name would look like a tier that is clean."""
+    """The reason, as far as the arenas show it: a wrong name would look like a clean tier."""
     if not arenas:
         return "the tiers hold no arena of any job"
     if not any(each.host_id == host_id for each in arenas):
@@ -238,7 +239,7 @@ def _is_live(directory: Path) -> bool:
 
 @contextmanager
 def _told(where: str) -> Iterator[None]:
-    """What a file system refuses is a `StoreError` that names the path."""
+    """An operation that the file system refuses raises a `StoreError` that names the path."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What `copy` would do: the steps of a root, or one of them, against what the target has. Nothing is written."""
+"""The plan of `copy`: the steps of a root, or one of them, compared with the target. Nothing is written."""
 
 from __future__ import annotations
 
@@ -102,17 +102,18 @@ def plan_copy(
     step_prefix: str | None = None,
     timeout_s: float = 20.0,
 ) -> CopyPlan:
-    """What `copy` would do; nothing is written.
+    """The plan of `copy`; nothing is written.
 
-    `source` is a durable root (every committed step of its branch, and what its rollbacks abandoned) or one step in a
-    root, also one that was abandoned; `target` is a root, where steps keep their names. A target that has the same save
-    already is skipped. A single step of another run gets a new identity with `adopted`, as the newest or the oldest
-    save of the target, under the number `as_step` (default: its own). `step_prefix` chooses the steps of a root whose
-    names have several formats. Cost: a listing per directory of both, and small reads.
+    `source` is a durable root or one step in a root. Of a root, every committed step of its branch is copied, and the
+    steps that its rollbacks abandoned; a single step may be an abandoned one. `target` is a root, where steps keep
+    their names. A step that the target has already is skipped. A single step of another run gets a new identity
+    with `adopted`, as the newest or the oldest save of the target, under the number `as_step` (default: its own).
+    `step_prefix` chooses the steps of a root whose names have several formats. Cost: a listing per directory of both,
+    and small reads.
 
-    Raises `StepNotFoundError` where nothing is there, `CheckpointError` where the target has another save of a step's
-    number, or steps of another run and `adopted` is not given, `CorruptCheckpointError` for a single step that is
-    damaged.
+    Raises `StepNotFoundError` if the source does not exist, and `CorruptCheckpointError` for a single damaged step.
+    Raises `CheckpointError` if the target has another save under a step's number, or has steps of another run and
+    `adopted` is not given.
     """
     url, into = root_url(source), root_url(target)
     place = Place.open(url, timeout_s=timeout_s)
@@ -261,7 +262,7 @@ def _check_single(chosen: Sequence[DurableStep], url: str) -> None:
     if step.state == "damaged":
         raise CorruptCheckpointError(f"{url} is damaged and is not copied: {step.problem}", path=url)
     if step.state == "unfinished":
-        raise StepNotFoundError(f"{url} was never committed; there is no step to copy", path=url)
+        raise StepNotFoundError(f"{url} was never committed, so there is no step to copy", path=url)
 
 
 def _follows(ancestry: Ancestry, older: Ancestry) -> bool:

@@ -47,12 +47,12 @@ _DELETED = "deleted meanwhile"
 
 
 def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progress: Moved | None = None) -> CopyPlan:
-    """Copies what the plan says, oldest first; gives the plan as it was carried out.
+    """Copies the steps of the plan, oldest first. Returns the plan as it was carried out.
 
-    A step is at the target whole and proven, or not at all: its objects first, then the proof (of ours, every cell by
-    the digest of when it was saved; of stock Orbax and of small files, each object against what was read), then the
-    mark of its commit. It is leased while it is read, where the source is a root of ours, so a running job does not
-    prune it. The epoch records of a root go first, so that what was abandoned stays so.
+    The target holds a complete, verified step or no step. Its objects are copied first, then verified, then its commit
+    marker is written. Cells of ckptkit are compared with the digests of the save; objects of stock Orbax and small
+    files with the bytes that were read. In a root of ckptkit the step is leased while it is read, so that a running job
+    does not prune it. The epoch records of a root are copied first, so that abandoned steps stay abandoned.
 
     What is interrupted leaves no step; `resume` goes on where it stopped, without it the step is begun anew. Cost:
     every byte is read from the source once and from the target once; 128 MiB are held, and what the proof holds.
@@ -86,7 +86,7 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
 
 @contextmanager
 def _told(done: Sequence[CopyStep]) -> Iterator[None]:
-    """What ends the work has a note of what was copied before it."""
+    """An error that ends the work has a note with the steps copied before it."""
     try:
         yield
     except (CheckpointError, OSError) as error:
@@ -111,7 +111,7 @@ def _check_room(plan: CopyPlan) -> None:
 def _copy_records(ancestry: Ancestry, source: EpochRecords, target: EpochRecords) -> None:
     if target.read() == ancestry:
         return
-    with suppress(FileExistsError):  # an earlier run of this copy, or another, which would have said the same
+    with suppress(FileExistsError):  # an earlier run of this copy, or another with the same content
         source.copy_newest(target)
     if target.read() != ancestry:
         raise CheckpointError("a run has begun at the source or the target meanwhile; nothing was copied, run it again")
@@ -140,7 +140,8 @@ def _shifted(progress: Moved | None, before: int, total: int) -> Moved | None:
 
 @final
 class _Copying:
-    """One step on its way. On a disk it has a temporary name; in a bucket it is no step without its mark."""
+    """One step that is being copied. On a disk it has a temporary name; in a bucket it is not a step without its
+    marker."""
 
     def __init__(self, step: CopyStep, adoption: Adoption | None, timeout_s: float, progress: Moved | None):
         self._step, self._adoption = step, adoption
@@ -231,7 +232,7 @@ class _Copying:
         journal = self._journal()
         if journal is None and not self._store.properties.atomic_rename:
             raise CheckpointError(
-                f"{self._place} holds an unfinished step that is no copy; delete it, or name another root",
+                f"{self._place} holds an unfinished step that is not a copy; delete it, or name another root",
                 path=self._place,
             )
         if resume and journal is not None and journal["source"] == self._described():
@@ -276,7 +277,7 @@ class _Copying:
                     raise CorruptCheckpointError(what, path=self._place)
 
     def _require_same_source(self) -> None:
-        """What stock Orbax wrote has no digests that would show that a part of it is another save's."""
+        """Steps of stock Orbax have no digests, which would show that a part belongs to another save."""
         place = Place.open(self._step.source, timeout_s=self._timeout_s)
         if stamp_of(place) != self._step.stamp or sizes_of(place) != self._step.sizes:
             self._remove()
@@ -376,9 +377,9 @@ _TRIES = 4  # of an object at least, where the store fails in a way that may pas
 
 
 def copy_object(source: str, target: str) -> tuple[int, str]:
-    """Copies one object; gives its bytes and the digest (xxh3-128) of what was read. What is at the target is replaced.
+    """Copies one object over the target's. Returns its size and the digest (xxh3-128) of the bytes that were read.
 
-    Holds at most two parts. Nothing is synced. Raises `StepNotFoundError` where the source is gone, `StoreError`.
+    Holds at most two parts. Nothing is synced. Raises `StepNotFoundError` if the source no longer exists, `StoreError`.
     """
 
     def attempt() -> tuple[int, str]:

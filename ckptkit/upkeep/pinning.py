@@ -16,7 +16,8 @@ from ckptkit.store.roots import root_url
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinning:
-    """What became of a pin. `changed`: it was put, or taken out, or would be; `pinned`: every pinned step after it."""
+    """The outcome for a pin. `changed`: it was (or would be) added or removed; `pinned`: every pinned step
+    afterwards."""
 
     root: str
     step: int
@@ -61,7 +62,7 @@ def pin(
 
 
 def unpin(root: str, step: int, *, dry_run: bool = False, timeout_s: float = 20.0) -> Pinning:
-    """Takes the pin of a step out, also of one that is gone. Raises `StepNotFoundError` where there is none."""
+    """Removes the pin of a step, even of a deleted step. Raises `StepNotFoundError` if there is no pin."""
     url = root_url(root)
     store = open_store(url, deadline_s=timeout_s)
     before = pinned_steps(store)

@@ -1,4 +1,4 @@
-"""`prune`: which durable steps stay by a keep policy, and the deletion of the others, beside a running job or without.
+"""`prune`: keeps durable steps by a keep policy and deletes the others, with or without a running job.
 
 Planned from one look and one proof; before anything goes, all of it is announced, looked at again and compared.
 """
@@ -41,7 +41,7 @@ _POLL_S = 0.5  # between two looks at leases that are waited for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneStep:
-    """What becomes of one durable step, and why. `leave`: it is nothing that a pruning may judge."""
+    """The outcome for one durable step, and the reason. `leave`: pruning does not decide about it."""
 
     step: int
     path: str
@@ -120,22 +120,23 @@ def plan_prune(
     timeout_s: float = 20.0,
     progress: Callable[[VerifyProgress], None] | None = None,
 ) -> PrunePlan:
-    """What `prune` would delete of the durable steps of `root`; nothing is.
+    """The durable steps of `root` that `prune` would delete; deletes nothing.
 
-    A step stays where one of `keep` keeps it: `KeepNewest(count)`, `KeepBytes(bytes_max)` of the newest, or every step
-    of `EverySteps(steps)`. Whatever they say, these stay: the newest step that proves whole, what is pinned, and what
-    somebody reads. Steps of abandoned branches count for none of them and go. What was never committed, or is damaged,
-    is left, and so is every directory that is not a step of the run: `step_prefix` chooses the name format, without it
-    the run's own saves decide (see `ckptkit steps`).
+    A step stays if one of `keep` keeps it: `KeepNewest(count)`, `KeepBytes(bytes_max)` of the newest, or every step
+    of `EverySteps(steps)`. In any case these stay: the newest step that verifies completely, pinned steps, and steps
+    that a process reads. Steps of abandoned branches do not count for any rule and are deleted. Uncommitted and damaged
+    steps are left alone, and so is every directory that is not a step of the run. `step_prefix` chooses the name
+    format; without it the run's own saves decide (see `ckptkit steps`).
 
-    Cost: a look at every step, and the bytes of the newest one, which is read and proven (of stock Orbax, as far as
-    that goes), then of older ones until one is whole. With `unread` its records are taken for a proof.
+    Cost: a look at every step, and a full read of the newest one, then of older ones until one is complete. A step of
+    stock Orbax is verified as far as possible. With `unread`, the records of a step are trusted instead.
 
-    Raises `StepNotFoundError` where there is no root, `StoreError` for what cannot be reached, `CorruptCheckpointError`
-    where the epoch records cannot be read: which steps are abandoned is not known then. ValueError without a `keep`.
+    Raises `StepNotFoundError` if there is no root, and `StoreError` if it cannot be reached. Raises
+    `CorruptCheckpointError` if the epoch records cannot be read: then it is unknown which steps are abandoned. Raises
+    ValueError without a `keep`.
     """
     if not keep:
-        raise ValueError("say what is kept: KeepNewest, KeepBytes or EverySteps")
+        raise ValueError("give a keep policy: KeepNewest, KeepBytes or EverySteps")
     place = Place.open(root_url(root), timeout_s=timeout_s)
     if not place.names() and not os.path.isdir(place.url):
         raise no_directory(place.url, "there is no such root; check the path")
@@ -173,12 +174,12 @@ def plan_prune(
 
 
 def prune(plan: PrunePlan, *, wait_s: float = 0.0, timeout_s: float = 20.0) -> PrunePlan:
-    """Deletes what the plan says, oldest first; gives the plan as it was carried out.
+    """Deletes the steps of the plan, oldest first. Returns the plan as it was carried out.
 
-    Beside a running job: the steps are announced first, so that no reader begins with one; those that somebody reads
-    stay (a lease whose holder died is dropped once it was watched for its life, for at most `wait_s`), and so does what
-    was pinned, saved anew or pruned since. Where a rollback or a new run came meanwhile nothing is deleted. Whatever
-    stops this half way, what is left is a committed step or none.
+    Safe while a job runs. The steps are announced first, so that no new reader opens one. Steps that a process reads
+    stay, and so do steps that were pinned, saved anew or pruned since. The lease of a dead reader is dropped after it
+    was watched for its lifetime, for at most `wait_s`. If a rollback or a new run happened meanwhile, nothing is
+    deleted. If this stops half way, each step is either committed or gone.
 
     It cannot see a job that has restored an older step by its number and has saved nothing since: let it save first.
 

@@ -1,4 +1,4 @@
-"""`rollback`: the run goes back to a step. An epoch record says so; nothing is deleted by it."""
+"""`rollback`: returns the run to a step by an epoch record. Deletes nothing."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def plan_rollback(
     timeout_s: float = 20.0,
     progress: Callable[[VerifyProgress], None] | None = None,
 ) -> RollbackPlan:
-    """What going back to `step` abandons, over the durable root and this host's fast `tiers`; nothing is written.
+    """The saves that a rollback to `step` abandons, in the root and in this host's fast `tiers`; nothing is written.
 
     The step is read and proven first (`unread`: its records are taken for that), because once the record is written no
     restart takes a newer one. A tier that is not given is not looked at, and the record counts for it all the same.
@@ -100,8 +100,8 @@ def plan_rollback(
 def rollback(plan: RollbackPlan, *, timeout_s: float = 20.0) -> RollbackPlan:
     """Writes the epoch record: from now on every restart takes the step, and none of what was abandoned.
 
-    A run that is under way is fenced off: its next durable save is refused and says why; stop it, and start it again.
-    What is abandoned stays until it is pruned, or its numbers are saved anew. It cannot be taken back.
+    A running job is fenced off: its next durable save is refused with the reason. Stop the job, and start it again.
+    Abandoned saves stay until they are pruned, or their numbers are saved anew. A rollback cannot be undone.
 
     Cost: three small writes. Raises `CheckpointError` where a run has begun or gone back since the plan was made.
     """

@@ -34,13 +34,13 @@ _METADATA = frozenset(
     {TREE_METADATA, OCDBT_MANIFEST, SHARDINGS, STEP_METADATA, paths.COMMIT_MARK, ".zarray", ".zattrs", "zarr.json"}
 )
 _LEAVING = paths.LEAVING_DIR.rpartition("/")[2]
-_ROOT_FILES = frozenset({"metadata", "array_metadatas", "descriptor"})  # what Orbax's manager keeps beside steps
+_ROOT_FILES = frozenset({"metadata", "array_metadatas", "descriptor"})  # what Orbax's manager keeps next to steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepUsage:
-    """What one durable step takes. `items`: bytes by item (the step's own files under ""); `kinds`: by `UsageKind`;
-    `pin_reason`: what was said when it was pinned."""
+    """The bytes of one durable step. `items`: bytes by item (the step's own files under ""); `kinds`: by `UsageKind`;
+    `pin_reason`: the reason given when it was pinned."""
 
     step: int
     path: str
@@ -103,9 +103,9 @@ def usage(
 ) -> Usage:
     """Where the bytes are. Reads no array, takes no lock, writes nothing.
 
-    `deep` looks for files of OCDBT databases that nothing refers to any more (one read per node of each database).
-    Cost: one listing per directory, a small read per step. Raises `StepNotFoundError` where there is no root,
-    `StoreError` for what cannot be reached.
+    `deep` looks for files of OCDBT databases that nothing refers to (one read per node of each database).
+    Cost: one listing per directory, a small read per step. Raises `StepNotFoundError` if there is no root, `StoreError`
+    if it cannot be reached.
     """
     place = Place.open(root_url(root), timeout_s=timeout_s)
     if not place.names() and not os.path.isdir(place.url):
@@ -185,7 +185,7 @@ def _step_usage(each: DurableStep, pinned: set[int], used: set[int], root: Place
 
 
 def _kind(item: Place, key: str, *, inside: bool) -> UsageKind:
-    """What a file is, by its path in an item."""
+    """The kind of a file, by its path in an item."""
     parts = key.split("/")
     if paths.SIDECAR_DIR in parts:
         return "digests"
@@ -201,7 +201,7 @@ def _superseded(each: DurableStep, pinned: set[int]) -> str:
 
 
 def _root_dead(place: Place, found: Sequence[DurableStep]) -> list[DeadWeight]:
-    """What stands in the root and is no step: leftovers, quarantine, and what nobody knows."""
+    """The entries of the root that are not steps: leftovers, quarantine, and unknown files."""
     known = {each.place.name: each for each in found}
     dead: list[DeadWeight] = []
     for name in place.directories():

@@ -26,7 +26,7 @@ PIECE_BYTES = 16 << 20  # of one write; measured best on a local SSD, alone and 
 _BUFFER_BYTES = 2 << 20
 _DIRECT_BYTES = 1 << 20  # smaller ones are read ahead by the kernel, together
 _PROBE_BYTES = 64 << 20
-_PROBES = 2  # of each method, by turns; the better one counts
+_PROBES = 2  # of each method, alternating; the faster one counts
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -58,7 +58,7 @@ def refuse_other_owner(status: os.stat_result, path: Path) -> None:
 class DiskFile:
     """An open slot file of `size_bytes` (whole pages), its blocks allocated. `memory` is a shared mapping of it.
 
-    Raises OSError (ENOSPC, EDQUOT, EFBIG) where there is no room for it; what was there stays then.
+    Raises OSError (ENOSPC, EDQUOT, EFBIG) if there is no room; the file then stays as it was.
     """
 
     def __init__(self, path: Path, size_bytes: int):
@@ -86,7 +86,7 @@ class DiskFile:
     def write(self, source: np.ndarray, start: int, method: Method) -> None:
         """Overwrites the file from byte `start` (of a page) with flat, page-aligned bytes; `sync` makes it durable.
 
-        Runs without the GIL. What direct I/O refuses goes through the mapping.
+        Runs without the GIL. Bytes that direct I/O refuses go through the mapping.
         """
         if method == "direct" and "direct" in self.methods:
             try:
@@ -139,10 +139,10 @@ class DiskFile:
 
 @final
 class FileReads:
-    """Reads of a disk's file into memory of the caller's: large ones that are not in the page cache go past it, which
-    takes no copy and no pages that nobody needs again. A sector that cannot be read, or a file that was cut short, is
-    an error, where a mapping would kill the process. Safe from several threads. Raises `OSError` for what is no file,
-    ValueError for an empty one.
+    """Reads a file on disk into the caller's memory. Large reads that are not in the page cache bypass it: this avoids
+    a copy, and fills no pages that nobody needs again. A sector that cannot be read, or a truncated file, raises an
+    error; with a mapping it would kill the process. Safe from several threads. Raises `OSError` if the path is not a
+    file, ValueError if the file is empty.
     """
 
     def __init__(self, path: Path):
@@ -152,7 +152,7 @@ class FileReads:
         weakref.finalize(self, os.close, self._fd)
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "is no regular file", str(path))
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
         self.size_bytes = status.st_size
         # Never touched: only to ask what is cached. A read that must not wait would begin to read ahead.
         self._mapped = np.frombuffer(mmap.mmap(self._fd, self.size_bytes, prot=mmap.PROT_READ), np.uint8)
@@ -182,7 +182,7 @@ class FileReads:
         _read(self._fd, memoryview(target.data), start)
 
     def _fill_direct(self, target: np.ndarray, start: int) -> None:
-        """What does not lie in memory as it does in the file, by pages, comes through a buffer."""
+        """Bytes whose page alignment differs between memory and file are read through a buffer."""
         head, stop = -start % PAGE_BYTES, start + target.nbytes
         whole_bytes = (target.nbytes - head) // PAGE_BYTES * PAGE_BYTES
         first, last = start + head, start + head + whole_bytes
@@ -213,8 +213,8 @@ class FileReads:
 
 @final
 class FileWrites:
-    """Writes anywhere in a file that is being made: whole pages go past the page cache, which takes no copy and leaves
-    the closing sync little to do; what is smaller, and the ends of what does not fit the pages, goes through it.
+    """Writes anywhere in a file that is being made. Whole pages bypass the page cache: this avoids a copy, and leaves
+    little work for the closing sync. Smaller parts, and ends that do not fill a page, go through the cache.
 
     `path` is the file that `fd` has open to write; None: all goes through the page cache, for what is read again at
     once. Memory that begins in a page where its place in the file does costs no copy, other memory one. For one thread.

@@ -1,4 +1,5 @@
-"""Proves durable steps: every cell of a step of ours against its digest, and what can be said of stock Orbax's."""
+"""Verifies durable steps: every cell of a step of ckptkit against its digest, and steps of stock Orbax as far as
+possible."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ _SETTLE_S = 0.2  # that a deletion which is under way gets, before a step counts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Looked:
-    """What the metadata of a step says: who wrote it, what is to be read, what is wrong already."""
+    """The facts in a step's metadata: its writer, the reads to do, and the damage found so far."""
 
     save_id: SaveId | None
     checks: Sequence[CellCheck]
@@ -75,7 +76,7 @@ def prove_step(place: Place, step: int, limits: Limits, notes: list[str], *, tim
 
 
 def prove_written(place: Place, step: int, limits: Limits, notes: list[str], *, timeout_s: float) -> list[StepProof]:
-    """What `prove_step` gives of a step that is there, whether it is committed or is about to be."""
+    """The result of `prove_step` for an existing step, committed or about to be."""
     before = identity_of(place)
     looked = _look(place, step, timeout_s)
     own = [check for check in looked.checks if check.memory_bytes <= limits.memory_bytes_max]
@@ -103,8 +104,8 @@ def prove_written(place: Place, step: int, limits: Limits, notes: list[str], *, 
 
 
 def _changes(place: Place, before: object) -> bool:
-    """Whether a running job deletes or replaces a step that looks damaged. A deletion takes a moment: a little
-    later the step is gone, or has lost another file."""
+    """Whether a running job deletes or replaces a step that looks damaged. A deletion takes a moment: a little later
+    the step no longer exists, or has lost another file."""
     if identity_of(place.again()) != before:
         return True
     time.sleep(_SETTLE_S)
@@ -121,7 +122,7 @@ def items_of(place: Place) -> list[Place]:
 
 
 def step_url_of(place: Place, item: Place) -> str:
-    """The directory above an item, which is the step, or what stands above it where the step is the item."""
+    """The directory above an item, which is the step; the one above that, if the step is the item."""
     return place.url if item is not place else place.url.rpartition("/")[0]
 
 
@@ -292,7 +293,7 @@ def _check_structure(item: Place, manifests: Sequence[Manifest], timeout_s: floa
         ours, theirs = recorded[path], described[path]
         for what in ("shape", "dtype", "cell", "key_impl", "sharding"):
             a, b = getattr(ours, what), getattr(theirs, what)
-            if a != b and not (what in ("sharding", "key_impl") and problems):  # said already
+            if a != b and not (what in ("sharding", "key_impl") and problems):  # reported already
                 words = f"{item.url}: leaf {ours.name} has {what} {b} in Orbax's metadata, {a} in the sidecar"
                 findings.append(Finding(path=item.url, problem=words))
     _check_texts(item, manifests[0], findings)
@@ -316,7 +317,7 @@ def _check_texts(item: Place, manifest: Manifest, findings: list[Finding]) -> No
 
 
 def _small_items(items: Sequence[Place], findings: list[Finding]) -> dict[str, object]:
-    """The items that are no arrays, with their values; one that cannot be read is a finding."""
+    """The items that are not arrays, with their values; one that cannot be read is a finding."""
     values: dict[str, object] = {}
     for item in items:
         kind = item_kind(item)
@@ -339,7 +340,7 @@ def _take(into: dict[str, object], item: Place, name: str) -> None:
 def _check_inline(
     place: Place, manifests: Sequence[Manifest], small: Mapping[str, object], findings: list[Finding]
 ) -> None:
-    """The sidecars keep small items too, proven: Orbax's own file of each must say the same."""
+    """The sidecars keep small items too, with digests: Orbax's own file of each must have the same content."""
     for name, stored in manifests[0].inline.items():
         item = place.below(name)
         said = f"{item.url} is not what was saved"
@@ -353,7 +354,7 @@ def _check_inline(
         elif stored["kind"] not in ("json", "metrics"):
             continue
         elif item_kind(item) != "json":
-            findings.append(Finding(path=place.url, problem=f"{item.url}: its file is gone"))
+            findings.append(Finding(path=place.url, problem=f"{item.url}: its file is missing"))
         elif name in small and _text(small[name]) != _text(stored["value"]):
             findings.append(Finding(path=item.url, problem=said, item=name))
 
@@ -377,7 +378,7 @@ def _text(value: object) -> str:
 
 
 def identity_of(place: Place) -> object:
-    """What tells this save from one that takes its place: its names, and Orbax's metadata with its times."""
+    """Distinguishes this save from one that replaces it: its names, and Orbax's metadata with its times."""
     with suppress(CorruptCheckpointError):
         return (place.names(), place.read(STEP_METADATA))
     return place.names()

@@ -1,9 +1,9 @@
-"""Mends a durable step in a bucket: written afresh beside it, proven, and copied over it object by object.
+"""Repairs a durable step in a bucket: writes a new copy, verifies it, and copies it over the step object by object.
 
-No request of a bucket changes two objects. So data comes first, under names that nobody has, then the manifests that
-name it, then the records: every state in between is the damaged step, or the mended one, or less damaged, and no reader
-takes it for anything else, because digests prove it. Each object is replaced only while it is the one that was looked
-at: a step that was saved anew under the same number is not touched.
+No bucket request changes two objects. So the data is written first, under new names, then the manifests that name it,
+then the records. Every state in between is the damaged step, a less damaged one, or the repaired one; readers verify
+digests, so they see no other data. An object is replaced only if it is still the one that was inspected: a step that
+was saved anew under the same number is not touched.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def mend_object_step(
 ) -> str | None:
     """Makes a damaged step in a bucket whole again; None, or why nothing, or not all, was done.
 
-    What is replaced is copied to the quarantine first. What stops this leaves a step that the next repair mends. Cost:
-    the arrays are written once more, and copied within the bucket. Raises `CannotMendError` where this host does not
-    hold what it takes, `StoreError`.
+    Replaced objects are copied to the quarantine first. If this is interrupted, the next repair completes it. Cost:
+    the arrays are written once more, and copied within the bucket. Raises `CannotMendError` if this host lacks the
+    needed bytes, `StoreError`.
     """
     store, name = open_store(root), place.name
     work = f"{paths.SIDECAR_DIR}/{_PREFIX}{wall_s():.0f}-{uuid.uuid4().hex}"
@@ -83,7 +83,7 @@ def put_object_step_aside(place: Place, before: object, root: str) -> str | None
 
 
 def put_copy_aside(store: Store, name: str) -> None:
-    """Copies every object of a step into the quarantine, beside what was put there before."""
+    """Copies every object of a step into the quarantine, next to earlier copies."""
     quarantine = f"{paths.SIDECAR_DIR}/{QUARANTINE_DIR}"
     taken = {each.rstrip("/") for each in store.list(quarantine)}
     target = next(
@@ -95,8 +95,8 @@ def put_copy_aside(store: Store, name: str) -> None:
 
 
 def _write(store: Store, work: str, place: Place, sidecars: Sidecars, sources: Sources) -> set[str]:
-    """The step as it was saved, below the prefix `work`: the arrays from proven cells, the rest as it stands; gives
-    the keys of what was made anew, beside the arrays."""
+    """Writes the step as it was saved, below the prefix `work`: the arrays from verified cells, the rest unchanged.
+    Returns the keys of the rebuilt objects, apart from the arrays."""
     for key in store.list_all(place.name):
         if not _is_tree(key.removeprefix(f"{place.name}/"), sidecars):
             store.copy(key, f"{work}/{key.removeprefix(f'{place.name}/')}")
@@ -119,7 +119,8 @@ def _swap(
     sidecars: Sidecars,
     rebuilt: Set[str],
 ) -> str | None:
-    """Copies what was made anew over what stands there, data first; then what the new trees do not name goes."""
+    """Copies the rebuilt objects over the existing ones, data first; then deletes objects that the new trees do not
+    name."""
     written = [key.removeprefix(f"{work}/") for key in store.list_all(work)]
     anew = [key for key in written if key in rebuilt or _is_tree(key, sidecars)]
     for key in sorted(anew, key=lambda each: _order(each, sidecars)):

@@ -52,14 +52,14 @@ def mend_share(proof: ShareProof, sources: Sources, limits: Limits) -> str | Non
 def mend_own(proof: ShareProof, sources: Sources, limits: Limits, arena: Arena) -> str | None:
     """`mend_share` in an arena of this very process, which holds its lock: under a lease on the slot instead.
 
-    Who reads the slot meanwhile finds each cell damaged or whole, and its digest says which.
+    A reader of the slot meanwhile finds each cell damaged or intact, and its digest tells which.
     """
     slot = arena.hold(proof.share.manifest.save_id)
     if slot is None:
         return SUPERSEDED
     try:
         if local_kind(str(proof.share.directory / slot.name)) != stat.S_IFREG:
-            return "its slot's file is gone, and this process still writes to that one"
+            return "its slot's file was deleted, and this process still writes to the deleted one"
         return _mend(proof, sources, limits)
     finally:
         arena.release(slot)
@@ -83,9 +83,9 @@ def put_share_aside(share: Share) -> str | None:
 
 
 def put_manifest_aside(path: Path) -> str | None:
-    """Moves a damaged manifest into the quarantine; one that is gone is not missed any more.
+    """Moves a damaged manifest into the quarantine; a missing one is no longer expected.
 
-    Where its bytes stand is not known, so the slot is free.
+    The place of its bytes is unknown, so the slot is free.
     """
     with arena_lock(path.parent) as held:
         if not held:
@@ -151,7 +151,7 @@ def _write(proof: ShareProof, sources: Sources) -> str | None:
                 lost += 1
             else:
                 _write_all(fd, memoryview(block.reshape(-1).view(np.uint8)), offset)  # pyright: ignore[reportArgumentType]
-        if not lost:  # only then is the size more than what a manifest says
+        if not lost:  # only then the size comes from more than a manifest
             os.posix_fallocate(fd, 0, _slot_bytes(share))
         os.fsync(fd)
     finally:

@@ -1,4 +1,4 @@
-"""Mends a durable step of a local or shared directory: written afresh beside it, proven, and swapped in one rename."""
+"""Repairs a durable step in a directory: writes a new copy next to it, verifies it, and swaps both by one rename."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def _mend(
 
 
 def clean_repairs(root: Path) -> None:
-    """Removes what repairs that died have left below a root: the copies that they were making. What had changed places
-    with a step, or may have, goes to quarantine.
+    """Removes the unfinished copies of crashed repairs below a root. A copy that was, or may have been, swapped with a
+    step goes to quarantine.
 
     A repair that lives holds a lock, and is left alone. Raises OSError.
     """
@@ -118,7 +118,7 @@ def put_step_aside(place: Place, before: object, root: Path) -> str | None:
 
 
 def _write_step(source: Path, copy: Path, place: Place, sources: Sources) -> None:
-    """The step as it was saved: arrays from proven cells, sidecars, small items; the rest as it stands."""
+    """The step as it was saved: arrays from verified cells, sidecars, small items; the rest unchanged."""
     sidecars = sidecars_for(place, sources)
 
     def left_out(directory: str, names: list[str]) -> list[str]:

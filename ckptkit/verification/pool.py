@@ -21,7 +21,7 @@ MEMORY_BYTES_MAX = 512 << 20
 class CellCheck:
     """One cell that is to be read. `read` returns the digest that it found, or raises `CorruptCheckpointError`.
 
-    `expected` None: there is no digest, and reading is all that can be done. `memory_bytes` are held meanwhile.
+    `expected` None: there is no digest, so the bytes are only read. `memory_bytes` are held meanwhile.
     """
 
     path: str
@@ -36,7 +36,7 @@ class CellCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much is done at once, and who hears of it (from any thread, one call at a time)."""
+    """The limits of parallel work, and the progress callback (called from any thread, one call at a time)."""
 
     threads: int = THREADS
     memory_bytes_max: int = MEMORY_BYTES_MAX

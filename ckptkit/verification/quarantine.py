@@ -37,7 +37,7 @@ def move_aside(path: Path, quarantine: Path, name: str) -> Path:
 def arena_lock(directory: Path, name: str = paths.LOCK_NAME) -> Iterator[bool]:
     """Holds the lock of a slot directory, or of another one, if it is free; gives whether it was. Never waits.
 
-    A job that starts meanwhile takes the next directory, as it does beside one that has not died yet.
+    A job that starts meanwhile takes the next directory, as it does while an earlier one has not died yet.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     fd = os.open(directory / name, flags, 0o600)

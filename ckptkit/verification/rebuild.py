@@ -1,4 +1,4 @@
-"""What a damaged durable step has to consist of, from the copies that this host holds: sidecars, cells, small items."""
+"""The correct content of a damaged durable step, from this host's copies: sidecars, cells, small items."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class CannotMendError(Exception):
 
 
 def sidecars_for(place: Place, sources: Sources) -> dict[str, tuple[Manifest, ...]]:
-    """The sidecars of every array item: those that are there and whole, and for the others what the slots say.
+    """The sidecars of every array item: the intact ones, and for the others the records of the slots.
 
-    Of the boxes that no whole sidecar has, each is given to the process in whose slot it stands; one that several
-    processes hold, to the first of them. So a sidecar may be another than was written, and prove the same bytes. Raises
+    Each box that no intact sidecar has is given to the process whose slot holds it; to the first one, if several hold
+    it. So a sidecar may differ from the one that was written, and still verify the same bytes. Raises
     `CannotMendError`.
     """
     if not sources.manifests:
@@ -47,7 +47,7 @@ def _sidecars_of(item: Place, name: str, sources: Sources) -> tuple[Manifest, ..
     if lacking:
         slots = [manifest for manifest in sources.manifests if manifest.slot and name in manifest.arrays]
         if not slots:
-            raise CannotMendError(f"sidecars of item {name} are damaged, and no slot on this host says what they said")
+            raise CannotMendError(f"sidecars of item {name} are damaged, and no slot on this host has their content")
         for process, leaves in _shares_of(name, lacking, slots, list(whole.values()), sources).items():
             base = next((each for each in slots if each.writer.process == process), slots[0])
             writer = Writer(process=process, count=first.writer.count, host=base.writer.host)
@@ -71,7 +71,7 @@ def intact_sidecars(item: Place, name: str, like: Manifest) -> dict[int, Manifes
 def _shares_of(
     name: str, lacking: Sequence[int], slots: Sequence[Manifest], whole: Sequence[Manifest], sources: Sources
 ) -> dict[int, tuple[LeafRecord, ...]]:
-    """What the sidecars of the processes `lacking` say: for each leaf the boxes that no whole sidecar has."""
+    """The sidecars of the processes `lacking`: for each leaf, the boxes that no intact sidecar has."""
     shares: dict[int, list[LeafRecord]] = {process: [] for process in lacking}
     for leaf in _leaves((*slots, *whole), name):
         covered = [record.box for manifest in whole for record in _boxes(manifest, name, leaf)]
@@ -87,7 +87,7 @@ def _shares_of(
                 if free and {cell for cell, _, _ in cell_ranges(record, leaf)} <= cells:
                     boxes[owner].append(dataclasses.replace(record, offset=-1))
                     covered.append(record.box)
-        for cell in sorted(cells):  # those that stand in parts in several slots, or beside what is covered
+        for cell in sorted(cells):  # those that several slots hold in parts, or next to covered ones
             if missing_elements(cell, covered):
                 boxes[lacking[0]].append(_proven_cell(name, leaf, cell, covered, sources))
                 covered.append(cell)

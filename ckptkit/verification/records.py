@@ -1,4 +1,4 @@
-"""What proving a checkpoint gives. `to_json` of each record is the documented shape of `--json` (docs/CLI.md)."""
+"""Results of a verification. `to_json` of each record is the documented shape of `--json` (docs/CLI.md)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProof:
-    """One save at one place. `save_id` is None for a step of stock Orbax; `reason` says why it is not proven.
+    """One save at one place. `save_id` is None for a step of stock Orbax; `reason` tells why it is not proven.
 
     `proven`: every cell that the save consists of is there and matches its digest. `corrupt`: something does not.
     `unproven`: nothing of it is damaged, and of some nobody kept digests, or it takes more memory to read than is
@@ -86,8 +86,8 @@ class StepProof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Every save at `path`, ascending. `notes` say what was left out; `problems` what belongs to no step. `item` is the
-    name of an item that stands alone: nothing says of which step it is, and the proof of it has step 0."""
+    """Every save at `path`, ascending. `notes` list what was left out, `problems` damage outside of steps. `item` is
+    the name of an item outside of a step: its step is unknown, and its proof has step 0."""
 
     path: str
     steps: tuple[StepProof, ...]

@@ -40,7 +40,7 @@ RepairAction = Literal["repair", "quarantine", "leave"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """What was, or would be, done with one damaged copy. `sources`: bytes of each place that it was made from."""
+    """The action (done or planned) for one damaged copy. `sources`: bytes by place that it was made from."""
 
     step: int
     save_id: SaveId | None
@@ -100,17 +100,16 @@ def scrub(
     timeout_s: float = 20.0,
     progress: Callable[[VerifyProgress], None] | None = None,
 ) -> Scrub:
-    """Proves every copy of every save of `root` on this host, in its durable steps and in the slots of `host_id`
-    below `tiers`; with `repair`, mends what is damaged from another copy of the same save.
+    """Verifies every copy of every save of `root` on this host: durable steps, and slots of `host_id` below `tiers`.
+    With `repair`, repairs damaged copies from another copy of the same save.
 
-    What is mended is bit-exact: every cell is compared with the digest that was taken when it was saved. A slot is
-    touched only while its manifest is the one that was read and no running process holds its directory; a durable
-    step is written beside the old one and takes its place in one rename; in a bucket object by object, each only while
-    it is the one that was read, and each state in between proves as damaged, or whole. A save of ours that cannot be
-    mended or restored goes to `_quarantine` (in the slot directory, or below `_ckptkit` in the root) and is never
-    deleted. A step of stock Orbax, a pinned step, one that somebody reads, and what is not a step of the run stay.
-    `step_prefix`: see `ckptkit steps`. What an earlier repair has left that died is removed from a root on a disk.
-    Without `repair` nothing is written.
+    A repair is bit-exact: every cell is compared with the digest of the save. A slot is changed only if its manifest is
+    still the one that was read, and no running process holds its directory. A durable step on a disk is written as a
+    new copy and swapped by one rename. In a bucket it is replaced object by object, each only if it is still the one
+    that was read; every state in between verifies as damaged or complete. A save of ckptkit that cannot be repaired or
+    restored goes to `_quarantine` (in the slot directory, or below `_ckptkit` in the root) and is never deleted. Steps
+    of stock Orbax, pinned steps, steps that a process reads, and other directories stay. `step_prefix`: see `ckptkit
+    steps`. Leftovers of a crashed repair are removed from a root on a disk. Without `repair` nothing is written.
 
     Cost: a read of every byte, and for each damaged durable step a write of the whole. Raises `StepNotFoundError`
     where there is nothing, `StoreError` where something cannot be reached or written, `ValueError` for limits below 1.
@@ -214,7 +213,7 @@ class _Scrubber:
 
     @staticmethod
     def _intact(place: Place, step: int, slots: Sequence[RepairSource]) -> list[RepairSource]:
-        """What a step whose sidecars are damaged still says of itself; that is believed where a slot knows the save."""
+        """The identity that a step with damaged sidecars still has; trusted if a slot holds the same save."""
         if not slots:
             return []
         items = [(item, intact_sidecars(item, item.name, slots[0].manifest)) for item in items_of(place)]
@@ -231,7 +230,7 @@ class _Scrubber:
             path=str(path),
             act="leave" if reason else "quarantine",
             done=self._repair and reason is None,
-            reason=reason or ("its manifest is gone: its slot is free" if gone else "its manifest is damaged"),
+            reason=reason or ("its manifest is missing: its slot is free" if gone else "its manifest is damaged"),
             sources={},
         )
 
@@ -320,7 +319,8 @@ class _Scrubber:
         return put_object_step_aside(place, before, self._place.url)
 
     def _announced(self) -> set[int]:
-        """The steps that a job is deleting now: it says so before it begins, and takes it back when they are gone."""
+        """The steps that a job is deleting now: it announces them before it begins, and withdraws the notice
+        afterwards."""
         with suppress(ValueError, KeyError, TypeError):
             return announced_deletions(self._place.store)
         return set()
@@ -347,6 +347,6 @@ def _kind_of(damaged: DurableStep) -> StepClass:
 
 
 def _restorable(proof: StepProof, url: str) -> bool:
-    """Whether every cell is proven, and only what Orbax wrote beside them is damaged."""
+    """Whether every cell is verified, and only Orbax's own files are damaged."""
     whole = proof.checked[0] > 0 and not any(finding.leaf is not None for finding in proof.findings)
     return whole and bool(durable_sources(url, proof.step))

@@ -121,7 +121,7 @@ def _checks(manifest: Manifest, fd: int, path: Path, piece_bytes: int) -> Iterat
 def _reader(fd: int, start: int, stop: int, offset: int, path: Path, piece_bytes: int) -> Callable[[], str]:
     def read() -> str:
         if offset < 0:
-            raise CorruptCheckpointError("the manifest does not say where its bytes stand", path=str(path))
+            raise CorruptCheckpointError("the manifest does not give the place of its bytes", path=str(path))
         return digest_of_range(fd, start, stop, path, piece_bytes)
 
     return read
@@ -135,7 +135,7 @@ def digest_of_range(fd: int, start: int, stop: int, path: Path, piece_bytes: int
         view = memoryview(piece)[: min(len(piece), stop - at)]
         try:
             read_bytes = os.preadv(fd, [view], at)
-        except OSError as error:  # a bad sector: the bytes are gone
+        except OSError as error:  # a bad sector: the bytes are lost
             raise CorruptCheckpointError(f"{path} cannot be read at byte {at}: {error.strerror}") from error
         if not read_bytes:
             raise CorruptCheckpointError(f"{path} ends at byte {at}, the cell at byte {stop}", path=str(path))
@@ -152,7 +152,7 @@ def _opened(path: Path) -> Iterator[int]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptCheckpointError(f"{path} is gone: the manifest names bytes that are not there") from error
+        raise CorruptCheckpointError(f"{path} is missing: the manifest names bytes that do not exist") from error
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise CorruptCheckpointError(f"{path} is a link, which no slot is", path=str(path)) from error
@@ -195,7 +195,8 @@ def _merged(save_id: SaveId, proofs: Sequence[ShareProof]) -> StepProof:
 
 
 def not_covered(manifests: Sequence[Manifest]) -> str | None:
-    """What no box of these manifests holds; None where they hold all of every leaf. Coverage decides, not names."""
+    """The parts that no box of these manifests holds; None if they hold all of every leaf. Decided by coverage, not by
+    names."""
     boxes: dict[tuple[str, str], tuple[Box, list[Box]]] = {}
     for manifest in manifests:
         for item, leaves in manifest.arrays.items():
@@ -223,7 +224,7 @@ def _damaged_manifest(error: CorruptCheckpointError, step: int | None) -> list[S
             kind="slot",
             path=str(path.parent),
             save_id=SaveId(save[1], save[0], save[2]),
-            reason="its manifest is gone" if lost else "its manifest is damaged",
+            reason="its manifest is missing" if lost else "its manifest is damaged",
             findings=(finding,),
         )
     ]

@@ -1,4 +1,4 @@
-"""Where else the bytes of a save stand: slots in every tier of this host, its durable step, other processes' tiers."""
+"""The other places of a save's bytes: slots in every tier of this host, its durable step, other processes' tiers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RepairSource:
 
 
 def slot_source(share: Share) -> RepairSource | None:
-    """A process's share in a slot; None where the slot is gone or empty."""
+    """A process's share in a slot; None if the slot is missing or empty."""
     try:
         reader = SlotReader(share.directory, share.manifest)
     except (OSError, ValueError):
@@ -65,7 +65,7 @@ def intact_sources(place: Place, step: int, manifests: Iterable[Manifest]) -> li
 def peer_sources(client: PeerClient, save_id: SaveId, holders: Iterable[tuple[int, int]]) -> Iterator[RepairSource]:
     """Shares of a save in other processes' tiers, each asked for when its turn comes; `holders` are (process, share).
 
-    One that does not have it any more, or does not answer, is passed over.
+    A source that no longer has it, or does not answer, is skipped.
     """
     for process, share in holders:
         if not client.serves(process):
@@ -96,7 +96,7 @@ class Sources:
 
     @property
     def manifests(self) -> list[Manifest]:
-        """What each place says of the save."""
+        """The records of the save in each place."""
         return [source.manifest for source in self._sources]
 
     def rebuild(self, item: str, leaf: LeafRecord, cell: Box, digest: str | None) -> np.ndarray | None:

@@ -49,7 +49,7 @@ Undigested = Literal["arrays", "small", "unknown"]  # what an item is of which n
 
 @final
 class StockLeaf:
-    """What is read of one array. `checks` are made one by one, while they are read."""
+    """The reads of one array. `checks` are made one by one, while they are read."""
 
     def __init__(self, item: Place, name: str, leaf: LeafInfo, chunks: Sequence[Box], opening: Any):
         assert leaf.cell is not None
@@ -105,7 +105,7 @@ class StockLeaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockReads:
-    """What there is to read of items of stock Orbax, what of them is damaged, and what a restart does not need."""
+    """The reads for items of stock Orbax, their damage, and the parts that a restart does not need."""
 
     timeout_s: float
     leaves: list[StockLeaf] = field(default_factory=list)
@@ -126,7 +126,7 @@ class StockReads:
         if kind is not None:
             return "small"
         if orbax in _JSON_HANDLERS and set(item.names()) <= {paths.COMMIT_MARK}:
-            raise CorruptCheckpointError(f"{item.url}: its file is gone", path=item.url)
+            raise CorruptCheckpointError(f"{item.url}: its file is missing", path=item.url)
         parts = [item.below(each) for each in item.directories()]
         files = {each for each in item.names() if not each.endswith("/")}
         if parts and files <= {paths.COMMIT_MARK, paths.STEP_METADATA} and all(map(item_kind, parts)):

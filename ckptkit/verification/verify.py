@@ -1,5 +1,5 @@
-"""`verify`: what stands at a path, read to the last byte and compared with the digests that were taken when it was
-saved. Writes nothing, takes no lock, needs no device."""
+"""`verify`: reads every byte of a checkpoint and compares it with the digests of its save. Writes nothing, takes no
+lock, needs no device."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def verify(
 ) -> Verification:
     """Proves every save at `path`, or those of `step`: each cell is read and compared with its digest.
 
-    `path` is a fast tier, or a job's, host's or slot directory in one; a durable root, or a step or an item in one, or
-    an item that stands alone (`Verification.item`).
-    `step_prefix` chooses which directories of a root are its steps (`ckptkit steps` lists them with the rest).
-    A save that is replaced while it is read is superseded (a note), never corrupt. A step of stock Orbax has no
-    digests: its structure is checked, every chunk must be there and decode, and it is called `unproven`. So is one with
-    a chunk that takes more memory than `memory_bytes_max` to read, or with an item of which nobody kept digests.
+    `path` is a fast tier, or a job's, host's or slot directory in one; a durable root, a step or an item in one, or an
+    item outside of a step (`Verification.item`). `step_prefix` chooses which directories of a root are its steps
+    (`ckptkit steps` lists them with the rest). A save that is replaced while it is read is superseded (a note), never
+    corrupt. A step of stock Orbax has no digests: its structure is checked, every chunk must be there and decode, and
+    it is called `unproven`. A step is also `unproven` if a chunk needs more memory than `memory_bytes_max`, or if an
+    item has no digests.
 
     Cost: every byte is read once, on `threads` threads, with at most `memory_bytes_max` bytes of array data held;
     `progress` is called after every cell, from any of the threads, one call at a time.
@@ -118,8 +118,9 @@ def _require(proofs: Sequence[StepProof], notes: Sequence[str], url: str, step: 
 
 
 def _step_number(place: Place) -> tuple[int, bool]:
-    """The step of a step directory by its name, of an item by the directory above it or by its sidecar; and whether
-    that is the step of a run: of an item that stands alone nobody knows it (0, or what a conversion wrote)."""
+    """The step of a directory, and whether that is the step of a run. A step directory has it in its name, an item in
+    the directory above it or in its sidecar. For an item outside of a step it is unknown: 0, or the number that a
+    conversion wrote."""
     above = place.url.rstrip("/").rpartition("/")[0].rpartition("/")[2]
     for name in (place.name, above):
         if (step := paths.step_of_name(name)) is not None:

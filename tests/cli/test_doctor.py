@@ -193,7 +193,7 @@ CASES: list[Case] = [
         rules.rejected,
         logged(*RUN, event(Kind.REJECTED, 5, 8, "durable", reason="a cell does not match")),
         logged(*RUN),
-        "once something was passed over by a restore or a look; last: durable, step 8: a cell does not match",
+        "once a restore or an inspection skipped something; last: durable, step 8: a cell does not match",
     ),
     (
         rules.dead_weight,

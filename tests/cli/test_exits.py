@@ -50,7 +50,7 @@ HOSTILE = (
         (("inspect", "{root}", "--depth", "0"), 2, "0 is not in the range"),
         (("inspect", "{root}", "--sort", "age"), 2, "'age' is not one of 'name', 'bytes'"),
         (("steps", "{root}", "--host-id", "../h1"), 2, "host id '../h1' cannot be a directory name"),
-        (("steps", "{root}", "--tier", "gs://bucket/x"), 2, "'gs://bucket/x' is no local directory"),
+        (("steps", "{root}", "--tier", "gs://bucket/x"), 2, "'gs://bucket/x' is not a local directory"),
         (("inspect", "{home}/none"), 10, "there is no such file or directory; check the path"),
         (("inspect", "{home}/empty"), 10, "it is empty"),
         (("inspect", "{home}/some.txt"), 10, "first bytes are those of no format known here"),

@@ -155,7 +155,7 @@ def test_missing_output_directory_is_refused_before_the_work(
     }
     assert main(words[command]) == 2
     said = capsys.readouterr()
-    assert (said.out, f"{tmp_path / 'none'} is no directory; make it first" in said.err) == ("", True)
+    assert (said.out, f"{tmp_path / 'none'} is not a directory; make it first" in said.err) == ("", True)
     assert not (tmp_path / "root").exists()
 
 

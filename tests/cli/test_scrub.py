@@ -34,7 +34,7 @@ def test_scrub_prints_the_plan_and_repairs(ckpt: Run, mine: Ours) -> None:
     ("arguments", "message"),
     [
         (("scrub",), "Missing argument 'ROOT'"),
-        (("scrub", "{root}", "--tier", "gs://b/x"), "no local directory"),
+        (("scrub", "{root}", "--tier", "gs://b/x"), "not a local directory"),
         (("scrub", "{root}", "--host-id", "../x"), "cannot be a directory name"),
     ],
 )

@@ -74,7 +74,7 @@ def test_plot_writes_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["--tiers", "durable,ram"], "the last tier must survive every failure"),
         (["--stall", "ssd=1"], "ssd is not one of --tiers"),
         (["--stall", "ram"], "write TIER=SECONDS"),
-        (["--stall", "ram=x"], "no number of seconds"),
+        (["--stall", "ram=x"], "not a number of seconds"),
         (["--stall", "ram=-1"], "give 0 or more seconds"),
         (["--fixed", "60"], "give 3 of more than 0 s"),
         (["--fixed", "60,x,60"], "write seconds, separated by commas"),

@@ -202,7 +202,7 @@ def test_explains_the_cost_of_a_save(like: Path, tmp_path: Path, capsys: pytest.
     assert main(["explain", str(tmp_path), "--like", str(like), "--profile", str(tmp_path / "profile.json")]) == 0
     said = capsys.readouterr().out
     assert "none: no bucket" in said
-    assert "memory beside the snapshot" in said
+    assert "memory besides the snapshot" in said
     (tmp_path / "profile.json").write_text("[]")
     assert main(["explain", "gs://b/r", "--like", str(like), "--profile", str(tmp_path / "profile.json")]) == 2
     assert "is no durable profile" in capsys.readouterr().err

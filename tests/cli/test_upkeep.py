@@ -69,8 +69,8 @@ def test_commands_work_in_sequence(ckpt: Run, mine: Ours, tmp_path: Path) -> Non
     [
         (("prune", "{root}"), 2, "Missing option '--keep'"),
         (("prune", "{root}", "--keep", "oldest=1"), 2, "write newest=5, bytes=2TiB or every=1000"),
-        (("prune", "{root}", "--keep", "newest=0"), 2, "'newest=0' is no rule"),
-        (("prune", "{root}", "--keep", "bytes=lots"), 2, "'lots' is no size"),
+        (("prune", "{root}", "--keep", "newest=0"), 2, "'newest=0' is not a rule"),
+        (("prune", "{root}", "--keep", "bytes=lots"), 2, "'lots' is not a size"),
         (("prune", "{root}", "--keep", "newest=9999999999999999999999999", "--dry-run"), 0, ""),
         (("prune", "{home}/none", "--keep", "newest=1"), 10, "there is no such root"),
         (("du", "{home}/none"), 10, "there is no such root"),
@@ -84,10 +84,10 @@ def test_commands_work_in_sequence(ckpt: Run, mine: Ours, tmp_path: Path) -> Non
         (("copy", "{root}", "{root}"), 1, "is where the step is"),
         (("copy", "{root}/4/state", "{home}/into"), 10, "is not a step of a root"),
         (("copy", "{root}", "{home}/some.txt"), 1, "some.txt"),
-        (("tiers", "clean", "{ram}"), 2, "say which: --job, --root or --idle"),
-        (("tiers", "clean", "{ram}", "--idle", "soon"), 2, "'soon' is no length of time"),
+        (("tiers", "clean", "{ram}"), 2, "give one of --job, --root and --idle"),
+        (("tiers", "clean", "{ram}", "--idle", "soon"), 2, "'soon' is not a length of time"),
         (("tiers", "clean", "{home}/none", "--idle", "1d"), 10, "there is no such directory"),
-        (("tiers", "list", "gs://bucket/x"), 2, "is no local directory"),
+        (("tiers", "list", "gs://bucket/x"), 2, "is not a local directory"),
         (("tiers", "list", "{home}/none"), 10, "none: there is no such directory; check the path"),
         (("tiers", "list", "{home}/some.txt"), 10, "some.txt: there is no such directory"),
         (("tiers",), 2, "Usage: ckptkit tiers"),
@@ -110,10 +110,10 @@ def test_unrelated_tier_is_reported(ckpt: Run, ours: Ours, tmp_path: Path) -> No
     for words in (("du",), ("doctor",), ("steps",), ("scrub",), ("rollback", "--to", "4", "--dry-run")):
         command, *more = words
         said = ckpt(command, ours.root, *more, "--tier", none, "--tier", ours.ram, "--host-id", "h9")
-        assert f"  {none} is no directory: a ramdisk that was wiped, or another host's tier" in said.out
+        assert f"  {none} is not a directory: a ramdisk that was wiped, or another host's tier" in said.out
         assert f"  {ours.ram} holds no slots of host h9 for this root" in said.out
         found = json.loads(ckpt(command, ours.root, *more, "--tier", none, "--host-id", HOST, "--json").out)
-        assert found["notes"] == [f"{none} is no directory: a ramdisk that was wiped, or another host's tier"]
+        assert found["notes"] == [f"{none} is not a directory: a ramdisk that was wiped, or another host's tier"]
 
 
 def test_clean_without_a_match_lists_existing_arenas(ckpt: Run, ours: Ours, tmp_path: Path) -> None:

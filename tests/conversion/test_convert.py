@@ -186,10 +186,10 @@ def test_rules_keep_typed_keys(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
         ('to = "x"', "a rule has `from` and `to`"),
         ('from = "w"', "a rule has `from` and `to`"),
         ("from = 3\ndrop = true", "3 is no name of a leaf"),
-        ('from = "w"\nto = ["a", 2]\nsplit = 0', "is no name of a leaf, and no list of names"),
+        ('from = "w"\nto = ["a", 2]\nsplit = 0', "is neither a name of a leaf nor a list of names"),
         ('from = "w"\nto = "x"\nsplt = 1', "'splt' is nothing that a rule has"),
         ('from = "w"\nto = ["a", "b"]', "several in `to` need `split`"),
-        ('from = "w"\nto = "x"\ntranspose = [0, 0]', "the rule for x does not fit w, (3, 2): [0, 0] is no order"),
+        ('from = "w"\nto = "x"\ntranspose = [0, 0]', "the rule for x does not fit w, (3, 2): [0, 0] is not an order"),
         ('from = "w"\nto = "x"\nmerge = 1', "the rule for x does not fit w, (3, 2): it has no such axis"),
         ('from = "w"\nto = ["a", "b"]\nsplit = 0', "axis 0 is split into 2 and has 3"),
         ('from = "w"\nto = "x', "rules.toml: "),
@@ -242,10 +242,10 @@ def test_npz_name_outside_its_directory_is_refused(ckpt: Run, tmp_path: Path) ->
 def test_omitted_items_and_leaves_are_reported(ckpt: Run, ours: Ours, stock: Path, tmp_path: Path) -> None:
     """Text and small items would be lost without a word."""
     said = ckpt("convert", ours.root / "4", tmp_path / "4", "--to", "orbax").out
-    assert "left out: item data, which is no array" in said
+    assert "left out: item data, which is not an array" in said
     other = writers.by_numpy(tmp_path / "v.npz", {"v": np.ones(2)})
     merged = ckpt("merge", ours.root / "4", other, tmp_path / "m", "--to", "npz").out
-    assert "left out: item data, which is no array" in merged
+    assert "left out: item data, which is not an array" in merged
     for to in ("orbax", "safetensors"):
         said = ckpt("convert", stock / "zarr3", tmp_path / f"z-{to}", "--to", to, "--dry-run").out
         (line,) = [line for line in said.splitlines() if "left out" in line]

@@ -87,7 +87,9 @@ def test_missing_leaves_shapes_and_dtypes_differ(tmp_path: Path, capsys: pytest.
 def test_diff_applies_rules_and_reads_steps_and_slots(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     """Two names of one leaf could not be held against each other, nor a step against a slot or a file."""
     text = ckpt("diff", ours.root / "4", ours.root / "4").out
-    assert text == "12 leaves are the same, 0 differ in their values\n  not compared: item data, which is no array\n"
+    assert (
+        text == "12 leaves are the same, 0 differ in their values\n  not compared: item data, which is not an array\n"
+    )
     rules = tmp_path / "rules.toml"
     rules.write_text('[[rule]]\nfrom = "w"\nto = "kernel"\ntranspose = [1, 0]\n[[rule]]\nfrom = "**"\ndrop = true\n')
     w = np.arange(64, dtype=np.float32).reshape(8, 8) + 4

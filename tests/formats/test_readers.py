@@ -200,7 +200,7 @@ def test_incomplete_hugging_face_directory_is_refused(tmp_path: Path) -> None:
         writers.by_safetensors(
             tmp_path / f"model-{at:05d}-of-{of:05d}.safetensors", {f"w{at}": values("float32", (2,))}
         )
-    with pytest.raises(ckptkit.CorruptCheckpointError, match=r"1 of the 3 files model-\S+ are gone, or not there yet"):
+    with pytest.raises(ckptkit.CorruptCheckpointError, match=r"1 of the 3 files model-\S+ are missing, or not"):
         open_checkpoint(str(tmp_path))
     writers.by_safetensors(tmp_path / "model-00002-of-00003.safetensors", {"w2": values("float32", (2,))})
     with open_checkpoint(str(tmp_path)) as opened:

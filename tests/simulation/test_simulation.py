@@ -350,7 +350,7 @@ def test_cluster_without_a_surviving_tier_is_refused():
     """Without a tier that survives every failure a run could never end; the error says which tier is missing."""
     with pytest.raises(ValueError, match="must survive every failure"):
         sim.Cluster(hosts=1, tiers=(tier("ram", 0.1, 0.1, 0.1, "process"),))
-    with pytest.raises(ValueError, match="stand in order"):
+    with pytest.raises(ValueError, match="must be in order"):
         sim.Cluster(hosts=1, tiers=three_tiers().tiers[1::-1] + three_tiers().tiers[2:])
 
 

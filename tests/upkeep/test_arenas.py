@@ -89,7 +89,7 @@ def test_quarantine_is_cleaned_with_its_job(tmp_path: Path) -> None:
 
 def test_clean_without_a_selection_is_refused(tmp_path: Path) -> None:
     """A slip would clean every job of the host."""
-    with pytest.raises(ValueError, match="say which arenas"):
+    with pytest.raises(ValueError, match="choose the arenas"):
         clean_arenas([str(tmp_path)], host_id=HOST)
     with pytest.raises(StepNotFoundError, match="no such directory"):
         clean_arenas([str(tmp_path / "none")], host_id=HOST, idle_s=0)

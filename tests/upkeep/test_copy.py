@@ -229,7 +229,7 @@ def test_conflicting_targets_are_refused(tmp_path: Path, server: BucketServer) -
     with pytest.raises(StepNotFoundError, match="there is nothing to copy"):
         plan_copy(str(tmp_path / "none"), str(into))
     open_store(f"{BUCKET}/1").put("other", b"x")
-    with pytest.raises(CheckpointError, match="holds an unfinished step that is no copy"):
+    with pytest.raises(CheckpointError, match="holds an unfinished step that is not a copy"):
         copy(plan_copy(str(root), BUCKET))
 
 

@@ -204,13 +204,13 @@ def test_slot_with_a_lost_manifest_is_quarantined(job: Job) -> None:
     path = job.manifest("ssd", 1)
     path.unlink()
     (proof,) = [each for each in ckptkit.verify(job.tiers[1]).steps if each.step == 1]
-    assert (proof.state, proof.reason) == ("corrupt", "its manifest is gone")
+    assert (proof.state, proof.reason) == ("corrupt", "its manifest is missing")
     listed = ckptkit.list_steps(str(job.root), tiers=job.tiers, host_id=HOST)
     assert [problem for problem in listed.problems if f"manifest {path} is gone" in problem]
     assert acts(scrubbed(job, repair=False)) == [(1, "slot", "quarantine", False)]
     found = scrubbed(job)
     assert acts(found) == [(1, "slot", "quarantine", True)]
-    assert found.treatments[0].reason == "its manifest is gone: its slot is free"
+    assert found.treatments[0].reason == "its manifest is missing: its slot is free"
     assert_whole(job)
     assert acts(scrubbed(job)) == [], "it is said once"
 

@@ -17,7 +17,7 @@ STAYS_WHOLE = "no axis divides it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecRule:
-    """Leaves whose names match `pattern` are split as `spec` says."""
+    """Leaves whose names match `pattern` are split by `spec`."""
 
     pattern: str
     spec: Spec
@@ -37,7 +37,7 @@ def _rule(table: dict[str, Any]) -> SpecRule:
 def _part(part: Any) -> tuple[str, ...]:
     names = [part] if isinstance(part, str) else part
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{part!r} in a spec is no axis and no list of axes")
+        raise ValueError(f"{part!r} in a spec is neither an axis nor a list of axes")
     return tuple(name for name in names if name)
 
 

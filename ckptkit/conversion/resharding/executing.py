@@ -46,8 +46,8 @@ def plan_reshard(
     memory_bytes: int = MEMORY_BYTES,
     timeout_s: float = 20.0,
 ) -> ReshardPlan:
-    """What `reshard` would write. Raises `CheckpointError` for what does not fit, for a local target that is there, and
-    for one in the root of a run (a bucket is asked for `timeout_s`)."""
+    """The plan of `reshard`. Raises `CheckpointError` for a mesh or spec that does not fit, for a local target that
+    exists, and for a target in the root of a run (a bucket is asked for at most `timeout_s`)."""
     url = target_url(target)
     require_orbax_target(url)
     is_step = source.opened.facts.kind == "step"
@@ -81,14 +81,14 @@ def reshard(
     progress: BytesProgress | None = None,
     timeout_s: float = 60.0,
 ) -> None:
-    """Writes what the plan says; returns once the target is committed, on every process of `coordinator`'s job.
+    """Writes what the plan lists. Returns on every process of `coordinator`'s job, once the target is committed.
 
-    Bits are those of the source; of a step of ours every cell that is read is proven, and every cell that is written
-    gets a digest. The processes divide the blocks evenly by bytes, each writes its own database, and process 0 joins
-    them and commits: on a disk by a rename, in a bucket by the marker. What an interrupted run left is gone on with by
-    `resume`, with as many processes, and deleted by another run. Cost: `plan.read_bytes` are read and
-    `plan.written_bytes` written, over all processes; each holds at most `memory_bytes` of array data.
-    A bucket that does not answer is tried for `timeout_s`.
+    Bits are those of the source; for a step of ckptkit every cell is verified when read. Every written cell gets a
+    digest. The processes divide the blocks evenly by bytes, each writes its own database, and process 0 joins them and
+    commits: on a disk by a rename, in a bucket by the marker. `resume` continues an interrupted run with the same
+    number of processes; a run without it deletes those files. Cost: `plan.read_bytes` are read and `plan.written_bytes`
+    written, over all processes; each holds at most `memory_bytes` of array data. Requests to a bucket that does not
+    answer are retried for `timeout_s`.
 
     Raises `CheckpointError` where processes have different plans, or another job makes the same target,
     `TransientStoreError` or `CoordinationError` where another process failed, and what reading and writing raise.
@@ -125,7 +125,7 @@ def _write_and_commit(
     error = None
     try:
         _write_part(source, plan, target, memory_bytes, coordinator, progress)
-    except Exception as caught:  # noqa: BLE001  said to the others, who would wait for this part
+    except Exception as caught:  # noqa: BLE001  reported to the other processes, which would wait for this part
         error = caught
 
     def finish(failures: list[str | None]) -> None:
@@ -223,7 +223,7 @@ def _works(source: ReshardSource, plan: ReshardPlan, memory_bytes: int) -> list[
 def _finish(
     source: ReshardSource, plan: ReshardPlan, target: Destination, count: int, unchanged: Callable[[], None]
 ) -> None:
-    """Joins the parts, copies what is no array, and commits, if the source is still what it was."""
+    """Joins the parts, copies the items that are not arrays, and commits, if the source is unchanged."""
     store = target.store()
     provable = all(item.provable for item in source.items)
     for item in source.items:

@@ -39,7 +39,7 @@ class Mesh:
         """The mesh of `data=2,model=4`; raises ValueError for what is none."""
         matches = [_AXIS.fullmatch(part.strip()) for part in text.split(",")]
         if any(match is None for match in matches):
-            raise ValueError(f"{text!r} is no mesh; write its axes and their sizes: data=2,model=4")
+            raise ValueError(f"{text!r} is not a mesh; write its axes and their sizes: data=2,model=4")
         return cls(tuple((match[1], int(match[2])) for match in matches if match is not None))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a reshard will do, decided before a byte is read: specs, chunks, and what they make of the reads. No I/O."""
+"""The plan of a reshard, made before a byte is read: specs, chunks, and the reads that follow from them. No I/O."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def chunk_shape(
 ) -> tuple[int, ...]:
     """The chunk of an array whose devices hold boxes of these shapes, one for each mesh: about `chunk_bytes` at most.
 
-    For one mesh it divides the box. For several it divides the boxes of all, unless that makes chunks below 64 KiB that
-    no mesh asks for; then it is the grid with the least amplification on the worst of the meshes.
+    For one mesh, the grid divides that mesh's box. For several, it divides the boxes of all. If that makes chunks below
+    64 KiB that no mesh asks for, the grid is the one with the least amplification on the worst mesh.
     """
     if 0 in shape:
         return tuple(max(1, size) for size in shape)
@@ -173,7 +173,7 @@ def plan_leaves(
         for record in leaves:
             check_chunk(record.name, math.prod(record.cell) * record.itemsize, memory_bytes)
             if record.kind == "jax":
-                # The last dimension of a typed key's data is no dimension of the key, and of no spec.
+                # The last dimension of a typed key's data is not a dimension of the key, and is in no spec.
                 logical = record.shape[:-1] if "key_impl" in record.extra else record.shape
                 chosen = [chooser.spec(record.name, logical, mesh) for mesh in meshes]
             else:
@@ -223,7 +223,7 @@ def make_plan(
 
 
 def _whole(meshes: Sequence[Mesh], leaves: Sequence[LeafPlan]) -> Iterator[str]:
-    """What nobody has asked for: leaves that every device of a mesh reads whole."""
+    """Leaves that no rule splits: every device of a mesh reads them completely."""
     for at, mesh in enumerate(meshes):
         whole = [leaf for leaf in leaves if leaf.reasons[at] == STAYS_WHOLE]
         if whole:

@@ -1,4 +1,4 @@
-"""What is resharded: the items of an Orbax step, with all that has to come along beside the arrays' bytes."""
+"""The source of a reshard: the items of an Orbax step, with everything to copy besides the arrays' bytes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ReshardSource:
         return [name for name, stored in (*self.small, {})[0].items() if stored["kind"] == _ITERATOR]
 
     def small_of(self, process: int, count: int) -> Small:
-        """The small items that the sidecars of a process say, where `count` write the step anew.
+        """The small items for one process's sidecars, when `count` processes write the step anew.
 
         The state of a data iterator belongs to one process of as many: where there are more or fewer, to none.
         """
@@ -106,7 +106,8 @@ def open_source(path: str, *, timeout_s: float) -> ReshardSource:
 
 
 def _small(items: Sequence[SourceItem]) -> tuple[Small, ...]:
-    """What every process's sidecar says of the items that have none of their own. Each item's sidecars say it all."""
+    """The entries of every process's sidecar for the items without sidecars. Each item's sidecars repeat all of
+    them."""
     arrays = {item.name for item in items}
     for item in items:
         if own := own_sidecars(item.place, extent="head").values():
@@ -117,7 +118,7 @@ def _small(items: Sequence[SourceItem]) -> tuple[Small, ...]:
 def specs_like(path: str, *, timeout_s: float) -> dict[str, Spec]:
     """How every leaf of a checkpoint is split, by its name; what lay on one device is split over nothing.
 
-    Raises `CheckpointError` where the checkpoint does not say it.
+    Raises `CheckpointError` if the checkpoint does not record it.
     """
     with open_checkpoint(path, timeout_s=timeout_s) as opened:
         place = Place.open(opened.path, timeout_s=timeout_s)
@@ -128,7 +129,7 @@ def specs_like(path: str, *, timeout_s: float) -> dict[str, Spec]:
                 named = sharding_of_json(text)
                 found[leaf] = () if named is None else named[0]
     if not found:
-        raise CheckpointError(f"{path} has no {paths.SHARDINGS}, and so says nothing of how its leaves lay", path=path)
+        raise CheckpointError(f"{path} has no {paths.SHARDINGS}, so the layout of its leaves is unknown", path=path)
     return found
 
 

@@ -32,7 +32,7 @@ class SaveForecast:
     """What one durable save takes. Of several processes: together, except `peak_bytes`, which is of the largest one.
 
     `files` are files or objects that stay, `requests` what a bucket is asked (0 on a disk), `written_bytes` includes
-    padding and small files, `peak_bytes` is host memory beside the snapshot. With compression both are what they are
+    padding and small files, `peak_bytes` is host memory besides the snapshot. With compression both are what they are
     at most: nobody has looked at the bytes. The bytes of small files are right to about 10 %; of several processes the
     pieces are those of boxes that are shared out evenly.
     """

@@ -183,7 +183,7 @@ def test_like_copies_the_specs_of_another_checkpoint(ckpt: Run, striped: Path, o
         ("[[rule]]\nleaf = 'count'\nspec = ['data']", "matches no leaf of arrays on devices"),
         ("[[rule]]\nleaf = 'w*'\nspec = ['data', 'data']", "uses an axis twice"),
         ("[[rule]]\nleaf = 'w*'\nspec = ['', '', 'data']", "has 3 dimensions"),
-        ("[[rule]]\nleaf = 'w*'\nspec = [3]", "is no axis and no list of axes"),
+        ("[[rule]]\nleaf = 'w*'\nspec = [3]", "is neither an axis nor a list of axes"),
         ("[[rule]]\nleaf = 'w*'", "a rule has leaf"),
         ("[[rule", "rules.toml"),
     ],
@@ -225,7 +225,7 @@ def test_damaged_cell_is_not_copied(ckpt: Run, ours: Ours, tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_text_leaves_are_copied_without_digests(ckpt: Run, tmp_path: Path) -> None:
-    """Leaves that are no arrays would be lost, or the item claim proofs that leave them out."""
+    """Leaves that are not arrays would be lost, or the item claim proofs that leave them out."""
     with ocp.CheckpointManager(tmp_path / "root") as manager:
         manager.save(1, args=ocp.args.PyTreeSave({"a": jnp.arange(8), "text": "hello", "n": (None, 2.5)}))
         manager.wait_until_finished()
