@@ -1,10 +1,10 @@
-"""What a run that died left in a durable root: recognised, named, and removed once nobody can commit it any more.
+"""Leftovers of dead runs in a durable root: recognised, named, and removed once no process can commit them.
 
-A durable root has no lock, and whether a writer lives nobody can know. What can be known is whether it can still
-commit: an attempt of ours says its epoch (`commit`), and when a later epoch has begun, taking the attempt's name or
-intent away fences its writer off in one operation. Bytes that it writes after that are in nobody's step. What does not
-say its epoch is Orbax's, which has no fence: it is named and left. The next save of its number takes its place in a
-bucket; Orbax's `cleanup_tmp_directories` removes it, on the caller's word.
+A durable root has no lock, so no process knows whether a writer is alive. But it can know whether the writer can still
+commit. An attempt of ckptkit records its epoch (`commit`). Once a later epoch has begun, removing the attempt's name or
+intent fences its writer off in one operation: its later bytes belong to no step. A leftover without an epoch is
+Orbax's, which has no fence: it is named and stays. In a bucket, the next save of its number replaces it; Orbax's
+`cleanup_tmp_directories` removes it on the caller's request.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _clean_bucket(store: Store, epoch: int) -> list[str]:
     for step_name, left in found.items():
         if any(of >= epoch for of, _ in left):  # somebody writes it now
             continue
-        # One of our own first: a crash before the last object is gone has to leave what says whose it is.
+        # One of our own first: after a crash in mid-deletion, the remaining objects must still show the owner.
         own = f"{paths.INTENTS_DIR}/{paths.intent_name(step_name, epoch, uuid.uuid4().hex)}"
         put_new(store, own, b"")  # nobody else has its name
         store.delete_many([f"{paths.INTENTS_DIR}/{name}" for _, name in left])

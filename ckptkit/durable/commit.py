@@ -1,9 +1,9 @@
-"""One attempt to write a step, on process 0: where it stands until it is committed, and the operation that commits it.
+"""One attempt to write a step, on process 0: its place until it is committed, and the operation that commits it.
 
-On a disk that is a directory whose name no other attempt has, and one rename commits it. In a bucket a step is written
-in its place; what commits it is a copy of an object of this attempt, its intent, to the name of the step's mark. Who
-moves the directory away, or deletes the intent, has taken the commit from its writer for good, whether that one lives
-or not: so a later run fences off an earlier one (`abandoned`).
+On a disk the place is a directory with a name of its own, and one rename commits it. In a bucket a step is written in
+place; it is committed by a copy of the attempt's intent object to the name of the step's marker. A process that moves
+the directory away, or deletes the intent, prevents that commit for good, whether the writer is alive or not. So a later
+run fences off an earlier one (`abandoned`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make_attempt(url: str, name: str, save_id: SaveId, mode: int) -> DiskAttempt
 
 @final
 class DiskAttempt:
-    """A directory beside the step's; `place` is where its files go."""
+    """A directory next to the step's; `place` is where its files go."""
 
     def __init__(self, url: str, name: str, save_id: SaveId, mode: int):
         self._where, self._save_id, self._mode = f"{url}/{name}", save_id, mode
@@ -50,7 +50,7 @@ class DiskAttempt:
         if os.path.lexists(self._where):
             raise _exists(self._where, self._save_id)
         os.makedirs(self.place, mode=self._mode)
-        # Kept open: a disk gives the number of a directory that is gone to the next one that is made.
+        # Kept open: a disk gives the inode number of a deleted directory to the next one that is made.
         self._directory = os.open(self.place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def commit(self) -> None:
@@ -111,11 +111,11 @@ class BucketAttempt:
         self._intent = f"{paths.INTENTS_DIR}/{paths.intent_name(name, save_id.epoch, uuid.uuid4().hex)}"
 
     def begin(self) -> None:
-        """Says that the step is being written, and removes what an earlier attempt at it has left. Nothing may be put
+        """Announces that the step is being written, and removes the leftovers of an earlier attempt. Nothing may be put
         into `place` before this has returned.
 
-        Raises `StepAlreadyExistsError` where the step is there, `CheckpointError` where a later run writes it. Cost:
-        two round trips: a put and then a listing, beside one of the step; more where something was left.
+        Raises `StepAlreadyExistsError` if the step exists, `CheckpointError` if a later run writes it. Cost: two round
+        trips: a put, then a listing in parallel with one of the step; more if there are leftovers.
         """
         try:
             left, _ = side_by_side([lambda: self._store.stat_all(self._name), self._announce])
@@ -131,7 +131,7 @@ class BucketAttempt:
             raise
 
     def _announce(self) -> None:
-        # First said, then looked: of two runs that begin the same step at once, one at least sees the other.
+        # Announce first, then look: of two runs that begin the same step at once, at least one sees the other.
         put_new(self._store, self._intent, self._mark)  # no other attempt has its name: what is there is this one's
         self._meet_others()
 
@@ -162,7 +162,7 @@ class BucketAttempt:
         self._drop_intent()
 
     def give_up(self) -> None:
-        """Leaves what was written, with the intent: it says to the next attempt, and to the next run, whose it is."""
+        """Leaves the written files with the intent: it tells the next attempt, and the next run, the owner."""
 
     def _drop_intent(self) -> None:
         with suppress(StoreError):  # the next run deletes it
@@ -179,8 +179,8 @@ def remove_uncommitted(store: Store, name: str, left: Mapping[str, Stat]) -> boo
     """Deletes `left`, what was found below a step's prefix in a bucket; False, and nothing is deleted, where the step
     is committed, or the objects are not those of a save.
 
-    `left` has to be older than the caller's look at the intents, in which it saw nobody with a right to the step: who
-    had put one of these objects had put its intent before, and has committed since where that is gone.
+    `left` must be older than the caller's look at the intents, which showed no other writer with a right to the step. A
+    writer puts its intent before these objects, and removes it only after its commit.
     """
     mark = f"{name}/{paths.COMMIT_MARK}"
     if mark in left or (left and store.stat(mark) is not None):

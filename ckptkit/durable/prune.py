@@ -21,7 +21,7 @@ Said = Callable[[int, str], None]  # of a step that is committed: what failed af
 
 @final
 class Pruner:
-    """One thread, on process 0. A step that could not be deleted is said, and tried again with the next save's.
+    """One thread, on process 0. A failed deletion is reported, and tried again with the next save's.
 
     While it deletes, `doomed.json` names what: `PruneGuard.spare` has written it when the steps were chosen.
     """
@@ -54,7 +54,7 @@ class Pruner:
             return
         doomed = list(steps)
         if self._moved and doomed:
-            self._stock.delete_as_asked(doomed)  # a rename; what is refused is said of the step that was committed
+            self._stock.delete_as_asked(doomed)  # a rename; a refusal is reported for the step that was committed
             self._guard.settle()
             doomed = []
         again = sorted(self._left)
@@ -88,7 +88,7 @@ class Pruner:
             try:
                 remove_step(f"{self._url}/{name}", lambda place: delete_directory(place, self._options))
                 forget_listings(self._url)
-            except Exception as error:  # noqa: BLE001  it is no step any more, or still one: said, and tried again
+            except Exception as error:  # noqa: BLE001  it is a step or it is not, never half: reported, and tried again
                 reason = f"step {step} is to be deleted, and is not yet: {type(error).__name__}: {error}"
                 self._said(step, reason)
                 _log.warning("%s: %s", self._url, reason)

@@ -66,7 +66,7 @@ _TRANSIENT_ERRNOS = (
 
 
 def identity_metadata(save_id: SaveId) -> dict[str, Any]:
-    """What names a save in Orbax's own step metadata, for a step without arrays and so without a sidecar."""
+    """The identity of a save in Orbax's own step metadata, for a step without arrays and so without a sidecar."""
     return {paths.SAVE_ID_FIELD: [save_id.epoch, save_id.step, save_id.number]}
 
 
@@ -78,7 +78,7 @@ def without_identity(metadata: Any) -> Any:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether what stock Orbax raised while it restored says that the step is damaged, rather than refused."""
+    """Whether an error of stock Orbax in a restore means that the step is damaged, not that access was refused."""
     if isinstance(error, FileNotFoundError | json.JSONDecodeError | KeyError):
         return True
     text = str(error)
@@ -145,7 +145,7 @@ class DurableReader:
 
     def manifests(self, *, to_read: bool = False) -> list[Manifest]:
         """The sidecars of every process, all items; empty for a step that stock Orbax wrote. Before cells are read
-        (`to_read`), where they stand is looked up on the way.
+        (`to_read`), their places are looked up at the same time.
 
         Cost in a bucket: three round trips. Raises `CorruptCheckpointError` where one is damaged, or a process's
         sidecar is missing, or all of an item's.
@@ -198,7 +198,7 @@ class DurableReader:
         return manifests
 
     def _require_sidecars(self, without: Sequence[str]) -> None:
-        """An item without sidecars is stock Orbax's, unless it says of itself that it had some."""
+        """An item without sidecars is stock Orbax's, unless its metadata records that it had some."""
         lost = [lost_sidecars(f"{self._url}/{item}") for item in without if self._is_ours(item)]
         if lost:
             raise self._corrupt("; ".join(lost))
@@ -223,8 +223,8 @@ class DurableReader:
     def save_id(self) -> SaveId | None:
         """Which save the step is; None for one that stock Orbax wrote.
 
-        Cost: a small read, of the marker; where that names no save, a listing and a read of a sidecar. Raises
-        `CorruptCheckpointError` where the marker names none, and a sidecar is damaged or all of them are gone.
+        Cost: a small read of the marker; if that names no save, a listing and a read of a sidecar. Raises
+        `CorruptCheckpointError` if the marker names no save, and a sidecar is damaged or all are missing.
         """
         named = self._marked()
         if named is not None and named.step == self._step:
@@ -261,7 +261,7 @@ class DurableReader:
                 return
 
     def names(self) -> list[str]:
-        """What is right below the step; directories end in `/`."""
+        """The entries right below the step; directories end in `/`."""
         return self._store.list("")
 
     def item_names(self) -> list[str]:
@@ -300,7 +300,7 @@ class DurableReader:
         copy_proven(leaf, record, wanted, into, fetch, where=where, proves=self._proves)
 
     def read_cell(self, item: str, leaf: LeafRecord, cell: Box) -> np.ndarray:
-        """The elements of one cell as they stand, which nothing has proven yet: to compare with a digest.
+        """The elements of one cell as stored, not verified yet: to compare with a digest.
 
         Raises `CorruptCheckpointError` where they cannot be decoded, `StoreError` where they cannot be reached.
         """
@@ -350,8 +350,8 @@ def _directories(names: Iterable[str]) -> list[str]:
 
 
 def _proven_readable(operation: Callable[[], Any], url: str, leaf: LeafRecord) -> Any:
-    """What `operation` of TensorStore gives: a damaged B-tree node has no status name, so what names no access problem
-    is damage."""
+    """The result of `operation` of TensorStore. A damaged B-tree node has no status name, so every error that is not an
+    access problem counts as damage."""
     where = f"{url}: leaf {leaf.name}"
     try:
         return translated(operation, url)

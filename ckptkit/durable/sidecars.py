@@ -43,14 +43,14 @@ def sidecars_among(names: Iterable[str]) -> list[int]:
 
 
 def has_sidecar_sign(array_metadatas: bytes) -> bool:
-    """Whether a file of an item's `array_metadatas` says that the item has sidecars; False for one that is damaged."""
+    """Whether a file of an item's `array_metadatas` records that the item has sidecars; False if it is damaged."""
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         return json.loads(array_metadatas)[paths.SIDECAR_SIGN] is True
     return False
 
 
 def lost_sidecars(where: str) -> str:
-    """What is reported of an item of ours that has no sidecar any more."""
+    """The message about an item of ckptkit that has lost its sidecars."""
     return f"{where} has lost its sidecars, which alone prove it"
 
 

@@ -98,7 +98,7 @@ class DurableSteps:
         said: Said = lambda step, reason: None,
         cleaned: Callable[[list[str]], None] = lambda names: None,
     ):
-        """`said` hears of a step that is committed, and what failed after that; `cleaned`, of leftovers that went."""
+        """`said` is called with a committed step and the failure after its commit; `cleaned` with removed leftovers."""
         self.profile = profile
         self.url = root_url(directory)
         self._coordinator = coordinator
@@ -179,7 +179,7 @@ class DurableSteps:
 
     @property
     def struck(self) -> list[int]:
-        """What was struck out, ascending."""
+        """The removed entries, ascending."""
         return sorted(self.stock.unmanaged)
 
     def save(
@@ -197,11 +197,11 @@ class DurableSteps:
         """Writes and commits one step; returns once it is committed. Runs on a background thread.
 
         `items` are Orbax save arguments whose arrays are `HostShards` (see `host_tree`). The memory that they
-        view must not change until this returns. A step of the same number is replaced only where `ancestry`
-        says that it belongs to an abandoned branch. The epoch of `save_id` has to be recorded in the root: what
-        earlier ones have left there uncommitted goes first. `check_epoch` is asked on process 0 right before the
-        commit, and raises where a later epoch has begun. `about` names this try, for the meetings (default: the save).
-        Raises what Orbax raises; the books are then read afresh.
+        view must not change until this returns. A step of the same number is replaced only if `ancestry` shows that it
+        belongs to an abandoned branch. The epoch of `save_id` must be recorded in the root: uncommitted leftovers of
+        earlier ones are removed first. `check_epoch` is called on process 0 right before the commit, and raises if a
+        later epoch has begun. `about` is the key of this try's barriers (default: the save). Raises Orbax's errors; the
+        books are then read anew.
         """
         self._tries.begin(about or str(save_id))
         self._refuse_unfit()
@@ -246,7 +246,8 @@ class DurableSteps:
             raise
 
     def _clean_left(self, save_id: SaveId) -> None:
-        """Once in each epoch, on process 0. What cannot be removed costs no save: it is said, and left to the next."""
+        """Once in each epoch, on process 0. Leftovers that cannot be removed do not fail a save: they are reported, and
+        left to the next one."""
         if self._coordinator.process != 0 or self._cleaned_epoch == save_id.epoch:
             return
         self._cleaned_epoch = save_id.epoch
@@ -260,7 +261,8 @@ class DurableSteps:
                 self._cleaned(names)
 
     def _refuse_unfit(self) -> None:
-        """Orbax refuses it when the first step has to go; said before a step is written that cannot go."""
+        """Orbax refuses it when the first step has to be deleted; this raises before a step is written that cannot be
+        deleted."""
         if self._options.todelete_full_path is not None and not properties_of(self.url).known_to_orbax:
             raise NotImplementedError("todelete_full_path is for gs:// alone; take todelete_subdir")
 
@@ -333,8 +335,8 @@ class DurableSteps:
             self._views.written_past(self._writer)
 
     def delete(self, step: int, *, at_once: bool = False, about: str = "") -> None:
-        """Deletes a committed step, as the options say; nothing where it is not there. No save may be on its way. With
-        `at_once` it is gone then, also where the options have it deleted in the background.
+        """Deletes a committed step by the options; does nothing if it does not exist. No save may be in flight. With
+        `at_once` it is deleted on return, even if the options delete in the background.
 
         Announced like a prune, so that no scrub takes what is half deleted for damaged; whoever reads the step has not
         been asked. Raises `StoreError` where it cannot be announced: nothing is deleted then.
@@ -342,7 +344,7 @@ class DurableSteps:
         self.stock.settle()
         self._pruner.wait()
         manager = self._writer or self.stock.orbax
-        forget_listings(self.url)  # Orbax does not see in them what was written beside it, and would delete nothing
+        forget_listings(self.url)  # Orbax does not know the steps that ckptkit wrote, and would delete nothing
         if self._views.is_behind(manager) or step not in manager.all_steps():
             self._views.look(manager)  # puts the steps in order: Orbax prunes by it, and keeps them as they were saved
 
@@ -397,12 +399,12 @@ class DurableSteps:
         return self._writer
 
     def _alone(self) -> Any:
-        """Keeps other managers of this process from saving meanwhile; with several processes, whose managers would
-        take turns in different orders and wait for each other for ever, nothing does."""
+        """Keeps other managers of this process from saving meanwhile. Does nothing with several processes: their
+        managers could lock in different orders and deadlock."""
         return _one_save if self._coordinator.count == 1 else nullcontext()
 
     def _meet_abandoned(self, step: int, ancestry: Ancestry) -> None:
-        """All processes hear from process 0 which steps are abandoned; one of the number to be saved goes first."""
+        """Process 0 tells all processes which steps are abandoned; one with the number to be saved is deleted first."""
         self._pruner.forget(step)
 
         def abandoned(_: list[Any]) -> tuple[list[int], bool]:
@@ -423,8 +425,8 @@ class DurableSteps:
             self.delete(step, at_once=True)
 
     def _release(self, doomed: list[int]) -> frozenset[int]:
-        """The steps that are to be deleted: what process 0's policies let go, by its own clock and metrics, and nobody
-        reads. All processes hear it, and come whatever their own policies say: clocks and metrics differ."""
+        """The steps to delete: those that process 0's policies release, by its clock and metrics, and that no process
+        reads. All processes get the list and take part, whatever their own policies are: clocks and metrics differ."""
 
         def let_go(_: list[Any]) -> list[int]:
             return sorted(set(doomed) - self._guard.spare(doomed))

@@ -1,9 +1,9 @@
 """Writes one Orbax step with as few operations as it has parts: data, side files, then the marker that commits it.
 
-On a disk the step is written beside its place and renamed; in a bucket it is written in place, and is a step once
-`commit_success.txt` is there, which only one writer can create (`commit`). There, each object is created and never
-replaced: a writer that was given up long ago cannot change what a later one has written. What a crash leaves is no step
-for stock Orbax, and is removed by the next run that saves (`abandoned`), or as Orbax removes its own.
+On a disk the step is written next to its place and renamed. In a bucket it is written in place, and becomes a step with
+`commit_success.txt`, which only one writer can create (`commit`). There, each object is created and never replaced: a
+writer that timed out long ago cannot change a later writer's objects. The leftovers of a crash are not a step for stock
+Orbax. The next run that saves removes them (`abandoned`), or Orbax does so as for its own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ckptkit.store.backends import properties_of
 from ckptkit.store.local import LocalStore
 from ckptkit.util.gc_pause import collection_paused
 
-_PUTS = 8  # small files on their way at a time, beside the data
+_PUTS = 8  # small files in flight at a time, in addition to the data
 
 
 def is_writable(items: Mapping[str, Any]) -> bool:
@@ -116,7 +116,7 @@ class StepWriter:
             begun.append(attempt)
             beginning = aside.submit(attempt.begin)
             if self._coordinator.count > 1 or properties_of(self._url).file_system:
-                beginning.result()  # others put into the place as soon as they hear of it, or it has to be there
+                beginning.result()  # others put files into the place once they know it, or it has to exist
             return attempt.place, self._profile.compression, self._profile.copied_bytes
 
         def finish(place: str) -> None:
@@ -125,7 +125,7 @@ class StepWriter:
 
         with ThreadPoolExecutor(1, thread_name_prefix="ckptkit-attempt") as aside:
             try:
-                # Process 0 describes the leaves: what the others write has to be encoded as it says.
+                # Process 0 describes the leaves: the others must encode them in the same way.
                 place, compression, copied_bytes = self._coordinator.agree("step-begun", _digest_of_lone(items), start)
                 profile = dataclasses.replace(self._profile, compression=compression, copied_bytes=copied_bytes)
                 ready = beginning.result if beginning is not None else lambda: None
@@ -147,7 +147,7 @@ class StepWriter:
         error = None
         try:
             self._write_part(place, items, profile, ready)
-        except Exception as caught:  # noqa: BLE001  said to the others, who would wait for this part
+        except Exception as caught:  # noqa: BLE001  reported to the other processes, which would wait for this part
             error = caught
 
         def finish_together(failures: list[str | None]) -> None:
@@ -163,7 +163,7 @@ class StepWriter:
             )
         finally:
             if error is not None:
-                raise error  # what it was; whether it may be tried again is for all to say together
+                raise error  # the error; all processes decide together whether to retry
 
     def _small(self, place: str) -> Store:
         return small_objects(place, self._profile)
@@ -254,7 +254,7 @@ class StepWriter:
         custom_metadata: Any,
         check_epoch: Callable[[], None],
     ) -> None:
-        """Joins the parts, and says of each item and of the step that it is whole; it is not committed yet."""
+        """Joins the parts, and marks each item and the step as complete; the step is not committed yet."""
         store = self._small(place)
         trees = [item for item, args in items.items() if isinstance(args, HostTreeSave)]
         if self._coordinator.count > 1:
@@ -269,7 +269,7 @@ class StepWriter:
 
 
 def _item_mark(item: str, place: str) -> tuple[str, bytes]:
-    """What Orbax leaves in each item that it has finished, for those who read one by itself."""
+    """The files that Orbax leaves in each finished item, for readers of a single item."""
     return f"{item}/{paths.COMMIT_MARK}", f"Checkpoint commit was successful to {place}/{item}".encode()
 
 

@@ -1,7 +1,7 @@
 """Agreement between processes through JAX's coordination service: no device collective is ever launched.
 
-A *channel* is a sequence of meetings that all processes hold in the same order; one thread uses it at a time.
-`agree` is the only primitive: everybody puts a value in, process 0 decides, everybody hears the verdict.
+A *channel* is a sequence of exchanges that all processes hold in the same order; one thread uses it at a time. `agree`
+is the only primitive: every process puts in a value, process 0 decides, every process receives the verdict.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ class Coordinator(Protocol):
         is_veto: Callable[[Any], bool] | None = None,
         order: Order | None = None,
     ) -> Any:
-        """Gathers everyone's `value`, and returns to all what process 0's `decide(values)` says.
+        """Gathers every process's `value`, and returns the result of process 0's `decide(values)` to all.
 
         With `is_veto`, process 0 decides as soon as one value is a veto; it passes None for processes that it did not
-        wait for. With `order`, which numbers what meetings are about, a process that is late does not wait for a
-        meeting that process 0 has passed.
+        wait for. `order` numbers the operations; with it, a late process does not wait for an exchange that process 0
+        has left behind.
 
-        `about` says what a meeting is held for, where a process may miss one (a save, say): it meets none but those who
-        come for the same. A channel is always used with it, or always without.
+        `about` is the key of the exchange, for operations that a process may miss (a save, for example): only processes
+        with the same key exchange values. A channel is always used with it, or always without.
 
-        Raises `CoordinationError` naming the processes that did not come within `timeout_s`. Where `decide` raises,
-        the others hear it as an error of the same class.
+        Raises `CoordinationError` naming the processes that did not join within `timeout_s`. If `decide` raises, the
+        others get an error of the same class.
         """
         ...
 
@@ -83,19 +83,19 @@ class Coordinator(Protocol):
         """Returns to all what process 0's `decide()` returns. Process 0 waits for nobody, the others for process 0.
         `about` is as in `agree`; no process may lag by more than 10,000 questions.
 
-        Raises `CoordinationError` where process 0 says nothing within `timeout_s`; what `decide` raises reaches the
-        others as an error of the same class.
+        Raises `CoordinationError` if process 0 does not answer within `timeout_s`. If `decide` raises, the others get
+        an error of the same class.
         """
         ...
 
     def recall(self, channel: str, about: str) -> tuple[bool, Any]:
-        """The verdict of an earlier meeting about `about`, if it can still be read: `(True, verdict)`, else
-        `(False, None)`. Blocks for 1 s at most. Raises what the meeting raised."""
+        """The verdict of an earlier exchange with key `about`, if it can still be read: `(True, verdict)`, else
+        `(False, None)`. Blocks for 1 s at most. Raises the error of that exchange, if it had one."""
         ...
 
     def veto(self, channel: str, value: Any, decide: Decide, *, about: str) -> None:
-        """Puts a value into a meeting that other processes may hold, and waits for none of them. Of process 0 the
-        verdict is `decide` of that value alone.
+        """Puts a value into an exchange without waiting for the other processes. On process 0 the verdict is `decide`
+        of that value alone.
 
         Raises `CoordinationError` where the service does not take it within 5 s.
         """
@@ -176,13 +176,13 @@ class LocalCoordinator:
 
 @final
 class JaxCoordinator:
-    """Meets in the key-value store of `jax.distributed` (`job/meeting.py` is the protocol).
+    """Exchanges values in the key-value store of `jax.distributed`; the protocol is in `job/meeting.py`.
 
-    Cost: one write and one blocking read per process; process 0 reads the others' messages, up to 512 at once. What
-    10,000 processes hold (600 bytes each, `ckptkit.restore.inventory`) process 0 reads, parses and ranks in about 1 s
-    of one core; the bound that a test holds is 6 s of CPU (`python -m bench gather`).
+    Cost: one write and one blocking read per process; process 0 reads the others' messages, up to 512 at once. Process
+    0 reads, parses and ranks the inventories of 10,000 processes (600 bytes each, `ckptkit.restore.inventory`) in about
+    1 s of one core; a test enforces 6 s of CPU (`python -m bench gather`).
 
-    Process 0 deletes the keys of all but the last meetings of a channel: what is kept does not grow.
+    Process 0 deletes the keys of all but the last exchanges of a channel, so that the kept keys do not grow.
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S):
@@ -280,10 +280,10 @@ class JaxCoordinator:
 
 @final
 class ScopedCoordinator:
-    """A coordinator all of whose meetings are about what was begun last: a restore, say, or a try to save a step.
+    """A coordinator whose exchanges all have the key of the current operation: a restore, or a try to save a step.
 
-    A process that misses one of several meetings is then out of step until the next occasion. Not for good: meetings
-    that are counted on would hear from it, each time, its word on the one before.
+    A process that misses one of several exchanges rejoins at the next operation. With numbered exchanges it would never
+    rejoin: each would get its value for the one before.
     """
 
     def __init__(self, coordinator: Coordinator):
@@ -294,7 +294,7 @@ class ScopedCoordinator:
         self.timeout_s = coordinator.timeout_s
 
     def begin(self, about: str) -> None:
-        """The meetings from now on are about this; no two occasions are named alike."""
+        """Sets the key of the next exchanges; no two operations have the same key."""
         self._about = about
 
     def agree(

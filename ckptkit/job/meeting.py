@@ -4,8 +4,8 @@ Every function here is a generator: it yields requests to the service and receiv
 over JAX's coordination service (`job/coordination.py`); the simulator runs it in virtual time.
 
 Process 0 decides. Every other process puts its value under a key of its own and waits for one key, the verdict. A
-request that the service does not answer is sent again until the deadline: a service that is away for a while, answers
-late, or has answered although the answer was lost, costs time and no meeting.
+request that the service does not answer is sent again until the deadline. So a service that is away for a while, or an
+answer that is late or lost, costs time and does not fail the exchange.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from ckptkit.errors import CheckpointError, CoordinationError, heard_from
 
 Decide = Callable[[list[Any]], Any]
-Order = Callable[[str], float]  # numbers what meetings are about; larger is later
+Order = Callable[[str], float]  # numbers the operations; larger is later
 
 _TOLD_KEPT = 10_000  # answers of process 0 that stay readable, about 100 bytes each
 _MEETINGS_KEPT = 16  # of each channel: a process that is late reads the verdict that it missed
@@ -29,7 +29,7 @@ _LISTED = 512  # messages that are read in one answer: 2 MiB of the largest repo
 _ONE_BY_ONE = 16  # so many that are missing are looked for one by one at the end
 _VERDICT_SPARE_S = 5.0  # process 0 waits for all until the deadline, and then its verdict has to arrive
 _LOOK_S = 0.5  # how often process 0 looks for a veto while it waits for others
-_SLICE_MAX_S = 4.0  # a process that waits looks so often whether process 0 has passed the meeting
+_SLICE_MAX_S = 4.0  # how often a waiting process checks whether process 0 has left the exchange
 _RETRY_S = (0.05, 2.0)  # the first pause before a request is sent again, and the longest
 
 
@@ -81,22 +81,22 @@ Exchange = Generator[Request, Any, Any]
 
 @dataclass(slots=True)
 class _Channel:
-    """What one process remembers of a channel: its last meeting, and which keys it has still to delete."""
+    """One process's state of a channel: its last exchange, and the keys that it still has to delete."""
 
     about: str = ""
     number: int = -1
-    passed: float = -math.inf  # by `Order`: process 0 was seen beyond these meetings
+    passed: float = -math.inf  # by `Order`: process 0 was seen beyond these exchanges
     held: deque[str] = field(default_factory=deque)
 
     def next(self, about: str) -> int:
-        """The number of the next meeting about `about`."""
+        """The number of the next exchange with key `about`."""
         self.number = self.number + 1 if self.about == about else 0
         self.about = about
         return self.number
 
 
 class Meetings:
-    """The meetings of one process, by channel. A channel belongs to one thread at a time."""
+    """The exchanges of one process, by channel. A channel belongs to one thread at a time."""
 
     def __init__(self, prefix: str, process: int, count: int):
         self._prefix = prefix
@@ -119,8 +119,8 @@ class Meetings:
         """Gathers the values of all processes; returns to all what `decide` makes of them on process 0.
 
         With `is_veto`, process 0 decides as soon as one value is a veto; the processes that it did not wait for then
-        count as None. With `order`, which numbers what meetings are about in the order in which they are held, a
-        process does not wait for a meeting that process 0 has passed.
+        count as None. `order` numbers the operations in the order in which they happen; with it, a process does not
+        wait for an exchange that process 0 has left behind.
 
         Raises `CoordinationError` with the processes that did not come in time, and what `decide` raised.
         """
@@ -145,9 +145,9 @@ class Meetings:
         return _verdict(channel, json.loads(text), timeout_s)
 
     def recall(self, channel: str, about: str, *, timeout_s: float) -> Exchange:
-        """What process 0 decided in the last meeting about `about`, if that can still be read: `(True, verdict)`.
+        """Process 0's verdict in the last exchange with key `about`, if it can still be read: `(True, verdict)`.
 
-        `(False, None)` where it cannot. Raises what the meeting raised.
+        Else `(False, None)`. Raises the error of that exchange, if it had one.
         """
         until_s = (yield Now()) + timeout_s
         try:
@@ -159,8 +159,8 @@ class Meetings:
         return True, _verdict(channel, json.loads(text), None)
 
     def veto(self, channel: str, value: Any, decide: Decide, *, about: str, timeout_s: float) -> Exchange:
-        """Puts a value into a meeting that others may hold, and waits for nobody. On process 0 the verdict is what
-        `decide` makes of that value alone, or the error that it raises."""
+        """Puts a value into an exchange without waiting for other processes. On process 0 the verdict is the result of
+        `decide` on that value alone, or the error that it raises."""
         meeting = self._place(channel, about, self._channels.setdefault(channel, _Channel()).next(about))
         until_s = (yield Now()) + timeout_s
         if self._process != 0:
@@ -201,7 +201,7 @@ class Meetings:
     def _await(self, channel: str, about: str, key: str, until_s: float, order: Order | None) -> Exchange:
         """Waits for what process 0 publishes about `about`; None after the deadline.
 
-        Raises `CoordinationError` once process 0 is seen at a later meeting of the channel: it will not come back.
+        Raises `CoordinationError` once process 0 is seen at a later exchange of the channel: it will not come back.
         """
         if order is None:
             return (yield from _patient_get(key, until_s))
@@ -213,11 +213,13 @@ class Meetings:
             if text is not None:
                 return text
             if passed:
-                raise CoordinationError(f"{channel}: process 0 has passed this meeting; it was late, or was not called")
+                raise CoordinationError(
+                    f"{channel}: process 0 has left this exchange; this process was late, or did not make the call"
+                )
             if now_s >= until_s:
                 return None
             head = yield from _short_get(self._head(channel), now_s)
-            if head is not None:  # one that this process does not know is later than this meeting, and no more is known
+            if head is not None:  # one that this process does not know is later than this exchange; more is not known
                 state.passed = max(state.passed, order(head) if order(head) < math.inf else own + 0.5)
             slice_s = min(2 * slice_s, _SLICE_MAX_S)
 
@@ -285,14 +287,14 @@ class Meetings:
         return text is not None or wait_s < until_s
 
     def _forget_old(self, state: _Channel, place: str) -> Exchange:
-        """Deletes what is left of meetings that no process can need any more, `place` later."""
+        """Deletes the keys of exchanges that no process can need any more, `place` later."""
         state.held.append(place)
         while len(state.held) > _MEETINGS_KEPT:
             yield from _quietly(Delete(state.held.popleft()))
 
 
 def _publish(key: str, decide: Callable[[], Any], until_s: float) -> Exchange:
-    """On process 0: decides, and tells the others. What it decided holds, also where it could not be published."""
+    """On process 0: decides, and tells the others. The decision holds even if it could not be published."""
     try:
         text = json.dumps({"verdict": decide()})
     except Exception as error:

@@ -11,7 +11,7 @@ from ckptkit.job.coordination import Coordinator
 _T = TypeVar("_T")
 # Only what is proven bad or absent falls back to something older; unreachable is not absent.
 REJECTING = (CorruptCheckpointError, FileNotFoundError, ItemNotFoundError)
-_TOLD_MAX = 4  # reasons: thousands of processes reject a damaged step alike, and each of them hears all of it
+_TOLD_MAX = 4  # reasons: thousands of processes reject a damaged step alike, and each of them gets every reason
 _CHARS_MAX = 2000  # of a reason; who has it raises all of it
 
 
@@ -23,8 +23,8 @@ def act_together(
     timeout_s: float | None = None,
     rejecting: tuple[type[Exception], ...] = REJECTING,
 ) -> tuple[str | None, _T | None]:
-    """Does its part and votes: why all reject, or what `act` gave. What is fatal anywhere raises everywhere: all but
-    `rejecting`."""
+    """Does its part and votes. Returns the reasons if any process rejects, else the result of `act`. An error outside
+    of `rejecting` on one process raises on all."""
     error: Exception | None = None
     done = None
     try:

@@ -1,4 +1,4 @@
-"""What a manager is made of, made in order: the durable root first, whose errors come before anything is opened."""
+"""Builds the parts of a manager in order: the durable root first, so that its errors come before anything is opened."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What is known of steps: which there are, what they were saved with, which save is due."""
+    """Knowledge about steps: which exist, their metrics and metadata, and which save is due."""
 
     inventory: Inventory
     ledger: Ledger
@@ -76,10 +76,10 @@ class Components:
 def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Components:
     """Makes the parts over the durable root at `url`; called by all processes together.
 
-    Raises what `CheckpointManager` raises. Cost: five meetings, and a look at every tier.
+    Raises the errors of `CheckpointManager`. Cost: five exchanges, and a look at every tier.
     """
     options, coordinator, events = settings.options, job.coordinator, job.events
-    # Asked first: its errors say what is wrong with the root, and nothing has been opened yet.
+    # Opened first: its errors name what is wrong with the root, and nothing else is open yet.
     epochs = epoch_records(url, events)
     ledger = Ledger(first_look(epochs, url, options, coordinator))
     durable = DurableSteps(
@@ -103,7 +103,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
     tiers = job_hosts.tiers
     warn_of_other_hosts(host_dirs, job_hosts)
     arenas: Mapping[str, Arena] = {}
-    if not options.read_only:  # which looks at what stands there: the slots are for those who write
+    if not options.read_only:  # it only looks at the existing files: slots are for processes that save
         arenas = open_arenas(job_hosts, host_dirs, memory, in_flight_max, coordinator)
     with ExitStack() as opened:  # whoever tries again after an error makes others, and these would hold their places
         for arena in arenas.values():

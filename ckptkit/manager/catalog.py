@@ -65,7 +65,8 @@ class Catalog:
         return self._history.metadata_index.cached_metrics(step)
 
     def restore_chosen(self, step: int | None, choose: Choose) -> Restored:
-        """What `choose` picks of a step (None: of the newest that proves whole), proven as in `restore`.
+        """The part that `choose` picks of a step (None: of the newest that verifies completely), verified as in
+        `restore`.
 
         Only what is picked is read. `choose` is given the stored leaves by item and returns nested dicts of those
         that are wanted, on every process the same. The run does not go on from the step: this is a look, not a

@@ -49,7 +49,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     `directory` is the durable tier: plain Orbax step directories, on a shared directory or `gs://`. `tiers` are
     this host's fast ones. `save` returns once the caller may donate the state, after one copy of this process's
     boxes; everything else happens in background threads, without device collectives. All processes make the
-    manager, save and restore together. Where it does not behave as Orbax's, `docs/departures.md` says so.
+    manager, save and restore together. `docs/departures.md` lists the differences from Orbax's manager.
 
     Args:
       directory: durable root, a path, `gs://bucket/prefix`, or `s3://` with the extra `s3`.
@@ -65,9 +65,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
       processes: how long the processes of a job wait for each other, and how they read each other's fast tiers.
       deprecated: fields of these three as keywords of their own (`DEPRECATED_KEYWORDS`), with a DeprecationWarning.
 
-    Raises what Orbax's constructor raises for the arguments that they share, `TierUnusableError` for a tier that
-    cannot be written, `StoreError` for a durable root that cannot be read, `CoordinationError` where a process does
-    not come.
+    Raises the errors of Orbax's constructor for the shared arguments, `TierUnusableError` for a tier that cannot be
+    written, `StoreError` for a durable root that cannot be read, `CoordinationError` if a process does not join.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._closed = False
         self._saved_s: float | None = None  # when the last save began, monotonic
 
-    # What Orbax's managers offer.
+    # The interface of Orbax's managers.
 
     @property
     def directory(self) -> Any:
@@ -153,13 +152,13 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         `enable_async_checkpointing=False`, until every tier has the step. A background failure is raised by
         `check_for_errors`, `wait_until_finished` or `close`.
 
-        A step with an item that only Orbax's own handlers can hold is written to the durable tier alone, by Orbax,
-        which blocks for what its handlers block for (said once in an event for each such item), and waits for the
-        previous durable save whatever `SaveOptions.durable_busy` says.
+        Orbax writes a step with an item that only its own handlers can hold, to the durable tier alone. Such a save
+        blocks as long as those handlers block, and waits for the previous durable save whatever
+        `SaveOptions.durable_busy` is. An event reports each such item once.
 
-        Raises `StepAlreadyExistsError` for a step that is there already, ValueError and TypeError as Orbax
-        does for arguments that cannot be saved, `SaveFailedError` as `FailurePolicy` says, `CheckpointError` while
-        a `restore_async` has not been taken over.
+        Raises `StepAlreadyExistsError` for a step that exists, ValueError and TypeError as Orbax does for arguments
+        that cannot be saved, `SaveFailedError` by `FailurePolicy`, `CheckpointError` before `result()` of a
+        `restore_async`.
         """
         began, step = Began(), saved_step_number(step)
         with self._saver.entered(step) as call:
@@ -189,11 +188,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def prepare(self, args: Any) -> None:
         """Makes the slots of the fast tiers in the background, for saves of `args` (as given to `save`).
 
-        Returns at once. Leaves may be abstract (`jax.ShapeDtypeStruct` with shardings), so that it can be called right
-        after the manager is made; at the latest before the first save, which otherwise pays for the first touch of
-        its slot's memory (0.3 to 5 GB/s). `restore` does it by itself. Raises `StoreFullError` where a tier, or host
-        memory, has no room for all its slots, with the bytes needed and free, and what to do; does nothing for items
-        that slots cannot hold.
+        Returns at once. Leaves may be abstract (`jax.ShapeDtypeStruct` with shardings), so it can be called right after
+        the manager is made. Call it before the first save: that save otherwise pays for the first touch of its slot's
+        memory (0.3 to 5 GB/s). `restore` does it by itself. Raises `StoreFullError` if a tier, or host memory, has no
+        room for all its slots; the message has the bytes needed and free, and a remedy. Does nothing for items that
+        slots cannot hold.
         """
         self._saver.prepare(args)
 
@@ -209,18 +208,18 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         directory: str | os.PathLike[str] | None = None,
         args: Any = None,
     ) -> Any:
-        """The items of `step`, or (None) of the newest step that every process can have and that proves whole.
+        """The items of `step`, or (None) of the newest step that every process can have and that verifies completely.
 
-        Every cell (or what `verify` says) is checked against its digest before anything is placed on a device; a step
-        of stock Orbax has no digests and is restored as stock Orbax would. Bytes come from this host's ramdisk, then
-        its SSD, then other processes' tiers, then the durable one; with `directory`, from that durable root alone.
-        Returns what Orbax returns: the tree of a step saved without names, else a `Composite`. Proven bits are cast
+        Every cell (or the part chosen by `verify`) is checked against its digest before anything is placed on a device;
+        a step of stock Orbax has no digests and is restored as stock Orbax would. Bytes come from this host's ramdisk,
+        then its SSD, then other processes' tiers, then the durable one; with `directory`, from that durable root alone.
+        Returns the same as Orbax: the tree of a step saved without names, else a `Composite`. Proven bits are cast
         where a template or `restore_args` have another dtype.
 
         Raises `StepNotFoundError`, `ItemNotFoundError`, `CorruptCheckpointError` for a damaged `step` (with the other
-        steps), `NoRestorableStepError` (with every candidate's reason), `TreeMismatchError` (with all differences); a
-        tier that cannot be reached raises `StoreError` rather than fall back; ValueError as Orbax does for arguments
-        that do not go together.
+        steps), `NoRestorableStepError` (with every candidate's reason), `TreeMismatchError` (with all differences), and
+        ValueError as Orbax does for arguments that do not go together. A tier that cannot be reached raises
+        `StoreError` and does not fall back.
         """
         began = Began()
         with self._calls.entered("restore") as about:
@@ -235,12 +234,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def restore_async(self, step: int | None, args: Any = None) -> RestoreHandle:
         """Begins `restore(step, args=args)` in the background, so that the caller compiles its step meanwhile.
 
-        Returns a handle at once (after the saves that are under way); its `result` gives or raises what `restore`
-        does. All processes call both together. Until `result` has returned or raised, `save`, `restore`, `reload`,
-        `delete` and another `restore_async` raise `CheckpointError`; iterators in `args` belong to the restore. No
-        device collective is launched in the background: where replicas share what they read (`broadcast`), the
-        thread of `result` sends it, once all processes are there (what stock Orbax has to read is read by stock Orbax,
-        which does as it does).
+        Returns a handle at once (after the saves in flight); its `result` returns or raises the same as `restore`. All
+        processes call both together. Until `result` has returned or raised, `save`, `restore`, `reload`, `delete` and
+        another `restore_async` raise `CheckpointError`; iterators in `args` belong to the restore. No device collective
+        is launched in the background. If replicas share their reads (`broadcast`), the thread of `result` sends them,
+        once all processes have called it. Items that only stock Orbax can read are read by stock Orbax, with its own
+        behaviour.
         """
         began = Began()
         with self._calls.entered("restore") as about:
@@ -280,7 +279,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._catalog.reload(about)
 
     def delete(self, step: int) -> None:
-        """Deletes a step from every tier; nothing where the options say `read_only`.
+        """Deletes a step from every tier; does nothing with the option `read_only`.
 
         Waits for the saves that are on their way. Raises `StepNotFoundError` for a step that is not there.
         """
@@ -314,7 +313,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def reached_preemption(self, step: int) -> bool:
         """Whether a preemption was announced (SIGTERM) and the processes agreed to save at `step`, as Orbax's.
 
-        All processes ask once per step; the answer is the same on all. False for ever without `jax.distributed`.
+        All processes call it once per step; the answer is the same on all. Always False without `jax.distributed`.
         """
         self._last_saver.pace.asked(clock.monotonic_s())
         return self._durable.stock.orbax.reached_preemption(step)
@@ -335,10 +334,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def close(self, *, remove_arenas: bool = False) -> None:
         """Finishes what is on its way and lets everything go; raises `SaveFailedError` if a save has failed.
 
-        Waits for as long as saves advance, and `ProcessOptions.timeout_s` and a minute after the last progress at most:
-        then the saves under way are lost, the error names them, and this process's slots stay locked until it ends.
-        Arenas outlive the process (that is what they are for); `remove_arenas=True`, at a job's real end, deletes
-        this process's slots.
+        Waits as long as saves advance, and at most `ProcessOptions.timeout_s` plus a minute after the last progress.
+        Then the saves in flight are lost, the error names them, and this process's slots stay locked until it ends.
+        Arenas outlive the process: that is their purpose. `remove_arenas=True`, at a job's real end, deletes this
+        process's slots.
         """
         if self._closed:
             return
@@ -379,7 +378,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # What it offers beside that.
+    # The additions of ckptkit.
 
     def steps(self) -> list[StepRecord]:
         """The records behind `all_steps`, oldest first: state, identity, tiers, bytes, when verified; and those of
@@ -404,12 +403,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     ) -> LastSave:
         """Saves `step` where `reached_preemption(step)` was true, and waits for it, `grace_s` after the signal at most.
 
-        The fastest tier is always saved to; each slower one where the rates of this run's earlier saves say that it
-        fits in what is left of the grace, or nothing was measured (`ckptkit.schedule.preemption`). All processes
-        call this together, and agree. A step that was saved already is waited for, and saved again to the planned tiers
-        that lack it: it may follow `save(step)`. `metrics` and `custom_metadata` are those of `save`. Items that
-        only Orbax's own handlers hold are written by Orbax, which keeps no time. Raises what `save` raises; what a
-        background thread could not do is in the result, and raised by `check_for_errors`.
+        The fastest tier is always saved to. A slower one is saved to if this run's earlier saves show that it fits into
+        the rest of the grace period, or if nothing was measured (`ckptkit.schedule.preemption`). All processes call
+        this together, and agree. The call may follow `save(step)`: it then waits for that save, and saves the step
+        again to the planned tiers that lack it. `metrics` and `custom_metadata` are those of `save`. Items that only
+        Orbax's own handlers hold are written by Orbax, which has no time limit. Raises the errors of `save`. Failures
+        of background threads are in the result, and `check_for_errors` raises them.
         """
         self._resumer.refuse_while_pending("save_last")
         return self._last_saver.save(step, args, grace_s, metrics, custom_metadata)
@@ -417,9 +416,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def scrub(self, *, repair: bool = False) -> Scrub:
         """Proves every cell in this process's slots (copies for other hosts too); with `repair`, mends what is damaged.
 
-        Called by all processes together; waits for saves on their way. A cell is rebuilt, bit for bit, from this host,
-        then other processes, then the durable tier. Cost: a read of every slot, and two meetings that wait `timeout_s`
-        for the slowest. Raises `StoreError` where a tier cannot be read; damage is in the result and in events.
+        Called by all processes together; waits for saves in flight. A cell is rebuilt, bit for bit, from this host,
+        then other processes, then the durable tier. Cost: a read of every slot, and two exchanges that wait `timeout_s`
+        for the slowest process. Raises `StoreError` if a tier cannot be read; damage is in the result and in events.
         """
         with self._calls.entered("scrub") as about:
             self._resumer.refuse_while_pending("scrub")

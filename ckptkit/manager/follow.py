@@ -47,21 +47,21 @@ def follow(
     It follows the durable root alone, a directory or a bucket: steps that only the job's fast tiers hold are private to
     its hosts, and are reused without asking anybody.
 
-    A step that is yielded has been read whole and met its digests (`prove=False`: its metadata is whole; the bytes are
-    proven by `restore`). It is not pruned by a ckptkit writer until the loop asks for the next one, is left, or this
-    process dies and its lease runs out. Damaged steps and steps of abandoned branches are passed over, the former with
-    a `restore_rejected` event; after a rollback of the job the steps of the new branch follow, whatever their numbers.
-    Steps of stock Orbax are yielded with `proven=False`, and a job that runs stock Orbax respects no lease.
+    A yielded step has been read completely and matched its digests (`prove=False`: only its metadata was checked;
+    `restore` verifies the bytes). A ckptkit writer does not prune it until the loop asks for the next one or ends, or
+    this process dies and its lease expires. Damaged steps and steps of abandoned branches are skipped, the former with
+    a `restore_rejected` event. After a rollback of the job the steps of the new branch follow, whatever their numbers.
+    Steps of stock Orbax are yielded with `proven=False`; a job that runs stock Orbax ignores leases.
 
     Args:
       root: the durable root; it need not exist yet.
-      after: leave out the steps up to this number that are there at the start (default: none).
-      newest_only: where several are new, yield the newest alone.
+      after: leave out existing steps up to this number at the start (default: none).
+      newest_only: if several are new, yield only the newest.
       prove: read every byte before a step is yielded.
-      poll_s: seconds between looks at the root. Cost of a look: one listing, small reads for what is new.
-      idle_timeout_s: end when nothing new has come for so long (default: never).
+      poll_s: seconds between looks at the root. Cost of a look: one listing, small reads for new steps.
+      idle_timeout_s: end after this time without a new step (default: never).
       lease_s: how long the writer keeps a step after this process has died.
-      events: where to record what is passed over.
+      events: where to record skipped steps.
 
     In an evaluator of several processes all iterate together; process 0 looks, and leases.
     Raises `StoreError` for a root that cannot be read (one that cannot be reached is tried again).
@@ -81,7 +81,8 @@ class FollowedStep:
     _manager: CheckpointManager = field(repr=False)
 
     def restore(self, args: Any = None) -> Any:
-        """What `CheckpointManager.restore` gives for `args`, every byte proven. All processes call it together.
+        """The result of `CheckpointManager.restore` for `args`, with every byte verified. All processes call it
+        together.
 
         Raises what that raises, and `CorruptCheckpointError` where the job has saved the step anew meanwhile.
         """
@@ -128,7 +129,7 @@ def _reader(url: str) -> CheckpointManager:
 
 
 class _Follower:
-    """What has been yielded, and the lease on the current step. Used on process 0 alone."""
+    """The steps yielded so far, and the lease on the current one. Used on process 0 alone."""
 
     def __init__(self, url: str, after: int | None, newest_only: bool, prove: bool, lease_s: float, events: EventLog):
         self.url = url

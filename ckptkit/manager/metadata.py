@@ -1,4 +1,4 @@
-"""What is known of steps beside their bytes: metrics and metadata, from whichever tier holds them."""
+"""Metrics and metadata of steps, from any tier that holds them."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class MetadataIndex:
 
 
 def durable_infos(ledger: Ledger, durable: DurableSteps) -> list[StepInfo]:
-    """What policies look at of the steps that the durable tier holds."""
+    """The facts that policies use about the steps of the durable tier."""
     held = {record.step for record in ledger.records() if DURABLE in record.tiers}
     return [StepInfo(step, time, metrics) for step, time, metrics in durable.stock.infos() if step in held]
 

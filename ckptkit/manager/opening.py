@@ -49,7 +49,7 @@ _NAMES_MAX = 20  # of leftovers, in one event
 
 
 def epoch_records(url: str, events: EventLog) -> EpochRecords:
-    """The epoch records of a durable root; one that had to be read from its copy is said in an event."""
+    """The epoch records of a durable root; an event reports a record that had to be read from its copy."""
 
     def said(problem: str) -> None:
         events.emit(Kind.REJECTED, tier=DURABLE, reason=problem)
@@ -214,9 +214,10 @@ def take_stock(
 ) -> tuple[dict[SaveId, list[str]], int]:
     """Every save that can be had with the tiers that hold it, agreed by all processes, and the highest epoch seen.
 
-    Where processes read each other's tiers, a save of the fast ones can be had when they hold it together; else when
-    each holds its own part. Cost: a listing and a small read per durable step, on process 0, and a few KiB from each
-    process; for a save newer than the newest whole one, a manifest of each different set of boxes, if they are few.
+    If processes read each other's tiers, a save is available when their fast tiers hold it together; otherwise when
+    each process holds its own part. Cost: a listing and a small read per durable step, on process 0, and a few KiB from
+    each process; for a save newer than the newest complete one, a manifest of each different set of boxes, if they are
+    few.
     """
 
     def stock(said: list[list[list[Any]]]) -> dict[str, Any]:
@@ -266,7 +267,7 @@ def _each_has_its_own(reports: Sequence[Sequence[Held]], save: SaveId) -> bool:
 def _covered(client: PeerClient, reports: Sequence[Sequence[Held]], saves: Sequence[SaveId]) -> list[SaveId]:
     """The newest of the saves whose shares, though some are lost, hold every leaf: data replicas do. Or none.
 
-    Raises `PeerUnreachableError` where a process that serves such a share does not answer: that is no older save.
+    Raises `PeerUnreachableError` if a process that serves such a share does not answer: unreachable is not absent.
     """
     served = [report if client.serves(process) else () for process, report in enumerate(reports)]
     for save in reversed(saves):
@@ -291,8 +292,8 @@ class JobHosts:
 
 
 def gather_job_hosts(settings: Settings, job: Job) -> JobHosts:
-    """Who is there, and where; called by all processes together. A peer tier that no other host can hold is left out,
-    with an event."""
+    """The processes and their hosts; called by all processes together. A peer tier that no other host can hold is left
+    out, with an event."""
     mine = next((tier for tier in settings.tiers if tier.medium == PEER), None)
     said = gather(job.coordinator, "hosts", [settings.host_id, mine.rack if mine is not None else None])
     seats = [Seat(*each) for each in said]

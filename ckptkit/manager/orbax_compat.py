@@ -1,4 +1,4 @@
-"""What Orbax's callers expect: numbers of steps in any integer type, log entries of saves and restores."""
+"""Conventions of Orbax's callers: step numbers in any integer type, log entries of saves and restores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptkit.util import clock
 def step_number(step: Any) -> Any:
     """A step as an int: NumPy's and JAX's scalars too, a training loop's counter often is one; whole floats.
 
-    What is no number is given back as it is: no step has it, and a save refuses it.
+    A value that is not a number is returned as it is: no step has it, and a save refuses it.
     """
     try:
         return operator.index(step)
@@ -25,10 +25,11 @@ def step_number(step: Any) -> Any:
 
 
 def saved_step_number(step: Any) -> int:
-    """The same for a save; raises TypeError for what is no whole number, ValueError for one that no manifest names."""
+    """The same for a save. Raises TypeError for a value that is not a whole number, ValueError for one that no manifest
+    can name."""
     number = step_number(step)
     if not isinstance(number, int):
-        raise TypeError(f"step {step!r} is no whole number")
+        raise TypeError(f"step {step!r} is not a whole number")
     if number >= STEP_LIMIT:
         raise ValueError(f"step {number} cannot be saved: steps are below {STEP_LIMIT}")
     return number

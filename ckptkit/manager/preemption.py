@@ -40,7 +40,7 @@ class LastSaver:
     def save(self, step: int, args: Any, grace_s: float, metrics: Any = None, custom_metadata: Any = None) -> LastSave:
         """See `CheckpointManager.save_last`."""
         if self._read_only:
-            raise CheckpointError("save_last: the options say read_only", step=step)
+            raise CheckpointError("save_last: the option read_only is set", step=step)
         if not grace_s > 0:
             raise ValueError(f"grace_s is {grace_s}: give the seconds between the signal and the end, more than 0")
         self._coordinator.begin(self._branch.enter(step, "save_last"))
@@ -99,7 +99,7 @@ class LastSaver:
 
     def _lacking(self, step: int, planned: Sequence[str], deadline: Deadline) -> Sequence[str]:
         """The tiers that a step is saved to once more, agreed by all processes: those of the plan that lack it, and the
-        fastest one, so that no tier is newer than it. None while a tier is still being written."""
+        fastest one, so that no tier is newer than the fastest. None while a tier is still being written."""
         self._pipeline.run(self._pipeline.settle(deadline))
 
         def decide(values: list[Any]) -> list[str]:

@@ -41,7 +41,7 @@ class Resumer:
         self._settings = settings
         self._components = components
         self._logger = logger
-        self._pending: RestoreHandle | None = None  # a restore whose result was not taken over yet
+        self._pending: RestoreHandle | None = None  # a restore whose result() has not returned yet
         self._spans = Spans()  # of the last restore
 
     def restore(self, step: int | None, wanted: RestoreRequest, began: Began, about: str) -> Any:
@@ -80,7 +80,7 @@ class Resumer:
         return self._given(restored, restorer.rejected, began, url)
 
     def wanted(self, step: int | None, items: Any, restore_kwargs: Any, args: Any) -> RestoreRequest:
-        """What the arguments of `restore` ask for; raises what Orbax raises for those that do not go together.
+        """The request in the arguments of `restore`; raises Orbax's errors for arguments that do not go together.
 
         For a `step` that no tier holds that is `StepNotFoundError`, whatever is asked of it; None: any step.
         """
@@ -111,10 +111,10 @@ class Resumer:
             ) from error
 
     def refuse_while_pending(self, what: str) -> None:
-        """Raises `CheckpointError` where a restore in the background has not been taken over."""
+        """Raises `CheckpointError` before `result()` of a restore in the background."""
         if self._pending is not None:
             raise CheckpointError(
-                f"{what}: a restore_async has not been taken over; call result() of its handle first, on every process"
+                f"{what}: a restore_async is unfinished; call result() of its handle first, on every process"
             )
 
     def join(self, timeout_s: float) -> None:
@@ -129,7 +129,7 @@ class Resumer:
     def _restored(
         self, step: int | None, wanted: RestoreRequest, about: str, caller: CallerThread | None = None
     ) -> Restored:
-        """What the restorer gives. A damaged `step` is a `CorruptCheckpointError` that names the other steps."""
+        """The result of the restorer. A damaged `step` raises a `CorruptCheckpointError` that names the other steps."""
         restorer, ledger = self._components.restorer, self._components.history.ledger
         try:
             with self._spans.measured("checkpointer"):
@@ -162,7 +162,7 @@ class Resumer:
         return self._given(restored, rejected, began, self._components.storage.durable.directory)
 
     def _given(self, restored: Restored, rejected: Sequence[Rejection], began: Began, directory: Any) -> Any:
-        """What was restored, as Orbax would give it."""
+        """The restored items, as Orbax would return them."""
         sources = ", ".join(f"{tier} ({nbytes} bytes)" for tier, nbytes in restored.read_bytes.items())
         _log.info(
             "restore: step %d from %s in %.2f s; rejected: %s",

@@ -13,11 +13,11 @@ from ckptkit.restore.restorer import Restored
 
 @final
 class RestoreHandle:
-    """What `CheckpointManager.restore_async` gives: the items come in on a thread of its own.
+    """The handle of `CheckpointManager.restore_async`: a thread of its own reads the items.
 
-    The thread reads, proves and places bytes, and meets the other processes through the coordination service. It
-    launches no device collective: where replicas share what they read, it waits for `result`, whose thread sends and
-    receives. The handle keeps the restored items: drop it once they are taken over.
+    The thread reads, verifies and places bytes, and agrees with the other processes through the coordination service.
+    It launches no device collective: if replicas share their reads, it waits for `result`, whose thread sends and
+    receives. The handle keeps the restored items: drop it once the run has them.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class RestoreHandle:
         return self._restored.done() or self._caller.is_all_that_is_missing
 
     def result(self, timeout: float | None = None) -> Any:
-        """What `restore` returns, or raises; waits for it, at most `timeout` seconds (None: as long as it takes).
+        """Returns or raises the same as `restore`. Waits at most `timeout` seconds (None: without limit).
 
-        Only with it the run continues from the restored step: until it has returned or raised, the manager saves and
-        restores nothing else. All processes call it at the same point, on the thread that saves: replicas share what
-        they have read there, once all have come, and from then on until that is done `timeout` does not count. One
-        that comes later than the manager's `timeout_s` after the first makes all read for themselves. Raises
-        `TimeoutError` where time runs out first; the restore goes on.
+        The run resumes from the restored step when this returns. Until it has returned or raised, the manager neither
+        saves nor restores anything else. All processes call it at the same point, on the thread that saves. Replicas
+        exchange their reads there, once all processes have called it; `timeout` does not bound that exchange. If a
+        process calls it more than the manager's `timeout_s` after the first, each process reads for itself. Raises
+        `TimeoutError` if the time is up first; the restore continues.
         """
         self._caller.serve(self._restored.done, timeout)
         if not self._restored.done():

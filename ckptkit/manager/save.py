@@ -45,7 +45,7 @@ class LastTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What `save` was called with; `args` are Orbax's, by item."""
+    """The arguments of `save`; `args` are Orbax's, by item."""
 
     step: int
     args: Mapping[str, Any]
@@ -69,8 +69,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
-    """What a request holds. `held` None: only Orbax can hold all of it; `foreign`: some of its handlers are not plain,
-    so the durable step is theirs to write."""
+    """The content of a request. `held` None: only Orbax can hold all of it. `foreign`: some of its handlers are not
+    plain, so they write the durable step."""
 
     held: SaveItems | None
     description: Description | None
@@ -95,7 +95,7 @@ class Saver:
         self._branch = components.history.branch
         self._metadata_index = components.history.metadata_index
         self._pipeline = components.pipeline
-        self._said: set[str] = set()  # items of which it was said that fast tiers do not hold them
+        self._said: set[str] = set()  # items reported as not held by fast tiers
         self._too_large: set[str] = set()  # items whose handlers wrote more than a manifest holds
 
     @contextmanager
@@ -168,7 +168,7 @@ class Saver:
             self._pipeline.outcomes.raise_if_stopped()
         if not due:
             return False
-        # What Orbax writes it writes on this thread, and with nothing else on its way: such a save always waits.
+        # Orbax writes on this thread, while no other save is in flight: such a save always waits.
         must_wait = force or reached or captured.by_orbax(due)
         last = None if request.last is None else request.last.deadline
         with call.spans.measured("wait_for_prev"):
@@ -230,7 +230,7 @@ class Saver:
         return self._durable.stock.orbax.reached_preemption(step)
 
     def _capture(self, request: Request, due: frozenset[str]) -> tuple[_Captured, frozenset[str]]:
-        """What the save holds, taken now, and the tiers that can hold it of those in which it is due."""
+        """The content of the save, collected now, and those of the due tiers that can hold it."""
         stock = self._durable.stock
         handlers = {name: stock.handler(name, arg) for name, arg in request.args.items()}
         as_files: set[str] = set()
@@ -264,7 +264,7 @@ class Saver:
         return _Captured(held=held, description=description, foreign=foreign), due
 
     def _durable_only(self, step: int, item: str, due: frozenset[str]) -> frozenset[str]:
-        """What is left of `due` for a step with an item that slots cannot hold."""
+        """The tiers of `due` that remain for a step with an item that slots cannot hold."""
         if self._tiers and item not in self._said:
             self._said.add(item)
             reason = f"item {item!r} is of a kind that only Orbax's handlers hold: steps with it are durable-only"
@@ -297,7 +297,7 @@ def _refuse_unordered(options: Any, metrics: Any) -> None:
 
 
 def _refuse_empty_arrays(description: Description) -> None:
-    """Orbax's steps cannot hold them: said by `save`, not by a failure in the background."""
+    """Orbax's steps cannot hold them: `save` raises this, instead of a failure in the background."""
     records = [source.record for sources in description.items.values() for source in sources]
     refuse_unwritable(records)
     empty = [record.name for record in records if record.kind == "jax" and 0 in record.shape]

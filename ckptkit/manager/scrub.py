@@ -28,8 +28,8 @@ from ckptkit.verification.sources import RepairSource, Sources, peer_sources, sl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaProofs:
-    """What proving the slots of a process's arenas found: how many shares, those that are damaged with their arenas,
-    and manifests that cannot be read."""
+    """The result of verifying the slots of a process's arenas: the number of shares, the damaged ones with their
+    arenas, and unreadable manifests."""
 
     checked: int
     damaged: tuple[tuple[Arena, ShareProof], ...]
@@ -60,8 +60,8 @@ def prove_arenas(arenas: Sequence[Arena], limits: Limits) -> ArenaProofs:
 def mend_arenas(
     root: str, found: ArenaProofs, sources_of: Callable[[ShareProof], Sources], limits: Limits, *, repair: bool
 ) -> Scrub:
-    """What was, or would be, done about `found`. Cells are rewritten in place, under a lease on their slot, and
-    compared with the digests that were taken when they were saved.
+    """The action (done or planned) for each share in `found`. Cells are rewritten in place, under a lease on their
+    slot, and compared with the digests that were taken when they were saved.
 
     What nobody has a copy of stays as it is: no restore takes it, and the process reuses the slot.
     """
@@ -145,7 +145,7 @@ class Scrubber:
         return scrubbed
 
     def _who_gives(self, found: ArenaProofs) -> Givers:
-        """Which other processes hold what is damaged here; one meeting, of a few KiB from each process."""
+        """The other processes that hold a save damaged here; one exchange, of a few KiB from each process."""
         manifests = [proof.share.manifest for _, proof in found.damaged]
         wanted = [
             [m.save_id.epoch, m.save_id.step, m.save_id.number, m.writer.process, box_set_hash(m)] for m in manifests
@@ -170,7 +170,7 @@ class Scrubber:
         }
 
     def _here(self, save_id: SaveId) -> list[RepairSource]:
-        """What this host's slots hold of the save."""
+        """The shares of the save in this host's slots."""
         found: list[RepairSource] = []
         local = self._inventory.local.saves().get(save_id)
         for pairs in local.held.values() if local is not None else ():

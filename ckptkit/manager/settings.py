@@ -1,4 +1,4 @@
-"""What the caller of a manager asked for, checked; and the keywords that an older release had for it."""
+"""The checked settings of a manager, and the keywords of an older release for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ckptkit.model.verify_mode import Verify
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the caller asked for, checked."""
+    """The caller's settings, checked."""
 
     options: ocp.CheckpointManagerOptions
     tiers: tuple[Tier, ...]  # fastest first
@@ -104,7 +104,7 @@ def option_records(
     """The three records: those that are given, else made of `deprecated`, which is warned about once, with the new
     spelling.
 
-    Raises TypeError for a keyword that no release had, ValueError where a record is given beside a keyword of its own.
+    Raises TypeError for an unknown keyword, ValueError if a record is given together with a keyword that it contains.
     """
     given = {"saving": saving, "restoring": restoring, "processes": processes}
     left: dict[str, Any] = dict(deprecated)

@@ -56,7 +56,7 @@ class Box:
         return math.prod(map(sub, self.stop, self.start))
 
     def intersect(self, other: Box) -> Box | None:
-        """What two boxes have in common; None when that is nothing (a box without elements meets nothing)."""
+        """The intersection of two boxes; None if it is empty (a box without elements intersects nothing)."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         if any(a >= b for a, b in zip(start, stop, strict=True)):
@@ -133,10 +133,10 @@ def cell_shape(
 ) -> tuple[int, ...]:
     """The cell of a leaf whose boxes all have `box_shape`: at most about `limit_bytes`, the same everywhere.
 
-    Leading dimensions are cut to single rows until one suffices. A dimension that is split over devices is cut at
-    a divisor of the box, so that no cell crosses a box; where the divisors are poor (a prime), the nearest one
-    above the limit is taken rather than a great many tiny cells. Other dimensions are cut at a divisor too where that
-    costs at most twice the cells: a partial last cell is padded to a whole one in memory and in the file.
+    Leading dimensions are cut to single rows until one suffices. A dimension that is split over devices is cut at a
+    divisor of the box, so that no cell crosses a box. If the divisors are poor (a prime), the nearest one above the
+    limit is used, which avoids many tiny cells. Other dimensions are also cut at a divisor if that costs at most twice
+    the cells: a partial last cell is padded to a whole one in memory and in the file.
     """
     cell = list(box_shape)
     for axis, rows in enumerate(box_shape):
@@ -186,8 +186,8 @@ def in_rows(box_shape: Sequence[int], cell: Sequence[int]) -> bool:
 
 
 def _even_rows(rows: int, wanted: int) -> int:
-    """The largest divisor of `rows` up to `wanted`, or, where that is less than half of it, parts that are as equal as
-    can be: the last one is padded, and what is padded is written and read."""
+    """The largest divisor of `rows` up to `wanted`. If that is less than half of `wanted`, parts of nearly equal size:
+    the last one is padded, and the padding is written and read."""
     below = max(d for d in _divisors(rows) if d <= wanted)
     return below if below * 2 >= wanted else -(-rows // -(-rows // wanted))
 

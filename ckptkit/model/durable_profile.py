@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 Codec = Literal["zstd", "zstd_shuffle", "lz4_shuffle"]
-# As zarr 2 spells them. Shuffled, the bytes of equal weight stand side by side: the exponents of weights are alike.
+# As zarr 2 spells them. Shuffling puts bytes of equal significance next to each other: the exponents of weights are
+# alike.
 COMPRESSORS: Final[Mapping[Codec, Mapping[str, Any]]] = {
     "zstd": {"id": "blosc", "cname": "zstd", "clevel": 1, "shuffle": 0, "blocksize": 0},
     "zstd_shuffle": {"id": "blosc", "cname": "zstd", "clevel": 1, "shuffle": 1, "blocksize": 0},
@@ -28,21 +29,21 @@ class DurableProfile:
 
     Args:
       data_file_bytes: a data file, or object, is closed once it is this large (OCDBT's target). Smaller files are
-        written, and later read, side by side; each costs a request.
+      written and read in parallel; each costs a request.
       copied_bytes: cells below this are handed to TensorStore as keys and values, copied once, at some microseconds
         each; larger ones through its array driver, which opens each leaf (about a millisecond) and copies nothing.
       compression: how the cells of leaves whose cells are `copied_bytes` or larger are encoded (`COMPRESSORS`); None:
         not at all. Takes a core 1 to 5 s for each GB of floats, so it is for storage that is slower than that, or
         paid by the byte. Process 0's counts. Steps that Orbax has to write, and repaired ones, are not encoded.
       write_concurrency, read_concurrency: files or requests on their way at a time.
-      read_ahead_bytes: how much of a restore is read before it is asked for; host memory that it may take.
-      in_flight_bytes: how much of a save is being written at a time; between pieces of it (`piece_bytes`) the
-        writer keeps to its rate and lets a fast tier's commit pass first. Small cells and encoded ones take host
-        memory meanwhile: a sixth of what there is of them, or 9 MiB, but about this at most.
+      read_ahead_bytes: how much of a restore is read ahead; this is host memory that the restore may take.
+      in_flight_bytes: how much of a save is being written at a time. Between pieces of it (`piece_bytes`) the writer
+      keeps to its rate and waits for a fast tier's commit. Small cells and encoded ones take host memory meanwhile: a
+      sixth of their total, at least 9 MiB, and about this at most.
       write_bytes_per_s: the rate of this process's durable writes, on average over some seconds, before encoding; None:
         no limit.
-      operation_timeout_s: how long an operation may take that moves no bytes to speak of, before it is given up as
-        transient; one that moves many has a second more for every 10 MB (`limit_s`).
+      operation_timeout_s: the time limit of an operation that moves few bytes; after it the operation fails as
+          transient. The limit grows by a second for every 10 MB that the operation moves (`limit_s`).
     """
 
     data_file_bytes: int = 256 << 20
@@ -88,7 +89,7 @@ class DurableProfile:
     def load(cls, path: str | os.PathLike[str]) -> DurableProfile:
         """The profile of a file that `save` wrote; raises ValueError for what is none, naming the file."""
         try:
-            if Path(path).exists() and not Path(path).is_file():  # a pipe, say, which would never end
+            if Path(path).exists() and not Path(path).is_file():  # a pipe, for example, which would never end
                 raise ValueError("no regular file")
             document = json.loads(Path(path).read_text("utf-8"))
             known = {field.name for field in dataclasses.fields(cls)}
@@ -96,7 +97,7 @@ class DurableProfile:
                 raise ValueError(f"expected a JSON object with some of {', '.join(sorted(known))}")
             return cls(**document)
         except ValueError as error:
-            raise ValueError(f"{path} is no durable profile: {error}") from error
+            raise ValueError(f"{path} is not a durable profile: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the profile as JSON, for `load`."""

@@ -1,8 +1,8 @@
 """The rules of a surgery: which stored leaves go where in a changed model, and which of its leaves begin afresh.
 
 Leaves are named as in every message: the keys of the path joined by dots (`encoder.layers.0.kernel`). The `value` that
-NNX puts at the end of every path is left out. In a pattern `*` stands for a part of one key, `**` for any number of
-keys, `?` for one character.
+NNX puts at the end of every path is left out. In a pattern `*` matches a part of one key, `**` any number of keys, `?`
+one character.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """Stored leaves that match `old` go to `new`, whose wildcards stand for what those of `old` matched, in order.
+    """Stored leaves that match `old` go to `new`; its wildcards are replaced by the matches of those of `old`, in
+    order.
 
     With `regex=True`, `old` is a regular expression for the whole name and `new` its replacement (`\\1`, `\\g<name>`).
     Raises ValueError where the wildcards of the two differ, or the expression is none.
@@ -44,7 +45,7 @@ class Rename:
             try:
                 re.compile(self.old)
             except re.error as error:
-                raise ValueError(f"{self.old!r} is no regular expression: {error}") from error
+                raise ValueError(f"{self.old!r} is not a regular expression: {error}") from error
         elif _WILDCARDS.findall(self.old) != _WILDCARDS.findall(self.new):
             raise ValueError(f"the wildcards of {self.new!r} must be those of {self.old!r}, in the same order")
 

@@ -1,7 +1,7 @@
-"""What one process holds of one committed step: leaves, boxes, digests, small items. The bytes of `docs/FORMAT.md`.
+"""The share of one committed step that one process holds: leaves, boxes, digests, small items. See `docs/FORMAT.md`.
 
-The same record describes a slot of a fast tier (a manifest file beside the slots) and one process's share of a
-durable step (a sidecar that stock Orbax ignores); only where a box's bytes stand differs.
+The same record describes a slot of a fast tier (a manifest file next to the slots) and one process's share of a durable
+step (a sidecar that stock Orbax ignores). Only the place of a box's bytes differs.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def describe(dtype: str, shape: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """Who wrote a manifest: process index out of `count`, on `host`."""
+    """The writer of a manifest: process index out of `count`, on `host`."""
 
     process: int
     count: int
@@ -136,8 +136,8 @@ class Manifest:
     def from_bytes(cls, data: bytes, *, path: str, extent: ManifestDepth = "all") -> Manifest:
         """The manifest of `data`; raises `CorruptCheckpointError` unless every field is what a writer writes.
 
-        Its digest always covers all of it. What `extent` leaves out is not checked and not there: of `leaves` the
-        boxes, of `head` the leaves. Cost: 9 microseconds per leaf, 7, 3.
+        Its digest always covers all of it. Parts that `extent` leaves out are not checked and not returned: `leaves`
+        has no boxes, `head` no leaves. Cost: 9 microseconds per leaf, 7, 3.
         """
         try:
             envelope = json.loads(data)
@@ -166,7 +166,7 @@ class Manifest:
 
 
 _ENVELOPE = ('{"digest":"', '","manifest":', "}")
-_MARK = "\x00digests"  # stands for a box's digests in the text that is remembered
+_MARK = "\x00digests"  # placeholder for a box's digests in the cached text
 
 
 @final
@@ -450,7 +450,7 @@ def _check_manifest(manifest: Manifest) -> None:
             raise ValueError(f"item {item!r} cannot be a directory")
     for item, stored in manifest.inline.items():
         if not isinstance(stored["kind"], str) or "value" not in stored:
-            raise ValueError(f"item {item!r} is no small item")
+            raise ValueError(f"item {item!r} is not a small item")
     for item, leaves in manifest.arrays.items():
         if len({leaf.path for leaf in leaves}) != len(leaves):
             raise ValueError(f"item {item!r} has a leaf twice")

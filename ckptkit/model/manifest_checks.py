@@ -1,4 +1,4 @@
-"""What no writer of a manifest says of a leaf is refused, before anything is made of it. Pure.
+"""Validates leaf records before anything is allocated from them. Pure.
 
 The leaves of a state are much alike: what depends on shapes, dtypes and words alone is checked once for all that share
 it, and their boxes are the same objects. A manifest of 100,000 leaves took 1.9 s to read without, 0.8 s with.
@@ -54,7 +54,7 @@ def boxes_within(
 
 
 def check_held(cells: int, offset: int, digests: Sequence[str]) -> None:
-    """Raises ValueError for what no writer says of a box of so many cells."""
+    """Raises ValueError if no writer would write this for a box of so many cells."""
     if not _TEXTS.issuperset(map(type, digests)):
         raise ValueError(f"has digests {digests[:3]}")
     if len(digests) != cells:
@@ -92,7 +92,7 @@ def _boxes_within(
         inside = box.intersect(whole) == box or box.size == 0
         if len(box.start) != len(shape) or not inside:
             raise ValueError(f"has a box {box} outside its shape {shape}")
-        # Devices split evenly; boxes that overlap each other could take for ever to subtract.
+        # Devices split evenly; overlapping boxes could take unlimited time to subtract.
         first = boxes[0].shape
         if box.shape != first or any(a % n for a, n in zip(box.start, first, strict=True) if n):
             raise ValueError(f"has boxes {boxes[0]} and {box}, which do not tile it")

@@ -6,7 +6,7 @@
 <durable root>/_ckptkit/epochs/<epoch>.json, <epoch>.copy.json                    one record per run that saved
 <durable root>/_ckptkit/leases/<id>.json, doomed.json                             what is read, what is to be deleted
 <durable root>/_ckptkit/leases/pin-<step>.json, doomed-<id>.json                  the same, by people and commands
-<durable root>/<step>.orbax-checkpoint-tmp-e<epoch>-<attempt>                     a step that is written, on a disk
+<durable root>/<step>.orbax-checkpoint-tmp-e<epoch>-<attempt> a step that is written, on a disk
 <durable root>/_ckptkit/intents/e<epoch>-<attempt>-<step>                         the same, in a bucket; or it goes
 <durable root>/_ckptkit/leaving/                                                  what is no step any more, on a disk
 ```
@@ -19,7 +19,7 @@ import os
 import re
 
 LOCK_NAME = "lock"
-NEWEST_NAME = "newest.json"  # beside the manifests: which of them was committed last
+NEWEST_NAME = "newest.json"  # next to the manifests: which of them was committed last
 SIDECAR_DIR = "_ckptkit"
 SIDECAR_SIGN = "ckptkit_sidecars"  # in an item's `array_metadatas`: it has sidecars, and one without has lost them
 SAVE_ID_FIELD = "ckptkit_save_id"  # in the custom metadata of a step without arrays, which has no sidecar
@@ -39,7 +39,7 @@ JSON_VALUE = "metadata"  # in an item of JSON
 JSON_VALUE_V1 = "data.json"  # the same by Orbax's newer API
 METRICS = "metrics"  # the item with the metrics of a step, and its file
 COMMIT_MARK = "commit_success.txt"  # an object in what Orbax has committed, on a bucket
-COPY_JOURNAL = "_ckptkit_copy.json"  # of ours, beside the objects of a step that is copied: what has arrived
+COPY_JOURNAL = "_ckptkit_copy.json"  # of ckptkit, next to the objects of a step that is copied: the progress
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of what it has not committed yet, on a disk
 
 _MANIFEST = re.compile(r"step-([0-9]{12})-e([0-9]{8})-n([0-9]{8})\.json")
@@ -55,7 +55,7 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def array_prefix(leaf_name: str) -> str:
-    """What the keys of a leaf's array begin with, below its item. The array of a leaf without a name (a tree that is
+    """The prefix of the keys of a leaf's array, below its item. The array of a leaf without a name (a tree that is
     one array, or the key `""` at the top of a tree) is the item itself, as Orbax has it."""
     return f"{leaf_name}/" if leaf_name else ""
 
@@ -67,7 +67,7 @@ def job_name(durable_url: str, name: str = "job") -> str:
 
 
 def checked_name(name: str, what: str) -> str:
-    """`name` if it can stand in a path as one component; raises ValueError otherwise."""
+    """`name` if it can be one component of a path; raises ValueError otherwise."""
     if not _SAFE_NAME.fullmatch(name):
         raise ValueError(
             f"{what} {name!r} cannot be a directory name: use letters, digits, '.', '_' and '-', "
@@ -133,7 +133,7 @@ def epoch_of_name(name: str) -> int | None:
 
 
 def pin_name(step: int) -> str:
-    """The file name of a pin, beside the leases: one per step."""
+    """The file name of a pin, next to the leases: one per step."""
     if not 0 <= step < 10**18:
         raise ValueError(f"step {step}: a step has 18 digits at most")
     return f"pin-{step:018d}.json"
@@ -146,7 +146,7 @@ def step_of_pin(name: str) -> int | None:
 
 
 def is_announcement(name: str) -> bool:
-    """Whether a file beside the leases names steps that a command is about to delete."""
+    """Whether a file next to the leases names steps that a command is about to delete."""
     return _DOOMED.fullmatch(name) is not None
 
 
@@ -182,8 +182,8 @@ def intent_name(step_name: str, epoch: int, attempt: str) -> str:
 
 
 def going_name(step_name: str) -> str:
-    """The name of the object that stands beside the intents while a step in a bucket is deleted: one of no run's, so
-    that the next run removes what a deletion that was cut off has left."""
+    """The name of an object next to the intents while a step in a bucket is deleted. It belongs to no run, so the next
+    run removes the leftovers of an interrupted deletion."""
     return intent_name(step_name, 0, "0" * 32)
 
 

@@ -1,4 +1,4 @@
-"""What a job may ask of saves, restores, failures, replicas and peers. Pure values."""
+"""Policies of a job for saves, restores, failures, replicas and peers. Pure values."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _ALIGNED_BYTES = 512
 class BroadcastOptions:
     """How a restore of several processes gets what data replicas have in common and only the durable tier holds.
 
-    Each box is read by one of the processes that want it, and sent to the others by a collective over the devices:
-    the storage is asked once for each byte, and not once for each replica. `auto` does so where the rates that the
-    restore itself measures say that it is faster (`choose`), `always` wherever replicas have something in common,
-    `never` lets each process read for itself. All processes give the same.
+    Each box is read by one of the processes that want it, and sent to the others by a collective over the devices. So
+    the storage serves each byte once, not once for each replica. `auto` does so if the rates that the restore itself
+    measures show that it is faster (`choose`). `always` does so whenever replicas share boxes. With `never` each
+    process reads for itself. All processes must give the same value.
 
-    `device_bytes` bounds the device memory of one process that the transfer takes (all its devices together), and
-    `host_bytes` its host memory beside the restored arrays and what the durable tier reads ahead
-    (`DurableProfile.read_ahead_bytes`), one cell more where a cell is larger than a transfer.
+    `device_bytes` bounds the device memory of one process for the transfer, over all its devices. `host_bytes` bounds
+    its host memory, apart from the restored arrays and the durable tier's read-ahead
+    (`DurableProfile.read_ahead_bytes`); one cell more if a cell is larger than a transfer.
     """
 
     mode: BroadcastMode = "auto"
@@ -43,8 +43,8 @@ class BroadcastOptions:
     def width(self, longest_bytes: int, replicas: int, links: int) -> int:
         """Bytes that each process contributes to one round, where one contributes `longest_bytes` in all.
 
-        On the devices stand what is sent and what is received, `replicas + 1` widths; in host memory two more that
-        are read meanwhile, and one that is being packed. A multiple of what `links` devices of a process can share.
+        The devices hold the sent and the received data, `replicas + 1` widths. Host memory holds two more that are read
+        meanwhile, and one that is being packed. A multiple of what `links` devices of a process can share.
         """
         budget = min(self.device_bytes // (replicas + 1), self.host_bytes // (replicas + 4))
         unit = _ALIGNED_BYTES * links
@@ -54,7 +54,7 @@ class BroadcastOptions:
     def ahead(self, width: int, replicas: int) -> int:
         """How many windows of `width` a process may have read and not sent: what is left of `host_bytes`, at least 2.
 
-        Beside them stand, in host memory, what was received of `replicas` and two windows that are packed.
+        Host memory also holds the data received from `replicas`, and two windows that are packed.
         """
         return max(2, self.host_bytes // width - replicas - 2)
 
@@ -70,8 +70,8 @@ OnDifference = Literal["report", "keep", "stop"]
 class PeerOptions:
     """How the processes of a job give each other what their fast tiers hold.
 
-    `host` is the one address on which this process serves (None: that of the interface over which it reaches the job's
-    coordinator); one that is not answered for `timeout_s` is given up.
+    `host` is the one address on which this process serves; None: that of the interface over which it reaches the job's
+    coordinator. A request without an answer fails after `timeout_s`.
     """
 
     host: str | None = None
@@ -89,25 +89,25 @@ class PeerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailurePolicy:
-    """What becomes of saves that fail. A failed save stops training only where this policy says so.
+    """The consequences of failed saves. A failed save stops training only if this policy requires it.
 
     A transient failure of a durable save (a store that does not answer, throttles or drops the connection) is tried
-    again up to `retries` times, after half to all of `retry_delay_s`, doubled each time. Any other one, or the last,
-    drops the step and degrades the tier. From then on no save waits for the durable tier on the step loop. After
-    `pause_after` failed saves in a row the tier is paused for `pause_s`: saves due in it fail at once. Then one is
-    tried, without retries; where it fails too the next pause is twice as long, up to 16 times `pause_s`. One that works
-    ends the pause (`tier_recovered`). Forced saves and those of a preemption are tried also in a pause.
+    again up to `retries` times, after half to all of `retry_delay_s`, doubled each time. Any other failure, or the last
+    one, drops the step and degrades the tier. From then on no save waits for the durable tier on the step loop. After
+    `pause_after` failed saves in a row the tier is paused for `pause_s`: saves due in it fail at once. Then one save is
+    tried, without retries. If it fails too, the next pause is twice as long, up to 16 times `pause_s`. A successful
+    save ends the pause (`tier_recovered`). Forced saves and those of a preemption are tried even in a pause.
 
-    Every lost save is a warning in the log and an event, on every process. It is raised by `check_for_errors`,
-    `wait_until_finished` and `close`, once in each thread that waits. `raise_in_save` says which of them the next
-    `save` raises too: `lost` those that no tier holds (the default: a ramdisk that has the step lets training go on
-    through an outage of the bucket), `all` as Orbax does, or `never`.
+    Every lost save is a warning in the log and an event, on every process. `check_for_errors`, `wait_until_finished`
+    and `close` raise it, once in each thread that waits. `raise_in_save` chooses the losses that the next `save` raises
+    too. `lost` (the default): saves that no tier holds, so that training continues through an outage of the bucket
+    while a ramdisk has the step. `all`: every loss, as Orbax does. `never`: none.
 
-    `save` raises `SaveFailedError` after `skipped_max` saves in a row that no tier has committed; those that came too
-    early do not count. It raises it too where no save was committed for longer than `max_age_s`, although saves were
-    due: a number holds for the durable tier and for all tiers together, a mapping names tiers (`any tier` for all
-    together). The defaults are 10 saves and half an hour: ten losses in a row are no hiccup, and half an hour is what
-    jobs without fast tiers risk between two checkpoints. None turns a limit off.
+    `save` raises `SaveFailedError` after `skipped_max` saves in a row that no tier has committed; saves that came too
+    early do not count. It also raises it if no save was committed for longer than `max_age_s`, although saves were due.
+    A number for `max_age_s` applies to the durable tier and to all tiers together; a mapping names tiers (`any tier`
+    for all together). The defaults are 10 saves and half an hour. Ten losses in a row are not a short disturbance, and
+    half an hour is the risk between two checkpoints of jobs without fast tiers. None turns a limit off.
     """
 
     retries: int = 3
@@ -148,14 +148,14 @@ class FailurePolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPolicy:
-    """What a save compares of data replicas, and what becomes of it where they differ.
+    """The comparison of data replicas at each save, and the consequence of a difference.
 
-    Compared at every save, in the background: each box that several processes hold, by the digests of what is stored;
-    and of boxes that several devices of one process hold, as many other copies as fit into `local_bytes_max` (None:
-    all; 0: none), in turn from save to save: reading these is what it costs, on the step loop where the save copies
-    there. `report`: events say it, the save goes on. `keep`: the save is dropped everywhere, so that the last step
-    whose replicas agreed stays the newest. `stop`: the same, and `save`, `check_for_errors`, `wait_until_finished`
-    and `close` raise `ReplicaMismatchError`. All processes give the same.
+    Every save compares, in the background, each box that several processes hold, by the digests of the stored bytes. Of
+    boxes that several devices of one process hold, it compares as many other copies as fit into `local_bytes_max`
+    (None: all; 0: none), rotating from save to save. The cost is reading these copies, on the step loop if the save
+    copies there. `report`: an event reports a difference, and the save continues. `keep`: the save is dropped
+    everywhere, so that the last step whose replicas agreed stays the newest. `stop`: the same, and `save`,
+    `check_for_errors`, `wait_until_finished` and `close` raise `ReplicaMismatchError`. All processes give the same.
     """
 
     on_difference: OnDifference = "report"
@@ -188,17 +188,16 @@ class SaveOptions:
     Args:
       staging: how a save keeps the state alive (`ckptkit.snapshot.staging`): `auto`, or a strategy by name. With
         `gate` the state may be donated only after `wait_until_staged`.
-      in_flight_max: how many snapshots may be on their way to their first commit by all processes. A save that comes
-        while there are as many is skipped everywhere, with an event; one that is due in the durable tier waits.
-        Without a ramdisk tier a snapshot is on its way until every tier has it, and this is how many there may be
-        in memory.
+      in_flight_max: how many snapshots may be in flight, that is, before their first commit by all processes. A save
+      beyond this limit is skipped everywhere, with an event; a save that is due in the durable tier waits. Without a
+      ramdisk tier a snapshot is in flight until every tier has it, so this limits the snapshots in memory.
       host_bytes_max: the most host memory that this process's snapshots may take, ramdisk slots included. The limit
         is the least of this, `memory.max` of every control group above the process, and what the mount has free.
-      durable_busy: what a save does that is due in the durable tier while that is still busy: `wait` blocks and
+      durable_busy: what a save due in the durable tier does while that tier is busy: `wait` blocks and
         reports how long (`waited_s` of the `staged` event), `skip` leaves the step out of the durable tier. Forced
         saves and those of a preemption always wait.
-      on_failure: what becomes of durable saves that fail.
-      replicas: what is compared of data replicas at each save, and what follows where they differ; None: nothing.
+      on_failure: the consequences of failed durable saves.
+      replicas: the comparison of data replicas at each save; None: no comparison.
 
     Raises ValueError for a value that is not one of these.
     """
@@ -235,7 +234,7 @@ class RestoreOptions:
 
     Args:
       verify: which cells a restore compares with their digests: `always` all; `sample` or a `Sample` a seeded share; or
-        `never`. What is not proven is never called so: the `restored` event and `steps()` say it.
+        `never`. Unverified data is never called proven: see the `restored` event and `steps()`.
       broadcast: whether, at a `restore`, data replicas read the durable tier for each other.
 
     Raises ValueError for a `verify` that is not one of these.
@@ -256,8 +255,8 @@ class ProcessOptions:
     Args:
       timeout_s: the longest wait for other processes, and for the previous durable save.
       peers: how the processes of a job of several read each other's fast tiers at a restore; None: they do not.
-      close_timeout_s: how long a process that ends without `close` waits for the saves that are on their way. What is
-        not written by then is lost, and an error in the log names it.
+      close_timeout_s: how long a process that ends without `close` waits for the saves in flight. Saves
+          that are not written by then are lost, and an error in the log names them.
 
     Raises ValueError for seconds that are not above 0.
     """

@@ -1,4 +1,4 @@
-"""What is saved where, and what is kept: the declaration of tiers and their policies. Pure values."""
+"""The declaration of tiers, and their policies for saving and keeping steps. Pure values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptkit.model import paths
 
 RAM, PEER, SSD, DURABLE = "ram", "peer", "ssd", "durable"
 FAST_TIERS = (RAM, PEER, SSD)  # fastest first; the durable tier is slower than any of them
-MEMORY = "memory"  # stands for the staging area of a run without a fast tier
+MEMORY = "memory"  # the name of the staging area of a run without a fast tier
 _Save = TypeVar("_Save")
 
 
@@ -26,7 +26,8 @@ class TierSavePolicy(Protocol):
 
 @runtime_checkable
 class TierClockPolicy(Protocol):
-    """Decides from the time since the tier took its last step. Asked on process 0, whose word the others hear."""
+    """Decides from the time since the tier took its last step. Asked on process 0, which announces the answer to the
+    others."""
 
     def due_after(self, passed_s: float | None) -> bool:
         """Whether a step is due `passed_s` after the last one that was taken or restored; None: there was none."""
@@ -52,8 +53,8 @@ class EverySteps:
 class EverySeconds:
     """Takes a step once `seconds` have passed since the last one that the tier took, or that was restored.
 
-    A run that has restored nothing takes its first step. The clock is process 0's: the others wait for its word at
-    every step (one small read of the coordination service), and process 0 waits for nobody.
+    A run that has restored nothing takes its first step. The clock is process 0's: the others wait for its decision at
+    every step (one small read of the coordination service). Process 0 waits for no other process.
     """
 
     seconds: float
@@ -144,13 +145,15 @@ TierKeep = KeepNewest | KeepBytes | KeepUnflushed
 class Tier:
     """A fast tier of this host: a directory on a memory-backed mount or on a local disk, or other hosts' ramdisks.
 
-    Use `Tier.ram(path)`, `Tier.ssd(path)` and `Tier.peer()`. `save` says which steps the tier takes (`EverySteps`,
-    `EverySeconds`), `keep` which of them it keeps (`KeepNewest`, `KeepBytes`, `KeepUnflushed`), `slots` how many steps
-    it has room for (a slot is as large as this process's share of the state), `job` names the job's directory.
+    Use `Tier.ram(path)`, `Tier.ssd(path)` and `Tier.peer()`. `save` chooses the steps that the tier takes
+    (`EverySteps`, `EverySeconds`), `keep` those that it keeps (`KeepNewest`, `KeepBytes`, `KeepUnflushed`). `slots` is
+    the number of steps that it has room for; a slot is as large as this process's share of the state. `job` names the
+    job's directory.
 
     Without `keep` the newest step that all processes have committed is kept, and others until their slots are needed.
-    Without `slots` there are as many as are kept, one for each snapshot that may be in flight (on an SSD one), and on
-    a ramdisk one that slower tiers may still be reading, and one more where a peer tier copies it: `slots_for`.
+    Without `slots`, `slots_for` computes the number: one for each kept step, and one for each snapshot that may be in
+    flight (one on an SSD). A ramdisk gets one more for slower tiers that may still be reading, and one more if a peer
+    tier copies it.
     """
 
     name: str
@@ -171,7 +174,7 @@ class Tier:
             if self.keep is not None:
                 raise ValueError(
                     f"Tier.peer(keep={self.keep}): a peer tier keeps the newest step of which every process has its "
-                    "copies; say with keep= of Tier.ram what ramdisks keep beside it"
+                    "copies; set the other steps that ramdisks keep with keep= of Tier.ram"
                 )
         elif not self.path:
             raise ValueError(f"Tier {self.name!r} needs the path of a directory")
@@ -182,13 +185,13 @@ class Tier:
             )
         if not isinstance(self.save, TierSavePolicy | TierClockPolicy):
             raise ValueError(
-                f"Tier {self.name!r}: save={self.save!r} is no policy of a fast tier; give EverySteps(steps) or "
-                "EverySeconds(seconds); Orbax's policies rule the durable tier, in its options"
+                f"Tier {self.name!r}: save={self.save!r} is not a policy of a fast tier; give EverySteps(steps) or "
+                "EverySeconds(seconds); Orbax's policies apply to the durable tier only"
             )
         if self.keep is not None and not isinstance(self.keep, TierKeep):
             raise ValueError(
-                f"Tier {self.name!r}: keep={self.keep!r} is no policy of a fast tier; give KeepNewest(count), "
-                "KeepBytes(bytes_max) or KeepUnflushed(count); Orbax's policies rule the durable tier, in its options"
+                f"Tier {self.name!r}: keep={self.keep!r} is not a policy of a fast tier; give KeepNewest(count), "
+                "KeepBytes(bytes_max) or KeepUnflushed(count); Orbax's policies apply to the durable tier only"
             )
         if self.slots is not None and isinstance(self.keep, KeepBytes):
             raise ValueError(
@@ -231,7 +234,7 @@ class Tier:
     def slots_for(self, share_bytes: int, in_flight_max: int, *, beside: int = 0) -> int:
         """How many slots the tier uses for such states: `slots`, or kept + in flight + 1 that is read (a ramdisk).
 
-        `beside` are those that `kept_beside` counts.
+        `beside` is the number from `kept_beside`.
         """
         if self.slots is not None:
             return self.slots
@@ -272,7 +275,8 @@ class Tier:
 
 
 def kept_beside(tier: Tier, tiers: Sequence[Tier]) -> int:
-    """How many steps a tier keeps beside what its own policy says: a ramdisk, the newest with copies on other hosts."""
+    """How many steps a tier keeps in addition to its own policy: a ramdisk, the newest one with copies on other
+    hosts."""
     return int(tier.medium == RAM and any(each.medium == PEER for each in tiers))
 
 

@@ -21,8 +21,8 @@ class Sample:
 
     A fault that touches `k` cells goes unseen with probability `(1 - share) ** k`; with `share=0.1` a flipped bit is
     missed 9 times out of 10, a step that is damaged in 50 cells 5 times in 1,000. A fixed seed chooses the same cells
-    of the same leaves each time: what it misses once it misses always. A sample that finds any damage gives way to a
-    proof of everything.
+    of the same leaves each time: what it misses once it misses always. If a sample finds damage, everything is
+    verified.
     """
 
     share: float = 0.1
@@ -53,16 +53,16 @@ class VerifySelection:
 
     @property
     def is_sample(self) -> bool:
-        """Whether some cells are proven, and what is found may stand for more."""
+        """Whether only some cells are verified, so that found damage may be a sign of more."""
         return self.mode == "sample"
 
     @property
     def proves_all(self) -> bool:
-        """Whether what is restored is proven whole."""
+        """Whether every restored byte is verified."""
         return self.mode == "always"
 
     def words(self) -> dict[str, Any]:
-        """As the event of the restore says it."""
+        """The text in the event of the restore."""
         sample = {"share": self.share, "seed": self.seed} if self.mode == "sample" else {}
         return {"verify": self.mode, **sample}
 

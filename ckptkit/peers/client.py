@@ -1,4 +1,4 @@
-"""Asks other processes of the job for their shares. What a restore is to prove of them is proven here."""
+"""Requests shares from other processes of the job, and verifies them as the restore asks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PROVEN_PER_S = 1e9  # bytes of a copy that its keeper proves in a second, at th
 class PeerClient:
     """Requests to the processes at `addresses` (None: it serves nothing). Safe from several threads.
 
-    A process that does not answer is tried again for `timeout_s`, once: from then on it is given up at once, until
+    A process that does not answer is retried for `timeout_s`, once. Later requests to it fail at once, until
     `try_again`.
     """
 
@@ -51,7 +51,7 @@ class PeerClient:
         self._lost: dict[int, str] = {}
 
     def serves(self, process: int) -> bool:
-        """Whether a process said that it serves."""
+        """Whether a process reported that it serves."""
         return process < len(self._addresses) and self._addresses[process] is not None
 
     def try_again(self) -> None:
@@ -125,7 +125,7 @@ class PeerClient:
     ) -> tuple[str, bytes]:
         """Tag and body of the answer; with `into`, the body is exactly that and is read there. See `manifest`.
 
-        `patience_s` is given to the process beside `timeout_s`, for an answer that takes work.
+        `patience_s` is added to `timeout_s`, for an answer that takes work.
         """
         if process in self._lost:
             raise PeerUnreachableError(self._lost[process])
@@ -139,7 +139,7 @@ class PeerClient:
                 if status != 503:
                     raise _refused(status, self._where(process) + path, data)
                 reason = "it is busy"
-            except StoreError:  # what it said is its last word; one without room is an OSError too
+            except StoreError:  # its answer is final; one without room is an OSError too
                 raise
             except (OSError, http.client.HTTPException) as error:
                 reason = f"{type(error).__name__}: {error}"

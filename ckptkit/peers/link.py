@@ -22,7 +22,7 @@ from ckptkit.peers.share_index import ShareIndex
 from ckptkit.slots.arena import Arena
 from ckptkit.util.clock import Deadline
 
-_NAME_S, _PAUSE_S = 20.0, 0.5  # for a name server that says "again", and between tries
+_NAME_S, _PAUSE_S = 20.0, 0.5  # for a name server that answers "again", and between tries
 # Reserved for documents (RFC 5737, RFC 3849): only asked which interface would lead there.
 _ANYWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
 
@@ -30,7 +30,7 @@ _ANYWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLink:
-    """What this process serves (None: it could not), and how it asks the others."""
+    """The server of this process (None: it could not start), and its client for the others."""
 
     server: PeerServer | None
     client: PeerClient
@@ -52,10 +52,10 @@ def open_link(
     *,
     also: Also | None = None,
 ) -> PeerLink:
-    """Begins to serve, and hears where the others do; called by all processes together.
+    """Starts the server, and learns the addresses of the others; called by all processes together.
 
-    A process that cannot serve says so in an event, and the others do without it. Cost: one meeting, in which process
-    0 makes up the secret; one thread, and two more while something is read.
+    A process that cannot serve emits an event, and the others do not use it. Cost: one exchange, in which process 0
+    creates the secret; one thread, and two more during reads.
     """
     server, address = None, None
     try:
@@ -111,7 +111,7 @@ def _local_address(host: str, port: int) -> str:
 
 
 def _addresses(host: str, port: int) -> list[Any]:
-    """What a name stands for. When a thousand hosts begin at once the name server may ask some to come again."""
+    """The address of a name. When a thousand hosts start at once, the name server may tell some to retry."""
     deadline = Deadline(_NAME_S)
     while True:
         try:

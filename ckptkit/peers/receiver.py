@@ -67,7 +67,7 @@ class CopyReceiver:
         return None
 
     def end(self, save_id: SaveId) -> None:
-        """The save's fate is decided: what of it is still on its way is given up, and its slots are free."""
+        """The save is decided: transfers of it that still run are dropped, and its slots are free."""
         for process, peer_arena in self._peer_arenas.items():
             with self._locks[process]:
                 coming = self._coming.get(process)
@@ -125,7 +125,7 @@ class CopyReceiver:
 
 
 def _prove(manifest: Manifest, coming: _Coming, process: int) -> None:
-    """Raises `CorruptCheckpointError` unless the slot holds, bit for bit, what the manifest says."""
+    """Raises `CorruptCheckpointError` unless the slot matches the manifest bit for bit."""
     if (manifest.save_id, manifest.writer.process, manifest.slot) != (coming.save_id, process, coming.slot.name):
         raise CorruptCheckpointError(
             f"the manifest is of save {manifest.save_id}, process {manifest.writer.process}, {manifest.slot}"

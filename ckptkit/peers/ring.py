@@ -1,4 +1,4 @@
-"""Who keeps whose copies: a ring over the hosts of a job. Pure, and the same answer on every process."""
+"""Assigns copies to hosts: a ring over the hosts of a job. Pure, and the same answer on every process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Seat:
 def keepers(seats: Sequence[Seat], copies: int) -> list[tuple[int, ...]]:
     """For each process, the processes that keep a copy of its share: each on another host, none on its own.
 
-    As many as there are other hosts at the most. Every host keeps the shares of as many hosts as it gives its own to,
-    and in another rack wherever that can be for all: hosts of a rack stand together in the ring, and a copy goes so
-    many hosts further that it steps over the largest rack.
+    At most the number of other hosts. Every host keeps the shares of as many hosts as it sends its own to, in another
+    rack if that is possible for all. Hosts of a rack are adjacent in the ring; a copy moves as many hosts along the
+    ring as the largest rack has.
     """
     members: dict[str, list[int]] = {}
     for process, seat in enumerate(seats):

@@ -43,9 +43,9 @@ _START_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """What clients may cost: so many requests that are worked on at a time, so many answers of 8 MiB in memory
-    until they are sent, so many connections (of those on which nothing is asked the oldest gives way), so long for a
-    request from its first byte to the last one of its answer, so long for a connection on which nothing is asked."""
+    """Limits on clients: requests in work at a time; answers of 8 MiB in memory until they are sent; connections (the
+    oldest idle one is closed for a new one); seconds for a request, from its first byte to the last byte of its answer;
+    seconds for an idle connection."""
 
     transfers_max: int = 8
     answers_max: int = 64
@@ -57,7 +57,7 @@ class ServerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request gets."""
+    """The answer to a request."""
 
     status: int
     body: bytes = b""
@@ -106,7 +106,7 @@ def _request_log() -> logging.Logger:
 class PeerServer:
     """Owner of the thread `ckptkit-peers`. Answers nobody before `admit` has given it the job's secret.
 
-    `also` is asked about requests that are no reads (the receiver of copies); None: there is no such thing.
+    `also` handles requests that are not reads (the receiver of copies); None: there is no receiver.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class PeerServer:
             keepalive_timeout=self._limits.idle_s,
             lingering_time=0,
         )
-        # One address, also of a name that stands for several: it is this one that the others are told.
+        # One address, even for a name with several: the others are told this one.
         family, *_, place = (await self._loop.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM))[0]
         self._listener = await self._loop.create_server(
             self._connect, str(place[0]), 0, family=family, backlog=self._limits.connections_max
@@ -234,8 +234,8 @@ class PeerServer:
         if self._secret is None or not hmac.compare_digest(given, b"Bearer " + self._secret):
             return Answer(401)
         try:
-            # Not wait_for: until Python 3.12 it swallows a cancellation that meets the end of what it waits for, and
-            # the request's own limit, which has come just then, would never end it.
+            # Not wait_for: until Python 3.12 it swallows a cancellation that coincides with the end of its task. The
+            # request's own limit, if it expires in that moment, would never end it.
             async with asyncio.timeout(self._limits.busy_s):
                 await sent.enter_async_context(self._answers)
                 await self._turns.acquire()

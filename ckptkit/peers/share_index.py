@@ -1,4 +1,4 @@
-"""What a process gives to others: the committed shares on its host, and of their slots nothing but boxes."""
+"""The data that a process serves to others: the committed shares on its host, and only the boxes of their slots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptkit.model.manifest import Manifest, SaveId, digest_of
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.reader import manifest_name_of, read_manifest, slot_directories
 
-RANGE_BYTES_MAX = 8 << 20  # of one answer, which stands in memory: a client that stalls keeps no slot from its job
+RANGE_BYTES_MAX = 8 << 20  # of one answer, which is in memory: a stalled client does not block a slot
 _KNOWN_MAX = 16
 
 
@@ -80,7 +80,7 @@ class ShareIndex:
         with self._leased(share, save_id):
             try:
                 data = _read(share.slot, start, stop)
-            except OSError as error:  # a sector that is gone, say: who asks has other sources
+            except OSError as error:  # a lost sector, for example: the client has other sources
                 raise NotHeldError(f"cannot be read: {error.strerror}: {share.slot}") from error
         if _identity(share.path) != share.identity:
             raise SupersededError(f"save {save_id} of process {process} was superseded while it was read")
@@ -121,7 +121,7 @@ class ShareIndex:
 
 
 def slot_bytes_of(tag: str) -> int:
-    """The size of the slot whose manifest a tag names: no box lies beyond it. 0 for what is no tag."""
+    """The size of the slot whose manifest a tag names: no box lies beyond it. 0 if it is not a tag."""
     named = re.fullmatch(r"[0-9a-f]+-([0-9]{1,18})", tag)
     return int(named[1]) if named else 0
 
@@ -163,7 +163,7 @@ def _check_range(share: _Share, start: int, stop: int) -> None:
     at = bisect_right(share.starts, start) - 1
     # Boxes without elements share their place with the next one, which sorts after them.
     if not 0 <= start < stop or stop - start > RANGE_BYTES_MAX or at < 0 or stop > share.stops[at]:
-        raise BadRangeError(f"bytes {start} to {stop} are no part of one box, or more than {RANGE_BYTES_MAX}")
+        raise BadRangeError(f"bytes {start} to {stop} are not within one box, or more than {RANGE_BYTES_MAX}")
 
 
 def _read(slot: Path, start: int, stop: int) -> bytes:

@@ -1,7 +1,7 @@
 """Whether a step is taken, and for which tiers: the same on every process.
 
-What depends on the step alone every process decides for itself. A policy that looks at a clock, at saves on their
-way or at anything else that processes may see differently is asked on process 0; the others hear what it said.
+If a decision depends only on the step, every process makes it itself. A policy that uses a clock, saves in flight, or
+anything else that may differ between processes is asked on process 0; the others receive its answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOOKED_BACK_STEPS = 10_000  # a bound on what a restart looks through
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What Orbax's policies look at of a step (`PolicyCheckpointInfo`)."""
+    """The facts about a step for Orbax's policies (`PolicyCheckpointInfo`)."""
 
     step: int
     time: datetime.datetime = field(default_factory=lambda: datetime.datetime.now(datetime.UTC))
@@ -46,8 +46,8 @@ class _ShouldSaveFunction:
 class _Continuous:
     """Orbax's `ContinuousCheckpointingPolicy` for one process that is asked for all.
 
-    Orbax's own has its primary process tell the others, who are not asked here; and it counts an operation on each of
-    them, by whose number Orbax's saves then wait for each other.
+    In Orbax's own, the primary process tells the others; here they are not asked. It also counts an operation on each
+    process, and Orbax's saves wait for each other by that number.
     """
 
     def __init__(self, policy: policies.ContinuousCheckpointingPolicy):
@@ -117,8 +117,8 @@ class Decider:
     def continue_from(self, step: int) -> None:
         """The run goes on from `step`: later ones, of an abandoned branch, do not count any more.
 
-        Where a fast tier gave a step that the durable tier was due and does not have (the process died in the
-        upload), the next save is durable too: the next lost host must not fall back further than one interval.
+        If a restart took a step from a fast tier that was due in the durable tier but is not there (the process died in
+        the upload), the next save is durable too. So the loss of a host costs at most one interval.
         """
         self._durable = [info for info in self._durable if info.step <= step]
         self._last = self._base = step
@@ -130,10 +130,10 @@ class Decider:
         self._durable_owed = any(self._durable_due(each, False, False) for each in range(behind_from, step + 1))
 
     def refusal(self, step: int, *, last: int | None, force: bool) -> str | None:
-        """Why no tier would take `step`, whatever its policy says; None where the policies are to be asked."""
+        """The reason why no tier can take `step`, whatever its policy is; None if the policies decide."""
         last = self._last if self._last is not None else last
         if self._read_only:
-            return "the options say read_only"
+            return "the option read_only is set"
         if last is not None and step <= last and not force:
             return f"step {last} is saved already, and a save at or below it needs force=True"
         return None
@@ -211,7 +211,7 @@ def _asked_by_one(policy: Any) -> Any:
 
 
 def _default_policy(options: ocp.CheckpointManagerOptions) -> Any:
-    """What Orbax makes of its options when no policy is given."""
+    """The policy that Orbax builds from its options when none is given."""
     chosen: list[Any] = [policies.PreemptionCheckpointingPolicy()]
     if options.should_save_fn is not None:
         return policies.AnySavePolicy([_ShouldSaveFunction(options.should_save_fn), *chosen])

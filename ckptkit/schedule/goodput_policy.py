@@ -31,7 +31,7 @@ _COST_MIN_S = 1e-3  # nothing is free: without it the interval would go to 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalBounds:
-    """What an interval may be, in seconds; a change smaller than `hysteresis` of it is not made."""
+    """The limits of an interval, in seconds; a change smaller than `hysteresis` of it is not made."""
 
     min_s: float = 1.0
     max_s: float = intervals.INTERVAL_MAX_S
@@ -43,7 +43,8 @@ class IntervalBounds:
 
 
 class GoodputOptimal:
-    """Sets the interval of each tier to the optimum for what it has seen, and says so in `interval_changed` events.
+    """Sets the interval of each tier to the optimum for the observed costs and failures; emits `interval_changed`
+    events.
 
         events = EventLog("runs/7/events/attempt-2-process-0.jsonl")
         best = GoodputOptimal(events, tiers=("ram", "durable"), history="runs/7/events")
@@ -51,22 +52,21 @@ class GoodputOptimal:
         options = CheckpointManagerOptions(save_decision_policy=best.every("durable"))
         manager = CheckpointManager(root, options=options, tiers=[ram], events=events)
 
-    A save costs its stall and what steps take longer until it is committed, on average over the last 20 of each tier
-    (where the loop records `step` spans: `SaveCosts`). Failures and uptime come from the logs of earlier attempts in
-    `history`: an attempt that did not finish failed, and the slowest tier that its successor restored from is the one
-    that the failure needed; a preemption whose last save the successor restored is no failure. To that comes a prior of
-    two failures, `prior_mtbf_s` apart, a tenth of them for the slowest tier, and of the rest for each tier twice as
-    many as for the next slower one. Each tier has Daly's interval for the failures that it survives and no faster one
-    does (Young 1974, Daly 2006, Benoit et al. 2017: `ckptkit.schedule.intervals`), never below what its last saves took
-    to be committed. Where the attempts' lives say that failures come in clusters, intervals are shorter just after a
-    restart and grow with the time since (Ling et al. 2001). The simulator's `learned` policy is this formula (`ckptkit
+    The cost of a save is its stall plus the slowdown of steps until it is committed, on average over the last 20 of
+    each tier (where the loop records `step` spans: `SaveCosts`). Failures and uptime come from the logs of earlier
+    attempts in `history`. An attempt that did not finish failed. Its failure counts for the slowest tier that its
+    successor restored from. A preemption whose last save the successor restored is not a failure. A prior of two
+    failures, `prior_mtbf_s` apart, is added: a tenth for the slowest tier, and of the rest for each tier twice as many
+    as for the next slower one. Each tier has Daly's interval for the failures that it survives and no faster one does
+    (Young 1974, Daly 2006, Benoit et al. 2017: `ckptkit.schedule.intervals`), but at least the time that its last saves
+    took to commit. If the uptimes of attempts show that failures cluster, intervals are shorter just after a restart
+    and grow with the time since (Ling et al. 2001). The simulator's `learned` policy is this formula (`ckptkit
     simulate`). Process 0's answer counts, so it alone reads `history`.
 
     Cost: some list operations per event, and one or two evaluations of the formula per commit (0.1 ms).
 
-    Raises ValueError for no tiers, one named twice, or a prior that is no time. No logs in
-    `history` are no error: the first attempt finds none. Nor are damaged ones: the prior alone counts then, and a line
-    of the `ckptkit` logger says so.
+    Raises ValueError for no tiers, one named twice, or a prior that is not a time. Missing logs in `history` are not an
+    error: the first attempt finds none. With damaged logs, only the prior counts, and the `ckptkit` logger reports it.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class GoodputOptimal:
             logs = load_run(history)
         except FileNotFoundError:
             return
-        except ValueError as error:  # a job must not stand still for its telemetry
+        except ValueError as error:  # a job must not stop for its telemetry
             _log.warning("save intervals begin from the prior: %s", error)
             return
         earlier = [[event for event in log if event.at_s < self._events.opened_s] for log in logs]
@@ -244,8 +244,8 @@ class OptimalInterval:
         return self.due_after(self._passed_s(previous_steps[-1]))
 
     def _passed_s(self, last: Any) -> float:
-        """Since the last save. The wall clock is asked once for each, when it is first seen: it may be set back while a
-        run is under way, and the host that saved before a restart may have been ahead."""
+        """Since the last save. The wall clock is read once for each, when it is first seen: it may be set back during a
+        run, and the host that saved before a restart may have been ahead."""
         now_s, save = monotonic_s(), (last.step, last.time)
         if self._last[0] != save:
             now = datetime.datetime.now(last.time.tzinfo or datetime.UTC)

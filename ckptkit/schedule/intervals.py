@@ -1,11 +1,12 @@
 """How much work to do between two saves: the formulas, over numbers or arrays of runs.
 
-All times are in seconds. `cost_s` is what a save takes from the step loop (stall and contention), `mtbf_s` the mean
-time between the failures that lose what this interval puts at risk; an interval is time of work, the save not included.
+All times are in seconds. `cost_s` is the time that a save takes from the step loop (stall and contention), `mtbf_s` the
+mean time between the failures that lose what this interval puts at risk; an interval is time of work, the save not
+included.
 
-Where failures come in clusters the hazard is highest just after one, and an interval does well to grow with the age of
-the uptime: save n at an age of `first * n ** (1 / growth)`, as often as the square root of a Weibull hazard of shape
-2 * growth - 1 asks for (Y. Ling, J. Mi, X. Lin, IEEE TC 50(7), 2001). A growth of 1 is the same interval always.
+If failures cluster, the hazard is highest just after a failure, so intervals should grow with the age of the uptime.
+Save n comes at an age of `first * n ** (1 / growth)`: its rate follows the square root of a Weibull hazard of shape 2 *
+growth - 1 (Y. Ling, J. Mi, X. Lin, IEEE TC 50(7), 2001). A growth of 1 gives a constant interval.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 GROWTHS = (0.6, 0.7, 0.8, 0.9, 1.0)
-INTERVAL_MAX_S = 24 * 3600.0  # where nobody says otherwise
+INTERVAL_MAX_S = 24 * 3600.0  # unless the caller sets another one
 # Uptimes without clusters that are believed before any was seen, and the most that one may weigh: bench/LOG.md.
 _LIVES, _SHARE_MAX = 5.0, 20.0
 _GROWTHS = np.array(GROWTHS)
@@ -47,8 +48,8 @@ def levels_s(costs_s: Any, mtbfs_s: Any) -> Any:
     `mtbfs_s[i]` is that of failures which level `i` survives and no faster one does (infinity: none). To first
     order the levels do not disturb each other, so each has its own optimum (A. Benoit et al., "Towards optimal
     multi-level checkpointing", IEEE TC 66(7), 2017); here each by `daly_s`. A slower level must not save more often
-    than a faster one: where its optimum asks for it, neighbours share an interval, that of their costs and their
-    failures together (the min-max form of isotonic regression). Cost: levels^3 operations on arrays of runs.
+    than a faster one. If its optimum asks for that, neighbours share one interval, for their costs and failures
+    together (the min-max form of isotonic regression). Cost: levels^3 operations on arrays of runs.
     """
     levels = range(np.shape(costs_s)[-1])
     costs, rates = _levels_first(costs_s, 1.0 / np.asarray(mtbfs_s, float))
@@ -98,8 +99,8 @@ def learned_s(
 
 
 def moments(up_s: Any, mean_s: Any) -> Any:
-    """What an uptime says of clusters, to be added up over uptimes: its powers, as a share of the mean that was seen
-    by then (its own included). Shape (..., 2, growths), of (...).
+    """The evidence of an uptime for clusters, to be summed over uptimes: its powers, relative to the mean uptime so far
+    (its own included). Shape (..., 2, growths), from (...).
     """
     share = np.minimum(np.asarray(up_s, float) / np.asarray(mean_s, float), _SHARE_MAX)
     return _behind(share ** _over(share, _POWERS), 2)
@@ -115,7 +116,7 @@ def growth(summed: Any) -> tuple[Any, Any]:
 
     Saves at ages `(n / A) ** (1 / q)` cost `C A E[t^q]` in an uptime t, and lose `E[t^(1 - q)] / (2 q A)` of it to
     first order; with the best A that is the square root of `2 C E[t^q] E[t^(1 - q)] / q`. No distribution is assumed;
-    5 exponential uptimes, of which 1 is best, are believed from the start.
+    the prior is 5 exponential uptimes, whose best growth is 1.
     """
     sums = _in_front(np.asarray(summed, float), 2)
     sums = sums + _LIVES * _over(sums[0, 0], _EXPONENTIAL)

@@ -16,11 +16,12 @@ _REMEMBERED = 5  # saves of a tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastSave:
-    """How the last save before a preemption ended: the same on every process but for `tiers`, which it has heard of.
+    """The outcome of the last save before a preemption. Equal on all processes, except `tiers`: those known to this
+    process.
 
-    `tiers` hold the step whole on all processes. `left_out` says why a tier was not tried, `unfinished` names those
-    that were not done when the grace was over: the process must then end without waiting (`os._exit`). `spent_s` of
-    `grace_s` had gone, at the most, before the save began.
+    `tiers` hold the complete step on all processes. `left_out` has the reason why a tier was not tried. `unfinished`
+    names the tiers that were not done at the end of the grace period: the process must then end without waiting
+    (`os._exit`). At most `spent_s` of `grace_s` had passed before the save began.
     """
 
     step: int
@@ -47,9 +48,9 @@ class LastSavePlan:
 def plan_last_save(tiers: Sequence[str], needs_s: Mapping[str, float], left_s: float) -> LastSavePlan:
     """The tiers that a last save is for. `tiers` are those there are, fastest first.
 
-    The fastest is always tried. Another one is where `MARGIN` times the seconds that it needs (`needs_s`, from the
-    measured rates, of the slowest process) fit into `left_s`, and where nothing was measured yet: a save that is
-    not done in time harms none that is.
+    The fastest tier is always tried. Another one is tried if `MARGIN` times its needed seconds (`needs_s`, from the
+    measured rates of the slowest process) fit into `left_s`, or if nothing was measured yet: an unfinished save does
+    not harm a finished one.
     """
     left_out = {
         tier: f"needs {MARGIN * needs_s[tier]:.1f} s by the rates of earlier saves, {left_s:.1f} s are left"
@@ -71,8 +72,8 @@ class TierRates:
             self._seconds[event.tier].append((event.fields["duration_s"], event.fields["bytes"]))
 
     def needs_s(self, size_bytes: int) -> dict[str, float]:
-        """The seconds that a save of `size_bytes` of this process needs in each tier that took one, from staged to
-        committed by all: of the last saves the slowest, larger as this one is larger."""
+        """The seconds that a save of `size_bytes` of this process needs, from staged to committed by all, for each tier
+        with an earlier save: the slowest of the last saves, scaled by size."""
         return {
             tier: max(seconds * max(1.0, size_bytes / before) if before else seconds for seconds, before in noted)
             for tier, noted in list(self._seconds.items())
@@ -90,8 +91,8 @@ class PreemptionPace:
         self._asked_s.append(now_s)
 
     def spent_s(self, now_s: float) -> float:
-        """At most this long ago the signal came: one poll of JAX's notifier, the step that was under way, and the
-        next, before which the processes agree; plus what has passed since the loop asked."""
+        """The signal came at most this long ago: one poll of JAX's notifier, the running step, the next step (before
+        which the processes agree), and the time since the loop asked."""
         asked = list(self._asked_s)
         longest_s = max((after - before for before, after in pairwise(asked)), default=0.0)
         return POLL_S + 2 * longest_s + (now_s - asked[-1] if asked else 0.0)

@@ -1,4 +1,4 @@
-"""What a save takes from the step loop: its stall, and what steps take longer until it is committed."""
+"""The cost of a save for the step loop: its stall, and the slowdown of steps until it is committed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ckptkit.model.tiers import DURABLE, PEER, SSD
 
 _KEPT = 20  # saves that a cost is the mean of
 _STEPS_KEPT = 200
-_QUIET_MIN = 5  # steps that say how long a step is
+_QUIET_MIN = 5  # steps that define the usual length of a step
 _OUTLIER = 2.0  # times the median: a compilation, an evaluation
-_OPEN_MAX = 8  # saves of which no more may be heard
+_OPEN_MAX = 8  # saves that may have no further events
 _OVER = (Kind.COMMITTED, Kind.SKIPPED, Kind.FAILED, Kind.DEGRADED)
 _DROPPED = (Kind.SKIPPED, Kind.FAILED)
 _SLOWER = (SSD, PEER, DURABLE)  # than the slots that feed them: what is dropped there is dropped everywhere
@@ -25,7 +25,7 @@ _SLOWER = (SSD, PEER, DURABLE)  # than the slots that feed them: what is dropped
 class _Save:
     stall_s: float
     slowed_before_s: float  # by all saves before it
-    left: set[str]  # tiers of which nothing has been heard
+    left: set[str]  # tiers without an event so far
     alone: bool  # no other save was on its way when it was staged
 
 
@@ -63,7 +63,7 @@ class SaveCosts:
         return False
 
     def costs_s(self) -> list[float]:
-        """What a save into each tier costs on top of the faster ones: a save of all tiers is staged once."""
+        """The cost of a save into each tier on top of the faster ones: a save of all tiers is staged once."""
         costs_s, faster_s = [], 0.0
         for tier in self._tiers:
             stalls = self._stalls[tier]
@@ -73,7 +73,7 @@ class SaveCosts:
         return costs_s
 
     def commits_s(self, tier: str) -> Sequence[float]:
-        """What the last saves took to be committed."""
+        """The time from staging to commit of the last saves."""
         return self._commits[tier]
 
     def _slowing_s(self, tier: str) -> float:

@@ -1,4 +1,4 @@
-"""What one storage service does in its own way. `backends` has a row of it for each scheme of URLs."""
+"""The properties of one storage service. `backends` has one row for each scheme of URLs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PLAIN_PATH = re.compile(r"[\w./=+,~ -]+")  # of any other gcsfs takes a part for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """What a service's errors mean, and what to tell a person whose request it refused."""
+    """The meaning of a service's errors, and the advice for a person whose request it refused."""
 
     permissions: Mapping[Needed, str]  # the service's name of what each operation needs
     grant: str  # all of them, in a sentence
     sign_in: str  # how a person signs in
-    caller: Callable[[Any], str | None]  # of fsspec's file system: who asks, without a request; None: it cannot say
+    caller: Callable[[Any], str | None]  # of fsspec's file system: the caller, without a request; None: unknown
     named: re.Pattern[str]  # how its messages name a permission
     signed_out: frozenset[str] = frozenset()  # errors of its client where it finds no credentials
     unanswered: frozenset[str] = frozenset()  # "library Class": errors of its client for an answer that did not come

@@ -31,5 +31,5 @@ def backend_of(url: str) -> Backend:
 
 
 def properties_of(url: str) -> Properties:
-    """What the store of a URL or path does (see `Properties`), where no store is open."""
+    """The properties of the store of a URL or path (see `Properties`), if no store is open."""
     return backend_of(url).properties

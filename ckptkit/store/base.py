@@ -11,7 +11,7 @@ PutMode = Literal["create", "replace"]
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """What is known of a stored object without reading it."""
+    """The facts about a stored object that are known without reading it."""
 
     size_bytes: int
     generation: int | None = field(default=None, compare=False)  # in a bucket: which of those that had its name
@@ -20,7 +20,7 @@ class Stat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Properties:
-    """What stores do in different ways: code asks for one of these, never for the name of a backend."""
+    """The differences between stores: code asks for one of these, never for the name of a backend."""
 
     file_system: bool
     """Keys are paths of this host, which can be opened, mapped, locked and synced (POSIX)."""
@@ -53,7 +53,7 @@ class Store(Protocol):
 
     @property
     def properties(self) -> Properties:
-        """What this store does in its own way. A wrapper has those of the store that it wraps."""
+        """The properties of this store. A wrapper has those of the store that it wraps."""
         ...
 
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
@@ -63,9 +63,9 @@ class Store(Protocol):
     def copy(self, source: str, target: str, *, mode: PutMode = "replace", replaces: int | None = None) -> None:
         """Makes `target` hold what `source` holds, whole; in a bucket it is one request and moves no bytes.
 
-        Raises `FileNotFoundError` where there is no `source`, `FileExistsError` as `put` does, and where `replaces` is
-        given and `target` is not of that generation any more. In a bucket all of it is decided with the copy itself:
-        who has deleted `source` knows that it cannot be copied any more. Other stores have no generations.
+        Raises `FileNotFoundError` if `source` does not exist. Raises `FileExistsError` as `put` does, and if `target`
+        no longer has the generation `replaces`. A bucket decides all of this in the copy request itself: once `source`
+        is deleted, no copy of it can succeed. Other stores have no generations.
         """
         ...
 
@@ -82,7 +82,7 @@ class Store(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Removes an object; one that is absent is no error."""
+        """Removes an object; an absent one is not an error."""
         ...
 
     def list_all(self, prefix: str) -> list[str]:
@@ -90,11 +90,11 @@ class Store(Protocol):
         ...
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Removes objects in any order; those that are absent are no error. Cost in a bucket: a request per 100."""
+        """Removes objects in any order; absent ones are not an error. Cost in a bucket: a request per 100."""
         ...
 
     def stat_all(self, prefix: str) -> dict[str, Stat]:
-        """What `list_all` lists, each with what is known of it. Cost in a bucket: the same requests."""
+        """The objects of `list_all`, each with its known facts. Cost in a bucket: the same requests."""
         ...
 
     def delete_unchanged(self, found: Mapping[str, Stat]) -> None:

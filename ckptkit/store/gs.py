@@ -26,7 +26,7 @@ def _rewrite(ask: Ask, source: str, target: str, generation: int | None) -> None
 
 
 def _delete_generations(ask: Ask, generations: Mapping[str, int], timeout_s: float) -> None:
-    """A generation that is named is gone for good, in a bucket with versions too."""
+    """Deleting a named generation is final, also in a bucket with object versions."""
     plain = [path for path in generations if PLAIN_PATH.fullmatch(path)]
     for path in sorted(generations.keys() - set(plain)):
         with suppress(FileNotFoundError):

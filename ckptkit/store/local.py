@@ -47,7 +47,7 @@ class LocalStore:
             try:
                 make_directory(path.parent, synced=self._durable)
             except (FileExistsError, NotADirectoryError) as error:
-                raise StoreError(f"{path}: an object stands where a directory is needed", path=str(path)) from error
+                raise StoreError(f"{path}: an object exists where a directory is needed", path=str(path)) from error
             temporary = path.parent / f".put-{uuid.uuid4().hex}"
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # for all whom the umask lets read
             try:
@@ -104,7 +104,7 @@ class LocalStore:
             return sorted(entry.name + "/" * _is_directory(entry) for entry in entries if entry.name[:5] != ".put-")
 
     def delete(self, key: str) -> None:
-        """Removes an object; one that is absent is no error."""
+        """Removes an object; an absent one is not an error."""
         path = self._path(key, writes=True)
         with _translated(path), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             path.unlink()
@@ -154,8 +154,8 @@ class LocalStore:
 
 
 def make_directory(directory: Path, *, synced: bool, mode: int = 0o777) -> None:
-    """Makes a directory (its permissions are `mode`) and those above it; with `synced`, each new name is synced in
-    the directory that holds it, so that what is synced below it later can be found after a power failure."""
+    """Makes a directory (with permissions `mode`) and those above it. With `synced`, each new name is synced in its
+    parent directory, so that files that are synced below it later are found after a power failure."""
     if directory.is_dir():
         return
     if directory.parent != directory:
@@ -188,12 +188,12 @@ def sync_directory(directory: str | os.PathLike[str]) -> None:
 
 
 def sync_tree(path: str | os.PathLike[str], synced: set[tuple[int, ...]] | None = None) -> None:
-    """Makes a file, or all that is below a directory, durable; what is removed in the meantime (TensorStore's lock
-    files) is passed over. Cost: a call for each file.
+    """Makes a file, or all files below a directory, durable. Files that are removed meanwhile (TensorStore's lock
+    files) are skipped. Cost: a call for each file.
 
-    `synced` is for a work that goes on: it remembers, from call to call, the files that a call has synced. Those whose
-    size and times are the same are not synced again (each costs a flush of the disk), and their pages are given back:
-    a large work would push everything else out of memory. For files that are written once, or replaced.
+    `synced` is for long work with several calls: it keeps the files that a call has synced. A file with the same size
+    and times is not synced again (each sync costs a flush of the disk). Its pages are released, because large work
+    would push everything else out of memory. For files that are written once, or replaced.
     """
     found = [(os.fspath(path), [], [os.fspath(path)])] if os.path.isfile(path) else os.walk(path)
     for directory, _, names in found:

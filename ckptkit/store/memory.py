@@ -70,7 +70,7 @@ class MemoryStore:
         return sorted({head + "/" * bool(rest) for head, rest, _ in (key.partition("/") for key in keys)})
 
     def delete(self, key: str) -> None:
-        """Removes an object; one that is absent is no error."""
+        """Removes an object; an absent one is not an error."""
         with self._lock:
             self._objects.pop(checked_key(key), None)
 

@@ -12,19 +12,20 @@ from ckptkit.store.backend import Needed
 from ckptkit.store.backends import backend_of
 
 _CALLER = re.compile(r"(Anonymous caller|[\w.+-]+@[\w.-]+\w) does not have")
-_TEXT_MAX = 400  # of what the service said: TensorStore appends the whole answer
+_TEXT_MAX = 400  # of the service's message: TensorStore appends the whole answer
 
 
 def is_refusal(text: str) -> bool:
-    """Whether what a library raised says that the service refused a permission (TensorStore's and gcsfs's words)."""
+    """Whether a library's error means that the service refused a permission (in TensorStore's and gcsfs's wording)."""
     return any(word in text for word in ("PERMISSION_DENIED", "UNAUTHENTICATED")) or text.startswith("Forbidden")
 
 
 def refused(url: str, said: str, *, needs: Needed) -> StoreError:
-    """The error for a refused request to `url`; `said` is the library's text, `needs` what the request needed.
+    """The error for a refused request to `url`; `said` is the library's text, `needs` the permission that the request
+    needs.
 
-    What the service itself names, the permission and the caller, is taken before what is known here. A quota that is
-    reached is refused with the same status, and is said as what it is. Costs no request.
+    The permission and the caller that the service names take precedence over those known here. A reached quota is
+    refused with the same status, and is reported as a quota. Costs no request.
     """
     scheme, _, path = url.partition("://")
     bucket = f"{scheme}://{path.partition('/')[0]}"
@@ -41,13 +42,14 @@ def refused(url: str, said: str, *, needs: Needed) -> StoreError:
     return StoreError(
         f"{url}: the bucket {bucket} refuses {who}; missing is {missing}\n"
         f"The credentials in use may not do this; grant {access.grant} on the bucket to them, or sign in with others "
-        f"({access.sign_in}).\nThe service said: {quoted}",
+        f"({access.sign_in}).\nThe service answered: {quoted}",
         path=url,
     )
 
 
 def identity(url: str) -> str:
-    """Who this process is to a bucket, as far as its client knows without asking: an address, a file, or nobody."""
+    """The identity of this process for a bucket, as far as its client knows without a request: an address, a file, or
+    anonymous."""
     who = None
     with suppress(Exception):  # a message is made: nothing here may hide what it is about
         who = backend_of(url).access.caller(fsspec.core.url_to_fs(url)[0])

@@ -1,4 +1,4 @@
-"""A prefix of a bucket, through fsspec (gcsfs for `gs://`). What a service does in its own way, `backends` knows."""
+"""A prefix of a bucket, through fsspec (gcsfs for `gs://`). `backends` has the properties of each service."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class RemoteStore:
         """The whole object; raises `FileNotFoundError` where there is none."""
         path = self._path(key)
         with self._asking(key, "get"):
-            self._fs.invalidate_cache(path)  # s3fs would say that what was put after a listing is not there
+            self._fs.invalidate_cache(path)  # s3fs would not find an object that was put after a listing
             return self._ask("cat_file", path)
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
@@ -98,7 +98,7 @@ class RemoteStore:
     def put_parts(self, key: str, parts: Iterable[bytes]) -> None:
         """Stores what the parts are together, holding a few MiB of them; the object is whole or absent.
 
-        Each request has the file system's own limit of time. What the parts raise leaves no object.
+        Each request has the file system's own time limit. If a part raises, no object is left.
         """
         path = self._path(key)
         with self._asking(key, "create"):
@@ -139,7 +139,7 @@ class RemoteStore:
         return []
 
     def delete(self, key: str) -> None:
-        """Removes an object; one that is absent is no error."""
+        """Removes an object; an absent one is not an error."""
         path = self._path(key)
         with suppress(FileNotFoundError), self._asking(key, "delete"):
             self._ask("rm_file", path)
@@ -213,8 +213,8 @@ class RemoteStore:
 def _connected(url: str, timeout_s: float) -> tuple[Any, str]:
     """fsspec's file system for a URL, and the path in it.
 
-    Clients look for credentials when they are made, and ask a service of the cloud's hosts for as long as they like:
-    the first of a process is made in a thread, which is left alone when the time is over.
+    A new client looks for credentials, and queries the cloud's metadata service without a time limit. So the first
+    client of a process is made in a thread, which is abandoned after the time limit.
     """
     scheme = url.partition("://")[0]
     if scheme not in _reachable:
@@ -282,7 +282,7 @@ def _translated(where: str, needs: Needed = "list", timeout_s: float | None = No
 
 
 def _package(error: ImportError) -> str:
-    """fsspec says "Install s3fs to access S3" and raises that anew."""
+    """fsspec raises "Install s3fs to access S3" again each time."""
     found = re.search(r"[Ii]nstall (\w+)", str(error))
     return error.name or (found[1] if found else str(error))
 
@@ -290,7 +290,7 @@ def _package(error: ImportError) -> str:
 def _is_unanswered(error: Exception, kinds_of_service: frozenset[str]) -> bool:
     """Whether a client had no answer, or a part of one: a network that blinks.
 
-    The libraries below have types of their own for it, which are no `ConnectionError` of Python's.
+    The libraries below have their own types for it, which are not Python's `ConnectionError`.
     """
     kinds = {f"{kind.__module__.partition('.')[0]} {kind.__name__}" for kind in type(error).__mro__}
     library = type(error).__module__.partition(".")[0]

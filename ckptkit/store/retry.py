@@ -109,7 +109,7 @@ class RetryStore:
 def retried(
     operation: Callable[[], T], *, deadline_s: float = 60.0, first_delay_s: float = 0.1, tries_min: int = 1
 ) -> T:
-    """What `operation` returns, which is repeated where it raises `TransientStoreError`, until `deadline_s`.
+    """Returns the result of `operation`, and repeats it on `TransientStoreError` until `deadline_s`.
 
     Waits between tries, with full jitter, at most 5 s. No try goes beyond the deadline (see `within_deadline`), but
     there are `tries_min` of them. Raises what the last try raised, at once what is not transient.

@@ -14,15 +14,15 @@ import fsspec
 from ckptkit.store.backend import BUCKET, Access, Ask, Backend
 
 _BATCH = 1000  # keys of one deletion
-# What S3 says of single objects of a batch, in an answer that is a success as a whole.
+# S3's codes for single objects of a batch, in an answer that is a success as a whole.
 _TRANSIENT = {"InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
 _ABSENT = {"NoSuchKey", "NoSuchVersion"}
 _AMAZON = ".amazonaws.com"
 
 
 def _delete_many(client: Any, ask: Ask, paths: Sequence[str]) -> None:
-    """What the service did not delete is said in an answer that is a success: s3fs's own `rm` passes over it, and a
-    step would lose its bytes and keep its mark."""
+    """S3 lists the objects that it did not delete in a successful answer. s3fs's own `rm` ignores that list, so a step
+    would lose its bytes and keep its marker."""
     names = [client.split_path(path)[:2] for path in paths]
     for start in range(0, len(names), _BATCH):
         batch = names[start : start + _BATCH]

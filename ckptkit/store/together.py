@@ -12,7 +12,7 @@ _AT_A_TIME = 16
 
 
 def side_by_side(acts: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What each of `acts` gives, in their order.
+    """The results of `acts`, in their order.
 
     All of them have ended when this returns or raises, so what follows comes after each; among themselves they have no
     order. Raises what the first in the sequence has raised.
@@ -25,6 +25,6 @@ def side_by_side(acts: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def all_of(root: str, acts: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What each of `acts` gives that ask the same store: side by side where each waits for its answer
-    (`Properties.round_trips`), else one after the other."""
+    """The results of `acts` on one store. They run in parallel if each waits for an answer (`Properties.round_trips`),
+    else one after the other."""
     return side_by_side(acts) if properties_of(root).round_trips else [act() for act in acts]

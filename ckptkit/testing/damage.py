@@ -1,4 +1,4 @@
-"""What disks, networks and hands do to files: seeded, so that a failure is repeated by its seed."""
+"""Damage to files, as by disks, networks and people: seeded, so that a failure is repeated by its seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GARBAGE = (b"", b"null", b"[]", b"{}", b"\xff\xfe\x00", b'{"digest":"","manifes
 
 
 def inflict(kind: DamageKind, files: Sequence[Path], older: Sequence[Path], seed: int) -> str:
-    """Damages one of `files` and says how; the same seed does the same to files of the same names.
+    """Damages one of `files` and returns a description. The same seed does the same to files of the same names.
 
     `older` are such files of an older step. `swapped files` exchanges two of `files`, or one with one of `older`.
     Raises `ValueError` where there is nothing to damage, or nothing older to be stale.

@@ -66,7 +66,7 @@ class StoreFault:
 
 @final
 class FaultyStore:
-    """Misbehaves as `faults` say, with draws from `seed`; what it says when it does nothing wrong is `inner`'s.
+    """Fails according to `faults`, with draws from `seed`; all other answers are those of `inner`.
 
     Safe from several threads; one operation at a time. `operations` counts what was asked for, so that a crash after
     every operation of an act can be enumerated: `FaultyStore(inner, [StoreFault(effect="crash", skip=n)])`.
@@ -157,7 +157,7 @@ class FaultyStore:
             self._do("delete", key, lambda _, key=key, stat=stat: self._delete_unchanged(key, stat))
 
     def settle(self) -> None:
-        """What was held back reaches the wrapped store, in any order."""
+        """Delayed writes reach the wrapped store, in any order."""
         with self._lock:
             self._arrive(list(self._waiting))
 
@@ -239,7 +239,7 @@ class FaultyStore:
         return None if data is None else Stat(len(data))
 
     def _delete_unchanged(self, key: str, stat: Stat) -> None:
-        """What is held back has no generation yet: it was found as such, or put since."""
+        """A delayed write has no generation yet: it was found as such, or put since."""
         if key not in self._waiting:
             self._inner.delete_unchanged({key: stat})  # not held back: what it is to delete is decided now
         elif stat.generation is None:

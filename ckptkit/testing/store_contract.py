@@ -1,4 +1,4 @@
-"""What every store promises, as tests: for ckptkit's own stores, for wrappers, and for those of other projects.
+"""The promises of every store, as tests: for ckptkit's own stores, for wrappers, and for those of other projects.
 
 Needs pytest. Importing it runs nothing; subclass `StoreContract` in a test module (docs/TESTING.md).
 """
@@ -29,7 +29,7 @@ class StoreContract:
         raise TypeError(f"{type(self).__name__} has no fixture `store` that makes the store to be tested")
 
     def test_what_was_listed_and_deleted_is_gone(self, store: Store) -> None:
-        """A store that remembers its listings would say that a mark is there which has been deleted."""
+        """A store that caches its listings would report a marker that has been deleted."""
         store.put("a/b", b"x")
         store.delete_unchanged(store.stat_all("a"))
         assert store.stat("a/b") is None
@@ -144,7 +144,7 @@ class StoreContract:
         assert store.list_all("5") == []
 
     def test_a_directory_is_no_object(self, store: Store) -> None:
-        """If it failed, `stat` would say that an object exists which `get` does not find."""
+        """If it failed, `stat` would report an object that `get` does not find."""
         store.put("dir/key", b"1")
         assert store.stat("dir") is None
         with pytest.raises(FileNotFoundError, match="dir"):

@@ -1,4 +1,4 @@
-"""What an asynchronous call gives back: `orbax.checkpoint.v1.AsyncResponse`."""
+"""The result of an asynchronous call: `orbax.checkpoint.v1.AsyncResponse`."""
 
 from __future__ import annotations
 

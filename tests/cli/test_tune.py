@@ -205,4 +205,4 @@ def test_explains_the_cost_of_a_save(like: Path, tmp_path: Path, capsys: pytest.
     assert "memory besides the snapshot" in said
     (tmp_path / "profile.json").write_text("[]")
     assert main(["explain", "gs://b/r", "--like", str(like), "--profile", str(tmp_path / "profile.json")]) == 2
-    assert "is no durable profile" in capsys.readouterr().err
+    assert "is not a durable profile" in capsys.readouterr().err

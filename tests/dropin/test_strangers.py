@@ -58,9 +58,9 @@ def test_any_integer_type_is_accepted_as_step(make: Callable[..., Any], step: An
 def test_invalid_step_is_refused_by_save(tmp_path: Path) -> None:
     """The save would be taken, and lost in the background."""
     with ckptkit.CheckpointManager(tmp_path / "run", tiers=[ckptkit.Tier.ram(str(tmp_path / "ram"))]) as manager:
-        with pytest.raises(TypeError, match="step '3' is no whole number"):
+        with pytest.raises(TypeError, match="step '3' is not a whole number"):
             manager.save("3", args=args.StandardSave(state(0)))  # pyright: ignore[reportArgumentType]
-        with pytest.raises(TypeError, match=r"step 2.5 is no whole number"):
+        with pytest.raises(TypeError, match=r"step 2.5 is not a whole number"):
             manager.save(2.5, args=args.StandardSave(state(0)))  # pyright: ignore[reportArgumentType]
         with pytest.raises(ValueError, match="step -1 cannot be saved: steps are 0 or more"):
             manager.save(-1, args=args.StandardSave(state(0)))

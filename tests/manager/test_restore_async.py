@@ -67,7 +67,7 @@ def test_restore_async_does_not_block_the_caller(held: Held) -> None:
 def test_other_calls_are_refused_until_result_is_called(held: Held) -> None:
     """One process would save a step of the old branch that another, which was faster, refuses."""
     handle = held.restore_async(2)
-    said = "a restore_async has not been taken over; call result"
+    said = "a restore_async is unfinished; call result"
     others = [
         lambda: held.manager.save(9, args=save_args(make_state(9), 9)),
         lambda: held.manager.restore(None),
@@ -102,7 +102,7 @@ def test_errors_equal_those_of_restore_and_end_it(held: Held) -> None:
     second = held.manager.restore_async(77)
     with pytest.raises(ckptkit.TreeMismatchError):
         first.result()
-    with pytest.raises(ckptkit.CheckpointError, match="has not been taken over"):
+    with pytest.raises(ckptkit.CheckpointError, match="is unfinished"):
         held.manager.save(9, args=save_args(make_state(9), 9))
     with pytest.raises(ckptkit.StepNotFoundError, match="step 77 was not found"):
         second.result()

@@ -41,5 +41,5 @@ def test_profile_file_round_trips(tmp_path: Path) -> None:
 def test_invalid_profile_file_is_named(text: str, tmp_path: Path) -> None:
     """A person would look for the mistake in the job."""
     (tmp_path / "profile.json").write_text(text)
-    with pytest.raises(ValueError, match=r"profile\.json is no durable profile: "):
+    with pytest.raises(ValueError, match=r"profile\.json is not a durable profile: "):
         DurableProfile.load(tmp_path / "profile.json")

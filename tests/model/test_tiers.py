@@ -112,8 +112,14 @@ def test_each_policy_keeps_the_documented_steps(held: set[int], flushed: set[int
         (lambda: KeepNewest(0), r"KeepNewest\(0\): the newest step is always kept, so the count is at least 1"),
         (lambda: KeepBytes(0), r"KeepBytes\(0\): give the bytes"),
         (lambda: KeepUnflushed(0), r"KeepUnflushed\(0\): give room for at least 1 step"),
-        (lambda: Tier.ram("/r", save=cast(Any, 5)), r"Tier 'ram': save=5 is no policy of a fast tier; give EverySteps"),
-        (lambda: Tier.ssd("/s", keep=cast(Any, 5)), r"Tier 'ssd': keep=5 is no policy of a fast tier; give KeepNewest"),
+        (
+            lambda: Tier.ram("/r", save=cast(Any, 5)),
+            r"Tier 'ram': save=5 is not a policy of a fast tier; give EverySteps",
+        ),
+        (
+            lambda: Tier.ssd("/s", keep=cast(Any, 5)),
+            r"Tier 'ssd': keep=5 is not a policy of a fast tier; give KeepNewest",
+        ),
         (lambda: Tier.ram("/r", keep=KeepBytes(9), slots=4), r"slots=4 and KeepBytes\(bytes_max=9\): slots follow"),
         (
             lambda: Tier.ram("/r", keep=KeepNewest(count=3), slots=3),

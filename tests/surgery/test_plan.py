@@ -125,7 +125,7 @@ def test_invalid_rename_is_refused() -> None:
     """It would raise in the middle of a plan, or fill in nothing."""
     with pytest.raises(ValueError, match="the wildcards of 'b'"):
         Rename("a.*", "b")
-    with pytest.raises(ValueError, match="no regular expression"):
+    with pytest.raises(ValueError, match="not a regular expression"):
         Rename("(", "b", regex=True)
 
 

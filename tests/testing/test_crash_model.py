@@ -157,9 +157,9 @@ def test_undeclared_stores_through_a_mapping_are_refused(tmp_path: Path) -> None
     assert [each.call for each in trace.operations] == ["create", "ftruncate", "store", "note"]
     assert notes(trace) == [(3, "hello")]
     assert [is_operation(each) for each in trace.operations] == [True, True, True, False]
-    with pytest.raises(TraceError, match="does not give what stands on the disk: slot"):
+    with pytest.raises(TraceError, match="does not lead to the content of the disk: slot"):
         traced(tmp_path / "silent", MAPPED.replace("{say}", ""))
-    with pytest.raises(TraceError, match="slot was changed through a mapping before that was said"):
+    with pytest.raises(TraceError, match="slot was changed through a mapping before the program announced it"):
         traced(tmp_path / "late", MAPPED.replace("{say}", "notes.unchanged(path); notes.stored(path, 0, b'data')"))
 
 

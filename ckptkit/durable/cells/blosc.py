@@ -1,4 +1,4 @@
-"""Encoded cells in memory: what blosc says of itself, and its decoding through TensorStore, without a storage."""
+"""Encoded cells in memory: the header of a blosc frame, and its decoding through TensorStore, without storage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAD_BYTES = _HEADER.size
 
 
 def encoded_bytes(value: bytes) -> int | None:
-    """How many bytes come out of a blosc frame; None for what is none, or is not as long as it says of itself."""
+    """The decoded size of a blosc frame; None if it is not a frame, or its length differs from its header."""
     if len(value) < _HEADER.size:
         return None
     before, after = _HEADER.unpack_from(value)

@@ -1,4 +1,4 @@
-"""What a durable save will cost, from shapes and a profile alone. Pure: the numbers come from how steps are written."""
+"""Forecasts the cost of a durable save, from shapes and a profile alone. Pure: derived from how steps are written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STEP_FILES = 2  # the step's metadata and its marker
 _ITEM_FILES = 4  # of an item of arrays: the tree's metadata, shardings, marker, database manifest
 _PROCESS_FILES = 2  # for each process and item: array metadata, sidecar
 _JSON_FILES = 2  # of an item of JSON
-# Beside the files: the epoch before and after, intents, what was left there (2), the attempt's own intent (2).
+# Besides the files: the epoch before and after, intents, leftovers (2), the attempt's own intent (2).
 _LOOKS = 7
 _FIXED_BYTES = 1000  # of a step's own small files
 _LEAF_BYTES = 750  # in the small files of an item, measured with names of 10 characters
@@ -29,7 +29,8 @@ _BASE_MEMORY_BYTES = 8 << 20  # threads, connections, what TensorStore allocates
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveForecast:
-    """What one durable save takes. Of several processes: together, except `peak_bytes`, which is of the largest one.
+    """The cost of one durable save. For several processes: the sum, except `peak_bytes`, which is that of the largest
+    one.
 
     `files` are files or objects that stay, `requests` what a bucket is asked (0 on a disk), `written_bytes` includes
     padding and small files, `peak_bytes` is host memory besides the snapshot. With compression both are what they are
@@ -129,7 +130,7 @@ class _Writing:
     """How one process writes its share: as `CellWriter` does, without the bytes."""
 
     def __init__(self, share: _Share, profile: DurableProfile):
-        self.pieces = self.data_files = 1  # the last: the tree that joins all stands in its file, after the cells
+        self.pieces = self.data_files = 1  # the last: the tree that joins all is in its file, after the cells
         self.cells = self.stored_bytes = self.padded_bytes = 0
         self.held_bytes = 0  # at most, at a time
         self._open_bytes = 0  # of the data file that is being filled

@@ -1,4 +1,4 @@
-"""What TensorStore has to be told of a bucket that its URL does not say."""
+"""Settings of a bucket that TensorStore needs besides its URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Zarr cells of a step on a local disk, from the files that they stand in: TensorStore gives out copies of copies."""
+"""Reads zarr cells of a step on a local disk directly from their files: TensorStore would copy twice."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _Item = dict[str, Placed | bytes]
 
 @final
 class PlacedCells:
-    """Where the cells of one step stand, read from its databases once for each item; nothing for a bucket.
+    """The places of one step's cells, read from its databases once for each item; empty for a bucket.
 
-    A shortcut that may give up: what it cannot have, or does not understand, is left to TensorStore, which says why.
-    Whether bytes are right, a digest has to say. Safe from several threads.
+    A shortcut that may decline: cells that it cannot get or understand are left to TensorStore, which reports the
+    reason. Digests decide whether bytes are right. Safe from several threads.
     """
 
     def __init__(self, step_url: str, profile: DurableProfile):

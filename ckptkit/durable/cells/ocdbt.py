@@ -1,6 +1,6 @@
-"""What stands in an OCDBT tree, node by node, and where the rest stands.
+"""Reads an OCDBT tree node by node: the values in it, and the places of the others.
 
-TensorStore finds a key in a time that grows with the node it is in, and Orbax's nodes may have 100 MB: 100,000 keys one
+TensorStore's time to find a key grows with the size of its node, and Orbax's nodes may have 100 MB: 100,000 keys one
 by one took 37 s of processor time, the nodes themselves 0.3 s.
 """
 
@@ -14,15 +14,15 @@ import tensorstore as ts
 
 Finished = Callable[[Any], Any]  # what a future gives, or an error
 
-_FILE_BYTES_MAX = 1 << 63  # a tree may say 64 bits; the system takes 63
+_FILE_BYTES_MAX = 1 << 63  # a tree may hold 64 bits; the system allows 63
 _NODES_AT_ONCE = 4  # each may take some 100 MB
 
 
 def inline_values(base: Any, keys: Collection[str], finished: Finished) -> dict[str, bytes]:
-    """Those of `keys` whose values stand in the nodes of the tree at the key-value store `base`.
+    """The values of those `keys` that are stored in the nodes of the tree at the key-value store `base`.
 
-    A value that stands beside the tree, or in a part of it that is not as a writer writes it, is left out. Cost: every
-    node is read once. Raises what `finished` raises, KeyError, TypeError and the like for what is no tree.
+    A value outside of the tree, or in a part of it that no writer would write, is left out. Cost: every node is read
+    once. Raises the errors of `finished`; KeyError, TypeError and similar errors if it is not a tree.
     """
     wanted = {key.encode(): key for key in keys}
     found: dict[str, bytes] = {}
@@ -35,7 +35,7 @@ def inline_values(base: Any, keys: Collection[str], finished: Finished) -> dict[
 
 
 class Placed(NamedTuple):
-    """Where a value stands: bytes `[start, start + length)` of a file, by its path below the tree's directory."""
+    """The place of a value: bytes `[start, start + length)` of a file, by its path below the tree's directory."""
 
     path: str
     start: int
@@ -43,8 +43,8 @@ class Placed(NamedTuple):
 
 
 def places(base: Any, finished: Finished, *, keys_max: int | None = None) -> dict[str, Placed | bytes]:
-    """Where the value of every key stands: in a file, or (bytes) in the tree itself. What cannot be read as either is
-    left out; nothing of a tree that says that it has more than `keys_max`. Cost and errors: as `inline_values`.
+    """The place of every key's value: in a file, or (bytes) in the tree itself. Values that can be read as neither are
+    left out. Empty for a tree that claims more than `keys_max` keys. Cost and errors: as `inline_values`.
     """
     found: dict[str, Placed | bytes] = {}
     for prefix, entries in _leaves(base, finished, keys_max):

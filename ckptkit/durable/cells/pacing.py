@@ -15,7 +15,7 @@ YIELD_S_MAX = (
 
 @final
 class WritePace:
-    """What all durable writes of a process keep to. Safe from several threads.
+    """The pace of all durable writes of a process. Safe from several threads.
 
     `write_bytes_per_s` None: as fast as it goes.
     """
@@ -46,7 +46,7 @@ class WritePace:
             self.taken_bytes += nbytes
             self._changed.wait_for(lambda: not self._urgent, YIELD_S_MAX)
             if self._rate is not None:
-                # Whoever comes meanwhile goes after this one.
+                # A thread that arrives meanwhile goes after this one.
                 start_s = max(self._free_s, clock.monotonic_s())
                 self._free_s = start_s + nbytes / self._rate
                 while (left_s := start_s - clock.monotonic_s()) > 0:

@@ -17,7 +17,7 @@ from ckptkit.model.boxes import Box, cells_of
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import LeafRecord
 
-INLINE_BYTES = 1024  # values up to this stand in the tree itself, not in a data file
+INLINE_BYTES = 1024  # values up to this size are in the tree itself, not in a data file
 _HELD_PIECES = 18  # of all copied and encoded cells of an item: fewer take more memory, more take more requests
 _HELD_BYTES_MIN = 3 << 20  # of such a piece: a request takes as long for less
 _HELD_IN_FLIGHT = 2  # of such pieces, while the next is filled
@@ -26,7 +26,7 @@ Way = Literal["copied", "encoded", "referred to"]
 
 
 class PiecePart(NamedTuple):
-    """What is added to a piece at a time: a box of a leaf, and its bytes as stored before encoding, in whole cells."""
+    """The unit that is added to a piece: a box of a leaf, and its bytes as stored before encoding, in whole cells."""
 
     box: Box
     nbytes: int
@@ -75,7 +75,7 @@ class Pieces:
         return [PiecePart(cell, leaf.cell_bytes, whole.way) for cell in cells_of(box, leaf.cell)]
 
     def add(self, part: PiecePart) -> None:
-        """It stands in the piece that is being filled."""
+        """It belongs to the piece that is being filled."""
         self._filled.add(part)
         self._left.add(part, -1)
 
@@ -110,7 +110,7 @@ class Pieces:
         self._sent.popleft()
 
     def expect_no_more(self) -> None:
-        """What has not been added will not be: the next piece is the last one, if this is not."""
+        """No more units follow: the next piece is the last one, if this one is not."""
         self._left = _Load()
 
     @property
@@ -125,7 +125,7 @@ class Pieces:
 
     @property
     def held_bytes(self) -> int:
-        """What all of them take of host memory, before encoding."""
+        """The host memory of all of them, before encoding."""
         return self._filled.held_bytes + sum(load.held_bytes for load in self._sent)
 
     def _begin(self) -> None:

@@ -51,10 +51,10 @@ class _Range:
 
 @final
 class PlacedRanges:
-    """The cells of one step in a bucket as the bytes that stand in its data objects.
+    """Reads the cells of one step in a bucket as byte ranges of its data objects.
 
-    A shortcut that may give up: what it cannot have, or does not understand, is left to `CellReader`, which says why.
-    Whether bytes are right, a digest has to say. Holds up to `DurableProfile.read_ahead_bytes`. Safe from several
+    A shortcut that may decline: cells that it cannot get or understand are left to `CellReader`, which reports the
+    reason. Digests decide whether bytes are right. Holds up to `DurableProfile.read_ahead_bytes`. Safe from several
     threads.
     """
 
@@ -70,7 +70,7 @@ class PlacedRanges:
         self._given_up = False
 
     def open(self, item: str) -> None:
-        """Reads where the cells of an item stand, once. Cost: two round trips, and 5 microseconds for each cell."""
+        """Reads the places of an item's cells, once. Cost: two round trips, and 5 microseconds for each cell."""
         with self._lock:
             if item in self._items:
                 return
@@ -128,8 +128,8 @@ class PlacedRanges:
         return True
 
     def _placed(self, wanted: Wanted) -> list[tuple[_Key, Placed]] | None:
-        """Where the cells of a box stand that are wanted, but for those in the tree itself; None where they are
-        not all there as they are: padded, encoded, in no tree that is understood."""
+        """The places of the wanted cells of a box, without those in the tree itself. None if some are not stored
+        plainly: padded, encoded, or in a tree that is not understood."""
         item, leaf, record, box = wanted
         self.open(item)
         known, prefix, nbytes = self._items[item], array_prefix(leaf.name), leaf.cell_bytes
@@ -178,7 +178,8 @@ class PlacedRanges:
             self._waiting.clear()
 
     def _given(self, made: _Range) -> None:
-        """One cell of a range was given: the bytes of a range that has no more are let go, and others begun."""
+        """One cell of a range was delivered: frees the bytes of a range without further cells, and starts other
+        ranges."""
         with self._lock:
             made.cells.pop()
             if not made.cells:

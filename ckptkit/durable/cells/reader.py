@@ -38,7 +38,7 @@ class _Read(NamedTuple):
 
 @final
 class CellReader:
-    """The cells of one step as the bytes that stand in its databases; whether they are right, a digest has to say.
+    """The cells of one step as the bytes in its databases; digests decide whether they are right.
 
     Nothing is opened for each leaf. Reads that were announced are under way, up to `read_ahead_bytes` of them; in a
     bucket TensorStore joins neighbours into one request. Safe from several threads.
@@ -96,7 +96,7 @@ class CellReader:
     def _elements(self, item: str, leaf: LeafRecord, value: bytes) -> np.ndarray | None:
         whole_bytes = leaf.cell_bytes
         if encoded_bytes(value) == whole_bytes:
-            # Or a plain cell that begins like an encoded one: what it is, its leaf's metadata says.
+            # Or a plain cell that begins like an encoded one: its leaf's metadata tells which.
             codec = self._codec(item, leaf)
             if codec is not None:
                 return decoded(value, leaf, codec)

@@ -1,7 +1,7 @@
-"""Waits for TensorStore with a deadline, and says its errors in ours.
+"""Waits for TensorStore with a deadline, and translates its errors.
 
-An operation that is given up is not over: no API ends it. What it was reading may then be overwritten, and what it
-writes may land at any time, so nothing may name what it writes: see `writer.publish`.
+A timed-out operation is not over: no API ends it. The memory it was reading may then be overwritten, and its writes may
+land at any time, so nothing may refer to them: see `writer.publish`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def small_objects(url: str, profile: DurableProfile) -> Store:
 def awaited(
     futures: Sequence[Any], profile: DurableProfile, where: str, *, nbytes: int = 0, needs: Needed = "get"
 ) -> list[Any]:
-    """What TensorStore's futures give, which move `nbytes` together and need this permission.
+    """The results of TensorStore futures, which move `nbytes` together and need this permission.
 
     Raises `StoreError` where a permission is refused, `TransientStoreError` where the service does not answer, fails
     or takes longer than `DurableProfile.limit_s`; what else TensorStore raises, ValueError, as it is.
@@ -68,7 +68,7 @@ def translated(operation: Callable[[], _T], where: str, needs: Needed = "get") -
 
 
 def words_of(error: BaseException) -> str:
-    """What TensorStore says of an error, without the whole spec that it adds."""
+    """TensorStore's message of an error, without the spec that it appends."""
     return str(error).partition(" [tensorstore_spec=")[0].strip()
 
 

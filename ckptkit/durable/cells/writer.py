@@ -1,9 +1,9 @@
 """Zarr cells into OCDBT: from host memory through TensorStore's key-value store, in few transactions.
 
-A leaf is `<name>/.zarray` and one value per cell, as the zarr 2 specification says. Small cells are put there directly:
+A leaf is `<name>/.zarray` and one value per cell, by the zarr 2 specification. Small cells are put there directly:
 TensorStore's array driver takes about a millisecond to open a leaf, and a key-value pair some microseconds. Large ones
-go through the array driver, which refers to the caller's memory and copies nothing, or encodes it where the profile
-says so.
+go through the array driver, which refers to the caller's memory and copies nothing, or encodes it if the profile asks
+for it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _CONFIG = {
     "manifest_kind": "single",
 }
 _UNPUBLISHED = {"driver": "memory", "path": "unpublished/"}
-_NODES = "n/"  # where the trees of pieces stand, in memory: only the last one's, which joins them, is in the storage
+_NODES = "n/"  # the trees of pieces are in memory: only the last one's, which joins them, is in the storage
 _CACHE_BYTES = 100_000_000
 _COALESCED_BYTES = 1_000_000  # reads that are nearer than this become one request,
-# With TensorStore's jitter; its own 32 tries take up to 15 minutes: whoever waits for a step hears of it before.
+# With TensorStore's jitter. Its own 32 tries take up to 15 minutes; a waiting caller gets the error sooner.
 _RETRIES = {"max_retries": 8, "initial_delay": "200ms", "max_delay": "16s"}
 _GIVE_UP_S = 5.0
 _MERGED_BYTES = 16 << 20  # unless it is this large already: several requests at a time are faster than one
 
 
 def kvstore_context(profile: DurableProfile, *, synced: bool = True) -> ts.Context:
-    """The limits under which a step is read or written; and the memory in which `_UNPUBLISHED` stands meanwhile.
+    """The limits under which a step is read or written, and the memory that holds `_UNPUBLISHED` meanwhile.
 
     Unless `synced`, files are left to the caller to sync.
     """
@@ -70,7 +70,7 @@ def kvstore_spec(
     if not properties_of(directory).atomic_rename:
         spec: dict[str, Any] = {"driver": "ocdbt", "base": base_of(directory)}
         if writing:
-            # The last object is put by us, so that we say what it may replace (see `publish`).
+            # ckptkit puts the last object itself, to decide what it may replace (see `publish`).
             spec["manifest"] = _UNPUBLISHED
         else:
             spec["experimental_read_coalescing_threshold_bytes"] = _COALESCED_BYTES
@@ -91,14 +91,14 @@ def kvstore_spec(
 
 @final
 class CellWriter:
-    """What one process writes of one item. Nothing is in the storage as a database until `commit` has returned.
+    """Writes one process's part of one item. The storage has no database of it until `commit` has returned.
 
-    Written in pieces (`Pieces`), and `pace` says when each may go. Where `expected` says that there will be several,
-    each but the last is a database of its own whose tree stands in memory: they are written side by side, and cost a
-    data file each. The last one is the item's database, and takes the others in: it refers to their data files. Without
-    `expected` each piece is a commit to the item's database.
+    Written in pieces (`Pieces`), each when `pace` allows it. If `expected` announces several, each but the last is a
+    database of its own with its tree in memory: they are written in parallel, and cost a data file each. The last one
+    is the item's database, and refers to the data files of the others. Without `expected` each piece is a commit to the
+    item's database.
 
-    A write that is given up, because it does not end, may still land: in a bucket as an object that no database names.
+    A write that timed out may still land: in a bucket as an object that no database names.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class CellWriter:
         prefix, codec = array_prefix(leaf.name), self._profile.codec_of(leaf.cell_bytes)
         if describe:
             text = zarr_text(leaf.dtype, leaf.shape, leaf.cell, codec)
-            self._piece.store.write(f"{prefix}.zarray", text)  # in a transaction: that it failed, the commit says
+            self._piece.store.write(f"{prefix}.zarray", text)  # in a transaction: the commit reports its failure
             self._pieces.add_text(len(text))
         array, opened_in = None, None
         for box, block in blocks:
@@ -177,7 +177,8 @@ class CellWriter:
             self._finish_oldest()
 
     def give_up(self) -> None:
-        """After an error: waits some seconds for what is on its way. What lands later makes its directory anew."""
+        """After an error: waits some seconds for writes in flight. A write that lands later makes its directory
+        anew."""
         deadline = Deadline(_GIVE_UP_S)
         for commit in self._sent:
             with suppress(ValueError, TimeoutError):
@@ -222,7 +223,7 @@ class CellWriter:
 
 
 class _Piece:
-    """What is committed together, to the database of this specification."""
+    """One commit to the database of this specification."""
 
     def __init__(self, store: Any, spec: dict[str, Any]):
         self.transaction: Any = ts.Transaction(atomic=True)
@@ -317,8 +318,8 @@ def merge_processes(directory: str, count: int, profile: DurableProfile, *, data
 def publish(directory: str, context: ts.Context, profile: DurableProfile, *, mode: PutMode) -> None:
     """Makes what was written under `context` the database of a directory in a bucket: one put, `create` or `replace`.
 
-    TensorStore would join a database that is there already: a writer that was given up long ago would change what a
-    later one has committed. On a disk a step that is written has a directory of its own, and TensorStore has done it.
+    TensorStore would add to an existing database: a writer that timed out long ago would change a later writer's
+    commit. On a disk a step that is written has a directory of its own, and TensorStore has done it.
     """
     if properties_of(directory).atomic_rename:
         return
@@ -334,7 +335,7 @@ def publish(directory: str, context: ts.Context, profile: DurableProfile, *, mod
 
 
 def _adopt(directory: str, context: ts.Context, profile: DurableProfile) -> None:
-    """Goes on from the database that stands in a bucket, where there is one. On a disk TensorStore does."""
+    """Continues the existing database in a bucket, if there is one. On a disk TensorStore does so itself."""
     if not properties_of(directory).atomic_rename:
         with suppress(FileNotFoundError):
             manifest = small_objects(directory, profile).get(OCDBT_MANIFEST)
@@ -372,7 +373,7 @@ def cell_key(prefix: str, leaf: LeafRecord, cell: Box) -> str:
 
 @lru_cache(maxsize=64)
 def _zarr_template(dtype: str) -> dict[str, Any]:
-    """What TensorStore itself writes for a dtype: zarr 2 has no name of its own for bfloat16 and the like."""
+    """The name that TensorStore writes for a dtype: zarr 2 has no name of its own for bfloat16 and similar dtypes."""
     memory = ts.Context()
     kvstore = {"driver": "memory", "path": "a/"}
     spec = {"driver": "zarr", "kvstore": kvstore, "metadata": {"compressor": None}, "create": True}

@@ -4,8 +4,8 @@ Saves are ordered by epoch first. A step of a run with more epochs would be newe
 restart would take it, and the first save after that would supersede the root's own steps. So a foreign save gets a new
 identity: that of the newest save of the root, or that of the oldest.
 
-Whoever puts a step into a root calls `plan_adoption`, then `claim`, writes the step without a mark, calls
-`restamp_sidecars`, and at last writes the mark (`durable.sidecars.marker_text`) with the new identity.
+To put a step into a root: call `plan_adoption`, then `claim`, write the step without a marker, call `restamp_sidecars`,
+and at last write the marker (`durable.sidecars.marker_text`) with the new identity.
 """
 
 from __future__ import annotations

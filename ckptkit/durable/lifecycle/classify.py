@@ -1,4 +1,4 @@
-"""What a directory in a durable root is. The manager and every command ask here, so they cannot disagree.
+"""Classifies the directories of a durable root. The manager and every command use this, so they cannot disagree.
 
 Pure: a caller lists directories and reads marks in its own way. The order of the questions:
 
@@ -44,7 +44,7 @@ _LOOKS_MAX = 64  # directories below one that are looked into: a step has few it
 
 
 class StepClass(StrEnum):
-    """What lies in a root. `unfinished` and `superseded` are states of a step, whatever its class."""
+    """The classes of a root's entries. `unfinished` and `superseded` are states of a step, whatever its class."""
 
     WHOLE = "our save, whole"
     DAMAGED = "our save, damaged"
@@ -138,7 +138,7 @@ def has_several_formats(names: Iterable[str]) -> bool:
 
 
 def kind_of_item(names: Collection[str]) -> ItemKind | None:
-    """What kind of item a directory with these names is; None where nothing shows it."""
+    """The kind of item of a directory with these names; None if nothing shows it."""
     if _ARRAY_SIGNS.intersection(names):
         return "arrays"
     if paths.STEP_METADATA in names:
@@ -159,7 +159,7 @@ def grain_names_in(names: Iterable[str]) -> list[str]:
 
 
 def content_of(names: Collection[str], below: Below) -> Content:
-    """What the names in a directory, and where they do not suffice those one level below, show that it is.
+    """The class of a directory, from the names in it, and if they do not suffice from those one level below.
 
     `item`: a tree that was saved without a manager, which no manager restores as a step. `root`: it holds steps
     itself. Cost: nothing for a directory with a step's metadata or mark; else a listing for each directory in it.

@@ -1,6 +1,6 @@
 """Every deletion of a step: what makes it a committed one goes before its bytes.
 
-A run that dies meanwhile, or a storage that refuses, leaves what is no step for anybody.
+If the run dies meanwhile, or the storage refuses, the leftovers are not a step for any reader.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ckptkit.store.local import make_directory, sync_directory
 
 
 def remove_step(where: str, remove_directory: Callable[[str], None], is_it: Callable[[], bool] = lambda: True) -> bool:
-    """Deletes the step at `where`: its mark, then the rest, in a bucket in batches, on a disk by `remove_directory`.
-    False, and nothing is deleted, where in a bucket it is gone already, or `is_it` says so: asked once it is known what
-    would be deleted.
+    """Deletes the step at `where`: its marker, then the rest, in a bucket in batches, on a disk by `remove_directory`.
+    In a bucket, returns False and deletes nothing if the step is already gone, or if `is_it` returns False for the
+    objects to delete.
 
-    A bucket is asked afresh what there is: what Orbax remembers of its listings may be out of date. What is gone
-    already is no error, and what is put after that look stays (see `Store.delete_unchanged`). What is left where this
-    dies, the next run removes (`abandoned`). Raises `StoreError`, `OSError`, what `remove_directory` raises.
+    A bucket is listed anew: Orbax's cached listings may be out of date. Missing objects are not an error, and objects
+    put after that listing stay (see `Store.delete_unchanged`). If this process dies, the next run removes the rest
+    (`abandoned`). Raises `StoreError`, `OSError`, and the errors of `remove_directory`.
     """
     if properties_of(where).atomic_rename:
         with suppress(FileNotFoundError):
@@ -51,7 +51,7 @@ def _remove_objects(store: Store, name: str, is_it: Callable[[], bool]) -> bool:
 
 
 def move_away(where: str) -> str:
-    """Takes its name from a directory right below a root on a disk, in one rename; returns where its bytes stand then.
+    """Renames a directory right below a root on a disk, so that it is no longer a step; returns its new place.
 
     Nobody reads or writes there, so whoever finds it may remove it. Raises `FileNotFoundError` where there is nothing,
     `OSError`, `StoreError`. Cost: a rename and a sync.

@@ -3,8 +3,8 @@
 One small object per run that saved, and a copy of it: `{"epoch": E, "ancestry": [[epoch, base step], ...], "stock":
 [[step, epoch], ...], "run": ..., "digest": ...}`. A save of an epoch before `E` at a step above `base step` was
 abandoned when epoch `E` began from there.
-Steps of stock Orbax have no identity of their own: a step that is first seen when epoch `E` begins was written after
-the epoch before it, and is recorded as of that one; one that no record names was written since.
+Steps of stock Orbax have no identity of their own. A step that is first seen when epoch `E` begins was written after
+the epoch before it, and is recorded for that one. A step that no record names was written since.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _digest(record: dict[str, Any]) -> str:
 
 
 def _unsealed(data: bytes, epoch: int) -> Ancestry:
-    """Raises ValueError, KeyError, TypeError and the like for what is no record, or not that of `epoch`."""
+    """Raises ValueError, KeyError, TypeError and similar errors if it is not a record, or not that of `epoch`."""
     record = json.loads(data)
     digest = record.pop("digest", None)
     if set(record) - _FIELDS:  # a damaged name would else make it one of those that had no digest yet
@@ -99,7 +99,7 @@ _NUMBER_MAX = 10**18  # beyond every step: Orbax's names have 18 digits at most
 class EpochRecords:
     """The records under one durable root. Reading costs one listing and one small get.
 
-    A record that is damaged or gone is read from its copy; `said` hears of it, once.
+    A record that is damaged or missing is read from its copy; `said` is called about it once.
     """
 
     def __init__(self, store: Store, said: Callable[[str], None] = lambda problem: None):
@@ -121,7 +121,7 @@ class EpochRecords:
         return ancestry
 
     def newest_epoch(self) -> int:
-        """The newest epoch that a run has begun, 0 for none: the names of the records say it. Cost: one listing."""
+        """The newest epoch that a run has begun, from the names of the records; 0 for none. Cost: one listing."""
         return self._newest()[0]
 
     def is_same_run(self, other: EpochRecords) -> tuple[int, bool]:
@@ -160,7 +160,7 @@ class EpochRecords:
         raise CorruptCheckpointError(f"epoch record {path} cannot be read: {problem}", path=path) from problem
 
     def check(self) -> tuple[Ancestry, list[CorruptCheckpointError]]:
-        """What `read` gives or raises, with what is wrong with the record or its copy. Cost: one small get more."""
+        """The result or error of `read`, with the damage of the record or its copy. Cost: one more small get."""
         return self._look(stop_at_first=False)
 
     def mend(self) -> list[str]:
@@ -244,7 +244,7 @@ class EpochRecords:
         names = self._store.list(paths.EPOCHS_DIR)
         alone = copy.rpartition("/")[2] in names and key.rpartition("/")[2] not in names
         if alone and self._store.get(copy) != record:
-            raise FileExistsError(f"{self._store.url}/{copy} exists")  # of a claim whose record is gone
+            raise FileExistsError(f"{self._store.url}/{copy} exists")  # of a claim whose record is missing
         try:
             self._store.put(key, record, mode="create")
         except FileExistsError:

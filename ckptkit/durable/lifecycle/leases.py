@@ -2,15 +2,15 @@
 
 Small objects in the durable root. A reader keeps one per step that it uses, `{"step": S, "beat": N, "lease_s": T,
 "holder": ...}`, and counts the beat up while it lives. The writer names the steps that it is about to delete in
-`doomed.json` *before* it looks for leases, and a reader looks there *after* its lease is written: of two that meet, at
-least one sees the other, and then the step is kept, or the reader gives it up.
+`doomed.json` *before* it looks for leases, and a reader looks there *after* its lease is written. So at least one of
+the two sees the other: the step is kept, or the reader leaves it.
 
-A command that deletes beside the job, or without one, announces it in an object of its own among the leases, which it
-renews as a reader does (`DeletionNotice`). A pin (`pins`) is there too: a lease without an end. So the one listing that
-a writer makes shows all of it.
+A command that deletes steps, with or without a running job, announces it in an object of its own among the leases,
+which it renews as a reader does (`DeletionNotice`). A pin (`pins`) is there too: a lease without an end. So the one
+listing that a writer makes shows all of them.
 
-No two clocks are compared. The writer holds a lease dead when its beat has not changed for `lease_s` of the writer's
-own time, and the reader holds it lost `lease_s` after it began its last successful renewal, which is earlier.
+No two clocks are compared. For the writer a lease is dead when its beat has not changed for `lease_s` of the writer's
+own time. For the reader it is lost `lease_s` after the start of its last successful renewal, which is earlier.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class DeletionNotice:
 class WriterClaim:
     """The one process that copies a step into a bucket, until `release`; context manager.
 
-    Raises `CheckpointError` where another process holds the claim. A claim whose holder has died is taken over: at once
-    if it was on this host, otherwise after it was watched for its life. Raises `StoreError`.
+    Raises `CheckpointError` if another process holds the claim. The claim of a dead holder is replaced: at once if
+    it was on this host, otherwise after it was watched for its lifetime. Raises `StoreError`.
     """
 
     def __init__(self, store: Store, name: str, *, monotonic_s: Callable[[], float] = clock.monotonic_s):
@@ -264,7 +264,8 @@ class PruneGuard:
                 self._announced = False
 
     def announce(self, steps: set[int]) -> None:
-        """Says that `steps` are about to be deleted, whoever reads them. Cost: a put. Raises `StoreError`."""
+        """Announces that `steps` are about to be deleted, even if a process reads them. Cost: a put. Raises
+        `StoreError`."""
         self._announced = True
         self._store.put(paths.DOOMED_KEY, json.dumps({"steps": sorted(steps)}).encode())
 
@@ -278,7 +279,7 @@ class PruneGuard:
             del self._seen[gone]
         for name in names:
             pinned = paths.step_of_pin(name)
-            if pinned is not None:  # its name says all: what became of its content does not count
+            if pinned is not None:  # its name holds everything: damage to its content does not matter
                 leased |= {pinned} & set(steps)
                 continue
             with suppress(FileNotFoundError):  # released meanwhile
@@ -310,7 +311,7 @@ def announced_deletions(store: Store) -> set[int]:
 
 
 def _read_lease(data: bytes) -> tuple[frozenset[int] | None, float]:
-    """The steps and the life of a lease; None for one that cannot be read, which stands for every step."""
+    """The steps and the lifetime of a lease; None for one that cannot be read, which counts for every step."""
     try:
         record: dict[str, Any] = json.loads(data)
         steps = record["steps"] if "steps" in record else [record["step"]]

@@ -1,6 +1,6 @@
 """Which steps a durable root holds: a delimiter listing, and in a bucket the markers of those that are asked about.
 
-There is no index object, which could go stale: what is listed is what is there.
+There is no index object, which could go stale: the listing itself is the truth.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ StepListing = dict[int, list[str] | None]  # committed steps, each with the name
 def committed_steps(root: str, name_format: Any, known: Iterable[int] = ()) -> StepListing:
     """The committed steps whose names are those of `name_format`, ascending; those of `known` are not looked into.
 
-    What is a step is decided as in `ckptkit.inspection.roots.read_root`: a directory whose name alone is that of a step
-    is not one, nor is a link, nor a tree that was saved without a manager. Cost: a listing, and one for each step that
-    is not known.
+    Steps are recognised as in `ckptkit.inspection.roots.read_root`. A directory that only has the name of a step is not
+    one, nor is a link, nor a tree that was saved without a manager. Cost: a listing, and one for each unknown step.
     """
 
     def step_of(name: str) -> int | None:

@@ -1,6 +1,6 @@
 """Which of our commands may do what to which directory of a durable root: one table, and the reasons to leave one.
 
-`docs/FAULTS.md` has the table for users, and a test compares the two. What is not a step is never touched.
+`docs/FAULTS.md` has the table for users, and a test compares the two. Entries that are not steps are never touched.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NEEDS_STATE: Mapping[Action, frozenset[StepStateName]] = MappingProxyType(
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What counts for a directory besides its class."""
+    """Conditions of a directory besides its class."""
 
     state: StepStateName
     pinned: bool = False

@@ -1,8 +1,8 @@
 """Pins: steps that nobody prunes, until somebody takes the pin out. A pin is a lease without an end.
 
-A small object among the leases, whose name alone says the step: a writer sees it in the listing that it makes before it
-deletes, and a damaged one still holds. It is of the step's number: a save that would take the place of a pinned step,
-after a rollback, is refused.
+A small object among the leases, with the step in its name. A writer sees it in the listing that it makes before it
+deletes, and a damaged pin still counts. It pins the step's number: a save that would replace a pinned step, after a
+rollback, is refused.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def pinned_steps(store: Store) -> set[int]:
 
 
 def pin_reason(store: Store, step: int) -> str:
-    """Why a step is pinned, as whoever did it said; empty where nobody said it, or the record is damaged (it holds all
-    the same). Cost: a small read."""
+    """The reason that was given for a pin; empty without one, or if the record is damaged (the pin still counts). Cost:
+    a small read."""
     with suppress(FileNotFoundError, CorruptCheckpointError, ValueError, KeyError, TypeError, RecursionError):
         return str(json.loads(store.get(f"{paths.LEASES_DIR}/{paths.pin_name(step)}"))["reason"])
     return ""

@@ -1,12 +1,12 @@
 """A Google Cloud Storage bucket that behaves like one, and misbehaves on demand.
 
-`BucketServer` serves the JSON API, as TensorStore's `gcs` driver, gcsfs and google-cloud-storage use it, over a
-directory: generations and preconditions as Google has them, checksums, resumable uploads, a scripted and seeded
-fault plan, and a log of requests. `python -m ckptkit.testing.bucket` is the same as a command.
+`BucketServer` serves a directory by the JSON API that TensorStore's `gcs` driver, gcsfs and google-cloud-storage use.
+It has Google's generations and preconditions, checksums, resumable uploads, a scripted and seeded fault plan, and a log
+of requests. `python -m ckptkit.testing.bucket` is the same as a command.
 
-What it leaves out: authentication (any caller may do anything unless the fault plan says otherwise), object
-versions, soft delete, retention, ACLs and IAM, customer keys, decompressive transcoding, the XML API but for reads,
-gRPC, partial responses (`fields`), `x-goog-meta-*` headers, rate limits of its own.
+It leaves out authentication: any caller may do anything, unless the fault plan forbids it. It also leaves out object
+versions, soft delete, retention, ACLs and IAM, customer keys, decompressive transcoding, gRPC, partial responses
+(`fields`), `x-goog-meta-*` headers, and rate limits of its own. Of the XML API it has only reads.
 """
 
 from ckptkit.testing.bucket.call import CallKind

@@ -14,7 +14,7 @@ from ckptkit.testing.bucket.records import JsonObject
 
 
 class CallKind(StrEnum):
-    """What a request does: the unit of faults and of the request log."""
+    """The kind of a request: the unit of faults and of the request log."""
 
     BUCKET = "bucket"
     LIST = "list"
@@ -38,7 +38,7 @@ class CallKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """What a method and a path mean; `target` is the destination of copies and moves."""
+    """The meaning of a method and a path; `target` is the destination of copies and moves."""
 
     kind: CallKind
     method: str
@@ -134,7 +134,7 @@ def split_target(target: str) -> tuple[str, dict[str, str]]:
 
 
 def resolve(method: str, path: str, query: Mapping[str, str]) -> Route:
-    """Find what is asked for; 404 for what is no part of the API."""
+    """Find the call; 404 for a path that is not a part of the API."""
     parts = [decode_segment(segment) for segment in path.split("/")[1:]]
     if parts[-1:] == [""]:
         parts.pop()

@@ -11,7 +11,7 @@ _NUMBER: Final = re.compile(r"\d{1,19}")
 
 
 class Versioned(Protocol):
-    """What a precondition looks at."""
+    """The state that a precondition checks."""
 
     @property
     def generation(self) -> int: ...  # noqa: D102
@@ -88,7 +88,7 @@ class Preconditions:
             raise errors.condition_not_met()
 
     def as_json(self) -> dict[str, int | str]:
-        """What a resumable session keeps on disk."""
+        """The conditions that a resumable session keeps on disk."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
     def _mismatched(self, found: Versioned | None) -> bool:

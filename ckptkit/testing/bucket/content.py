@@ -19,7 +19,7 @@ _COPY_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What is known of stored bytes; `id` names their file, hashes are base64 as Google writes them."""
+    """The facts about stored bytes; `id` names their file, hashes are base64 as Google writes them."""
 
     id: str
     size_bytes: int
@@ -30,7 +30,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checksums:
-    """What the client says of the bytes that it sends."""
+    """The client's claims about the bytes that it sends."""
 
     crc32c: str | None = None
     md5: str | None = None

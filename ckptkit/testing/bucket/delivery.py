@@ -19,7 +19,7 @@ _DRAIN_POLL_S: Final = 0.005
 
 
 class Interrupted(ConnectionError):
-    """The exchange ends here: the connection is gone, by script or by the client."""
+    """The exchange ends here: the script or the client closed the connection."""
 
 
 def reset(request: web.BaseRequest) -> None:

@@ -125,7 +125,7 @@ class BucketDirectory:
 
 
 def write_json(path: Path, value: JsonObject) -> None:
-    """Write beside `path`, then rename: a reader or a restart sees the old or the new."""
+    """Write a temporary file next to `path`, then rename it: a reader or a restart sees the old or the new one."""
     scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     scratch.write_text(json.dumps(value), "utf-8")
     os.replace(scratch, path)

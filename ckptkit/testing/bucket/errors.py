@@ -1,4 +1,4 @@
-"""What Google answers when a request cannot be served: status, reason and body."""
+"""Google's answers when a request cannot be served: status, reason and body."""
 
 import json
 from typing import Final, final
@@ -81,7 +81,7 @@ def no_such_object(bucket: str, name: str) -> GoogleError:
 
 
 def no_such_path() -> GoogleError:
-    """404 for a path that is no method of the API."""
+    """404 for a path that is not a method of the API."""
     return GoogleError(404, "notFound", "Not Found")
 
 

@@ -187,7 +187,7 @@ class FaultPlan:
         document = _mapping(value, "a fault plan")
         faults = document.pop("faults", [])
         if not isinstance(faults, list):
-            raise ValueError("faults is no list")
+            raise ValueError("faults is not a list")
         return _build(cls, {**document, "faults": tuple(_fault(each) for each in faults)})
 
     def as_json(self) -> dict[str, Any]:
@@ -213,7 +213,7 @@ _LATENCIES: Final[Mapping[str, type]] = {"fixed": Fixed, "uniform": Uniform, "lo
 
 
 def effect_name(effect: Effect) -> str:
-    """The word for an effect in JSON and in the request log."""
+    """The name of an effect in JSON and in the request log."""
     return next(name for name, kind in _EFFECTS.items() if kind is type(effect))
 
 

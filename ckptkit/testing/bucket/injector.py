@@ -14,7 +14,7 @@ from ckptkit.testing.bucket.throttle import TokenBucket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ordeal:
-    """What one request has to go through: a wait, then at most one effect."""
+    """The faults of one request: a wait, then at most one effect."""
 
     delay_s: float = 0.0
     effect: Effect | None = None

@@ -1,4 +1,4 @@
-"""What was asked of the server: one entry for each request, and totals by kind."""
+"""The server's log: one entry for each request, and totals by kind."""
 
 import threading
 from collections import deque
@@ -88,7 +88,7 @@ class RequestLog:
             return self._totals.get(kind, Totals())
 
     def as_json(self) -> dict[str, Any]:
-        """What `GET /_ckptkit/log` answers."""
+        """The answer to `GET /_ckptkit/log`."""
         with self._lock:
             return {
                 "totals": {kind.value: asdict(totals) for kind, totals in self._totals.items()},

@@ -116,7 +116,7 @@ def parse_headers(head: bytes) -> dict[str, str]:
 
 
 def split_mixed(body: bytes, content_type: str) -> list[tuple[Mapping[str, str], bytes]]:
-    """The parts of a batch: headers and content of each; 400 when there is no closing delimiter."""
+    """The parts of a batch: headers and content of each; 400 if the closing delimiter is missing."""
     delimiter = b"\n--" + boundary_of(content_type, "multipart/mixed")
     pieces = (b"\n" + body).split(delimiter)
     if len(pieces) < 3 or not pieces[-1].startswith(b"--"):

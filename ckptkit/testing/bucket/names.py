@@ -1,4 +1,4 @@
-"""Which bucket and object names Google accepts, and the file name that stands for each."""
+"""The bucket and object names that Google accepts, and the file name of each."""
 
 import hashlib
 import re

@@ -20,7 +20,7 @@ class ChunkRange:
 
 
 def read_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
-    """`[start, stop)`, or None for the whole object: a range that is no range is ignored (RFC 9110, 14.2).
+    """`[start, stop)`, or None for the whole object: an invalid range is ignored (RFC 9110, 14.2).
 
     Several ranges in one header are ignored too. Raises 416 when the range begins after the last byte.
     """

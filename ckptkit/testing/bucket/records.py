@@ -1,4 +1,4 @@
-"""What the bucket remembers of objects and buckets, and its JSON on disk."""
+"""The records of objects and buckets, and their JSON on disk."""
 
 import base64
 import time
@@ -45,7 +45,7 @@ class ObjectRecord:
         return replace(self, fields=fields, metageneration=self.metageneration + 1, updated_us=now_us())
 
     def as_json(self) -> JsonObject:
-        """What stands on disk."""
+        """The content of the file on disk."""
         return asdict(self)
 
     @classmethod

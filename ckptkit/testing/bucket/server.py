@@ -29,8 +29,8 @@ class BucketServer:
     """A Google Cloud Storage of one's own, on a free port of this host, over the directory `dir`.
 
     Between `start` and `close` it serves from one thread, `ckptkit-bucket`. `close` (or leaving the `with`) waits for
-    that thread and raises `BucketDefect` if the server itself failed on any request. What was committed stays in
-    `dir` and is there again when another server opens it.
+    that thread and raises `BucketDefect` if the server itself failed on any request. Committed objects stay in `dir`;
+    the next server that opens it serves them.
 
         with BucketServer(dir=tmp_path, buckets=["run"], faults=FaultPlan(seed=1)) as server:
             subprocess.run(command, env={**os.environ, **server.env()})

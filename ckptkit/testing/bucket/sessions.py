@@ -17,7 +17,7 @@ _ENDED_KEPT: Final = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a session was opened for."""
+    """The upload that a session was opened for."""
 
     bucket: str
     name: str
@@ -27,7 +27,7 @@ class Plan:
     total_bytes: int | None
 
     def as_json(self) -> JsonObject:
-        """What stands on disk."""
+        """The content of the file on disk."""
         return asdict(self)
 
     @classmethod

@@ -8,7 +8,7 @@ QUANTUM_BYTES: Final = 64 * 1024  # taken at once: small, so that competing read
 
 @final
 class TokenBucket:
-    """Sums to at most `rate` bytes per second over all takers, first come first served; None is no limit.
+    """Sums to at most `rate` bytes per second over all takers, first come first served; None: unlimited.
 
     Nothing is saved up while idle, so a transfer of n bytes takes at least n / rate seconds. Event loop only, except
     that `rate` may be set from any thread.

@@ -169,7 +169,7 @@ class _LimitedBody:
         chunk = await self._body.read()
         self._left_bytes -= len(chunk)
         if self._left_bytes < 0:
-            raise errors.invalid("Invalid request. There are more bytes than Content-Range says.")
+            raise errors.invalid("Invalid request. There are more bytes than Content-Range announces.")
         return chunk
 
 

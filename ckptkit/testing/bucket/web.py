@@ -43,7 +43,7 @@ _UPLOADS: Final = frozenset({"media", "multipart", "resumable", "chunk", "abando
 
 @final
 class RequestBody:
-    """The body of a request: counted, paced by the shared bandwidth, and cut off where the script says."""
+    """The body of a request: counted, paced by the shared bandwidth, and cut off at the place that the script gives."""
 
     def __init__(self, content: StreamReader, shared: TokenBucket) -> None:
         self._content = content
@@ -78,7 +78,7 @@ class RequestBody:
 
 @dataclass(slots=True, kw_only=True)
 class _Exchange:
-    """What the log will say of a request; filled in as it goes."""
+    """The log entry of a request; filled in during the request."""
 
     body: RequestBody
     route: Route
@@ -114,7 +114,7 @@ class Web:
         self._sessions.close()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Serve one request; never raises but when the connection is gone."""
+        """Serve one request; raises only if the connection is lost."""
         exchange = _Exchange(
             body=RequestBody(request.content, self._injector.upload),
             route=Route(kind=CallKind.UNKNOWN, method=request.method, action=""),
@@ -125,7 +125,7 @@ class Web:
             exchange.status = 0
             self._note(exchange)
             reset(request)
-            return web.Response()  # goes nowhere: there is no connection
+            return web.Response()  # never sent: there is no connection
 
     async def _serve(self, request: web.BaseRequest, exchange: _Exchange) -> web.StreamResponse:
         reply = await self._reply(request, exchange)
@@ -220,7 +220,7 @@ class Web:
             raise Interrupted
 
     async def _wait(self, request: web.BaseRequest, duration_s: float) -> None:
-        """Wait, but not for a client that is gone nor when the server stops."""
+        """Wait, unless the client disconnected or the server stops."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + duration_s
         while (left_s := end_s - loop.time()) > 0:

@@ -27,7 +27,7 @@ _UNFINISHED, _RESUMED = " <unfinished ...>", re.compile(r"<\.\.\. \w+ resumed>(.
 
 
 class TraceError(Exception):
-    """What was recorded cannot be trusted, and why."""
+    """The recording cannot be trusted; the message has the reason."""
 
 
 @dataclass(slots=True)
@@ -240,7 +240,7 @@ class Reader:
         if "stored" in record:
             self._do("store", path, Write(node, int(record["offset"]), base64.b64decode(record["data"])))
         elif hashlib.sha256(self._disk.content(node)).hexdigest() != record["digest"]:
-            raise TraceError(f"{path} was changed through a mapping before that was said")
+            raise TraceError(f"{path} was changed through a mapping before the program announced it")
 
     def _do(self, call: str, path: str, effect: DiskEffect) -> None:
         self._disk.apply(effect)

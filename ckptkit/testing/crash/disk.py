@@ -1,7 +1,7 @@
 """A file system as the operations that made it: any of them can be left out, as a crash does.
 
-Files and directories are nodes with numbers, and a name is an entry of a directory node: what was written to a file
-does not depend on whether the operation that named it reached the disk.
+Files and directories are numbered nodes, and a name is an entry of a directory node. So the bytes of a file do not
+depend on whether the operation that named it reached the disk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NodeKind = Literal["file", "directory", "link"]
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Bytes of a file. What lies between its end and `offset` becomes zeros."""
+    """Bytes of a file. The gap between its end and `offset` becomes zeros."""
 
     node: int
     offset: int
@@ -52,7 +52,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What the traced program said: no operation."""
+    """A note of the traced program: not an operation."""
 
     text: str
 
@@ -71,7 +71,7 @@ class Operation:
 
 @final
 class Disk:
-    """The state after some operations. `kinds` says of each node what it is; a link's bytes are its target."""
+    """The state after some operations. `kinds` has the kind of each node; a link's bytes are its target."""
 
     def __init__(self, kinds: Mapping[int, NodeKind]):
         self._kinds = kinds
@@ -118,7 +118,7 @@ class Disk:
         return node
 
     def entry(self, directory: int, name: str) -> int | None:
-        """What a name in a directory stands for."""
+        """The node that a name in a directory refers to."""
         return self._entries.get(directory, {}).get(name)
 
     def path_of(self, node: int) -> str | None:

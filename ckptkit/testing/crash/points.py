@@ -23,7 +23,7 @@ class CrashState:
     torn: tuple[tuple[int, int], ...] = ()
 
     def disk(self, trace: Trace) -> Disk:
-        """What a restart finds."""
+        """The files that a restart finds."""
         disk, torn = Disk(trace.kinds).replay(trace.before), dict(self.torn)
         for number, operation in enumerate(trace.operations[: self.count]):
             effect = operation.effect

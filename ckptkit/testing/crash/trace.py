@@ -1,7 +1,7 @@
 """Records every operation that a command does below one directory, as the kernel sees it, by strace.
 
-Stores into mapped memory are no system calls: a traced program that has them says so through `Notes`. What was
-recorded is compared with what stands on the disk at the end, so nothing is missed silently.
+Stores into mapped memory are not system calls: a traced program announces them through `Notes`. At the end, the
+recording is compared with the disk, so no change is missed silently.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ckptkit.testing.crash.calls import CALLS, Reader, TraceError
 from ckptkit.testing.crash.disk import Disk, DiskEffect, NodeKind, Note, Operation
 
 NOTES_NAME = "_notes"  # a file in the traced directory that is not a part of it
-_STRING_BYTES = 64 << 20  # of one write: what is longer is no trace
+_STRING_BYTES = 64 << 20  # of one write: a longer one is not a valid trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """What a command did below its directory. `before` makes what stood there; `operations` are in the order in
-    which the kernel finished them."""
+    """The changes that a command made below its directory. `before` makes the initial files; `operations` are in the
+    order in which the kernel finished them."""
 
     kinds: Mapping[int, NodeKind]
     before: tuple[DiskEffect, ...]
@@ -41,7 +41,7 @@ class Trace:
 
 @final
 class Notes:
-    """What a traced program says about itself, in order with its operations. Safe from several threads."""
+    """Notes of a traced program about itself, in order with its operations. Safe from several threads."""
 
     def __init__(self, root: Path):
         self._root = root
@@ -57,7 +57,8 @@ class Notes:
         os.write(self._fd, json.dumps(record).encode())
 
     def unchanged(self, path: Path) -> None:
-        """Nothing was stored through a mapping of the file that was not said; recording fails where that is wrong."""
+        """Declares that every store through a mapping of the file was announced; the recording fails if that is
+        wrong."""
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         os.write(self._fd, json.dumps({"unchanged": self._below(path), "digest": digest}).encode())
 
@@ -99,13 +100,13 @@ def record(
 
 
 def notes(trace: Trace) -> list[tuple[int, str]]:
-    """What the program said, each with the number of operations before it."""
+    """The program's notes, each with the number of operations before it."""
     found = ((number, each.effect) for number, each in enumerate(trace.operations))
     return [(number, effect.text) for number, effect in found if isinstance(effect, Note)]
 
 
 def _snapshot(root: Path) -> Reader:
-    """A reader that has been told what stands there."""
+    """A reader that has been told the content there."""
     reader = Reader(root, NOTES_NAME, None)
     for directory, names, files in os.walk(root):
         for name in (*names, *files):
@@ -122,4 +123,4 @@ def _require_same(root: Path, trace: Trace) -> None:
     theirs = {path: (found.kinds[node], real.content(node)) for path, node in real.tree()}
     wrong = sorted(path for path in {*mine, *theirs} if mine.get(path) != theirs.get(path))
     if wrong:
-        raise TraceError(f"the trace does not give what stands on the disk: {', '.join(wrong[:5])}")
+        raise TraceError(f"the trace does not lead to the content of the disk: {', '.join(wrong[:5])}")

@@ -1,8 +1,8 @@
 """The protocol of saves and restores in simulated jobs, under faults, on one thread and in virtual time.
 
-What runs is the library's own code: meetings, votes, the log of process 0, the ledger, retention, the pipeline with
-its tiers, and the ranking of candidates. Simulated are the coordination service, slots, the durable root, threads and
-clocks. After every event an oracle checks what the protocol promises (`job.py`).
+It runs the library's own code: exchanges, votes, the log of process 0, the ledger, retention, the pipeline with its
+tiers, and the ranking of candidates. It simulates the coordination service, slots, the durable root, threads and
+clocks. After every event an oracle checks the promises of the protocol (`job.py`).
 """
 
 from ckptkit.testing.simulation.job import Fault, Plan, SimJob

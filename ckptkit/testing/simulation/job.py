@@ -184,7 +184,7 @@ class SimJob:
             process.main = process.start("main", process.run())
 
     def died(self, process: SimProcess, why: str) -> None:
-        """A process is gone: the launcher ends the others after a while, and starts all again."""
+        """A process died: the launcher ends the others after a while, and restarts all."""
         if not process.alive or self.finished:
             return
         self.note(f"process {process.index} ended: {why}")
@@ -210,7 +210,7 @@ class SimJob:
         self.finished = self.scheduler.stopped = len(self._ended) == len(self.processes)
 
     def operation(self, attempt: int, number: int) -> tuple[Any, ...]:
-        """What every process does as its operation of that number: the same program on each."""
+        """The operation of that number, the same on every process."""
         while len(self._operations) <= number:
             self._operations += self._next_operations(attempt)
         return self._operations[number]
@@ -243,7 +243,7 @@ class SimJob:
         ]
 
     def together(self, process: SimProcess, number: int, seconds: float) -> Any:
-        """A training step: the processes meet in a collective, which ends when all are there."""
+        """A training step: a collective of all processes, which ends when all have joined."""
         yield Sleep(seconds * self.rng.uniform(0.9, 1.1))
         arrived = self._arrived.setdefault(number, [])
         assert process.main is not None
@@ -253,7 +253,7 @@ class SimJob:
                 self.scheduler.resume(main, delay_s=self.rng.random() * 0.01)
         yield Forever()
 
-    # What processes report to the oracle.
+    # Reports of processes to the oracle.
 
     def opened(self, process: SimProcess) -> None:
         """The process has made its parts: its commits are compared with process 0's."""
@@ -338,7 +338,7 @@ class SimJob:
         return max(whole, default=None)
 
     def _check_covered(self, save_id: SaveId, tier: str) -> None:
-        """What process 0 calls committed is held by every process."""
+        """Every process holds the saves that process 0 calls committed."""
         if tier in (RAM, SSD):
             for process in self.processes:
                 medium = process.host.media[tier]

@@ -46,7 +46,7 @@ def _names_are_counted() -> Any:
 
 
 def _books_are_local() -> Any:
-    """Each process books what it has heard itself, and counts epochs by its own book."""
+    """Each process records the verdicts that it received, and counts epochs by its own records."""
 
     def news(self: CommitLog, states: Any) -> dict[str, Any]:
         del self, states

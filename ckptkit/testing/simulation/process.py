@@ -34,7 +34,7 @@ _NOTHING = Description(items={}, treedefs={}, extents=(), slot_bytes=PART_BYTES,
 
 
 class Until:
-    """What a task waits for: a condition, for so long at most; the result is whether it holds."""
+    """A task's wait for a condition, with a time limit; the result is whether it holds."""
 
     def __init__(self, condition: Callable[[], Any], timeout_s: float | None = None):
         self.condition, self.timeout_s = condition, timeout_s
@@ -110,7 +110,7 @@ class SimProcess:
         return task
 
     def kill(self) -> None:
-        """SIGKILL: everything stops where it stands; slots stay."""
+        """SIGKILL: everything stops at once; slots stay."""
         self.alive = False
         for task in self.tasks:
             task.kill()
@@ -320,7 +320,7 @@ class SimProcess:
         raise CheckpointError("no restorable step (simulated)")
 
     def reports(self) -> list[Held]:
-        """What this process's host holds: its own shares, and copies of others'."""
+        """The shares on this process's host: its own, and copies of others'."""
         found: dict[SaveId, tuple[set[str], set[int]]] = {}
         for tier, medium in self.host.media.items():
             for save_id in medium.committed:
@@ -351,7 +351,7 @@ class SimProcess:
             "epoch": epoch,
         }
 
-    # What the pipeline sees of its coordinator: who it is. It meets through effects alone.
+    # The pipeline's view of its coordinator: the process's identity. It exchanges values through effects alone.
 
     @property
     def process(self) -> int:

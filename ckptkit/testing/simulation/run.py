@@ -1,4 +1,4 @@
-"""Runs seeds, and says how to repeat what failed: `python -m ckptkit.testing.simulation --seeds 1000`."""
+"""Runs seeds, and prints how to repeat a failure: `python -m ckptkit.testing.simulation --seeds 1000`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN = 40  # lines of the log of a failing run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What the oracle found: the plan that failed, what is wrong, and the last lines of its log."""
+    """A finding of the oracle: the plan that failed, the violated promise, and the last lines of its log."""
 
     plan: Plan
     problem: str

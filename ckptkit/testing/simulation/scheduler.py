@@ -31,7 +31,7 @@ class Task:
         self.ticket = 0  # of the wake-up that counts; older ones are void
 
     def kill(self) -> None:
-        """Ends the task where it stands, as SIGKILL does: nothing of it runs any more."""
+        """Ends the task at once, as SIGKILL does: nothing of it runs any more."""
         self.done, self.until, self.stack = True, None, []
         self.ticket += 1
 

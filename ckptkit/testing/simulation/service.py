@@ -46,7 +46,7 @@ class Service:
         self._fail(lambda waiting: waiting == process)
 
     def end(self) -> None:
-        """Process 0 is gone, and the service with it."""
+        """Process 0 died, and the service with it."""
         self._alive = False
         self._fail(lambda _: True)
 

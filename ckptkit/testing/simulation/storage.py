@@ -1,4 +1,4 @@
-"""Slots, disks and durable roots in memory. They outlive a simulated process, and say so where a rule is broken."""
+"""Slots, disks and durable roots in memory. They outlive a simulated process, and report a broken rule."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Medium:
         self.committed.clear()
 
     def content(self, save_id: SaveId) -> Any:
-        """What the slot of a committed save holds now."""
+        """The current content of the slot of a committed save."""
         return self.contents.get(self.committed[save_id])
 
 
