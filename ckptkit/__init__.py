@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckptkit.errors import CheckpointError as CheckpointError
     from ckptkit.errors import CoordinationError as CoordinationError
     from ckptkit.errors import CorruptCheckpointError as CorruptCheckpointError
+    from ckptkit.errors import GuardStopError as GuardStopError
     from ckptkit.errors import ItemNotFoundError as ItemNotFoundError
     from ckptkit.errors import NoRestorableStepError as NoRestorableStepError
     from ckptkit.errors import ReplicaMismatchError as ReplicaMismatchError
@@ -41,6 +42,12 @@ if TYPE_CHECKING:
     from ckptkit.events import read_events as read_events
     from ckptkit.formats import inspect as inspect
     from ckptkit.formats import open_checkpoint as open_checkpoint
+    from ckptkit.guard import Divergence as Divergence
+    from ckptkit.guard import Guard as Guard
+    from ckptkit.guard import GuardPolicy as GuardPolicy
+    from ckptkit.guard import NonFinite as NonFinite
+    from ckptkit.guard import SlowDown as SlowDown
+    from ckptkit.guard import Spike as Spike
     from ckptkit.inspection import list_steps as list_steps
     from ckptkit.manager import CheckpointManager as CheckpointManager
     from ckptkit.manager import RestoreHandle as RestoreHandle

@@ -112,6 +112,10 @@ class ReplicaMismatchError(CheckpointError):
         )
 
 
+class GuardStopError(CheckpointError):
+    """A guard does not go back once more: too many alarms in a row, or no save is old enough. The message has all."""
+
+
 class CoordinationError(CheckpointError, TimeoutError):
     """A barrier timed out; the message names the barrier and the missing processes."""
 

@@ -59,6 +59,13 @@ class Kind(StrEnum):
     DISRUPTED = "disrupted"
     RELAUNCHED = "relaunched"  # the launcher starts the processes again: fields attempt
     FINISHED = "finished"
+    # a guard found a value suspicious, and the values before it not: fields signal, value, rule, limit
+    SUSPECTED = "suspected"
+    ALARM = "alarm"  # a guard wants to go back: fields rule, signal, onset, value, limit
+    # the run goes on from step, in the same process: fields from_step (the alarm's), first_step (the first that takes
+    # another batch), batches (skipped: first, stop), rollbacks of the run so far, alarm
+    ROLLED_BACK = "rolled_back"
+    GUARD_STOPPED = "guard_stopped"  # a guard does not go back once more: fields reason, alarm
     INTERVAL = "interval_changed"  # a policy saves the tier at another interval: fields seconds, before, reason
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptkit.cli.text import age_text, count_text, print_line, print_table, shape_text, short_json, size_text
 from ckptkit.errors import StepNotFoundError
+from ckptkit.guard.record import FORMAT, describe
 from ckptkit.inspection import Inspection, Item, LeafInfo, totals
 from ckptkit.util import clock
 
@@ -43,6 +44,18 @@ def show_inspection(found: Inspection, depth: int | None) -> None:
         if item.value is not None:
             print_line()
             print_line(f"{item.name} ({item.kind}): {short_json(item.value)}")
+            for line in _guard_lines(item.value):
+                print_line(f"  guard: {line}")
+
+
+def _guard_lines(value: Any) -> list[str]:
+    """What a guard's record in a small item says: the item itself, or an entry of it."""
+    records = [value, *value.values()] if isinstance(value, Mapping) else []
+    found = [each for each in records if isinstance(each, Mapping) and each.get("format") == FORMAT]
+    try:
+        return [line for each in found for line in describe(each)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"its record cannot be read: {error!r}"]
 
 
 def _heading(found: Inspection, sums: Mapping[str, Any]) -> list[str]:

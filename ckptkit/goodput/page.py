@@ -26,6 +26,7 @@ _LOOK: dict[Part, tuple[str, str]] = {
     Part.CHECKPOINT_SAVE: ("#E69F00", "rising"),
     Part.CHECKPOINT_RESTORE: ("#56B4E9", "rising"),
     Part.WASTED: ("#D55E00", "dots"),
+    Part.WASTED_BY_SPIKE: ("#D55E00", "rising"),
     Part.RECOVERY: ("#CC79A7", "falling"),
     Part.INITIALIZATION: ("#0072B2", ""),
     Part.TRAINING_PREP: ("#0072B2", "rising"),
@@ -33,7 +34,7 @@ _LOOK: dict[Part, tuple[str, str]] = {
     Part.DATA_LOADING: ("#F0E442", "falling"),
     Part.OTHER: ("#999999", ""),
 }
-_NAMES = {Part.WASTED: "steps done twice", Part.RECOVERY: "recovery"}
+_NAMES = {Part.WASTED: "steps done twice", Part.WASTED_BY_SPIKE: "steps undone by a guard", Part.RECOVERY: "recovery"}
 _STYLE = """
 :root { color-scheme: light; --ink: #1b1f23; --quiet: #5b6570; --rule: #d9dee3; }
 body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); max-width: 1180px; margin: 2rem auto; }

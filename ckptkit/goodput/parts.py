@@ -21,6 +21,7 @@ class Part(StrEnum):
     CHECKPOINT_SAVE = "checkpoint_save"
     CHECKPOINT_RESTORE = "checkpoint_restore"
     WASTED = "wasted_progress_from_disruption"
+    WASTED_BY_SPIKE = "wasted_progress_from_spike"
     RECOVERY = "infrastructure_recovery_from_disruption"
     OTHER = "other"
 

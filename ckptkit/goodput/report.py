@@ -24,6 +24,7 @@ _NOT_TRAINING = (
     Part.COMPILE,
     Part.CHECKPOINT_RESTORE,
     Part.WASTED,
+    Part.WASTED_BY_SPIKE,
     Part.RECOVERY,
 )
 
@@ -142,7 +143,7 @@ def goodput_report(logs: Sequence[Sequence[Event]]) -> GoodputReport:
 def _goodput(attempts: Sequence[Attempt], parts_s: Mapping[Part, float]) -> Goodput:
     wall_s = math.fsum(parts_s.values())
     steps = [pair for attempt in attempts for pair in attempt.steps]
-    distinct_steps = len({step for a in attempts for step, _ in a.steps if step < a.wasted_from})
+    distinct_steps = len({step for a in attempts for step, _ in a.kept_steps})
     step_s_p50 = median([span.fields["duration_s"] for _, span in steps] or [0.0])
     away_s = math.fsum(parts_s[part] for part in _NOT_TRAINING)
     return Goodput(
@@ -161,7 +162,7 @@ def _ml_productive_s(attempts: Sequence[Attempt]) -> float:
         kept = [
             (start_s(this), start_s(after))
             for (step, this), (following, after) in pairwise(attempt.steps)
-            if following == step + 1 <= attempt.wasted_from
+            if attempt.keeps(step, this) and following == step + 1 <= attempt.wasted_from
         ]
         lengths_s = _without(kept, pauses)
         usual_s = fmean(lengths_s[1:]) if len(lengths_s) > 1 else math.inf

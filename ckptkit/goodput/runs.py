@@ -70,6 +70,20 @@ class Attempt(NamedTuple):
     first_s: float | None  # process 0's first sign of life
     last_s: float  # its last one; where it gave none, the other processes', whose clocks may differ
     wasted_from: float  # later attempts did this step, and all above it, again
+    rollbacks: list[tuple[float, int]]  # when a guard went back within the attempt, and to which step
+
+    def undone(self, step: int, span: Event) -> bool:
+        """Whether a guard went back to before the step after it was done."""
+        return any(span.at_s <= at_s and step >= to_step for at_s, to_step in self.rollbacks)
+
+    def keeps(self, step: int, span: Event) -> bool:
+        """Whether the work of the step was kept."""
+        return step < self.wasted_from and not self.undone(step, span)
+
+    @property
+    def kept_steps(self) -> list[tuple[int, Event]]:
+        """The steps whose work was kept."""
+        return [(step, span) for step, span in self.steps if self.keeps(step, span)]
 
     @property
     def up_s(self) -> float:
@@ -107,7 +121,8 @@ def attempts_of(logs: Sequence[Sequence[Event]]) -> tuple[list[Attempt], list[Ev
         steps = list(_steps(spans))
         first_s = min(map(start_s, primary), default=None)
         last_s = max(event.at_s for event in primary or events)
-        attempts.append(Attempt(number, events, spans, steps, first_s, last_s, wasted_from))
+        rollbacks = [(e.at_s, e.step) for e in primary if e.kind == Kind.ROLLED_BACK and e.step is not None]
+        attempts.append(Attempt(number, events, spans, steps, first_s, last_s, wasted_from, rollbacks))
         wasted_from = min([wasted_from, *(step for step, _ in steps)])
     return attempts[::-1], launcher
 
@@ -170,7 +185,7 @@ def intervals(
             continue
         yield Interval(idle_from_s, attempt.first_s, idle_part, 1)
         for span in attempt.spans:
-            yield Interval(start_s(span), span.at_s, _part(span, attempt.wasted_from), 2)
+            yield Interval(start_s(span), span.at_s, _part(span, attempt), 2)
         idle_from_s = max((span.at_s for span in attempt.spans), default=attempt.first_s)
         idle_part = Part.RECOVERY
     last_loss_s = max((e.at_s for e in launcher if e.kind == Kind.DISRUPTED), default=-math.inf)
@@ -178,9 +193,11 @@ def intervals(
         yield Interval(idle_from_s, clock_s[1], Part.RECOVERY, 1)  # lost, and nobody came back
 
 
-def _part(span: Event, wasted_from: float) -> Part:
+def _part(span: Event, attempt: Attempt) -> Part:
     if span.fields["span"] == "step":
-        lost = span.fields.get("failed") or (span.step is not None and span.step >= wasted_from)
+        if span.step is not None and attempt.undone(span.step, span):
+            return Part.WASTED_BY_SPIKE
+        lost = span.fields.get("failed") or (span.step is not None and span.step >= attempt.wasted_from)
         return Part.WASTED if lost else Part.PRODUCTIVE
     if span.fields["span"] == "broadcast":  # inside a restore
         return Part.CHECKPOINT_RESTORE

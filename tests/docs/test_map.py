@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ckptkit"
 PAGE = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
 TREE = (ROOT / "README.md").read_text().split("## What is where")[1].split("```")[1]
-ROOMS_MAX = 32
+ROOMS_MAX = 34
 LAYERS = 9
 
 

@@ -1,0 +1,141 @@
+"""What a guard knows of a run, as plain values: saved with the data position, so that a resumed run has the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from typing import Any
+
+from ckptkit.guard.rules import Reading
+from ckptkit.guard.skips import Skips
+
+FORMAT = "ckptkit.guard/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """What a rule found. `onset` is the first step of the trouble, `step` the one whose value gave the alarm."""
+
+    rule: str
+    signal: str
+    step: int
+    onset: int
+    value: float
+    limit: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values that are JSON."""
+        return {**asdict(self), "value": _plain(self.value), "limit": _plain(self.limit)}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Alarm:
+        """What `to_json` gave."""
+        return cls(**{**saved, "value": float(saved["value"]), "limit": float(saved["limit"])})
+
+    def __str__(self) -> str:
+        about = f"{self.signal} {self.value:.6g}"
+        limit = f", above {self.limit:.6g}" if math.isfinite(self.limit) else ""
+        since = f" since step {self.onset}" if self.onset < self.step else ""
+        return f"{self.rule} at step {self.step}: {about}{limit}{since}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollback:
+    """A way back that was taken: the alarm, the first step that is taken anew with other batches, and the batches
+    (`first_batch` to `stop_batch`, exclusive) that are skipped. Not the save that was restored: nothing depends on it.
+    """
+
+    alarm: Alarm
+    first_step: int
+    first_batch: int
+    stop_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.alarm}; batches {self.first_batch} to {self.stop_batch - 1} are skipped"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values that are JSON."""
+        return {**asdict(self), "alarm": self.alarm.to_json()}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Rollback:
+        """What `to_json` gave."""
+        return cls(**{**saved, "alarm": Alarm.from_json(saved["alarm"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardRecord:
+    """The last readings by signal, an alarm that was not answered yet, and every rollback of the run, oldest first."""
+
+    readings: Mapping[str, tuple[Reading, ...]] = field(default_factory=dict)
+    alarm: Alarm | None = None
+    rollbacks: tuple[Rollback, ...] = ()
+
+    @property
+    def skips(self) -> Skips:
+        """The batches that the rollbacks skip."""
+        return reduce(lambda skips, each: skips.and_also(each.first_batch, each.stop_batch), self.rollbacks, Skips())
+
+    @property
+    def suspect_since(self) -> int | None:
+        """The step since which a signal has been suspicious, None where none is."""
+        starts = []
+        for readings in self.readings.values():
+            row = None
+            for each in reversed(readings):
+                if not each.suspect:
+                    break
+                row = each.step
+            starts += [] if row is None else [row]
+        return min(starts, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values that are JSON: some 30 bytes for each reading that the rules look at."""
+        return {
+            "format": FORMAT,
+            "suspect_since": self.suspect_since,
+            "alarm": None if self.alarm is None else self.alarm.to_json(),
+            "rollbacks": [each.to_json() for each in self.rollbacks],
+            "readings": {
+                signal: [[each.step, _plain(each.value), int(each.suspect)] for each in readings]
+                for signal, readings in self.readings.items()
+            },
+        }
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any] | None) -> GuardRecord:
+        """What `to_json` gave; None is the record of a run that begins.
+
+        Raises ValueError for what is not the record of a guard.
+        """
+        if saved is None:
+            return cls()
+        if saved.get("format") != FORMAT:
+            raise ValueError(f"not the record of a guard: its format is {saved.get('format')!r}, expected {FORMAT!r}")
+        return cls(
+            readings={
+                signal: tuple(Reading(int(step), float(value), bool(suspect)) for step, value, suspect in readings)
+                for signal, readings in saved["readings"].items()
+            },
+            alarm=None if saved["alarm"] is None else Alarm.from_json(saved["alarm"]),
+            rollbacks=tuple(Rollback.from_json(each) for each in saved["rollbacks"]),
+        )
+
+
+def describe(saved: Mapping[str, Any]) -> list[str]:
+    """What a record says, a line each: for a person who looks at a step."""
+    record = GuardRecord.from_json(saved)
+    lines = [
+        f"{each.alarm}; batches {each.first_batch} to {each.stop_batch - 1} are skipped" for each in record.rollbacks
+    ]
+    if record.alarm is not None:
+        lines.append(f"saved with an alarm: {record.alarm}; a run that resumes here goes back first")
+    elif record.suspect_since is not None:
+        lines.append(f"saved while suspicious, since step {record.suspect_since}")
+    return lines
+
+
+def _plain(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)  # JSON has no NaN

@@ -1,0 +1,250 @@
+"""A guard over a small loop and a real manager: alarms, the way back, the batches that are skipped."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import ckptkit
+from ckptkit import Guard, GuardPolicy, GuardStopError, Kind, NonFinite, SlowDown, Spike
+from ckptkit.cli import main
+from ckptkit.goodput import goodput_report
+from ckptkit.guard import Alarm, GuardRecord, Skips
+
+POISON = frozenset(range(60, 63))  # batches
+
+
+class Killed(Exception):
+    """Stands for SIGKILL."""
+
+
+def loss_of(weight: jax.Array, batch: int) -> float:
+    """Falls with the weight; the noise depends on the batch, and poison is far off."""
+    return float(weight) + random.Random(batch).gauss(0, 0.02) + (50.0 if batch in POISON else 0.0)
+
+
+def run(
+    root: Path,
+    steps: int = 120,
+    *,
+    guarded: bool = True,
+    skips: Skips = Skips(),  # noqa: B008  frozen
+    before_step: Callable[[int], None] = lambda step: None,
+    policy: GuardPolicy = GuardPolicy(margin_steps=3, lag_steps=0),  # noqa: B008  frozen
+    events: ckptkit.EventLog | None = None,
+    as_arrays: bool = False,
+) -> tuple[bytes, Guard, list[int]]:
+    """A loop as a user writes it. Returns the weight's bits, the guard, and the batches in the order of training."""
+    guard = Guard([NonFinite(), Spike("loss", minimum=8, window=32)], policy=policy, events=events)
+    tier = ckptkit.Tier.ram(
+        str(root / "ram"), save=ckptkit.EverySteps(2), keep=ckptkit.KeepNewest(guard.saves_to_keep(2))
+    )
+    options = ocp.CheckpointManagerOptions(save_interval_steps=20, max_to_keep=2)
+    taken: list[int] = []
+    with ckptkit.CheckpointManager(
+        root / "durable", options=options, tiers=[tier], host_id="h", events=events
+    ) as manager:
+        step, weight = 0, jnp.float32(4.0)
+        wanted = ocp.args.Composite(
+            state=ocp.args.StandardRestore({"w": jax.ShapeDtypeStruct((), jnp.float32)}), data=ocp.args.JsonRestore()
+        )
+        if manager.latest_step() is not None:
+            found = manager.restore(None, args=wanted)
+            step, weight = found["data"]["step"], found["state"]["w"]
+            guard.resume(found["data"]["guard"])
+        while step < steps:
+            before_step(step)
+            batch = guard.skips.batch_of(step) if guarded else skips.batch_of(step)
+            taken.append(batch)
+            loss = loss_of(weight, batch)
+            weight = weight * jnp.float32(0.98 if batch not in POISON else -3.0) * jnp.float32(guard.rate_factor(step))
+            if guarded and (alarm := guard.watch(step, loss=jnp.float32(loss) if as_arrays else loss)):
+                found = guard.roll_back(manager, alarm, args=wanted)
+                step, weight = found["data"]["step"], found["state"]["w"]
+                guard.resume(found["data"]["guard"])
+                continue
+            step += 1
+            args = ocp.args.Composite(
+                state=ocp.args.StandardSave({"w": weight}),
+                data=ocp.args.JsonSave({"step": step, "guard": guard.to_json()}),
+            )
+            manager.save(step, args=args)
+            manager.wait_until_finished()
+    return np.asarray(weight).tobytes(), guard, taken
+
+
+def test_run_goes_back_and_skips_the_batches_of_the_window(tmp_path: Path) -> None:
+    """The run would keep the weights that the poison made."""
+    heard: list[ckptkit.Event] = []
+    events = ckptkit.EventLog()
+    events.observe(heard.append)
+    _, guard, taken = run(tmp_path, events=events)
+    assert guard.skips == Skips(((57, 63),))  # onset 60, margin 3, alarm at 62
+    assert list(dict.fromkeys(taken[-20:])) == taken[-20:]
+    assert taken[-1] == 119 + guard.skips.total
+    (back,) = [event for event in heard if event.kind == Kind.ROLLED_BACK]
+    assert back.step == 56
+    assert back.fields["batches"] == [57, 63]
+    assert [event.step for event in heard if event.kind == Kind.ALARM] == [62]
+    assert next(event.step for event in heard if event.kind == Kind.SUSPECTED) == 60
+
+
+def test_end_depends_on_the_alarms_alone(tmp_path: Path) -> None:
+    """What a run becomes would depend on which save happened to be there."""
+    bits, guard, _ = run(tmp_path / "a")
+    assert run(tmp_path / "b")[0] == bits
+    assert run(tmp_path / "c", guarded=False, skips=guard.skips)[0] == bits
+    assert run(tmp_path / "d", as_arrays=True, policy=GuardPolicy(margin_steps=3, lag_steps=2))[0] == bits
+    assert run(tmp_path / "e", guarded=False)[0] != bits
+
+
+@pytest.mark.parametrize("moment", ["before the restore", "after the restore", "one step later"])
+def test_run_that_is_killed_in_a_rollback_comes_to_the_same_bits(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second failure at the worst moment would end in a state of neither branch."""
+    bits, guard, _ = run(tmp_path / "straight")
+    back = Guard.roll_back
+    state = {"armed": True, "rolled": False}
+
+    def roll_back(self: Guard, *args: Any, **keywords: Any) -> Any:
+        if state["armed"] and moment == "before the restore":
+            raise Killed
+        found = back(self, *args, **keywords)
+        state["rolled"] = True
+        if state["armed"] and moment == "after the restore":
+            raise Killed
+        return found
+
+    def before_step(step: int) -> None:
+        if state["armed"] and state["rolled"] and moment == "one step later" and step == 58:
+            raise Killed
+
+    monkeypatch.setattr(Guard, "roll_back", roll_back)
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", before_step=before_step)
+    state["armed"] = False
+    again, resumed, _ = run(tmp_path / "killed", before_step=before_step)
+    assert again == bits
+    assert resumed.skips == guard.skips
+
+
+def test_alarms_without_end_stop_the_run_with_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that no skip helps would go round for ever."""
+    monkeypatch.setattr(f"{__name__}.POISON", frozenset(range(60, 1000)))
+    policy = GuardPolicy(margin_steps=3, lag_steps=0, retries_max=2)
+    with pytest.raises(GuardStopError, match=r"spike at step \d+.*2 rollbacks in a row did not help") as stopped:
+        run(tmp_path, policy=policy)
+    assert "batches 57 to 62 are skipped" in str(stopped.value)
+    with pytest.raises(GuardStopError):  # a restart meets the same alarm
+        run(tmp_path, policy=policy)
+
+
+def test_alarm_without_an_old_save_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run would go back to a state that is as wrong."""
+    monkeypatch.setattr(f"{__name__}.POISON", frozenset(range(60, 1000)))
+    policy = GuardPolicy(margin_steps=70, lag_steps=0)
+    with pytest.raises(GuardStopError, match="no save is 70 steps older than step 60"):
+        run(tmp_path, policy=policy)
+
+
+def test_rate_is_lower_after_a_rollback_and_only_then(tmp_path: Path) -> None:
+    """`SlowDown` would do nothing, or for ever."""
+    policy = GuardPolicy(margin_steps=3, lag_steps=0, slow_down=SlowDown(factor=0.5, steps=10))
+    _, guard, _ = run(tmp_path, policy=policy)
+    assert [guard.rate_factor(step) for step in (56, 57, 66, 67)] == [1.0, 0.5, 0.5, 1.0]
+
+
+def test_saves_to_keep_reach_back_before_any_onset() -> None:
+    """A tier would give up the save that a rollback needs."""
+    guard = Guard([Spike(patience=4)], policy=GuardPolicy(margin_steps=6, lag_steps=2))
+    assert guard.reach_steps == 9
+    for every in range(1, 15):
+        for alarm in range(200, 230):
+            last_save = (alarm + 2) // every * every  # the alarm is heard two steps late
+            kept = [last_save - every * age for age in range(guard.saves_to_keep(every))]
+            assert any(step <= alarm - 9 for step in kept), (every, alarm)
+
+
+def test_record_survives_json_with_values_that_json_has_not() -> None:
+    """A save in the middle of trouble would fail, or not be readable."""
+    guard = Guard()
+    for step in range(5):
+        assert guard.watch(step, loss=1.0, grad_norm=2.0) is None
+    alarm = guard.watch(5, loss=float("nan"), grad_norm=float("inf"))
+    assert alarm is not None
+    assert str(alarm) == "non-finite at step 5: grad_norm inf"
+    text = json.dumps(guard.to_json(), allow_nan=False)
+    later = Guard()
+    later.resume(json.loads(text))
+    assert later.watch(6, loss=1.0, grad_norm=1.0) == alarm  # not answered yet
+    assert GuardRecord.from_json(json.loads(text)).suspect_since == 5
+    with pytest.raises(ValueError, match="not the record of a guard"):
+        later.resume({"format": "other"})
+
+
+def test_array_is_read_late_and_alarm_is_that_of_its_step() -> None:
+    """`watch` would wait for the step that was just dispatched."""
+    guard = Guard([NonFinite()], policy=GuardPolicy(lag_steps=2))
+    heard = [guard.watch(step, loss=jnp.float32(math.nan if step == 3 else 1.0)) for step in range(6)]
+    assert heard[:5] == [None] * 5
+    assert isinstance(heard[5], Alarm)
+    assert heard[5].step == 3
+
+
+def test_calls_that_forget_something_are_refused() -> None:
+    """A guard would judge nothing, and nobody would know."""
+    with pytest.raises(ValueError, match="rules judge grad_norm, which the call does not give"):
+        Guard([Spike("grad_norm")]).watch(0, loss=1.0)
+    with pytest.raises(ValueError, match="margin_steps is at least 1"):
+        GuardPolicy(margin_steps=0)
+
+
+def test_goodput_counts_undone_steps_as_wasted_by_the_spike() -> None:
+    """Steps that a rollback undid would count as progress."""
+
+    def at(at_s: float, kind: Kind, **fields: Any) -> ckptkit.Event:
+        step = fields.pop("step", None)
+        return ckptkit.Event(kind=kind, at_s=at_s, process=0, step=step, fields=fields)
+
+    log = [at(0.0, Kind.STARTED, attempt=0)]
+    log += [at(1.0 + k, Kind.SPAN, step=k, span="step", duration_s=1.0) for k in range(6)]
+    log += [at(7.0, Kind.SPAN, span="checkpoint_restore", duration_s=1.0), at(7.0, Kind.ROLLED_BACK, step=3)]
+    log += [at(8.0 + k, Kind.SPAN, step=3 + k, span="step", duration_s=1.0) for k in range(4)]
+    log += [at(11.0, Kind.FINISHED)]
+    report = goodput_report([log])
+    assert {str(part): s for part, s in report.parts_s.items() if s} == {
+        "productive": 7.0,
+        "wasted_progress_from_spike": 3.0,
+        "checkpoint_restore": 1.0,
+    }
+    assert report.goodput.distinct_steps == 7
+    assert report.goodput.ml_goodput == pytest.approx(7 / 11)
+    assert report.goodput.effective_training_time == pytest.approx(7 / 11)
+
+
+def test_inspect_names_the_skipped_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody could say which data a model has never seen."""
+    run(tmp_path, steps=100)
+    assert main(["inspect", str(tmp_path / "100")]) == 0
+    assert re.search(r"^  guard: spike at step 62: loss .*batches 57 to 62 are skipped$", capsys.readouterr().out, re.M)
+
+
+def test_inspect_survives_a_damaged_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One odd value in a record would hide the rest of the step."""
+    args = ocp.args.Composite(data=ocp.args.JsonSave({"guard": {"format": "ckptkit.guard/1", "readings": 5}}))
+    with ckptkit.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=args)
+    assert main(["inspect", str(tmp_path / "1")]) == 0
+    assert "guard: its record cannot be read" in capsys.readouterr().out
