@@ -237,7 +237,7 @@ def test_goodput_counts_undone_steps_as_wasted_by_the_spike() -> None:
 def test_inspect_names_the_skipped_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nobody could say which data a model has never seen."""
     run(tmp_path, steps=100)
-    assert main(["inspect", str(tmp_path / "100")]) == 0
+    assert main(["inspect", str(tmp_path / "durable" / "100")]) == 0
     assert re.search(r"^  guard: spike at step 62: loss .*batches 57 to 62 are skipped$", capsys.readouterr().out, re.M)
 
 
