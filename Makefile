@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.ready
 .PHONY: setup setup-system setup-cluster demo test test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases signals bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
 .PHONY: proof-cost docs-cli docs-session broadcast-campaign simulator-campaign policy-campaign faults bench-all
-.PHONY: zoo simulate-protocol figures strangers test-wheel test-floor test-newest
+.PHONY: zoo simulate-protocol figures strangers test-wheel test-floor test-newest test-s3
 
 setup: $(STAMP)
 
@@ -103,6 +103,14 @@ test-mpi: setup
 test-slurm: setup
 	$(BIN)/python -m pytest tests/multiprocess -k "srun or slurm or batch_script"
 
+# S3 against moto's server, in an environment of its own: botocore wants an older python-dateutil than kubernetes.
+test-s3:
+	$(PYTHON) -m venv .venv-s3
+	.venv-s3/bin/python -m pip install --quiet --disable-pip-version-check -e '.[trainer,test-core,s3]'
+	.venv-s3/bin/python -m pip freeze --exclude-editable | grep -i botocore | sed 's/^botocore==/boto3==/' > .venv-s3/boto.txt
+	.venv-s3/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-s3/boto.txt -e '.[s3-test]'
+	.venv-s3/bin/python -m pytest tests/manager/test_s3.py tests/store/test_remote.py
+
 # What the pages show of the commands, from the commands themselves.
 docs-cli: setup
 	$(BIN)/python -m tools.cli_docs
@@ -165,4 +173,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-floor .venv-newest .venv-stranger-* site build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache runs
+	rm -rf $(VENV) .venv-floor .venv-newest .venv-s3 .venv-stranger-* site build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache runs
