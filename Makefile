@@ -118,7 +118,7 @@ docs-cli: setup
 docs-session: setup
 	$(BIN)/python -m tools.session
 
-# The wheel from the registry into a fresh environment: what `pip install ckptkit` gives.
+# Installs the built wheel and its dependencies from the registry into a fresh environment, as a person does.
 test-wheel: setup
 	$(BIN)/python -m pytest -m "slow or not slow" -o faulthandler_timeout=1200 tests/packaging
 

@@ -12,20 +12,20 @@ from bench.rows import RESULTS, Row, newest_results, rows_of
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- figures: `make figures` writes what is between these lines -->", "<!-- end of figures -->"
-# What the README shows, and in which words; the rest is in the report.
+# The rows of the README, with their labels; the rest is in the report.
 README_FIGURES = {
-    ("faults", "goodput"): "goodput of a training under faults",
-    ("faults", "lost_work_s"): "work that it had to do again",
-    ("faults", "wrong_runs"): "such runs that ended with wrong bits",
-    ("stall", "stall_ms_per_save"): "a save takes from a loop that keeps all cores busy",
-    ("stall", "stall_idle_ms_per_save"): "from one whose step runs elsewhere",
-    ("commit", "commit_gbps"): "from `save` to committed on the ramdisk",
+    ("faults", "goodput"): "goodput of a training with injected faults",
+    ("faults", "lost_work_s"): "work repeated after these faults",
+    ("faults", "wrong_runs"): "runs of these that ended with wrong bits (bit flips are injected)",
+    ("stall", "stall_ms_per_save"): "stall of a save while the step keeps all cores busy",
+    ("stall", "stall_idle_ms_per_save"): "stall of a save while the step runs elsewhere",
+    ("commit", "commit_gbps"): "from `save` to the commit on the ramdisk",
     ("commit", "cpu_s_per_gb"): "processor time of a save",
-    ("restore", "restore_gbps"): "back from the ramdisk, every byte proven",
+    ("restore", "restore_gbps"): "restore from the ramdisk, every byte verified",
     ("durable", "bucket_save_requests"): "requests of a save to a bucket",
-    ("durable", "bucket_restore_requests"): "requests of its restore",
-    ("corruption", "restored_wrong"): "damaged files that came back as something else, without a word",
-    ("kill", "recovered"): "kills at any moment after which the job had the newest save that was left",
+    ("durable", "bucket_restore_requests"): "requests of a restore from a bucket",
+    ("corruption", "restored_wrong"): "damaged files (injected) restored as something else, without an error",
+    ("kill", "recovered"): "kills (injected) after which the newest surviving save was restored",
 }
 _UNITS = {"_ms": "ms", "_gbps": "GB/s", "_s": "s", "_bytes": "MB", "cpu_s_per_gb": "s/GB"}
 _BUSY = 3.0  # load at which a timing is only an indication
@@ -49,10 +49,12 @@ def with_table(readme: str, rows: Sequence[Row]) -> str:
 def report(rows: Sequence[Row]) -> str:
     """The whole report as Markdown."""
     parts = [
-        "# What the benchmarks say\n",
-        "Written by `make figures` from `bench/results`; nothing here is typed by hand. Medians. The peer is the best "
-        "of stock Orbax's ways that were measured, the limit what the machine itself can do (of `faults`: a checkpoint "
-        "that costs nothing). n: samples of ours. How it was measured, and what did not come out: [LOG.md](LOG.md).\n",
+        "# Results of the benchmarks\n",
+        "Written by `make figures` from `bench/results`; no figure is typed by hand. All values are medians. "
+        '"Stock Orbax" is the fastest way of stock Orbax that was measured. "Limit" is one plain copy on this '
+        'machine (for `faults`: a checkpoint that costs nothing). "n" is the number of samples of ckptkit. '
+        "Methods and negative results: "
+        "[LOG.md](LOG.md).\n",
     ]
     for benchmark, group in groupby(rows, key=lambda row: row.benchmark):
         own = list(group)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.simulator_fit import DISTURBED
+from ckptkit.util.distribution import install_command
 
 BAR_POINTS = 2.0
 
@@ -72,7 +73,7 @@ def plot(path: Path, result: Mapping[str, Any]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise click.UsageError("--plot needs matplotlib: pip install 'ckptkit[plot]'") from error
+        raise click.UsageError(f"--plot needs matplotlib: {install_command('plot')}") from error
     figure = Figure(figsize=(6, 6), layout="constrained")
     axes = figure.add_subplot()
     rows = result["rows"]

@@ -4,7 +4,12 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.util.distribution import refuse_foreign
 from ckptkit.util.lazy import lazy_names
+
+__version__ = "0.2.0"
+
+refuse_foreign(sys.path)
 
 if TYPE_CHECKING:
     from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError as StepAlreadyExistsError

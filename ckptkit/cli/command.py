@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+import ckptkit
 from ckptkit.cli.exits import Exit, exit_of, quiet_libraries
 from ckptkit.cli.interrupts import Interrupts
 
@@ -120,6 +121,6 @@ def _as_interrupt(error: BaseException) -> BaseException:
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="ckptkit", message="%(package)s %(version)s")
+@click.version_option(ckptkit.__version__, message="ckptkit %(version)s")
 def commands() -> None:
     """Look at checkpoints, prove them, mend them, keep them in order. Needs no accelerator."""

@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from ckptkit.util.distribution import install_command
+
 
 class OutputFile(click.Path):
     """A file that will be written. A missing directory is reported before the work starts, not an hour later."""
@@ -31,7 +33,7 @@ def needed(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise click.UsageError(f"this needs {module}: pip install 'ckptkit[{extra}]'") from error
+        raise click.UsageError(f"this needs {module}: {install_command(extra)}") from error
 
 
 def write_whole(path: Path, data: str | bytes) -> None:

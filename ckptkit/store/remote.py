@@ -18,6 +18,7 @@ from ckptkit.store.backends import backend_of
 from ckptkit.store.base import Properties, PutMode, Stat, checked_key
 from ckptkit.store.refused import is_refusal, refused
 from ckptkit.store.retry import within_deadline
+from ckptkit.util.distribution import install_command
 
 OPERATION_TIMEOUT_S = 20.0  # of a small object; a server that accepts and never answers would hang a restart
 _FIRST_S_MIN = 0.5  # of the first operation, where finding credentials took almost all of the time
@@ -258,7 +259,7 @@ def _translated(where: str, needs: Needed = "list", timeout_s: float | None = No
         raise FileExistsError(f"{where} exists: {error}") from error
     except ImportError as error:
         extra = backend_of(where).access.extra
-        how = f"pip install 'ckptkit[{extra}]'" if extra else "install the package that it names"
+        how = install_command(extra) if extra else "install the package that it names"
         raise StoreError(f"{where} needs {_package(error)}: {how}", path=where) from error
     except Exception as error:
         status, access = _status(error), backend_of(where).access

@@ -8,11 +8,11 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+import ckptkit
 from ckptkit.cli import inspect as inspect_module
 from ckptkit.model.manifest import digest_of
 from tests.cli.conftest import HOST, Ours, Run
@@ -75,7 +75,7 @@ def test_exit_codes_and_messages(ckpt: Run, mine: Ours, arguments: tuple[str, ..
 
 def test_version_is_printed(ckpt: Run) -> None:
     """A report of a defect could not say what it is of."""
-    assert ckpt("--version").out == f"ckptkit {version('ckptkit')}\n"
+    assert ckpt("--version").out == f"ckptkit {ckptkit.__version__}\n"
 
 
 def test_an_empty_root_has_no_steps(ckpt: Run, tmp_path: Path) -> None:

@@ -75,4 +75,4 @@ def test_missing_client_of_a_bucket_names_the_extra(ckpt: Run, monkeypatch: pyte
     monkeypatch.setattr(remote, "_reachable", set())
     monkeypatch.setattr(remote.fsspec.core, "url_to_fs", missing)
     said = ckpt("inspect", "s3://bucket/run")
-    assert (said.code, said.err) == (1, "ckptkit: s3://bucket needs s3fs: pip install 'ckptkit[s3]'\n")
+    assert (said.code, said.err) == (1, "ckptkit: s3://bucket needs s3fs: pip install 'ckptkit-jax[s3]'\n")

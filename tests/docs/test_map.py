@@ -1,4 +1,4 @@
-"""The map of the code in docs/ARCHITECTURE.md and README.md is that of the tree, in the contract's order."""
+"""The map of the code in docs/ARCHITECTURE.md is that of the tree, in the contract's order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ckptkit"
 PAGE = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
-TREE = (ROOT / "README.md").read_text().split("## What is where")[1].split("```")[1]
+TREE = PAGE.split("## Layers")[1].split("```")[1]
 ROOMS_MAX = 34
 LAYERS = 9
 
@@ -49,16 +49,10 @@ def numbered(text: str, name: str) -> list[list[str]]:
     return list(layers.values())
 
 
-def test_readme_tree_has_the_layers_of_the_contract_in_order() -> None:
+def test_tree_has_the_layers_of_the_contract_in_order() -> None:
     """A newcomer would put a module where the linter refuses it."""
     tree = [[room.removesuffix("/").removesuffix(".py") for room in layer] for layer in numbered(TREE, r"[\w.]+/?")]
     assert tree == layers_of_the_contract()
-
-
-def test_architecture_has_the_layers_of_the_contract_in_order() -> None:
-    """The page would teach another order than the one that holds."""
-    found = [layer[0].split(" | ") for layer in numbered(PAGE, r"\w+(?: \| \w+)*")]
-    assert found == layers_of_the_contract()
 
 
 def test_import_contract_lists_every_package_without_exceptions() -> None:

@@ -21,7 +21,7 @@ class CoreOnly:
     """Finds what is on the path, but nothing of distributions that ckptkit does not require, directly or not."""
 
     def __init__(self) -> None:
-        required = self._closure("ckptkit")
+        required = self._closure("ckptkit-jax")
         self._refused = {
             module
             for module, owners in importlib.metadata.packages_distributions().items()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import ckptkit
 from tools.floor import floors
 
 ROOT = Path(__file__).parents[2]
@@ -36,14 +37,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("ckptkit", "trainer", "tools", "bench", "tests"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     call(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", out, ".", cwd=copy)
-    (built,) = out.glob("ckptkit-*.whl")
+    (built,) = out.glob("ckptkit_jax-*.whl")
     return built
 
 
 def test_wheel_contains_only_the_library(wheel: Path) -> None:
     """`pip install` would put packages named tests, tools and trainer into people's environments; or drop the types."""
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"ckptkit"}
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"ckptkit", "ckptkit_jax"}
     assert "ckptkit/py.typed" in names
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "ckptkit").rglob("*.py")}
     assert modules == {name for name in names if name.endswith(".py")}
@@ -78,12 +79,12 @@ def test_import_block_refuses_undeclared_packages(installed: Path, tmp_path: Pat
 
 
 def test_extras_and_version_match_the_documents() -> None:
-    """`pip install ckptkit[s3]` would warn and install nothing; a release would have no entry in the changelog."""
+    """`pip install ckptkit-jax[s3]` would warn and install nothing; a release would have no entry in the changelog."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {"s3", "torch", "test", "bench", "docs"} <= set(project["optional-dependencies"])
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None
-    assert newest[1] == project["version"]
+    assert newest[1] == ckptkit.__version__
     assert any(line.startswith("gcsfs") for line in project["dependencies"])
 
 
