@@ -1,7 +1,7 @@
 """The help of every command in docs/CLI.md, between its markers: `python -m tools.cli_docs` (`make docs-cli`).
 
-A command's section has a block from `<!-- help: NAME -->` to `<!-- /help -->`, which is written from what the command
-itself says; the rest of the page is kept. A test holds the page to it.
+A command's section has a block from `<!-- help: NAME -->` to `<!-- /help -->`, which is written from the command's own
+help; the rest of the page is kept. A test holds the page to it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def help_block(name: str, command: click.Command) -> str:
         info_name=f"ckptkit {name}",
         max_content_width=_WIDTH,
         terminal_width=_WIDTH,
-        help_option_names=["-h", "--help"],  # as the group says; click remembers the first that it made
+        help_option_names=["-h", "--help"],  # as the group orders them; click caches the first that it made
     )
     text = command.get_help(context).removeprefix("Usage: ")
     return f"<!-- help: {name} -->\n```text\n{text}\n```\n<!-- /help -->"

@@ -19,18 +19,18 @@ from pathlib import Path
 import click
 import xxhash
 
-SEPARATOR = b"\x00"  # stands after each document; text files hold no NUL, which is also how binaries are told
+SEPARATOR = b"\x00"  # follows each document; text files hold no NUL, which also identifies binaries
 RECORDS, INDEX = "records.arrayrecord", "index.json"
 NOT_CORPUS = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 
 
 class CorpusError(ValueError):
-    """The text cannot become a corpus; the message says which path and what to do."""
+    """The text cannot become a corpus; the message has the path and a remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """A finished corpus, as its index says. Every record is `record_bytes` of tokens, one byte each."""
+    """A finished corpus, as described by its index. Every record is `record_bytes` of tokens, one byte each."""
 
     path: str  # of the ArrayRecord file
     source: str  # where the text came from, absolute, or "stdlib"
@@ -148,7 +148,7 @@ def _name(data: str) -> str:
 
 def _build(data: str, documents: list[Document], digest: str, record_bytes: int, directory: Path) -> None:
     building = directory.with_name(f".building-{directory.name}")
-    shutil.rmtree(building, ignore_errors=True)  # left by a builder that died; the lock says none is alive
+    shutil.rmtree(building, ignore_errors=True)  # left by a dead builder; the lock shows that none is alive
     building.mkdir()
     records = _write_records(building / RECORDS, windows(documents, record_bytes))
     if not records:
@@ -200,7 +200,7 @@ def _lock(path: Path) -> Iterator[None]:
 @click.option("--out", default="runs/corpus", help="Directory of all corpora.")
 @click.option("--record-bytes", default=65, help="Bytes per record: sequence length + 1.")
 def main(data: str, out: str, record_bytes: int) -> None:
-    """Build a corpus, or find it built, and say where it is."""
+    """Build a corpus, or find it built, and return its place."""
     try:
         corpus = build_corpus(data, out, record_bytes)
     except CorpusError as error:

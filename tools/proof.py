@@ -21,7 +21,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What all processes of a run noted; `steps` has each step as often as it was taken, in order of a process."""
+    """The records of all processes of a run; `steps` has each step as often as it was taken, in order of a process."""
 
     directory: Path
     boxes: dict[tuple[str, str], set[str]]  # leaf and box to digests: one, unless replicas differ
@@ -47,7 +47,7 @@ class Verdict:
 def compare(reference: Path, resumed: Path) -> Verdict:
     """The verdict on two proof directories. A step that was taken several times must be the same each time.
 
-    Raises `ValueError` when one of them is no whole proof, since nothing then follows from finding no difference.
+    Raises `ValueError` if one of them is incomplete, since finding no difference would then prove nothing.
     """
     expected, found = load_proof(reference), load_proof(resumed)
     differences = [*_compare_boxes(expected, found), *_compare_steps(expected, found)]
@@ -66,7 +66,7 @@ def load_proof(directory: Path) -> Proof:
     records = {path.stem.removeprefix("records-"): path for path in directory.glob("records-*.jsonl")}
     if not states or set(states) != set(records):
         raise ValueError(
-            f"{directory} is no whole proof: final states of processes {sorted(states)}, records of "
+            f"{directory} is not a complete proof: final states of processes {sorted(states)}, records of "
             f"{sorted(records)}; was a run with --proof cut off?"
         )
     boxes: dict[tuple[str, str], set[str]] = defaultdict(set)
@@ -79,7 +79,7 @@ def load_proof(directory: Path) -> Proof:
         for number, step in _read_steps(process, path):
             steps[number].append(step)
     if not boxes or not steps:
-        raise ValueError(f"{directory} is no whole proof: {len(boxes)} boxes and {len(steps)} steps")
+        raise ValueError(f"{directory} is not a complete proof: {len(boxes)} boxes and {len(steps)} steps")
     return Proof(directory=directory, boxes=boxes, steps=steps)
 
 

@@ -1,7 +1,7 @@
 """A recorded terminal session for the README: `python -m tools.session` (`make docs-session`) writes docs/session.svg.
 
-The commands run as they stand, on a terminal of their own, on a checkpoint that is saved first; only the directory's
-name is made a short one.
+The commands run unchanged, in a terminal of their own, on a checkpoint that is saved first; only the directory's name
+is shortened.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def save_steps(root: Path) -> None:
 
 
 def shown(command: str, home: Path) -> str:
-    """What a terminal shows of a command that is run in `home`."""
+    """The terminal's output of a command that is run in `home`."""
     main, terminal = pty.openpty()
     words = [sys.executable, "-m", "ckptkit.cli", *shlex.split(command)[1:]]
     environment = {**os.environ, "COLUMNS": str(_COLUMNS), "TERM": "xterm-256color"}

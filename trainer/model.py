@@ -72,7 +72,7 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """SwiGLU (Shazeer 2020) or GELU. `up` holds the gate beside the input weight: [D, 2 or 1, F]."""
+    """SwiGLU (Shazeer 2020) or GELU. `up` holds the gate next to the input weight: [D, 2 or 1, F]."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         s = config.size

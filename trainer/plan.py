@@ -1,4 +1,4 @@
-"""What a run would need, computed from shapes alone: memory per device, bytes per checkpoint, sharding."""
+"""Computes the needs of a run from shapes alone: memory per device, bytes per checkpoint, sharding."""
 
 import math
 import sys

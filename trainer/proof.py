@@ -1,4 +1,4 @@
-"""What a run leaves behind so that a resumed run can be compared with an uninterrupted one, bit for bit."""
+"""Records of a run, by which a resumed run can be compared with an uninterrupted one, bit for bit."""
 
 import json
 from pathlib import Path

@@ -59,7 +59,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def leaf_path(key_path: tuple[Any, ...]) -> str:
-    """A leaf's name: `model/blocks/0/mlp/up`. NNX's own last part, `value`, says nothing and is dropped."""
+    """A leaf's name: `model/blocks/0/mlp/up`. NNX's own last part, `value`, is redundant and is dropped."""
     return jax.tree_util.keystr(key_path, simple=True, separator="/").removesuffix("/value")
 
 
@@ -81,8 +81,8 @@ def spec_of(path: str, rules: Rules = RULES) -> PartitionSpec | None:
 def shard_state(abstract_state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
     """The same abstract state with a `NamedSharding` on every leaf.
 
-    Parameters follow the table, an optimizer moment follows its parameter (the leaf whose path ends in the parameter's
-    and whose shape is the same), and all else (counters, keys) is on every device.
+    Parameters follow the table. An optimizer moment follows its parameter: the leaf whose path ends in the parameter's
+    and whose shape is the same. All else (counters, keys) is on every device.
     """
     params = {
         path.removeprefix("model/"): leaf.shape

@@ -24,7 +24,7 @@ StepFn = Callable[[State, jax.Array, Callable[[], None]], tuple[State, jax.Array
 
 
 class Train(nnx.Module):
-    """What is trained, in the shape in which it is saved."""
+    """The trained values, in the shape in which they are saved."""
 
     def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, seed: int):
         weights, drops = jax.random.split(jax.random.key(seed))

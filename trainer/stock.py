@@ -59,7 +59,7 @@ class StockOrbax:
         return Restored(restored)
 
     def save(self, step: int, *, args: Any, force: bool = False) -> bool:
-        """Saves when Orbax's policy says so; True when it did."""
+        """Saves if Orbax's policy decides so; returns True if it did."""
         started_s = time.monotonic()
         if not self._manager.save(step, args=args, force=force):
             return False
@@ -92,7 +92,7 @@ class StockOrbax:
         self._manager.close()
 
     def _note_commit(self, step: int, started_s: float) -> None:
-        """Says when the step has its name, and what it takes: Orbax says neither."""
+        """Reports the commit of the step and its size, which Orbax does not report."""
 
         def watch() -> None:
             committed = self._directory / str(step)

@@ -44,8 +44,8 @@ def copy(
     """Copy the steps of the root SRC, or the one step SRC in a root, to the root DST, between disks and buckets.
 
     Every step is verified at DST before its commit marker is written, so DST holds the complete step or no step. A job
-    may be running on SRC. A step of another run than that in DST is refused, or gets a new identity with --as: as the
-    newest, which the next restart takes, or as history, which no restart takes unasked.
+    may be running on SRC. A step of another run than that in DST is refused. With --as it gets a new identity: as the
+    newest step, which the next restart takes, or as history, which a restart takes only by its number.
     """
     plan = plan_copy(source, target, as_step=as_step, adopted=adopted, step_prefix=step_prefix, timeout_s=timeout_s)
     if not dry_run:

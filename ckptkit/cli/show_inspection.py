@@ -49,7 +49,7 @@ def show_inspection(found: Inspection, depth: int | None) -> None:
 
 
 def _guard_lines(value: Any) -> list[str]:
-    """What a guard's record in a small item says: the item itself, or an entry of it."""
+    """The guard's record in a small item: the item itself, or an entry of it."""
     records = [value, *value.values()] if isinstance(value, Mapping) else []
     found = [each for each in records if isinstance(each, Mapping) and each.get("format") == FORMAT]
     try:

@@ -41,13 +41,14 @@ class SlowDown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardPolicy:
-    """What follows an alarm.
+    """The reaction to an alarm.
 
-    `margin_steps`: the state goes back to a save that is older than the onset by so many steps, and the batches from
+    `margin_steps`: the state returns to a save that is older than the onset by this many steps, and the batches from
     there to the alarm are skipped. `retries_max`: rollbacks in a row, each at most `clear_steps` after the one before;
     the next alarm is a `GuardStopError`. `slow_down`: also lower the rate, for loops that use `rate_factor`.
-    `lag_steps`: a value that is a `jax.Array` is read so many steps later. `step_number`: what the number of a save
-    says: how many steps are `done` (the saved state is that before step N), or the `last` step that was done.
+    `lag_steps`: a value that is a `jax.Array` is read this many steps later. `step_number`: the meaning of the number
+    of a save: `done`, the number of finished steps (the saved state is that before step N), or `last`, the last
+    finished step.
     """
 
     margin_steps: int = 5
@@ -72,12 +73,12 @@ class Guard:
 
     The loop calls `watch` after each step. On an alarm it calls `roll_back`, then `resume`. It saves `to_json()` with
     the position of its data, takes batch `skips.batch_of(step)` at each step, and calls `resume` with the saved record
-    after a restore. What a run trains on then follows from its measurements alone: a run that is killed, even within a
-    rollback, comes to the same bits, whichever save was restored.
+    after a restore. The training data of a run then follows from its measurements alone. A run that is killed, even
+    within a rollback, reaches the same bits, whichever save was restored.
 
     All processes call it alike, with values that are equal on all processes (outputs of the jitted step that every
-    device holds). Cost of `watch`: about 0.1 ms for 3 rules, no communication and no wait for the device: a float is
-    judged at once, a `jax.Array` is copied to the host in the background and read `lag_steps` steps later.
+    device holds). Cost of `watch`: about 0.1 ms for 3 rules, no communication and no wait for the device. A float is
+    judged at once. A `jax.Array` is copied to the host in the background, and read `lag_steps` steps later.
 
     Args:
       rules: what is judged, and by which limits; `Spike("grad_norm")` needs `watch(step, grad_norm=...)`.
@@ -95,9 +96,7 @@ class Guard:
         self._rules = tuple(rules)
         self._policy = policy
         self._events = events or EventLog()
-        self._record: GuardRecord | None = (
-            GuardRecord()
-        )  # None: `resume` has to say what was known at the restored step
+        self._record: GuardRecord | None = GuardRecord()  # None: `resume` must supply the record of the restored step
         self._rollbacks: tuple[Rollback, ...] = ()
         self._pending: deque[tuple[int, Mapping[str, Any]]] = deque()
         self._coordinator: Coordinator | None = None  # made by the first rollback, on all processes
@@ -118,7 +117,7 @@ class Guard:
         return math.ceil(late_steps / every_steps) + 1
 
     def rate_factor(self, step: int) -> float:
-        """What to multiply the learning rate of `step` by: 1.0, or what `SlowDown` says after a rollback."""
+        """The factor for the learning rate of `step`: 1.0, or that of `SlowDown` after a rollback."""
         slow = self._policy.slow_down
         if slow is None:
             return 1.0
@@ -167,14 +166,14 @@ class Guard:
     def roll_back(self, manager: CheckpointManager, alarm: Alarm, args: Any = None) -> Any:
         """Restores the newest save that is older than the alarm's onset by the margin, and skips the batches.
 
-        Returns what `manager.restore` returns. The loop then calls `resume` with the record in it, and goes on from
-        the restored step, with batches by `skips`. Nothing is written: the next save begins a new epoch and
-        abandons what was saved since; a process that dies before that meets the same alarm after its restart.
+        Returns the result of `manager.restore`. The loop then calls `resume` with the record in it, and continues from
+        the restored step, with batches by `skips`. Nothing is written: the next save begins a new epoch and abandons
+        the later saves. A process that dies before that save gets the same alarm after its restart.
 
         All processes call it together: process 0 names the saves. Cost: one exchange, and the restore.
 
-        Raises `GuardStopError` after `retries_max` rollbacks in a row, where no save is old enough, or where processes
-        do not have the same alarm; what `manager.restore` raises for a tier that cannot be reached.
+        Raises `GuardStopError` after `retries_max` rollbacks in a row, if no save is old enough, or if processes do not
+        have the same alarm. Raises the errors of `manager.restore` for a tier that cannot be reached.
         """
         known = self._known
         first = max(0, alarm.onset - self._policy.margin_steps)

@@ -1,4 +1,4 @@
-"""What a guard knows of a run, as plain values: saved with the data position, so that a resumed run has the same."""
+"""A guard's record of a run, as plain values: saved with the data position, so that a resumed run has the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMAT = "ckptkit.guard/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """What a rule found. `onset` is the first step of the trouble, `step` the one whose value gave the alarm."""
+    """A rule's finding. `onset` is the first step of the trouble, `step` the one whose value gave the alarm."""
 
     rule: str
     signal: str
@@ -106,7 +106,7 @@ class GuardRecord:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any] | None) -> GuardRecord:
-        """What `to_json` gave; None is the record of a run that begins.
+        """The record from the result of `to_json`; None gives the record of a new run.
 
         Raises ValueError for what is not the record of a guard.
         """
@@ -125,7 +125,7 @@ class GuardRecord:
 
 
 def describe(saved: Mapping[str, Any]) -> list[str]:
-    """What a record says, a line each: for a person who looks at a step."""
+    """The content of a record, a line each: for a person who inspects a step."""
     record = GuardRecord.from_json(saved)
     lines = [
         f"{each.alarm}; batches {each.first_batch} to {each.stop_batch - 1} are skipped" for each in record.rollbacks

@@ -30,8 +30,8 @@ class Reading(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What a rule says of the newest reading: it is above `limit`. `onset`: the first step of the trouble where it is
-    an alarm, None where the reading is only suspicious."""
+    """A rule's verdict on the newest reading: it is above `limit`. `onset`: the first step of the trouble for an alarm,
+    None if the reading is only suspicious."""
 
     rule: str
     limit: float
@@ -158,6 +158,6 @@ class Divergence:
 
 
 def _deviation(values: Sequence[float], middle: float) -> float:
-    """From the distances of neighbours: how far a young run's loss falls within the window is no noise."""
+    """From the distances of neighbours: the fall of a young run's loss within the window is not noise."""
     distances = [abs(later - value) for value, later in pairwise(values)]
     return max(_DISTANCE_TO_DEVIATION * median(distances), _FLOOR * abs(middle))

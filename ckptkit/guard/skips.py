@@ -54,7 +54,7 @@ class Skips:
 
     @classmethod
     def from_json(cls, saved: Iterable[Iterable[int]]) -> Skips:
-        """What `to_json` gave. Raises ValueError for what is not such ranges."""
+        """The ranges from the result of `to_json`. Raises ValueError if they are not such ranges."""
         pairs = [tuple(pair) for pair in saved]
         return cls(tuple((int(first), int(stop)) for first, stop in pairs))
 

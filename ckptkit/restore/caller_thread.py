@@ -11,7 +11,7 @@ from ckptkit.job.coordination import Coordinator
 from ckptkit.util.clock import Deadline
 
 _T = TypeVar("_T")
-_LOOK_S = 10.0  # how often those who have come hear who has not: nobody waits for it who comes meanwhile
+_LOOK_S = 10.0  # how often waiting processes learn which ones are missing; a latecomer does not wait for this
 
 
 @final
@@ -30,7 +30,7 @@ class CallerThread:
         self._act: Callable[[], Any] | None = None
         self._outcome: list[Any] = []  # what the last act gave, and its error
 
-    # What the caller's thread calls.
+    # Called by the caller's thread.
 
     def serve(self, over: Callable[[], bool], timeout_s: float | None) -> None:
         """Does what it is asked for until `over` (see `wake`), or leaves after `timeout_s` unless it is kept."""
@@ -60,7 +60,7 @@ class CallerThread:
             self._gone = True
             self._changed.notify_all()
 
-    # What the background thread calls.
+    # Called by the background thread.
 
     def come(self, wait_s: float) -> str:
         """`here` once the caller is there, and keeps it; `later` if it does not come in time, `gone` if never."""
@@ -78,7 +78,7 @@ class CallerThread:
             self._changed.notify_all()
 
     def run(self, act: Callable[[], _T]) -> _T:
-        """What `act` gives, or raises, on the caller's thread. Raises `CheckpointError` where it was interrupted."""
+        """The result or error of `act`, run on the caller's thread. Raises `CheckpointError` if it was interrupted."""
         with self._changed:
             self._outcome = []
             self._act = act
@@ -112,10 +112,11 @@ class CallerThread:
 
 
 def all_come(caller: CallerThread, left: Callable[[], bool], coordinator: Coordinator) -> str | None:
-    """Waits until the callers of all processes are there, and keeps them; or says why they are not waited for.
+    """Waits until the callers of all processes have arrived, and holds them; or returns the reason for not waiting.
 
-    That is when one is gone, when nothing is `left` for anybody, and when one comes the coordinator's `timeout_s` later
-    than the first: it may be waiting for something that the first would do after the restore. The same everywhere.
+    It does not wait if one process ended, if nothing is `left` for any process, or if one arrives the coordinator's
+    `timeout_s` later than the first: that one may wait for something that the first does after the restore. The result
+    is the same on all processes.
     """
     timeout_s = coordinator.timeout_s
     first: list[Deadline] = []  # on process 0, since somebody has come

@@ -24,12 +24,12 @@ from ckptkit.store.backends import properties_of
 
 _AT_ONCE = 8  # steps that are asked for their names
 
-_Named = SaveId | CorruptCheckpointError | None  # the save that a step says it is, or why it does not
+_Named = SaveId | CorruptCheckpointError | None  # the save that a step records, or why it records none
 
 
 @final
 class Inventory:
-    """What the tiers of this host hold, how other processes' tiers are read, and which saves there are.
+    """The contents of this host's tiers, the way to read other processes' tiers, and the existing saves.
 
     `client` reads other processes' tiers, None where they are not read; `rank` is this process's place on its host, of
     how many. Each method looks on this process alone, and events name the durable steps that are damaged.
@@ -54,11 +54,11 @@ class Inventory:
         self._ahead: tuple[int, DurableReader] | None = None
 
     def report(self, save: LocalSave, refusal: str | None = None) -> list[Any]:
-        """What this process tells the others of a save on its host; `refusal`: why it cannot be had from there."""
+        """This process's report of a save on its host; `refusal`: why it cannot be read from there."""
         return save.report(self._rank, refusal).to_json()
 
     def reports(self) -> list[list[Any]]:
-        """What this process tells the others of the saves on its host."""
+        """This process's reports of the saves on its host."""
         return [self.report(save) for save in self.local.saves().values()]
 
     def candidates(
@@ -94,7 +94,7 @@ class Inventory:
         return self._identified(step, self._names([step])[step], ancestry)
 
     def _look(self, step: int | None, ahead: VerifySelection | None) -> tuple[list[int], dict[int, _Named]]:
-        """The durable steps, newest first, and what the first of them say that they are."""
+        """The durable steps, newest first, and the recorded identity of the first ones."""
         looked = self.durable.looked()
         steps = sorted((each for each in looked if step is None or each == step), reverse=True)
         self._ahead = None
@@ -119,7 +119,7 @@ class Inventory:
         return saves
 
     def _names(self, steps: Sequence[int], others: Sequence[Callable[[], Any]] = ()) -> dict[int, _Named]:
-        """What steps say that they are, asked together with what `others` ask."""
+        """The recorded identities of steps, read in parallel with `others`."""
 
         def name_of(step: int) -> _Named:
             try:

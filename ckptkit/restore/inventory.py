@@ -1,8 +1,8 @@
-"""What the processes say they hold of each save, in a few bytes; and what follows from it. Pure.
+"""The processes' reports of the shares that they hold of each save, in a few bytes, and their evaluation. Pure.
 
-A *share* is what one process wrote of one save. Within a save its writer's index names it, and so its boxes. What a
-process says of a save is bounded (`REPORT_BYTES_MAX`); the boxes themselves are asked for only of the save that is
-restored, from those who hold them.
+A *share* is the part of one save that one process wrote. Within a save, the writer's index names the share and its
+boxes. A process's report of a save is bounded (`REPORT_BYTES_MAX`). The boxes themselves are requested only for the
+save that is restored, from the processes that hold them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import xxhash
 from ckptkit.model.boxes import Box, missing_elements
 from ckptkit.model.manifest import Manifest, SaveId
 
-REPORT_BYTES_MAX = 4096  # of what one process says of one save
+REPORT_BYTES_MAX = 4096  # of one process's report of one save
 GIVERS_MAX = 16  # whose manifests are looked into for one damaged share
 _REFUSAL_CHARS_MAX = 500  # of a reason: escaped, six bytes of JSON for each at the most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What one process says of one save: the shares that it can give to others, and why it cannot have its own part
+    """One process's report of one save: the shares that it can serve to others, and why it cannot read its own part
     from its own host alone (None: it can, or has not looked)."""
 
     save_id: SaveId
@@ -61,7 +61,7 @@ class Held:
         )
 
 
-_save_id = lru_cache(maxsize=1024)(SaveId)  # thousands of processes say the same few: one object, hashed at once
+_save_id = lru_cache(maxsize=1024)(SaveId)  # thousands of processes report the same few values: one object, hashed once
 
 ShareHolders = Mapping[int, tuple[int, ...]]  # share -> the processes that can give it
 
@@ -77,7 +77,7 @@ def box_set_hash(manifest: Manifest) -> str:
 
 
 def holders_of(reports: Sequence[Sequence[Held]], save_id: SaveId) -> dict[int, tuple[int, ...]]:
-    """Who can give each share of a save; `reports[p]` is what process `p` says."""
+    """The processes that can serve each share of a save; `reports[p]` is the report of process `p`."""
     found: dict[int, list[int]] = {}
     for process, report in enumerate(reports):
         for held in report:
@@ -96,7 +96,7 @@ def is_whole(reports: Sequence[Sequence[Held]], save_id: SaveId) -> bool:
     """Whether every share of a save is held by somebody."""
     counts = {held.count for report in reports for held in report if held.save_id == save_id}
     held = holders_of(reports, save_id)
-    # Counted first: a manifest may say any number.
+    # Counted first: a manifest may hold any number.
     return len(counts) == 1 and min(counts) <= len(held) and all(share in held for share in range(min(counts)))
 
 
@@ -145,7 +145,8 @@ def hole_in(manifests: Sequence[Manifest]) -> str | None:
 
 
 def to_runs(holders: ShareHolders) -> list[list[int]]:
-    """Who holds what, as `[holder, share, how many]`: both count up together. One run where everybody holds its own."""
+    """The holders of shares, as `[holder, share, how many]`: both count up together. One run if every process holds its
+    own."""
     runs: list[list[int]] = []
     for process, share in sorted((process, share) for share, given in holders.items() for process in given):
         last = runs[-1] if runs else None
@@ -157,7 +158,7 @@ def to_runs(holders: ShareHolders) -> list[list[int]]:
 
 
 def from_runs(runs: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """What `to_runs` was given."""
+    """The argument of `to_runs`."""
     found: dict[int, list[int]] = {}
     for process, share, length in runs:
         for more in range(length):
@@ -168,8 +169,8 @@ def from_runs(runs: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
 def in_order_of_use(shares: Iterable[int], *, mine: int, of: int, count: int, alike: Sequence[int] = ()) -> list[int]:
     """In which order process `mine` `of` so many looks into the shares of a save that `count` processes wrote.
 
-    Its own index first, then `alike` (those that hold most of what it wants), then by distance: a mesh is cut in order,
-    so what it wants lies about as far along as it does itself.
+    Its own index first, then `alike` (those that hold most of the wanted boxes), then by distance: a mesh is cut in
+    order, so the wanted boxes are at about the same position as the process.
     """
     at = mine * count / of
     preferred = dict.fromkeys([mine, *alike] if of == count else alike)

@@ -1,4 +1,4 @@
-"""What this host's fast tiers hold, whoever wrote it, and how a restore reads it."""
+"""The saves in this host's fast tiers, from any writer, and the way a restore reads them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LocalSave:
         return tuple(manifest for pairs in self.held.values() for _, manifest in pairs)
 
     def report(self, rank: tuple[int, int], refusal: str | None = None) -> Held:
-        """What this process, the `rank`-th of so many on its host, tells the others of the save."""
+        """The report of the save by this process, the `rank`-th on its host."""
         mine = {
             manifest.writer.process: box_set_hash(manifest)
             for pairs in self.held.values()
@@ -76,7 +76,7 @@ class LocalTiers:
         self.refused: str | None = None  # what may not be read, at the last look: it is not absent
 
     def saves(self) -> dict[SaveId, LocalSave]:
-        """Every save of which a readable manifest stands here. What is damaged is said in events."""
+        """Every save with a readable manifest on this host. Damage is reported in events."""
         found: dict[SaveId, dict[str, list[tuple[Path, Manifest]]]] = {}
         self.refused = None
         for tier, host_dir in self._host_dirs.items():
@@ -90,14 +90,14 @@ class LocalTiers:
         return {save: LocalSave(save_id=save, held=tiers) for save, tiers in found.items()}
 
     def holdings(self, save: LocalSave | None, proves: VerifySelection = VerifySelection()) -> Holdings:  # noqa: B008  frozen
-        """One source per slot directory, so that a reader knows where a record's bytes stand."""
+        """One source per slot directory, so that a reader knows the place of a record's bytes."""
         sources: list[Source] = []
         readers: list[BoxReader] = []
         for tier, pairs in (save.held if save is not None else {}).items():
             for directory, manifest in pairs:
                 try:
                     slot = SlotReader(directory, manifest, proves, on_disk=tier == SSD)
-                except (OSError, ValueError) as error:  # the slot is gone or empty: the next source is taken
+                except (OSError, ValueError) as error:  # the slot is missing or empty: try the next source
                     self._events.emit(Kind.REJECTED, step=manifest.save_id.step, tier=tier, reason=str(error))
                     self._note_refusal(error, f"slot {directory / manifest.slot}: {error}")
                     continue
@@ -123,8 +123,8 @@ def together(
 ) -> tuple[Source, BoxReader]:
     """Several sources as one, that covers what they cover together; what it reads counts as read from `tier`.
 
-    Of a box that several hold, the first that proves whole is given; what a sample finds damaged is raised at once.
-    Where none does, one that did not answer is the reason: it may have it whole.
+    If several hold a box, the first one that verifies is returned; damage in a sample raises at once. If none verifies
+    and one did not answer, that one is the error: its copy may be intact.
     """
     by_box: dict[tuple[str, tuple[str, ...], Box], list[tuple[LeafRecord, BoxRecord, BoxReader]]] = {}
     for source, reader in pairs:

@@ -1,4 +1,4 @@
-"""What a restore would take and from where, as one host sees it: the restore's own decisions over what stands there."""
+"""The forecast of a restore on one host: the restore's own decisions over the existing saves."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def outlook(
         raise NoRestorableStepError(rejected, path=url)
     if names and step is not None:
         raise StepNotFoundError(f"step {step} is not in {url} or in this host's tiers", step=step, path=url)
-    raise nothing_at(url, "there is no step that could be restored, here or in a tier that was given")
+    raise nothing_at(url, "no step can be restored, here or in a given tier")
 
 
 def _search(candidate: Candidate, local: LocalSave, durable: Mapping[SaveId, Place], events: EventLog) -> SourceSearch:
@@ -172,11 +172,11 @@ def _manifests_at(like: str, timeout_s: float) -> list[tuple[Manifest, bool]]:
     if is_slot_directory(place.names()):
         shares, damaged = read_shares(path)
         if not shares:
-            raise next(iter(damaged), nothing_at(like, "there is no committed save in it"))
+            raise next(iter(damaged), nothing_at(like, "it has no committed save"))
         return [(shares[0].manifest, False)]
     step = step_of_name(place.name)
     if not place.names() or step is None:
-        raise nothing_at(like, "it is no slot directory, no manifest, and no step")
+        raise nothing_at(like, "it is not a slot directory, a manifest or a step")
     manifests = DurableReader(place.url, step=step).manifests()
     if not manifests:
         raise nothing_at(like, "stock Orbax wrote it, without records of its leaves")

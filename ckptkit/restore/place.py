@@ -23,7 +23,7 @@ _FROM_BYTES = 1 << 20
 
 
 class DeviceBuffer(np.ndarray):
-    """Host memory that is a CPU device's array. What views it keeps the array, but not from being donated."""
+    """Host memory that is a CPU device's array. A view keeps the array alive, but does not prevent its donation."""
 
     array: jax.Array | None = None
 
@@ -94,7 +94,7 @@ def place(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:
     """The leaf from its proven blocks. Never references tier memory: the blocks are this restore's own.
 
     On the CPU backend the array takes the blocks' memory as it is; on others they are transferred, whatever
-    `jax.transfer_guard` says: the caller has asked for it.
+    `jax.transfer_guard` is set to: the caller has asked for it.
     """
     with jax.transfer_guard("allow"):
         return _placed(target, blocks)

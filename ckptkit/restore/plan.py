@@ -1,4 +1,4 @@
-"""What to restore, and from where: pure decisions over what the processes say they hold.
+"""Plans a restore: the save and the sources, by pure decisions over the processes' reports.
 
 Two steps. `rank_candidates` (process 0, for all) orders the saves that every process can have; `plan_restore`
 (each process, for itself) chooses the source of every box of the chosen save.
@@ -22,7 +22,7 @@ Key = tuple[str, tuple[str, ...]]  # item, path of the leaf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A save that might be restored: in a durable step, in fast tiers, or both. `refusal` says why it cannot be."""
+    """A save that might be restored: in a durable step, in fast tiers, or both. `refusal` is the reason against it."""
 
     save_id: SaveId
     durable: bool
@@ -31,13 +31,13 @@ class Candidate:
 
     @property
     def where(self) -> str:
-        """The tiers, for messages. What a refusal leaves is a save that fast tiers hold."""
+        """The tiers, for messages. A refused save is one that fast tiers hold."""
         return "+".join(["fast"] * (self.fast or not self.durable) + ["durable"] * self.durable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What one tier holds of one save, readable by this process. Sources are given in order of cost."""
+    """The part of one save that one tier holds, readable by this process. Sources are in order of cost."""
 
     tier: str
     manifests: tuple[Manifest, ...]
@@ -74,12 +74,12 @@ class RestorePlan:
     reads: tuple[BoxRead, ...]
 
     def first_reads(self, source: int) -> list[tuple[str, LeafRecord, BoxRecord, Box]]:
-        """What is asked of a source if every first choice proves whole, in that order: item, leaf, record, box."""
+        """The reads from a source if every first choice verifies, in this order: item, leaf, record, box."""
         asked = [read for read in in_reading_order(self.reads) if read.sources[0][0] == source]
         return [(read.key[0], *record, read.wanted) for read in asked for record in read.sources[0][1]]
 
     def bytes_by_tier(self) -> dict[str, int]:
-        """Bytes that the plan reads from each tier if every first choice proves whole."""
+        """Bytes that the plan reads from each tier if every first choice verifies."""
         read_bytes: dict[str, int] = {}
         for read in self.reads:
             tier = self.tiers[read.sources[0][0]]
@@ -118,10 +118,10 @@ def rank_candidates(
 ) -> list[Candidate]:
     """The saves in the order in which they are to be tried: newest first, abandoned branches left out.
 
-    `fast[p]` says for each save that process `p` finds on its host why it cannot be restored from there (None: it
-    can). A save is a candidate without refusal when it is durable, or when every process can have it from its
-    own fast tiers; where processes are `linked`, so that each reads the others' tiers too, when anybody holds any of
-    it: whether that is enough each finds out before anything is read. With `step`, only saves of that step are
+    `fast[p]` has, for each save that process `p` finds on its host, the reason why it cannot be restored from there
+    (None: it can). A save is a candidate without refusal if it is durable, or if every process can read it from its own
+    fast tiers. If processes are `linked`, so that each reads the others' tiers too, it is enough that any process holds
+    a part: each finds out before reading whether the parts are complete. With `step`, only saves of that step are
     candidates.
     """
     saves = {save for report in fast for save in report} | set(durable)
@@ -219,7 +219,7 @@ def _joined(refusals: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is read at a time: the part of a wanted box that lies in one cell."""
+    """The unit of reading: the part of a wanted box that lies in one cell."""
 
     key: Key
     wanted: Box
@@ -230,7 +230,7 @@ class Piece:
 def pieces_of(box: Box, cell: Sequence[int]) -> list[Box]:
     """A box cut at the borders of cells, in C order; a box without elements has no pieces.
 
-    Every cell that the box meets gives one piece, so that each is read, and proven, once.
+    Every cell that intersects the box gives one piece, so that each is read and verified once.
     """
     if box.size == 0:
         return []

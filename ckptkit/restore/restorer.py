@@ -64,7 +64,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What a restore gave: items by name, the save they are of, and whether it was saved without names."""
+    """The result of a restore: items by name, their save, and whether it was saved without names."""
 
     items: Mapping[str, Any]
     save_id: SaveId
@@ -97,12 +97,12 @@ class Restorer:
     def restore(
         self, step: int | None, wanted: RestoreRequest, about: str, *, caller: CallerThread | None = None
     ) -> Restored:
-        """The newest save that every process can have and that proves whole (`step`: only that one).
+        """Restores the newest save that every process can read and that verifies completely (`step`: only that one).
 
         `about` names the restore: it differs for each, and is the same on every process. `caller` launches
         collectives, where this is not the thread that may.
 
-        Raises `StepNotFoundError` where there is no candidate, `NoRestorableStepError` where all were rejected;
+        Raises `StepNotFoundError` if there is no candidate, `NoRestorableStepError` if all were rejected;
         a tree mismatch, a missing permission and a tier that cannot be reached raise at once and never fall back.
         """
         self._coordinator.begin(about)
@@ -169,7 +169,8 @@ class Restorer:
     def _report(
         self, local: Mapping[SaveId, LocalSave], prepared: dict[SaveId, Prepared], wanted: RestoreRequest
     ) -> list[list[Any]]:
-        """What this host's fast tiers hold, newest first, each with why it cannot be had from them alone, or None.
+        """The saves in this host's fast tiers, newest first, each with the reason why they alone do not suffice, or
+        None.
 
         Looked into until one can be had: those behind it are rarely asked for, and then refused when they are tried.
         """
@@ -195,7 +196,7 @@ class Restorer:
             return only_by_orbax(asked) if asked.orbax else self._preparer.prepare(save.save_id, holdings, asked)
         except (TreeMismatchError, ItemNotFoundError):
             return None  # it is held; the mismatch is raised when the candidate is tried
-        except Exception as error:  # noqa: BLE001  said in the vote: who does not come leaves the others waiting
+        except Exception as error:  # noqa: BLE001  reported in the vote: a missing process leaves the others waiting
             return f"{type(error).__name__}: {error}"
 
     def _try(
@@ -246,7 +247,7 @@ class Restorer:
         return act_together(self._coordinator, channel, act)
 
     def _search(self, candidate: Candidate, own: Holdings, wanted: RestoreRequest) -> SourceSearch:
-        """Where the save's boxes can be had; what others hold of it is heard from process 0."""
+        """The sources of the save's boxes; process 0 tells which shares the others hold."""
         save_id, client, peers = candidate.save_id, self._inventory.client, None
         if client is not None and candidate.fast:
 
@@ -285,13 +286,13 @@ class Restorer:
         wanted: RestoreRequest,
         shared: Shared | None,
     ) -> Verified:
-        """Reads, proves and places this process's part; launches no collective, and meets nobody."""
+        """Reads, verifies and places this process's part; launches no collective, and exchanges nothing."""
         try:
             return self._read_reaching(search, prepared, wanted, shared)
         except CorruptCheckpointError:
             if not wanted.proves.is_sample:
                 raise
-        # What is damaged in one place may be in others, which the sample has passed over.
+        # Damage in one place may also be in others, which the sample skipped.
         wanted = replace(wanted, proves=VerifySelection())
         search = search.proving_all(self._inventory.local.holdings(local, wanted.proves))
         return self._read_reaching(search, self._plan(search, None, wanted), wanted)
@@ -299,7 +300,7 @@ class Restorer:
     def _read_reaching(
         self, search: SourceSearch, prepared: Prepared | None, wanted: RestoreRequest, shared: Shared | None = None
     ) -> Verified:
-        """Reaches further where what was planned does not prove whole, or does not answer."""
+        """Tries further sources if a planned one does not verify, or does not answer."""
         while prepared is not None:
             try:
                 return self._reading.read(prepared, wanted.proves, shared)

@@ -38,7 +38,7 @@ class Unreachable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerShares:
-    """What the processes hold of one save, as this process reads it from the others.
+    """The shares of one save that the processes hold, as this process reads them from the others.
 
     `alike` returns, from manifests, the processes that want most of what this one wants: their shares are read first.
     """
@@ -79,7 +79,8 @@ class SourceSearch:
         self._unreachable: PeerUnreachableError | None = None
 
     def next(self, why: Why) -> Holdings | Stock | Unreachable | None:
-        """Sources that cover more than those before, which `why` says were not enough; None where there are no more.
+        """Sources that cover more than the earlier ones, which were not enough because of `why`; None if there are no
+        more.
 
         Reads nothing but manifests. Raises `CorruptCheckpointError` and `StoreError` where those of the durable step
         cannot be read.
@@ -89,11 +90,11 @@ class SourceSearch:
         return Unreachable(error=self._unreachable) if found is None and self._unreachable is not None else found
 
     def planned(self, plan: Callable[[Holdings], _T], why: Why = "uncovered") -> _T | None:
-        """What `plan` returns for the next sources that are enough for it; None where stock Orbax restores the step.
+        """The result of `plan` for the next sufficient sources; None if stock Orbax restores the step.
 
-        `plan` raises `CorruptCheckpointError` or ValueError where they are not enough, and `TreeMismatchError`, which
-        is raised at once. The durable tier is asked only for what the fast ones do not cover, or hold damaged. What
-        does not answer is not absent: `PeerUnreachableError` is raised where it might have been what is missing.
+        `plan` raises `CorruptCheckpointError` or ValueError if they are not enough. `TreeMismatchError` is raised at
+        once. The durable tier is read only for the parts that the fast ones do not cover, or hold damaged. Unreachable
+        is not absent: `PeerUnreachableError` is raised if the unreachable process may hold a missing part.
         """
         failed: Exception | None = None
         while (found := self.next(why)) is not None:
@@ -108,7 +109,7 @@ class SourceSearch:
             except (CorruptCheckpointError, ValueError) as error:
                 failed, why = error, "uncovered"
         save_id = self.candidate.save_id
-        raise failed or CorruptCheckpointError(f"the slots of save {save_id} are gone or damaged", step=save_id.step)
+        raise failed or CorruptCheckpointError(f"the slots of save {save_id} are missing or damaged", step=save_id.step)
 
     def proving_all(self, own: Holdings) -> SourceSearch:
         """The same from the start, with a proof of every cell; `own` are this host's sources, read so."""
@@ -192,7 +193,7 @@ class SourceSearch:
 
 
 def _unproven(without_sidecars: Sequence[str], manifests: Sequence[Manifest]) -> tuple[str, ...]:
-    """The items of a step that no manifest has: trees without jax arrays of an earlier version, and what Orbax wrote
-    beside ours."""
+    """The items of a step that no manifest has: trees without jax arrays of an earlier version, and items that Orbax
+    wrote."""
     described = {name for manifest in manifests for name in (*manifest.arrays, *manifest.inline)}
     return tuple(name for name in without_sidecars if name not in described)

@@ -1,4 +1,4 @@
-"""What Orbax restores for us: whole steps by its own manager, or parts of them where that manager cannot."""
+"""Restores by Orbax: complete steps by its own manager, or parts of them if that manager cannot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TIMEOUT_S = 60.0
 
 
 def choose_of_stock(step_url: str, choose: Choose) -> dict[str, Any]:
-    """What `choose` picks of a step (or of one item's own directory), by item; nothing else of it is read.
+    """The part that `choose` picks of a step (or of one item's own directory), by item; nothing else is read.
 
     The bytes cannot be proven: stock Orbax keeps no digests.
     """
@@ -119,7 +119,7 @@ def _array_items(step_url: str) -> dict[str, Place]:
 def restore_stock(durable: DurableSteps, step: int, wanted: RestoreRequest) -> dict[str, Any]:
     """A step that stock Orbax wrote, read by stock Orbax: correct bytes cannot be proven, only readability.
 
-    Raises `CorruptCheckpointError` for what cannot be read, `ItemNotFoundError`, and what Orbax raises beside that.
+    Raises `CorruptCheckpointError` if it cannot be read, `ItemNotFoundError`, and Orbax's other errors.
     """
     if not durable.reader(step).item_names():
         raise CorruptCheckpointError(f"step {step} in {durable.url} holds no item", step=step, tier=DURABLE)

@@ -81,8 +81,8 @@ def targets_of(item: str, abstract: Any, stored: Sequence[LeafRecord], *, step: 
 
 
 def abstract_of(stored: Sequence[LeafRecord], empties: Sequence[Empty] = ()) -> Any:
-    """An abstract tree made from the records alone: nested dicts and lists, with the shardings of the save where
-    today's devices allow it, else everything on the first device, or whole on every device of several processes.
+    """An abstract tree made from the records alone: nested dicts and lists. It has the shardings of the save if today's
+    devices allow it. Otherwise everything is on the first device, or complete on every device of several processes.
 
     `empties` are the nodes without leaves (`ckptkit.snapshot.empty_nodes`).
     """

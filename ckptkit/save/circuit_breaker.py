@@ -1,4 +1,4 @@
-"""What becomes of a durable save that fails: tried again, given up, paused, an error at last. Process 0 decides."""
+"""Handles failed durable saves: retry, drop, pause, and at last an error. Process 0 decides."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _jitter = random.Random()  # its own: a job that seeds `random` gets the same nu
 class DurableRetry:
     """Attempts durable saves, knows for how long they have been failing, and pauses a tier that fails again and again.
 
-    `attempt` runs in the durable thread of every process. What it counts is process 0's, heard at each save: a process
-    that missed a verdict would try on its own what the others leave alone.
+    `attempt` runs in the durable thread of every process. Its counts are process 0's, received at each save: a process
+    that missed a verdict would otherwise retry alone.
     """
 
     def __init__(self, policy: FailurePolicy, job: Job, voting: Voting, log: CommitLog):
@@ -62,9 +62,9 @@ class DurableRetry:
 
         Then raises its error.
 
-        `durable` says on process 0 whether the step is there although a process has reported an error. In a pause
-        nothing is run, and `StoreError` raised, unless the save is `forced` or not `repeatable`: begun already. `name`
-        is that of the save's barriers.
+        `durable` tells on process 0 whether the step exists although a process has reported an error. In a pause
+        nothing is run and `StoreError` is raised, unless the save is `forced` or not `repeatable` (already begun).
+        `name` is that of the save's barriers.
         """
         began_s = clock.monotonic_s()
         step = save_id.step
@@ -188,7 +188,7 @@ class DurableRetry:
 
 
 def _is_there(landed: Callable[[], bool]) -> bool:
-    """What `landed` says; not there where it cannot be looked: the next try meets what is there, and then it is."""
+    """The result of `landed`; False if it cannot be checked: the next try finds an existing step."""
     try:
         return landed()
     except (CheckpointError, OSError):

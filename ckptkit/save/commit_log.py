@@ -1,4 +1,4 @@
-"""What process 0 has decided: the commits of a run in order, which every process books from the same source.
+"""Process 0's decisions: the commits of a run in order, which every process records from the same source.
 
 Process 0 appends a commit while it decides a vote. Every verdict carries the commits since the oldest that some
 process has not booked yet. So a process that missed a verdict learns it with the next one that it receives, whatever
@@ -38,7 +38,7 @@ class CommitLog:
         self._digested: tuple[Ancestry, str] | None = None
 
     def state(self) -> list[Any]:
-        """What this process tells process 0 of what it knows: how many changes, and the checksum of its ancestry."""
+        """This process's report to process 0: the number of changes that it knows, and the checksum of its ancestry."""
         with self._lock:
             return [self._number, self._ancestry_digest()]
 
@@ -56,8 +56,8 @@ class CommitLog:
                     self._add(save_id, DURABLE, False)
 
     def news(self, states: Iterable[Sequence[Any] | None]) -> dict[str, Any]:
-        """What processes with these states have missed. A process that did not report (None) may have missed the last
-        few changes; where it has missed more, it cannot tell from this, and reports next time."""
+        """The changes that processes with these states have missed. A process that did not report (None) may have
+        missed the last few changes. If it has missed more, it cannot tell from this, and reports next time."""
         with self._lock:
             told = list(states)
             known = [state for state in told if state is not None]
@@ -76,7 +76,8 @@ class CommitLog:
             }
 
     def learn(self, news: dict[str, Any]) -> bool:
-        """Books what this process has missed, in process 0's order; False where it has missed more than `news` says."""
+        """Records the changes that this process has missed, in process 0's order; False if it missed more than `news`
+        holds."""
         with self._lock:
             if news["ancestry"] is not None:
                 self._ledger.ancestry = Ancestry.from_json(news["ancestry"])

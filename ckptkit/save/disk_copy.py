@@ -39,7 +39,7 @@ class DiskCopy:
         self._abandoned = False
 
     def filled(self, start: int, stop: int) -> None:
-        """Says that the bytes `[start, stop)` of the source are final; called once for each byte of a box."""
+        """Announces that the bytes `[start, stop)` of the source are final; called once for each byte of a box."""
         with self._changed:
             for piece, part_bytes in _pieces(start, stop):
                 self._missing_bytes[piece] -= part_bytes
@@ -48,7 +48,7 @@ class DiskCopy:
                     self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Says that the source will not be filled: `run` ends soon, for nothing."""
+        """Announces that the source will not be filled: `run` ends soon, without a copy."""
         with self._changed:
             self._abandoned = True
             self._changed.notify_all()

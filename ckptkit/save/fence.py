@@ -18,7 +18,7 @@ from ckptkit.save.records import SaveTargets
 class EpochFence:
     """The record of this run's epoch in the durable root, and the check that no later run has begun.
 
-    `claim` is safe from several threads; `fence` is a meeting, and belongs to the durable thread.
+    `claim` is safe from several threads; `fence` is an exchange, and belongs to the durable thread.
     """
 
     def __init__(self, tiers: SaveTargets, coordinator: Coordinator, ledger: Ledger, outcomes: Outcomes):

@@ -45,7 +45,7 @@ class Sealer:
         return sealed
 
     def _text_of(self, description: Description) -> ManifestText:
-        """What manifests of a description have in common; a loop saves the same description again and again."""
+        """The common part of a description's manifests; a loop saves the same description again and again."""
         if self._text is None or self._text[0] is not description:
             records = {item: tuple(s.record for s in sources) for item, sources in description.items.items()}
             self._text = (description, ManifestText(records))

@@ -1,4 +1,4 @@
-"""For how long saves have been lost, and when that is too long for a job to go on without a word."""
+"""Counts lost saves, and decides when a job must not continue without an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptkit.model.policies import FailurePolicy
 from ckptkit.util import clock
 
 _ANY = "any tier"
-_WITHOUT_VERDICT = 3  # losses more, where process 0 says nothing
+_WITHOUT_VERDICT = 3  # further losses, if process 0 sends nothing
 _QUIET_S = 60.0  # between two log lines of one kind
 
 
@@ -37,10 +37,10 @@ class FirstOfMany:
 
 @final
 class SaveHealth:
-    """What was lost since the last commit, by tier. Safe from several threads.
+    """The losses since the last commit, by tier. Safe from several threads.
 
-    Process 0 decides when it is too much, and its verdicts say so: all processes raise in the same `save`. A process
-    that receives no verdict any more decides for itself, some losses later.
+    Process 0 decides when it is too much, and announces it in its verdicts: all processes raise in the same `save`. A
+    process that no longer receives verdicts decides for itself, some losses later.
     """
 
     def __init__(self, policy: FailurePolicy):

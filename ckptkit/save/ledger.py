@@ -67,7 +67,7 @@ class Ledger:
                 self._records[save_id] = replace(record, held_bytes=held_bytes, verified_s=clock.wall_s())
 
     def identify(self, assumed: SaveId, save_id: SaveId) -> None:
-        """A save that is under way as `assumed` is `save_id`: process 0 says so."""
+        """Renames the save in flight from `assumed` to `save_id`, as process 0 decided."""
         with self._lock:
             record = self._records.pop(assumed, None) if assumed != save_id else None
             if record is not None and save_id not in self._records:
@@ -101,7 +101,7 @@ class Ledger:
                 self._records[save_id] = replace(self._records[save_id], verified_s=clock.wall_s())
 
     def fail(self, save_id: SaveId, *, remembered: bool = True) -> None:
-        """A save is over and no tier holds it: it is no step any more, older ones are; `failed` gives it where it is
+        """A save is over and no tier holds it: it is not a step any more, older ones are. `failed` returns it if it is
         `remembered`."""
         with self._lock:
             record = self._records.get(save_id)
@@ -202,7 +202,7 @@ class Ledger:
 class Branch:
     """Names calls of `save` and gives saves their identity. `enter` and `next_save` belong to the step loop's thread.
 
-    Process 0's identity of a save holds; the others compute it from the same calls, and adopt what process 0 says.
+    Process 0's identity of a save holds; the others compute it from the same calls, and adopt process 0's.
     A call is named by its step, by how often it was called with that step, and by the restore that the run continues
     from: a process that missed a call altogether has the same names as the others at the next step.
     """
@@ -221,7 +221,7 @@ class Branch:
 
     @property
     def base(self) -> SaveId | None:
-        """What was restored last, and the next save continues from; None where it continues from the last save."""
+        """The last restored save, from which the next save continues; None if it continues from the last save."""
         return self._base
 
     def continue_from(self, save_id: SaveId) -> None:
@@ -232,7 +232,7 @@ class Branch:
         self._calls.clear()
 
     def records(self) -> list[StepRecord]:
-        """The records that the next save would stand beside, of damaged steps too: without what a rollback is about to
+        """The records next to the next save, of damaged steps too, but without those that a rollback is about to
         abandon."""
         records = [*self._ledger.records(), *self._ledger.rejected()]
         if self._base is None:
@@ -278,7 +278,7 @@ class Branch:
             self._epoch, self._number = save_id.epoch, max(self._number, save_id.number + 1)
 
     def state(self) -> list[Any]:
-        """What a process needs to count as this one does."""
+        """The state that a process needs to count like this one."""
         with self._lock:
             return [self._epoch, self._number, self._has_saved, self._line]
 
@@ -290,7 +290,7 @@ class Branch:
     def _begin_epoch(self) -> None:
         """The first save after a start or a rollback begins an epoch, and abandons what was above its base."""
         if self._has_saved and (self._base is None or self._is_newest(self._base)):
-            self._base = None  # it is no rollback: the saves that follow abandon nothing
+            self._base = None  # it is not a rollback: the saves that follow abandon nothing
             return
         if self._has_saved:
             self._epoch += 1

@@ -1,4 +1,4 @@
-"""What becomes of a save: what is booked, reported and raised."""
+"""The outcome of a save: records, reports and errors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Outcomes:
         self._ledger.keep_only(tier, held)
 
     def booked(self, save_id: SaveId, tier: str) -> None:
-        """This process learnt that all processes hold a save in `tier`: what it replaces is given up."""
+        """This process learnt that all processes hold a save in `tier`: releases the saves that it replaces."""
         self.health.committed(tier)
         replaced = self._retention.copied(save_id) if tier == PEER else self._retention.committed(save_id, tier)
         for name, error in replaced:
@@ -103,7 +103,7 @@ class Outcomes:
         """All processes leave the save out of `tier`; `gone` where no other tier will hold it."""
         self._ended(save_id, tier)
         if gone:
-            # One that some tier holds already stays; one that came too early is no failure.
+            # A save that some tier holds already stays; one that came too early is not a failure.
             self._ledger.fail(save_id, remembered=refusal.policy != "skip")
         if refusal.policy not in ("skip", "report"):  # to count a report would make each process raise for another's
             self.health.lost(save_id.step, tier, refusal.reason, gone=gone)
@@ -144,7 +144,7 @@ class Outcomes:
             self._failures = [*self._failures, failure][-_FAILURES_KEPT:]
 
     def no_room(self, save: SaveId, tier: str, error: Exception, due: frozenset[str]) -> None:
-        """There is no room for a save in a fast tier: the tier is degraded, and a durable save that needed it fails."""
+        """A fast tier has no room for a save: the tier is degraded, and a durable save that needed it fails."""
         self.degraded(save.step, tier, error)
         if DURABLE in due:
             self.failed(save, DURABLE, error)
@@ -167,7 +167,7 @@ class Outcomes:
         """Raises what stopped the run, or the first background failure that this thread has not raised yet; later ones
         are in its notes. The thread that saves (`in_save`) ends the matter for threads that ask later.
 
-        In a `save`, `FailurePolicy.raise_in_save` says which failures raise.
+        In a `save`, `FailurePolicy.raise_in_save` chooses the failures that raise.
         """
         self.raise_if_stopped()
         with self._lock:

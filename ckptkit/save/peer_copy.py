@@ -20,8 +20,8 @@ _TRANSFER_SHARE = 0.5  # of the longest wait for other processes: a slow sender 
 class PeerCopyWork(TierWork):
     """Sends this process's slot to its keepers.
 
-    A copy that fails on one process leaves the step out of this tier everywhere, degrades the tier, and stops nothing:
-    the ramdisk has the step, and the next one is tried again.
+    A copy that fails on one process leaves the step out of this tier everywhere and degrades the tier. Nothing else
+    stops: the ramdisk has the step, and the next one is tried again.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class Do:
 
 @dataclass(slots=True)
 class Agree:
-    """A meeting of all processes (`Coordinator.agree`)."""
+    """An exchange of all processes (`Coordinator.agree`)."""
 
     channel: str
     about: str
@@ -58,7 +58,7 @@ class Recall:
 
 @dataclass(slots=True)
 class Veto:
-    """A value for a meeting that others may hold; waits for none of them (`Coordinator.veto`)."""
+    """A value for an exchange, put without waiting for the others (`Coordinator.veto`)."""
 
     channel: str
     about: str
@@ -147,7 +147,7 @@ def perform(effect: Effect, coordinator: Coordinator) -> Any:
 
 
 class Workers(Interface):
-    """Makes the threads of a pipeline, or what stands for them in a simulation."""
+    """Makes the threads of a pipeline, or their replacements in a simulation."""
 
     def __call__(self, name: str, *, waiting_max: int) -> Worker:
         """A worker that runs jobs in order, with room for `waiting_max` that wait."""
@@ -181,7 +181,7 @@ class Worker(Interface):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machinery:
-    """What a pipeline is driven with: threads and copies, or what stands for them in a simulation."""
+    """The means that drive a pipeline: threads and copies, or their replacements in a simulation."""
 
     make_worker: Workers
     make_disk_copy: Callable[..., Any]  # `DiskCopy`

@@ -52,7 +52,7 @@ class Save:
     forced: bool  # tried in the durable tier also while that is paused, on every process alike
     metrics: Any
     snapshot: Snapshot | None
-    staged_s: float  # monotonic, when the step loop was let go
+    staged_s: float  # monotonic, when `save` returned to the step loop
 
     @property
     def name(self) -> str:
@@ -76,14 +76,14 @@ class Snapshot:
     slot: Slot
     staging: staging.Staging
     disk: DiskFlush | None  # None where the disk was busy when the save began, or the tier is not due
-    local_replicas: tuple[LocalReplica, ...]  # the local copies that were digested beside what is stored
+    local_replicas: tuple[LocalReplica, ...]  # the local copies that were digested in addition to the stored one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """How a save waited for earlier ones, before it was taken. `in_time`: they were done, or it does not wait."""
 
-    waits: bool  # a local matter: a process that has heard of a failure does not wait for the durable tier
+    waits: bool  # a local decision: a process that knows of a failure does not wait for the durable tier
     forced: bool  # the same on every process
     was_busy: bool
     in_time: bool
@@ -107,7 +107,8 @@ class DiskFlush:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedSave:
-    """What one process's manifests of a staged save say, whatever the slot. `text` is that of the description."""
+    """The common content of one process's manifests of a staged save, for any slot. `text` is that of the
+    description."""
 
     save_id: SaveId
     writer: Writer

@@ -1,4 +1,4 @@
-"""What each fast tier keeps of what all processes have committed to it, and how many slots that takes."""
+"""The saves that each fast tier keeps of those committed by all processes, and the slots that they need."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _log = logging.getLogger("ckptkit")
 
 
 class Retention:
-    """Says to arenas which saves are protected, and which are given up. Safe from several threads.
+    """Tells arenas which saves are protected, and which are released. Safe from several threads.
 
-    What it decides follows from the book: what all processes have committed. So the newest such save is never given up,
-    and one that is still being written, or of which nobody knows the verdict, is not touched. Nor is the newest one
-    with copies on other hosts, here or in the arenas with others' copies, whose names are those of no tier.
+    Its decisions follow from the ledger: the saves that all processes have committed. So the newest such save is never
+    released, and a save that is still being written, or whose verdict is unknown, is not touched. The same holds for
+    the newest one with copies on other hosts, here and in the arenas with others' copies, which have no tier's name.
     """
 
     def __init__(self, tiers: Sequence[Tier], arenas: Mapping[str, Arena], ledger: Ledger, in_flight_max: int):
@@ -38,7 +38,8 @@ class Retention:
         self._lock = threading.Lock()
 
     def opened(self) -> None:
-        """The tiers were looked at: what their policies keep is protected. Nothing is given up: nothing newer came."""
+        """After inspecting the tiers: protects the saves that their policies keep. Releases none: no newer save
+        exists."""
         with self._lock:
             for name in self._arenas:
                 self._protect(name)
@@ -68,7 +69,7 @@ class Retention:
             return any(changed)
 
     def committed(self, save_id: SaveId, tier: str) -> list[tuple[str, Exception]]:
-        """All processes hold the save in `tier`, and the book says so: what it replaces is given up.
+        """All processes hold the save in `tier`, and the ledger records it: releases the saves that it replaces.
 
         Returns what could not be, by tier: a disk that fails costs no other tier its save, and the next commit tries
         again.
@@ -81,8 +82,8 @@ class Retention:
         return problems
 
     def copied(self, save_id: SaveId) -> list[tuple[str, Exception]]:
-        """Every process's slot of the save stands on other hosts too, and the book says so: it is kept, here and there,
-        until a newer one does. Returns what `committed` does."""
+        """Every process's slot of the save has copies on other hosts, and the ledger records it: it is kept, here and
+        there, until a newer one has copies. Returns the result of `committed`."""
         problems: list[tuple[str, Exception]] = []
         with self._lock:
             for name, arena in self._arenas.items():
@@ -97,7 +98,8 @@ class Retention:
         return problems
 
     def _give_up(self, name: str, problems: list[tuple[str, Exception]]) -> bool:
-        """Forgets what neither the tier's policy nor another reason keeps; False where no policy has a say yet."""
+        """Forgets the saves that neither the tier's policy nor another reason keeps; False if no policy can decide
+        yet."""
         kept, arena = self._protect(name), self._arenas[name]
         if kept:
             forgotten = self._ledger.committed_in(name) - arena.protected
@@ -116,7 +118,7 @@ class Retention:
         return kept
 
     def _kept(self, name: str) -> list[SaveId]:
-        """What a policy keeps of a tier, newest first; nothing where there is none, or it cannot be said yet."""
+        """The saves of a tier that a policy keeps, newest first; empty without a policy, or if it cannot decide yet."""
         tier = self._tiers[name]
         if tier.keep is None or self._waits_for_size(tier):
             return []

@@ -38,12 +38,12 @@ class SlotMaker:
         self.reserve(slot_bytes)
 
     def size(self, slot_bytes: int, share_bytes: int) -> None:
-        """Says how large saves are: how many slots a tier has may follow from it."""
+        """Sets the size of saves: the number of a tier's slots may follow from it."""
         if self._retention.sized(share_bytes, slot_bytes):
             self._prepared_bytes = 0  # the new slots are to be made
 
     def reserve(self, slot_bytes: int) -> None:
-        """What `prepare` begins, without asking for room first: a tier that has none says so in an event."""
+        """The work that `prepare` begins, without checking for room first: a full tier emits an event."""
         if self._prepared_bytes >= slot_bytes:
             return
         self._prepared_bytes = slot_bytes

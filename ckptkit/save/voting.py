@@ -29,7 +29,7 @@ Held = Callable[[str], list[SaveId] | None]
 
 
 class TierWork(ABC):
-    """What this process does for one save in one tier. `Voting.run` calls each method once at most, in this order."""
+    """This process's work for one save in one tier. `Voting.run` calls each method once at most, in this order."""
 
     def __init__(self, tier: str, channel: str, save: Save):
         """`channel` is that of the tier's votes."""
@@ -40,7 +40,7 @@ class TierWork(ABC):
         """Copies the save and commits it here; this process refuses the save where it raises."""
 
     def ballot(self) -> dict[str, Any]:
-        """What this process puts into the vote beside its refusal, as JSON."""
+        """This process's value in the vote besides its refusal, as JSON."""
         return {}
 
     def decide(self, ballots: list[dict[str, Any] | None]) -> tuple[dict[str, Any], list[str] | None]:
@@ -68,8 +68,7 @@ class TierWork(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What all processes do about a save: `refusal` None keeps it. `more` is what `TierWork.decide` made of the
-    ballots."""
+    """The verdict on a save for all processes: `refusal` None keeps it. `more` is the result of `TierWork.decide`."""
 
     refusal: Refusal | None
     more: dict[str, Any]
@@ -114,7 +113,7 @@ class Voting:
                     yield from self._veto(work, error)
                     yield from self._conclude(work, work.drop)
                     return None
-                except SaveFailedError as error:  # process 0 reports an earlier loss: this one is no new failure
+                except SaveFailedError as error:  # process 0 reports an earlier loss: this one is not a new failure
                     refusal = Refusal(policy="report", reason=describe(error))
                 except Exception as error:  # noqa: BLE001  voted on: a process that does not vote stops the others
                     refusal = self._outcomes.refused(work.save, work.tier, error)
@@ -123,7 +122,7 @@ class Voting:
                 verdict = yield from work.explain(verdict)
             except CheckpointError as error:
                 self._outcomes.failed(work.save.save_id, work.tier, error)
-                # What process 0 has not decided is not committed; staging memory outlives nothing.
+                # A save without process 0's decision is not committed; staging memory does not outlive the process.
                 keeps = refusal is None and self._process != 0 and work.tier != MEMORY
                 if not keeps:
                     yield from self._conclude(work, work.drop)
@@ -156,7 +155,7 @@ class Voting:
             self._outcomes.degraded(work.save.save_id.step, work.tier, error)
 
     def _vote(self, work: TierWork, refusal: Refusal | None) -> Generator[Effect, Any, Verdict]:
-        """Everybody's refusals of a save as one verdict; raises where the meeting fails."""
+        """All processes' refusals of a save as one verdict; raises if the exchange fails."""
         save_id, tier, held = work.save.save_id, work.tier, self._held(work.tier)
 
         def decide(ballots: list[Any]) -> dict[str, Any]:
@@ -193,10 +192,10 @@ class Voting:
         *,
         settles: bool = False,
     ) -> SaveProtocol:
-        """A meeting in which every process also learns what it missed of process 0's decisions.
+        """An exchange in which every process also learns the decisions of process 0 that it missed.
 
-        `settles`: the meetings of this channel are about saves in order, so that an earlier save that is not committed
-        by now never will be.
+        `settles`: the exchanges of this channel are about saves in order, so an earlier save that is not committed by
+        now never will be.
         """
 
         def judge(ballots: list[Any]) -> dict[str, Any]:
@@ -222,7 +221,7 @@ class Voting:
         return self._process == 0 or self._log.learn(news)
 
     def known(self) -> list[int]:
-        """What this process knows of process 0's decisions, for a message to it."""
+        """The decisions of process 0 that this process knows, for a message to process 0."""
         return self._log.state()
 
     def veto_of(self, error: BaseException) -> tuple[Any, Callable[[list[Any]], Any]]:
@@ -238,7 +237,7 @@ class Voting:
         return {"value": {"refusal": refusal, "more": None, "held": None}, "known": self._log.state()}, judge
 
     def settle(self, channel: str) -> Generator[Effect, Any, Refusal | None]:
-        """Learns the decision on the save that is undecided here, or says why the next one has to wait for it."""
+        """Learns the decision on the save that is undecided here, or returns why the next one has to wait for it."""
         with self._lock:
             work = self._undecided.get(channel)
         if work is None:

@@ -97,7 +97,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def allocated(make: Callable[[Path, int], _T], path: Path, size_bytes: int) -> _T:
-    """What `make` gives; raises `StoreFullError` where the mount has no room for it."""
+    """The result of `make`; raises `StoreFullError` if the mount has no room for it."""
     try:
         return make(path, size_bytes)
     except OSError as error:

@@ -1,7 +1,8 @@
-"""`newest.json` beside the manifests of a slot directory: which save was committed last, so that its loss is noticed.
+"""`newest.json`, next to the manifests of a slot directory: the save that was committed last, so that its loss is
+noticed.
 
-It proves nothing and restores nothing. A manifest that goes in another way than by the arena's own hand is missed
-because this file still names it; without it the directory would seem to hold an older save, and nothing more.
+It proves nothing and restores nothing. If a manifest is removed by anything but the arena, this file still names it, so
+the loss is noticed. Without this file the directory would seem to hold only an older save.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _BYTES_MAX = 4096
 
 
 class LostManifestError(CorruptCheckpointError):
-    """The save that a slot directory committed last has no manifest any more: nobody knows where its bytes stand."""
+    """The save that a slot directory committed last has lost its manifest, so the place of its bytes is unknown."""
 
     def __init__(self, directory: Path, save_id: SaveId):
         self.save_id = save_id
@@ -60,7 +61,7 @@ class Newest:
 
     def _write(self, save_id: SaveId | None, *, durable: bool) -> None:
         store = LocalStore(self._directory, durable=durable)
-        with suppress(CheckpointError, OSError):  # no room, say: a save does not fail for it
+        with suppress(CheckpointError, OSError):  # no room, for example: a save does not fail for it
             if save_id is None:
                 store.delete(paths.NEWEST_NAME)
             else:
@@ -85,7 +86,7 @@ def read_newest(directory: Path) -> SaveId | None:
 
 
 def lost_newest(directory: Path, found: Iterable[SaveId]) -> LostManifestError | None:
-    """Says where the newest save of a directory has lost its manifest, given the saves that have one.
+    """Finds whether the newest save of a directory has lost its manifest, given the saves that have one.
 
     Called after the directory was listed: a save that was committed since has its manifest, and one that was taken
     back since is no longer the newest.

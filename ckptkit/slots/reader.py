@@ -1,4 +1,4 @@
-"""What stands in slot directories, whoever wrote it: manifests, and the bytes of the slots that they name, proven."""
+"""Reads slot directories of any writer: manifests, and the verified bytes of the slots that they name."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ManifestCache:
         self._known: dict[Path, tuple[tuple[int, ...], Manifest]] = {}
 
     def read(self, path: Path) -> Manifest:
-        """What `read_manifest` gives, or raises."""
+        """The result or error of `read_manifest`."""
         status = path.lstat()
         identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
         known = self._known.get(path)
@@ -142,8 +142,8 @@ def _mapped(path: Path) -> np.ndarray:
 class SlotReader:
     """Reads boxes of one committed manifest, in this process or another; never an alias of the slot's memory.
 
-    Manifest, bytes, manifest again: `gone()` says whether the slot has been reused since, in which case what did
-    not match its digest was superseded, not corrupt.
+    Manifest, bytes, manifest again: `gone()` tells whether the slot has been reused since. Then a mismatch means
+    superseded, not corrupt.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, proves: Proves = prove_all, *, on_disk: bool = False):

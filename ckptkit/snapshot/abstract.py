@@ -1,4 +1,4 @@
-"""What a state looks like without its bytes: shapes, dtypes and shardings, to be restored into. Flax is optional."""
+"""A state without its bytes: shapes, dtypes and shardings, as a target for restores. Flax is optional."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 def abstract_state(model_or_state: Any, mesh: jax.sharding.Mesh | None = None) -> Any:
     """The abstract form of a state, with shardings: what `restore` takes as its template.
 
-    Takes an NNX module, optimizer or `nnx.Rngs` (gives its `nnx.State`), an `nnx.State`, any other pytree (gives the
-    same tree), or a function without arguments that makes one of these, which is evaluated abstractly: no device
-    memory is used and no initialiser runs. Arrays become `jax.ShapeDtypeStruct`; NumPy arrays stay NumPy (shape and
-    dtype, no memory), Python numbers stay as they are. Typed PRNG keys keep their key dtype.
+    Takes an NNX module, optimizer or `nnx.Rngs` (returns its `nnx.State`), an `nnx.State`, or any other pytree (returns
+    the same tree). It also takes a function without arguments that makes one of these. The function is evaluated
+    abstractly: no device memory is used and no initialiser runs. Arrays become `jax.ShapeDtypeStruct`; NumPy arrays
+    stay NumPy (shape and dtype, no memory), Python numbers stay as they are. Typed PRNG keys keep their key dtype.
 
-    Shardings. Without `mesh`: those of the arrays; for leaves that have none, NNX's `out_sharding` metadata over the
+    Shardings without `mesh` are those of the arrays. A leaf without one gets NNX's `out_sharding` metadata over the
     variable's own mesh or the mesh of `jax.set_mesh`, else none. With `mesh`, every array gets a `NamedSharding` over
-    it: its own spec where it is already on `mesh`, else the spec of its `out_sharding` metadata (after
-    `nnx.logical_axis_rules`), else the spec that it has on another mesh, else replicated.
+    it. Its spec is the first of: its own, if it is already on `mesh`; that of its `out_sharding` metadata (after
+    `nnx.logical_axis_rules`); the one that it has on another mesh; replicated.
 
     A model whose variables have `out_sharding` metadata has to be made in the contexts that Flax asks for; with `mesh`
     a function is evaluated under `jax.set_mesh(mesh)`.
@@ -110,7 +110,7 @@ def _sharding(leaf: Any, variable: Any, mesh: jax.sharding.Mesh | None) -> jax.s
 
 
 def _by_metadata(variable: Any, mesh: jax.sharding.Mesh | None) -> NamedSharding | None:
-    """What a variable's `out_sharding` says: names of axes, logical or the mesh's, or a whole sharding."""
+    """The content of a variable's `out_sharding`: names of axes, logical or the mesh's, or a complete sharding."""
     metadata = variable.get_metadata() if variable is not None else {}
     words = metadata.get("out_sharding")
     if not words:

@@ -116,7 +116,7 @@ def test_incomplete_proof_is_refused(pair: tuple[Path, Path], tmp_path: Path) ->
     (pair[1] / "state-1.json").unlink()
     with pytest.raises(ValueError, match=r"final states of processes \['0'\], records of \['0', '1'\]"):
         compare(*pair)
-    with pytest.raises(ValueError, match="is no whole proof"):
+    with pytest.raises(ValueError, match="is not a complete proof"):
         compare(pair[0], tmp_path / "nothing")
 
 

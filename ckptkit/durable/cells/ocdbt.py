@@ -1,7 +1,7 @@
 """Reads an OCDBT tree node by node: the values in it, and the places of the others.
 
-TensorStore's time to find a key grows with the size of its node, and Orbax's nodes may have 100 MB: 100,000 keys one
-by one took 37 s of processor time, the nodes themselves 0.3 s.
+TensorStore's time to find a key grows with the size of its node, and Orbax's nodes may have 100 MB. Reading 100,000
+keys one by one took 37 s of processor time, the nodes themselves 0.3 s.
 """
 
 from __future__ import annotations

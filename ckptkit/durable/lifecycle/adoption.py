@@ -1,6 +1,6 @@
 """A save of another run that is put into a root: refused, or stamped anew so that the root's own steps stay safe.
 
-Saves are ordered by epoch first. A step of a run with more epochs would be newer than every step of the root: the next
+Saves are ordered by epoch first. A step of a run with more epochs would be newer than every step of the root. The next
 restart would take it, and the first save after that would supersede the root's own steps. So a foreign save gets a new
 identity: that of the newest save of the root, or that of the oldest.
 

@@ -1,7 +1,7 @@
 """The small files of an Orbax step, as Orbax would write them. Pure: nothing here touches a disk.
 
-Private names of Orbax: `InternalTreeMetadata` and its entries, the words for empty nodes, the step's serialization.
-Where they move, `tests/interop/test_orbax_files.py` says so: it compares every file with stock Orbax's.
+Private names of Orbax: `InternalTreeMetadata` and its entries, the names of empty nodes, the step's serialization.
+`tests/interop/test_orbax_files.py` fails if they change: it compares every file with stock Orbax's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def tree_text(tree: Any, custom_metadata: Any = None) -> str:
 
 
 class _Kind(NamedTuple):
-    """What a leaf says of itself: the name of its type, and the cell of one that is ours."""
+    """The metadata of a leaf: the name of its type, and the cell if ckptkit wrote it."""
 
     typestr: str
     cell: tuple[int, ...] | None
@@ -103,7 +103,7 @@ def array_metadatas_text(shards: Sequence[HostShards], *, has_sidecar: bool) -> 
         )
         for each in shards
     ]
-    # Orbax reads the one key. The other says that a sidecar belongs to the item, wherever that is.
+    # Orbax reads the first key. The second records that a sidecar belongs to the item, wherever that is.
     sign = f', "{paths.SIDECAR_SIGN}": true' if has_sidecar else ""
     return f'{{"array_metadatas": [{", ".join(entries)}]{sign}}}'
 

@@ -26,7 +26,7 @@ class HostShardsHandler(type_handlers.TypeHandler):
     """Writes `HostShards` as zarr arrays in one OCDBT transaction per process (so a bucket sees one commit)."""
 
     def typestr(self) -> str:
-        """What stock Orbax takes the leaves for."""
+        """The kind of leaves as stock Orbax sees them."""
         return "jax.Array"
 
     async def metadata(self, infos: Sequence[Any]) -> Any:
@@ -92,7 +92,7 @@ def _write_sidecar(directory: Any, sidecar: bytes) -> None:
 
 
 def _write_text(directory: Any, name: str, text: str) -> None:
-    directory.mkdir(parents=True, exist_ok=True)  # every process: on a bucket there are no directories to wait for
+    directory.mkdir(parents=True, exist_ok=True)  # every process: a bucket has no directories to wait for
     (directory / name).write_text(text)
 
 
@@ -122,8 +122,8 @@ class LoneTreeHandler(ocp.PyTreeCheckpointHandler):
 
 
 def write_sidecar_sign(directory: Any) -> None:
-    """Marks a tree without jax arrays as one with sidecars, once Orbax has finished it: Orbax's own checks refuse the
-    file that holds the mark where there are no arrays."""
+    """Marks a tree without jax arrays as one with sidecars, once Orbax has finished it. Orbax's own checks refuse the
+    file with this mark if there are no arrays."""
     if (directory / paths.SIDECAR_DIR).exists() and not (directory / paths.ARRAY_METADATAS).exists():
         sign = orbax_files.array_metadatas_text((), has_sidecar=True)
         _write_text(directory / paths.ARRAY_METADATAS, "process_0", sign)
@@ -167,7 +167,7 @@ def _handlers_of_writer(multiprocessing: Any) -> Any:
 
 
 def _settings(multiprocessing: Any) -> dict[str, Any]:
-    """Of a handler that writes `HostShards` beside what Orbax knows."""
+    """For a handler that writes `HostShards` in addition to Orbax's types."""
     types = type_handlers.create_type_handler_registry(
         (int, type_handlers.ScalarHandler()),
         (float, type_handlers.ScalarHandler()),

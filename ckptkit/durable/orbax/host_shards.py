@@ -1,4 +1,4 @@
-"""What this process writes of an array item: leaves of host memory, as save arguments that Orbax takes."""
+"""This process's part of an array item: leaves in host memory, as save arguments for Orbax."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ckptkit.model.manifest import LeafRecord, Manifest
 class HostShards:
     """The boxes of one leaf that this process writes: disjoint over all processes, whole cells each.
 
-    `blocks` are views of host memory that must not change until the save has finished. `sidecar` is what this
-    process records of the whole item, and `on_written` is called once its bytes are written and before Orbax
-    commits the item: the same two objects on every leaf of an item.
+    `blocks` are views of host memory that must not change until the save has finished. `sidecar` is this process's
+    record of the whole item. `on_written` is called once its bytes are written, before Orbax commits the item. Every
+    leaf of an item has the same two objects.
     """
 
     record: LeafRecord
@@ -52,7 +52,7 @@ class HostTreeSave(ocp.args.PyTreeSave):
 
 
 class StandardTreeSave(HostTreeSave):
-    """A tree that the caller saved with `StandardSave`: the step's metadata says so."""
+    """A tree that the caller saved with `StandardSave`, as recorded in the step's metadata."""
 
 
 def has_sidecar(args: Any, *, by_orbax: bool) -> bool:

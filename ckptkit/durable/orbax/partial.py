@@ -44,7 +44,7 @@ def read_leaves(item_url: str, wanted: Mapping[Path, Any]) -> dict[Path, Any]:
 
 
 def read_item(item_url: str, args: ocp.args.PyTreeRestore | None) -> Any:
-    """A whole item of stock Orbax, as it was saved or as `args` say. Launches no barrier. Raises what Orbax raises."""
+    """A complete item of stock Orbax, as it was saved or as `args` ask. Launches no barrier. Raises Orbax's errors."""
     return ocp.PyTreeCheckpointHandler().restore(epath.Path(item_url), args=args or ocp.args.PyTreeRestore())  # pyright: ignore[reportCallIssue]
 
 

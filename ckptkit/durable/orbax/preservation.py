@@ -12,10 +12,10 @@ from orbax.checkpoint import checkpoint_managers as policies
 class BranchPreservation:
     """An Orbax preservation policy that does not count abandoned steps, and keeps none of them.
 
-    They would push good steps out of `max_to_keep`, and be kept in their place. The newest step is kept whatever its
-    metrics are, where `best_fn` chooses: a restart continues from it. Orbax deletes what is not preserved
-    only after the new step is committed. `let_go` is told what is to go by what this process knows, and says what goes:
-    the same on every process. Orbax asks once per save, on every process.
+    They would push good steps out of `max_to_keep`, and be kept in their place. If `best_fn` chooses, the newest step
+    is kept whatever its metrics are: a restart continues from it. Orbax deletes unpreserved steps only after the new
+    step is committed. `let_go` gets the steps that this process would delete, and returns the steps to delete, the same
+    on every process. Orbax calls it once per save, on every process.
     """
 
     def __init__(self, options: ocp.CheckpointManagerOptions, let_go: Callable[[list[int]], frozenset[int]]):
@@ -42,12 +42,12 @@ def prunes(options: ocp.CheckpointManagerOptions) -> bool:
 
 
 def replaced_options(policy: BranchPreservation) -> dict[str, Any]:
-    """The options that put `policy` in the place of Orbax's own: the two ways to say it exclude each other."""
+    """The options with `policy` in place of Orbax's own: the two ways to set it exclude each other."""
     return {"preservation_policy": policy, "max_to_keep": None, "keep_time_interval": None, "keep_period": None}
 
 
 def _default_policy(options: ocp.CheckpointManagerOptions) -> Any:
-    """What Orbax makes of its options when no policy is given."""
+    """The policy that Orbax builds from its options when none is given."""
     chosen: list[Any] = []
     if options.keep_period is not None:
         chosen.append(policies.preservation_policy.EveryNSteps(options.keep_period))

@@ -1,4 +1,4 @@
-"""Text in a tree. Orbax keeps all text of an item in one JSON file beside its arrays; a manifest keeps it among the
+"""Text in a tree. Orbax keeps all text of an item in one JSON file next to its arrays; a manifest keeps it among the
 nodes without leaves."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TEXT_TYPE = "string"  # in Orbax's `_METADATA`
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True, slots=True)
 class TextLeaf:
-    """A text as a node without children: code for the arrays of a tree does not meet it."""
+    """A text as a node without children, so that code for the arrays of a tree skips it."""
 
     value: str
 

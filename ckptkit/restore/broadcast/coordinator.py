@@ -1,7 +1,7 @@
-"""Data replicas read the durable tier for each other: the meetings, and the rounds of reading and sending.
+"""Data replicas read the durable tier for each other: the exchanges, and the rounds of reading and sending.
 
-Every process comes to every meeting, whatever has happened to it: a collective begins only when all have said that
-their part of it is read, proven and on their devices. Whatever goes wrong before, all go on to read for themselves.
+Every process joins every exchange, even after an error. A collective begins only when all have reported that their part
+of it is read, verified and on their devices. After an error before that, all continue to read for themselves.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class _State:
-    """What one restore has so far."""
+    """The state of one restore."""
 
     shared: Shared
     choice: BroadcastChoice
     caller: CallerThread | None = None
     rates: BroadcastRates = field(default_factory=BroadcastRates)
     round_s: float = math.inf  # of its rounds of this width, the shortest
-    meeting_s: float = 0.0  # what a meeting takes where all come at once
+    meeting_s: float = 0.0  # the time of an exchange if all join at once
 
 
 @final
@@ -66,7 +66,7 @@ class Broadcaster:
     def share(
         self, prepared: Prepared | None, proves: VerifySelection, caller: CallerThread | None = None
     ) -> tuple[Shared | None, BroadcastChoice]:
-        """What the replicas have read for each other of a planned save, and why so, or why not.
+        """The parts of a planned save that the replicas have read for each other, and the reason for sharing or not.
 
         None, or less than everything: the caller reads the rest for itself. Raises what is fatal anywhere, on every
         process alike.
@@ -192,13 +192,13 @@ class Broadcaster:
                 self._receive(number, gather, sent, sending, state)
             if number:
                 spent_s = state.meeting_s + clock.monotonic_s() - began_s
-                # The best of these rounds: one that is held up says nothing of the others.
+                # The best of these rounds: a delayed one tells nothing about the others.
                 state.round_s = min(state.round_s, max(spent_s, 1e-9))
                 self._interconnect = len(sending.group) * width / state.round_s
                 state.rates = replace(state.rates, interconnect=self._interconnect)
 
     def _receive(self, number: int, gather: AllGather, sent: jax.Array | None, sending: Sending, state: _State) -> None:
-        """One round. What goes wrong here alone is said in the next vote, to which the others come too."""
+        """One round. An error on this process alone is reported in the next vote, which the others join too."""
         shared = state.shared
         assert sent is not None
         try:
@@ -231,7 +231,8 @@ class Broadcaster:
         return self._goes_on(0, sending, reader, state, width)
 
     def _goes_on(self, number: int, sending: Sending, reader: StreamReader, state: _State, width: int) -> bool:
-        """What process 0 makes of the slowest process's rates, and of who has most to do, before round `number`."""
+        """Process 0's decision before round `number`, from the slowest process's rates and the largest remaining
+        work."""
         if self._options.mode != "auto":
             return True
         replicas = len(sending.group)
@@ -290,10 +291,11 @@ def _longest(values: list[list[Any]]) -> list[Any]:
 
 
 def _attempt(act: Callable[[], _T]) -> _T | str:
-    """What `act` gives, or in words what went wrong: who does not come to the meeting leaves the others waiting."""
+    """The result of `act`, or a description of its error: a process that misses the exchange leaves the others
+    waiting."""
     try:
         return act()
     except NothingToShareError as error:
         return str(error)
-    except Exception as error:  # noqa: BLE001  said in the meeting
+    except Exception as error:  # noqa: BLE001  reported in the exchange
         return f"{type(error).__name__}: {error}"

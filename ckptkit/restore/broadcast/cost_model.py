@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ckptkit.model.policies import BroadcastMode
 
-LEAST_BYTES = 32 << 20  # of one process: below, reading takes less than the meetings that sharing needs
+LEAST_BYTES = 32 << 20  # of one process: below, reading takes less time than the exchanges that sharing needs
 STARTUP_S = 0.2  # to compile the collective and to connect: measured over TCP on loopback, on a busy machine
 
 
@@ -21,7 +21,7 @@ class BroadcastRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remaining:
-    """What is still to be had, in bytes, of the process that has most of it."""
+    """The remaining bytes of the process with the most."""
 
     wanted: int  # of what replicas share, by one process
     unread: int  # of its own part, that it reads for all of its group
@@ -39,10 +39,9 @@ class BroadcastChoice:
 def rate_of(some: tuple[int, float], more: tuple[int, float]) -> float:
     """Bytes per second of a storage that gave `more` (bytes, seconds) after `some`, each asked for at once.
 
-    What waits for the first byte is in both, and so not in their difference: (more - some) / (seconds - seconds).
-    At most half of the longer read is taken for waiting, so that a short read that was held up by something else does
-    not make a storage appear fast: what is returned is at most twice what was seen. As it was seen where `some` is not
-    the smaller read.
+    The wait for the first byte is in both, and so not in their difference: (more - some) / (seconds - seconds). At most
+    half of the longer read counts as waiting, so that a delayed short read does not make a storage appear fast: the
+    result is at most twice the observed rate. If `some` is not the smaller read, the result is the observed rate.
     """
     (some_bytes, some_s), (more_bytes, more_s) = some, more
     seen = more_bytes / max(more_s, 1e-9)
@@ -54,11 +53,11 @@ def rate_of(some: tuple[int, float], more: tuple[int, float]) -> float:
 def choose(mode: BroadcastMode, left: Remaining, replicas: int, rates: BroadcastRates) -> BroadcastChoice:
     """Whether sharing what is `left` is faster than that each process reads all that it wants.
 
-    Alone: wanted / storage. Shared: every replica reads what is left of its part and receives everything,
-    unread / storage + sent / interconnect; the sum, for nothing says that the two do not share cores or links. That
-    `storage` was measured while all processes read is what makes this hold for a storage that they share as for one
-    that each has for itself: as many read in both. An interconnect that was never measured counts as free and takes
-    `STARTUP_S`; this is spent to find out, so the most that there is to win must be more than that.
+    Alone: wanted / storage. Shared: every replica reads the rest of its part and receives everything, unread / storage
+    + sent / interconnect. It is a sum, because both may share cores or links. `storage` was measured while all
+    processes read, so the formula holds for a shared storage and for separate ones: equally many processes read in both
+    cases. An unmeasured interconnect counts as free and takes `STARTUP_S`. This time is spent to measure it, so the
+    possible gain must be larger.
     """
     if mode != "auto":
         return BroadcastChoice(broadcast=mode == "always", why=f"mode {mode!r}")

@@ -1,4 +1,4 @@
-"""What a process could share of a planned save with its replicas, and what process 0 makes of all that is offered."""
+"""The parts of a planned save that a process can share with its replicas, and process 0's use of all offers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NothingToShareError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What one process brings to the first meeting."""
+    """One process's value in the first exchange."""
 
     leaves: tuple[Common, ...]
     wanted_bytes: int  # of those leaves, by this process
@@ -35,14 +35,14 @@ class Offer:
     layout: str  # names leaves, boxes and who holds them: the same on every process, or nothing is shared
 
     def to_json(self) -> list[Any]:
-        """As it is said: a bit for each leaf only where they differ."""
+        """As it is sent: a bit for each leaf only if they differ."""
         bits = int("1" + "".join("01"[need] for need in self.needs), 2)
         needs = all(self.needs) if all(self.needs) or not any(self.needs) else f"{bits:x}"
         return [self.layout, self.wanted_bytes, needs]
 
 
 def offer_of(prepared: Prepared | None, count: int) -> Offer:
-    """What could be shared of a planned save. Raises `NothingToShareError`."""
+    """The parts of a planned save that can be shared. Raises `NothingToShareError`."""
     if prepared is None:
         raise NothingToShareError("stock Orbax restores this step")
     if min(map(len, links_of(count))) == 0:
@@ -110,12 +110,12 @@ def judge(values: Sequence[str | list[Any]], options: BroadcastOptions) -> dict[
 
 
 def first_problem(problems: Sequence[str | None]) -> str | None:
-    """What the first process says that has a problem."""
+    """The report of the first process with a problem."""
     return next((f"process {process}: {said}" for process, said in enumerate(problems) if said is not None), None)
 
 
 def needs_of(said: bool | str, count: int) -> Sequence[bool]:
-    """What `Offer.to_json` said of `needs`."""
+    """The `needs` from the result of `Offer.to_json`."""
     if isinstance(said, str):
         return [bit == "1" for bit in f"{int(said, 16):b}"[1:]]
     return [said] * count

@@ -1,8 +1,8 @@
-"""Who reads what for whom: boxes that processes want alike, cut into pieces, and shared out between them. Pure.
+"""Divides the reading among replicas: boxes that several processes want, cut into pieces, and distributed. Pure.
 
-Processes that want the same boxes of a leaf form a *group*; a leaf whose groups are of one size and take in every
-process can be shared. What one process reads for its group is a *stream*: pieces one after the other. Streams are
-sent in windows of equal width, one window of every process in each round.
+Processes that want the same boxes of a leaf form a *group*; a leaf whose groups have one size and include every process
+can be shared. The reads of one process for its group are a *stream*: pieces one after the other. Streams are sent in
+windows of equal width, one window of every process in each round.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def by_groups(leaves: Iterable[Common]) -> dict[Groups, list[Common]]:
 def share_out(
     leaves: Iterable[Common], group: Sequence[int], needs: Callable[[Key, int], bool]
 ) -> dict[int, list[Piece]]:
-    """What each process of a group reads for all of it, each piece once, in the order of the leaves.
+    """The reads of each process of a group for all of it, each piece once, in the order of the leaves.
 
     A piece is read by a process that has it nearer than the durable tier (it does not `needs` the leaf from there), if
     there is one. Those among whom there is a choice take equal parts, each a run of neighbours: a store joins their
@@ -115,7 +115,7 @@ class Stream:
         return list(zip(self._starts[:-1], self.pieces, strict=True))
 
     def in_window(self, number: int) -> list[tuple[Piece, int, int, int]]:
-        """What a window shows: each piece, from where to where in its bytes, and where in the window that begins."""
+        """The content of a window: each piece, its range of bytes, and the offset of that range in the window."""
         low, high = number * self._width, (number + 1) * self._width
         shown = []
         for index in range(max(0, bisect_right(self._starts, low) - 1), len(self.pieces)):

@@ -23,11 +23,11 @@ from ckptkit.util import clock
 
 DIGEST_BYTES = 16  # at the head of each window: of what it holds
 _MEASURED_BYTES = 64 << 20  # asked for at once, or what may be read ahead: some requests of 16 MiB side by side
-_REQUEST_BYTES = 64 << 10  # smaller values may stand in the tree, and come with it
+_REQUEST_BYTES = 64 << 10  # smaller values may be in the tree, and are read with it
 _REQUESTS = 8  # of 16 MiB in `DurableProfile.read_ahead_bytes`
 _REQUEST_MIN_BYTES = 1 << 20
 _APART_S = 0.003  # TensorStore joins what comes within 1 ms
-_PART_S = 0.5  # what is read beside its own stream: whoever is ready to send waits no longer for it
+_PART_S = 0.5  # the reads besides its own stream: a process that is ready to send does not wait longer for them
 
 
 @final
@@ -162,7 +162,7 @@ class StreamReader:
     def _read_measured(self) -> None:
         """The first windows, timed: what they take beyond a short read is what the storage gives.
 
-        The step is opened by a read before, of the smallest piece; the short one is the next that stands by itself.
+        The step is opened by an earlier read, of the smallest piece; the short one is the next separate piece.
         """
         self._plan_all()
         size = 0
@@ -238,13 +238,13 @@ class StreamReader:
         self._reads = {(read.key, read.wanted): read for read in plan.reads}
 
     def _part(self, numbers: Iterable[int]) -> RestorePlan:
-        """What has to be read for some windows that was not read for the one before."""
+        """The additional reads for some windows, beyond those for the one before."""
         begun = [piece for number in numbers for piece in self._sending.own.begins_in(number)]
         return replace(self._prepared.plan, reads=tuple(self._reads[piece.key, piece.box] for piece in begun))
 
     def _announce_apart(self, plan: RestorePlan) -> None:
-        """In as many requests as a process has on their way that reads alone: it has more to read, and a storage often
-        gives each request only so much. What is asked for at one time a store joins (`durable.cells`)."""
+        """With as many requests in flight as a process that reads alone: it has more to read, and a storage often
+        limits the rate of each request. Reads that are requested together are merged by the store (`durable.cells`)."""
         least_bytes = max(_REQUEST_MIN_BYTES, sum(read.nbytes for read in plan.reads) // _REQUESTS)
         part: list[BoxRead] = []
         size = 0
