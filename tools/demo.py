@@ -44,7 +44,7 @@ STEP_LINE = re.compile(r"step +(\d+)/\d+ +loss +(\S+)")
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message says why, and what to do where something can be done."""
+    """The demo cannot continue; the message has the reason, and a remedy if there is one."""
 
     def __init__(self, message: str, *, code: int = 1):
         super().__init__(message)
@@ -115,7 +115,7 @@ def read_seed(environ: Mapping[str, str]) -> int:
 
 
 def plan_losses(seed: int) -> tuple[PlannedLoss, PlannedLoss]:
-    """What is lost, and when: a process with its ramdisk, later a host with ramdisk and SSD."""
+    """The losses and their times: a process with its ramdisk, later a host with ramdisk and SSD."""
     chance = random.Random(f"demo {seed}")  # of a small integer the first draws are alike: seeds 1 to 3 take process 0
     process, host = chance.randrange(PROCESSES), chance.randrange(PROCESSES)
     return (
@@ -150,7 +150,7 @@ def train_with_losses(
 
 
 def trainer_command(places: Places, name: str, seed: int) -> list[str]:
-    """What both runs share; the compile cache too, so that no restart compiles again."""
+    """The directories that both runs share; the compile cache too, so that no restart compiles again."""
     words = [sys.executable, "-m", "trainer", "--preset", "tiny", "--mesh", MESH, "--log-every", "1"]
     words += ["--steps", str(STEPS), "--seed", str(seed), "--run-dir", str(places.root / name)]
     words += ["--corpus-dir", str(places.root.parent / "corpus")]  # named by its digest: kept for the next demo
@@ -320,7 +320,7 @@ def running_bucket(directory: Path) -> Iterator[str]:
     try:
         if not said_first.wait(BUCKET_START_LIMIT_S) or not thread.is_alive() or not first[0].startswith("http://"):
             said = "\n".join(f"  {line}" for line in [*first, *lines])
-            raise DemoError(f"the bucket did not start; it said:\n{said}")
+            raise DemoError(f"the bucket did not start; its output:\n{said}")
         yield first[0]
     finally:
         server.stop()

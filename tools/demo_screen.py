@@ -1,4 +1,4 @@
-"""What the demo shows: a live line while it trains, and at the end a table of what the losses cost."""
+"""The output of the demo: a live line while it trains, and at the end a table with the cost of the losses."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _words_of_loss(loss: Disruption) -> str:
 
 
 class Screen:
-    """What a person sees: a live line on a terminal, a line now and then elsewhere, tables at the end."""
+    """The output: a live line on a terminal, a line now and then elsewhere, tables at the end."""
 
     EVERY_STEPS = 20  # without a terminal
     DIFFERENCES_SHOWN = 50

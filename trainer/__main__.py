@@ -48,7 +48,7 @@ Dtype = Literal["float32", "bfloat16"]
 @click.option("--accumulate", type=click.IntRange(1), default=1, help="Microbatches per step.")
 @click.option("--learning-rate", type=click.FloatRange(0), help="Peak rate.  [default: the preset's]")
 @click.option("--schedule-steps", type=click.IntRange(1), help="Length of the rate schedule.  [default: --steps]")
-@click.option("--compute-dtype", type=DTYPES, help="What matmuls run in.  [default: the preset's]")
+@click.option("--compute-dtype", type=DTYPES, help="The dtype of matmuls.  [default: the preset's]")
 @click.option("--split-step", is_flag=True, help="Gradient and update apart; same bits.")
 @click.option("--data", default="stdlib", help="Text file, directory, or stdlib.")
 @click.option("--run-dir", default="runs/default", help="Where a run keeps what has no other place.")

@@ -53,7 +53,7 @@ def restore_newest(
 ) -> Callable[[], tuple[State, Position] | None]:
     """Begin to restore the newest saved state; the result, to call once, waits for it.
 
-    The result gives the state, placed as `abstract_state` says, and its position; None when nothing is saved.
+    Returns the state, placed like `abstract_state`, and its position; None if nothing is saved.
     """
     if manager is None or manager.latest_step() is None:
         return lambda: None
@@ -73,9 +73,9 @@ def restore_newest(
 
 
 def save(manager: Any | None, state: State, position: Position, *, force: bool = False) -> bool:
-    """Save under the number of finished steps when the manager's policy says so; True when it did.
+    """Saves under the number of finished steps if the manager's policy decides so; returns True if it did.
 
-    Returns once the caller may donate `state`. What is saved is durable only after the manager says so.
+    Returns once the caller may donate `state`. The save is durable only after the manager reports it.
     """
     if manager is None:
         return False

@@ -12,13 +12,13 @@ import jax
 from tools.launch import ExitCode
 from trainer.config import ClusterConfig, InputError
 
-# Where Open MPI's mpirun and Slurm's srun say who a process is; JAX looks at the same names, in this order: what mpirun
-# starts in a batch script of Slurm has the script's rank too.
+# The variables by which Open MPI's mpirun and Slurm's srun number processes. JAX reads the same names in this order: a
+# process that mpirun starts in a batch script of Slurm has the script's rank too.
 _RANKS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 
 
 def detect_rank(environ: Mapping[str, str]) -> dict[str, int]:
-    """This process's `process` among `processes`, as what started it says.
+    """This process's `process` among `processes`, as set by its launcher.
 
     Raises:
         InputError: nothing did.
@@ -82,7 +82,7 @@ def _let_every_process_write_cache() -> None:
     """Make a restart on CPU cheap for all processes, not only for process 0.
 
     JAX lets process 0 alone write the cache, counting on one key for all. On CPU the key holds the process's own
-    devices, so the others never hit. This reaches into a private module (jax 0.10.2) and does nothing when it is gone.
+    devices, so the others never hit. This uses a private module (jax 0.10.2) and does nothing if that does not exist.
     """
     from jax._src import compiler, distributed
 

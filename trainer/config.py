@@ -11,7 +11,7 @@ ManagerName = Literal["ckptkit", "orbax", "orbax-sync"]
 
 
 class InputError(ValueError):
-    """What the person at the keyboard can mend: the command line prints it and exits with code 2."""
+    """An error that the user can correct: the command line prints it and exits with code 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class ModelSize:
     def __post_init__(self) -> None:
         if self.d_model % self.heads or (self.d_model // self.heads) % 2:
             raise InputError(
-                f"model: d_model {self.d_model} over {self.heads} heads is no even whole head size; "
+                f"model: d_model {self.d_model} over {self.heads} heads is not an even whole head size; "
                 "rotary positions rotate pairs, so choose d_model = heads x an even number"
             )
         if self.heads % self.kv_heads:
@@ -155,7 +155,7 @@ class ClusterConfig:
     heartbeat_s: int = 10  # a silent peer ends the job after this long
     start_timeout_s: int = 300  # how long the processes wait for each other at the start
     grace_s: float = 25.0  # from SIGTERM to the end, for a last save
-    detect: bool = False  # the coordinator is found by JAX, from what Slurm or Open MPI says
+    detect: bool = False  # JAX finds the coordinator, from variables of Slurm or Open MPI
 
     def __post_init__(self) -> None:
         if not 0 <= self.process < self.processes:

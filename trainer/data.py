@@ -23,7 +23,7 @@ READ_THREADS, STEPS_AHEAD = 2, 4  # per process; a step's rows are read together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where the data stands: saved with the state, a few dozen bytes of JSON."""
+    """The position in the data: saved with the state, a few dozen bytes of JSON."""
 
     step: int  # the next step, which is also how many are done
     global_batch: int
@@ -113,7 +113,7 @@ def open_batches(corpus: Corpus, position: Position, sharding: NamedSharding, *,
         steps: where to end, exclusive.
     """
     if not Path(corpus.path).exists():
-        raise InputError(f"{corpus.path}: the records are gone since their index was read; build the corpus again")
+        raise InputError(f"{corpus.path}: the records disappeared after their index was read; build the corpus again")
     source = grain.sources.ArrayRecordDataSource([corpus.path])
     ids = shuffled_ids(corpus.records, position.seed)
     rows = local_rows(sharding, position.global_batch)

@@ -100,8 +100,8 @@ def make_program(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh, *, 
 def _as_if_returned(gradients: State, shardings: State) -> State:
     """Pin the gradients as the end of a jitted function would, so that the update cannot tell the difference.
 
-    Each part was needed for equal bits on CPU (jax 0.10.2): without the sharding, gradients are reduced in another
-    order; without the row-major layout, so is the global norm; the barrier keeps fusion from crossing. It is done on
+    Each part was needed for equal bits on CPU (jax 0.10.2). Without the sharding, gradients are reduced in another
+    order; without the row-major layout, so is the global norm. The barrier keeps fusion from crossing. It is done on
     each device's own part, because the partitioner would gather whole gradients to lay them out.
     """
     specs = jax.tree.map(lambda s: s.spec, shardings)

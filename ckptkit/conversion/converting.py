@@ -78,9 +78,9 @@ def plan_convert(
 ) -> ConvertPlan:
     """The plan of `convert`; writes nothing.
 
-    Raises `CheckpointError` for impossible rules, names or chunks, for a local target that exists, and for an Orbax
-    target in the root of a run (a bucket is asked for at most `timeout_s`). Raises `StepNotFoundError` for a rule or
-    cast that matches no leaf.
+    Raises `CheckpointError` for impossible rules, names or chunks, for an existing local target, and for an Orbax
+    target in the root of a run. Requests to a bucket are retried for `timeout_s`. Raises `StepNotFoundError` for a rule
+    or cast that matches no leaf.
     """
     target, casts = target_url(target), tuple(casts)
     if to == "orbax":
@@ -131,7 +131,7 @@ def convert(
     """Writes what the plan lists. The target appears by one rename, after all of it is written and synced.
 
     Bits are those of the source, except where a cast was asked for. An interrupted run leaves a directory
-    `.<target>.ckptkit-part` beside the target, which `resume` continues and another run deletes; the error has a note
+    `.<target>.ckptkit-part` next to the target, which `resume` continues and another run deletes; the error has a note
     about it. If a local source is damaged, or changes while it is read, nothing is kept. In a bucket, Orbax's items are
     written in place, and become checkpoints with the marker. Files are made on a local disk, one at a time, and
     uploaded. Cost: the source is read once, unless its chunks lie across the target's. At most `memory_bytes` of array

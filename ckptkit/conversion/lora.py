@@ -67,9 +67,9 @@ def lora_merged(base: Checkpoint, adapter: Checkpoint, *, alpha: float | None = 
     PEFT's `adapter_config.json` next to the adapter is honoured; `alpha` replaces its `lora_alpha`, and its
     `alpha_pattern` still applies. Computed in float32, or float64 where the base is, and rounded once.
 
-    Raises `MergeError` for an update without a base or without its other half, for shapes or a rank that differ from
-    the config, and for tensors of the adapter that are not updates. Raises `CheckpointError` without an alpha, and for
-    an unsupported setting of the config.
+    Raises `MergeError` for an update without a base or its other half, for shapes or a rank that differ from the
+    config, and for tensors that are not updates. Raises `CheckpointError` without an alpha, and for an unsupported
+    setting of the config.
     """
     config = adapter_config(adapter)
     config = config if alpha is None else replace(config, alpha=alpha)

@@ -36,8 +36,9 @@ _PART = 1 << 20  # elements that are made wide at once
 class MapRule:
     """One `[[rule]]` of a file. `old` and `new` have one name, or several on one side of a split or a stack.
 
-    Applied in this order: `split` an axis into its indexes (the axis goes away), `divide` an axis into two (with the
-    size of the inner one), `transpose`, `merge` an axis with the next, `stack` the sources along a new axis.
+    Applied in this order. `split` cuts an axis into its indexes (the axis goes away). `divide` makes two axes of one
+    (with the size of the inner one). `transpose` follows. `merge` joins an axis with the next. `stack` joins the
+    sources along a new axis.
     """
 
     old: tuple[str, ...]
@@ -226,7 +227,7 @@ def _stacked(sources: Sequence[Tensor], axis: int) -> Tensor:
     if any((each.shape, each.dtype) != (first.shape, first.dtype) for each in sources):
         raise ValueError("what is stacked differs in shape or dtype")
     if axis > len(first.shape):
-        raise ValueError(f"there is no axis {axis}")
+        raise ValueError(f"axis {axis} does not exist")
 
     def fetch(box: Box) -> np.ndarray:
         inner = Box(_without(box.start, axis), _without(box.stop, axis))

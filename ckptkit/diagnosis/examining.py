@@ -48,8 +48,8 @@ def diagnose(
     Reports what is slow, at risk or wasteful. Writes nothing, reads no array.
 
     Without `events`, the rules that need them report nothing. Cost: that of `list_steps`, `usage` and reading the logs.
-    Raises `StepNotFoundError` if there is no root, FileNotFoundError if there are no logs, `CorruptCheckpointError` for
-    logs that cannot be read, `StoreError`.
+    Raises `StepNotFoundError` without a root, FileNotFoundError without logs, `CorruptCheckpointError` for logs that
+    cannot be read, `StoreError`.
     """
     listing = list_steps(root, tiers=tiers, host_id=host_id, timeout_s=timeout_s)
     used = usage(root, tiers=tiers, host_id=host_id, timeout_s=timeout_s)

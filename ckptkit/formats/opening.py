@@ -29,8 +29,8 @@ _PICKLES = b"\x80"
 def open_checkpoint(path: str, *, timeout_s: float = 20.0) -> Checkpoint:
     """The checkpoint at `path`, ready to be read box by box; close it, or use it as a context manager.
 
-    A directory is a step, an item, a root (its newest step) or a fast tier's slots, or one of Hugging Face's with
-    safetensors; a file is safetensors, npz, a zip of `torch.save`, Flax's msgpack, or a manifest. The bytes of a file
+    A directory is a step, an item, a root (its newest step), a fast tier's slots, or one of Hugging Face's with
+    safetensors. A file is safetensors, npz, a zip of `torch.save`, Flax's msgpack, or a manifest. The bytes of a file
     determine its format, not its name. Cost: metadata only.
 
     Raises `StepNotFoundError` where nothing of the kind is there, `CorruptCheckpointError` for what cannot be read,

@@ -237,7 +237,7 @@ def _nice(length_s: float) -> float:
 
 
 def _bounded(stretches: Sequence[Stretch], wall_s: float) -> list[Stretch]:
-    """What a screen can show: with too many stretches, one per column, named by what took most of it."""
+    """The stretches that a screen can show: with too many, one per column, named by its longest part."""
     if len(stretches) <= _STRETCHES_MAX:
         return list(stretches)
     columns = int(_WIDTH)

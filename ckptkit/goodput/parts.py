@@ -1,4 +1,4 @@
-"""What a second of a run is called, and how overlapping claims to it are settled: a partition of the wall clock."""
+"""Names each second of a run, and settles overlapping claims to it: a partition of the wall clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Part(StrEnum):
-    """What a second of the run was spent on; everything but `productive` is badput."""
+    """The use of a second of the run; everything but `productive` is badput."""
 
     PRODUCTIVE = "productive"
     INITIALIZATION = "initialization"
@@ -29,8 +29,8 @@ class Part(StrEnum):
 class Interval(NamedTuple):
     """`part` claims this time. A higher layer wins; within one the shorter interval: an inner span always is.
 
-    Not the later start: that is the wall clock at the end less a monotonic duration, and being preempted
-    between the two readings moves it past the start of a span that it contains.
+    Not the later start: that is the wall clock at the end less a monotonic duration. A preemption between the two
+    readings moves it past the start of a contained span.
     """
 
     start_s: float

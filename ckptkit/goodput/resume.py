@@ -1,4 +1,4 @@
-"""What the time from a loss to the first step after it was spent on: a pure fold over event logs."""
+"""Divides the time from a loss to the first step after it: a pure fold over event logs."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _OF_SPAN = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """One loss that the run came back from. `attempt` was lost; `phases_s` has every `Phase` and adds up to `total_s`,
-    from the loss (from when it was noticed, where nobody knows its moment) to the end of the first step after it."""
+    """One loss that the run came back from. `attempt` was lost. `phases_s` has every `Phase` and adds up to `total_s`,
+    from the loss (or its detection, if its moment is unknown) to the end of the first step after it."""
 
     attempt: int
     total_s: float

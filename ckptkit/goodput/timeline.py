@@ -1,4 +1,4 @@
-"""What happened when, in one run: for a picture of it."""
+"""The events of one run in order of time, for a picture of it."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class Place:
         return Place(self.store, self._prefix)
 
     def names(self) -> list[str]:
-        """What is in it, sorted; directories end in `/`. Empty for nothing, and for a link out of the root."""
+        """Its entries, sorted; directories end in `/`. Empty if it does not exist, and for a link out of the root."""
         if self._names is None:
             with readable(self.url):
                 try:

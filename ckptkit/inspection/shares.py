@@ -86,7 +86,7 @@ def sidecar_processes(item: Place) -> list[int]:
 def sidecars_lost(item: Place) -> str | None:
     """Why a durable item is a damaged one of ours: it has a sign of sidecars, and none of them. None for any other.
 
-    Cost: one small read if there are no sidecars.
+    Cost: one small read without sidecars.
     """
     if sidecar_processes(item):
         return None

@@ -65,8 +65,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
       processes: how long the processes of a job wait for each other, and how they read each other's fast tiers.
       deprecated: fields of these three as keywords of their own (`DEPRECATED_KEYWORDS`), with a DeprecationWarning.
 
-    Raises the errors of Orbax's constructor for the shared arguments, `TierUnusableError` for a tier that cannot be
-    written, `StoreError` for a durable root that cannot be read, `CoordinationError` if a process does not join.
+    Raises the errors of Orbax's constructor for the shared arguments. Raises `TierUnusableError` for a tier that cannot
+    be written, `StoreError` for a durable root that cannot be read, `CoordinationError` if a process does not join.
     """
 
     def __init__(
@@ -210,15 +210,15 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     ) -> Any:
         """The items of `step`, or (None) of the newest step that every process can have and that verifies completely.
 
-        Every cell (or the part chosen by `verify`) is checked against its digest before anything is placed on a device;
-        a step of stock Orbax has no digests and is restored as stock Orbax would. Bytes come from this host's ramdisk,
+        Every cell (or the part chosen by `verify`) is checked against its digest before anything is placed on a device.
+        A step of stock Orbax has no digests and is restored as by stock Orbax. Bytes come from this host's ramdisk,
         then its SSD, then other processes' tiers, then the durable one; with `directory`, from that durable root alone.
         Returns the same as Orbax: the tree of a step saved without names, else a `Composite`. Proven bits are cast
         where a template or `restore_args` have another dtype.
 
         Raises `StepNotFoundError`, `ItemNotFoundError`, `CorruptCheckpointError` for a damaged `step` (with the other
-        steps), `NoRestorableStepError` (with every candidate's reason), `TreeMismatchError` (with all differences), and
-        ValueError as Orbax does for arguments that do not go together. A tier that cannot be reached raises
+        steps), `NoRestorableStepError` (with every candidate's reason), and `TreeMismatchError` (with all differences).
+        Raises ValueError as Orbax does for arguments that do not go together. A tier that cannot be reached raises
         `StoreError` and does not fall back.
         """
         began = Began()

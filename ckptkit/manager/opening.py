@@ -216,8 +216,8 @@ def take_stock(
 
     If processes read each other's tiers, a save is available when their fast tiers hold it together; otherwise when
     each process holds its own part. Cost: a listing and a small read per durable step, on process 0, and a few KiB from
-    each process; for a save newer than the newest complete one, a manifest of each different set of boxes, if they are
-    few.
+    each process. For a save newer than the newest complete one, also a manifest of each different set of boxes, if they
+    are few.
     """
 
     def stock(said: list[list[list[Any]]]) -> dict[str, Any]:

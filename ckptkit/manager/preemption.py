@@ -99,7 +99,7 @@ class LastSaver:
 
     def _lacking(self, step: int, planned: Sequence[str], deadline: Deadline) -> Sequence[str]:
         """The tiers that a step is saved to once more, agreed by all processes: those of the plan that lack it, and the
-        fastest one, so that no tier is newer than the fastest. None while a tier is still being written."""
+        fastest. No tier is then newer than the fastest. None while a tier is still being written."""
         self._pipeline.run(self._pipeline.settle(deadline))
 
         def decide(values: list[Any]) -> list[str]:

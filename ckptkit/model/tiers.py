@@ -234,7 +234,7 @@ class Tier:
     def slots_for(self, share_bytes: int, in_flight_max: int, *, beside: int = 0) -> int:
         """How many slots the tier uses for such states: `slots`, or kept + in flight + 1 that is read (a ramdisk).
 
-        `beside` is the number from `kept_beside`.
+        `beside`: see `kept_beside`.
         """
         if self.slots is not None:
             return self.slots

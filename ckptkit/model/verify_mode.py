@@ -19,10 +19,9 @@ _ALL = 1 << 64
 class Sample:
     """Proves each cell of a restore with probability `share`, chosen by `seed` (None: a new one for each restore).
 
-    A fault that touches `k` cells goes unseen with probability `(1 - share) ** k`; with `share=0.1` a flipped bit is
-    missed 9 times out of 10, a step that is damaged in 50 cells 5 times in 1,000. A fixed seed chooses the same cells
-    of the same leaves each time: what it misses once it misses always. If a sample finds damage, everything is
-    verified.
+    A fault that touches `k` cells goes unseen with probability `(1 - share) ** k`. With `share=0.1` a flipped bit is
+    missed 9 times out of 10, and damage in 50 cells 5 times in 1,000. A fixed seed chooses the same cells of the same
+    leaves each time: what it misses once it misses always. If a sample finds damage, everything is verified.
     """
 
     share: float = 0.1

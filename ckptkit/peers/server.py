@@ -43,9 +43,9 @@ _START_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """Limits on clients: requests in work at a time; answers of 8 MiB in memory until they are sent; connections (the
-    oldest idle one is closed for a new one); seconds for a request, from its first byte to the last byte of its answer;
-    seconds for an idle connection."""
+    """Limits on clients. Numbers: requests in work, answers of 8 MiB in memory until they are sent, connections (the
+    oldest idle one is closed for a new one). Seconds: for a request, from its first byte to the last of its answer, and
+    for an idle connection."""
 
     transfers_max: int = 8
     answers_max: int = 64
@@ -106,7 +106,7 @@ def _request_log() -> logging.Logger:
 class PeerServer:
     """Owner of the thread `ckptkit-peers`. Answers nobody before `admit` has given it the job's secret.
 
-    `also` handles requests that are not reads (the receiver of copies); None: there is no receiver.
+    `also` handles requests that are not reads (the receiver of copies); None: without a receiver.
     """
 
     def __init__(

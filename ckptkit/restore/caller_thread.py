@@ -114,9 +114,9 @@ class CallerThread:
 def all_come(caller: CallerThread, left: Callable[[], bool], coordinator: Coordinator) -> str | None:
     """Waits until the callers of all processes have arrived, and holds them; or returns the reason for not waiting.
 
-    It does not wait if one process ended, if nothing is `left` for any process, or if one arrives the coordinator's
-    `timeout_s` later than the first: that one may wait for something that the first does after the restore. The result
-    is the same on all processes.
+    It does not wait if one process ended, or if nothing is `left` for any process. Nor does it if one arrives the
+    coordinator's `timeout_s` later than the first: that one may wait for something that the first does after the
+    restore. The result is the same on all processes.
     """
     timeout_s = coordinator.timeout_s
     first: list[Deadline] = []  # on process 0, since somebody has come

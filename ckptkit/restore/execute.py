@@ -1,4 +1,4 @@
-"""What one process reads of a save once it is planned: proven, placed, and put together into items."""
+"""One process's reading of a planned save: verified, placed, and put together into items."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from ckptkit.util.pages import empty_block
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What one process has read and proven of a save, on its devices. `prepared` None: `stock` is what Orbax gave."""
+    """The part of a save that one process has read and verified, on its devices. `prepared` None: `stock` is Orbax's
+    result."""
 
     prepared: Prepared | None = None
     leaves: Mapping[Key, Any] = field(default_factory=dict)
@@ -43,17 +44,17 @@ class Verified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What replicas have read for each other: whole leaves, pieces of others, and the bytes by where they came from."""
+    """The data that replicas have read for each other: complete leaves, pieces of others, and the bytes by source."""
 
     assembly: Assembly
     read_bytes: Mapping[str, int]
     announced: frozenset[tuple[Key, Box]]  # that the durable tier was told to read ahead
-    failure: Exception | None = None  # of this process, that the others have not heard of yet
+    failure: Exception | None = None  # of this process, not yet known to the others
 
 
 @final
 class LocalRead:
-    """Reads, proves and places one process's part; launches no collective, and meets nobody."""
+    """Reads, verifies and places one process's part; launches no collective, and exchanges nothing."""
 
     def __init__(self, durable: DurableSteps | None, events: EventLog):
         """`durable`: where the steps of stock Orbax are; None where `read` alone is called."""
@@ -146,7 +147,7 @@ class LocalRead:
         return (handler_for(name, arg), arg) if arg is not None else registered(handler_for, name, kind)
 
     def rejected(self, save_id: SaveId, proves: VerifySelection) -> OnRejected:
-        """What is told of sources that prove bad: an event. What a sample finds is raised at once."""
+        """Reports damaged sources in an event. Damage found by a sample raises at once."""
 
         def emit(tier: str, error: CheckpointError) -> None:
             self._events.emit(Kind.REJECTED, step=save_id.step, tier=tier, reason=str(error))

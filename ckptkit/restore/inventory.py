@@ -26,8 +26,8 @@ _REFUSAL_CHARS_MAX = 500  # of a reason: escaped, six bytes of JSON for each at 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """One process's report of one save: the shares that it can serve to others, and why it cannot read its own part
-    from its own host alone (None: it can, or has not looked)."""
+    """One process's report of one save: the shares that it can serve to others, and the reason why its own host alone
+    lacks its own part (None: it has it, or has not looked)."""
 
     save_id: SaveId
     count: int  # how many processes wrote it
@@ -169,8 +169,8 @@ def from_runs(runs: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
 def in_order_of_use(shares: Iterable[int], *, mine: int, of: int, count: int, alike: Sequence[int] = ()) -> list[int]:
     """In which order process `mine` `of` so many looks into the shares of a save that `count` processes wrote.
 
-    Its own index first, then `alike` (those that hold most of the wanted boxes), then by distance: a mesh is cut in
-    order, so the wanted boxes are at about the same position as the process.
+    Its own index first, then `alike` (those that hold most of the wanted boxes), then by distance. A mesh is cut in
+    order, so the wanted boxes are at about the process's own position.
     """
     at = mine * count / of
     preferred = dict.fromkeys([mine, *alike] if of == count else alike)

@@ -1,4 +1,4 @@
-"""What a process would restore of a save: the tree is compared, and every box that it wants has a source."""
+"""Prepares one process's part of a restore: compares the tree, and finds a source for every wanted box."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptkit.util.gc_pause import collection_paused
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What a process would restore of a save, and from where: the tree is compared, every box has a source."""
+    """One process's part of a save, and its sources: the tree is compared, every box has a source."""
 
     asked: SortedRequest
     answers: Mapping[str, TreeAnswer]
@@ -75,7 +75,7 @@ class Preparer:
     def asked(
         self, manifests: Sequence[Manifest], wanted: RestoreRequest, unproven: Sequence[str] = ()
     ) -> SortedRequest:
-        """What is wanted, sorted by who can give it. `unproven` are items that no manifest describes."""
+        """The wanted items, sorted by their source. `unproven` are items that no manifest describes."""
         return sorted_request(wanted, manifests, where=self._where, unproven=unproven)
 
     def _answers(self, save_id: SaveId, manifests: Sequence[Manifest], asked: SortedRequest) -> dict[str, TreeAnswer]:

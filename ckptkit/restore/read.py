@@ -63,9 +63,9 @@ def execute(
 ) -> dict[str, int]:
     """Reads and proves every box of the plan into fresh host memory; returns the bytes read by tier.
 
-    `proven(key, blocks)` is called for each leaf as soon as all of its boxes are there, on the thread that read the
-    last one, while others are still being read. What proves bad, or does not come because a process does not answer,
-    is taken from the next source of the same save (`rejected` is told); of its last one, the error is raised.
+    `proven(key, blocks)` is called for each leaf as soon as all of its boxes are read, on the thread that read the last
+    one, while others are still being read. If a box is damaged, or a process does not answer, the box is read from the
+    next source of the same save (`rejected` is called). The error of the last source is raised.
 
     `announced` are the sources that have been told what will be read and fetch it meanwhile, in reading order.
 
@@ -138,13 +138,13 @@ class _Leaf:
 
     @property
     def first_sources(self) -> set[int]:
-        """Where its boxes come from if all of them prove whole."""
+        """The source of its boxes if all of them verify."""
         return {box_read.sources[0][0] for box_read in self.reads}
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """What one thread reads at a time."""
+    """The unit that one thread reads at a time."""
 
     nbytes: int
     read: Callable[[], None]
@@ -254,7 +254,7 @@ class _Reading:
             self._proven(shared.key, shared.blocks)
 
     def _read(self, box_read: BoxRead, wanted: Box, into: np.ndarray) -> str:
-        """Fills `into` from the first source that proves whole; returns its tier.
+        """Fills `into` from the first source that verifies; returns its tier.
 
         Where none does, one that did not answer is the reason: it may have it whole.
         """

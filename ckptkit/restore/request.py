@@ -1,4 +1,4 @@
-"""What a restore asks for, in Orbax's words, and how a stored tree answers it."""
+"""The request of a restore in Orbax's terms, and its comparison with a stored tree."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Finish = Callable[[Any], Any]  # what is made of a leaf that was read
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
-    """What is asked for. `args` None means every item, as it was saved, or what `choose` picks; None for one item
+    """The request. `args` None means every item as it was saved, or the part that `choose` picks; None for one item
     means as it was saved."""
 
     args: Mapping[str, Any] | None
@@ -54,7 +54,7 @@ class RestoreRequest:
 
 
 def request_of(stock: StockManager, items: Any, restore_kwargs: Any, args: Any) -> RestoreRequest:
-    """What the arguments of `restore` ask for; raises what Orbax raises for those that do not go together."""
+    """The request in the arguments of `restore`; raises Orbax's errors for arguments that do not go together."""
     by_name = stock.restore_args(items, restore_kwargs, args)
     default_item = stock.default_item
     if by_name is not None:
@@ -74,7 +74,7 @@ class PartialTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SortedRequest:
-    """What is asked of one stored save: trees and small items that we give back, and what only Orbax can."""
+    """The request to one stored save: trees and small items that ckptkit returns, and items that only Orbax can."""
 
     trees: Mapping[str, Any] = field(default_factory=dict)  # item -> Orbax's argument, or None
     inline: Mapping[str, Any] = field(default_factory=dict)
@@ -118,8 +118,8 @@ def sorted_request(
 
 
 def stored_tree(manifests: Sequence[Manifest], item: str, stored: Sequence[LeafRecord]) -> Any:
-    """The abstract tree of all that was saved of an array item, nested dicts and lists, from its merged leaves; text
-    stands in it as `TextLeaf`.
+    """The abstract tree of a saved array item, nested dicts and lists, from its merged leaves; text is in it as
+    `TextLeaf`.
 
     Cost: 15 microseconds per leaf.
     """
@@ -147,7 +147,7 @@ class TreeAnswer:
 
 
 def tree_answer(arg: Any, manifests: Sequence[Manifest], item: str, *, step: int, where: str) -> TreeAnswer:
-    """What `arg` asks of a stored tree. Raises `TreeMismatchError` with all differences."""
+    """The request of `arg` to a stored tree. Raises `TreeMismatchError` with all differences."""
     stored = merged_leaves(manifests, item)
     texts = {path: node for path, _, node in _nodes_without_leaves(manifests, item) if is_text_leaf(node)}
     if texts and getattr(arg, "item", None) is not None:
@@ -249,8 +249,8 @@ def _as_templates(template: Any, stored: Sequence[LeafRecord]) -> TreeAnswer:
 
 
 def _as_abstract(wanted: Any, stored: Sequence[LeafRecord], whole: Any, *, partial: bool) -> TreeAnswer:
-    """As Orbax's newer API: a type says what a leaf becomes, `...` leaves it where it is; with `partial` what is not
-    in the tree stays there, too."""
+    """As in Orbax's newer API: a type sets the type of a leaf, `...` leaves the leaf in storage; with `partial`, leaves
+    that are not in the tree stay there too."""
     as_saved = {leaf_path(path)[0]: leaf for path, leaf in jax.tree_util.tree_flatten_with_path(whole)[0]}
     of_types: dict[tuple[str, ...], Finish | None] = {}
 
@@ -272,18 +272,18 @@ def _as_abstract(wanted: Any, stored: Sequence[LeafRecord], whole: Any, *, parti
 
 
 def _restored_type(kind: type) -> Any:
-    """What a leaf becomes by an abstract leaf that is a type."""
+    """The result of a leaf whose abstract leaf is a type."""
     if issubclass(kind, bool | int | float | np.number):
         return kind
     return np.ndarray if issubclass(kind, np.ndarray) else jax.Array
 
 
 def _as_template(template: Any, record: LeafRecord) -> tuple[Any, Finish | None]:
-    """What to read of a stored leaf, as it is stored, and what to make of it to have what `template` says.
+    """The read of a stored leaf in its stored form, and the conversion to the form of `template`.
 
-    The key data of typed keys stand for these, as in Orbax. What cannot be cast (shapes, an array for a number) is
-    returned as it is: the comparison with what is stored names it. Raises ValueError for a template that is neither an
-    array nor a number.
+    Typed keys are represented by their key data, as in Orbax. A value that cannot be cast (other shape, an array for a
+    number) is returned unchanged: the comparison with the stored leaf names it. Raises ValueError for a template that
+    is neither an array nor a number.
     """
     if isinstance(template, bool | int | float):
         return _cast_number(template, record)
@@ -340,7 +340,7 @@ def _is_key(dtype: Any) -> bool:
 def _pytree_answer(
     arg: Any, stored: Sequence[LeafRecord], whole: Any, item: str, *, step: int, where: str
 ) -> TreeAnswer:
-    """As Orbax's PyTreeRestore: `item` gives the structure alone, `restore_args` says what becomes of each leaf."""
+    """As Orbax's PyTreeRestore: `item` gives the structure alone, `restore_args` sets the form of each leaf."""
     as_saved = {leaf_path(path)[0]: leaf for path, leaf in jax.tree_util.tree_flatten_with_path(whole)[0]}
     shape = arg.item if arg.item is not None else whole
     flat, treedef = jax.tree_util.tree_flatten_with_path(shape)
@@ -408,7 +408,7 @@ def _put(nested: dict[str, Any], path: Sequence[str], target: Any) -> None:
 
 
 def _wished(saved: Any, wish: Any) -> tuple[Any, Finish | None]:
-    """What to place of a stored leaf, and what to make of it, for one `RestoreArgs`. Typed keys are never cast."""
+    """The placement and conversion of a stored leaf, for one `RestoreArgs`. Typed keys are never cast."""
     if wish is None or wish is ...:
         return saved, None
     if hasattr(saved, "dtype") and _is_key(saved.dtype):

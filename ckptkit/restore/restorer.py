@@ -102,8 +102,8 @@ class Restorer:
         `about` names the restore: it differs for each, and is the same on every process. `caller` launches
         collectives, where this is not the thread that may.
 
-        Raises `StepNotFoundError` if there is no candidate, `NoRestorableStepError` if all were rejected;
-        a tree mismatch, a missing permission and a tier that cannot be reached raise at once and never fall back.
+        Raises `StepNotFoundError` without a candidate, `NoRestorableStepError` if all were rejected. A tree mismatch, a
+        missing permission and a tier that cannot be reached raise at once and never fall back.
         """
         self._coordinator.begin(about)
         wanted = replace(wanted, proves=begin(self._verify))

@@ -203,8 +203,8 @@ class Branch:
     """Names calls of `save` and gives saves their identity. `enter` and `next_save` belong to the step loop's thread.
 
     Process 0's identity of a save holds; the others compute it from the same calls, and adopt process 0's.
-    A call is named by its step, by how often it was called with that step, and by the restore that the run continues
-    from: a process that missed a call altogether has the same names as the others at the next step.
+    A call is named by its step, by the number of calls with that step, and by the restore that the run continues from.
+    So a process that missed a call has the same names as the others at the next step.
     """
 
     def __init__(self, ledger: Ledger, epoch: int):

@@ -4,8 +4,8 @@ A save is taken by a decision that is the same on every process. Whether it succ
 one process that could not stage it, or was too busy to, drops it everywhere. The step loop waits for nothing but its
 own copy, and, when a durable save is due (`durable_busy="wait"`), for the previous durable save.
 
-The copy runs on a thread of the pipeline while the caller waits for it: an exception that a signal raises in the
-caller (Ctrl-C) can interrupt the wait, and never what holds a slot.
+The copy runs on a thread of the pipeline while the caller waits for it. An exception that a signal raises in the caller
+(Ctrl-C) can interrupt the wait, and never the thread that holds a slot.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _log = logging.getLogger("ckptkit")
 class SavePipeline:
     """Owner of the threads of a save. Every method but `submit` may be called on one process alone.
 
-    `describe` says what a save of some trees will hold, and raises for leaves that cannot be saved; `slots` makes the
-    slots of saves to come; `outcomes` knows what has failed; `flusher` fills the slower tiers.
+    `describe` describes a save of some trees, and raises for leaves that cannot be saved. `slots` makes the slots of
+    future saves. `outcomes` records failures. `flusher` fills the slower tiers.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class SavePipeline:
     def await_turn(self, due: frozenset[str], *, must_wait: bool, last: Deadline | None = None) -> SaveProtocol:
         """Waits for the saves before one that is due in the durable tier, on the step loop's thread.
 
-        At most for the longest wait for other processes; not at all for a save that is due in fast tiers alone or,
-        unless it is a `must_wait`, where one that comes too early is skipped, or the durable tier fails. One that no
-        other follows has until `last`; it waits for the writer, a little for peers and disk, and queues behind a
-        durable save: none may cost the faster tiers. Returns an `Admission`.
+        Waits at most as long as for other processes. A save that is due in fast tiers alone does not wait. Nor does a
+        save, unless it is a `must_wait`, if early saves are skipped or the durable tier fails. The last save of a run
+        has until `last`: it waits for the writer, a little for peers and disk, and queues behind a durable save, so
+        that none costs the faster tiers. Returns an `Admission`.
         """
         forced = last is not None or must_wait
         patient = self._options.durable_busy == "wait" and not self._durable_retry.failing
@@ -184,11 +184,11 @@ class SavePipeline:
     ) -> SaveProtocol:
         """Stages the state and hands the save over; returns once the caller may donate the state.
 
-        Blocks for one copy of this process's boxes. A save that comes while `in_flight_max` snapshots are on their
-        way is not staged, and dropped by vote; one that waits for its turn (`await_turn`) waits here for a free
-        slot too, for what is left of its time, and is then dropped by vote. `start_s` is when the step loop was stopped
-        (monotonic). Raises what staging raises (for an array that was deleted), and what no save is taken after
-        (replicas that differ); the save is then dropped by vote.
+        Blocks for one copy of this process's boxes. A save beyond `in_flight_max` snapshots is not staged, and is
+        dropped by vote. A save that waits for its turn (`await_turn`) also waits here for a free slot, for the rest of
+        its time, and is then dropped by vote. `start_s` is when the step loop was stopped (monotonic). Raises errors of
+        staging (a deleted array), and errors that end all saves (replicas that differ); the save is then dropped by
+        vote.
         """
         save = Save(
             ticket=ticket,
@@ -274,7 +274,7 @@ class SavePipeline:
         except StoreFullError as error:
             self.outcomes.no_room(save.save_id, name, error, save.due)
             return None, Refusal(policy="veto", reason=describe(error))
-        except (CheckpointError, OSError) as error:  # a mount that became read-only, say: training goes on
+        except (CheckpointError, OSError) as error:  # a mount that became read-only, for example: training continues
             self.outcomes.failed(save.save_id, name, error)
             return None, Refusal(policy="veto", reason=describe(error))
         if slot is None:
@@ -294,7 +294,7 @@ class SavePipeline:
             begin, choice = self._machinery.begin_staging, self._options.staging
             begun = yield Do("stage", lambda: begin(choice, description, items.trees, slot.memory, copied, compared))
             return Snapshot(slot=slot, staging=begun, disk=disk, local_replicas=local_replicas)
-        except BaseException:  # an array that was deleted, say: the caller raises it, the slot is free again
+        except BaseException:  # a deleted array, for example: the caller raises it, the slot is free again
             self._pace.end_urgent(save.save_id)
             if disk is not None:
                 disk.leave_out()
@@ -336,8 +336,8 @@ class SavePipeline:
     def synchronise(self, about: str) -> SaveProtocol:
         """Before a restore: every process learns what it missed of process 0's decisions, and counts on as it does.
 
-        No save may be on its way. Raises `CoordinationError` where the meeting fails, and what another process raised
-        instead (`withdraw`).
+        No save may be in flight. Raises `CoordinationError` if the exchange fails, and the error that another process
+        raised instead (`withdraw`).
         """
 
         def decide(values: list[Any]) -> Any:
@@ -418,7 +418,7 @@ class SavePipeline:
                 self._tiers.staging.release(slot)
 
     def _finish_staging(self, work: FirstWork) -> SaveProtocol:
-        """Moves what is left of the state, and lets the caller's arrays go. What fails is raised in the vote."""
+        """Moves the rest of the state, and releases the caller's arrays. Errors are raised in the vote."""
         try:
             yield from work.finish_staging()
         finally:

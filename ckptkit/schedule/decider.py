@@ -117,8 +117,8 @@ class Decider:
     def continue_from(self, step: int) -> None:
         """The run goes on from `step`: later ones, of an abandoned branch, do not count any more.
 
-        If a restart took a step from a fast tier that was due in the durable tier but is not there (the process died in
-        the upload), the next save is durable too. So the loss of a host costs at most one interval.
+        A restart may take a step from a fast tier that was due in the durable tier but is not there (the process died
+        in the upload). Then the next save is durable too. So the loss of a host costs at most one interval.
         """
         self._durable = [info for info in self._durable if info.step <= step]
         self._last = self._base = step

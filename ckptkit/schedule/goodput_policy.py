@@ -244,7 +244,7 @@ class OptimalInterval:
         return self.due_after(self._passed_s(previous_steps[-1]))
 
     def _passed_s(self, last: Any) -> float:
-        """Since the last save. The wall clock is read once for each, when it is first seen: it may be set back during a
+        """Since the last save. The wall clock is read once for each, when it is first seen. It may be set back during a
         run, and the host that saved before a restart may have been ahead."""
         now_s, save = monotonic_s(), (last.step, last.time)
         if self._last[0] != save:

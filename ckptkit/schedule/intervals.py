@@ -1,7 +1,7 @@
 """How much work to do between two saves: the formulas, over numbers or arrays of runs.
 
-All times are in seconds. `cost_s` is the time that a save takes from the step loop (stall and contention), `mtbf_s` the
-mean time between the failures that lose what this interval puts at risk; an interval is time of work, the save not
+All times are in seconds. `cost_s` is the time that a save takes from the step loop (stall and contention). `mtbf_s` is
+the mean time between the failures that lose the work of this interval. An interval is time of work, the save not
 included.
 
 If failures cluster, the hazard is highest just after a failure, so intervals should grow with the age of the uptime.

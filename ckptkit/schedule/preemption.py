@@ -49,8 +49,8 @@ def plan_last_save(tiers: Sequence[str], needs_s: Mapping[str, float], left_s: f
     """The tiers that a last save is for. `tiers` are those there are, fastest first.
 
     The fastest tier is always tried. Another one is tried if `MARGIN` times its needed seconds (`needs_s`, from the
-    measured rates of the slowest process) fit into `left_s`, or if nothing was measured yet: an unfinished save does
-    not harm a finished one.
+    measured rates of the slowest process) fit into `left_s`. It is also tried if nothing was measured yet: an
+    unfinished save does not harm a finished one.
     """
     left_out = {
         tier: f"needs {MARGIN * needs_s[tier]:.1f} s by the rates of earlier saves, {left_s:.1f} s are left"
@@ -72,8 +72,8 @@ class TierRates:
             self._seconds[event.tier].append((event.fields["duration_s"], event.fields["bytes"]))
 
     def needs_s(self, size_bytes: int) -> dict[str, float]:
-        """The seconds that a save of `size_bytes` of this process needs, from staged to committed by all, for each tier
-        with an earlier save: the slowest of the last saves, scaled by size."""
+        """The seconds from staged to committed by all, for a save of `size_bytes` of this process, in each tier with an
+        earlier save: the slowest of the last saves, scaled by size."""
         return {
             tier: max(seconds * max(1.0, size_bytes / before) if before else seconds for seconds, before in noted)
             for tier, noted in list(self._seconds.items())

@@ -105,9 +105,9 @@ def simulate_all(
     """Every run of `failures` under each of the policies, until `horizon_s`.
 
     `mark` records the kept work at the `mark`-th failure, so that a policy's learning phase can be left out. `progress`
-    hears how many of the failures of a run are done, and of how many. Cost: some dozens of operations on arrays of
-    policies x runs x tiers, for each failure of the run with the most failures. With few runs, policies together cost
-    less than one by one. Policies with the same steps cost as much as one.
+    is called with the number of failures done and their total. Cost: some dozens of operations on arrays of policies x
+    runs x tiers, for each failure of the run with the most failures. With few runs, policies together cost less than
+    one by one. Policies with the same steps cost as much as one.
     """
     alike = [kept_intervals_s(cluster, policy) or ("learns", i) for i, policy in enumerate(policies)]
     distinct = dict(zip(alike, policies, strict=True))

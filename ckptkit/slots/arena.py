@@ -41,12 +41,12 @@ class Slot:
 
     name: str
     memory: np.ndarray
-    save_id: SaveId | None = None  # what a committed manifest says it holds
+    save_id: SaveId | None = None  # the save in its committed manifest
     leases: int = 0  # who reads or writes it now
 
 
 class Reusable(Protocol):
-    """What decides whether a slot may be written."""
+    """The conditions for writing a slot."""
 
     save_id: SaveId | None
     leases: int
@@ -66,8 +66,8 @@ def reusable(slots: Iterable[_Slot], protected: Collection[SaveId]) -> _Slot | N
 class Arena:
     """The slots of one process on one tier, or anonymous ones (`directory=None`) that are only a staging area.
 
-    A slot is handed out for writing only while nobody holds a lease on it and it does not hold a protected save: the
-    newest one committed by all processes, and what else is to be kept. Safe from several threads.
+    A slot is handed out for writing only without a lease on it, and without a protected save in it: the newest one
+    committed by all processes, and other kept saves. Safe from several threads.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Arena:
                 self.release(slot)
 
     def missing_bytes(self, size_bytes: int) -> int:
-        """What is still to be allocated until every slot has `size_bytes`."""
+        """The bytes still to allocate until every slot has `size_bytes`."""
         slot_bytes = whole_pages(size_bytes)
         return sum(max(0, slot_bytes - self._allocated_bytes(slot)) for slot in self._slots)
 
@@ -164,7 +164,7 @@ class Arena:
         """A leased slot of at least `size_bytes` to write, its old manifest gone; None when all are in use.
 
         Waits up to `timeout_s` for a lease to end. Prefers empty slots, then the one with the oldest save; a slot
-        for which there is no room is passed over, and raises `StoreFullError` only where no other can be had.
+        without room is skipped, and raises `StoreFullError` only if no other is available.
         """
         deadline = Deadline(timeout_s)
         full: dict[str, StoreFullError] = {}
@@ -247,8 +247,8 @@ class Arena:
         return frozenset().union(*self._protected.values())
 
     def protect(self, *save_ids: SaveId, why: str = ALL) -> None:
-        """Says which saves are kept until the next such call for the same reason: the newest one that all processes
-        have committed here and what a policy keeps (`ALL`), or what others rely on for what `why` names.
+        """Sets the saves that are kept until the next such call for the same reason: the newest one that all processes
+        have committed here and those that a policy keeps (`ALL`), or those that others need for the reason `why`.
 
         Others stay until their slots are needed.
         """

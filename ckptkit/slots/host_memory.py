@@ -12,12 +12,12 @@ from typing import final
 from ckptkit.errors import StoreFullError
 
 CONTAINER_SHM_BYTES = 64 << 20  # what Docker and Kubernetes give /dev/shm where nobody asks for more
-_UNLIMITED_BYTES = 1 << 60  # version 1 says "no limit" as a huge number, rounded to pages
+_UNLIMITED_BYTES = 1 << 60  # version 1 writes "no limit" as a huge number, rounded to pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What one limit leaves: bytes, where that is, and how to get more."""
+    """The room under one limit: bytes, its place, and how to get more."""
 
     free_bytes: int
     where: str
@@ -45,16 +45,17 @@ class HostMemory:
         self._takers: list[Callable[[], int]] = []
 
     def add_taker(self, taken_bytes: Callable[[], int]) -> None:
-        """Counts what that says from now on: all slots of a process share one limit."""
+        """Counts its bytes from now on: all slots of a process share one limit."""
         self._takers.append(taken_bytes)
 
     @property
     def taken_bytes(self) -> int:
-        """What all that were added have taken."""
+        """The bytes taken by all counted ones."""
         return sum(taken() for taken in self._takers)
 
     def rooms(self, taken_bytes: int) -> list[Room]:
-        """What each limit leaves to a process whose snapshots have `taken_bytes`. Cost: some 10 small file reads."""
+        """The room under each limit for a process whose snapshots have `taken_bytes`. Cost: some 10 small file
+        reads."""
         rooms = [
             Room(free_bytes=max(0, free), where=f"in control group {group}", more="raise the container's memory limit")
             for group, free in self._group_frees()
@@ -93,7 +94,7 @@ def store_full(room: Room, needs: str, less: str) -> StoreFullError:
 
 
 def mount_room(directory: Path) -> Room:
-    """What the mount of `directory` leaves; where it is a container's small /dev/shm, how to get another."""
+    """The room on the mount of `directory`; for a container's small /dev/shm, how to get more."""
     total_bytes, free_bytes = _mount_bytes(directory)
     more = "mount a larger ramdisk"
     if total_bytes <= CONTAINER_SHM_BYTES:

@@ -20,7 +20,7 @@ from ckptkit.snapshot.small_items import STRUCTURE, capture, captured_files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveItems:
-    """What one save holds: trees of arrays, and small items that are stored inline, captured now."""
+    """The content of one save: trees of arrays, and small items that are stored inline, captured now."""
 
     trees: Mapping[str, Any]
     inline: Mapping[str, Mapping[str, Any]]
@@ -31,7 +31,7 @@ class SaveItems:
     custom_metadata: Mapping[str, Any] | None = None  # the step's
 
     def durable_tree_words(self, item: str) -> dict[str, Any]:
-        """What the durable tier records of a tree beside its leaves."""
+        """The durable tier's record of a tree besides its leaves."""
         return {"standard": item in self.standard, "custom_metadata": self.tree_metadata.get(item)}
 
 
@@ -48,9 +48,8 @@ def save_items(
 ) -> SaveItems | str:
     """The items of `args` (by name), or the name of one that only Orbax's own handlers can hold.
 
-    `metrics` are those that are to be found again at a restart, None for none. `write_files` has an item's handler
-    write it; None where that has to be left to Orbax. Raises what the caller's values raise when they are captured
-    (JSON that is none, say), and what handlers raise.
+    `metrics` are those to find again at a restart, or None. `write_files` lets an item's handler write it; None if that
+    is left to Orbax. Raises the errors of capturing the caller's values (invalid JSON, for example), and of handlers.
     """
     trees: dict[str, Any] = {}
     inline: dict[str, Mapping[str, Any]] = {}
@@ -121,7 +120,7 @@ def abstract_trees(args: Mapping[str, Any]) -> dict[str, Any] | None:
 def _held_tree(arg: Any) -> Any:
     """The tree with the dtypes that it is to be stored in; None where a leaf is nothing that we store.
 
-    Orbax's handlers say what is wrong with a tree that nobody can save. Casts run on the devices that hold the
+    Orbax's handlers report the error of a tree that cannot be saved. Casts run on the devices that hold the
     leaf, without collectives.
     """
     is_standard = isinstance(arg, ocp.args.StandardSave)

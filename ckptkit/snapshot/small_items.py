@@ -1,4 +1,4 @@
-"""Items that are small enough to stand in a manifest: JSON, data iterators, single arrays, random keys, metrics, and
+"""Items that are small enough for a manifest: JSON, data iterators, single arrays, random keys, metrics, and
 the files of other handlers.
 
 `capture` takes the value as it is now, in two forms: plain values for manifests, and arguments for the durable tier

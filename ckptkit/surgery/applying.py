@@ -73,7 +73,7 @@ def restore_into(
     """Restores a part of a checkpoint into a changed model by `rules`. Returns the state and a record of the work.
 
     Every leaf of `target` is either taken from the checkpoint, to the bit or (with `Cast`) in its own dtype, or keeps
-    its own value because of an `Init`; every stored leaf is taken or skipped by a rule. Only the taken leaves are read.
+    its own value because of an `Init`. Every stored leaf is taken or skipped by a rule. Only the taken leaves are read.
     Bytes of ckptkit's steps are verified as in `CheckpointManager.restore`; those of stock Orbax have no digests.
 
     Args:

@@ -95,13 +95,13 @@ class SurgeryPlan:
 def plan_surgery(stored: Any, target: Any, rules: Sequence[Rule]) -> SurgeryPlan:
     """Which stored leaf goes to which leaf of `target`. Pure: reads nothing, touches no device.
 
-    The first of `Take`, `Rename` and `Skip` that matches a stored leaf decides about it. A leaf of the target is
-    filled by the one stored leaf that goes to it, or keeps its value where an `Init` matches it; there is no third
-    way, and no default. `stored` and `target` are trees (concrete or abstract) or sequences of `Leaf`.
+    The first of `Take`, `Rename` and `Skip` that matches a stored leaf decides about it. A leaf of the target is filled
+    by the one stored leaf that goes to it, or keeps its value because an `Init` matches it. No other way and no default
+    exist. `stored` and `target` are trees (concrete or abstract) or sequences of `Leaf`.
 
-    Raises `SurgeryError` with all differences. A difference is a leaf on either side that no rule covers, two stored
-    leaves for one target, a leaf that is both taken and initialised, a different shape or (without `Cast`) dtype, or an
-    `Init` of a leaf without a value.
+    Raises `SurgeryError` with all differences. Differences are: a leaf on either side that no rule covers, two stored
+    leaves for one target, a leaf that is both taken and initialised. So are a different shape or (without `Cast`)
+    dtype, and an `Init` of a leaf without a value.
     """
     sources, targets = named(leaves_of(stored)), named(leaves_of(target))
     used: set[Rule] = set()

@@ -262,7 +262,7 @@ def _check_single(chosen: Sequence[DurableStep], url: str) -> None:
     if step.state == "damaged":
         raise CorruptCheckpointError(f"{url} is damaged and is not copied: {step.problem}", path=url)
     if step.state == "unfinished":
-        raise StepNotFoundError(f"{url} was never committed, so there is no step to copy", path=url)
+        raise StepNotFoundError(f"{url} was never committed; it has no step to copy", path=url)
 
 
 def _follows(ancestry: Ancestry, older: Ancestry) -> bool:

@@ -62,7 +62,7 @@ def pin(
 
 
 def unpin(root: str, step: int, *, dry_run: bool = False, timeout_s: float = 20.0) -> Pinning:
-    """Removes the pin of a step, even of a deleted step. Raises `StepNotFoundError` if there is no pin."""
+    """Removes the pin of a step, even of a deleted step. Raises `StepNotFoundError` without a pin."""
     url = root_url(root)
     store = open_store(url, deadline_s=timeout_s)
     before = pinned_steps(store)

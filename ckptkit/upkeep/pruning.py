@@ -131,7 +131,7 @@ def plan_prune(
     Cost: a look at every step, and a full read of the newest one, then of older ones until one is complete. A step of
     stock Orbax is verified as far as possible. With `unread`, the records of a step are trusted instead.
 
-    Raises `StepNotFoundError` if there is no root, and `StoreError` if it cannot be reached. Raises
+    Raises `StepNotFoundError` if the root does not exist, and `StoreError` if it cannot be reached. Raises
     `CorruptCheckpointError` if the epoch records cannot be read: then it is unknown which steps are abandoned. Raises
     ValueError without a `keep`.
     """

@@ -104,8 +104,8 @@ def usage(
     """Where the bytes are. Reads no array, takes no lock, writes nothing.
 
     `deep` looks for files of OCDBT databases that nothing refers to (one read per node of each database).
-    Cost: one listing per directory, a small read per step. Raises `StepNotFoundError` if there is no root, `StoreError`
-    if it cannot be reached.
+    Cost: one listing per directory, a small read per step. Raises `StepNotFoundError` if the root does not exist,
+    `StoreError` if it cannot be reached.
     """
     place = Place.open(root_url(root), timeout_s=timeout_s)
     if not place.names() and not os.path.isdir(place.url):

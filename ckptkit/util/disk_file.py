@@ -58,7 +58,7 @@ def refuse_other_owner(status: os.stat_result, path: Path) -> None:
 class DiskFile:
     """An open slot file of `size_bytes` (whole pages), its blocks allocated. `memory` is a shared mapping of it.
 
-    Raises OSError (ENOSPC, EDQUOT, EFBIG) if there is no room; the file then stays as it was.
+    Raises OSError (ENOSPC, EDQUOT, EFBIG) if the room does not suffice; the file then stays as it was.
     """
 
     def __init__(self, path: Path, size_bytes: int):

@@ -21,7 +21,7 @@ MEMORY_BYTES_MAX = 512 << 20
 class CellCheck:
     """One cell that is to be read. `read` returns the digest that it found, or raises `CorruptCheckpointError`.
 
-    `expected` None: there is no digest, so the bytes are only read. `memory_bytes` are held meanwhile.
+    `expected` None: without a digest the bytes are only read. `memory_bytes` are held meanwhile.
     """
 
     path: str

@@ -41,7 +41,7 @@ def verify(
     it is called `unproven`. A step is also `unproven` if a chunk needs more memory than `memory_bytes_max`, or if an
     item has no digests.
 
-    Cost: every byte is read once, on `threads` threads, with at most `memory_bytes_max` bytes of array data held;
+    Cost: every byte is read once, on `threads` threads, with at most `memory_bytes_max` bytes of array data held.
     `progress` is called after every cell, from any of the threads, one call at a time.
 
     Raises `StepNotFoundError` where nothing of the kind is there, `StoreError` where it cannot be reached or read

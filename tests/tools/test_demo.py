@@ -117,7 +117,7 @@ def test_a_machine_without_ramdisk_is_refused(tmp_path: Path, monkeypatch: pytes
 def test_bucket_that_does_not_start_is_reported_with_its_output(tmp_path: Path) -> None:
     """Breaks when the demo waits for an address that never comes, or hides why."""
     (tmp_path / "file").write_text("not a directory")
-    with pytest.raises(DemoError, match="the bucket did not start; it said:\n"), running_bucket(tmp_path / "file"):
+    with pytest.raises(DemoError, match="the bucket did not start; its output:\n"), running_bucket(tmp_path / "file"):
         pass
 
 

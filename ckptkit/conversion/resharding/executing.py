@@ -46,8 +46,8 @@ def plan_reshard(
     memory_bytes: int = MEMORY_BYTES,
     timeout_s: float = 20.0,
 ) -> ReshardPlan:
-    """The plan of `reshard`. Raises `CheckpointError` for a mesh or spec that does not fit, for a local target that
-    exists, and for a target in the root of a run (a bucket is asked for at most `timeout_s`)."""
+    """The plan of `reshard`. Raises `CheckpointError` for a mesh or spec that does not fit, for an existing local
+    target, and for a target in the root of a run. Requests to a bucket are retried for `timeout_s`."""
     url = target_url(target)
     require_orbax_target(url)
     is_step = source.opened.facts.kind == "step"

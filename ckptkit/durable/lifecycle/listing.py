@@ -1,6 +1,6 @@
 """Which steps a durable root holds: a delimiter listing, and in a bucket the markers of those that are asked about.
 
-There is no index object, which could go stale: the listing itself is the truth.
+No index object exists, since it could go stale: the listing itself is the truth.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ STARTUP_S = 0.2  # to compile the collective and to connect: measured over TCP o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BroadcastRates:
-    """Bytes per second of one process, the slowest one's: from the storage while all read, and over the interconnect
-    (all that is received, its own part and the vote before each round included). None: not measured."""
+    """Bytes per second of the slowest process: from the storage while all read, and over the interconnect. The latter
+    counts everything received, its own part, and the vote before each round. None: not measured."""
 
     storage: float | None = None
     interconnect: float | None = None

@@ -89,7 +89,7 @@ def json_reply(value: JsonObject, *, status: int = 200) -> Reply:
 
 
 def partial_reply(call: Call, reply: Reply) -> Reply:
-    """What the parameter `fields` leaves of an answer in JSON."""
+    """The part of an answer in JSON that the parameter `fields` selects."""
     fields, is_json = call.query.get("fields"), reply.headers.get("Content-Type", "").startswith("application/json")
     if not fields or not is_json or reply.status != 200:
         return reply

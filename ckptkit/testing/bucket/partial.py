@@ -14,7 +14,7 @@ Selection = dict[str, Any]  # by field: what is selected below it; empty: all of
 
 
 def selected(resource: JsonObject, fields: str) -> JsonObject:
-    """The selected part of `resource`. Raises 400 for what is no selection."""
+    """The selected part of `resource`. Raises 400 for an invalid selection."""
     return _cut(resource, parse_fields(fields))
 
 
@@ -52,7 +52,7 @@ def _list(words: list[str], text: str, depth: int) -> tuple[Selection, list[str]
 
 
 def _path(words: list[str], text: str, depth: int) -> tuple[Selection, list[str]]:
-    """What follows a slash: one field, with what is selected below it."""
+    """The part after a slash: one field, with the selection below it."""
     if not words or words[0] in "(),/" or depth > _DEPTH_MAX:
         raise _refused(text)
     name, words = words[0], words[1:]

@@ -1,4 +1,4 @@
-"""Rewrites that take several calls: how far one got stands in its token, which is good for its request alone."""
+"""Rewrites that take several calls: the token holds the progress of one, and is valid for its request alone."""
 
 from __future__ import annotations
 

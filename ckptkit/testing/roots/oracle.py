@@ -292,7 +292,7 @@ def _saved(tree: Tree, action: Action, outcome: Outcome) -> Iterator[Failure]:
         return
     made = [path for path, found in outcome.after.items() if outcome.before.get(path) != found]
     if not any(path.endswith("/_CHECKPOINT_METADATA") and "_ckptkit" not in path for path in made):
-        yield Failure(kind="bytes lost", text="a save reported nothing, and there is no new step")
+        yield Failure(kind="bytes lost", text="a save reported nothing and made no new step")
 
 
 def _different(before: Listing, after: Listing) -> list[str]:
