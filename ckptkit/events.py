@@ -55,6 +55,9 @@ class Kind(StrEnum):
     RECOVERED = "tier_recovered"  # a degraded tier works again: fields failures in a row before, failed_s
     LEFT_BEHIND = "left_behind"  # at start: fields names, of what a run that died did not commit, and path
     CLEANED = "left_behind_cleaned"  # the same fields: it went, once this run's epoch had fenced its writers off
+    # at start: a tier's mount is not what it looks like: fields path, file_system, medium, problem (empty: none); of
+    # the durable tier commit (rename, mark), of a fast one rate_bytes_s where it was measured
+    MOUNTED = "tier_mounted"
     # the launcher lost a process: fields attempt, lost (which), cause, wiped, detect_s since it killed it, if it did
     DISRUPTED = "disrupted"
     RELAUNCHED = "relaunched"  # the launcher starts the processes again: fields attempt

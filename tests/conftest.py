@@ -23,6 +23,7 @@ from tests.mounts import Mounts
 if TYPE_CHECKING:
     from ckptkit.slots.arena import Arena
     from ckptkit.testing.bucket import BucketServer
+    from ckptkit.testing.mount import MountedBucket
 
 
 @pytest.fixture
@@ -51,6 +52,17 @@ def mounts() -> Iterator[Mounts]:
     made = Mounts()
     yield made
     made.close()
+
+
+@pytest.fixture
+def mounted_bucket(tmp_path: Path) -> Iterator[MountedBucket]:
+    """A bucket that a FUSE program mounts, empty."""
+    from ckptkit.testing.mount import MountedBucket, why_not
+
+    if (reason := why_not()) is not None:
+        pytest.skip(f"no FUSE file system can be mounted here: {reason}")
+    with MountedBucket(tmp_path / "mounted") as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,12 +22,11 @@ from ckptkit.model import paths
 from ckptkit.model.manifest import digest_of
 from ckptkit.store import Stat, Store, open_store, put_new
 from ckptkit.store.backends import BACKENDS, backend_of, properties_of
-from ckptkit.store.local import LocalStore, sync_directory, sync_tree
+from ckptkit.store.local import LocalStore, remove_empty, sync_directory, sync_tree
 from ckptkit.store.remote import RemoteStore
 from ckptkit.verification.quarantine import alone_at
 
 _LOCK = ".ckptkit-lock"
-_UNFINISHED = re.compile(r"\.put-[0-9a-f]{32}")  # of `LocalStore`
 _BATCH_BYTES = 32 << 20  # of small files that are noted together
 
 
@@ -109,7 +107,7 @@ class Destination:
             if os.path.isfile(self.url):
                 os.unlink(self.url)
             for directory in (self.url, f"{self.part}/journal"):
-                _remove_empty(directory)
+                remove_empty(directory)
 
     def require_kept(self) -> None:
         """Raises `CheckpointError` where something that the interrupted work has noted is not there as it was, or
@@ -259,17 +257,20 @@ class Destination:
             )
 
     def commit(self, marker: str | None = None) -> None:
-        """Makes what was written the target. A directory of Orbax's is one, in a bucket, when `marker` is in it."""
+        """Makes what was written the target. Where it is not renamed, a directory of Orbax's is one once `marker` is in
+        it."""
         renamed = self.properties.atomic_rename
         self.require_own()
         if marker is not None and renamed:
             self.put([(paths.COMMIT_MARK, marker.encode())])
-        elif marker is not None:
-            put_new(self.store(), paths.COMMIT_MARK, marker.encode())
+        if self.properties.file_system:
+            sync_tree(self.url)
         if not renamed:
+            if marker is not None:
+                put_new(self._opened(self.url), paths.COMMIT_MARK, marker.encode())
             self.journal.remove()
+            self._remove_part()
             return
-        sync_tree(self.url)
         if os.path.lexists(self.target):
             raise CheckpointError(
                 f"{self.target} was made meanwhile; the written data is in {self.part}", path=self.target
@@ -284,7 +285,7 @@ class Destination:
         if self.properties.file_system:
             with suppress(OSError):
                 os.unlink(f"{self.part}/{_LOCK}")
-            _remove_empty(self.part)
+            remove_empty(self.part)
 
 
 def begin(target: Destination, known_by: str, *, resume: bool) -> str:
@@ -309,13 +310,3 @@ def _is_lost(noted: Noted, found: Stat | None) -> bool:
 def _digest_of_file(path: str) -> str:
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return digest_of(data)
-
-
-def _remove_empty(directory: str) -> None:
-    """Removes a directory and those below it, as far as they are empty but for unfinished puts of ours."""
-    for here, _, names in os.walk(directory, topdown=False):
-        for name in names:
-            if _UNFINISHED.fullmatch(name):
-                os.unlink(os.path.join(here, name))
-        with suppress(OSError):
-            os.rmdir(here)

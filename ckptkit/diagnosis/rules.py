@@ -262,6 +262,18 @@ def rejected(facts: Facts) -> list[Advice]:
     return _said("rejected", "at risk", what, f"`ckptkit verify {facts.usage.root}`, then `ckptkit scrub`")
 
 
+def mounts(facts: Facts) -> list[Advice]:
+    """A tier is on a mount that is slower, or loses more, than the tier is for. No threshold: the type decides."""
+    last = {event.tier: event for event in facts.of(Kind.MOUNTED) if event.fields.get("problem")}
+    found = []
+    for tier, event in sorted(last.items(), key=lambda each: str(each[0])):
+        rates = [e.fields["rate_bytes_s"] for e in facts.of(Kind.MOUNTED, tier) if "rate_bytes_s" in e.fields]
+        rate = f"; it took {size_text(int(rates[-1]))} a second" if rates else ""
+        what = f"tier {tier}, {event.fields.get('path')}, is on {event.fields.get('file_system')}{rate}"
+        found += _said("mounts", "slow", what, str(event.fields["problem"]))
+    return found
+
+
 def dead_weight(facts: Facts) -> list[Advice]:
     """More than a tenth of the durable bytes are read by no restart.
 
@@ -329,6 +341,7 @@ RULES: tuple[DiagnosisRule, ...] = (
     commits,
     interval,
     restores,
+    mounts,
     dead_weight,
     many_steps,
     idle_arenas,

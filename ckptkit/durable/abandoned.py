@@ -10,6 +10,7 @@ Orbax's, which has no fence: it is named and stays. In a bucket, the next save o
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
 from collections.abc import Callable, Collection
 from typing import Any
@@ -22,16 +23,19 @@ from ckptkit.store import Store, put_new
 
 def left_behind(store: Store, committed: Collection[int]) -> list[str]:
     """The names of directories in a root that are steps without a commit: temporary by name on a disk, without the
-    mark on a bucket; and of deletions that were cut off. `committed`: the steps that have a commit.
+    mark in a bucket, either on a mount that does not rename in one step; and of deletions that were cut off.
+    `committed`: the steps that have a commit.
 
     Cost: two listings, in a bucket one. Raises `StoreError`.
     """
-    names = store.list("")
+    names, left = store.list(""), list[str]()
+    if store.properties.file_system:
+        left += [name.rstrip("/") for name in names if paths.TEMPORARY in name]
+        left += [f"{paths.LEAVING_DIR}/{name.rstrip('/')}" for name in store.list(paths.LEAVING_DIR)]
     if store.properties.atomic_rename:
-        left = [name.rstrip("/") for name in names if paths.TEMPORARY in name]
-        return [*left, *(f"{paths.LEAVING_DIR}/{name.rstrip('/')}" for name in store.list(paths.LEAVING_DIR))]
+        return left
     steps = ((name[:-1], paths.step_of_name(name[:-1], temporary=False)) for name in names if name.endswith("/"))
-    return [name for name, step in steps if step is not None and step not in committed]
+    return [*left, *(name for name, step in steps if step is not None and step not in committed)]
 
 
 def clean_left(store: Store, epoch: int, remove_directory: Callable[[str], None]) -> list[str]:
@@ -41,20 +45,23 @@ def clean_left(store: Store, epoch: int, remove_directory: Callable[[str], None]
     away first, so a writer that still lives fails, and a crash in between leaves less of the same. Cost: two listings,
     in a bucket one and six requests for each that is found. Raises `StoreError`, `OSError`.
     """
-    if store.properties.atomic_rename:
-        return _clean_disk(store, epoch, remove_directory)
-    return _clean_bucket(store, epoch)
+    cleaned = _clean_disk(store, epoch, remove_directory) if store.properties.file_system else []
+    return cleaned if store.properties.atomic_rename else [*cleaned, *_clean_bucket(store, epoch)]
 
 
 def clean_unmarked(store: Store, name_format: Any) -> list[str]:
-    """Deletes the steps of a bucket that have no mark, whoever wrote them: `cleanup_tmp_directories`, on the caller's
-    word. Only directories that have the name of a step, and whose objects are those of a save.
+    """Deletes the steps of a bucket or a mount that have no mark, whoever wrote them: `cleanup_tmp_directories`, on the
+    caller's word. Only directories that have the name of a step, and whose objects are those of a save.
 
     Gives their names. Cost: a listing, and two requests for each directory with the name of a step. Raises
     `StoreError`.
     """
     cleaned = []
     for name in (name[:-1] for name in store.list("") if name.endswith("/")):
+        if store.properties.file_system and paths.TEMPORARY in name:  # what stock Orbax has not renamed yet
+            shutil.rmtree(f"{store.url}/{name}")
+            cleaned.append(name)
+            continue
         step = paths.step_of_name(name, temporary=False)
         if step is None or name_format.build_name(step) != name:
             continue

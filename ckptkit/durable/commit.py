@@ -1,8 +1,9 @@
 """One attempt to write a step, on process 0: its place until it is committed, and the operation that commits it.
 
-On a disk the place is a directory with a name of its own, and one rename commits it. In a bucket a step is written in
-place; it is committed by a copy of the attempt's intent object to the name of the step's marker. A process that moves
-the directory away, or deletes the intent, prevents that commit for good, whether the writer is alive or not. So a later
+On a disk the place is a directory with a name of its own, and one rename commits it. In a bucket, and on a mount that
+does not rename a directory in one step, a step is written in place. It is committed by a copy of the attempt's intent
+object to the name of the step's marker; on a mount the intent is renamed. A process that moves the directory away, or
+deletes the intent, prevents that commit for good, whether the writer is alive or not. So a later
 run fences off an earlier one (`abandoned`).
 """
 
@@ -20,20 +21,22 @@ from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
 from ckptkit.durable.lifecycle.classify import has_been_written
 from ckptkit.durable.lifecycle.delete import move_away
+from ckptkit.durable.lifecycle.listing import is_there
 from ckptkit.durable.sidecars import marker_text
 from ckptkit.errors import CheckpointError, StoreError
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
 from ckptkit.store import Stat, Store, open_store, put_new, side_by_side
 from ckptkit.store.backends import properties_of
-from ckptkit.store.local import LocalStore, sync_directory
+from ckptkit.store.local import LocalStore, remove_empty, sync_directory
+from ckptkit.store.retry import retried
 
 
-def make_attempt(url: str, name: str, save_id: SaveId, mode: int) -> DiskAttempt | BucketAttempt:
+def make_attempt(url: str, name: str, save_id: SaveId, mode: int) -> DiskAttempt | MarkAttempt:
     """An attempt that is not begun yet: it has touched nothing."""
     if properties_of(url).atomic_rename:
         return DiskAttempt(url, name, save_id, mode)
-    return BucketAttempt(url, name, save_id)
+    return MarkAttempt(url, name, save_id)
 
 
 @final
@@ -64,12 +67,14 @@ class DiskAttempt:
     def _commit(self) -> None:
         mark = marker_text(self._where, self._save_id).encode()
         LocalStore(self.place).put(paths.COMMIT_MARK, mark)
-        if not self._is_in_place():  # a put makes the directory that it needs, and that would be committed
+        if not self._is_at(self.place):  # a put makes the directory that it needs, and that would be committed
             raise _fenced(self._where, self._save_id)
         try:
             os.rename(self.place, self._where)
         except FileNotFoundError as error:
-            raise _fenced(self._where, self._save_id) from error
+            # NFS sends a rename again whose answer was lost, and the second one finds nothing to rename.
+            if not self._is_at(self._where):
+                raise _fenced(self._where, self._save_id) from error
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise _exists(self._where, self._save_id) from error
@@ -79,11 +84,12 @@ class DiskAttempt:
     def tidy(self) -> None:
         """Nothing is left of it."""
 
-    def _is_in_place(self) -> bool:
+    def _is_at(self, where: str) -> bool:
+        """Whether the directory that this attempt made is there."""
         if self._directory is None:
             return False
         try:
-            return os.path.samestat(os.fstat(self._directory), os.stat(self.place))
+            return os.path.samestat(os.fstat(self._directory), os.stat(where))
         except OSError:  # gone; on a network's disk the open one may be stale
             return False
 
@@ -100,8 +106,8 @@ class DiskAttempt:
 
 
 @final
-class BucketAttempt:
-    """The step's own prefix, empty; `place` is where its files go."""
+class MarkAttempt:
+    """The step's own prefix or directory, empty; `place` is where its files go."""
 
     def __init__(self, url: str, name: str, save_id: SaveId):
         self.place, self._save_id = f"{url}/{name}", save_id
@@ -150,10 +156,9 @@ class BucketAttempt:
         deleted the intent."""
         mark = f"{self._name}/{paths.COMMIT_MARK}"
         try:
-            self._store.copy(self._intent, mark, mode="create")
+            commit_mark(self._store, self._intent, mark, self._mark)
         except FileExistsError as error:
-            if self._store.get(mark) != self._mark:  # else the answer of the first copy was lost
-                raise _exists(self.place, self._save_id) from error
+            raise _exists(self.place, self._save_id) from error
         except FileNotFoundError as error:
             raise _fenced(self.place, self._save_id) from error
 
@@ -169,6 +174,24 @@ class BucketAttempt:
             self._store.delete(self._intent)
 
 
+def commit_mark(store: Store, intent: str, mark: str, text: bytes) -> None:
+    """Puts `text`, which `intent` holds, under the name of a mark: one operation, which needs the intent.
+
+    Success where it is there already. Raises `FileExistsError` where another mark is, `FileNotFoundError` where the
+    intent was deleted, `StoreError`.
+    """
+    try:
+        if store.properties.file_system:  # a copy of a file is two operations: nothing would need the intent
+            retried(lambda: LocalStore(store.url).move(intent, mark))
+        else:
+            store.copy(intent, mark, mode="create")
+    except (FileExistsError, FileNotFoundError):
+        with suppress(FileNotFoundError):
+            if store.get(mark) == text:  # the answer of the first try was lost
+                return
+        raise
+
+
 def intents(store: Store) -> list[tuple[int, str]]:
     """The epoch and name of each intent in a bucket. Cost: a listing."""
     names = store.list(paths.INTENTS_DIR)
@@ -177,7 +200,7 @@ def intents(store: Store) -> list[tuple[int, str]]:
 
 def remove_uncommitted(store: Store, name: str, left: Mapping[str, Stat]) -> bool:
     """Deletes `left`, what was found below a step's prefix in a bucket; False, and nothing is deleted, where the step
-    is committed, or the objects are not those of a save.
+    is committed, or the objects are not those of a save. On a mount the directories go too.
 
     `left` must be older than the caller's look at the intents, which showed no other writer with a right to the step. A
     writer puts its intent before these objects, and removes it only after its commit.
@@ -187,7 +210,15 @@ def remove_uncommitted(store: Store, name: str, left: Mapping[str, Stat]) -> boo
         return False
     if left and not has_been_written(key.removeprefix(f"{name}/") for key in left):
         return False
-    store.delete_unchanged(left)
+    if not store.properties.file_system:
+        store.delete_unchanged(left)
+        return True
+    if left and is_there(store, name):
+        return False
+    # By the metadata alone it may be a step of stock Orbax, once it has lost what shows whose it is: that goes first.
+    sign = f"{name}/{paths.STEP_METADATA}"
+    store.delete_many([*(key for key in left if key == sign), *(key for key in left if key != sign)])
+    remove_empty(f"{store.url}/{name}")
     return True
 
 

@@ -36,6 +36,7 @@ from ckptkit.durable.orbax.manager import (
     forget,
     make_root,
     read_by_one,
+    step_names,
     without_collectives,
 )
 from ckptkit.durable.orbax.preservation import BranchPreservation, prunes, replaced_options
@@ -75,10 +76,7 @@ def prepare_root(url: str, options: ocp.CheckpointManagerOptions) -> None:
         if options.cleanup_tmp_directories:
             raise
     if cleans_by_marks(url, options):
-        names = options.step_name_format or ocp.path.step.standard_name_format(
-            step_prefix=options.step_prefix, step_format_fixed_length=options.step_format_fixed_length
-        )
-        clean_unmarked(open_store(url, deadline_s=_LEASE_DEADLINE_S), names)
+        clean_unmarked(open_store(url, deadline_s=_LEASE_DEADLINE_S), step_names(options))
 
 
 class DurableSteps:
@@ -207,7 +205,10 @@ class DurableSteps:
         self._refuse_unfit()
         by_orbax = self._orbax_writes or not is_writable(items)
         has_sidecars = any(has_sidecar(args, by_orbax=by_orbax) for args in items.values())
-        custom = {**(custom_metadata or {}), **({} if has_sidecars else identity_metadata(save_id))}
+        properties = properties_of(self.url)
+        # On a mount a step without its mark has to show that it is not one that stock Orbax has renamed there.
+        named = not has_sidecars or (properties.file_system and not properties.atomic_rename)
+        custom = {**(custom_metadata or {}), **(identity_metadata(save_id) if named else {})}
         self._pruner.wait()
         self._settle()
         self._clean_left(save_id)

@@ -1,9 +1,10 @@
 """Writes one Orbax step with as few operations as it has parts: data, side files, then the marker that commits it.
 
-On a disk the step is written next to its place and renamed. In a bucket it is written in place, and becomes a step with
-`commit_success.txt`, which only one writer can create (`commit`). There, each object is created and never replaced: a
-writer that timed out long ago cannot change a later writer's objects. The leftovers of a crash are not a step for stock
-Orbax. The next run that saves removes them (`abandoned`), or Orbax does so as for its own.
+On a disk the step is written next to its place and renamed. In a bucket, and on a mount that renames file by file, it is
+written in place, and becomes a step with `commit_success.txt`, which only one writer can create (`commit`). There, each
+object is created and never replaced: a writer that timed out long ago cannot change a later writer's objects. The
+leftovers of a crash are not a step for stock Orbax (on such a mount: if its options ask for the mark). The next run
+that saves removes them (`abandoned`), or Orbax does so as for its own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import tensorstore as ts
 from ckptkit.durable.cells.pacing import WritePace
 from ckptkit.durable.cells.tensorstore_wait import small_objects
 from ckptkit.durable.cells.writer import CellWriter, merge_processes, process_directory
-from ckptkit.durable.commit import BucketAttempt, DiskAttempt, make_attempt
+from ckptkit.durable.commit import DiskAttempt, MarkAttempt, make_attempt
 from ckptkit.durable.orbax import files as orbax_files
 from ckptkit.durable.orbax.file_items import FilesSave
 from ckptkit.durable.orbax.host_shards import HostShards, HostTreeSave, shards_of
@@ -106,7 +107,7 @@ class StepWriter:
         `TransientStoreError` where another process could not write its part: the step is not committed then.
         """
         init_ns = time.time_ns()
-        begun: list[DiskAttempt | BucketAttempt] = []  # on process 0
+        begun: list[DiskAttempt | MarkAttempt] = []  # on process 0
         beginning: Future[None] | None = None
 
         def start(alone: list[str | None]) -> tuple[str, Any, int]:

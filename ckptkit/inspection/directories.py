@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ckptkit.durable.lifecycle import classify
 from ckptkit.durable.lifecycle.classify import ItemKind as ItemKind
 from ckptkit.durable.lifecycle.classify import grain_names_in, json_name_in, kind_of_item
 from ckptkit.errors import CorruptCheckpointError
@@ -62,10 +63,8 @@ def item_handlers(place: Place) -> dict[str, str]:
 
 
 def is_committed(place: Place) -> bool:
-    """Whether Orbax has committed a step: by its name on a disk, by a file in it on a bucket."""
-    if place.store.properties.atomic_rename:
-        return paths.TEMPORARY not in place.name
-    return paths.COMMIT_MARK in place.names()
+    """Whether a step is committed (see `classify.is_committed`)."""
+    return classify.is_committed(place.name, place.names(), place.store.properties, place.read)
 
 
 def committed_at_s(place: Place) -> float | None:

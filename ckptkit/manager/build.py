@@ -12,6 +12,7 @@ from ckptkit.durable.steps import DurableSteps
 from ckptkit.events import Kind
 from ckptkit.job.coordination import Job
 from ckptkit.manager.metadata import MetadataIndex, durable_infos
+from ckptkit.manager.mounts import report_durable_mount, report_tier_mounts
 from ckptkit.manager.opening import (
     epoch_records,
     first_look,
@@ -92,6 +93,8 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
         cleaned=lambda names: say_left(Kind.CLEANED, url, names, events),
     )
     say_what_was_left(durable, job)
+    if coordinator.process == 0:
+        report_durable_mount(durable.url, events)
     host_dirs = {
         tier.name: Path(tier.path) / paths.job_name(durable.url, tier.job) / settings.host_id
         for tier in settings.tiers
@@ -108,6 +111,8 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
     with ExitStack() as opened:  # whoever tries again after an error makes others, and these would hold their places
         for arena in arenas.values():
             opened.callback(arena.close)
+        if arenas and job_hosts.rank[0] == 0:
+            report_tier_mounts(tiers, host_dirs, events)
         link, peer_copies = open_peers(job_hosts, host_dirs, arenas, settings.processes.peers, job)
         if link is not None:
             opened.callback(link.close)

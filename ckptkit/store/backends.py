@@ -8,7 +8,7 @@ from typing import Final
 from ckptkit.store.backend import BUCKET, Backend
 from ckptkit.store.base import Properties
 from ckptkit.store.gs import GCS, GS
-from ckptkit.store.local import DIRECTORY
+from ckptkit.store.local import DIRECTORY, directory_properties
 from ckptkit.store.s3 import S3, S3A
 
 # Any other file system of fsspec: nothing is asked of it that not every bucket does.
@@ -25,11 +25,13 @@ BACKENDS: Final = {
 
 
 def backend_of(url: str) -> Backend:
-    """The row of a bucket URL, or of a path. Costs nothing: no store is opened."""
+    """The row of a bucket URL, or of a path: nothing is asked."""
     scheme, found, _ = url.partition("://")
     return BACKENDS.get(scheme, _OTHER) if found else BACKENDS["file"]
 
 
 def properties_of(url: str) -> Properties:
-    """The properties of the store of a URL or path (see `Properties`), if no store is open."""
-    return backend_of(url).properties
+    """The properties of the store of a URL or path (see `Properties`), if no store is open. Cost: nothing for a bucket;
+    for a path a look at its mount (`mounts.file_system_of`)."""
+    properties = backend_of(url).properties
+    return directory_properties(url.removeprefix("file://")) if properties.file_system else properties

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
 from ckptkit.errors import OutsideRootError, StoreError, StoreFullError, TransientStoreError
 from ckptkit.store.base import Properties, PutMode, Stat, checked_key
+from ckptkit.store.mounts import file_system_of
 
 DIRECTORY = Properties(file_system=True, round_trips=False, atomic_rename=True, generations=False, known_to_orbax=False)
+_MARKED = replace(DIRECTORY, atomic_rename=False)
 _TRANSIENT = {errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE}
+_UNFINISHED = re.compile(r"\.put-[0-9a-f]{32}")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}  # what link(2) says where there are none
+
+
+def directory_properties(path: str | os.PathLike[str]) -> Properties:
+    """What the file system that holds a directory does. Cost: that of `file_system_of`."""
+    return DIRECTORY if file_system_of(path).atomic_rename else _MARKED
 
 
 @final
@@ -37,8 +48,8 @@ class LocalStore:
 
     @property
     def properties(self) -> Properties:
-        """A file system's."""
-        return DIRECTORY
+        """Those of the file system that holds the root now."""
+        return directory_properties(self._root)
 
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
         """Stores `data` whole (see `Store.put`); survives power loss on return unless `durable=False`."""
@@ -57,7 +68,7 @@ class LocalStore:
                     if self._durable:
                         os.fsync(fd)
                 if mode == "create":
-                    os.link(temporary, path)  # fails where the name exists, unlike rename
+                    self._put_new(path, temporary, data)
                     os.unlink(temporary)
                 else:
                     os.replace(temporary, path)
@@ -66,6 +77,41 @@ class LocalStore:
                     os.unlink(temporary)
                 raise
             self._sync_directory(path.parent)
+
+    def _put_new(self, path: Path, temporary: Path, data: bytes) -> None:
+        try:
+            os.link(temporary, path)  # fails where the name exists, unlike rename
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            # A mounted bucket shows an object once its writer has closed it. On another disk without links (vfat) a
+            # crash may leave a part.
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+                file.flush()
+                if self._durable:
+                    os.fsync(fd)
+
+    def move(self, source: str, target: str) -> None:
+        """Gives an object the name `target`, which has to be free: one operation decides, and needs `source`.
+
+        Who has deleted `source` knows that it cannot be moved any more. Raises `FileNotFoundError` where there is no
+        `source`, `FileExistsError` where there is a `target`. Without hard links a `target` that is put at the same
+        moment is replaced.
+        """
+        old, new = self._path(source, writes=True), self._path(target, writes=True)
+        with _translated(new):
+            try:
+                os.link(old, new)
+                os.unlink(old)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                if os.path.lexists(new):
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new)) from error
+                os.rename(old, new)
+            self._sync_directory(new.parent)
 
     def copy(self, source: str, target: str, *, mode: PutMode = "replace", replaces: int | None = None) -> None:
         """See `Store.copy`; holds the object in memory."""
@@ -166,6 +212,16 @@ def make_directory(directory: Path, *, synced: bool, mode: int = 0o777) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory)) from error
     if synced:
         sync_directory(directory.parent)
+
+
+def remove_empty(directory: str | os.PathLike[str]) -> None:
+    """Removes a directory and those below it, as far as they are empty but for unfinished puts of ours."""
+    for here, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            if _UNFINISHED.fullmatch(name):
+                os.unlink(os.path.join(here, name))
+        with suppress(OSError):
+            os.rmdir(here)
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, final
 
 import xxhash
 
+from ckptkit.durable.commit import commit_mark
 from ckptkit.durable.lifecycle.adoption import Adoption, claim, restamp_sidecars
 from ckptkit.durable.lifecycle.epochs import Ancestry, EpochRecords
 from ckptkit.durable.lifecycle.leases import Lease, WriterClaim
@@ -28,7 +29,7 @@ from ckptkit.inspection.places import Place
 from ckptkit.model import paths
 from ckptkit.store import open_store, put_new
 from ckptkit.store.backends import properties_of
-from ckptkit.store.local import sync_directory
+from ckptkit.store.local import remove_empty, sync_directory
 from ckptkit.store.remote import RemoteStore, forget_listings
 from ckptkit.store.retry import retried
 from ckptkit.upkeep.copy_planning import JOURNAL, CopyPlan, CopyStep, sizes_of, stamp_of
@@ -167,7 +168,7 @@ class _Copying:
         if not self._is_there():
             return _DELETED
         try:
-            if self._store.properties.file_system:
+            if self._store.properties.atomic_rename:
                 self._run_on_disk(resume)
             else:
                 self._run_in_bucket(resume)
@@ -303,6 +304,8 @@ class _Copying:
                 if f"{item}/{paths.COMMIT_MARK}" not in self._arrived:  # a disk's items of stock Orbax have none
                     store.put(f"{item}/{paths.COMMIT_MARK}", text)
             store.delete(JOURNAL)
+            if store.properties.file_system:
+                _sync_below(self._place)
             self._put_mark(text)
             return
         store.delete(JOURNAL)
@@ -324,17 +327,14 @@ class _Copying:
             raise taken
         root = open_store(self._root, deadline_s=self._timeout_s)
         try:
-            root.copy(self._intent, f"{self._name}/{paths.COMMIT_MARK}", mode="create")
-        except FileNotFoundError as error:
+            commit_mark(root, self._intent, f"{self._name}/{paths.COMMIT_MARK}", text)
+        except (FileNotFoundError, FileExistsError) as error:
             raise taken from error
-        except FileExistsError as error:
-            if self._store.get(paths.COMMIT_MARK) != text:  # else the answer of the first try was lost
-                raise taken from error
         forget_listings(self._root)  # what this process remembers of them is older than the step
 
     def _remove(self) -> None:
         """Removes what has arrived; in a bucket only while it cannot be what another process writes."""
-        if self._store.properties.file_system:
+        if self._store.properties.atomic_rename:
             shutil.rmtree(self._place, ignore_errors=True)
             return
         root = open_store(self._root, deadline_s=self._timeout_s)
@@ -343,6 +343,8 @@ class _Copying:
         found = self._store.stat_all("")
         if paths.COMMIT_MARK not in found:
             self._store.delete_unchanged(found)
+            if self._store.properties.file_system:
+                remove_empty(self._place)
 
     def _described(self) -> dict[str, Any]:
         """The source as it was when the copy began: what arrived of another one is of no use."""

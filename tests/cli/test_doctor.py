@@ -196,6 +196,14 @@ CASES: list[Case] = [
         "once a restore or an inspection skipped something; last: durable, step 8: a cell does not match",
     ),
     (
+        rules.mounts,
+        logged(
+            *RUN, event(Kind.MOUNTED, 1, None, "ram", path="/r", file_system="ext4", problem="no", rate_bytes_s=2048)
+        ),
+        logged(*RUN, event(Kind.MOUNTED, 1, None, "durable", path="/nfs", file_system="nfs4", problem="")),
+        "tier ram, /r, is on ext4; it took 2.0 KiB a second",
+    ),
+    (
         rules.dead_weight,
         Facts(usage=used(2, dead=[dead(30)])),
         Facts(usage=used(10, dead=[dead(30), dead(10_000, "/ram/x/_quarantine")])),

@@ -11,7 +11,7 @@ import pytest
 import ckptkit
 from ckptkit.durable import commit
 from ckptkit.durable.abandoned import clean_left
-from ckptkit.durable.commit import BucketAttempt
+from ckptkit.durable.commit import MarkAttempt
 from ckptkit.errors import CheckpointError
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
@@ -52,9 +52,9 @@ class Overtaken:
         store: MemoryStore,
         number: int,
         monkeypatch: pytest.MonkeyPatch,
-        goes_on: Callable[[BucketAttempt], None] = lambda later: None,
+        goes_on: Callable[[MarkAttempt], None] = lambda later: None,
     ):
-        self.later: BucketAttempt | None = None
+        self.later: MarkAttempt | None = None
         self.url, self.properties = store.url, store.properties
         self._store, self._left, self._patch, self._goes_on = store, number, monkeypatch, goes_on
 
@@ -64,7 +64,7 @@ class Overtaken:
             if self._left == 0:
                 self._patch.setattr(commit, "open_store", lambda url: self._store)
                 with suppress(ckptkit.StepAlreadyExistsError):
-                    later = BucketAttempt("gs://runs/run", "5", SaveId(2, 5, 0))
+                    later = MarkAttempt("gs://runs/run", "5", SaveId(2, 5, 0))
                     later.begin()
                     self.later = later
                     self._goes_on(later)
@@ -82,7 +82,7 @@ def test_concurrent_runs_never_both_commit_one_step(number: int, monkeypatch: py
     monkeypatch.setattr(commit, "open_store", lambda url: overtaken)
     ended, error = list[str](), None
     try:
-        older = BucketAttempt("gs://runs/run", "5", SaveId(1, 5, 0))
+        older = MarkAttempt("gs://runs/run", "5", SaveId(1, 5, 0))
         older.begin()
         store.put("5/item/d/of-the-older", b"1")
         older.commit()
@@ -111,7 +111,7 @@ def test_paused_run_deletes_nothing_of_a_later_run(
     store.put("5/d/x", b"left")
     store.put(f"{paths.INTENTS_DIR}/{paths.intent_name('5', 0, 'a' * 32)}", b"left")
 
-    def goes_on(later: BucketAttempt) -> None:
+    def goes_on(later: MarkAttempt) -> None:
         for key in ("5/d/x", "5/d/y"):
             store.put(key, b"later", mode="create")
         if commits:
@@ -123,7 +123,7 @@ def test_paused_run_deletes_nothing_of_a_later_run(
         if cleans:
             clean_left(overtaken, 1, lambda place: None)  # pyright: ignore[reportArgumentType]
         else:
-            BucketAttempt("gs://runs/run", "5", SaveId(1, 5, 0)).begin()
+            MarkAttempt("gs://runs/run", "5", SaveId(1, 5, 0)).begin()
     if overtaken.later is None:
         assert number > 5, "it is done before that"
         return

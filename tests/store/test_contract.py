@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.store import Properties, RemoteStore, RetryStore, Store, open_store, properties_of
+from ckptkit.store import LocalStore, Properties, RemoteStore, RetryStore, Store, open_store, properties_of
 from ckptkit.store.backends import BACKENDS, backend_of
 from ckptkit.store.base import checked_key
 from ckptkit.testing import BucketServer
+from ckptkit.testing.mount import MountedBucket
 from ckptkit.testing.store_contract import StoreContract
 from tests.store.stores import STORES, FakeTime, serial
 
@@ -31,6 +32,14 @@ class TestBucketContract(StoreContract):
     @pytest.fixture
     def store(self, bucket: str) -> Store:
         return RemoteStore(f"{bucket}/run-{next(serial)}")
+
+
+class TestMountContract(StoreContract):
+    """So does a directory of a bucket that is mounted: it has no hard links, and renames by copies."""
+
+    @pytest.fixture
+    def store(self, mounted_bucket: MountedBucket) -> Store:
+        return LocalStore(mounted_bucket.path / "store")
 
 
 @pytest.fixture(scope="module")

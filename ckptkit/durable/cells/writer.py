@@ -67,19 +67,19 @@ def kvstore_spec(
 ) -> dict[str, Any]:
     """The OCDBT database of an item's directory, a path or a bucket URL. The names of the data files that are written
     begin with `data_prefix` (None: as TensorStore names them)."""
-    if not properties_of(directory).atomic_rename:
-        spec: dict[str, Any] = {"driver": "ocdbt", "base": base_of(directory)}
-        if writing:
-            # ckptkit puts the last object itself, to decide what it may replace (see `publish`).
-            spec["manifest"] = _UNPUBLISHED
-        else:
-            spec["experimental_read_coalescing_threshold_bytes"] = _COALESCED_BYTES
-            spec["experimental_read_coalescing_merged_bytes"] = _MERGED_BYTES
-            spec["experimental_read_coalescing_interval"] = "1ms"
-    else:
-        base = {"driver": "file", "path": f"{directory}/"}
+    properties, base = properties_of(directory), base_of(directory)
+    spec: dict[str, Any] = {"driver": "ocdbt", "base": base}
+    if properties.file_system:
         # Data files have names of their own: only the manifest has to be replaced in one piece.
-        spec = {"driver": "ocdbt", "base": {**base, "file_io_locking": {"mode": "non_atomic"}}, "manifest": base}
+        assert isinstance(base, dict)
+        spec |= {"base": {**base, "file_io_locking": {"mode": "non_atomic"}}, "manifest": base}
+    elif not writing:
+        spec["experimental_read_coalescing_threshold_bytes"] = _COALESCED_BYTES
+        spec["experimental_read_coalescing_merged_bytes"] = _MERGED_BYTES
+        spec["experimental_read_coalescing_interval"] = "1ms"
+    if writing and not properties.atomic_rename:
+        # The last object is put by us, so that we say what it may replace (see `publish`).
+        spec["manifest"] = _UNPUBLISHED
     if writing:
         # The directory is new: no other writer has chosen a configuration.
         spec |= {"config": _CONFIG, "assume_config": True, "target_data_file_size": profile.data_file_bytes}

@@ -9,6 +9,7 @@ Pure: a caller lists directories and reads marks in its own way. The order of th
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Literal, final
 from ckptkit.durable.sidecars import marked_save
 from ckptkit.model import paths
 from ckptkit.model.manifest import SaveId
+from ckptkit.store.base import Properties
 
 Content = Literal["step", "item", "root", "slots", "nothing"]
 ItemKind = Literal["arrays", "json", "grain", "other"]
@@ -182,6 +184,30 @@ def content_of(names: Collection[str], below: Below) -> Content:
             return "root"
         found = "step" if kind_of_item(inside) is not None else found
     return found
+
+
+def is_committed(
+    name: str, names: Collection[str], properties: Properties, read: Callable[[str], bytes | None]
+) -> bool:
+    """Whether a step's directory is committed, by the rules of its store: by its name where a directory is renamed in
+    one step, else by the mark in it.
+
+    `names` is what is in it, `read` reads a file in it. Stock Orbax renames
+    steps on every mount, and older ones put no mark: a directory without one is committed if its metadata says when,
+    and names no save of ours. Cost: of such a directory alone a read.
+    """
+    if properties.atomic_rename:
+        return paths.TEMPORARY not in name
+    if paths.COMMIT_MARK in names:
+        return True
+    if not properties.file_system or paths.TEMPORARY in name or paths.STEP_METADATA not in names:
+        return False
+    try:
+        recorded = json.loads(read(paths.STEP_METADATA) or b"{}")
+        renamed = recorded.get("commit_timestamp_nsecs") is not None
+        return renamed and paths.SAVE_ID_FIELD not in (recorded.get("custom_metadata") or {})
+    except (ValueError, AttributeError, TypeError):
+        return False
 
 
 def has_been_written(keys: Iterable[str]) -> bool:

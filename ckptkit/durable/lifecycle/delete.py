@@ -12,16 +12,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.errors import StoreError
-from ckptkit.model.paths import COMMIT_MARK, INTENTS_DIR, LEAVING_DIR, going_name
+from ckptkit.model.paths import COMMIT_MARK, INTENTS_DIR, LEAVING_DIR, STEP_METADATA, going_name
 from ckptkit.store import Store, open_store
 from ckptkit.store.backends import properties_of
-from ckptkit.store.local import make_directory, sync_directory
+from ckptkit.store.local import make_directory, remove_empty, sync_directory
 
 
 def remove_step(where: str, remove_directory: Callable[[str], None], is_it: Callable[[], bool] = lambda: True) -> bool:
     """Deletes the step at `where`: its marker, then the rest, in a bucket in batches, on a disk by `remove_directory`.
-    In a bucket, returns False and deletes nothing if the step is already gone, or if `is_it` returns False for the
-    objects to delete.
+    A directory that cannot be renamed in one step is emptied like a bucket. In a bucket, returns False and deletes
+    nothing if the step is already gone, or if `is_it` returns False for the objects to delete.
 
     A bucket is listed anew: Orbax's cached listings may be out of date. Missing objects are not an error, and objects
     put after that listing stay (see `Store.delete_unchanged`). If this process dies, the next run removes the rest
@@ -32,7 +32,10 @@ def remove_step(where: str, remove_directory: Callable[[str], None], is_it: Call
             remove_directory(move_away(where))
         return True
     root, _, name = where.rstrip("/").rpartition("/")
-    return _remove_objects(open_store(root), name, is_it)
+    removed = _remove_objects(open_store(root), name, is_it)
+    if properties_of(where).file_system:
+        remove_empty(where)
+    return removed
 
 
 def _remove_objects(store: Store, name: str, is_it: Callable[[], bool]) -> bool:
@@ -42,8 +45,10 @@ def _remove_objects(store: Store, name: str, is_it: Callable[[], bool]) -> bool:
     going = f"{INTENTS_DIR}/{going_name(name)}"
     with suppress(StoreError):  # a bucket whose quota is reached takes nothing, and has to be emptied all the same
         store.put(going, b"")
-    if (mark := found.pop(f"{name}/{COMMIT_MARK}", None)) is not None:
-        store.delete_unchanged({f"{name}/{COMMIT_MARK}": mark})
+    # By the metadata alone a directory of a mount may be a step of stock Orbax: it goes next (`is_committed`).
+    for key in (f"{name}/{COMMIT_MARK}", f"{name}/{STEP_METADATA}"):
+        if (sign := found.pop(key, None)) is not None:
+            store.delete_unchanged({key: sign})
     store.delete_unchanged(found)
     with suppress(StoreError):  # the next run deletes it
         store.delete(going)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ckptkit.durable.lifecycle.classify import content_of, has_several_formats, run_format
+from ckptkit.durable.lifecycle.classify import content_of, has_several_formats, is_committed, run_format
 from ckptkit.errors import OutsideRootError
 from ckptkit.model.paths import COMMIT_MARK, SIDECAR_DIR, step_of_name
 from ckptkit.store import Store, open_store
@@ -59,6 +59,11 @@ def committed_steps(root: str, name_format: Any, known: Iterable[int] = ()) -> S
     return {step: committed.get(step) for step in sorted({*committed, *(trusted & set(named))})}
 
 
+def is_there(store: Store, name: str) -> bool:
+    """Whether a directory of a root is a committed step. Cost: a listing, and what `is_committed` costs."""
+    return _has_commit(store, name, store.list(name))
+
+
 def _candidates(store: Store) -> list[str]:
     """The directories, not links, whose names any step could have."""
     names = [name[:-1] for name in store.list("") if name.endswith("/")]
@@ -71,18 +76,26 @@ def _candidates(store: Store) -> list[str]:
 def _look(store: Store, name: str) -> list[str] | None:
     """The names in a directory that is a committed step of a manager; None for any other.
 
-    On a disk the directory's name shows the commit, because what is not committed has another name. In a bucket the
-    mark does.
+    On a disk the directory's name shows the commit, because what is not committed has another name. In a bucket, and on
+    a mount that renames like one, the mark does (`is_committed`).
     """
     names = store.list(name)
-    if not store.properties.atomic_rename and COMMIT_MARK not in names:
+    if not _has_commit(store, name, names):
         return None
     return names if content_of(names, _below(store, name)) == "step" else None
 
 
+def _has_commit(store: Store, name: str, names: list[str]) -> bool:
+    return is_committed(name, names, store.properties, partial(_read, store, name))
+
+
 def _mark_of(store: Store, name: str) -> bytes | None:
+    return _read(store, name, COMMIT_MARK)
+
+
+def _read(store: Store, name: str, file: str) -> bytes | None:
     with suppress(FileNotFoundError):
-        return store.get(f"{name}/{COMMIT_MARK}")
+        return store.get(f"{name}/{file}")
     return None
 
 

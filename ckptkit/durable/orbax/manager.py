@@ -15,6 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_manager
+from orbax.checkpoint import options as _options
 from orbax.checkpoint._src.logging import step_statistics
 from orbax.checkpoint._src.metadata import tree as orbax_tree
 from orbax.checkpoint._src.path import deleter
@@ -159,17 +160,31 @@ def forget(manager: ocp.CheckpointManager, step: int) -> None:
     manager._checkpoints.delete_if(lambda info: info.step == step)
 
 
+def step_names(options: ocp.CheckpointManagerOptions) -> Any:
+    """How the options name steps."""
+    return options.step_name_format or ocp.path.step.standard_name_format(
+        step_prefix=options.step_prefix, step_format_fixed_length=options.step_format_fixed_length
+    )
+
+
 def committed_by_mark(options: ocp.CheckpointManagerOptions, url: str) -> ocp.CheckpointManagerOptions:
     """`options`, for a bucket that Orbax does not know for one, as `s3://`, with marks: it would take every name there
-    for a committed step, and rename what it writes object by object. What the caller chose stays."""
+    for a committed step, and rename what it writes object by object. What the caller chose stays.
+
+    On a mount Orbax lists by names, and reads what it had renamed there, with or without a mark (see `strike_foreign`).
+    """
     properties = properties_of(url)
     if properties.atomic_rename or properties.known_to_orbax:
         return options
-    mark, names = ocp.path.atomicity.CommitFileTemporaryPath, options.step_name_format
-    names = ocp.path.step.standard_name_format() if names is None else names
+    mark, names = ocp.path.atomicity.CommitFileTemporaryPath, step_names(options)
+    chosen = options.temporary_path_class is not None or options.atomicity_options is not None
+    if properties.file_system:
+        marked = _options.AtomicityOptions(mode=_options.AtomicityMode.COMMIT_FILE, allow_legacy_atomic_rename=True)
+        return dataclasses.replace(
+            options, step_name_format=names, atomicity_options=options.atomicity_options if chosen else marked
+        )
     if getattr(names, "temporary_path_cls", mark) is None and getattr(names, "atomicity_options", None) is None:
         names = dataclasses.replace(names, temporary_path_cls=mark)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    chosen = options.temporary_path_class is not None or options.atomicity_options is not None
     return dataclasses.replace(
         options,
         step_name_format=names,
@@ -189,10 +204,10 @@ def strike_foreign(manager: ocp.CheckpointManager) -> None:
     """Strikes out of a manager's books the directories that Orbax takes for steps by their names alone: its policies
     would count them, and delete them as old. In a bucket Orbax asks for a mark.
 
-    Cost: on a disk a listing of each step.
+    Cost: on a disk or a mount a listing of each step.
     """
     url = root_url(str(manager.directory))
-    if properties_of(url).atomic_rename and has_standard_names(manager):
+    if properties_of(url).file_system and has_standard_names(manager):
         steps = committed_steps(url, manager._step_name_format)
         manager._checkpoints.delete_if(lambda info: info.step not in steps)
 
@@ -201,7 +216,7 @@ def has_standard_names(manager: ocp.CheckpointManager) -> bool:
     """Whether steps have one of Orbax's standard names, and are committed as their storage does by itself."""
     names = manager._step_name_format
     marked = ocp.path.atomicity.CommitFileTemporaryPath
-    renamed = properties_of(root_url(str(manager.directory))).atomic_rename
+    renamed = properties_of(root_url(str(manager.directory))).file_system
     return type(names) is type(ocp.path.step.standard_name_format()) and not (
         names.temporary_path_cls not in (None, None if renamed else marked) or names.atomicity_options  # pyright: ignore[reportAttributeAccessIssue]
     )

@@ -1,0 +1,175 @@
+"""A durable root on a mounted bucket, as GCSFuse has it: steps are committed by a mark, as in the bucket itself."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
+
+import ckptkit
+from ckptkit.durable.abandoned import clean_left, left_behind
+from ckptkit.durable.lifecycle.listing import latest_step
+from ckptkit.durable.orbax.host_shards import HostTreeSave
+from ckptkit.durable.read_step import identity_metadata
+from ckptkit.durable.write_step import StepWriter
+from ckptkit.errors import CheckpointError
+from ckptkit.inspection import list_steps
+from ckptkit.job.coordination import make_coordinator
+from ckptkit.model import paths
+from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.model.manifest import SaveId
+from ckptkit.store import open_store
+from ckptkit.testing.mount import MountedBucket
+from ckptkit.upkeep import copy, plan_copy
+
+
+def make_manager(root: Path, **options: object) -> ckptkit.CheckpointManager:
+    made = ocp.CheckpointManagerOptions(save_interval_steps=1, **options)  # pyright: ignore[reportArgumentType]
+    return ckptkit.CheckpointManager(root, options=made)
+
+
+def save(manager: ckptkit.CheckpointManager | ocp.CheckpointManager, step: int) -> None:
+    state = {"w": jnp.full(3000, float(step)), "b": jnp.full(3, float(step))}
+    assert manager.save(step, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+    manager.wait_until_finished()
+
+
+def restored(manager: ckptkit.CheckpointManager | ocp.CheckpointManager, step: int | None = None) -> float:
+    args = ocp.args.StandardRestore({"w": jnp.zeros(3000), "b": jnp.zeros(3)})  # pyright: ignore[reportCallIssue]
+    found = manager.restore(step, args=args)
+    assert (found["w"] == found["w"][0]).all()
+    assert (found["b"] == found["w"][0]).all()
+    return float(found["w"][0])
+
+
+def test_steps_are_written_in_place_and_read_by_stock_orbax(mounted_bucket: MountedBucket) -> None:
+    """A rename of a step would be as many copies as it has objects, and half a step where one fails."""
+    root = mounted_bucket.path / "run"
+    with make_manager(root, max_to_keep=2) as manager:
+        for step in (1, 2, 3):
+            save(manager, step)
+        assert list(manager.all_steps()) == [2, 3]
+    assert not (root / "1").exists(), "its directories are gone too"
+    assert (root / "3" / paths.COMMIT_MARK).exists()
+    assert open_store(root).list(paths.INTENTS_DIR) == []
+    with make_manager(root) as manager:
+        assert restored(manager) == 3.0
+    with ocp.CheckpointManager(root) as stock:
+        assert stock.all_steps() == [2, 3]
+        assert restored(stock, 2) == 2.0
+    assert [(each.step, each.state) for each in list_steps(root, host_id="h").steps] == [
+        (2, "committed"),
+        (3, "committed"),
+    ]
+    assert [proof.state for proof in ckptkit.verify(root).steps] == ["proven", "proven"]
+
+
+def test_steps_that_stock_orbax_renamed_are_found(mounted_bucket: MountedBucket) -> None:
+    """A job on GCSFuse that changes over to ckptkit would begin again from nothing."""
+    root = mounted_bucket.path / "run"
+    with ocp.CheckpointManager(root) as stock:
+        save(stock, 1)
+        save(stock, 2)
+    for step in (1, 2):  # Orbax puts the mark since 0.12: older ones rename alone
+        (root / str(step) / paths.COMMIT_MARK).unlink()
+    with make_manager(root, cleanup_tmp_directories=True, max_to_keep=3) as manager:
+        assert list(manager.all_steps()) == [1, 2]
+        assert restored(manager) == 2.0
+        save(manager, 3)
+        save(manager, 4)
+        assert list(manager.all_steps()) == [2, 3, 4]
+    assert [each.state for each in list_steps(root, host_id="h").steps] == ["committed"] * 3
+    with make_manager(root) as manager, pytest.raises(ckptkit.StepAlreadyExistsError):
+        save(manager, 2)
+
+
+def test_copy_onto_a_mount_is_committed_by_its_mark(mounted_bucket: MountedBucket, tmp_path: Path) -> None:
+    """The copy would be renamed file by file, and a part of it be a step meanwhile."""
+    with make_manager(tmp_path / "run") as manager:
+        save(manager, 1)
+    mounted_bucket.set()
+    copy(plan_copy(str(tmp_path / "run"), str(mounted_bucket.path / "run")))
+    with make_manager(mounted_bucket.path / "run") as manager:
+        assert restored(manager) == 1.0
+    assert open_store(mounted_bucket.path / "run").list(paths.INTENTS_DIR) == []
+    copy(plan_copy(str(mounted_bucket.path / "run"), str(tmp_path / "back")))
+    with ocp.CheckpointManager(tmp_path / "back") as stock:
+        assert restored(stock) == 1.0
+
+
+def test_cleanup_removes_what_is_not_committed_and_nothing_else(mounted_bucket: MountedBucket) -> None:
+    """`cleanup_tmp_directories` takes every directory without a mark for half a save: stock steps would go."""
+    root = mounted_bucket.path / "run"
+    with ocp.CheckpointManager(root) as stock:
+        save(stock, 1)
+    (root / "1" / paths.COMMIT_MARK).unlink()
+    with make_manager(root) as manager:
+        save(manager, 2)
+        save(manager, 3)
+    (root / "3" / paths.COMMIT_MARK).unlink()
+    shutil.copytree(root / "2", root / f"4{paths.TEMPORARY}-x")
+    assert left_behind(open_store(root), [1, 2]) == [f"4{paths.TEMPORARY}-x", "3"]
+    with make_manager(root, cleanup_tmp_directories=True) as manager:
+        assert list(manager.all_steps()) == [1, 2]
+    assert sorted(each.name for each in root.iterdir()) == ["1", "2", paths.SIDECAR_DIR]
+
+
+def write_step(root: Path, step: int, epoch: int) -> None:
+    """One save of a run of this epoch, after what earlier ones have left is removed."""
+    clean_left(open_store(root), epoch, shutil.rmtree)
+    value = np.full(3000, float(step), np.float32)
+    items = {"default": HostTreeSave({"w": value, "b": value[:3]})}  # pyright: ignore[reportCallIssue]
+    save_id = SaveId(epoch, step, 0)
+    handlers = {"default": "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"}
+    writer = StepWriter(str(root), make_coordinator(), DurableProfile())
+    writer.write(str(step), save_id, items, handlers, identity_metadata(save_id))()
+
+
+def read_step(root: Path, step: int) -> float:
+    """By stock Orbax; every value is looked at."""
+    found = ocp.StandardCheckpointer().restore(root / str(step) / "default")
+    assert set(np.unique(found["w"])) == set(np.unique(found["b"]))
+    return float(found["w"][0])
+
+
+@pytest.mark.parametrize("lag", [0, 2], ids=["listed at once", "listed late"])
+def test_crash_after_any_change_leaves_the_whole_step_or_none(mounted_bucket: MountedBucket, lag: int) -> None:
+    """Readers would restore a part of a step. Enumerated: the mount dies after every change that a save makes, and
+    loses what was not an object yet; then the next run reads, cleans up and saves the same number."""
+    outcomes: list[bool] = []
+    for changes_max in itertools.count():
+        root = mounted_bucket.path / f"run-{changes_max}"
+        write_step(root, 2, 1)
+        mounted_bucket.set(changes_max=changes_max, listing_lag=lag)
+        try:
+            write_step(root, 3, 1)
+            reported = True
+        except (CheckpointError, OSError, ValueError):
+            reported = False
+        died = mounted_bucket.changes() >= changes_max
+        mounted_bucket.revive()
+        mounted_bucket.set()
+        whole = latest_step(str(root)) == 3
+        assert latest_step(str(root)) in (2, 3), f"after {changes_max} changes"
+        assert whole or not reported, f"after {changes_max} changes a step is lost that was reported as committed"
+        if whole:
+            assert read_step(root, 3) == 3.0
+            with pytest.raises(StepAlreadyExistsError):
+                write_step(root, 3, 2)
+        else:
+            write_step(root, 3, 2)
+        assert left_behind(open_store(root), [2, 3]) == []
+        assert open_store(root).list(paths.INTENTS_DIR) == []
+        outcomes.append(whole)
+        if not died:
+            break
+    assert (read_step(root, 2), read_step(root, 3)) == (2.0, 3.0)
+    assert outcomes == sorted(outcomes), "once the mark is there, the step stays"
+    assert outcomes.count(False) > 10
+    assert outcomes.count(True) > 1
