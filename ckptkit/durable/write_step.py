@@ -1,8 +1,8 @@
 """Writes one Orbax step with as few operations as it has parts: data, side files, then the marker that commits it.
 
-On a disk the step is written next to its place and renamed. In a bucket, and on a mount that renames file by file, it is
-written in place, and becomes a step with `commit_success.txt`, which only one writer can create (`commit`). There, each
-object is created and never replaced: a writer that timed out long ago cannot change a later writer's objects. The
+On a disk the step is written next to its place and renamed. In a bucket, and on a mount that renames file by file, it
+is written in place, and becomes a step with `commit_success.txt`, which only one writer can create (`commit`). There,
+each object is created and never replaced: a writer that timed out long ago cannot change a later writer's objects. The
 leftovers of a crash are not a step for stock Orbax (on such a mount: if its options ask for the mark). The next run
 that saves removes them (`abandoned`), or Orbax does so as for its own.
 """
