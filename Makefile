@@ -166,6 +166,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.prose
 	NODE_OPTIONS=--max-old-space-size=6144 $(BIN)/basedpyright # with the usual heap it forgets types as it goes: thrice the time
 
 format: setup

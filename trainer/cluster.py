@@ -61,7 +61,7 @@ def join(config: ClusterConfig, compile_cache: str | None) -> None:
 def leave(config: ClusterConfig, code: int, *, at_once: bool = False) -> None:
     """End the process. After a failure it does not wait for peers, which may never come to a shutdown barrier.
 
-    `at_once` waits for nothing at all, a save on its way included.
+    `at_once` waits for nothing at all, a save in flight included.
     """
     if config.processes == 1 and not at_once:
         sys.exit(code)

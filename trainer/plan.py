@@ -20,7 +20,7 @@ from trainer.sharding import axes_of, check_rules, group_of, named_leaves, shard
 from trainer.step import abstract_train
 
 _FIRST_BLOCK = "/blocks/0/"
-IN_FLIGHT = 1  # snapshots on their way at once, the default of `CheckpointManager`
+IN_FLIGHT = 1  # snapshots in flight at once, the default of `CheckpointManager`
 ACTIVATION_SOURCE = "Korthikanti et al. 2022, arXiv:2205.05198, table 2, no sequence parallelism"
 
 

@@ -72,7 +72,7 @@ class Interrupts(AbstractContextManager["Interrupts"]):
 
 
 def _handles_interrupt(thread: int) -> bool:
-    """Whether a thread is in an `except` or `finally` of an interrupt: it is on its way out."""
+    """Whether a thread is in an `except` or `finally` of an interrupt: it propagates."""
     found: Any = sys._current_exceptions().get(thread)
     error = found[1] if isinstance(found, tuple) else found  # Python 3.11 gives type, value and traceback
     while error is not None and not isinstance(error, KeyboardInterrupt):

@@ -1,6 +1,6 @@
 """Checkpoints taken apart and put together: sub-trees out, several into one, LoRA into its base, the mean of several.
 
-Nothing is computed when these are called, but for the comparison of what a mean cannot be taken of: the tensors that
+Nothing is computed when these are called, except the comparison of what a mean cannot be taken of: the tensors that
 they give read their sources box by box.
 """
 

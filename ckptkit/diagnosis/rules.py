@@ -153,7 +153,7 @@ def restores(facts: Facts) -> list[Advice]:
 
 
 def skipped(facts: Facts) -> list[Advice]:
-    """A tenth of the saves or more were left out because the one before was still on its way.
+    """A tenth of the saves or more were left out because the one before was still in flight.
 
     A tenth: the optimum of the interval is flat (Daly's waste changes by 0.5 % of itself there), beyond it is not.
     """

@@ -1,4 +1,4 @@
-"""A tree on its way to a directory of its own: copied to host memory and digested, as save arguments for Orbax."""
+"""A tree that is saved to a directory of its own: copied to host memory and digested, as save arguments for Orbax."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Pruner:
         self._left.pop(step, None)
 
     def wait(self) -> None:
-        """Waits for what is on its way."""
+        """Waits for deletions in flight."""
         running, self._running = self._running, None
         if running is not None:
             running.result()

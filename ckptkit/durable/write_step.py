@@ -100,11 +100,11 @@ class StepWriter:
     ) -> Callable[[], None]:
         """Writes and commits the step in the directory `name`; returns once it is committed, on every process.
 
-        What it returns removes what the attempt needs no more: on process 0, at any time, or never. `handlers` are the
-        names of Orbax's handlers by item; `check_epoch` is asked on process 0 right before the commit, and raises where
-        a later run has begun. Cost in a bucket: three listings, five requests for each item of arrays and one for
-        another, the data, and four; one after the other are the data and six. Raises `StepAlreadyExistsError`, and
-        `TransientStoreError` where another process could not write its part: the step is not committed then.
+        The returned function removes what the attempt needs no more: on process 0, at any time, or never. `handlers`
+        are the names of Orbax's handlers by item; `check_epoch` is asked on process 0 right before the commit, and
+        raises where a later run has begun. Cost in a bucket: three listings, five requests for each item of arrays and
+        one for another, the data, and four; one after the other are the data and six. Raises `StepAlreadyExistsError`,
+        and `TransientStoreError` where another process could not write its part: the step is not committed then.
         """
         init_ns = time.time_ns()
         begun: list[DiskAttempt | MarkAttempt] = []  # on process 0

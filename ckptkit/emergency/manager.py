@@ -209,7 +209,7 @@ class CheckpointManager(orbax_emergency.CheckpointManager):
             manager.check_for_errors()
 
     def close(self) -> None:
-        """Finishes the saves that are on their way; raises `SaveFailedError` if one has failed."""
+        """Finishes the saves that are in flight; raises `SaveFailedError` if one has failed."""
         with ExitStack() as ends:
             for manager in self._managers:
                 ends.callback(manager.close)

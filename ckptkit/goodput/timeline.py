@@ -23,7 +23,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveMark:
-    """A save on its way into a tier, or the reason why it did not get there (then it has no length)."""
+    """The way of a save into a tier, or the reason why it did not get there (then it has no length)."""
 
     step: int | None
     tier: str

@@ -16,7 +16,7 @@ from ckptkit.restore.restorer import Restored
 
 
 class Catalog:
-    """Keeps what is known of steps in agreement with what the tiers hold. No save may be on its way."""
+    """Keeps what is known of steps in agreement with what the tiers hold. No save may be in flight."""
 
     def __init__(self, components: Components, resumer: Resumer, calls: CollectiveCalls):
         self._storage, self._history = components.storage, components.history

@@ -159,7 +159,7 @@ class _Follower:
         return None
 
     def release(self) -> None:
-        """Gives up the lease on the current step."""
+        """Releases the lease on the current step."""
         if self._lease is not None:
             self._lease.release()
             self._lease = None

@@ -91,7 +91,7 @@ class LastSaver:
 
     def _was_there(self, step: int, deadline: Deadline) -> bool:
         """Whether this run has saved the step before, and not the branch that it left: the same on every process. A
-        save that is on its way may have come too early, and be dropped: then this one is made."""
+        save that is in flight may have come too early, and be dropped: then this one is made."""
         self._pipeline.run(self._pipeline.wait_decided(deadline))
         there = any(record.step == step for record in self._branch.records())
         wait_s = max(_ANSWER_S, deadline.left_s)

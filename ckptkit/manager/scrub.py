@@ -63,7 +63,7 @@ def mend_arenas(
     """The action (done or planned) for each share in `found`. Cells are rewritten in place, under a lease on their
     slot, and compared with the digests that were taken when they were saved.
 
-    What nobody has a copy of stays as it is: no restore takes it, and the process reuses the slot.
+    A share without another copy stays as it is: no restore takes it, and the process reuses the slot.
     """
     treatments, findings = [], [finding for _, finding in found.manifests]
     for save_id, finding in found.manifests:
@@ -108,7 +108,7 @@ Givers = dict[int, list[tuple[int, int]]]  # by the place among this process's d
 
 
 class Scrubber:
-    """Belongs to the caller's thread; called by all processes together, with no save on its way."""
+    """Belongs to the caller's thread; called by all processes together, with no save in flight."""
 
     def __init__(self, components: Components):
         self._storage, self._inventory = components.storage, components.history.inventory

@@ -35,7 +35,7 @@ class DurableProfile:
       compression: how the cells of leaves whose cells are `copied_bytes` or larger are encoded (`COMPRESSORS`); None:
         not at all. Takes a core 1 to 5 s for each GB of floats, so it is for storage that is slower than that, or
         paid by the byte. Process 0's counts. Steps that Orbax has to write, and repaired ones, are not encoded.
-      write_concurrency, read_concurrency: files or requests on their way at a time.
+      write_concurrency, read_concurrency: files or requests in flight at a time.
       read_ahead_bytes: how much of a restore is read ahead; this is host memory that the restore may take.
       in_flight_bytes: how much of a save is being written at a time. Between pieces of it (`piece_bytes`) the writer
       keeps to its rate and waits for a fast tier's commit. Small cells and encoded ones take host memory meanwhile: a

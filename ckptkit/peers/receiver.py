@@ -27,7 +27,7 @@ _SLOT_BYTES_MAX = 1 << 46
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Coming:
-    """A copy on its way; its slot is leased."""
+    """A copy in flight; its slot is leased."""
 
     save_id: SaveId
     slot: Slot
@@ -91,7 +91,7 @@ class CopyReceiver:
     def _take(self, process: int, save_id: SaveId, content_range: str, body: bytes) -> Answer:
         coming = self._coming.get(process)
         if coming is None or coming.save_id != save_id:
-            return Answer(412, b"no copy of that save is on its way")
+            return Answer(412, b"no copy of that save is in flight")
         named = _RANGE.fullmatch(content_range)
         start, stop = (int(named[1]), int(named[2]) + 1) if named else (0, 0)
         fits = start < stop <= coming.size_bytes and len(body) == stop - start <= RANGE_BYTES_MAX
@@ -103,7 +103,7 @@ class CopyReceiver:
     def _commit(self, peer_arena: Arena, process: int, save_id: SaveId, body: bytes) -> Answer:
         coming = self._coming.get(process)
         if coming is None or coming.save_id != save_id:
-            return Answer(200) if save_id in peer_arena.held() else Answer(412, b"no copy of that save is on its way")
+            return Answer(200) if save_id in peer_arena.held() else Answer(412, b"no copy of that save is in flight")
         try:
             manifest = Manifest.from_bytes(body, path=f"copy of process {process}")
             _prove(manifest, coming, process)

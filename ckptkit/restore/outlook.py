@@ -68,8 +68,8 @@ def outlook(
 ) -> Outlook:
     """Which save of `root` a restart on this host alone would take, and the source of each box.
 
-    What is wanted is every leaf whole, or with `like` (a slot directory, a manifest, or a step of the run's own) the
-    leaves and boxes that are recorded there. Reads only metadata, and asks no other host: a job reads what this one
+    The wanted part is every complete leaf, or with `like` (a slot directory, a manifest, or a step of the run's own)
+    the leaves and boxes that are recorded there. Reads only metadata, and asks no other host: a job reads what this one
     lacks from its other processes before it asks the durable tier. Raises `StepNotFoundError`, `NoRestorableStepError`,
     `TreeMismatchError` where `like` has other leaves, `StoreError` for what cannot be reached.
     """

@@ -59,9 +59,9 @@ def allocate_buffers(
 ) -> list[DeviceBuffer]:
     """Uninitialised arrays, each with its host memory, to be written before anything else uses it.
 
-    What takes over other memory cannot be donated: the first step would copy it. Nothing is touched here: the first
-    write makes the pages, huge ones where the kernel gives them. Cost: one small program, compiled in 20 ms and 0.2 ms
-    for each array. Raises what JAX raises where it has no such program.
+    An array that takes over other memory cannot be donated: the first step would copy it. Nothing is touched here: the
+    first write makes the pages, huge ones where the kernel gives them. Cost: one small program, compiled in 20 ms and
+    0.2 ms for each array. Raises what JAX raises where it has no such program.
     """
     make = _allocation(tuple((shape, dtype.name) for shape, dtype in wanted), sharding)
     found = []

@@ -31,7 +31,7 @@ class Stock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreachable:
-    """There are no more sources, and a process that may hold what is missing did not answer."""
+    """No more sources exist, and a process that may hold what is missing did not answer."""
 
     error: PeerUnreachableError
 
@@ -79,8 +79,7 @@ class SourceSearch:
         self._unreachable: PeerUnreachableError | None = None
 
     def next(self, why: Why) -> Holdings | Stock | Unreachable | None:
-        """Sources that cover more than the earlier ones, which were not enough because of `why`; None if there are no
-        more.
+        """Sources that cover more than the earlier ones, which were not enough because of `why`; None if no more exist.
 
         Reads nothing but manifests. Raises `CorruptCheckpointError` and `StoreError` where those of the durable step
         cannot be read.

@@ -39,13 +39,13 @@ class DurableRetry:
         self._events = job.events
         self._failing_from_s: float | None = None  # monotonic; the same None or not on every process
         self._failed_in_row = 0  # saves
-        self._failed_tries = 0  # of the save on its way
+        self._failed_tries = 0  # of the save in flight
         self._paused_until_s = 0.0  # monotonic; only process 0's counts
         self._last_reason = ""
 
     @property
     def failing(self) -> bool:
-        """Whether the last durable save has failed, or the one on its way more than once: not worth waiting for."""
+        """Whether the last durable save has failed, or the one in flight more than once: not worth waiting for."""
         return self._failed_in_row > 0 or self._failed_tries > 1
 
     def attempt(
@@ -137,7 +137,7 @@ class DurableRetry:
     def raise_if_overdue(self, step: int, name: str) -> None:
         """Raises `SaveFailedError` where durable saves have been failing for too long, on every process or on none.
 
-        Called by all processes, whatever is on its way: what process 0 knows by now decides, with its clock. Without
+        Called by all processes, whatever is in flight: what process 0 knows by now decides, with its clock. Without
         a limit nobody asks; with one, process 0 waits for nobody, and the others for its answer. `name` is the call's.
         """
         limit_s = self._policy.durable_max_age_s

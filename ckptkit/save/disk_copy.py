@@ -14,14 +14,14 @@ from ckptkit.snapshot.describe import SlotExtent
 from ckptkit.util.disk_file import PIECE_BYTES
 
 SLOT_WAIT_S = 60.0  # of a disk thread, for a slot that is being made: the step loop does not wait with it
-_WRITERS = 2  # two pieces on their way keep a local SSD busy
+_WRITERS = 2  # two pieces in flight keep a local SSD busy
 
 
 @final
 class DiskCopy:
     """A copy of a staging slot into an arena on a disk. It begins while the slot is still being filled.
 
-    What is written is a committed slot only after `Arena.commit`: until the save's fate is decided, it may be for
+    The written bytes are a committed slot only after `Arena.commit`: until the save's fate is decided, it may be for
     nothing. Pieces are written as soon as all of their boxes are there, in any order.
     """
 

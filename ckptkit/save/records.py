@@ -43,7 +43,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """One save on its way through the tiers. `snapshot` is None where this process had no room for it."""
+    """One save that passes through the tiers. `snapshot` is None where this process had no room for it."""
 
     ticket: Ticket
     items: SaveItems
@@ -71,7 +71,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The state of one save in a leased slot, or on its way there."""
+    """The state of one save in a leased slot, or being copied there."""
 
     slot: Slot
     staging: staging.Staging

@@ -54,7 +54,7 @@ class _Continuous:
         self._least_s = policy.minimum_interval_secs or 0
 
     def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
-        """Whether no save is on its way, and long enough has passed since the last one."""
+        """Whether no save is in flight, and long enough has passed since the last one."""
         if context.is_saving_in_progress:
             return False
         if not self._least_s or not previous_steps:
@@ -143,7 +143,7 @@ class Decider:
     ) -> frozenset[str]:
         """The tiers that take `step`; none for a step at or below the last one, unless `force`.
 
-        `is_saving` is whether a save is on its way, as this process sees it.
+        `is_saving` is whether a save is in flight, as this process sees it.
         """
         if self.refusal(step, last=last, force=force) is not None:
             return frozenset()

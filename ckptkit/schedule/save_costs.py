@@ -26,15 +26,15 @@ class _Save:
     stall_s: float
     slowed_before_s: float  # by all saves before it
     left: set[str]  # tiers without an event so far
-    alone: bool  # no other save was on its way when it was staged
+    alone: bool  # no other save was in flight when it was staged
 
 
 class SaveCosts:
     """Learns from the events of one process what a save into each tier costs, in seconds; for one thread at a time.
 
-    A step in whose time a save is on its way counts with what it takes more, or less, than steps without one do on
+    A step in whose time a save is in flight counts with what it takes more, or less, than steps without one do on
     average: the noise of single steps cancels. A loop that records no `step` spans shows stalls alone. Where a save
-    begins while another one is on its way, what steps take longer is not counted for it, unless it is never otherwise.
+    begins while another one is in flight, what steps take longer is not counted for it, unless it is never otherwise.
     """
 
     def __init__(self, tiers: Sequence[str]):

@@ -302,7 +302,7 @@ class Arena:
         return [manifest for _, manifest in read_manifests([self.directory] if self.directory else [])[0]]
 
     def close(self, *, remove: bool = False) -> None:
-        """Unmaps the slots and gives up the lock; with `remove`, deletes the slots and manifests too."""
+        """Unmaps the slots and releases the lock; with `remove`, deletes the slots and manifests too."""
         with self._changed:
             for slot in [*self._slots, *self._retired]:
                 self._unmap(slot)

@@ -40,8 +40,8 @@ class LostManifestError(CorruptCheckpointError):
 class Newest:
     """The record of one directory, written by the process that holds its lock. Cost: 60 microseconds per save.
 
-    Written after a manifest is in place and unsynced: what a power failure takes back names an older save, which is no
-    alarm. Written before a manifest is deleted, and synced where the deletion is.
+    Written after a manifest is in place and unsynced: what a power failure takes back names an older save, which is not
+    an alarm. Written before a manifest is deleted, and synced where the deletion is.
     """
 
     def __init__(self, directory: Path, *, synced: bool):

@@ -40,7 +40,7 @@ from ckptkit.verification.quarantine import alone_at
 
 Moved = Callable[[int, int], None]  # bytes copied, bytes in all
 
-_PART = f"{paths.TEMPORARY}-copy"  # in the name of a step that is on its way, on a disk
+_PART = f"{paths.TEMPORARY}-copy"  # in the name of a step that is being copied, on a disk
 _JOURNAL_S = 5.0  # between two writes of it
 _THREADS = 8
 _LEASE_S = 120.0
@@ -55,7 +55,7 @@ def copy(plan: CopyPlan, *, resume: bool = False, timeout_s: float = 20.0, progr
     files with the bytes that were read. In a root of ckptkit the step is leased while it is read, so that a running job
     does not prune it. The epoch records of a root are copied first, so that abandoned steps stay abandoned.
 
-    What is interrupted leaves no step; `resume` goes on where it stopped, without it the step is begun anew. Cost:
+    An interrupted copy leaves no step; `resume` continues where it stopped, without it the step is begun anew. Cost:
     every byte is read from the source once and from the target once; 128 MiB are held, and what the proof holds.
 
     Raises `CorruptCheckpointError` where the source is damaged (nothing of that step is left at the target),

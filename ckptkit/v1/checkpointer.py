@@ -104,7 +104,7 @@ class Checkpointer:
 
     @property
     def checkpoints(self) -> Sequence[CheckpointMetadata[None]]:
-        """Every step that a tier holds or that is on its way, ascending; reads nothing of them."""
+        """Every step that a tier holds or that is in flight, ascending; reads nothing of them."""
         times = self._manager.inner.step_times()
         return [
             CheckpointMetadata[None](
@@ -245,7 +245,7 @@ class Checkpointer:
     ) -> bool:
         """Deletes a step from every tier, or one checkpointable of it; returns whether there was something.
 
-        Waits for saves that are on their way. A step that loses a checkpointable is held by the durable tier alone.
+        Waits for saves that are in flight. A step that loses a checkpointable is held by the durable tier alone.
         Raises `StepNotFoundError` (Orbax's), FileNotFoundError for the checkpointable, ValueError for the last one.
         """
         number = _number(step)
@@ -273,7 +273,7 @@ class Checkpointer:
         return Response(lambda: deleted)
 
     def cancel(self, step: Step = None) -> None:
-        """Ends the saves that are on their way, by waiting for them, and deletes `step` where it is there."""
+        """Ends the saves that are in flight, by waiting for them, and deletes `step` where it is there."""
         self._manager.wait_until_finished()
         if step is not None:
             with suppress(StepNotFoundError):
@@ -292,7 +292,7 @@ class Checkpointer:
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Finishes what is on its way; raises `SaveFailedError` if a save has failed."""
+        """Finishes what is in flight; raises `SaveFailedError` if a save has failed."""
         self._manager.close()
 
     def __enter__(self) -> Checkpointer:

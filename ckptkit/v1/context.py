@@ -25,7 +25,7 @@ _READ = "memory.read_concurrent_bytes"
 #   profile   our own writer and reader obey what the constructor got; another value in a save counts as `save`.
 #   call      obeyed by each call.
 #   refused   a ValueError that names the field.
-#   unused    without effect in Orbax, too, but for a layout and a backend (Pathways) that are refused.
+#   unused    without effect in Orbax, too, except a layout and a backend (Pathways) that are refused.
 RULES: Final[Mapping[str, Rule]] = {
     "array.loading.enable_padding_and_truncation": "restore",
     "array.loading.load_and_broadcast_options.broadcast_memory_limit_bytes": "shared",
@@ -151,7 +151,7 @@ def refuse_unlike(context: orbax_v1.Context, made_with: orbax_v1.Context) -> Non
 
 
 def profile_of(context: orbax_v1.Context, profile: DurableProfile) -> DurableProfile:
-    """`profile`, as the context asks: the size of data files, bytes on their way, no compression."""
+    """`profile`, as the context asks: the size of data files, bytes in flight, no compression."""
     saving, memory = context.array.saving, context.memory
     changes: dict[str, Any] = {}
     if saving.ocdbt_target_data_file_size is not None:

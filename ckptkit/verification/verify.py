@@ -113,7 +113,7 @@ def _require(proofs: Sequence[StepProof], notes: Sequence[str], url: str, step: 
     if proofs or (notes and step is None):
         return
     if step is not None:
-        raise StepNotFoundError("; ".join([f"{url}: there is no step {step}", *notes]), step=step, path=url)
+        raise StepNotFoundError("; ".join([f"{url}: step {step} does not exist", *notes]), step=step, path=url)
     raise nothing_at(url, why)
 
 

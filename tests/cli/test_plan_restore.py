@@ -117,4 +117,4 @@ def test_a_slot_that_is_gone_is_not_planned(ckpt: Run, mine: Ours) -> None:
     found = json.loads(said.out)
     assert (found["step"], set(found["plan"]["bytes_by_tier"])) == (4, {"durable"})
     (rejected,) = found["rejected"]
-    assert rejected == {"tier": "fast", "step": 5, "reason": "the slots of save 5@2.0 are gone or damaged"}
+    assert rejected == {"tier": "fast", "step": 5, "reason": "the slots of save 5@2.0 are missing or damaged"}

@@ -185,7 +185,7 @@ def test_rules_keep_typed_keys(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
     [
         ('to = "x"', "a rule has `from` and `to`"),
         ('from = "w"', "a rule has `from` and `to`"),
-        ("from = 3\ndrop = true", "3 is no name of a leaf"),
+        ("from = 3\ndrop = true", "3 is neither a name of a leaf"),
         ('from = "w"\nto = ["a", 2]\nsplit = 0', "is neither a name of a leaf nor a list of names"),
         ('from = "w"\nto = "x"\nsplt = 1', "'splt' is nothing that a rule has"),
         ('from = "w"\nto = ["a", "b"]', "several in `to` need `split`"),

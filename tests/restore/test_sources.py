@@ -122,7 +122,7 @@ def test_the_last_reason_is_raised() -> None:
     """A rejected candidate would not say why."""
     with pytest.raises(CorruptCheckpointError, match="not enough in ram, durable"):
         search(own(0), None, Step(SAVE)).planned(refuse)
-    with pytest.raises(CorruptCheckpointError, match=r"the slots of save 4@1\.0 are gone or damaged"):
+    with pytest.raises(CorruptCheckpointError, match=r"the slots of save 4@1\.0 are missing or damaged"):
         search(own()).planned(refuse)
     with pytest.raises(CorruptCheckpointError, match=r"root/4 is no longer save 4@1\.0"):
         search(own(0), None, Step(SaveId(2, 4, 0))).planned(refuse)

@@ -28,7 +28,7 @@ class WritePace:
         self._free_s = 0.0  # monotonic: when what was taken so far has gone at the rate that is allowed
 
     def begin_urgent(self, key: Hashable) -> None:
-        """A save is on its way to its first commit: durable writes let it pass, until `end_urgent`."""
+        """A save waits for its first commit: durable writes let it pass, until `end_urgent`."""
         with self._changed:
             self._urgent.add(key)
 

@@ -1,4 +1,4 @@
-"""How what one process writes of an item is cut into pieces, and how many are on their way at a time. Pure.
+"""How what one process writes of an item is cut into pieces, and how many are in flight at a time. Pure.
 
 A piece is what is committed together. Of cells that are copied or encoded it takes host memory until it is written;
 the others stay where the caller has them.
@@ -93,7 +93,7 @@ class Pieces:
 
     @property
     def must_wait(self) -> bool:
-        """Whether the oldest piece on its way has to be written before this one is sent."""
+        """Whether the oldest piece in flight has to be written before this one is sent."""
         if not self._sent:
             return False
         held_bytes = sum(load.held_bytes for load in self._sent)
@@ -101,12 +101,12 @@ class Pieces:
         return all_bytes > self._profile.in_flight_bytes or held_bytes >= _HELD_IN_FLIGHT * self._held_piece_bytes
 
     def send(self) -> None:
-        """The piece is on its way, and the next one begins."""
+        """The piece is in flight, and the next one begins."""
         self._sent.append(self._filled)
         self._begin()
 
     def finish_oldest(self) -> None:
-        """The oldest piece on its way is written."""
+        """The oldest piece in flight is written."""
         self._sent.popleft()
 
     def expect_no_more(self) -> None:
@@ -120,7 +120,7 @@ class Pieces:
 
     @property
     def sent_bytes(self) -> int:
-        """Of the pieces that are on their way."""
+        """Of the pieces that are in flight."""
         return sum(load.all_bytes for load in self._sent)
 
     @property
@@ -133,7 +133,7 @@ class Pieces:
         self.is_last = self._left.all_bytes <= self._piece_bytes and self._left.held_bytes <= self._held_piece_bytes
 
     def _of_held_bytes(self) -> int:
-        """How much of a piece may be held: what is filled and what is on its way is a sixth of what is expected, and
+        """How much of a piece may be held: what is filled and what is in flight is a sixth of what is expected, and
         no more than may be in flight."""
         if not self._left.held_bytes:  # or not known
             return self._profile.in_flight_bytes

@@ -61,7 +61,7 @@ def plan_adoption(
         return Adoption(save_id=SaveId(epoch, step, 0), before=ancestry, after=ancestry.begin(epoch, None, stock_steps))
     most = min([*(each - 1 for each in steps), *(base for _, base in ancestry.rollbacks)], default=step)
     if step > most:
-        hint = f"give --as-step {most} or less" if most >= 0 else "its oldest step is 0, so there is no room below it"
+        hint = f"give --as-step {most} or less" if most >= 0 else "its oldest step is 0; no room is left below it"
         raise CheckpointError(
             f"step {step} cannot be the oldest step of {root}: its own steps begin at {most + 1}, and a rollback below "
             f"step {step} would supersede it; {hint}",

@@ -259,7 +259,7 @@ class PruneGuard:
     def settle(self) -> None:
         """Nothing is about to be deleted any more: the numbers of those that went may be saved again."""
         if self._announced:
-            with suppress(StoreError):  # a reader passes over steps that are doomed no more, until the next save
+            with suppress(StoreError):  # a reader skips steps that are no longer doomed, until the next save
                 self._store.delete(paths.DOOMED_KEY)
                 self._announced = False
 

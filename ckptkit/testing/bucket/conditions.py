@@ -83,7 +83,7 @@ class Preconditions:
             raise errors.not_modified()
 
     def check_source(self, found: Versioned) -> None:
-        """Raise 412 when anything fails: there is no 304 for the source of a copy."""
+        """Raise 412 when anything fails: the source of a copy has no 304."""
         if self._mismatched(found) or self._forbidden(found):
             raise errors.condition_not_met()
 

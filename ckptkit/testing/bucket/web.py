@@ -125,7 +125,7 @@ class Web:
             exchange.status = 0
             self._note(exchange)
             reset(request)
-            return web.Response()  # never sent: there is no connection
+            return web.Response()  # never sent: the connection is closed
 
     async def _serve(self, request: web.BaseRequest, exchange: _Exchange) -> web.StreamResponse:
         reply = await self._reply(request, exchange)

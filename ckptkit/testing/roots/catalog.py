@@ -120,7 +120,7 @@ def _restarted(root: Path, _: object) -> None:
         _RUNS["composite"].save(root, [step], "ckptkit")
 
 
-# Runs with a history. Their steps are of the kind `ckptkit composite`, but for those of stock Orbax.
+# Runs with a history. Their steps are of the kind `ckptkit composite`, except those of stock Orbax.
 HISTORIES: Final = {"continued": _continued, "rolled back": _rolled_back, "restarted": _restarted}
 KINDS: Final[dict[str, SaveKind]] = {kind.name: kind for kind in _every_kind()}
 
