@@ -1,4 +1,4 @@
-"""What is said of the mounts of a job's tiers when a manager is made: once for each mount in a process."""
+"""Warnings about the mounts of a job's tiers when a manager is made: once for each mount in a process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _reported: set[tuple[str, str, int]] = set()  # medium of a tier, type, device
 
 
 def report_durable_mount(url: str, events: EventLog) -> None:
-    """Says of a durable root that looks local and is not: what it is, and how steps are committed there."""
+    """Logs that a durable root looks local and is not: its file system, and how steps are committed there."""
     if not backend_of(url).properties.file_system:
         return
     found = file_system_of(url)
@@ -79,7 +79,7 @@ def report_tier_mounts(tiers: Sequence[Tier], host_dirs: Mapping[str, Path], eve
 
 
 def tier_problem(medium: str, found: FileSystem) -> str | None:
-    """What is wrong with a tier of this medium on that file system; None where nothing is known to be."""
+    """The problem of a tier of this medium on that file system; None if no problem is known."""
     if medium == RAM and found.medium in ("disk", "network", "bucket"):
         return f"is a ramdisk tier on {found.name}, which is not memory: mount a tmpfs there, or take Tier.ssd"
     if medium == SSD and found.medium in ("network", "bucket"):
@@ -90,7 +90,7 @@ def tier_problem(medium: str, found: FileSystem) -> str | None:
 
 
 def durable_problem(found: FileSystem) -> str:
-    """What to do about a durable root on that file system, to be added to a sentence; empty where nothing is wrong."""
+    """The remedy for a durable root on that file system, to be added to a sentence; empty if it has no problem."""
     if found.medium == "bucket":
         return ". Give the bucket's own URL instead: it needs fewer requests, and its commit is one (docs/STORAGE.md)"
     if found.medium == "memory":

@@ -22,11 +22,11 @@ _MARKED = replace(DIRECTORY, atomic_rename=False)
 _TRANSIENT = {errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE}
 _UNFINISHED = re.compile(r"\.put-[0-9a-f]{32}")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}  # what link(2) says where there are none
+_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}  # the errors of link(2) without hard links
 
 
 def directory_properties(path: str | os.PathLike[str]) -> Properties:
-    """What the file system that holds a directory does. Cost: that of `file_system_of`."""
+    """The properties of the file system that holds a directory. Cost: that of `file_system_of`."""
     return DIRECTORY if file_system_of(path).atomic_rename else _MARKED
 
 
@@ -96,9 +96,8 @@ class LocalStore:
     def move(self, source: str, target: str) -> None:
         """Gives an object the name `target`, which has to be free: one operation decides, and needs `source`.
 
-        Who has deleted `source` knows that it cannot be moved any more. Raises `FileNotFoundError` where there is no
-        `source`, `FileExistsError` where there is a `target`. Without hard links a `target` that is put at the same
-        moment is replaced.
+        Once `source` is deleted, it cannot be moved any more. Raises `FileNotFoundError` if `source` does not exist,
+        `FileExistsError` if `target` exists. Without hard links a `target` that is put at the same moment is replaced.
         """
         old, new = self._path(source, writes=True), self._path(target, writes=True)
         with _translated(new):
@@ -215,7 +214,7 @@ def make_directory(directory: Path, *, synced: bool, mode: int = 0o777) -> None:
 
 
 def remove_empty(directory: str | os.PathLike[str]) -> None:
-    """Removes a directory and those below it, as far as they are empty but for unfinished puts of ours."""
+    """Removes a directory and those below it, as far as they are empty, or hold only unfinished puts."""
     for here, _, names in os.walk(directory, topdown=False):
         for name in names:
             if _UNFINISHED.fullmatch(name):

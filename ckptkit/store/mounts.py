@@ -1,6 +1,6 @@
-"""What the file system below a path guarantees: a table, and the look at the mount that finds the row.
+"""The guarantees of the file system below a path: a table, and the look at the mount that finds the row.
 
-A path looks the same on a local disk, on NFS and on a bucket that GCSFuse mounts. What a commit may rely on is not.
+A path looks the same on a local disk, on NFS and on a bucket that GCSFuse mounts. The guarantees for a commit differ.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSystem:
-    """What one kind of file system guarantees to several processes, and after a crash."""
+    """The guarantees of one kind of file system to several processes, and after a crash."""
 
     name: str
     """The type, as `/proc/self/mountinfo` has it."""

@@ -78,7 +78,7 @@ def kvstore_spec(
         spec["experimental_read_coalescing_merged_bytes"] = _MERGED_BYTES
         spec["experimental_read_coalescing_interval"] = "1ms"
     if writing and not properties.atomic_rename:
-        # The last object is put by us, so that we say what it may replace (see `publish`).
+        # ckptkit puts the last object itself, to decide what it may replace (see `publish`).
         spec["manifest"] = _UNPUBLISHED
     if writing:
         # The directory is new: no other writer has chosen a configuration.

@@ -192,9 +192,9 @@ def is_committed(
     """Whether a step's directory is committed, by the rules of its store: by its name where a directory is renamed in
     one step, else by the mark in it.
 
-    `names` is what is in it, `read` reads a file in it. Stock Orbax renames
-    steps on every mount, and older ones put no mark: a directory without one is committed if its metadata says when,
-    and names no save of ours. Cost: of such a directory alone a read.
+    `names` are its entries, `read` reads a file in it. Stock Orbax renames steps on every mount, and older ones put no
+    mark. So a directory without a mark is committed if its metadata has a commit time, and names no save of ckptkit.
+    Cost: of such a directory alone a read.
     """
     if properties.atomic_rename:
         return paths.TEMPORARY not in name

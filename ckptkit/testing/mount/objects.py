@@ -1,7 +1,7 @@
-"""What a mounted bucket does to the calls of a program: objects under a tree of names, in memory.
+"""A mounted bucket as a program sees it: objects under a tree of names, in memory.
 
-Like GCSFuse on a bucket without a hierarchical namespace: a file becomes an object when it is closed or synced, a
-rename copies and deletes, a renamed directory does that object by object, and there are no hard links.
+Like GCSFuse on a bucket without a hierarchical namespace. A file becomes an object when it is closed or synced. A
+rename copies and deletes; a renamed directory does that object by object. Hard links do not exist.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Node:
 
     number: int
     names: dict[str, Node] | None = None  # None: a file
-    content: bytes | None = None  # None: there is no object yet
+    content: bytes | None = None  # None: the object does not exist yet
     unsynced: bytearray | None = None
     changed_s: float = field(default_factory=time.time)
 
     @property
     def shown(self) -> bytes | bytearray:
-        """What a reader on this mount gets."""
+        """The content that a reader on this mount gets."""
         return self.unsynced if self.unsynced is not None else self.content or b""
 
     def attributes(self) -> Attributes:
@@ -95,7 +95,7 @@ class ObjectTree:
         return protocol.answered(request, self.acts)
 
     def revive(self) -> None:
-        """The mount after its program, and the host, have died: what was no object is lost."""
+        """The mount after its program, and the host, have died: files that were not yet objects are lost."""
         self.changes, self.changes_max = 0, None
         self._drop_unsynced(self._root)
 

@@ -41,7 +41,7 @@ class Request:
 
 
 class Attributes(NamedTuple):
-    """What `stat` shows of a node."""
+    """The result of `stat` for a node."""
 
     node: int
     mode: int
