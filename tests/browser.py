@@ -13,7 +13,7 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: m
 
 
 def in_browser(page: Path, profile: Path) -> tuple[str, str]:
-    """The document as the browser made it of the page, and what it said meanwhile."""
+    """The document that the browser made of the page, and its messages meanwhile."""
     words = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
     words += " --disable-component-update --disable-sync --enable-logging=stderr --v=0 --dump-dom"
     command = [str(CHROMIUM), *words.split(), f"--user-data-dir={profile}", page.as_uri()]

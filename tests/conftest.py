@@ -8,7 +8,7 @@ import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-# gcsfs asks Google for a bucket's kind over gRPC at first use; there is no Google behind an emulator.
+# gcsfs asks Google for a bucket's kind over gRPC at first use; an emulator does not have it.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 from collections.abc import Iterator
@@ -82,4 +82,4 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketSe
         for name, value in server.env().items():
             monkeypatch.setenv(name, value)
         yield server
-        server.faults = FaultPlan()  # what hangs is let go, or the end would wait for it
+        server.faults = FaultPlan()  # hanging requests are released, or the end would wait for them

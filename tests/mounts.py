@@ -1,4 +1,4 @@
-"""Small file systems of a test's own: full, or read only, when the test says so. Needs root."""
+"""Small file systems of a test's own: full, or read only, on the test's request. Needs root."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_benchmark_measures_and_removes_its_files(tmp_path: Path) -> None:
     bars, matrix = found["bars"], found["matrix"]
     assert bars["exact_met"]
     assert len(matrix["broadcast"]) == 3 * len(DTYPES) + 2
-    assert bars["broadcast_bytes"] < 1.01, "some metadata beside so small a state"
+    assert bars["broadcast_bytes"] < 1.01, "some metadata in addition to so small a state"
     assert bars["orbax_bytes"] > 1.9
     changed = {leaf[2:-2] for leaf, what in matrix["orbax_broadcast"].items() if what != "exact"}
     assert {"bool_split", "int8_split", "int16_whole", "uint8_scalar", "float32_split", "key_split"} <= changed

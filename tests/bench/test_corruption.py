@@ -32,7 +32,7 @@ def test_short_corruption_campaign_passes(tmp_path: Path) -> None:
     ours, stock = (sum(map(Counter, result[who].values()), Counter()) for who in ("ckptkit", "orbax"))
     assert ours["faults"] == stock["faults"] == SHORT
     assert ours["wrong"] == 0
-    assert ours["older"] == 0, "the newest step was lost, and nothing said so"
+    assert ours["older"] == 0, "the newest step was lost without a report"
     assert ours["detected"] + ours["harmless"] == SHORT
     assert set(result["ckptkit"]) == {" ".join(place) for place in PLACES}
     assert all(row["recovered"] == row["faults"] for row in result["ckptkit"].values())

@@ -1,4 +1,4 @@
-"""Each benchmark end to end on a tiny state: the JSON has every key, and ratios come from the samples beside them."""
+"""Each benchmark end to end on a tiny state: the JSON has every key, and ratios come from the samples next to them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def only_state(result: dict[str, Any]) -> tuple[CaseName, dict[str, Any]]:
 
 
 def test_every_key_and_contender_is_present_or_null(result: dict[str, Any]) -> None:
-    # Whoever reads the JSON would have to know which benchmark wrote it.
+    # A reader of the JSON would have to know which benchmark wrote it.
     _, state = only_state(result)
     assert set(available()) >= {"ckptkit", "orbax_async", "orbax_tuned", "orbax_v1", "orbax_sync", "limit"}
     for key in KEYS:

@@ -1,4 +1,4 @@
-"""`python -m bench all`: what it runs, and what it says of what it did not run."""
+"""`python -m bench all`: what it runs, and its report of what it did not run."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def faults(seed: int, *, mtbf_s: float = 60.0, horizon_s: float = 2000.0, **othe
 
 
 def test_a_seed_repeats_its_schedule_with_every_kind_of_fault() -> None:
-    """Contenders would meet different faults, or never a lost ramdisk or a flipped bit."""
+    """Contenders would get different faults, or never a lost ramdisk or a flipped bit."""
     planned = faults(3)
     assert planned == faults(3) != faults(4)
     assert sum(fault.wipes for fault in planned[:10]) == 5

@@ -17,7 +17,7 @@ def test_generated_leaf_names_are_unique() -> None:
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
-    """What the log claims could not be repeated."""
+    """The claims of the log could not be repeated."""
     path = tmp_path / "inspect.json"
     words = ["--leaves", "20", "--repeats", "1", "--case", "safetensors", "--case", "ocdbt", "--disk", str(tmp_path)]
     done = CliRunner().invoke(main, [*words, "--json", str(path)])

@@ -24,7 +24,7 @@ def test_exponential_failures_are_judged_as_theory_predicts() -> None:
     assert 0.97 < case.oracle.ratio < 1.01
     assert 0.985 < case.blurred.ratio < 1.005
     assert case.verdicts()["at least 99 % of the oracle"] == (case.oracle.ratio >= 0.99)
-    # Of exponential failures nothing can be known but the rate: what is best for the law is no worse than what learns.
+    # Of exponential failures only the rate can be known: the best policy for the law is not worse than one that learns.
     law, ours = case.hindsight.law, case.hindsight.ours
     assert 0.97 < ours.ratio <= law.ratio + ours.ci + law.ci
     assert law.ratio < 1.0
@@ -42,7 +42,7 @@ def test_policy_beats_best_fixed_interval_on_clustered_failures() -> None:
 
 
 def test_command_reports_traces_that_it_left_out(tmp_path: Path) -> None:
-    """If it failed, a trace that is too short would be judged by noise, or passed over without a word."""
+    """If it failed, a trace that is too short would be judged by noise, or skipped without a message."""
     counts = ([1] * 7 + [0, 0]) * 40
     for name, data in (("long.json", counts), ("none.json", [1] * 60), ("short.json", counts[:60])):
         (tmp_path / name).write_text(json.dumps({"metadata": {"gap_seconds": 1800}, "data": data}))

@@ -1,4 +1,4 @@
-"""What the benchmarks compute without measuring: names, medians, bars, shares of a copy."""
+"""Computations of the benchmarks without measurements: names, medians, bars, shares of a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report: what is printed anywhere is what the stored results say."""
+"""The report: all printed figures are those of the stored results."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_every_kind_of_result_has_rows() -> None:
 
 
 def test_benchmarks_beyond_the_time_budget_are_reported(tmp_path: Path) -> None:
-    """`bench all` would run for hours, or end in silence."""
+    """`bench all` would run for hours, or end without a message."""
     told = run_all(ENTRIES, tmp_path, minutes=0.01, small=False)
     assert told.keys() == {entry.name for entry in ENTRIES}
     assert all(text.startswith("left out: 0.0 minutes are left, it takes ") for text in told.values())

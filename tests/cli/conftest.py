@@ -21,7 +21,7 @@ HOST = "h0"
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What one run of the command gave."""
+    """The result of one run of the command."""
 
     code: int
     out: str

@@ -258,7 +258,7 @@ def test_healthy_run_has_no_findings(ckpt: Run, tmp_path: Path) -> None:
 
 
 def test_damaged_run_is_diagnosed(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
-    """What happened to a real run would not be found in what it left."""
+    """The faults of a real run would not be found in its files."""
     logs = tmp_path / "events"
     events = ckptkit.EventLog(logs / "attempt-0-process-0.jsonl")
     (mine.root / "8/state/d").chmod(0o700)

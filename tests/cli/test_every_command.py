@@ -30,7 +30,7 @@ MEMORY_BYTES = 16 << 30  # of addresses: libraries map a lot that they never tou
 FILE_BYTES = 64 << 20
 CALL_S_MAX = 120
 
-# The command, in a process that hears of Ctrl-C also where a shell that runs us beside itself has it ignored.
+# The command, in a process that receives Ctrl-C even if a shell has started us in the background, which ignores it.
 _HEARD = """
 import runpy, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -91,7 +91,7 @@ def test_every_command_is_covered_by_these_tests() -> None:
 
 
 def hostile_paths(home: Path) -> Iterator[str]:
-    """Paths that are no checkpoint."""
+    """Paths that are not a checkpoint."""
     (home / "empty").write_bytes(b"")
     (home / "empty_dir").mkdir()
     (home / "noise").write_bytes(random.Random(SEED).randbytes(4096))
@@ -155,7 +155,7 @@ def tried(home: Path) -> Iterator[tuple[list[str], int, float]]:
                 out = home / "out"
                 words = [word.format(path=path, out=out, good=good, root=root) for word in call]
                 start_s = time.monotonic()
-                signal.alarm(CALL_S_MAX)  # ends a call that hangs, and the process with it: the last line says which
+                signal.alarm(CALL_S_MAX)  # ends a hanging call, and the process with it: the last line names it
                 print(json.dumps(words), flush=True)
                 code = main(words)
                 signal.alarm(0)
@@ -175,7 +175,7 @@ def run(home: Path) -> None:
 
 
 def test_hostile_input_never_gives_a_traceback(tmp_path: Path) -> None:
-    """Whoever names a wrong path gets a page of Python, or a machine without memory."""
+    """A wrong path would give a page of Python, or a machine without memory."""
     (tmp_path / "cwd").mkdir()
     environment = {**os.environ, "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false", "CKPTKIT_FUZZ_SEED": str(SEED)}
     command = [sys.executable, "-m", "tests.cli.test_every_command", str(tmp_path)]

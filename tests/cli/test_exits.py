@@ -74,7 +74,7 @@ def test_exit_codes_and_messages(ckpt: Run, mine: Ours, arguments: tuple[str, ..
 
 
 def test_version_is_printed(ckpt: Run) -> None:
-    """A report of a defect could not say what it is of."""
+    """A report of a defect could not name the version."""
     assert ckpt("--version").out == f"ckptkit {ckptkit.__version__}\n"
 
 
@@ -106,7 +106,7 @@ def unprivileged() -> Iterator[None]:
 
 
 def test_missing_permission_is_not_absence(ckpt: Run, mine: Ours, unprivileged: None) -> None:
-    """What may not be read would pass for absent, and a restart would begin anew."""
+    """An unreadable file would pass for absent, and a restart would begin anew."""
     if os.geteuid() != 65534:
         mine.home.chmod(0)
     try:
@@ -262,7 +262,7 @@ def test_pipes_devices_and_broken_links_are_reported(ckpt: Run, mine: Ours, kind
 
 
 def test_links_to_parent_directories_do_not_loop(ckpt: Run, mine: Ours) -> None:
-    """A link to a parent directory would count bytes for ever."""
+    """A link to a parent directory would count bytes without an end."""
     (mine.root / "4/state/up").symlink_to(mine.root)
     (mine.root / "20").symlink_to(mine.root)
     said = ckpt("steps", mine.root)

@@ -51,7 +51,8 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_table_shows_goodput_and_the_cost_of_each_loss(run_dir: Path, capsys: pytest.CaptureFixture[str]):
-    """What a person reads first must be there: three definitions, the parts, the loss, who served the restore."""
+    """The first lines that a person reads must be there: three definitions, the parts, the loss, the source of the
+    restore."""
     assert main(["goodput", str(run_dir)]) == 0
     out = capsys.readouterr().out
     assert "(Google's ML goodput)" in out
@@ -164,7 +165,7 @@ def test_failed_output_is_reported_under_the_given_name(
 ):
     """The message would speak of a file that nobody knows, and leave it behind."""
     (tmp_path / "taken").mkdir()
-    path = tmp_path / "taken" / ("x" * 250)  # a name for it beside it would be too long
+    path = tmp_path / "taken" / ("x" * 250)  # a name next to it would be too long
     assert main(["goodput", str(run_dir), "--prometheus", str(path)]) == 1
     assert f"ckptkit: {path}: File name too long" in capsys.readouterr().err
     assert list((tmp_path / "taken").iterdir()) == []

@@ -29,7 +29,7 @@ def test_help_imports_no_library_and_takes_little_memory() -> None:
 
 
 def test_help_lists_every_command_on_an_uncut_line() -> None:
-    """A command that is not listed is not found, and a line that is cut does not say what it does."""
+    """A command that is not listed is not found, and a truncated line does not describe it."""
     context = click.Context(commands, terminal_width=80)
     listed = commands.get_help(context).split("Commands:\n")[1].splitlines()
     assert [line.split()[0] for line in listed] == commands.list_commands(context)

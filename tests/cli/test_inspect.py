@@ -1,4 +1,4 @@
-"""`ckptkit inspect`: what is said of each kind of checkpoint, from its metadata alone."""
+"""`ckptkit inspect`: its output for each kind of checkpoint, from metadata alone."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_inspects_a_ckptkit_step(ckpt: Run, ours: Ours) -> None:
 
 
 def test_sidecars_and_orbax_metadata_agree(ckpt: Run, mine: Ours) -> None:
-    """What we record of a leaf would differ from what stock Orbax finds in the same step."""
+    """ckptkit's record of a leaf would differ from stock Orbax's view of the same step."""
     ours_said = leaves_of(json.loads(ckpt("inspect", mine.root / "4", "--json").out))
     shutil.rmtree(mine.root / "4/state/_ckptkit")
     found = json.loads(ckpt("inspect", mine.root / "4", "--json").out)
@@ -190,7 +190,7 @@ def test_match_depth_and_sort_options(ckpt: Run, ours: Ours) -> None:
 
 
 def test_stored_bytes_are_reported(ckpt: Run, ours: Ours, stock: Path, tmp_path: Path) -> None:
-    """Nobody could see what compression saves, or what a checkpoint costs where it stands."""
+    """Nobody could see what compression saves, or the cost of a checkpoint in its place."""
     item = stock / "root/3/state"
     taken = sum(path.stat().st_size for path in item.rglob("*") if path.is_file())
     items = {each["name"]: each for each in json.loads(ckpt("inspect", stock / "root/3", "--json").out)["items"]}

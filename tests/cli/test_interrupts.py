@@ -1,4 +1,5 @@
-"""Ctrl-C ends a command with 130, at any time, and leaves nothing beside the target but what `--resume` continues."""
+"""Ctrl-C ends a command with 130, at any time, and leaves nothing next to the target except what `--resume`
+continues."""
 
 from __future__ import annotations
 

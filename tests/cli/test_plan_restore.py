@@ -1,4 +1,4 @@
-"""`ckptkit plan-restore`: what a restart would take, and from where, said before it is done."""
+"""`ckptkit plan-restore`: the source of a restart, reported before it happens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_like_slot_plans_the_boxes_of_that_slot(ckpt: Run, ours: Ours) -> None:
 
 
 def test_like_accepts_a_step_with_a_prefix(ckpt: Run, tmp_path: Path) -> None:
-    """Who names steps `run_7` could not say which leaves are wanted."""
+    """A user with steps named `run_7` could not choose the wanted leaves."""
     options = ocp.CheckpointManagerOptions(step_prefix="run")
     with ckptkit.CheckpointManager(tmp_path / "root", options=options) as manager:
         manager.save(7, args=save_args(make_state(7), 7))

@@ -1,4 +1,4 @@
-"""`ckptkit scrub`: the plan, the repair, and an exit code that says whether damage is left."""
+"""`ckptkit scrub`: the plan, the repair, and an exit code that tells whether damage is left."""
 
 from __future__ import annotations
 

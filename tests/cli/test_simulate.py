@@ -13,7 +13,7 @@ QUICK = ["simulate", "--runs", "5", "--days", "3", "--hosts", "2000"]
 
 
 def test_json_has_all_inputs_and_parts_that_add_up(capsys: pytest.CaptureFixture[str]):
-    """Whoever reads the document must be able to repeat the run, and to trust its sums."""
+    """A reader of the document must be able to repeat the run, and to trust its sums."""
     assert main([*QUICK, "--json", "--stall", "durable=2.5"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["hosts"] == 2000
@@ -26,7 +26,7 @@ def test_json_has_all_inputs_and_parts_that_add_up(capsys: pytest.CaptureFixture
 
 
 def test_the_same_seed_gives_the_same_answer(capsys: pytest.CaptureFixture[str]):
-    """A projection that nobody can repeat is no argument."""
+    """A projection that cannot be repeated is not an argument."""
     answers = []
     for seed in ("1", "1", "2"):
         assert main([*QUICK, "--policy", "levels", "--seed", seed, "--json"]) == 0

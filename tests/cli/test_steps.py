@@ -97,7 +97,7 @@ def test_missing_process_share_makes_a_save_partial(ckpt: Run, mine: Ours) -> No
 
 
 def test_shares_in_two_tiers_make_a_save_whole(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
-    """A save whose shares stand in different tiers would be called partial, though a restart takes it."""
+    """A save whose shares are in different tiers would be called partial, though a restart takes it."""
     path = mine.manifest(5)
     manifest = read_manifest(path)
     path.write_bytes(dataclasses.replace(manifest, writer=Writer(process=0, count=2, host=HOST)).to_bytes())
@@ -190,7 +190,7 @@ def test_steps_of_stock_orbax_are_listed_with_ours(ckpt: Run, tmp_path: Path) ->
 
 
 def test_metrics_are_listed(ckpt: Run, stock: Path, tmp_path: Path) -> None:
-    """Whoever looks for the best step would have to open every one."""
+    """A search for the best step would have to open every one."""
     assert listed(ckpt, stock / "root")[3]["metrics"] == {"loss": 0.5}
     assert ckpt("steps", stock / "root").out.splitlines()[-1].endswith("loss 0.5")
     home = tmp_path / "root"

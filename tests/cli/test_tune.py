@@ -41,7 +41,7 @@ def like(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_tuning_a_disk_removes_its_probes(tmp_path: Path, like: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A profile that no manager takes, a table that says nothing, or a root full of probes."""
+    """A profile that no manager accepts, an empty table, or a root full of probes."""
     root, out = tmp_path / "root", tmp_path / "profile.json"
     root.mkdir()
     command = ["tune", str(root), "--like", str(like), "--probe", "2MB", "--rounds", "1", "--output", str(out)]

@@ -17,7 +17,7 @@ def snapshot(home: Path) -> dict[str, int]:
 
 
 def test_dry_runs_print_the_plan_and_write_nothing(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
-    """What is printed would not be what is done, or be done."""
+    """The printed plan would differ from the work, or a dry run would do it."""
     before = snapshot(ours.home)
     tiers = ("--tier", ours.ram, "--host-id", HOST)
     for arguments in (
@@ -129,7 +129,7 @@ def test_clean_without_a_match_lists_existing_arenas(ckpt: Run, ours: Ours, tmp_
 
 
 def test_copy_reports_steps_copied_before_a_damaged_one(ckpt: Run, tmp_path: Path) -> None:
-    """Nobody would know what stands at the target when a step in the middle is damaged."""
+    """The content of the target would be unknown after a damaged step in the middle."""
     make_root(tmp_path / "run", (1, 2, 3))
     flip(tmp_path / "run", 3)
     said = ckpt("copy", tmp_path / "run", tmp_path / "into")

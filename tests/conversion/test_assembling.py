@@ -41,7 +41,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("to", ["orbax", "safetensors", "npz"])
 def test_extract_takes_exactly_one_subtree(ckpt: Run, tmp_path: Path, to: str) -> None:
-    """What is taken out would lack a leaf, have one too many, or other bits."""
+    """The extracted checkpoint would lack a leaf, have one too many, or other bits."""
     source, tree = by_safetensors(tmp_path / "a.safetensors", model(1)), flat(model(1))
     assert ckpt("extract", source, tmp_path / "p", "--only", "params", "--without", "params.a.b*", "--to", to).code == 0
     found = read(tmp_path / "p")
@@ -53,7 +53,7 @@ def test_extract_takes_exactly_one_subtree(ckpt: Run, tmp_path: Path, to: str) -
 
 
 def test_patterns_match_names_with_newlines(ckpt: Run, tmp_path: Path) -> None:
-    """A leaf would be left out of `**`, and nothing would say so."""
+    """A leaf would be left out of `**` without a message."""
     source = by_safetensors(tmp_path / "a.safetensors", {"n\nl": np.arange(3.0), "a": {"b\n": np.arange(2)}})
     assert ckpt("extract", source, tmp_path / "p", "--only", "**", "--to", "npz").code == 0
     assert sorted(read(tmp_path / "p")) == ["a.b\n", "n\nl"]

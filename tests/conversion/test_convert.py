@@ -55,7 +55,7 @@ def assert_same_bits(found: dict[str, Any], expected: dict[str, np.ndarray]) -> 
 
 
 def test_output_is_read_by_safetensors_and_numpy(ckpt: Run, tmp_path: Path) -> None:
-    """What we write would be read by nobody else, or with other bits."""
+    """Other programs could not read our files, or would get other bits."""
     package = pytest.importorskip("safetensors.numpy")
     nested = tree((*PLAIN, "bfloat16"))
     source = writers.by_flax(tmp_path / "a.msgpack", nested)
@@ -113,7 +113,7 @@ def test_tree_that_is_one_array_is_converted(ckpt: Run, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 def test_typed_keys_survive_a_round_trip(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
-    """Typed PRNG keys would become numbers on the way there and back, without a word."""
+    """Typed PRNG keys would become numbers on the way there and back, without a message."""
     said = ckpt("convert", ours.root / "4", tmp_path / "a.safetensors", "--to", "safetensors")
     assert "PRNG keys are stored as their key data" in said.out
     assert "left out: item data" in said.out
@@ -169,7 +169,7 @@ def test_cast_keeps_small_integers(ckpt: Run, tmp_path: Path) -> None:
 
 
 def test_rules_keep_typed_keys(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
-    """A stacked or split PRNG key would come out as plain integers, without a word."""
+    """A stacked or split PRNG key would come out as plain integers, without a message."""
     rules = tmp_path / "rules.toml"
     rules.write_text('[[rule]]\nfrom = "keys"\nto = ["k0", "k1", "k2", "k3"]\nsplit = 0\n')
     said = ckpt("convert", ours.root / "4", tmp_path / "b.npz", "--to", "npz", "--map", rules)
@@ -233,14 +233,14 @@ def test_unsupported_dtype_is_refused_before_any_write(to: str, ckpt: Run, tmp_p
 
 
 def test_npz_name_outside_its_directory_is_refused(ckpt: Run, tmp_path: Path) -> None:
-    """Whoever unpacks our archive would write outside his directory."""
+    """A program that unpacks our archive would write outside its directory."""
     source = writers.by_flax(tmp_path / "a.msgpack", {"../../x": np.arange(3)})
     assert ckpt("convert", source, tmp_path / "b.npz", "--to", "npz").code == 1
     assert os.listdir(tmp_path) == ["a.msgpack"]
 
 
 def test_omitted_items_and_leaves_are_reported(ckpt: Run, ours: Ours, stock: Path, tmp_path: Path) -> None:
-    """Text and small items would be lost without a word."""
+    """Text and small items would be lost without a message."""
     said = ckpt("convert", ours.root / "4", tmp_path / "4", "--to", "orbax").out
     assert "left out: item data, which is not an array" in said
     other = writers.by_numpy(tmp_path / "v.npz", {"v": np.ones(2)})
@@ -264,7 +264,7 @@ def test_cast_that_matches_no_leaf_is_refused(ckpt: Run, tmp_path: Path) -> None
 
 
 def test_damaged_source_leaves_no_partial_target(ckpt: Run, mine: Ours, tmp_path: Path) -> None:
-    """What can never be finished would stay on the disk, under a name that nobody looks for."""
+    """Unusable work would stay on the disk, under a hidden name."""
     data = max((mine.root / "4/state").rglob("d/*"), key=lambda file: file.stat().st_size)
     data.write_bytes(bytes(byte ^ 1 for byte in data.read_bytes()))
     (tmp_path / "out").mkdir()
@@ -275,7 +275,7 @@ def test_damaged_source_leaves_no_partial_target(ckpt: Run, mine: Ours, tmp_path
 
 
 def test_convertible_damage_is_reported(ckpt: Run, stock: Path, tmp_path: Path) -> None:
-    """Keys whose kind cannot be read any more come out as plain integers: nobody would hear of it."""
+    """Keys whose kind cannot be read any more come out as plain integers without a message."""
     shutil.copytree(stock / "zarr3", tmp_path / "item")
     for file in (tmp_path / "item/array_metadatas").iterdir():
         file.write_text("{")

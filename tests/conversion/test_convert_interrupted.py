@@ -1,4 +1,4 @@
-"""`ckptkit convert` that is interrupted, whose source changes, that is not alone, or for which there is no room."""
+"""`ckptkit convert` that is interrupted, whose source changes, that is not alone, or that has no room."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_full_disk_leaves_a_resumable_conversion(
 
 @pytest.mark.parametrize("to", ["safetensors", "npz", "torch"])
 def test_large_tensors_use_direct_io_and_resume(to: str, ckpt: Run, tmp_path: Path) -> None:
-    """Tensors that begin anywhere in a page would be written beside their place, or a zip have a wrong checksum."""
+    """Tensors that begin inside a page would be written to a wrong place, or a zip have a wrong checksum."""
     rng = np.random.default_rng(0)
     nested = {"small": np.arange(3, dtype=np.int8), "w": rng.normal(size=(1 << 10, 701)), "x": np.ones(1 << 19)}
     source = writers.by_safetensors(tmp_path / "a.safetensors", nested)

@@ -57,7 +57,7 @@ def test_differences_of_64_bit_integers_are_exact(tmp_path: Path, capsys: pytest
 
 
 def test_overflow_in_a_comparison_is_infinite(tmp_path: Path, ckpt: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """NumPy's warnings would stand on stderr (here they are errors), or the command would end in one."""
+    """NumPy's warnings would appear on stderr (here they are errors), or the command would end in one."""
     large = np.array([1e308, -1e308, 5e-324])
     code, found = difference(tmp_path, {"w": large}, {"w": -large}, capsys=capsys)
     assert (code, found["values"][0]["max_abs"], found["values"][0]["cosine"]) == (20, "Infinity", None)
@@ -99,7 +99,7 @@ def test_diff_applies_rules_and_reads_steps_and_slots(ckpt: Run, ours: Ours, tmp
 
 
 def test_keys_of_another_implementation_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same bits draw other numbers: a run would not go on as before, and `diff` say that nothing differs."""
+    """The same bits draw other numbers: a run would not continue as before, and `diff` would report no difference."""
     for impl in ("rbg", "unsafe_rbg"):
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(tmp_path / impl, {"key": jax.random.key(1, impl=impl)})

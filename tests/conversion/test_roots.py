@@ -1,4 +1,4 @@
-"""Conversions beside a run: its steps are leased while they are read, and nothing is written into its root."""
+"""Conversions while a run is active: its steps are leased while they are read, and nothing is written into its root."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_source_is_leased_while_it_is_read(of: str, ckpt: Run, tmp_path: Path, m
 
 
 def test_step_that_is_being_deleted_is_refused(tmp_path: Path) -> None:
-    """Half of it would be read, and the error say that it is damaged."""
+    """Half of it would be read, and the error would call it damaged."""
     root = run(tmp_path / "root", 1, 1, 2)
     open_store(root).put(paths.DOOMED_KEY, b'{"steps": [1]}')
     with pytest.raises(CheckpointError, match="step 1 is being deleted by its job"), leased([f"{root}/1"]):

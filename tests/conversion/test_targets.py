@@ -1,4 +1,4 @@
-"""What lies at the target of an interrupted conversion: only what it wrote is deleted or built upon, never the rest."""
+"""Files at the target of an interrupted conversion: only its own are deleted or continued, never others."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ for stop in stops:
 
 
 def everything(url: str) -> dict[str, tuple[int, int | None]]:
-    """What lies below a place: the size and the generation of each file."""
+    """The files below a place: the size and the generation of each."""
     return {key: (stat.size_bytes, stat.generation) for key, stat in open_store(url).stat_all("").items()}
 
 
@@ -122,7 +122,7 @@ def test_target_that_fills_while_it_is_made_is_not_committed(ckpt: Run, server: 
 def test_foreign_files_in_the_directory_of_an_interrupted_run_are_kept(
     to: str, ckpt: Run, tmp_path: Path, ended_at: Callable[..., None]
 ) -> None:
-    """A file that somebody has put beside what was written would be deleted with it."""
+    """A foreign file next to the written ones would be deleted with them."""
     source = writers.by_safetensors(tmp_path / "a.safetensors", TREE)
     words = ("convert", source, tmp_path / "t", "--to", to, *SMALL)
     ended_at(Destination, "commit", *words)

@@ -1,4 +1,4 @@
-"""What the batch script does when a job ends, with a `srun` that ends as it is told."""
+"""The batch script after the end of a job, with a `srun` that ends as told."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm.sbatch"
 
 
 def ended(tmp_path: Path, codes: list[int], **environ: str) -> tuple[int, list[str], str]:
-    """The script's exit code where its tries end with `codes`, what it called beside `srun`, and what it said."""
+    """The script's exit code if its tries end with `codes`, its other calls besides `srun`, and its output."""
     commands = {
         "srun": 'read -r code < codes; sed -i 1d codes; exit "$code"',
         "sleep": 'echo "sleep $1" >> called',
@@ -30,7 +30,7 @@ def ended(tmp_path: Path, codes: list[int], **environ: str) -> tuple[int, list[s
 
 
 def test_retry_delay_doubles_to_a_minute_then_the_job_ends(tmp_path: Path) -> None:
-    """A thousand hosts would stand idle for hours before a late try, and after the last one for nothing."""
+    """A thousand hosts would be idle for hours before a late try, and after the last one for nothing."""
     code, called, said = ended(tmp_path, [1] * 7, RESTARTS="6")
     assert code == 1
     assert called == [f"sleep {seconds}" for seconds in (5, 10, 20, 40, 60, 60)]
@@ -49,5 +49,5 @@ def test_retry_delay_doubles_to_a_minute_then_the_job_ends(tmp_path: Path) -> No
 def test_exit_code_decides_requeue_retry_or_stop(
     tmp_path: Path, codes: list[int], code: int, called: list[str]
 ) -> None:
-    """A preempted job would not be queued again, or one with bad input be started for ever."""
+    """A preempted job would not be queued again, or one with bad input be started without an end."""
     assert ended(tmp_path, codes)[:2] == (code, called)

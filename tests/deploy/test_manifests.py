@@ -23,7 +23,7 @@ def job() -> dict[str, Any]:
 
 
 def as_known(what: dict[str, Any], model: str) -> dict[str, Any]:
-    """What Kubernetes' models make of it: unknown fields are dropped, missing ones raise."""
+    """The result of Kubernetes' models: unknown fields are dropped, missing ones raise."""
     from kubernetes import client
 
     api = client.ApiClient()
@@ -33,7 +33,7 @@ def as_known(what: dict[str, Any], model: str) -> dict[str, Any]:
 
 
 def test_every_manifest_field_is_in_the_kubernetes_schema(job: dict[str, Any]) -> None:
-    """A misspelled field is dropped by a cluster without a word: a ramdisk that is none, a grace that is 30 s."""
+    """A misspelled field is dropped by a cluster without a message: a ramdisk on a disk, a grace of 30 s."""
     assert as_known(job["spec"]["template"], "V1PodTemplateSpec") == job["spec"]["template"]
     assert as_known(job["spec"], "V1JobSpec") == job["spec"]
 

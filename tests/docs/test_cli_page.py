@@ -1,4 +1,4 @@
-"""docs/CLI.md says what the commands say."""
+"""docs/CLI.md has the help of the commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_exit_code_is_on_the_page() -> None:
 
 
 def test_every_command_has_json_with_its_shape() -> None:
-    """What a script reads would be nowhere written down."""
+    """The fields that a script reads would not be documented."""
     sections = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
     for name, command in named_commands():
         assert any(parameter.name == "as_json" for parameter in command.params), name

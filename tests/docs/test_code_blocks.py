@@ -1,4 +1,4 @@
-"""The code in README.md and docs/ is run as it stands."""
+"""The code in README.md and docs/ is run unchanged."""
 
 from __future__ import annotations
 

@@ -21,7 +21,9 @@ def test_every_public_name_is_in_the_reference() -> None:
     public = set(re.findall(r"import (\w+) as \1$", source, re.MULTILINE))
     assert len(public) > 40
     assert public <= told, sorted(public - told)
-    assert all(hasattr(ckptkit, name) for name in told - {"goodput", "simulation", "testing"}), "a name that is gone"
+    assert all(hasattr(ckptkit, name) for name in told - {"goodput", "simulation", "testing"}), (
+        "a name that no longer exists"
+    )
 
 
 def test_every_page_is_in_the_site_menu() -> None:

@@ -58,7 +58,7 @@ def tree(seed: int) -> dict[str, Any]:
 
 
 def outcome(call: Any) -> Any:
-    """What a call gives, in words that can be compared: Orbax's class for an error (ours may be a subclass)."""
+    """The result of a call, in a form that can be compared: Orbax's class for an error (ours may be a subclass)."""
     try:
         return plain(call())
     except Exception as error:
@@ -79,7 +79,7 @@ def plain(value: Any) -> Any:
 
 
 def with_newest(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that make Orbax keep the newest step beside the best ones, as ours does: a departure."""
+    """The options that make Orbax keep the newest step in addition to the best ones, as ours does: a departure."""
     if "best_fn" not in options or "max_to_keep" not in options:
         return options
     rest = {
@@ -147,7 +147,7 @@ class SideBySide(RuleBasedStateMachine):
         def save(manager: Any) -> Any:
             taken = manager.save(step, args=given, metrics=metrics, force=force, custom_metadata={"at": step})
             self.last_taken = step if taken else self.last_taken
-            # A step on its way is listed. What it will push out, Orbax leaves out at once: a departure.
+            # A step in flight is listed. Orbax leaves out the steps that it will push out at once: a departure.
             return taken, None if "max_to_keep" in self.options else manager.latest_step()
 
         self.both(save)

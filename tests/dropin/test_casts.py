@@ -114,7 +114,7 @@ def test_a_cast_array_shares_no_memory_with_another_device(saved: Any) -> None:
     ],
 )
 def test_impossible_cast_is_refused_by_every_tier(saved: Any, name: str, template: Any) -> None:
-    """A shape would be cut or padded in silence, or one tier would answer what another refuses. (Orbax raises
+    """A shape would be cut or padded without a message, or one tier would answer what another refuses. (Orbax raises
     ValueError for each of these too, and leaves readers behind that nobody awaits.)"""
     for kind in MANAGERS[1:]:
         with saved(kind) as manager, pytest.raises(ValueError, match=r"is not the tree|Unsupported type"):

@@ -17,7 +17,7 @@ args: Any = ocp.args
 
 
 class Break:
-    """What a step's commit runs into, by step; `count` times, then no more."""
+    """The failures of a step's commit, by step; `count` times, then no more."""
 
     errors: dict[int, list[BaseException]] = {}  # noqa: RUF012  set by each test
 
@@ -60,7 +60,7 @@ def full() -> OSError:
 
 
 def test_failed_save_keeps_older_steps_and_raises_once(tmp_path: Path) -> None:
-    """Stock Orbax forgets step 0, says that step 1 is there, and `check_for_errors` says nothing."""
+    """Stock Orbax forgets step 0, reports step 1 as existing, and `check_for_errors` raises nothing."""
     events: list[ckptkit.Event] = []
     Break.errors = {1: [full()]}
     with manager_of(tmp_path, events, keep=1) as manager:
@@ -172,7 +172,7 @@ def test_successful_durable_save_resets_the_failure_age(tmp_path: Path, monkeypa
 
 
 def test_skipped_save_reports_its_reason(tmp_path: Path) -> None:
-    """A run that goes back would save nothing, in silence."""
+    """A run that goes back would save nothing, without a message."""
     events: list[ckptkit.Event] = []
     with manager_of(tmp_path, events) as manager:
         assert manager.save(5, args=state(5))
@@ -184,7 +184,7 @@ def test_skipped_save_reports_its_reason(tmp_path: Path) -> None:
 
 
 def test_failure_of_a_save_by_orbax_is_reported(tmp_path: Path) -> None:
-    """A step that only Orbax writes (text under a name with a slash) would be missing in silence."""
+    """A step that only Orbax writes (text under a name with a slash) would be missing without a message."""
     Break.errors = {1: [full()]}
     with manager_of(tmp_path, []) as manager:
         for step in range(3):
@@ -210,8 +210,8 @@ def test_a_synchronous_save_raises_what_failed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tiers", [False, True])
 def test_busy_durable_tier_does_not_block_age_check_or_our_step(tmp_path: Path, tiers: bool) -> None:
-    """With `durable_busy="skip"` the loop would stand still until a stuck bucket answers; what Orbax writes itself
-    would be lost, since nobody can vote on it in the background."""
+    """With `durable_busy="skip"` the loop would stop until a stuck bucket answers. Orbax's own steps would be lost,
+    since they cannot be voted on in the background."""
     events: list[ckptkit.Event] = []
     log = ckptkit.EventLog()
     log.observe(events.append)

@@ -269,7 +269,7 @@ def test_legacy_call_forms_work(manager_of: Any, tmp_path: Path) -> None:
     ],
 )
 def test_conflicting_arguments_are_refused_like_orbax(tmp_path: Path, setup: Any) -> None:
-    """One of the two would be dropped in silence."""
+    """One of the two would be dropped without a message."""
     for make in (ckptkit.CheckpointManager, ocp.CheckpointManager):
         with pytest.raises(ValueError, match=r"mutually exclusive|together"):
             make(tmp_path, **setup)

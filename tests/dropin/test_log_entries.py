@@ -1,4 +1,4 @@
-"""Entries of saves and restores for Orbax's loggers, beside those of stock Orbax."""
+"""Entries of saves and restores for Orbax's loggers, compared with those of stock Orbax."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def _loss(metrics: Any) -> float:
 
 
 ALL = ["0", "1", "2", "3"]
-# What is in the durable root after steps 0 to 3; the newest step is kept whatever its metrics are.
+# The content of the durable root after steps 0 to 3; the newest step is kept whatever its metrics are.
 # field, options without it, options with it, names without, with.
 BY_NAMES: list[tuple[str, dict[str, Any], dict[str, Any], list[str], list[str]]] = [
     ("save_interval_steps", {}, {"save_interval_steps": 3}, ALL, ["0", "3"]),
@@ -123,7 +123,7 @@ ELSEWHERE = {
 
 
 def test_every_orbax_option_has_a_test() -> None:
-    """A field of a newer Orbax would be dropped in silence."""
+    """A field of a newer Orbax would be dropped without a message."""
     tested = {row[0] for row in BY_NAMES} | ELSEWHERE
     assert tested == {field.name for field in dataclasses.fields(Options)}
 
@@ -162,7 +162,7 @@ def test_create_option_decides_whether_the_root_is_made(job: Callable[[], Job]) 
 
 
 def test_cleanup_tmp_directories_option(job: Callable[[], Job]) -> None:
-    """What a crash left behind would be billed for ever."""
+    """The leftovers of a crash would be billed without an end."""
     for options, left in (({}, True), ({"cleanup_tmp_directories": True}, False)):
         each = job()
         each.run(range(1))
@@ -173,8 +173,8 @@ def test_cleanup_tmp_directories_option(job: Callable[[], Job]) -> None:
 
 
 def test_single_host_load_and_broadcast_must_match_name_format(job: Callable[[], Job]) -> None:
-    """With it set, Orbax would broadcast over the devices, from a background thread too. What is left of the difference
-    is what Orbax checks: the name format has to say the same."""
+    """With it set, Orbax would broadcast over the devices, from a background thread too. The remaining difference is
+    Orbax's check: the name format must agree."""
     alone, shared = (
         ocp.path.step.standard_name_format(step_prefix="s", single_host_load_and_broadcast=both)
         for both in (False, True)
@@ -191,7 +191,8 @@ def test_single_host_load_and_broadcast_must_match_name_format(job: Callable[[],
 
 
 def test_todelete_full_path_is_refused_outside_buckets(job: Callable[[], Job]) -> None:
-    """Orbax refuses it elsewhere when it deletes; it must not be dropped on the way there, nor leave steps for ever."""
+    """Orbax refuses it elsewhere when it deletes; it must not be dropped on the way there, nor keep steps without an
+    end."""
     each = job()
     with pytest.raises(ckptkit.SaveFailedError, match="NotImplementedError: todelete_full_path is for gs://"):
         each.run(range(1), max_to_keep=1, todelete_full_path="trash")
@@ -260,7 +261,7 @@ def test_async_options_callback_is_called(job: Callable[[], Job]) -> None:
 
 
 def test_multiprocessing_options_separate_barriers(job: Callable[[], Job]) -> None:
-    """Two managers of one job would meet at each other's barriers."""
+    """Two managers of one job would join each other's barriers."""
     given = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix="mine")
     for options, prefix in (({}, None), ({"multiprocessing_options": given}, "mine")):
         with job().manager(**options) as manager:
@@ -296,7 +297,7 @@ def test_atomicity_options_require_the_commit_file(job: Callable[[], Job]) -> No
 
 
 def test_save_root_metadata_option(job: Callable[[], Job]) -> None:
-    """What describes the run would be lost, or written where it must not be."""
+    """The description of the run would be lost, or written where it must not be."""
     for options, written in (({}, True), ({"save_root_metadata": False}, False)):
         each = job()
         with each.manager(metadata={"lang": "en"}, **options):

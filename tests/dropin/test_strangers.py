@@ -1,4 +1,4 @@
-"""What scripts that were written for stock Orbax do at the edges: side by side with stock Orbax."""
+"""Edge cases of scripts that were written for stock Orbax, compared with stock Orbax."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def test_unnamed_tree_metadata_after_restore_without_arguments(make: Callable[..
 
 
 def test_save_with_unorderable_metrics_is_refused(tmp_path: Path) -> None:
-    """Orbax raises at each later save, because the bad metrics stay; ours would prune by what is left, in silence."""
+    """Orbax raises at each later save, because the bad metrics stay; ours would prune by the rest, without a
+    message."""
 
     def best(metrics: Any) -> Any:
         return metrics["loss"]

@@ -23,8 +23,8 @@ DEPARTURES = (Path(__file__).parents[2] / "docs" / "departures.md").read_text()
 on = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 tree = {"w": jnp.arange(4.0)}
 # Each field of each argument of an item. held: by every tier, as the tests of the items show; orbax: the argument here
-# makes Orbax write or read the item, from the durable tier alone; departure: no effect, and docs/departures.md says so;
-# unused: Orbax does not use it either.
+# makes Orbax write or read the item, from the durable tier alone; departure: no effect, as listed in
+# docs/departures.md; unused: Orbax does not use it either.
 ITEM_RULES: dict[str, Any] = {
     "StandardSave.item": "held",
     "StandardSave.save_args": "held",
@@ -112,7 +112,7 @@ def test_every_field_of_every_argument_has_a_rule() -> None:
 
 @pytest.mark.parametrize("field", [name for name, rule in (ITEM_RULES | LEAF_RULES).items() if rule == "departure"])
 def test_field_without_effect_is_listed_as_departure(field: str) -> None:
-    """A caller would set it, and nothing would say that it does nothing."""
+    """A caller would set it, and get no message that it has no effect."""
     kind, _, name = field.partition(".")
     rows = [row for row in DEPARTURES.splitlines() if f"`{name}`" in row or f"`{kind}({name})`" in row]
     assert any("not used" in row for row in rows)

@@ -1,4 +1,4 @@
-"""What callers restore into, as Orbax's helpers make it: templates, restore arguments, parts of a tree, iterators."""
+"""The targets of restores, as Orbax's helpers make them: templates, restore arguments, parts of a tree, iterators."""
 
 from __future__ import annotations
 

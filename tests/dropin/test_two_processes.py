@@ -8,7 +8,7 @@ from tests.multiprocess.together import run_together
 
 
 def test_two_processes_decide_save_delete_and_restore_together(tmp_path: Path) -> None:
-    """One process would wait for ever for a step, a barrier or a deletion that the other does not know of."""
+    """One process would wait without an end for a step, a barrier or a deletion that the other does not know of."""
     said = run_together("tests.dropin.two_processes", 2, str(tmp_path))
     for text in said:
         assert "done [0, 3, 4, 5, 6, 7]" in text, text[-3000:]

@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Job:
-    """What the parts share: two devices on each process, managers over roots of their own, and this process's clock."""
+    """Shared by the parts: two devices on each process, managers over roots of their own, and this process's clock."""
 
     def __init__(self, process: int, root: Path):
         import jax
@@ -41,7 +41,7 @@ class Job:
         return {"w": self.put(np.arange(8.0) + step, "x"), "step": step}
 
     def manager(self, name: str, *, ram: Any = None, saving: Any = None, **options: Any) -> Any:
-        """Over the root `name`, with a ramdisk tier where `ram` says how."""
+        """Over the root `name`, with a ramdisk tier if `ram` is given."""
         import orbax.checkpoint as ocp
 
         import ckptkit
@@ -68,7 +68,7 @@ class Job:
 
 
 def shards(array: Any) -> list[Any]:
-    """What this process has of an array."""
+    """This process's part of an array."""
     return [shard.data.tolist() for shard in array.addressable_shards]
 
 
@@ -329,7 +329,7 @@ def overdue(job: Job) -> None:
 
 
 def keeping(job: Job) -> None:
-    """What is kept by a policy that each process would answer differently, as one that looks at a clock does."""
+    """The steps that a policy keeps, if each process would answer differently, as with a clock."""
 
     class Whim:
         """Process 0 keeps one step, the other three."""

@@ -1,4 +1,5 @@
-"""What a writer that died, or only stopped, has left: removed by the next run that saves, and never committed by it."""
+"""The leftovers of a writer that died, or only stopped: removed by the next run that saves, and never committed by the
+writer."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ class Stopped:
         assert self._reached.wait(120)
 
     def go_on(self) -> BaseException | None:
-        """What it ends with."""
+        """Its end."""
         self._goes_on.set()
         self._thread.join(120)
         assert not self._thread.is_alive()
@@ -146,7 +147,9 @@ def test_stopped_writer_cannot_commit_a_cleaned_attempt(
         assert restored(manager) == (5, 5.0)
         assert restored(manager, 3)[1] == 3.0
         save(manager, 6, 6.0)
-    if properties_of(root).atomic_rename:  # in a bucket its late objects may stand below 5, which no mark makes a step
+    if properties_of(
+        root
+    ).atomic_rename:  # in a bucket its late objects may be below 5, which is not a step without a mark
         assert left_behind(open_store(root), [1, 3, 5, 6]) == []
 
 
@@ -178,7 +181,7 @@ def test_older_run_cannot_replace_an_attempt_of_a_later_run(root: str, monkeypat
 
 
 def test_superseded_run_does_not_commit(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of the older branch would appear beside the newer run's, and push one of its steps out."""
+    """A step of the older branch would appear next to the newer run's, and push one of its steps out."""
     with make_manager(root) as older:
         save(older, 1, 1.0)
         finish = StepWriter._finish
@@ -213,7 +216,7 @@ def without_intents(store: Any) -> list[str]:
 
 
 def test_crashed_bucket_cleanup_is_completed_by_the_next() -> None:
-    """What it had begun to remove would be nobody's for ever, or could still be committed."""
+    """The steps that it had begun to remove would have no owner, or could still be committed."""
     whole = [f"4/{paths.COMMIT_MARK}", "4/d/x", "6/d/x", "7/d/x"]
     count = FaultyStore(make_left())
     assert clean_left(count, 2, lambda place: None) == ["5"]
@@ -299,7 +302,7 @@ def test_late_record_of_a_fenced_run_is_ignored(tmp_path: Path, monkeypatch: pyt
         assert ckptkit.inspect("gs://runs/run/2").origin.proven
         assert ckptkit.inspect("gs://runs/run/2/default").origin.proven
         assert [step.state for step in list_steps("gs://runs/run", host_id="h").steps] == ["committed", "committed"]
-        # Without a marker that says which of them is the step's, nobody knows.
+        # Without a marker it is unknown which of them is the step's.
         store.put(f"2/{paths.COMMIT_MARK}", b"Checkpoint commit was successful")
         with make_manager("gs://runs/run") as manager:
             assert restored(manager)[1] == 1.0
@@ -309,7 +312,7 @@ def test_late_record_of_a_fenced_run_is_ignored(tmp_path: Path, monkeypatch: pyt
 
 
 def test_crashed_disk_cleanup_is_completed_by_the_next(tmp_path: Path) -> None:
-    """The same on a disk: a directory that was moved away would stay for ever."""
+    """The same on a disk: a directory that was moved away would never be removed."""
     removed: list[str] = []
 
     class Died(BaseException):

@@ -1,7 +1,7 @@
 """The order of a save's requests in a bucket: which come after which, and what a crash leaves between any two of them.
 
-What does not depend on each other is asked side by side, so there is no one order. `AFTER` says what has to be over
-before each request begins; real saves are held to it, and every state that it allows is what a crash may leave.
+Independent requests are sent in parallel, so their order varies. `AFTER` lists the requests that must be over before
+each one begins. Real saves are held to it, and a crash may leave every state that it allows.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def name_of(kind: Kind, name: str) -> str:
 def test_dependent_requests_start_after_their_dependency(
     server: BucketServer, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mark before the bytes, or bytes before the intent that says whose they are: only some timings would show it."""
+    """A mark before the bytes, or bytes before the intent that names their owner: only some timings would show it."""
     spans: dict[str, list[tuple[float, float]]] = {}
 
     def timed(method: str) -> None:
@@ -106,7 +106,7 @@ def states() -> list[frozenset[str]]:
 
 
 def test_crashed_save_is_never_a_step_and_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a step would be restored, or stay in the bucket for ever."""
+    """Half a step would be restored, or never leave the bucket."""
     enumerated = states()
     assert len(enumerated) > 30
     assert enumerated[-1] == frozenset(AFTER), "some requests wait for each other"

@@ -1,4 +1,4 @@
-"""What the durable tier asks of a bucket: few requests, none for what it knows, and deletions off the save's path."""
+"""The durable tier's requests to a bucket: few, none for known facts, and deletions outside of a save."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_save_and_restore_have_few_sequential_round_trips(server: BucketServer) 
 
 @pytest.mark.parametrize("harm", ["default/_ckptkit/process-0.json", "default/manifest.ocdbt", "commit_success.txt"])
 def test_damaged_newest_step_is_skipped(server: BucketServer, harm: str) -> None:
-    """What is read ahead of a step that turns out to be damaged would end the restore."""
+    """Reading ahead in a damaged step would end the restore."""
     state = {"w": jnp.arange(3000.0)}
     with ckptkit.CheckpointManager("gs://runs/run") as manager:
         save(manager, 1, state)
@@ -111,7 +111,7 @@ def test_the_latest_of_1000_steps_takes_three_requests(server: BucketServer) -> 
     store.put("_ckptkit/epochs/00000001.json", b"{}")
     requests(server)
     assert latest_step("gs://runs/long") == 999
-    # Two pages of names, a look at what is not committed (gcsfs asks twice before it says so), one at what is.
+    # Two pages of names, a look at what is not committed (gcsfs asks twice before it reports that), one at what is.
     assert requests(server) <= 5
     store.delete_many(store.list_all("1000"))
     requests(server)
@@ -125,7 +125,7 @@ def _mark(effect: Status) -> Fault:
 
 
 def test_next_attempt_removes_objects_of_a_failed_one(server: BucketServer) -> None:
-    """Objects of an attempt that failed would be joined to those of the next, or billed for ever."""
+    """Objects of an attempt that failed would be joined to those of the next, or never removed."""
     server.faults = FaultPlan(faults=(_mark(Status(code=403)),))
     with ckptkit.CheckpointManager("gs://runs/run") as manager:
         with pytest.raises(ckptkit.SaveFailedError):
@@ -139,8 +139,7 @@ def test_next_attempt_removes_objects_of_a_failed_one(server: BucketServer) -> N
 
 
 def test_after_several_failed_saves_old_steps_are_still_pruned(server: BucketServer) -> None:
-    """What was listed at the first failure would be taken for what is there at the second: the steps in between would
-    be billed for ever."""
+    """The listing of the first failure would be used at the second: the steps in between would never be removed."""
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ckptkit.CheckpointManager("gs://runs/run", options=options) as manager:
         for step in range(12):
@@ -223,7 +222,7 @@ def test_five_percent_request_faults_lose_nothing(
             assert_same(manager.restore(step, args=ocp.args.StandardRestore(abstract(wanted))), wanted)  # pyright: ignore[reportCallIssue]
     left = {name.partition("/")[0] for name in open_store("gs://runs/run").list_all("")} - {"_ckptkit"}
     print(f"{len(failed)} of {saves} saves failed")
-    assert left <= {str(step) for step in (*kept, *failed)}, "what was pruned, or given up, is gone"
+    assert left <= {str(step) for step in (*kept, *failed)}, "pruned and dropped steps are deleted"
 
 
 async def _no_sleep(_: float) -> None:

@@ -1,4 +1,4 @@
-"""What a directory in a root is: pure rules, and one opinion of the manager and the listing."""
+"""The class of a directory in a root: pure rules, and one opinion of the manager and the listing."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_format_reads_the_names_that_orbax_builds(prefix: str | None, digits: in
     ],
 )
 def test_names_that_disagree_are_left_out(names: list[str], expected: set[str]) -> None:
-    """A base model beside the run would be pruned as the oldest of its steps."""
+    """A base model next to the run would be pruned as the oldest of its steps."""
     found = format_of(names)
     assert {name for name in names if found.step_of(name) is not None} == expected
 
@@ -124,7 +124,7 @@ def test_class_follows_from_records_and_damage() -> None:
 
 
 def put_strange_neighbours(root: Path) -> None:
-    """What other people and tools leave in a root, each with a name that a step could have."""
+    """Leftovers of other people and tools in a root, each with a name that a step could have."""
     (root / "2024").mkdir()
     (root / "2024/notes.txt").write_text("mine")
     (root / "9000").mkdir()

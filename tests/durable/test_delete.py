@@ -1,4 +1,4 @@
-"""What a deletion takes first, and what it may never take."""
+"""The order of a deletion, and the files that it must not delete."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_step_that_reuses_an_abandoned_number_is_kept(tmp_path: Path, make: Any)
 
 
 def test_abandoned_number_is_reusable_with_background_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each save of the new branch would meet the old step of its number and fail, or be deleted in its place."""
+    """Each save of the new branch would find the old step of its number and fail, or be deleted in its place."""
     move_away = delete.move_away
 
     def late(where: str) -> str:
@@ -80,7 +80,7 @@ def test_abandoned_number_is_reusable_with_background_deletion(tmp_path: Path, m
 
 
 def test_failed_background_deletion_fails_the_reusing_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save would wait for ever for Orbax's thread, which ends at the first error."""
+    """A save would wait without an end for Orbax's thread, which ends at the first error."""
 
     def refused(where: str) -> str:
         raise PermissionError(where)
@@ -100,7 +100,7 @@ def test_failed_background_deletion_fails_the_reusing_save(tmp_path: Path, monke
 
 
 def test_deletion_is_agreed_even_if_nothing_is_due_here() -> None:
-    """Where nothing is to go by its own clock it would not come to the meeting, and the others wait for it."""
+    """If its own clock deletes nothing, it would miss the barrier, and the others would wait for it."""
     options = ocp.CheckpointManagerOptions(keep_time_interval=datetime.timedelta(hours=1), max_to_keep=1)
     asked: list[list[int]] = []
 
@@ -170,7 +170,7 @@ def test_bucket_deletion_removes_the_mark_first(tmp_path: Path, monkeypatch: pyt
 def test_next_run_completes_a_partial_bucket_deletion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prunes: bool
 ) -> None:
-    """A step without its mark says to nobody whose it was: its bytes would be billed for ever."""
+    """A step without its mark has no visible owner: its bytes would never be removed."""
     with BucketServer(dir=tmp_path, buckets=["runs"]) as server:
         for name, value in server.env().items():
             monkeypatch.setenv(name, value)
@@ -193,7 +193,7 @@ def test_next_run_completes_a_partial_bucket_deletion(
 
 
 def test_next_run_completes_a_bucket_deletion_crashed_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same after each of its requests: what is left is the whole step, or is gone with the next run."""
+    """The same after each of its requests: the rest is the complete step, or is removed by the next run."""
     keys = [f"{step}/{name}" for step in (4, 40) for name in (paths.COMMIT_MARK, "_CHECKPOINT_METADATA", "a/d/x")]
 
     def made() -> MemoryStore:
@@ -231,7 +231,7 @@ def test_steps_can_be_deleted_from_a_full_bucket(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["by name", "an abandoned one"])
 def test_deletion_is_announced_until_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool) -> None:
-    """A scrub beside it would take a step that is half deleted for damaged, and put it aside or mend it."""
+    """A scrub at the same time would take a half-deleted step for damaged, and put it aside or repair it."""
     announced: list[str] = []
     move_away = delete.move_away
 
@@ -255,7 +255,7 @@ def test_deletion_is_announced_until_complete(tmp_path: Path, monkeypatch: pytes
 
 
 def test_unannounced_deletion_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody is warned of would be mended while it goes."""
+    """A deletion without a notice would be undone by a repair."""
 
     def refused(*_: Any) -> None:
         raise ckptkit.StoreError("no room for a word")
@@ -283,7 +283,7 @@ def make_listening(root: Path) -> tuple[ckptkit.CheckpointManager, list[str]]:
 
 
 def test_failed_prune_is_reported_and_retried_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read-only directory would keep every step, and nobody would hear of it; or the save would fail with it."""
+    """A read-only directory would keep every step, without a report; or the save would fail with it."""
     announced: list[str] = []
 
     def refused(path: str, options: Any) -> None:

@@ -62,7 +62,7 @@ def test_step_in_several_pieces_is_identical(
 
 
 def test_memory_for_small_cells_is_a_sixth_of_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state of small leaves would stand in memory twice, beside its snapshot."""
+    """A state of small leaves would be in memory twice, in addition to its snapshot."""
     held: list[int] = []
     add = Pieces.add
     monkeypatch.setattr(Pieces, "add", lambda self, part: add(self, part) or held.append(self.held_bytes))
@@ -91,7 +91,7 @@ def step_of(root: Path, state: Any, profile: DurableProfile) -> Path:
 
 
 def restored(root: Path, state: Any) -> Any:
-    """With the defaults: a profile says how a step is written, not how it can be read."""
+    """With the defaults: a profile controls how a step is written, not how it can be read."""
     with ckptkit.CheckpointManager(root) as manager:
         return manager.restore(1, args=ocp.args.StandardRestore(abstract(state)))  # pyright: ignore[reportCallIssue]
 
@@ -121,11 +121,11 @@ def test_damaged_encoded_cells_are_detected(tmp_path: Path) -> None:
     step = step_of(tmp_path / "run", state, DurableProfile(compression="lz4_shuffle", copied_bytes=1 << 10))
     (data,) = step.glob("*/d/*")
     whole = data.read_bytes()
-    frame = whole.index(state["wide"].nbytes.to_bytes(4, "little")) - 4  # blosc says how long its content is
+    frame = whole.index(state["wide"].nbytes.to_bytes(4, "little")) - 4  # blosc records the length of its content
     for at in [frame + byte for byte in (0, 2, 3, 5, 9, 13, 17, 100)]:
         data.write_bytes(whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :])
         (proof,) = ckptkit.verify(str(tmp_path / "run")).steps
-        if proof.state == "proven":  # what the frame says of its type size, or of the format's version, is not needed
+        if proof.state == "proven":  # the frame's type size and format version are not needed
             assert_same(restored(tmp_path / "run", state), state)
         else:
             assert proof.state == "corrupt", at
@@ -144,7 +144,7 @@ def test_plain_cell_with_a_codec_magic_is_not_decoded(tmp_path: Path) -> None:
 
 
 def test_all_processes_use_the_profile_of_process_0(tmp_path: Path) -> None:
-    """Profiles that differ between processes: cells would not be what the leaf's metadata says of them."""
+    """Profiles that differ between processes: cells would not match the leaf's metadata."""
 
     class ProcessZeroEncodes:
         def __init__(self) -> None:

@@ -37,7 +37,8 @@ class Model:
         return found
 
     def run(self, base: SaveId | None, steps: list[int]) -> None:
-        """A run that restores `base` and saves `steps` (above it). Whatever base did not grow from is given up."""
+        """A run that restores `base` and saves `steps` (above it). Branches that base did not grow from are
+        abandoned."""
         epoch = self.ancestry.epoch + 1
         base_step = base.step if base is not None else None
         self.ancestry = self.ancestry.begin(epoch, base_step)
@@ -144,7 +145,7 @@ def test_a_run_that_restored_nothing_abandons_nothing() -> None:
 @given(model=histories())
 @settings(deadline=None, max_examples=50)
 def test_record_round_trips(model: Model) -> None:
-    """If it failed, a restart would not know which branches were given up."""
+    """If it failed, a restart would not know which branches were abandoned."""
     records = EpochRecords(MemoryStore())
     assert records.read() == Ancestry()
     records.write(model.ancestry)
@@ -204,7 +205,7 @@ def test_record_and_copy_repair_each_other(key: str, data: bytes | None) -> None
     assert len(said) == (key == KEYS[0]), "once"
     if key == KEYS[0]:
         assert f"epoch record gs://b/run/{key} " in said[0]
-    lost = data is not None or key == KEYS[0]  # a copy that was never written is no damage
+    lost = data is not None or key == KEYS[0]  # a copy that was never written is not damage
     assert records.mend() == ([key] if lost else [])
     assert store.get(KEYS[0]) == whole
     assert records.check() == (ancestry, [])

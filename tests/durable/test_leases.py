@@ -16,7 +16,7 @@ from ckptkit.store import MemoryStore
 
 
 class Clock:
-    """Time that stands still until it is moved."""
+    """Time that does not pass until it is moved."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -166,6 +166,6 @@ def test_unreadable_leases_prevent_deletion(store: MemoryStore, monkeypatch: pyt
 
 @pytest.mark.parametrize("lease_s", [0.0, -1.0, 3601.0])
 def test_lease_duration_is_bounded(store: MemoryStore, lease_s: float) -> None:
-    """A reader that died would hold a step for ever."""
+    """A reader that died would hold a step without an end."""
     with pytest.raises(ValueError, match="lease_s is"):
         take(store, 1, lease_s=lease_s)

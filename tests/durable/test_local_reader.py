@@ -1,4 +1,4 @@
-"""Durable steps on a disk, read from the files in which their cells stand."""
+"""Durable steps on a disk, read from the files that hold their cells."""
 
 import os
 from pathlib import Path

@@ -55,7 +55,7 @@ def test_steps_are_written_in_place_and_read_by_stock_orbax(mounted_bucket: Moun
         for step in (1, 2, 3):
             save(manager, step)
         assert list(manager.all_steps()) == [2, 3]
-    assert not (root / "1").exists(), "its directories are gone too"
+    assert not (root / "1").exists(), "its directories are removed too"
     assert (root / "3" / paths.COMMIT_MARK).exists()
     assert open_store(root).list(paths.INTENTS_DIR) == []
     with make_manager(root) as manager:

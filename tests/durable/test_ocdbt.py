@@ -35,7 +35,7 @@ def test_every_value_of_every_node_is_read(tmp_path: Path, node_bytes: int) -> N
     wanted = [key for key in values if key.startswith("params")]
     found = inline_values(base, [*wanted, "not/there"], lambda future: future.result())
     assert found == {key: values[key] for key in wanted if len(values[key]) <= 20}
-    assert len(found) < len(wanted), "some stand beside the tree"
+    assert len(found) < len(wanted), "some are outside of the tree"
 
 
 def test_empty_tree_is_read(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_empty_tree_is_read(tmp_path: Path) -> None:
 
 
 def test_tree_with_repeated_nodes_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hostile tree of a few nodes would be read for ever."""
+    """A hostile tree of a few nodes would be read without an end."""
     dumped = []
     entry = {"location": "below", "subtree_common_prefix": b"", "key": b""}
 

@@ -34,7 +34,7 @@ def test_fast_tier_save_has_priority() -> None:
     thread.start()
     assert not taken.wait(0.1)
     pace.end_urgent("step 1")
-    pace.end_urgent("step 1")  # said twice: once where it was committed, once at its end
+    pace.end_urgent("step 1")  # reported twice: at its commit, and at its end
     assert taken.wait(60)
     thread.join()
 

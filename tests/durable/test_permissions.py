@@ -1,4 +1,4 @@
-"""Who may be touched: the table of actions and classes, and what no action may take."""
+"""The table of actions and classes, and the entries that no action may touch."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def sent(pieces: Pieces, share: Share, *, more: int = 0) -> tuple[list[int], int
 
 @given(shapes=SHAPES, profile=PROFILES, known=st.booleans(), more=st.integers(0, 3))
 def test_held_bytes_are_bounded(shapes: list[tuple[int, int]], profile: DurableProfile, known: bool, more: int) -> None:
-    """Memory beside the snapshot would grow with the state, or what was expected wrongly would not be written."""
+    """Memory in addition to the snapshot would grow with the state, or a wrong forecast would lose data."""
     share = share_of(shapes)
     wholes = [_whole(leaf, box, profile) for leaf, boxes in [*share, *share[:more]] for box in boxes]
     cell_bytes = max((leaf.cell_bytes for leaf, _ in share), default=0)

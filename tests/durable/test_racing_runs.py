@@ -22,8 +22,8 @@ ORDERS = ["the step first", "the step between", "the step last"]
 
 @pytest.fixture(params=ORDERS)
 def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attempt begins with two things side by side, a look at the step, and a put of the intent with a look at the
-    others' after it: one after the other here, in each order that there is."""
+    """An attempt begins with two parallel parts: a look at the step, and a put of the intent with a look at the others'
+    after it. Here they run one after the other, in each possible order."""
 
     def in_order(acts: Any) -> list[Any]:
         look, announce = acts
@@ -105,8 +105,8 @@ def test_concurrent_runs_never_both_commit_one_step(number: int, monkeypatch: py
 def test_paused_run_deletes_nothing_of_a_later_run(
     cleans: bool, number: int, commits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped between two requests, it goes on when a later run has saved the step: its deletions are of what it saw
-    before, so the later run's step would be committed with holes."""
+    """Stopped between two requests, it continues after a later run has saved the step. Its deletions use its earlier
+    listing, so the later run's step would be committed with holes."""
     store = MemoryStore("gs://runs/run")
     store.put("5/d/x", b"left")
     store.put(f"{paths.INTENTS_DIR}/{paths.intent_name('5', 0, 'a' * 32)}", b"left")

@@ -1,4 +1,4 @@
-"""Durable steps in a bucket, read as ranges of the data objects in which their cells stand."""
+"""Durable steps in a bucket, read as ranges of the data objects that hold their cells."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_cells_are_read_in_few_requests_within_the_budget(
 
 @pytest.mark.parametrize("harm", ["flipped", "gone", "short"])
 def test_damaged_data_object_is_never_restored(server: BucketServer, harm: str) -> None:
-    """What is read beside TensorStore would pass by its checks."""
+    """Bytes read without TensorStore would bypass its checks."""
     save()
     store, (key,) = open_store("gs://runs/run"), data_objects()
     data = bytearray(store.get(key))

@@ -77,7 +77,7 @@ def test_disk_with_marks_is_shielded(tmp_path: Path) -> None:
 
 
 def test_cleaning_of_a_bucket_deletes_only_steps(server: BucketServer) -> None:
-    """Every directory of a user beside the steps would be deleted, because none has a mark."""
+    """Every directory of a user next to the steps would be deleted, because none has a mark."""
     del server
     make_root(ROOT, [1, 2])
     store = open_store(ROOT)

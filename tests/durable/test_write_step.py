@@ -18,7 +18,7 @@ from ckptkit.model.manifest import SaveId
 
 
 class Meeting:
-    """Two coordinators that meet in memory, as threads."""
+    """Two coordinators that exchange values in memory, as threads."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(2, timeout=60)
@@ -54,7 +54,7 @@ class Meeting:
         if process == 0:
             try:
                 self._verdict = (decide(list(self._said)), None)
-            except Exception as error:  # noqa: BLE001  all hear it
+            except Exception as error:  # noqa: BLE001  all receive it
                 self._verdict = (None, error)
         self._barrier.wait()
         answer, error = self._verdict
@@ -68,7 +68,7 @@ class Meeting:
 def test_failed_part_fails_the_step_on_every_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int
 ) -> None:
-    """Whoever took the step for committed would prune the older one, and nothing would be left of either."""
+    """A reader that took the step for committed would prune the older one, and lose both."""
     meeting, raised = Meeting(), dict[int, BaseException | None]()
     items = {"state": HostTreeSave({"w": np.arange(8.0)})}  # pyright: ignore[reportCallIssue]
     write_part = StepWriter._write_part

@@ -188,7 +188,7 @@ def test_index_that_names_outside_files_is_refused(name: str, tmp_path: Path, ck
 
 
 def test_pipe_does_not_block(tmp_path: Path, ckpt: Run) -> None:
-    """A named pipe would hang the command for ever."""
+    """A named pipe would hang the command."""
     os.mkfifo(tmp_path / "model.safetensors")
     assert ckpt("inspect", tmp_path / "model.safetensors").code == 11
     assert ckpt("inspect", tmp_path).code == 11
@@ -244,7 +244,7 @@ _MUTATIONS = st.lists(
 def mutated(data: bytes, mutations: list[tuple[str, int, bytes]]) -> bytes:
     made = bytearray(data)
     for kind, where, extra in mutations:
-        # Half of the places are at the ends, where headers and directories stand.
+        # Half of the places are at the ends, where headers and directories are.
         at = where % max(1, len(made)) if where % 2 else (where % 512 if where % 4 else -(where % 2048))
         at = max(0, min(len(made) - 1, at if at >= 0 else len(made) + at))
         if not made:

@@ -132,7 +132,7 @@ def test_ckptkit_steps_and_slots_are_read(ours: Ours) -> None:
 
 
 def test_changed_cell_of_a_ckptkit_step_is_refused(mine: Ours) -> None:
-    """What was damaged since it was saved would be converted into something that looks whole."""
+    """Data that was damaged after its save would be converted into an apparently intact checkpoint."""
     base = f"file://{mine.root}/4/state/"
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": "w/"}}
     ts.open(spec, open=True).result()[0, 0].write(-1.0).result()
@@ -153,7 +153,7 @@ def test_flipped_bit_in_npz_is_refused(tmp_path: Path, compressed: bool, block_b
     data[-5] ^= 1
     with zipfile.ZipFile(tmp_path / "b.npz", "w", info.compress_type) as archive:
         archive.writestr("w.npy", bytes(data))
-        archive.infolist()[0].CRC = info.CRC  # what stands in the directory
+        archive.infolist()[0].CRC = info.CRC  # the content of the directory
     with pytest.raises(zipfile.BadZipFile):
         np.load(tmp_path / "b.npz")["w"]
     with open_checkpoint(str(tmp_path / "b.npz")) as opened:
@@ -208,7 +208,7 @@ def test_incomplete_hugging_face_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_unread_safetensors_content_is_reported(tmp_path: Path) -> None:
-    """Tensors that an index forgot, and what a writer said besides, would be lost without a word."""
+    """Tensors that an index forgot, and a writer's other entries, would be lost without a message."""
     save_file = pytest.importorskip("safetensors.numpy").save_file
     name = "model-00001-of-00001.safetensors"
     save_file({"a": np.zeros(2), "b": np.ones(2)}, tmp_path / name, metadata={"format": "pt", "title": "mine"})
@@ -222,7 +222,7 @@ def test_unread_safetensors_content_is_reported(tmp_path: Path) -> None:
 
 
 def test_hugging_face_directory_is_read(tmp_path: Path) -> None:
-    """A model in several files would be read in part, or another file beside it be taken for a part."""
+    """A model in several files would be read in part, or a neighbouring file be taken for a part."""
     pytest.importorskip("safetensors")
     a, b = {"a.x": values("float32", (3, 4))}, {"b": values("bfloat16", (5,))}
     writers.by_safetensors(tmp_path / "model-00001-of-00002.safetensors", a)

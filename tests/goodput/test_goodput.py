@@ -77,7 +77,7 @@ def parts(report: GoodputReport) -> dict[str, float]:
 def test_each_second_of_a_known_run_is_classified() -> None:
     """Breaks when lost steps count as productive, a nested span twice, or recovery is not seen."""
     report = goodput_report(two_attempts())
-    assert report.wall_s == 35.5  # process 0 says that it is finished; the launcher sees it gone at 36
+    assert report.wall_s == 35.5  # process 0 reports its end; the launcher notices it at 36
     assert parts(report) == {
         "initialization": 2.0 + 3.0 + 2.0,  # until process 0 logs; its span; the second attempt's
         "compile": 4.0,
@@ -241,10 +241,10 @@ def test_load_run_reads_event_logs(tmp_path: Path) -> None:
 
 
 def test_log_without_a_start_takes_attempt_from_its_file_name(tmp_path: Path) -> None:
-    """Breaks when a loop that writes no `started` has one attempt for ever: steps taken again would be productive."""
+    """Breaks when a loop that writes no `started` has only one attempt: repeated steps would be productive."""
     for attempt, steps in enumerate((range(6), range(3, 9))):
         for process in (0, 1):
-            log = EventLog(tmp_path / f"attempt-{attempt}-process-{process}.jsonl")  # each says that it is process 0
+            log = EventLog(tmp_path / f"attempt-{attempt}-process-{process}.jsonl")  # each claims to be process 0
             for step in steps:
                 with log.span("step", step=step):
                     pass
@@ -350,7 +350,7 @@ def test_phases_of_the_mean_time_to_resume_add_up() -> None:
 
 
 def test_the_report_is_plain_json() -> None:
-    """Breaks when a field is no JSON value, or a part loses its name."""
+    """Breaks when a field is not a JSON value, or a part loses its name."""
     plain = json.loads(json.dumps(goodput_report(two_attempts()).to_json()))
     assert plain["format"] == "ckptkit.goodput/1"
     assert math.fsum(plain["parts_s"].values()) == pytest.approx(plain["wall_s"])

@@ -101,7 +101,7 @@ def test_run_goes_back_and_skips_the_batches_of_the_window(tmp_path: Path) -> No
 
 
 def test_end_depends_on_the_alarms_alone(tmp_path: Path) -> None:
-    """What a run becomes would depend on which save happened to be there."""
+    """The result of a run would depend on which save happened to exist."""
     bits, guard, _ = run(tmp_path / "a")
     assert run(tmp_path / "b")[0] == bits
     assert run(tmp_path / "c", guarded=False, skips=guard.skips)[0] == bits
@@ -141,13 +141,13 @@ def test_run_that_is_killed_in_a_rollback_comes_to_the_same_bits(
 
 
 def test_alarms_without_end_stop_the_run_with_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that no skip helps would go round for ever."""
+    """A run that no skip helps would repeat without an end."""
     monkeypatch.setattr(f"{__name__}.POISON", frozenset(range(60, 1000)))
     policy = GuardPolicy(margin_steps=3, lag_steps=0, retries_max=2)
     with pytest.raises(GuardStopError, match=r"spike at step \d+.*2 rollbacks in a row did not help") as stopped:
         run(tmp_path, policy=policy)
     assert "batches 57 to 62 are skipped" in str(stopped.value)
-    with pytest.raises(GuardStopError):  # a restart meets the same alarm
+    with pytest.raises(GuardStopError):  # a restart gets the same alarm
         run(tmp_path, policy=policy)
 
 
@@ -160,7 +160,7 @@ def test_alarm_without_an_old_save_stops_the_run(tmp_path: Path, monkeypatch: py
 
 
 def test_rate_is_lower_after_a_rollback_and_only_then(tmp_path: Path) -> None:
-    """`SlowDown` would do nothing, or for ever."""
+    """`SlowDown` would do nothing, or never end."""
     policy = GuardPolicy(margin_steps=3, lag_steps=0, slow_down=SlowDown(factor=0.5, steps=10))
     _, guard, _ = run(tmp_path, policy=policy)
     assert [guard.rate_factor(step) for step in (56, 57, 66, 67)] == [1.0, 0.5, 0.5, 1.0]
@@ -172,7 +172,7 @@ def test_saves_to_keep_reach_back_before_any_onset() -> None:
     assert guard.reach_steps == 9
     for every in range(1, 15):
         for alarm in range(200, 230):
-            last_save = (alarm + 2) // every * every  # the alarm is heard two steps late
+            last_save = (alarm + 2) // every * every  # the alarm arrives two steps late
             kept = [last_save - every * age for age in range(guard.saves_to_keep(every))]
             assert any(step <= alarm - 9 for step in kept), (every, alarm)
 
@@ -235,7 +235,7 @@ def test_goodput_counts_undone_steps_as_wasted_by_the_spike() -> None:
 
 
 def test_inspect_names_the_skipped_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody could say which data a model has never seen."""
+    """The data that a model has never seen would be unknown."""
     run(tmp_path, steps=100)
     assert main(["inspect", str(tmp_path / "durable" / "100")]) == 0
     assert re.search(r"^  guard: spike at step 62: loss .*batches 57 to 62 are skipped$", capsys.readouterr().out, re.M)

@@ -12,7 +12,7 @@ from ckptkit.guard.rules import Finding, Reading, Rule
 
 
 def judged(rule: Rule, values: list[float]) -> list[Finding | None]:
-    """What a rule finds at each value, as a guard asks it."""
+    """The finding of a rule at each value, as for a guard."""
     readings: list[Reading] = []
     found = []
     for step, value in enumerate(values):
@@ -83,7 +83,7 @@ def test_constant_signal_raises_no_alarm_by_its_last_digits() -> None:
     "make", [lambda: Spike(deviations=0), lambda: Spike(minimum=200), lambda: Divergence(window=1)]
 )
 def test_rules_that_cannot_work_are_refused(make) -> None:
-    """A guard would run and never say a word."""
+    """A guard would run and never report anything."""
     with pytest.raises(ValueError, match="give deviations above 0"):
         make()
 

@@ -23,7 +23,7 @@ from tests.states import make_state, save_args
 
 
 class Saved:
-    """A job with two steps in every tier, and a canary beside it that nobody may touch."""
+    """A job with two steps in every tier, and a canary next to it that must not change."""
 
     def __init__(self, home: Path):
         self.job, self.canary = home / "job", home / "canary"
@@ -105,7 +105,7 @@ def outside(record: Any) -> None:
 @pytest.mark.parametrize("change", [grow, outside])
 @pytest.mark.parametrize("where", ["slot", "sidecar", "both"])
 def test_commands_survive_a_hostile_manifest(saved: Saved, change: Callable[[Any], None], where: str) -> None:
-    """A repair would write, or a restore allocate, what a manifest says."""
+    """A repair would write, or a restore allocate, any size in a manifest."""
     if where != "sidecar":
         resealed(saved.manifest(), change)
     if where != "slot":
@@ -115,7 +115,7 @@ def test_commands_survive_a_hostile_manifest(saved: Saved, change: Callable[[Any
 
 @pytest.mark.parametrize("what", ["slot", "manifest", "sidecars", "epochs", "records", "item", "json", "newest"])
 def test_links_out_of_the_tree_are_not_followed(saved: Saved, what: str) -> None:
-    """What a link points to would be read as ours, or overwritten by a repair."""
+    """The target of a link would be read as ours, or overwritten by a repair."""
     if what == "epochs":
         old = saved.job / "root/_ckptkit/epochs"
         old.rename(saved.job / "epochs-were-here")

@@ -42,7 +42,7 @@ def span(name: str, start_s: float, end_s: float, step: int | None = None) -> Ev
 
 
 def google_percent(logs: list[list[Event]], cache: Path) -> float:
-    """What the calculator says of process 0's events: steps by their starts; saves and data loading as pauses."""
+    """The calculator's result for process 0's events: steps by their starts; saves and data loading as pauses."""
     logger = LocalLogger()
     recorder = google.GoodputRecorder("job", "log", True, logger)  # pyright: ignore[reportArgumentType]
     last_s = 0.0

@@ -1,6 +1,6 @@
-"""The files that are written by hand, against those of stock Orbax: where its private names move, this says so.
+"""The files that are written by hand, against those of stock Orbax: this fails if its private names move.
 
-What to do then: find the new place of the name in `ckptkit/durable/orbax/files.py` and `manager.py`, and run it again.
+To repair it: find the new place of the name in `ckptkit/durable/orbax/files.py` and `manager.py`, and run it again.
 """
 
 from __future__ import annotations

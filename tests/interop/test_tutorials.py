@@ -1,4 +1,4 @@
-"""What Orbax's public tutorials teach, in our words against our import: each lesson runs with both managers."""
+"""The lessons of Orbax's public tutorials, in our words against our import: each lesson runs with both managers."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_asynchronous_save_is_isolated_from_training(managed: Any) -> None:
 
 
 def test_restores_to_another_sharding(managed: Any) -> None:
-    """Sharding: the template says where each array goes."""
+    """Sharding: the template places each array."""
     moved = NamedSharding(mesh(), PartitionSpec("data", "fsdp"))
     with managed() as manager:
         manager.save(0, args=ocp.args.StandardSave(weights(0)))

@@ -67,7 +67,7 @@ class FakeJob:
             self.processes.append(make_coordinator())
 
     def all(self, say: Callable[[Any], Any], absent: tuple[int, ...] = ()) -> list[Any]:
-        """What `say(coordinator)` gives or raises on every process."""
+        """The result or error of `say(coordinator)` on every process."""
         self.service.gone = set(absent)
 
         def speak(coordinator: Any) -> Any:

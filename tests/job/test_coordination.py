@@ -1,4 +1,4 @@
-"""Agreement: one verdict for everybody, or one error that says who is missing."""
+"""Agreement: one verdict for all, or one error that names the missing processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOVED = (
 
 
 def test_private_jax_client_is_where_expected() -> None:
-    """If it failed, a new JAX has moved its private coordination client: follow it (the message says how)."""
+    """If it failed, a new JAX has moved its private coordination client: follow it (the message describes how)."""
 
     def moved(what: str) -> str:
         return MOVED.format(version=jax.__version__, what=what)
@@ -50,7 +50,7 @@ def test_private_jax_client_is_where_expected() -> None:
 
 @pytest.fixture(params=[512, 3], ids=["one listing", "several listings"])
 def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
-    """Four processes, heard as four are, or as thousands."""
+    """Four processes, gathered like four, or like thousands."""
     monkeypatch.setattr(meeting, "_LISTED", request.param)
     yield FakeJob(monkeypatch, 4)
     monkeypatch.undo()
@@ -92,7 +92,7 @@ def test_only_process_0_decides(job: FakeJob) -> None:
 
 @pytest.mark.parametrize("absent", [(2,), (1, 3)])
 def test_missing_process_is_named_on_every_process(job: FakeJob, absent: tuple[int, ...]) -> None:
-    """If it failed, a thousand hosts would time out and none would say because of whom."""
+    """If it failed, a thousand hosts would time out without naming the cause."""
     answers = job.all(lambda c: c.agree("commit", 1, sum, timeout_s=3), absent=absent)
     who = ", ".join(map(str, absent))
     assert len(answers) == 4 - len(absent)
@@ -119,7 +119,7 @@ def test_thousand_processes_are_gathered_in_few_requests(monkeypatch: pytest.Mon
 
 
 def test_timed_out_process_0_is_named(job: FakeJob) -> None:
-    """If it failed, everybody would wait for ever for a host that is gone."""
+    """If it failed, all would wait without an end for a lost host."""
     with job.service.changed:
         job.service.gone = {0}
     original = job.service.blocking_key_value_get
@@ -188,7 +188,7 @@ def test_verdict_that_is_not_json_raises_on_every_process(job: FakeJob) -> None:
 
 
 def test_missed_barrier_does_not_shift_the_next_one(job: FakeJob) -> None:
-    """If it failed, one late process would hear answers to the question before, for the rest of the run."""
+    """If it failed, one late process would get answers to the previous exchange, for the rest of the run."""
     job.all(lambda c: c.agree("vote", 1, sum, timeout_s=3), absent=(3,))
     job.service.gone = set()
     late = job.processes[3]
@@ -198,8 +198,8 @@ def test_missed_barrier_does_not_shift_the_next_one(job: FakeJob) -> None:
 
 
 def test_late_process_does_not_mix_up_two_barriers(job: FakeJob) -> None:
-    """If it failed, a process that the others gave up once would agree with them on other saves than they mean, for the
-    rest of the run: steps would count as committed that nobody holds whole."""
+    """If it failed, a process that once timed out would vote on other saves than the others, for the rest of the run:
+    incomplete steps would count as committed."""
     first, *others = job.processes
     job.service.gone = {"out"}  # pyright: ignore[reportAttributeAccessIssue]  process 0 is held up
     for other in others:
@@ -209,7 +209,7 @@ def test_late_process_does_not_mix_up_two_barriers(job: FakeJob) -> None:
     assert first.agree("commit", 1, sum, timeout_s=3, about="save 1") == 4, "it finds their words"
 
     def go_on(c: Any) -> Any:
-        if c.process == 0:  # flushes save 1, which the others have given up
+        if c.process == 0:  # flushes save 1, which the others have dropped
             with job.service.changed:
                 assert job.service.changed.wait_for(lambda: str(job.service.values).count("save 2") == 3, 30)
             job.service.gone = {1, 2, 3}
@@ -220,12 +220,12 @@ def test_late_process_does_not_mix_up_two_barriers(job: FakeJob) -> None:
 
     assert job.all(go_on) == [["0", "1", "2", "3"]] * 4
     answers = job.all(lambda c: [c.agree("disk", n, sum, timeout_s=5, about="save 2") for n in range(3)])
-    assert answers == [[0, 4, 8]] * 4, "several meetings about one thing"
+    assert answers == [[0, 4, 8]] * 4, "several exchanges with one key"
 
 
 def test_late_process_rejoins_at_the_next_operation(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it failed, no later restore, scrub or durable save of a job would succeed after one in which a process was
-    late or could not come to one of the meetings."""
+    """If it failed, no later restore, scrub or durable save of a job would succeed after one in which a process missed
+    an exchange."""
     monkeypatch.setattr(meeting, "_MEETINGS_KEPT", 1)
     first, *others = occasions = [ScopedCoordinator(c) for c in job.processes]
     for each in occasions:
@@ -252,7 +252,7 @@ def test_late_process_rejoins_at_the_next_operation(job: FakeJob, monkeypatch: p
         )
         assert said == [[4, f"place {number}", [0, 1, 2, 3]]] * 4
     kept = [key for key in job.service.values if "save 1" in key or "save 2" in key]
-    assert all("/told/" in key for key in kept), "nothing of the meetings is kept"
+    assert all("/told/" in key for key in kept), "nothing of the exchanges is kept"
 
 
 def test_channels_are_isolated(job: FakeJob) -> None:
@@ -273,12 +273,12 @@ def test_thousand_barriers_leave_no_more_keys_than_one(job: FakeJob) -> None:
 
     assert job.all(meet) == [4 * 999] * 4
     kept = meeting._MEETINGS_KEPT
-    assert len(job.service.values) == 3 + kept  # the values of the last meeting, and the verdicts of the last ones
+    assert len(job.service.values) == 3 + kept  # the values of the last exchange, and the verdicts of the last ones
     assert job.service.most <= 2 * 5 + kept
 
 
 def test_service_failures_are_translated(job: FakeJob) -> None:
-    """If it failed, JAX's own error would escape from a background thread, and its slot stay leased for ever."""
+    """If it failed, JAX's own error would escape from a background thread, and its slot stay leased."""
 
     def broken(*_: Any) -> Any:
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection refused")
@@ -348,7 +348,7 @@ def test_late_process_reads_the_verdict_that_it_missed(job: FakeJob) -> None:
 
 
 def test_two_managers_of_one_process_do_not_share_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it failed, a second manager would hear the votes of the first."""
+    """If it failed, a second manager would receive the votes of the first."""
     monkeypatch.setattr(coordination.distributed.global_state, "client", FakeService())
     first, second = JaxCoordinator(), JaxCoordinator()
     assert first.agree("vote", 1, sum, timeout_s=1) == 1

@@ -1,4 +1,4 @@
-"""What processes say of what they tried: enough to know why, and no more than thousands of them can hear."""
+"""Reports of processes about their part: enough to know the reason, and small enough for thousands of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNT = 10_000
 
 @final
 class Alike:
-    """Process 0 of many that all say the same."""
+    """Process 0 of many that all report the same."""
 
     process = 0
     count = COUNT
@@ -29,7 +29,7 @@ class Alike:
     def agree(
         self, channel: str, value: Any, decide: Decide, *, timeout_s: float | None = None, about: str = ""
     ) -> Any:
-        """What process 0 decides."""
+        """The decision of process 0."""
         del channel, timeout_s, about
         self.said = json.dumps(value)
         self.heard = json.dumps(decide([json.loads(self.said)] * COUNT))
@@ -48,7 +48,7 @@ def refuse(error: Exception) -> Any:
 
 
 def test_rejections_of_ten_thousand_processes_are_summarised() -> None:
-    """Each of them would hear what all have said: of a damaged step 100 million reasons, through one process."""
+    """Each of them would receive all reports: of a damaged step 100 million reasons, through one process."""
     job: Any = Alike()
     error = CorruptCheckpointError("leaf params.h0.w is damaged; " * 1000)
     rejection, done = act_together(job, "restore", refuse(error), timeout_s=5)

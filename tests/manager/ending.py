@@ -45,7 +45,7 @@ def _run(way: str, root: Path) -> None:
 
 
 def _train(way: str, root: Path) -> None:
-    """The program; its manager is no one's by the time that it ends."""
+    """The program; nothing refers to its manager at its end."""
     import numpy as np
     import orbax.checkpoint as ocp
 

@@ -50,7 +50,7 @@ class Run:
 
 
 def restored_step(run: Run, **kwargs: Any) -> int:
-    """Restores the newest step, checks every bit of it, and says which it was."""
+    """Restores the newest step, checks every bit of it, and returns its number."""
     with run.manager(**kwargs) as manager:
         restored = manager.restore(None, args=restore_args(abstract(make_state())))
     assert_same(restored["state"], make_state(restored["data"]["step"]))

@@ -1,4 +1,4 @@
-"""Which of the steps that stand there are of this run's branch: rollbacks, abandoned and damaged steps."""
+"""The steps of this run's branch among the existing ones: rollbacks, abandoned and damaged steps."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_unreachable_bucket_is_not_an_empty_bucket(server: BucketServer, monkeyp
 
 
 def test_bucket_that_never_responds_times_out(server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restart would hang for ever, and nobody would know on what."""
+    """A restart would hang, without a message about the cause."""
     monkeypatch.setattr("ckptkit.store.remote.OPERATION_TIMEOUT_S", 1.0)
     monkeypatch.setattr("ckptkit.manager.opening.STORE_DEADLINE_S", 0.5)
     server.faults = FaultPlan(faults=(Fault(effect=Hang()),))

@@ -1,4 +1,4 @@
-"""Keywords that became fields of option records: they work, and the warning says what to write instead."""
+"""Keywords that became fields of option records: they work, and the warning names the replacement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPELLED = (
 
 @pytest.mark.parametrize("make", [ckptkit.CheckpointManager, Checkpointer])
 def test_deprecated_keywords_work_with_one_warning(tmp_path: Path, make: Any) -> None:
-    """A job would fail after an upgrade, or nobody would hear how to write its options."""
+    """A job would fail after an upgrade, or get no hint how to write its options."""
     with pytest.warns(DeprecationWarning, match=SPELLED) as warned:
         made = make(tmp_path, in_flight_max=2, verify="never", peers=None, timeout_s=7.0)
     made.close()
@@ -41,7 +41,7 @@ def test_every_deprecated_keyword_has_a_field() -> None:
 
 
 def test_a_keyword_beside_its_record_is_refused(tmp_path: Path) -> None:
-    """One of the two values would be ignored without a word."""
+    """One of the two values would be ignored without a message."""
     with pytest.raises(ValueError, match="in_flight_max, durable_busy: given beside saving; put it into saving alone"):
         ckptkit.CheckpointManager(tmp_path, saving=ckptkit.SaveOptions(), durable_busy="skip", in_flight_max=2)
 

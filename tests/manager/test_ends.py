@@ -65,7 +65,7 @@ def exiting() -> Iterator[None]:
 def test_signal_within_save_leaves_close_bounded(
     tmp_path: Path, phase: str, number: signal.Signals, raised: type[BaseException]
 ) -> None:
-    """The disk thread would wait for ever for the fate of a save, and `close` with it, at every preemption."""
+    """The disk thread would wait without an end for the verdict on a save, and `close` with it, at every preemption."""
     reached = threading.Event()
 
     def interrupt(event: ckptkit.Event) -> None:
@@ -99,7 +99,7 @@ def test_signal_within_save_leaves_close_bounded(
 def test_close_with_a_hanging_tier_raises_and_names_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A mount that hangs would keep a job, and its accelerators, for ever."""
+    """A mount that hangs would never release a job and its accelerators."""
     hangs = threading.Event()
     manager: Any = manager_of(tmp_path, timeout_s=0.2)
     monkeypatch.setattr("ckptkit.manager.checkpoint_manager._STALL_SPARE_S", 0.1)
@@ -137,7 +137,7 @@ def test_close_waits_as_long_as_a_save_advances(tmp_path: Path, monkeypatch: pyt
 def test_waiting_save_logs_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A step loop that stands would give no reason, and dashboards have no curve of it."""
+    """A blocked step loop would give no reason, and dashboards have no curve of it."""
     monkeypatch.setattr(pipeline, "_SAID_AFTER_S", 0.05)
     entries: list[dict[str, Any]] = []
     with manager_of(tmp_path) as manager:
@@ -179,7 +179,7 @@ def test_process_that_ends_without_close_keeps_its_last_save(ended: dict[str, tu
 
 
 def test_save_lost_at_the_end_of_a_process_is_logged(ended: dict[str, tuple[int, str, Path]]) -> None:
-    """Whoever restarts the job would believe in a checkpoint that is not there."""
+    """The person who restarts the job would expect a missing checkpoint."""
     code, err, _ = ended["hanging"]
     assert code == 0, err
     assert "lost at the end of the process: step 3 in durable; not written within close_timeout_s=0.3" in err
@@ -191,7 +191,7 @@ def test_closed_manager_is_not_waited_for_at_the_end(ended: dict[str, tuple[int,
 
 
 def test_fork_does_not_wait_for_saves_of_its_parent() -> None:
-    """Each worker of a data loader would stand for a minute at its end, or deadlock on a lock that was copied."""
+    """Each worker of a data loader would wait for a minute at its end, or deadlock on a lock that was copied."""
     drain, under_way = ExitDrain(), SavesUnderWay()
     drain._registered = True
     drain.add(under_way, 60)

@@ -130,7 +130,7 @@ def test_damaged_step_is_skipped_and_reported(tmp_path: Path) -> None:
 
 
 def test_evaluator_follows_the_branch_after_a_rollback(tmp_path: Path) -> None:
-    """After a rollback the evaluator would wait for ever for a number above the abandoned ones."""
+    """After a rollback the evaluator would wait without an end for a number above the abandoned ones."""
     found = ckptkit.follow(tmp_path, poll_s=0.01)
     with ckptkit.CheckpointManager(tmp_path) as manager:
         for step in (10, 20, 30):

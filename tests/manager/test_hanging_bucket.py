@@ -25,7 +25,7 @@ DATA = "*/1/default/d/*"
 
 @pytest.fixture
 def run() -> str:
-    """A name of its own: a write that was given up may land while the next test runs."""
+    """A name of its own: a write that timed out may land while the next test runs."""
     return uuid.uuid4().hex
 
 
@@ -55,7 +55,7 @@ def restored(manager: ckptkit.CheckpointManager, step: int | None = None) -> flo
 
 @pytest.mark.parametrize("stage", ["before", "after"])
 def test_hanging_upload_times_out_and_is_retried(server: BucketServer, run: str, stage: Any) -> None:
-    """The durable thread would wait for ever, and every later durable save with it."""
+    """The durable thread would wait without an end, and every later durable save with it."""
     events: list[ckptkit.Event] = []
     server.faults = FaultPlan(faults=(Fault(effect=Hang(stage=stage), kinds=(Kind.WRITE,), objects=DATA, count=1),))
     with manager_of(run, events) as manager:
@@ -79,7 +79,7 @@ def test_hanging_upload_times_out_and_is_retried(server: BucketServer, run: str,
 def test_failed_listing_does_not_hide_the_save_error(
     server: BucketServer, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What Orbax says of a bucket that is away is nothing to try again after: the save would be given up."""
+    """Orbax's error for an unreachable bucket is not transient: the save would be dropped."""
     events: list[ckptkit.Event] = []
 
     def fails_once(owner: Any, name: str, error: Exception) -> list[str]:
@@ -125,7 +125,7 @@ def test_hanging_small_object_write_is_retried(server: BucketServer, run: str, n
 
 @pytest.mark.parametrize("objects", [DATA, "*/1/default/manifest.ocdbt", "*/1/default/_ckptkit/*"])
 def test_hanging_read_is_retried(server: BucketServer, run: str, objects: str) -> None:
-    """A restart would wait for ever on one connection, while the others are well."""
+    """A restart would wait without an end on one connection, while the others are well."""
     with manager_of(run, []) as manager:
         save(manager, 1)
         manager.wait_until_finished()
@@ -147,7 +147,7 @@ def test_restore_from_a_hanging_bucket_times_out(server: BucketServer, run: str)
 
 
 def test_failing_tier_is_paused_and_training_continues(server: BucketServer, run: str, tmp_path: Path) -> None:
-    """Each durable save would hold the step loop up until it is given up, for as long as the bucket is away."""
+    """Each durable save would block the step loop until it times out, as long as the bucket is unreachable."""
     events: list[ckptkit.Event] = []
     policy = FailurePolicy(retries=0, pause_after=2, pause_s=0.5)
     hang = Fault(effect=Hang(), kinds=(Kind.WRITE,), objects="*/default/d/*")

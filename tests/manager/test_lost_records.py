@@ -1,4 +1,4 @@
-"""Records that are gone, not damaged: what is left says that there was more; no restart goes back unnoticed."""
+"""Missing records, not damaged ones: the remaining files show the loss; no restart goes back unnoticed."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_step_that_lost_its_sidecars_is_rejected(job: Job) -> None:
 
 
 def test_lost_epoch_record_is_read_from_its_copy(job: Job) -> None:
-    """A restart would refuse the root, or not know which branch was given up."""
+    """A restart would refuse the root, or not know which branch was abandoned."""
     record, copy = sorted((job.home / "root/_ckptkit/epochs").iterdir(), reverse=True)
     for damage in (record.unlink, lambda: record.write_bytes(b"{"), copy.unlink):
         whole = record.read_bytes()

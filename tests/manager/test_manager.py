@@ -138,7 +138,7 @@ def test_a_flipped_bit_in_the_durable_tier_is_never_restored(run: Run) -> None:
     assert flipped == 1
     with ocp.CheckpointManager(run.durable) as stock:
         wrong = stock.restore(1, args=ocp.args.StandardRestore())["w"]  # pyright: ignore[reportCallIssue]
-        assert not np.array_equal(np.asarray(wrong), weights[1])  # restored without a word
+        assert not np.array_equal(np.asarray(wrong), weights[1])  # restored without a message
     with run.manager(tiers=False) as manager:
         assert_same(manager.restore(None), {"w": put(weights[0], "fsdp")})
         rejected = run.of_kind(ckptkit.Kind.REJECTED)[-1]
@@ -203,7 +203,7 @@ def test_durable_step_missed_by_a_crash_is_saved_after_restart(run: Run, monkeyp
 
 
 def test_failed_durable_save_is_reported_once_and_keeps_steps(run: Run, monkeypatch: Any) -> None:
-    """A full disk would end training, or (as with stock Orbax) make good steps vanish without a word."""
+    """A full disk would end training, or (as with stock Orbax) make good steps vanish without a message."""
     run.save_steps(range(4), save_every=2)
     with run.manager(save_every=2) as manager:
         with monkeypatch.context() as patched:
@@ -299,7 +299,7 @@ def test_only_directories_of_the_own_host_are_opened(run: Run, tmp_path: Path) -
 
 
 def test_donated_state_raises_and_releases_its_slot(run: Run) -> None:
-    """Two such calls would take both slots for good, and every later save be dropped without a word."""
+    """Two such calls would take both slots for good, and every later save be dropped without a message."""
     with run.manager(save_every=100) as manager:
         manager.save(0, args=save_args(make_state(0), 0))
         manager.wait_until_finished()

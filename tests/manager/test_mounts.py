@@ -1,4 +1,4 @@
-"""What a manager says of tiers that are on mounts which are not what they look like."""
+"""A manager's warnings about tiers on mounts that only look local."""
 
 from __future__ import annotations
 

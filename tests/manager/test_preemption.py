@@ -39,7 +39,7 @@ def args_of(step: int) -> Any:
 def test_long_grace_saves_the_last_step_to_every_tier(
     manager: ckptkit.CheckpointManager, events: list[ckptkit.Event]
 ) -> None:
-    """Breaks when a preempted job goes with its state in memory alone, or says so of a step that is durable."""
+    """Breaks when a preempted job goes with its state in memory alone, or reports that for a durable step."""
     last = manager.save_last(7, args_of(7), grace_s=600.0)
     assert last.saved
     assert (last.tiers, last.unfinished, last.left_out) == (("ram", "ssd", "durable"), (), {})
@@ -115,7 +115,7 @@ def test_step_skipped_as_too_early_is_saved_at_preemption(tmp_path: Path) -> Non
 
 def test_step_number_of_an_abandoned_branch_is_saved_again(manager: ckptkit.CheckpointManager) -> None:
     """Breaks when a run that went back is preempted at a step that it had saved before: nothing of it is saved, and the
-    restart goes on from the branch that it has left."""
+    restart continues the abandoned branch."""
     for step in (1, 2, 3):
         assert manager.save(step, args=args_of(step), force=True)
     manager.wait_until_finished()

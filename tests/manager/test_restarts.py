@@ -1,4 +1,4 @@
-"""Restart after restart: on a newest step that is damaged, and beside what a run that died left behind."""
+"""Restart after restart: on a damaged newest step, and with the leftovers of a dead run."""
 
 from __future__ import annotations
 

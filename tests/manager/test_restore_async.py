@@ -15,7 +15,7 @@ from tests.states import abstract, assert_same, make_state, restore_args, save_a
 
 
 class Held:
-    """A manager with steps 0 to 3, whose restores stop when they are planned until they are let go."""
+    """A manager with steps 0 to 3, whose restores stop after planning until they are released."""
 
     def __init__(self, root: Path):
         self.go = threading.Event()
@@ -112,7 +112,7 @@ def test_errors_equal_those_of_restore_and_end_it(held: Held) -> None:
 
 
 def test_close_waits_for_a_pending_restore(held: Held) -> None:
-    """The thread would read slots that are unmapped, and devices that are gone."""
+    """The thread would read unmapped slots and closed devices."""
     handle = held.restore_async()
     threading.Timer(0.2, held.go.set).start()
     held.manager.close()

@@ -1,4 +1,4 @@
-"""What a loop sees after a restore: the step that it continues from, what was rejected, and how to start anew."""
+"""A loop after a restore: the step that it continues from, what was rejected, and how to start anew."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_run_that_falls_back_midway_abandons_the_damaged_step(tmp_path: Path) ->
 
 
 def test_evaluator_sees_new_steps_after_it_restored_an_old_one(tmp_path: Path) -> None:
-    """An evaluation beside a training would evaluate one step again and again."""
+    """An evaluation next to a training would evaluate one step again and again."""
     save_steps(tmp_path, 1, 2)
     with make_manager(tmp_path) as trainer, make_manager(tmp_path, read_only=True) as evaluator:
         evaluator.restore(1)

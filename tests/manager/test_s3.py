@@ -153,8 +153,8 @@ def test_claim_succeeds_for_one_writer_only(root: str) -> None:
 
 
 def test_object_put_after_a_listing_is_seen(root: str) -> None:
-    """s3fs takes what it has listed for all there is: of two runs that claim one epoch, the second would hear that the
-    record is gone, and not that there is another run."""
+    """s3fs trusts its cached listing: of two runs that claim one epoch, the second would be told that the record is
+    missing, instead of the other run."""
     store = open_store(root)
     store.put("epochs/1", b"1")
     assert store.list("epochs") == ["1"]
@@ -219,7 +219,8 @@ def kept_marks(root: str) -> Iterator[None]:
 
 
 def test_step_is_kept_when_its_mark_cannot_be_deleted(root: str, kept_marks: None) -> None:
-    """s3fs passes over what was not deleted: the bytes would go, the step stay in listings, and nobody hear of it."""
+    """s3fs ignores refused deletions: the bytes would be deleted, and the step would stay in listings, without a
+    message."""
     reasons: list[str] = []
     log = ckptkit.EventLog()
     log.observe(lambda event: reasons.append(event.fields["reason"]) if event.kind == ckptkit.Kind.DEGRADED else None)
@@ -263,7 +264,7 @@ def test_a_refusal_names_bucket_key_and_permission(root: str) -> None:
 
 
 def test_commands_read_and_write_s3(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What stands on Amazon could be looked at and moved only after it was downloaded by other means."""
+    """Checkpoints on Amazon could be inspected and moved only after a download by other means."""
     with ckptkit.CheckpointManager(f"{root}/run") as manager:
         save(manager, 3)
     expected = arrays_of(f"{root}/run/3")

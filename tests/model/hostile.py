@@ -23,7 +23,7 @@ DISK_BYTES = 256 << 20
 BUDGET_BYTES = 64 << 20  # far above what a state of some kilobytes takes, far below what is asked for
 HOST = "h"
 
-# Whatever a JSON parser gives, and what it must not be believed.
+# Any value that a JSON parser returns, and that must not be trusted.
 HOSTILE: list[Any] = [
     None, True, "", "x", "1", "../../../../canary", "/etc/passwd", "a/../../b", "\0", -1, 0, 1, 2**31, 2**63, 10**30,
     1.5, math.nan, math.inf, [], [[]], {}, {"": None}, [-1], [2**62], [2**40, 2**40], ["8", "8"], [[0], [2**60]],

@@ -78,7 +78,7 @@ def test_two_tiers_of_one_medium_are_refused() -> None:
 def test_kept_steps_are_held_bounded_and_include_the_newest(
     keep: TierKeep, held: set[int], flushed: set[int], share: int
 ) -> None:
-    """If it failed, the newest step could be given up, or no slot would be left for the next save."""
+    """If it failed, the newest step could be released, or no slot would be left for the next save."""
     newest_first = sorted(held, reverse=True)
     most = keep.most(share)
     kept = keep.kept(newest_first, flushed, most)

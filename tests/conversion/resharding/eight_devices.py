@@ -1,6 +1,6 @@
 """On eight devices: saves with stock Orbax on (8,), reshards by the command, restores with stock Orbax on another mesh.
 
-Says as JSON: amplification by plan and by TensorStore's own counters, before and after, and what came back wrong.
+Prints as JSON: amplification by plan and by TensorStore's own counters, before and after, and wrong results.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def state() -> dict[str, Any]:
 
 
 def abstract_on(saved: Any, mesh: jax.sharding.Mesh) -> Any:
-    """What stock Orbax is to restore on the mesh."""
+    """The target for stock Orbax's restore on the mesh."""
 
     def of(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
@@ -80,13 +80,13 @@ def abstract_on(saved: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def read_bytes() -> int:
-    """What TensorStore has read of files so far."""
+    """The bytes that TensorStore has read from files so far."""
     found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
     return sum(value["value"] for metric in found for value in metric["values"])
 
 
 def restore(root: Path, saved: Any, mesh: jax.sharding.Mesh) -> tuple[Any, float]:
-    """What stock Orbax gives on the mesh, and bytes read over bytes of all distinct boxes."""
+    """Stock Orbax's result on the mesh, and bytes read over bytes of all distinct boxes."""
     target = abstract_on(saved, mesh)
     before = read_bytes()
     with ocp.CheckpointManager(root) as manager:

@@ -89,8 +89,8 @@ def test_resharded_step_keeps_its_name_and_digests(ckpt: Run, ours: Ours, tmp_pa
 
 
 def test_small_items_are_restored_after_a_reshard(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
-    """The position in the data would be in Orbax's files only: our manager would say that there is none, and a run
-    would begin its data anew."""
+    """The position in the data would be in Orbax's files only: our manager would not find it, and a run would begin its
+    data anew."""
     (tmp_path / "root").mkdir()
     assert ckpt("reshard", ours.root / "8", tmp_path / "root/8", "--mesh", "a=2").code == 0
     with ckptkit.CheckpointManager(tmp_path / "root") as manager:
@@ -121,7 +121,7 @@ def test_resume_is_refused_if_the_bucket_source_changed(
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(ckpt: Run, striped: Path, tmp_path: Path) -> None:
-    """A dry run would write, or say something else than what is done."""
+    """A dry run would write, or print another plan."""
     words = ["--mesh", MESH, "--mesh", "x=4"]
     said = ckpt("reshard", striped, tmp_path / "9", *words, "--dry-run")
     assert "largest dimension" in said.out
@@ -139,7 +139,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(ckpt: Run, striped: Path, tm
 
 
 def test_undivided_leaves_are_reported(ckpt: Run, striped: Path, tmp_path: Path) -> None:
-    """A typing error in a mesh would be a checkpoint that every process reads whole, without a word."""
+    """A typing error in a mesh would be a checkpoint that every process reads completely, without a message."""
     words = ("reshard", striped, tmp_path / "9", "--mesh", "x=7", "--mesh", "x=3,y=64", "--dry-run")
     said = ckpt(*words).out
     assert "warning: on x=7 6 of 7 leaves, 2621504 bytes, stay whole on every device" in said
@@ -312,7 +312,7 @@ def test_reshard_resumes_after_an_interruption_at_any_commit(
 
 
 def test_bucket_marker_is_written_last(ckpt: Run, striped: Path, server: BucketServer, tmp_path: Path) -> None:
-    """What is half written in a bucket would be taken for a step, or another checkpoint be overwritten."""
+    """A half-written step in a bucket would be taken for a step, or another checkpoint be overwritten."""
     target = "gs://runs/run/9"
     opened = open_source(str(striped), timeout_s=20)
     plan = plan_reshard(opened, target, [Mesh.parse(MESH)], memory_bytes=1 << 20)
