@@ -41,7 +41,7 @@ def make_state(seed: int = 0) -> dict[str, Any]:
 
 
 def abstract(state: Any) -> Any:
-    """What to restore into: shapes, dtypes and shardings of `state`."""
+    """The target of a restore: shapes, dtypes and shardings of `state`."""
 
     def of(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):

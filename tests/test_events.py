@@ -99,7 +99,7 @@ def test_log_continued_after_a_torn_line_is_readable(tmp_path: Path) -> None:
     ["{", "5", "[]", "{}", '{"kind":"nonsense","at_s":1,"process":0}', '{"kind":"staged","at_s":"x","process":0}'],
 )
 def test_a_bad_line_inside_a_log_is_named(tmp_path: Path, line: str) -> None:
-    """If it failed, a damaged log would give a wrong account without a word."""
+    """If it failed, a damaged log would give a wrong account without a message."""
     path = tmp_path / "log.jsonl"
     good = Event(kind=Kind.FINISHED, at_s=1.0, process=0).to_json()
     path.write_text(f"{good}\n{line}\n{good}\n")
@@ -185,7 +185,7 @@ def test_killed_process_loses_at_most_one_line(tmp_path: Path) -> None:
     last = max([299, *map(int, said)])
     steps = [event.step for event in read_events(path)]
     assert steps == list(range(len(steps)))
-    assert len(steps) in (last + 1, last + 2)  # what was emitted and not yet said is one at the most
+    assert len(steps) in (last + 1, last + 2)  # at most one event was emitted and not yet printed
 
 
 def test_a_log_without_a_file_neither_encodes_nor_writes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(events.os, "write", full)
     log.emit(Kind.STAGED, step=1)
-    assert [event.kind for event in seen] == [Kind.STAGED]  # observers still hear it
+    assert [event.kind for event in seen] == [Kind.STAGED]  # observers still receive it
     monkeypatch.undo()
     log.close()
 
@@ -278,7 +278,7 @@ def test_failing_observer_is_reported_and_does_not_raise(caplog: pytest.LogCaptu
 
 
 def test_a_log_in_a_bucket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it failed, the log would stand in a directory called gs: of a pod, and go with it."""
+    """If it failed, the log would be in a directory named gs: of a pod, and be deleted with it."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="give the path of a local file"):
         EventLog("gs://bucket/events/attempt-0-process-0.jsonl")

@@ -1,8 +1,8 @@
-"""One process of a job that meets the others in a collective again and again, until somebody ends it.
+"""One process of a job that joins a collective again and again, until it is ended.
 
     python -m tests.multiprocess.beating COORDINATOR PROCESSES PROCESS ATTEMPT HEARTBEAT_S
 
-Prints `ready PID` after the first meeting. Any attempt but the first ends well there.
+Prints `ready PID` after the first collective. Any attempt but the first ends well there.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m tests.multiprocess.broadcast_job --process 0 --processes 4 --coordinator HOST:PORT DIR
 
-Writes DIR/found-{process}.json: by act what this process restored, from where, and what was said. Two devices each.
+Writes DIR/found-{process}.json: for each act this process's result, its sources, and its events. Two devices each.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Job:
         self.restore("later", "plain", plain(2), later=while_the_step_runs)
 
     def the_result_is_wanted_late(self) -> None:
-        """`auto` on a state that is worth it, while nobody asks for the result: all is read, and `done` says so."""
+        """`auto` on a state that is worth it, without a call of `result`: all is read, and `done` is true."""
         from ckptkit.restore.broadcast import cost_model
 
         def once_done(handle: Any) -> Any:
@@ -220,7 +220,7 @@ class Job:
         self.restore("gone", "plain", plain(2), later=leave)
 
     def damage_on_the_way(self) -> None:
-        """What one process receives in one round has a flipped bit."""
+        """The bytes that one process receives in one round have a flipped bit."""
         from ckptkit.restore.broadcast.collective import AllGather
 
         gather, calls = AllGather.__call__, [0]
@@ -261,7 +261,7 @@ class Job:
         AllGather.put = put
 
     def damage_in_the_storage(self) -> None:
-        """A bit of the newest step is flipped where it stands: the older one is what all get."""
+        """A bit of the newest step is flipped in storage: all get the older one."""
         older, newer = plain(2), plain(2, seed=5)
         self.save("damaged", older, newer)
         row = large(seed=5)[3][500].tobytes()
@@ -280,7 +280,7 @@ class Job:
         self.restore("damaged", "damaged", older)
 
     def a_permission_that_is_missing(self) -> None:
-        """What is fatal for one is raised by all."""
+        """An error that is fatal for one is raised by all."""
         from ckptkit.durable.read_step import DurableReader
         from ckptkit.errors import StoreError
 
@@ -356,7 +356,7 @@ def save_args(state: Any) -> Any:
 
 
 class ReadBytes:
-    """What this process has read from files so far: TensorStore, and ckptkit past it."""
+    """The bytes that this process has read from files so far: TensorStore, and ckptkit past it."""
 
     def __init__(self) -> None:
         from ckptkit.util.disk_file import FileReads

@@ -1,7 +1,7 @@
 """Counts what device collectives leave behind: bytes between processes, and compiled programs that hold one.
 
-On the CPU backend collectives go through TCP connections of their own (gloo). Whatever launches one, from whatever
-thread, sends bytes over them; the coordination service has its own port and does not count.
+On the CPU backend collectives go through TCP connections of their own (gloo). Any collective, from any thread, sends
+bytes over them; the coordination service has its own port and does not count.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Worker:
         )
 
     def _save(self, manager: Any, step: int) -> str:
-        """What a save, or the wait for it, raises."""
+        """The error of a save, or of the wait for it."""
         import ckptkit
 
         try:

@@ -22,7 +22,7 @@ LIMIT_S = 240.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a launch runs on."""
+    """The machines of a launch."""
 
     processes: int
     devices: int  # of each process
@@ -109,5 +109,5 @@ class Run:
 
     @property
     def said(self) -> str:
-        """The end of what was said, for a failure."""
+        """The end of the output, for a failure."""
         return "\n".join(self.output[-60:])

@@ -2,9 +2,9 @@
 
     python -m tests.multiprocess.save_worker --process 0 --coordinator HOST:PORT DIR
 
-Without the two flags JAX finds the others by what srun or mpirun says.
+Without the two flags JAX finds the others by the variables of srun or mpirun.
 
-Writes DIR/found-{process}.json. What is measured has no training step in between: any collective would be a save's.
+Writes DIR/found-{process}.json. The measured part has no training step: any collective would be a save's.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Worker:
             self.found["veto"]["steps at last"] = [step for step in manager.all_steps() if step >= 12]
 
     def _save_what_is_gone(self, manager: Any, step: int) -> str:
-        """What a save raises of which process 1 has donated the arrays before."""
+        """The error of a save whose arrays process 1 has donated before."""
         import jax
 
         state = make_state(step)

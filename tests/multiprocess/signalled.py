@@ -62,7 +62,7 @@ def main() -> int:
 
 
 class Job:
-    """One run: its processes do the same calls in the same order, as `seed` says."""
+    """One run: its processes make the same calls in the same order, by `seed`."""
 
     def __init__(self, root: Path, count: int, port: int, seed: float, moments: int):
         self._root, self._count, self._port, self._moments = root, count, port, moments
@@ -168,7 +168,7 @@ class Job:
         self._manager.save(self._step, args=self._args(self._step))
         self._manager.close()
 
-    # What has to hold.
+    # The conditions that must hold.
 
     def _check_saves(self, what: str) -> None:
         """A save is committed soon, and nothing is held for one that was interrupted."""

@@ -1,4 +1,4 @@
-"""What starts the processes of a test job besides our launcher: mpirun, and a one-machine Slurm of the test's own."""
+"""The starters of a test job's processes besides our launcher: mpirun, and a one-machine Slurm of the test's own."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PartitionName=all Nodes=localhost Default=YES MaxTime=INFINITE State=UP
 
 
 def skip_without(starter: str) -> None:
-    """Skips where a starter is not installed, and says how it gets there."""
+    """Skips if a starter is not installed, and names the command that installs it."""
     found = {name: shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") for name in _NEEDS[starter]}
     missing = [name for name, path in found.items() if path is None]
     if missing:
@@ -60,7 +60,7 @@ def skip_without(starter: str) -> None:
 
 
 def environment(devices: int, **more: str) -> dict[str, str]:
-    """What a job's processes see."""
+    """The environment of a job's processes."""
     flags = f"--xla_force_host_platform_device_count={devices}"
     return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1", **more}
 
@@ -82,7 +82,7 @@ def started(
 
 
 def run(starter: str, command: Sequence[str], *, processes: int, devices: int, root: Path) -> tuple[int, str]:
-    """Runs a job to its end: the exit code, and all that it said."""
+    """Runs a job to its end: the exit code, and its output."""
     with started(starter, command, processes=processes, devices=devices, root=root) as job:
         output, _ = job.communicate(timeout=LIMIT_S)
         return job.returncode, output
@@ -109,7 +109,7 @@ def _job(words: Sequence[str], env: dict[str, str]) -> Iterator[subprocess.Popen
 def running_slurm(root: Path) -> Iterator[Path]:
     """A Slurm of this machine alone, for the time of the block; yields its configuration."""
     (root / "state").mkdir(parents=True)
-    # Sockets are made there: a path of more than 108 bytes would end every batch script without a word.
+    # Sockets are made there: a path of more than 108 bytes would end every batch script without a message.
     spool = tempfile.mkdtemp(prefix="slurm-", dir="/tmp")
     conf = root / "slurm.conf"
     ports = {"port": free_port(), "node_port": free_port()}

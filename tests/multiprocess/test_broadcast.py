@@ -19,7 +19,7 @@ Found = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each process of one job found, by act."""
+    """The results of each process of one job, by act."""
     root, output = tmp_path_factory.mktemp("broadcast"), list[str]()
     command = [sys.executable, "-m", "tests.multiprocess.broadcast_job", "--process", "{process}"]
     launcher = Launcher(

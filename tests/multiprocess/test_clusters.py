@@ -1,4 +1,5 @@
-"""The trainer as clusters start it: under mpirun, under srun, and by the batch script; a SIGTERM saves and says so."""
+"""The trainer as clusters start it: under mpirun, under srun, and by the batch script; a SIGTERM saves and reports
+it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tools.launch import ExitCode, Launcher, RestartPolicy
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each process wrote down until it ended."""
+    """The records of each process until it ended."""
     root: Path = tmp_path_factory.mktemp("disturbed")
     output: list[str] = []
     command = [sys.executable, "-m", "tests.multiprocess.disturbed_worker"]
@@ -44,7 +44,7 @@ def test_saves_are_committed_after_the_service_was_away(found: list[dict[str, An
 
 
 def test_save_that_raises_early_delays_no_other_process(found: list[dict[str, Any]]) -> None:
-    """Step loops would stand for the whole timeout, save numbers differ, and no later save be committed."""
+    """Step loops would wait for the whole timeout, save numbers differ, and no later save be committed."""
     for process in found:
         early = process["raises_early"]
         assert early["raised"] == ""

@@ -39,7 +39,7 @@ def check_chain(
     for shape in shapes[:-1]:
         assert run.launch(shape, preempt_at=1) == ExitCode.PREEMPTED, run.said
         if wipe:
-            shutil.rmtree(run.directory / "ram")  # of hosts that are gone
+            shutil.rmtree(run.directory / "ram")  # of lost hosts
     assert run.launch(shapes[-1]) == ExitCode.OK, run.said
     resumed = check_preemptions(run, [("ram", "durable")] * (len(shapes) - 1))
     assert len(resumed) == len(shapes) - 1
@@ -56,8 +56,8 @@ def check_chain(
 
 
 def check_preemptions(run: Run, tiers: Sequence[tuple[str, ...]]) -> list[int]:
-    """At each preemption every process saved the same step in its `tiers`, and the next launch, where there is one,
-    went on from it without loss; returns the steps from which it did."""
+    """At each preemption every process saved the same step in its `tiers`, and the next launch, if any, resumed from it
+    without loss. Returns the steps from which it did."""
     saved, resumed = run.events(Kind.PREEMPTED), run.events(Kind.RESUMED)
     tiers_of = {event.step: tuple(event.fields["tiers"]) for event in saved if event.step is not None}
     assert list(tiers_of.values()) == list(tiers), saved

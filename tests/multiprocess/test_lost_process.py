@@ -1,4 +1,4 @@
-"""A process that dies or falls silent: the others end by JAX's heartbeats, and the launcher says which one it was."""
+"""A process that dies or stops: the others end by JAX's heartbeats, and the launcher names it."""
 
 from __future__ import annotations
 

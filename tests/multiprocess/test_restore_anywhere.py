@@ -52,7 +52,7 @@ def run(job: str, what: str, *paths: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """What every kind of job saved, with ckptkit and with stock Orbax."""
+    """The saves of every kind of job, with ckptkit and with stock Orbax."""
     base = tmp_path_factory.mktemp("anywhere")
     for job in JOBS:
         run(job, "save", base / job)

@@ -21,7 +21,7 @@ from tools.launch import ExitCode, Launcher, RestartPolicy
 
 @pytest.fixture(scope="module", params=["launcher", *STARTERS])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
-    """A job's directory, how it ended, and the end of what it said; the same under all that start it."""
+    """A job's directory, how it ended, and the end of its output; the same under all starters."""
     root: Path = tmp_path_factory.mktemp(f"saves-{request.param}")
     command = [sys.executable, "-m", "tests.multiprocess.save_worker"]
     if request.param in STARTERS:
@@ -42,12 +42,12 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture
 def found(job: tuple[Path, int, str]) -> list[dict[str, Any]]:
-    """What each process wrote down until it ended."""
+    """The records of each process until it ended."""
     return [json.loads((job[0] / f"found-{process}.json").read_text()) for process in range(PROCESSES)]
 
 
 def test_job_exits_with_0(job: tuple[Path, int, str]) -> None:
-    """A process would wait for ever for another that takes no part in a meeting, or in a collective."""
+    """A process would wait without an end for another that misses an exchange, or a collective."""
     _, code, output = job
     assert code == ExitCode.OK, output
 
@@ -63,7 +63,8 @@ def test_collective_counter_counts_a_real_collective(found: list[dict[str, Any]]
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_save_launches_no_device_collective(found: list[dict[str, Any]], strategy: str) -> None:
-    """From a background thread it would meet the train step's in another order on another process, and hang both."""
+    """From a background thread it would run in another order than the train step's on another process, and hang
+    both."""
     for process in found:
         assert process["collectives"][f"save by {strategy}"] == {"sent_bytes": 0, "programs": []}
         assert process[f"saved by {strategy}"] == [
@@ -75,7 +76,7 @@ def test_a_save_launches_no_device_collective(found: list[dict[str, Any]], strat
 
 @pytest.mark.parametrize("step", [2, 0])
 def test_background_restore_launches_no_device_collective(found: list[dict[str, Any]], step: int) -> None:
-    """It would meet whatever the caller runs meanwhile."""
+    """It would collide with the caller's work."""
     for process in found:
         assert process["collectives"][f"restore step {step}"] == {"sent_bytes": 0, "programs": []}
         assert process[f"restored step {step}"] is True
@@ -110,7 +111,7 @@ def test_differing_replicas_are_named_and_the_save_dropped(found: list[dict[str,
     assert found[0]["collectives"]["replicas"] == {"sent_bytes": 0, "programs": []}
     for process in found:
         assert process["replicas"]["steps"] == [0, 3], "what differs is never committed"
-    assert found[0]["replicas"]["events"] == found[1]["replicas"]["events"], "everybody hears the same"
+    assert found[0]["replicas"]["events"] == found[1]["replicas"]["events"], "all receive the same"
     events = found[0]["replicas"]["events"]
     assert [(step, fields["leaf"]) for step, fields in events] == [(1, "leaf 41"), (2, "leaf 3"), (2, "leaf 69")]
     for _, fields in events:
@@ -124,7 +125,7 @@ def test_differing_replicas_are_named_and_the_save_dropped(found: list[dict[str,
 
 def test_process_0_decides_which_steps_are_deleted(found: list[dict[str, Any]]) -> None:
     """Clocks differ by milliseconds: by `keep_time_interval` one process would delete a step that another keeps, and
-    wait for it in a meeting to which it does not come, at that save and at every later one."""
+    wait for it at a barrier that it does not join, at that save and at every later one."""
     for process in found:
         assert process["policies"] == {"steps": [3], "failures": []}
 

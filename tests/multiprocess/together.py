@@ -11,7 +11,7 @@ _TIMEOUT_S = 300
 
 
 def run_together(module: str, count: int, *words: str, devices: int = 2) -> list[str]:
-    """What `python -m MODULE PROCESS PORT WORDS...` printed, for each of `count` processes; all end with this call."""
+    """The output of `python -m MODULE PROCESS PORT WORDS...`, for each of `count` processes; all end with this call."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])

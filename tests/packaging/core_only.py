@@ -1,4 +1,4 @@
-"""What the core dependencies alone must do, run with an installed wheel: save, restore, inspect, verify.
+"""The work that the core dependencies alone must do, run with an installed wheel: save, restore, inspect, verify.
 
     python core_only.py DIRECTORY [--block]
 

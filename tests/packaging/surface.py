@@ -1,4 +1,5 @@
-"""What users may have written down of ckptkit: import paths, signatures, event kinds, exit codes, commands, file names.
+"""The names of ckptkit that users may have written down: import paths, signatures, event kinds, exit codes, commands,
+file names.
 
 `python -m tests.packaging.surface > tests/packaging/surface.json` writes the list anew, for a release that takes
 something away on purpose.

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "ckptkit"
 ARGUMENTS_MAX = FIELDS_MAX = 8
 
 LONG_CONSTRUCTORS = {
-    "CheckpointManager",  # Orbax's eight arguments, and ours beside them
+    "CheckpointManager",  # Orbax's eight arguments, and ours
     "Checkpointer",  # those of Orbax's v1 checkpointer
 }
 
@@ -53,7 +53,7 @@ def fields_of(each: ast.ClassDef) -> list[str]:
 
 
 def test_constructors_take_at_most_eight_arguments() -> None:
-    """Nobody could say what a class needs, and each new service would be threaded through one by one."""
+    """The needs of a class would be unknown, and each new service would be threaded through one by one."""
     long = {each.name: arguments_of(each) for each in classes() if len(arguments_of(each)) > ARGUMENTS_MAX}
     assert set(long) <= LONG_CONSTRUCTORS, long
 

@@ -1,4 +1,4 @@
-"""What users have written down goes on working: the public surface holds everything that it held."""
+"""Names that users have written down continue to work: the public surface holds everything that it held."""
 
 from __future__ import annotations
 

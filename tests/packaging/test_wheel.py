@@ -30,7 +30,7 @@ def call(*words: object, cwd: Path, **environ: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: a build leaves files beside its sources."""
+    """Built from a copy: a build leaves files next to its sources."""
     copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, copy)

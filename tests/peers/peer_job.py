@@ -98,7 +98,7 @@ class Job:
     def restored(
         self, act: str, step: int | None, expected: int, split: bool, then: range = range(0), **options: Any
     ) -> dict[str, Any]:
-        """What a new run finds, and whether it is what was saved at `expected`; it saves the steps of `then`."""
+        """The step that a new run finds, and whether it equals the save at `expected`; it saves the steps of `then`."""
         import orbax.checkpoint as ocp
 
         with self.manager(act, **options) as manager:
@@ -193,8 +193,8 @@ class Job:
         self.found["return_with_an_old_ramdisk"] = self.restored("old", None, 22, split=False, **self.copying())
 
     def outlive_a_zombie(self) -> None:
-        """The run before has not died: it saves a higher step, and sends copies of it, while the new one has gone on
-        from step 1. Then host 1 is lost: half of the new run's step stands in a copy alone."""
+        """The run before has not died: it saves a higher step, and sends copies of it, while the new one has continued
+        from step 1. Then host 1 is lost: half of the new run's step is only in a copy."""
         import orbax.checkpoint as ocp
 
         with self.manager("zombie", **self.copying()) as zombie:

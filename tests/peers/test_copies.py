@@ -1,4 +1,4 @@
-"""What a ramdisk and the lanes keep for the sake of copies, beside what a tier's own policy keeps."""
+"""The saves that a ramdisk and the lanes keep for copies, in addition to a tier's own policy."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_newest_copied_save_is_kept_until_a_newer_one_is_copied(host_dir: Path) 
 
 
 def test_peer_copies_do_not_count_as_flushed(host_dir: Path) -> None:
-    """A save that waits for the durable tier would be given up once it stands in other hosts' memory."""
+    """A save that waits for the durable tier would be released once other hosts' memory has it."""
     kept = Kept(host_dir, Tier.ram("/r", keep=KeepUnflushed(2)))
     for step in (1, 2, 3):
         kept.save(step, copied=True)

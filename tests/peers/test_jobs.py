@@ -141,7 +141,7 @@ def test_last_save_is_copied_to_other_hosts(found: list[dict[str, Any]]) -> None
 
 
 def test_slow_peer_does_not_delay_the_last_save(found: list[dict[str, Any]]) -> None:
-    """A host that is gone already would cost the others their last step, or the same wait at every preemption."""
+    """A lost host would cost the others their last step, or the same wait at every preemption."""
     for process in found:
         said = process["save_last_beside_a_slow_peer"]
         assert said["tiers"] == ["ram", "durable"]

@@ -41,7 +41,7 @@ def test_server_listens_on_its_interface_only(host_dir: Path, arena: Arena) -> N
 def test_name_with_several_addresses_is_served_on_one(
     host_dir: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host whose name stands for all its networks would offer the weights on each of them."""
+    """A host whose name resolves to all its networks would offer the weights on each of them."""
     real = socket.getaddrinfo
 
     def several(host: str, *args: Any, **words: Any) -> Any:

@@ -121,7 +121,7 @@ def test_crashed_sender_releases_the_slot(keeper: PeerClient, peer_arena: Arena,
     peer_arena.protect(THIRD)
     receiver.end(SaveId(2, 10, 7))
     slot = peer_arena.acquire(1)
-    assert slot is not None, "what was given up is free"
+    assert slot is not None, "a dropped slot is free"
 
 
 def test_newest_copy_is_kept_until_the_next_is_committed(keeper: PeerClient, peer_arena: Arena) -> None:
@@ -174,7 +174,7 @@ def test_stalled_sender_is_disconnected(server: PeerServer, peer_arena: Arena) -
 
 
 def test_zombie_of_an_earlier_run_cannot_send_copies(server: PeerServer, keeper: PeerClient, peer_arena: Arena) -> None:
-    """Its step would stand in the place of this run's newest copy; each run makes up a secret of its own."""
+    """Its step would replace this run's newest copy; each run creates a secret of its own."""
     send(keeper, FIRST)
     zombie = PeerClient([server.address], "the secret of the run before", timeout_s=5.0)
     with pytest.raises(StoreError, match="was refused"):
@@ -215,7 +215,7 @@ def test_timeout_allows_verifying_a_large_copy(
     real = receiver_module._prove
 
     def slow(*args: Any) -> None:
-        time.sleep(2.5)  # the client waits for 1 s beside it, and so does the server
+        time.sleep(2.5)  # the client waits 1 s longer, and so does the server
         real(*args)
 
     monkeypatch.setattr(receiver_module, "_prove", slow)

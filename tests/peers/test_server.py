@@ -1,4 +1,4 @@
-"""What a process gives to others, and what it refuses: without the secret, beyond a box, or to who stalls."""
+"""The data that a process serves, and the requests that it refuses: without the secret, beyond a box, or stalled."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_write_requests_are_refused(server: PeerServer, method: str) -> None:
 
 
 def test_a_range_outside_of_a_box_is_refused(server: PeerServer, share_index: ShareIndex) -> None:
-    """What stands between and behind boxes is of other saves, and a huge range would fill the server's memory."""
+    """The bytes between and behind boxes belong to other saves, and a huge range would fill the server's memory."""
     tag, _ = share_index.manifest(SAVE, 0)
     size = values().nbytes
     end = f"bytes={size - 1}-{size}"
@@ -235,8 +235,8 @@ def test_dead_process_times_out_once(server: PeerServer, share_index: ShareIndex
 
 
 def test_process_of_another_job_is_unreachable_not_absent(server: PeerServer) -> None:
-    """A zombie of the run before, at a port that was given anew, would be taken for a host without the save; or end the
-    restore on all, by an error that no restart is tried after, though others hold the same bytes."""
+    """A zombie of an earlier run, at a reused port, would be taken for a host without the save. Or it would end the
+    restore on all processes, by an error without a retry, although others hold the same bytes."""
     with pytest.raises(PeerUnreachableError, match="was refused"):
         PeerClient([server.address], "another secret", timeout_s=5).manifest(0, SAVE, 0)
 

@@ -19,7 +19,7 @@ from tests.peers.test_server import BYTES, read_all, say, status
 
 
 def test_stalled_client_is_disconnected_and_others_are_served(server: PeerServer, client: PeerClient) -> None:
-    """One hanging process would stop the restore of all others, or hold memory for ever."""
+    """One hanging process would stop the restore of all others, or never release memory."""
     head = f"GET {BYTES} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {SECRET}\r\n"
     _, tag = client.manifest(0, SAVE, 0)
     ranged = head + f'Range: bytes=0-{(8 << 20) - 1}\r\nIf-Match: "{tag}"\r\n\r\n'
@@ -47,7 +47,7 @@ def wait_until_cut(connection: socket.socket) -> None:
 
 
 def test_connections_beyond_the_limit_are_closed(share_index: ShareIndex) -> None:
-    """A client that opens connections for ever would take the server's file descriptors."""
+    """A client that opens connections without an end would take the server's file descriptors."""
     server = PeerServer(share_index, "127.0.0.1", limits=type(LIMITS)(connections_max=3, idle_s=60))
     try:
         opened = [say(server.address, "", read=False) for _ in range(3)]
@@ -80,9 +80,9 @@ def test_idle_clients_do_not_block_new_ones(share_index: ShareIndex) -> None:
 
 
 def test_simultaneous_connections_are_accepted(server: PeerServer) -> None:
-    """Of a thousand hosts some would be given up: the kernel turns away whom it has no room for."""
+    """Of a thousand hosts some would fail: the kernel refuses connections beyond its queue."""
     busy = threading.Event()
-    server._loop.call_soon_threadsafe(busy.wait, 60)  # the interpreter is taken, say
+    server._loop.call_soon_threadsafe(busy.wait, 60)  # the interpreter is busy, for example
     try:
         come = [say(server.address, "", read=False) for _ in range(120)]
     finally:
@@ -98,7 +98,7 @@ def test_queued_client_gets_busy_before_its_timeout() -> None:
 
 
 def test_unread_responses_are_bounded(share_index: ShareIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of slow hosts would hold 8 MiB each, gigabytes beside a ramdisk that fills the host already."""
+    """Hundreds of slow hosts would hold 8 MiB each, gigabytes in addition to a ramdisk that fills the host already."""
     read: list[int] = []
     real = share_index.read
 
@@ -129,7 +129,7 @@ def test_unread_responses_are_bounded(share_index: ShareIndex, monkeypatch: pyte
 
 
 def test_a_client_keeps_few_connections(server: PeerServer) -> None:
-    """A restore that asks a thousand hosts for manifests would use up the files that a process may open, for ever."""
+    """A restore that asks a thousand hosts for manifests would use up the files that a process may open."""
     client = PeerClient([server.address] * 200, SECRET, timeout_s=30.0)
     for process in range(200):
         client.manifest(process, SAVE, 0)

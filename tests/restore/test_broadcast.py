@@ -1,4 +1,4 @@
-"""Who reads what for whom, in which windows, and whether it is worth it."""
+"""The division of reads among replicas, their windows, and whether it pays."""
 
 from __future__ import annotations
 
@@ -216,14 +216,15 @@ def test_latency_does_not_lower_the_measured_rate(some: int, times: float, rate:
 def test_delayed_short_read_does_not_raise_the_measured_rate() -> None:
     """A hiccup of the first read would be subtracted from the long one, down to nothing."""
     assert rate_of((1, 5.0), (100, 4.0)) == 50.0
-    assert rate_of((1, 0.0), (100, 0.0)) > 1e10, "no time at all, as a clock may say"
+    assert rate_of((1, 0.0), (100, 0.0)) > 1e10, "no time at all, as a clock may show"
     assert rate_of((100, 1.0), (100, 2.0)) == 50.0, "two equal reads: no latency is known"
     assert rate_of((0, 0.0), (100, 2.0)) == 50.0
 
 
 @pytest.mark.parametrize(("latency_s", "rate"), [(0.0, 20e6), (0.05, 200e6), (0.03, 1e9)])
 def test_reader_measures_the_storage_rate(monkeypatch: pytest.MonkeyPatch, latency_s: float, rate: float) -> None:
-    """What is judged would be the opening of the step, or one request's latency: 35 MB/s were, where 150 was true."""
+    """The opening of the step, or one request's latency, would be measured instead: 35 MB/s were found, where 150 was
+    true."""
     now_s, opened = 0.0, False
 
     def taking(plan: RestorePlan, readers: Any, rejected: Any, proven: Any) -> dict[str, int]:
@@ -244,7 +245,7 @@ def test_reader_measures_the_storage_rate(monkeypatch: pytest.MonkeyPatch, laten
         "_announce_plan",
         lambda self, plan: asked.append(len(plan.reads)) or ask(self, plan),
     )
-    boxes = [Box((0,), (size,)) for size in (8, 8, 4, *[2 << 20] * 31)]  # the small ones stand in the tree
+    boxes = [Box((0,), (size,)) for size in (8, 8, 4, *[2 << 20] * 31)]  # the small ones are in the tree
     pieces = [Piece(("s", (str(number),)), box, box, box.size) for number, box in enumerate(boxes)]
     reads = tuple(BoxRead(key=piece.key, wanted=piece.box, nbytes=piece.nbytes, sources=()) for piece in pieces)
     plan = RestorePlan(save_id=SaveId(1, 2, 3), tiers=("durable",), remote=(True,), reads=reads)

@@ -1,4 +1,4 @@
-"""A background thread that borrows its caller's: who waits for whom, and that nobody waits for ever."""
+"""A background thread that borrows its caller's: the order of waiting, and that no wait is endless."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def test_caller_may_time_out_only_before_all_have_arrived(monkeypatch: pytest.Mo
 
 
 def test_late_or_timed_out_caller_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that closes, or waits for something that the others do after the restore, would hold them for ever."""
+    """A process that closes, or waits for something that the others do after the restore, would hold them without an
+    end."""
     job = Job(monkeypatch)
     served = job.serve(0)
     job.callers[1].leave()

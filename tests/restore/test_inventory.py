@@ -1,4 +1,4 @@
-"""What processes say they hold stays small, and what follows from it is right."""
+"""The reports of processes stay small, and their evaluation is right."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_runs_encode_the_holders(holders: dict[int, tuple[int, ...]]) -> None:
 
 
 def test_own_shares_are_encoded_as_one_run() -> None:
-    """The word of process 0 would grow with the job."""
+    """The message of process 0 would grow with the job."""
     assert to_runs({share: (share,) for share in range(10_000)}) == [[0, 0, 10_000]]
 
 
@@ -87,7 +87,7 @@ def test_replicas_are_preferred_to_neighbours() -> None:
 
 @given(names=st.lists(st.from_regex(r"[0-9]{1,2}(\.[0-9])?|buddy-[0-9]-[0-9]|x", fullmatch=True)), of=st.integers(1, 5))
 def test_each_directory_is_reported_by_one_process_of_its_host(names: list[str], of: int) -> None:
-    """Others would ask a process for what nobody said it has, or a share would count as lost."""
+    """Others would request a share that a process never reported, or a share would count as lost."""
     for name in names:
         assert [part_of(name, rank, of) for rank in range(of)].count(True) == 1
 

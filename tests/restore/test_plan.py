@@ -1,4 +1,4 @@
-"""What is restored and from where: the order of saves, and a source for every box or a refusal."""
+"""The plan of a restore: the order of saves, and a source for every box or a refusal."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def restored(plan: RestorePlan, values: np.ndarray) -> dict[Box, np.ndarray]:
 def test_candidates_are_newest_first_without_abandoned_ones(
     fast: list[dict[SaveId, str | None]], durable: list[SaveId], gone: set[SaveId], step: int | None
 ) -> None:
-    """If it failed, a restart would resume from an old step, or from a branch that was given up."""
+    """If it failed, a restart would resume from an old step, or from an abandoned branch."""
     ranked = rank_candidates(fast, durable, gone.__contains__, step)
     saves = [candidate.save_id for candidate in ranked]
     everything = set(itertools.chain(durable, *fast))
@@ -219,7 +219,7 @@ def test_shares_of_several_processes_tile_every_wanted_box(data: st.DataObject) 
 
 
 def test_damage_found_by_a_sample_is_not_masked() -> None:
-    """What the sample did not look at would be taken from a source that is known to be damaged."""
+    """Cells outside the sample would be taken from a source that is known to be damaged."""
     whole = Box.whole((8,))
 
     def damaged(*_: Any) -> None:

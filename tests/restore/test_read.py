@@ -64,7 +64,7 @@ def manifest_of(leaves: Sequence[tuple[np.ndarray, tuple[int, ...]]]) -> Manifes
 
 
 def halves(shape: tuple[int, ...]) -> list[Box]:
-    """What two devices want that hold a half each, where there is one."""
+    """The request of two devices that hold a half each, if there are two."""
     if not shape or shape[0] < 2:
         return [Box.whole(shape)]
     middle = shape[0] // 2
@@ -145,7 +145,7 @@ def test_every_read_method_gives_the_same_bytes(leaves: Any, split: bool, remote
 
 
 def test_leaf_damaged_in_every_source_raises_one_error() -> None:
-    """If it failed, a leaf that is bad everywhere would be given, or the readers of the others would go on for ever."""
+    """If it failed, a leaf that is bad everywhere would be returned, or the readers of the others would never end."""
     leaves = [(np.arange(4096, dtype=np.float32).reshape(64, 64), (4, 64)) for _ in range(4)]
     manifest = manifest_of(leaves)
     plan = plan_restore(

@@ -1,4 +1,4 @@
-"""How far a restore reaches for a save: this host, other processes, the durable tier; and what it says at the end."""
+"""How far a restore reaches for a save: this host, other processes, the durable tier; and its final error."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_what_did_not_answer_is_not_absent() -> None:
 
 
 def test_the_last_reason_is_raised() -> None:
-    """A rejected candidate would not say why."""
+    """A rejected candidate would not have a reason."""
     with pytest.raises(CorruptCheckpointError, match="not enough in ram, durable"):
         search(own(0), None, Step(SAVE)).planned(refuse)
     with pytest.raises(CorruptCheckpointError, match=r"the slots of save 4@1\.0 are missing or damaged"):

@@ -1,4 +1,4 @@
-"""`verify=` of a restore: what each mode finds, what it says of itself, and how often a sample misses."""
+"""`verify=` of a restore: the findings of each mode, its report, and how often a sample misses."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_each_mode_detects_the_documented_damage(job: Job) -> None:
 
 
 def test_sample_miss_rate_matches_its_formula(job: Job) -> None:
-    """A share that is not the share would let through more than is said."""
+    """A share that is not the share would let through more than documented."""
     job.flip(1)
     seeds, share = 60, 0.4
     missed = 0
@@ -171,7 +171,7 @@ def test_invalid_sample_share_is_refused(share: float) -> None:
 
 
 def test_every_restore_uses_another_seed() -> None:
-    """What one restore misses all would."""
+    """All restores would miss the same fault."""
     verify: Verify = "sample"
     assert len({begin(verify).seed for _ in range(8)}) == 8
     assert begin(ckptkit.Sample(seed=3)).seed == 3

@@ -1,4 +1,4 @@
-"""Saves that come too early, and saves for which there is no memory: skipped or waited for, and always said."""
+"""Saves that come too early, and saves for which there is no memory: skipped or waited for, and always reported."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_forced_repeat_of_an_early_save_is_saved(tmp_path: Path) -> None:
 
 
 def test_in_flight_max_allows_more_snapshots(tmp_path: Path) -> None:
-    """The setting would be a word without a meaning."""
+    """The setting would have no effect."""
     gate = Gate("ram", "staged", 1)
     job = Job(tmp_path, gate=gate, saving=ckptkit.SaveOptions(in_flight_max=2))
     with job.manager:
@@ -135,7 +135,7 @@ def test_in_flight_max_allows_more_snapshots(tmp_path: Path) -> None:
 
 
 def test_early_saves_never_block_the_step_loop(tmp_path: Path) -> None:
-    """A writer that hangs in a meeting would stop training once its queue is full."""
+    """A writer that hangs in an exchange would stop training once its queue is full."""
     gate = Gate("ram", "staged", 1)
     job = Job(tmp_path, gate=gate, save_every=10**6)
     with job.manager:
@@ -182,7 +182,7 @@ def test_durable_save_that_times_out_is_dropped_and_reported(tmp_path: Path) -> 
 
 
 def test_durable_tier_may_skip_instead_of_waiting(tmp_path: Path) -> None:
-    """A slow bucket would stop a loop whose owner said that it must not."""
+    """A slow bucket would stop a loop although its owner forbids that."""
     gate = Gate("durable", "begun", 10)
     job = Job(tmp_path, gate=gate, saving=ckptkit.SaveOptions(durable_busy="skip"))
     with job.manager:
@@ -202,7 +202,7 @@ def test_durable_tier_may_skip_instead_of_waiting(tmp_path: Path) -> None:
 
 
 def test_step_skipped_by_every_tier_is_not_listed(tmp_path: Path) -> None:
-    """It would be listed as on its way for ever, and never be there."""
+    """It would be listed as in flight, and never exist."""
     gate = Gate("durable", "begun", 10)
     job = Job(tmp_path, gate=gate, saving=ckptkit.SaveOptions(durable_busy="skip", in_flight_max=2), tiers=[])
     with job.manager:
@@ -288,8 +288,8 @@ def test_save_whose_vote_fails_on_process_0_is_dropped(tmp_path: Path, monkeypat
 
 
 def test_failed_vote_of_one_tier_does_not_affect_other_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step would be missing there without an event, and `check_for_errors` say nothing; the other tiers' votes
-    would not be held, and who comes to them wait for this process."""
+    """The step would be missing there without an event, and `check_for_errors` raise nothing; the other tiers' votes
+    would not take place, and the others would wait for this process."""
     tiers = [ckptkit.Tier.ram(str(tmp_path / "ram")), ckptkit.Tier.ssd(str(tmp_path / "ssd"))]
     job = Job(tmp_path, save_every=1, tiers=tiers)
     coordinator = job.manager._pipeline._coordinator
@@ -314,7 +314,7 @@ def test_failed_vote_of_one_tier_does_not_affect_other_tiers(tmp_path: Path, mon
 
 
 def test_dropped_save_releases_its_slot_if_discard_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ramdisk that fails for a moment would have a slot less for ever: soon none, and no save."""
+    """A ramdisk that fails for a moment would lose a slot for good: soon none is left, and no save succeeds."""
     job = Job(tmp_path, save_every=10**6)
     coordinator = job.manager._pipeline._coordinator
     arena = job.manager._pipeline._tiers.staging
@@ -340,7 +340,7 @@ def test_dropped_save_releases_its_slot_if_discard_fails(tmp_path: Path, monkeyp
 
 
 def test_failing_observer_does_not_fail_a_save(tmp_path: Path) -> None:
-    """What a user's dashboard raises in a thread of ours would keep every step from the durable tier."""
+    """An error of a user's dashboard in a thread of ours would keep every step from the durable tier."""
 
     def away(event: ckptkit.Event) -> None:
         if event.kind == Kind.COMMITTED:

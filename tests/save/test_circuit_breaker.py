@@ -15,7 +15,7 @@ from tests.save.protocols import Retry
 
 
 class Told:
-    """A process that is told a word of process 0, whatever it would say itself."""
+    """A process that gets process 0's decision, whatever its own would be."""
 
     process = 1
     count = 2
@@ -78,7 +78,7 @@ def test_process_0_decides_for_all() -> None:
         upkeep(Told(3.0), 2.0).raise_if_overdue(7)  # nothing has failed here yet
     behind = upkeep(Told(0.0), 0.0)
     fail(behind)
-    behind.raise_if_overdue(8)  # process 0 has not heard of it
+    behind.raise_if_overdue(8)  # process 0 does not know of it
 
 
 def test_no_limit_means_no_exchange() -> None:
@@ -100,7 +100,7 @@ def test_single_process_decides_by_its_own_clock() -> None:
 
 
 def paused(monkeypatch: pytest.MonkeyPatch, pauses: int) -> tuple[Retry, list[Event], list[float]]:
-    """A tier that is paused after two failures, and a clock that stands."""
+    """A tier that is paused after two failures, and a stopped clock."""
     now_s = [1000.0]
     monkeypatch.setattr("ckptkit.util.clock.monotonic_s", lambda: now_s[0])
     events: list[Event] = []

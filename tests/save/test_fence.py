@@ -60,7 +60,7 @@ def test_no_durable_commit_before_the_epoch_is_recorded() -> None:
 
 
 def test_fence_is_checked_again_for_a_later_run() -> None:
-    """What was recorded before would be taken for good, and the older run overtake the newer one's branch."""
+    """Earlier records would be taken for good, and the older run overtake the newer one's branch."""
     epochs = Away(MemoryStore())
     epochs.away = False
     claim = claim_of(epochs, [])

@@ -11,7 +11,7 @@ from ckptkit.save.health import FirstOfMany, SaveHealth
 
 @pytest.fixture
 def clock_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that stands."""
+    """A stopped clock."""
     now_s = [1000.0]
     monkeypatch.setattr("ckptkit.util.clock.monotonic_s", lambda: now_s[0])
     return now_s
@@ -50,7 +50,7 @@ def test_process_without_verdicts_decides_for_itself() -> None:
     """A process that is cut off from the others would go on training alone."""
     health = SaveHealth(FailurePolicy(skipped_max=2))
     lose(health, 2)
-    health.raise_if_overdue(1)  # process 0 has a few saves to say it
+    health.raise_if_overdue(1)  # process 0 has a few saves to announce it
     lose(health, 20)
     with pytest.raises(SaveFailedError, match="saves were lost"):
         health.raise_if_overdue(2)
@@ -68,7 +68,7 @@ def test_age_of_each_tier_is_limited(clock_s: list[float]) -> None:
 
 
 def test_no_limit_raises_never(clock_s: list[float]) -> None:
-    """Whoever turned the limits off would lose a run to them."""
+    """A user who turned the limits off would lose a run to them."""
     health = SaveHealth(FailurePolicy(skipped_max=None, max_age_s=None))
     lose(health, 1000)
     clock_s[0] += 1e6

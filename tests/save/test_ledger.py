@@ -19,7 +19,7 @@ TIERS = st.sampled_from(["ram", "ssd", "durable"])
 
 @dataclass
 class Known:
-    """What the model knows of one save."""
+    """The model's record of one save."""
 
     tiers: set[str] = field(default_factory=set)
 

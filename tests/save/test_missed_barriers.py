@@ -1,4 +1,4 @@
-"""A durable save to one of whose meetings a process did not come: the next one is none the worse."""
+"""A durable save with a barrier that one process missed: the next save is unaffected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.job.fake_service import FakeJob
 
 def test_failed_listing_on_one_process_fails_only_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No later save of the job would be committed durably: each time the others would wait in vain for a process that
-    hears the answer to the question before."""
+    gets the previous verdict."""
     with monkeypatch.context() as patched:
         job = FakeJob(patched, 2)
     assert jax.process_count() == 1

@@ -1,4 +1,4 @@
-"""What processes say to each other of their replicas at each save: few bytes, and enough to name what differs."""
+"""The exchange of processes about their replicas at each save: few bytes, and enough to name what differs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Alike:
         is_veto: Callable[[Any], bool] | None = None,
         order: Any = None,
     ) -> Any:
-        """What process 0 decides."""
+        """The decision of process 0."""
         del timeout_s, is_veto, order
         if channel == "replica-details" and not self._detailed:
             raise CoordinationError("replica-details: process 7 did not come")
@@ -109,7 +109,7 @@ def compared(coordinator: Alike) -> list[Event]:
 
 
 def test_report_of_a_shared_scalar_is_small_per_process() -> None:
-    """Process 0 would hear half a gigabyte at every save: each process would name all of them."""
+    """Process 0 would receive half a gigabyte at every save: each process would name all of them."""
     job = Alike()
     assert compared(job) == []
     assert [len(said) < 200 for said in job.said] == [True]

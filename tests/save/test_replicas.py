@@ -78,7 +78,7 @@ def test_every_replica_difference_is_reported(tmp_path: Path, staging: Any) -> N
     assert {each["host"] for each in holders} == {"h0"}
     assert len({each["digest"] for each in holders}) == 2
     assert len(found["w"]["suspects"]) == 2, "of two, nobody knows which one is right"
-    assert found["b"]["suspects"] == ["device 2 of h0"], "of four, three say the same"
+    assert found["b"]["suspects"] == ["device 2 of h0"], "of four, three agree"
     assert found["b"]["box"] == [[0], [4]]
     json.dumps([dict(event.fields) for event in job.differing()])
 
@@ -182,7 +182,7 @@ def test_bad_settings_are_refused(words: str, value: Any) -> None:
 
 
 def test_replicas_of_scalars_and_keys_are_compared(tmp_path: Path) -> None:
-    """Leaves without extent, or behind a typed key, would be passed over."""
+    """Leaves without extent, or behind a typed key, would be skipped."""
     key = jax.random.key(4)
     bad_data = with_bad_copy(put(jax.random.key_data(key)), 3)
     state = {"key": jax.random.wrap_key_data(bad_data), "one": with_bad_copy(put(jnp.float32(2)), 0)}

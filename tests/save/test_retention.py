@@ -1,4 +1,4 @@
-"""What a fast tier takes and keeps, with real managers: each policy set and unset, and over restarts."""
+"""The saves that a fast tier takes and keeps, with real managers: each policy set and unset, and over restarts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Job:
         )
 
     def run(self, steps: Any, **tiers: Any) -> dict[str, list[int]]:
-        """Saves steps one by one, then says what each tier holds."""
+        """Saves steps one by one, then returns the content of each tier."""
         with self.manager(**tiers) as manager:
             save(manager, steps)
             return held(manager)
@@ -118,7 +118,7 @@ def test_save_by_seconds_resumes_from_a_restore(job: Job, later: Callable[[float
 
 
 def test_each_tier_has_its_own_clock(job: Job, later: Callable[[float], None]) -> None:
-    """One tier's save would put off the other's for ever."""
+    """One tier's save would delay the other's without an end."""
     seconds: Any = {"ram": {"save": ckptkit.EverySeconds(10)}, "ssd": {"save": ckptkit.EverySeconds(25)}}
     with job.manager(**seconds) as manager:
         for step in range(1, 7):
@@ -160,7 +160,7 @@ def test_lower_keep_count_after_a_restart_keeps_the_newest(job: Job) -> None:
 
 
 def test_keep_by_bytes_sets_the_slot_count(job: Job, caplog: pytest.LogCaptureFixture) -> None:
-    """A limit in bytes would hold more than it says, or only the newest step."""
+    """A limit in bytes would be exceeded, or only the newest step."""
     caplog.set_level(logging.INFO, logger="ckptkit")
     keep = ckptkit.KeepBytes(3 * SLOT_BYTES + 1)
     assert job.run(range(1, 9), ram={"keep": keep})["ram"] == [6, 7, 8]
@@ -170,7 +170,7 @@ def test_keep_by_bytes_sets_the_slot_count(job: Job, caplog: pytest.LogCaptureFi
         in caplog.text
     )
     with job.manager(ram={"keep": keep}) as manager:
-        assert same(manager, 6), "nothing is given up before the state's size is known"
+        assert same(manager, 6), "nothing is released before the state's size is known"
         assert same(manager, 8)
         save(manager, [9])
         assert held(manager)["ram"] == [7, 8, 9]
@@ -193,7 +193,7 @@ def test_keep_until_flushed_keeps_steps_the_slower_tier_lacks(job: Job) -> None:
     """A step that the durable tier does not have yet would be overwritten in the ramdisk while there is room for it."""
     unflushed = {"keep": ckptkit.KeepUnflushed(3)}
     found = job.run(range(1, 10), ram=unflushed, every=4)
-    assert found == {"ram": [5, 6, 7, 9], "ssd": [], "durable": [1, 4, 8]}, "three beside the newest"
+    assert found == {"ram": [5, 6, 7, 9], "ssd": [], "durable": [1, 4, 8]}, "three and the newest"
     with job.manager(ram=unflushed, every=4) as manager:
         assert same(manager, 7)
     with job.manager(ram=unflushed, every=4) as manager:
@@ -234,7 +234,7 @@ def test_step_that_failed_durably_is_kept_in_the_fast_tier(job: Job, monkeypatch
 
 
 def test_failed_disk_deletion_does_not_affect_other_tiers(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that an SSD's error has made read-only would end the durable saves too, without a word."""
+    """A file system that an SSD's error has made read-only would end the durable saves too, without a message."""
     delete = LocalStore.delete
 
     def refused(self: LocalStore, key: str) -> None:
@@ -280,7 +280,7 @@ def test_read_only_manager_does_not_change_the_tiers(job: Job) -> None:
 
 
 def test_failed_constructor_releases_its_slots(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that tries again until the bucket answers would have slots beside those of each try, and soon no room."""
+    """A job that tries again until the bucket answers would add slots with each try, and soon have no room."""
     job.run([1], ram={})
 
     def away(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""Full, failing, read-only and forbidden storage in mid-run, on each tier: it is said, and training goes on."""
+"""Full, failing, read-only and forbidden storage in mid-run, on each tier: it is reported, and training continues."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ CODES = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES)
 
 
 class Job:
-    """A run that saves every step to every tier, as a training loop does: a failed save is heard, and it goes on."""
+    """A run that saves every step to every tier, as a training loop does: a failed save is reported, and it
+    continues."""
 
     def __init__(self, home: Path, durable: str | None = None, *, ram: ckptkit.Tier | None = None):
         self.events: list[ckptkit.Event] = []
@@ -49,7 +50,7 @@ class Job:
         )
 
     def save(self, step: int) -> list[str]:
-        """Saves a step and returns what failed, as `check_for_errors` says it."""
+        """Saves a step and returns the failure from `check_for_errors`."""
         assert self.manager.save(step, args=ocp.args.StandardSave(state(step)))  # pyright: ignore[reportCallIssue]
         try:
             self.manager.wait_until_finished()
@@ -69,13 +70,13 @@ def state(step: int) -> dict[str, Any]:
 
 
 def check_survival(job: Job, tier: str, broken: Callable[[], Any]) -> None:
-    """Step 1 is whole everywhere, step 2 meets the fault in `tier`, step 3 finds it mended."""
+    """Step 1 is complete everywhere, step 2 has the fault in `tier`, step 3 finds it repaired."""
     assert job.save(1) == []
     assert job.tiers_of(1) == set(TIERS)
     with broken():
         failed = job.save(2)
         assert tier in job.said(), "nobody was told"
-        assert failed or tier != "durable", "check_for_errors said nothing of a durable step"
+        assert failed or tier != "durable", "check_for_errors did not raise for a durable step"
         assert tier not in job.tiers_of(2)
         assert job.manager.latest_step() in (1, 2)
         assert set(job.manager.all_steps()) >= {1}

@@ -115,7 +115,7 @@ def test_save_is_kept_by_all_or_dropped_by_all(pair: Pair) -> None:
 
 
 def test_missed_verdict_is_read_before_the_next_save(pair: Pair) -> None:
-    """A process that missed a commit would hold its slot for ever, and list other steps than the others."""
+    """A process that missed a commit would never free its slot, and list other steps than the others."""
     pair.missed = ["0.1.0"]
     works = pair.save(1)
     assert works[0].done == ["act", "keep", "release"]

@@ -14,7 +14,7 @@ LONG_S = 60.0  # only ever waited out by a test that fails
 
 
 class Gate:
-    """A job that says that it runs, and ends when it is told to."""
+    """A job that reports that it runs, and ends on request."""
 
     def __init__(self) -> None:
         self.running = threading.Event()
@@ -33,7 +33,7 @@ def worker() -> Iterator[Worker]:
 
 
 def test_jobs_run_in_the_order_of_submit(worker: Worker) -> None:
-    """If it failed, two processes would hold their meetings in different orders and wait for each other for ever."""
+    """If it failed, two processes would hold their exchanges in different orders and deadlock."""
     ran: list[tuple[int, str]] = []
     for n in range(50):
         worker.submit(lambda n=n: ran.append((n, threading.current_thread().name)))

@@ -45,7 +45,7 @@ STEPS = [
 
 
 def ours(options: Options, steps: Iterable[int], before: Sequence[int] = (), tiers: Sequence[Tier] = ()) -> list[Any]:
-    """What is decided for each of `steps`, in turn, where `before` are the durable steps that are there already."""
+    """The decisions for `steps`, in order, with the existing durable steps `before`."""
     decider = Decider(options, tiers, before)
     decided = []
     for step in steps:
@@ -57,7 +57,7 @@ def ours(options: Options, steps: Iterable[int], before: Sequence[int] = (), tie
 
 
 def orbaxs(root: Path, options: Options, steps: Iterable[int], before: Sequence[int] = ()) -> list[bool]:
-    """What stock Orbax's manager decides and does."""
+    """The decisions and acts of stock Orbax's manager."""
     root.mkdir()
     state = {"x": np.zeros(2)}
     if before:
@@ -169,7 +169,7 @@ def test_durable_step_missed_by_a_crash_is_saved_next() -> None:
 
 
 def test_decisions_ignore_the_clock_of_a_background_save() -> None:
-    """If it failed, two processes could decide differently and one would wait for the other for ever."""
+    """If it failed, two processes could decide differently and one would wait for the other without an end."""
     policy_saw = []
 
     class Watching:
@@ -182,7 +182,7 @@ def test_decisions_ignore_the_clock_of_a_background_save() -> None:
 
 
 class Told:
-    """One of two processes: it hears what process 0 says."""
+    """One of two processes: it receives process 0's answer."""
 
     count = 2
     timeout_s = 5.0
@@ -218,7 +218,7 @@ class Told:
     ],
 )
 def test_policy_with_a_clock_is_evaluated_on_process_0(options: Any, asked: bool) -> None:
-    """If it failed, two hosts whose clocks differ would take different steps, and wait for each other for ever."""
+    """If it failed, two hosts whose clocks differ would take different steps, and deadlock."""
     words: list[bool] = []
     answers: list[list[int]] = [[], []]
     told: list[Any] = [Told(process, words) for process in (0, 1)]
@@ -243,8 +243,8 @@ class Clock:
 
 @pytest.mark.parametrize("primary", [0, 1])
 def test_continuous_policy_of_orbax_runs_without_its_barrier(primary: int) -> None:
-    """Where process 1 is primary process 0 would wait for its word, at every step, and process 1 is not asked; and
-    process 0 alone would count operations by which Orbax's saves in several processes know what they wait for."""
+    """If process 1 is primary, process 0 would wait for its answer at every step, but process 1 is not asked. Process 0
+    alone would count the operations by which Orbax's saves on several processes wait for each other."""
     meetings = ocp.options.MultiprocessingOptions(primary_host=primary)
     policy = policies.AnySavePolicy([policies.ContinuousCheckpointingPolicy(minimum_interval_secs=3600)])
     words: list[bool] = []

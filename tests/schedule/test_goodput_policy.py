@@ -1,4 +1,4 @@
-"""The policy that sets its own intervals: what it learns from, what it says, and what it never does."""
+"""The policy that sets its own intervals: its inputs, its events, and what it never does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def save(events: EventLog, step: int, tier: str, *, stall_s: float, commit_s: fl
 
 
 def test_one_tier_gets_the_daly_interval_of_cost_and_prior(now: SimpleNamespace) -> None:
-    """A wrong factor anywhere between event and formula would save too often or too seldom for ever."""
+    """A wrong factor anywhere between event and formula would always save too often or too seldom."""
     events = EventLog()
     best = GoodputOptimal(events, tiers=("durable",), prior_mtbf_s=7200.0)
     for step in range(20):
@@ -41,7 +41,7 @@ def test_one_tier_gets_the_daly_interval_of_cost_and_prior(now: SimpleNamespace)
 
 
 def test_each_interval_change_reports_its_reason(now: SimpleNamespace) -> None:
-    """An interval that moves without a word is a bug report; a change within the hysteresis is no change."""
+    """An interval that changes without an event is a bug report; a change within the hysteresis is not a change."""
     del now
     events, heard = EventLog(), []
     events.observe(lambda event: heard.append(event) if event.kind == Kind.INTERVAL else None)
@@ -133,7 +133,7 @@ def test_intervals_start_short_after_clustered_failures(tmp_path: Path, now: Sim
     assert "; failures come in clusters: growth 0." in heard[-1].fields["reason"]
     now.s += 3600.0
     assert best.interval_s("durable") == pytest.approx(heard[-1].fields["seconds"], abs=1e-3), (
-        "an interval changes with a save, and says so"
+        "an interval changes with a save, and with an event"
     )
 
 

@@ -1,4 +1,4 @@
-"""`GoodputOptimal` in a real job: both tiers save by it, and the events say so."""
+"""`GoodputOptimal` in a real job: both tiers save by it, as the events show."""
 
 from __future__ import annotations
 

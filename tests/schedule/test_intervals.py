@@ -23,7 +23,7 @@ def test_young_is_the_square_root_of_twice_the_product():
 
 @given(cost=COSTS, mtbf=MTBFS)
 def test_daly_is_within_a_ten_thousandth_of_the_optimum(cost: float, mtbf: float):
-    """The estimate must be as good as its paper says: within a ten-thousandth of the least overhead."""
+    """The estimate must be as good as in its paper: within a ten-thousandth of the least overhead."""
     grid = daly_s(cost, mtbf) * np.geomspace(0.2, 5.0, 4001) if daly_s(cost, mtbf) > 0 else np.array([mtbf])
     least = overhead(grid, cost, mtbf).min()
     assert overhead(daly_s(cost, mtbf), cost, mtbf) <= least + 1e-4 or cost > mtbf / 2
@@ -60,18 +60,18 @@ def test_level_that_nothing_needs_never_saves_or_affects_others():
 
 
 def grown(uptimes: np.ndarray) -> tuple[float, float]:
-    """What `growth` makes of these uptimes, each as a share of their mean."""
+    """The result of `growth` for these uptimes, each relative to their mean."""
     chosen, factor = growth(moments(uptimes, uptimes.mean()).sum(axis=0))
     return float(chosen), float(factor)
 
 
 @pytest.mark.parametrize(("shape", "expected"), [(1.0, (1.0,)), (0.7, (0.8, 0.9)), (0.5, (0.7, 0.8)), (3.0, (1.0,))])
 def test_interval_growth_follows_the_clustering_of_failures(shape: float, expected: tuple[float, ...]):
-    """Growing where there are no clusters would cost goodput; a Weibull shape k asks for (k + 1) / 2 at most."""
+    """Growing without clusters would cost goodput; a Weibull shape k asks for (k + 1) / 2 at most."""
     uptimes = np.random.default_rng(2).weibull(shape, 4000)
     chosen, _ = grown(uptimes)
     assert chosen in expected
-    assert grown(uptimes[:3])[0] >= 0.9, "three uptimes say little"
+    assert grown(uptimes[:3])[0] >= 0.9, "three uptimes prove little"
 
 
 def test_interval_is_unchanged_without_clusters():

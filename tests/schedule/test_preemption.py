@@ -1,4 +1,4 @@
-"""What a last save is for, by the time that is left and the rates that were measured."""
+"""The tiers of a last save, by the remaining time and the measured rates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_grace_decides_the_tiers_and_reports_why() -> None:
 def test_fastest_tier_is_always_tried_and_skips_are_reported(
     tiers: list[str], needs_s: dict[str, float], left_s: float
 ) -> None:
-    """Breaks when a short grace saves nothing at all, or a tier is dropped without a word."""
+    """Breaks when a short grace saves nothing at all, or a tier is dropped without a message."""
     plan = plan_last_save(tiers, needs_s, left_s)
     assert plan.tiers[0] == tiers[0]
     assert {*plan.tiers, *plan.left_out} == set(tiers)

@@ -1,4 +1,4 @@
-"""What a save costs, from events: noise of steps is no cost, and what overlaps is not counted twice."""
+"""The cost of a save, from events: noise of steps is not a cost, and overlapping saves are not counted twice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptkit.schedule.save_costs import SaveCosts
 
 
 class Loop:
-    """A step loop whose events a `SaveCosts` hears."""
+    """A step loop whose events a `SaveCosts` receives."""
 
     def __init__(self, *tiers: str):
         self.costs = SaveCosts(tiers)
@@ -30,7 +30,7 @@ class Loop:
 
 
 def test_step_noise_is_not_a_cost() -> None:
-    """What only adds what is longer takes noise for a cost, more of it the longer a commit takes."""
+    """A sum of only the longer steps takes noise for a cost, and more of it with longer commits."""
     random, loop = np.random.default_rng(7), Loop("durable")
     for save in range(40):
         loop.steps(*random.normal(1.0, 0.2, 6).clip(0.5))
@@ -93,7 +93,7 @@ def test_without_step_spans_the_stall_is_the_cost() -> None:
 
 @pytest.mark.parametrize("kind", [Kind.SKIPPED, Kind.FAILED, Kind.DEGRADED])
 def test_steps_after_a_failed_save_are_quiet(kind: Kind) -> None:
-    """A failed save that stays on its way for ever would leave no step to compare with."""
+    """A failed save that stays in flight would leave no step to compare with."""
     loop = Loop("ram", "durable")
     loop.stage(1, "ram", "durable")
     loop.end(1, "ram")

@@ -190,7 +190,7 @@ def test_policies_simulated_together_equal_each_alone():
 
 
 def test_no_fixed_policy_beats_the_oracle():
-    """An oracle that was searched on a part of the failures must not stand behind what it is compared with."""
+    """An oracle that was searched on a part of the failures must not be worse than its comparison."""
     cluster = three_tiers()
     failures = sim.draw(runs=150, horizon_s=4 * DAY_S, mtbf_s=1200.0, shares=cluster.shares, seed=8)
     policies = [sim.levels(cluster, 1200.0), sim.daly(cluster, 1200.0), sim.continuous(cluster)]
@@ -306,7 +306,7 @@ def test_failure_log_gives_gaps_and_outages_of_one_system(tmp_path: Path):
 
 
 def test_spot_trace_has_one_failure_per_drop_below_the_need(tmp_path: Path):
-    """A fall that leaves enough machines is no failure, and one lasts until enough are back."""
+    """A fall that leaves enough machines is not a failure, and a failure lasts until enough are back."""
     path = tmp_path / "spot.json"
     counts = [4, 4, 3, 4, 4, 2, 2, 4, 4, 4, 0, 4, 4, 1, 1, 1]
     path.write_text(json.dumps({"metadata": {"gap_seconds": 60}, "data": counts}))
@@ -347,7 +347,7 @@ def test_trace_is_replayed_exactly():
 
 
 def test_cluster_without_a_surviving_tier_is_refused():
-    """Without a tier that survives every failure a run could never end; the error says which tier is missing."""
+    """Without a tier that survives every failure a run could never end; the error names the missing tier."""
     with pytest.raises(ValueError, match="must survive every failure"):
         sim.Cluster(hosts=1, tiers=(tier("ram", 0.1, 0.1, 0.1, "process"),))
     with pytest.raises(ValueError, match="must be in order"):

@@ -79,7 +79,7 @@ def proven(directory: Path) -> set[SaveId]:
 
 
 def die(arena: Arena) -> None:
-    """What is left of a process after SIGKILL: its lock is gone, its files are not."""
+    """The leftovers of a process after SIGKILL: its lock is released, its files remain."""
     assert arena._lock_fd is not None
     os.close(arena._lock_fd)
     arena._lock_fd = None

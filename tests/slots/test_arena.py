@@ -25,7 +25,7 @@ from ckptkit.store import LocalStore
 from tests.mounts import Mounts
 from tests.slots.arenas import PAGE, commit, die, fill, prove, proven, save_of, write
 
-# Who else holds it.
+# The other holder.
 
 CHILD = textwrap.dedent(
     """
@@ -67,7 +67,7 @@ def test_directory_locked_by_a_live_process_is_skipped(host: Path) -> None:
         assert proven(host / "0") == set()
         child.send_signal(signal.SIGKILL)
         child.wait()
-        after = Arena.open(host, 0, slots=2, synced=False)  # the kernel has given up the dead one's lock
+        after = Arena.open(host, 0, slots=2, synced=False)  # the kernel has released the dead one's lock
         assert after.directory == host / "0"
         after.close()
         mine.close()
@@ -156,7 +156,7 @@ def test_unusable_directory_is_reported(tmp_path: Path) -> None:
 
 
 def test_hundred_locked_directories_are_an_error(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it failed, a host full of zombies would be searched for ever."""
+    """If it failed, a host full of zombies would be searched without an end."""
 
     def held(fd: int, operation: int) -> None:
         raise BlockingIOError
@@ -251,7 +251,7 @@ def test_reserve_creates_free_slots_and_keeps_saves(host: Path) -> None:
 
 
 def test_lower_slot_count_frees_memory(host: Path) -> None:
-    """If it failed, a job restarted with fewer slots would keep the old ones in memory for ever."""
+    """If it failed, a job restarted with fewer slots would never free the old ones."""
     first = Arena.open(host, 0, slots=4, synced=False)
     for step in range(1, 5):
         write(first, step, 8 * PAGE)

@@ -53,7 +53,7 @@ def test_save_crashed_anywhere_keeps_the_newest_commit(host: Path, tmp_path: Pat
     """If it failed, a process that dies in mid-save would leave its host with no whole save at all."""
     outcomes: set[frozenset[int]] = set()
     size = 5 * PAGE if grows else 2 * PAGE
-    # Enumerated, not sampled: one run per operation and side of it, until a run meets no death.
+    # Enumerated, not sampled: one run per operation and side of it, until a run survives.
     for after in (False, True):
         for at in itertools.count(1):
             here = (tmp_path if synced else host) / f"{after}-{at}"

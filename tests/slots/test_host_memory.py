@@ -1,4 +1,4 @@
-"""What snapshots may take of the host's memory, and what is said where it is not enough."""
+"""The host memory that snapshots may take, and the error if it is not enough."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Groups:
         )
 
     def memory(self, line: str, bytes_max: int | None = None) -> HostMemory:
-        """What a process sees whose /proc/self/cgroup holds `line`."""
+        """The limits of a process whose /proc/self/cgroup holds `line`."""
         proc = self._root / "self-cgroup"
         proc.write_text(f"12:cpu,cpuacct:/elsewhere\n{line}\n")
         return HostMemory(bytes_max, proc=proc, groups=self._root)
@@ -54,7 +54,7 @@ def frees(memory: HostMemory, taken: int = 0) -> list[int]:
 
 
 def test_memory_limit_of_any_ancestor_group_applies(groups: Groups) -> None:
-    """A pod's limit stands above its container's: a snapshot beyond it is an OOM kill."""
+    """A pod's limit is above its container's: a snapshot beyond it is an OOM kill."""
     groups.add("pod", str(4 * GIB), used=3 * GIB)
     groups.add("pod/container", "max", used=GIB)
     groups.add("pod/container/leaf", str(2 * GIB), used=GIB // 2)

@@ -86,7 +86,7 @@ def big_tree(seed: int) -> dict[str, jax.Array]:
 
 
 def save(arena: Arena, tree: Any, save_id: SaveId = SAVE) -> Manifest:
-    """What the manager does with a state: describe, stage, digest, commit."""
+    """The manager's work on a state: describe, stage, digest, commit."""
     description = describe.describe_items({"state": tree})
     slot = arena.acquire(description.slot_bytes)
     assert slot is not None
@@ -105,7 +105,7 @@ def save(arena: Arena, tree: Any, save_id: SaveId = SAVE) -> Manifest:
 
 
 def restore(arena: Arena, manifest: Manifest, abstract: Any) -> Any:
-    """What the manager does to have it back: compare, plan, read and prove, place."""
+    """The manager's work to restore it: compare, plan, read and verify, place."""
     assert arena.directory is not None
     stored = manifest.arrays["state"]
     targets = targets_of("state", abstract, stored, step=manifest.save_id.step, where="here")

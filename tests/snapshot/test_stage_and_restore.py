@@ -136,7 +136,7 @@ def test_host_leaves_keep_their_type(arena: Arena) -> None:
 
 
 def test_other_byte_orders_keep_their_values(arena: Arena) -> None:
-    """If it failed, a big-endian array (from a file, say) would come back as other numbers, and prove whole."""
+    """If it failed, a big-endian array (from a file, for example) would come back as other numbers, and verify."""
     tree = {"w": np.arange(5, dtype=">f4")}
     try:
         manifest = save(arena, tree)
@@ -242,7 +242,7 @@ def test_large_states_are_copied_completely_by_several_threads(monkeypatch: pyte
         assert (memory[end : -(-end // 4096) * 4096] == 0xEE).all()  # the padding is nobody's
 
 
-# What is on disk against what is asked for.
+# The stored leaves against the requested ones.
 
 
 def test_every_difference_is_reported_at_once() -> None:

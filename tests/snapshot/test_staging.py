@@ -179,7 +179,7 @@ def test_strategy_follows_the_free_device_memory(monkeypatch: pytest.MonkeyPatch
 
 
 def test_unknown_strategy_is_refused(tmp_path: Path) -> None:
-    """A typing error would choose another strategy without a word."""
+    """A typing error would choose another strategy without a message."""
     with pytest.raises(
         ValueError, match=r"staging 'gated': give one of slot_copy, device_copy, gate, alias, block, auto"
     ):

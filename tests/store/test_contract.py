@@ -1,4 +1,4 @@
-"""One contract for every store and every wrapper: whole or absent, and errors that say what and where."""
+"""One contract for every store and every wrapper: whole or absent, and errors that name the object and the cause."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_put_syncs_the_file_and_every_new_directory(tmp_path: Path, monkeypatch:
 def test_errors_of_the_disk_have_the_right_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[StoreError]
 ) -> None:
-    """If it failed, a full disk would be retried for ever, or a stale handle never."""
+    """If it failed, a full disk would be retried without an end, or a stale handle never."""
 
     def fails(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
@@ -159,7 +159,7 @@ def test_errors_of_the_disk_have_the_right_type(
 
 
 def test_object_in_place_of_a_directory_is_a_separate_error(tmp_path: Path) -> None:
-    """If it failed, a put that cannot be would say that its key exists already."""
+    """If it failed, an impossible put would report that its key exists already."""
     store = LocalStore(tmp_path)
     store.put("a", b"1")
     with pytest.raises(StoreError, match=rf"^{tmp_path}/a/b: "):

@@ -94,7 +94,7 @@ def test_mounted_bucket_is_recognised(mounted_bucket: MountedBucket) -> None:
     assert not properties_of(f"file://{mounted_bucket.path}/run").atomic_rename
     assert not LocalStore(mounted_bucket.path).properties.atomic_rename
     mounted_bucket.close()
-    assert properties_of(str(mounted_bucket.path)).atomic_rename, "what was mounted is gone"
+    assert properties_of(str(mounted_bucket.path)).atomic_rename, "the mount was removed"
 
 
 def test_the_test_s_bucket_behaves_like_one(mounted_bucket: MountedBucket) -> None:

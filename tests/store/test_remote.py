@@ -42,7 +42,7 @@ def operations_of(store: Store) -> list[Callable[[], Any]]:
 
 
 def gcs_error(status: int) -> Exception:
-    """What gcsfs itself raises for a status."""
+    """gcsfs's own error for a status."""
     try:
         # Google's answers have the code in the body too; gcsfs before 2026.10 knows it from there alone.
         validate_response(status, b'{"error": {"code": %d, "message": "it says so"}}' % status, "b/key")
@@ -152,7 +152,7 @@ def test_absent_and_existing_are_not_translated() -> None:
 
 
 def test_retries_end_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it failed, a restart would hang for ever on a bucket that is gone, or give up at the first 503."""
+    """If it failed, a restart would hang on a lost bucket, or fail at the first 503."""
     fake = FakeTime(monkeypatch)
     down = TransientStoreError("gs://b: 503")
     store = RetryStore(cast(Any, Failing(down)), deadline_s=60.0)

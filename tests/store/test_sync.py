@@ -1,4 +1,4 @@
-"""What is synced while somebody else works beside it."""
+"""Syncing files while another process works in the directory."""
 
 import os
 from pathlib import Path

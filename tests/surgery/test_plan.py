@@ -1,4 +1,4 @@
-"""The plan of a surgery: every leaf has exactly one origin that a rule names, or all that is wrong is said."""
+"""The plan of a surgery: every leaf has exactly one origin that a rule names, or all differences are reported."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_invalid_rename_is_refused() -> None:
 
 @given(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(".".join), unique=True, max_size=12))
 def test_rename_and_its_reverse_are_the_identity(names: list[str]) -> None:
-    """What was renamed there could not be renamed back."""
+    """A leaf that was renamed there could not be renamed back."""
     there, back = Rename("a.**", "z.a.**"), Rename("z.a.**", "a.**")
     for name in names:
         moved = there.target_of(name)

@@ -1,4 +1,4 @@
-"""Saves a state of 192 MB and prints how many bytes of host memory that took at most, beside the state itself.
+"""Saves a state of 192 MB and prints how many bytes of host memory that took at most, without the state itself.
 
 python -m tests.system.saving_process durable|ssd DIR
 """

@@ -1,4 +1,4 @@
-"""What the kernel sees of a job: system calls, by strace. Needs `make setup-system`."""
+"""A job's system calls, recorded by strace. Needs `make setup-system`."""
 
 from __future__ import annotations
 

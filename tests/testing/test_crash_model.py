@@ -1,4 +1,5 @@
-"""The model of crashes: what a process leaves, what a power failure may take, and what a trace has to say."""
+"""The model of crashes: the files after a process dies, the losses of a power failure, and the needed entries of a
+trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The faulty store does what its plan says, and the same every time: a fault that does not happen tests nothing."""
+"""The faulty store follows its plan, and does the same every time: a fault that does not happen tests nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_errors_are_raised_before_or_after_the_work(effect: Any, error: type[Exc
 
 
 def test_fault_selects_keys_operations_and_a_skip_count() -> None:
-    """A plan could not say `the third record of an epoch`."""
+    """A plan could not select `the third record of an epoch`."""
     store, _ = faulty(StoreFault(effect="fail", operations=("get",), keys="a/*", skip=1, count=1))
     store.put("a/key", b"1")
     store.put("b", b"1")

@@ -57,7 +57,7 @@ def test_every_seed_plans_a_process_and_then_a_host() -> None:
     assert plan_losses(7) == plan_losses(7)
     plans = [plan_losses(seed) for seed in range(1, 6)]
     assert len(set(plans)) == 5
-    for losses in zip(*plans, strict=True):  # over the seeds that are run, each process meets each kind of loss
+    for losses in zip(*plans, strict=True):  # over the seeds that are run, each process has each kind of loss
         assert {loss.process for loss in losses} == set(range(demo.PROCESSES))
 
 

@@ -26,7 +26,7 @@ def child(code: str, *words: str) -> list[str]:
 
 
 class Spy:
-    """Collects what a launcher says, its children print, and its events."""
+    """Collects the output of a launcher and its children, and its events."""
 
     def __init__(self):
         self.lines: list[tuple[int, str]] = []
@@ -138,7 +138,7 @@ def test_kill_may_be_called_from_on_output() -> None:
 
 
 def test_spent_restart_budget_exits_1_at_once() -> None:
-    """Breaks when a loss is noticed only when the survivors end, or restarts go on for ever."""
+    """Breaks when a loss is noticed only when the survivors end, or restarts never end."""
     spy = Spy()
     code = "import sys, time; time.sleep(60) if sys.argv[1] == '0' else sys.exit(3)"
     start_s = time.monotonic()
@@ -257,7 +257,7 @@ def read_pids(process: subprocess.Popen[str], count: int) -> list[int]:
 
 
 def test_command_line_shows_a_refusal_once_and_exits_2(tmp_path: Path) -> None:
-    """Breaks when bad input is told once per process, or the exit code does not say that it is the input."""
+    """Breaks when bad input is told once per process, or the exit code does not show that the input is bad."""
     refuse = child("import sys; print('no corpus'); sys.exit(2)")
     process = start_cli("--processes", "2", "--events", str(tmp_path), "--", *refuse)
     out, err = process.communicate(timeout=30)

@@ -121,7 +121,7 @@ def test_incomplete_proof_is_refused(pair: tuple[Path, Path], tmp_path: Path) ->
 
 
 def test_line_that_is_not_a_step_is_refused_by_name(pair: tuple[Path, Path]) -> None:
-    """Breaks when a damaged record is skipped in silence."""
+    """Breaks when a damaged record is skipped without a message."""
     with (pair[1] / "records-0.jsonl").open("a") as lines:
         lines.write('{"step": 4, "ro')
     with pytest.raises(ValueError, match=r"records-0\.jsonl:7: not a step"):

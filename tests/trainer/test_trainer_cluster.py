@@ -1,4 +1,4 @@
-"""What JAX is told of the other processes."""
+"""The values that JAX gets about the other processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_timeout_flags_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Breaks when a lost host is noticed after JAX's own 100 s, whatever the flag says."""
+    """Breaks when a lost host is noticed after JAX's own 100 s, whatever the flag is."""
     told: dict[str, Any] = {}
     monkeypatch.setattr(jax.distributed, "initialize", told.update)
     flags = ["--coordinator", "127.0.0.1:1", "--processes", "2", "--process", "1"]
@@ -58,8 +58,8 @@ leave(ClusterConfig(processes=2, process=1, coordinator="127.0.0.1:1"), int(sys.
 
 @pytest.mark.parametrize("code", [0, ExitCode.PREEMPTED])
 def test_sigterm_during_exit_keeps_the_exit_code(code: int) -> None:
-    """Breaks when srun, which ends all tasks once one has ended with 75, makes a loss of a preempted job: the batch
-    script would start it again on machines that are taken away, and not queue it."""
+    """Breaks when srun, which ends all tasks once one has ended with 75, turns a preemption into a loss. The batch
+    script would start the job again on machines that are being preempted, and not queue it."""
     done = subprocess.run([sys.executable, "-c", LEAVES, str(int(code))], timeout=120, cwd=ROOT)
     assert done.returncode == code
 

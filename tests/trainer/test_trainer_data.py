@@ -69,7 +69,7 @@ def test_resume_is_exact(corpus, sharding):
 
 
 def test_tokens_match_their_records(corpus, sharding):
-    """The record ids of a proof would say nothing about what was trained on."""
+    """The record ids of a proof would not identify the training data."""
     batch = next(iter(open_batches(corpus, start_position(corpus, global_batch=BATCH, seed=3), sharding, steps=1)))
     text = bytes(range(1, 251)) * 4
     for (row, record), tokens in zip(batch.rows, np.asarray(batch.tokens), strict=True):

@@ -92,7 +92,8 @@ def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(root: Path, text: 
 
 
 def test_restart_makes_a_non_durable_last_step_durable(root: Path, text: str, tmp_path: Path, straight):
-    """A restart would find the last step in the ramdisk, do nothing and say 0; the ramdisk goes with the job."""
+    """A restart would find the last step in the ramdisk, do nothing and exit with 0; the ramdisk is deleted with the
+    job."""
     places = CheckpointConfig(directory=str(tmp_path / "durable"), ram=str(tmp_path / "ram"), save_every=4, ram_every=1)
     config = replace(run_config(root, text, "ended", steps=9), checkpoint=places)
     train(config, EventLog())

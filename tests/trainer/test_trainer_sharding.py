@@ -70,7 +70,7 @@ def test_undivided_dimension_is_refused(params):
         "blocks/*/attention/key_value: model=4 does not divide dimension 2 of float32[128,2,2,32]; "
         "choose a size that divides 2" in text
     )
-    assert text.count("key_value") == 1, "the same fault of every block is said once"
+    assert text.count("key_value") == 1, "the same fault of every block is reported once"
 
 
 def test_undivided_batch_is_refused(params):

@@ -1,4 +1,4 @@
-"""What a save is said to cost, against what it cost: files, requests, bytes, memory."""
+"""The forecast cost of a save, against the real one: files, requests, bytes, memory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_save_to_a_disk_costs_what_explain_predicts(tmp_path: Path, make: Any, j
     assert len(files) == said.files
     assert written_bytes == pytest.approx(said.written_bytes, rel=0.12, abs=4000)
     assert sum("/d/" in str(path) for path in files) == said.data_files
-    # The snapshot is no part of it, and is there since the first save.
+    # The snapshot is not a part of it, and exists since the first save.
     assert memory.extra_bytes <= said.peak_bytes
     assert said.requests == 0
 
@@ -87,7 +87,7 @@ def test_save_to_a_bucket_takes_the_predicted_requests(
 Shapes = list[tuple[tuple[int, ...], str]]
 
 AWKWARD: dict[str, Shapes] = {
-    "leaves that stand in the tree": [((100,), "float32")] * 2000,
+    "leaves that are in the tree": [((100,), "float32")] * 2000,
     "two to a piece": [((150, 100), "float32")] * 40,
     "more than a piece each": [((400, 100), "float32")] * 12,
     "mixed": [((2,), "int8"), ((70, 100), "float32"), ((9000,), "int8"), ((300, 100), "float32")] * 15,
@@ -99,7 +99,8 @@ AWKWARD: dict[str, Shapes] = {
 def test_pieces_of_uneven_shapes_are_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shapes: Shapes, compression: Codec | None
 ) -> None:
-    """What does not divide evenly: said in parts of a piece, files and memory were off by a factor of several."""
+    """Sizes that do not divide evenly: given in parts of a piece, files and memory were wrong by a factor of
+    several."""
     profile = DurableProfile(
         data_file_bytes=200_000, in_flight_bytes=400_000, copied_bytes=50_000, compression=compression
     )
@@ -124,7 +125,7 @@ def test_pieces_of_uneven_shapes_are_predicted(
 
 
 def test_items_written_by_orbax_are_refused(tmp_path: Path) -> None:
-    """A number would be given that nothing stands behind."""
+    """A number without a basis would be reported."""
     args = ocp.args.Composite(key=ocp.args.JaxRandomKeySave(jax.random.key(0)))  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match="item 'key' is JaxRandomKeySaveArgs, which Orbax's own handler writes"):
         ckptkit.explain(tmp_path, args)

@@ -52,7 +52,7 @@ def other(tmp_path: Path) -> Path:
 
 
 def save_more(root: str, steps: tuple[int, ...], **options: Any) -> list[int]:
-    """What a restart leaves after it has saved `steps`."""
+    """The root after a restart that has saved `steps`."""
     with manager_of(root, **options) as manager:
         manager.restore(None)
         for step in steps:
@@ -247,7 +247,7 @@ def test_claim_of_a_dead_process_is_taken_over(tmp_path: Path, server: BucketSer
 
 
 def test_steps_that_are_deleted_before_their_turn_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy beside a running job would call steps damaged that the job has pruned."""
+    """A copy while a job runs would call steps damaged that the job has pruned."""
     root, into = tmp_path / "run", tmp_path / "into"
     make_root(root, [1, 2, 3])
     plan = plan_copy(str(root), str(into))

@@ -75,7 +75,7 @@ def test_job_that_starts_during_a_clean_keeps_its_slots(tmp_path: Path, monkeypa
 
 
 def test_quarantine_is_cleaned_with_its_job(tmp_path: Path) -> None:
-    """A quarantine on a ramdisk would hold its memory for ever, after its job was cleaned away."""
+    """A quarantine on a ramdisk would never free its memory, after its job was cleaned."""
     ram, root = tmp_path / "ram", tmp_path / "run"
     make_root(root, (1,), ram=ram)
     (rank,) = ram.glob(f"*/{HOST}/0")

@@ -1,4 +1,4 @@
-"""`copy`: a step arrives whole and proven, or not at all; between disks and buckets, beside a running job."""
+"""`copy`: a step arrives complete and verified, or not at all; between disks and buckets, also while a job runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUCKET = "gs://runs/run"
 
 
 def stock_value(root: Path | str, step: int) -> int:
-    """What stock Orbax restores."""
+    """The result of stock Orbax's restore."""
     with ocp.CheckpointManager(root) as manager:
         assert manager.latest_step() == step
         return int(manager.restore(step, args=ocp.args.StandardRestore())["w"][0])  # pyright: ignore[reportCallIssue]
@@ -187,7 +187,7 @@ def test_copy_resumes_after_an_interruption_at_any_object(
 
 
 def test_lost_mark_response_does_not_fail_the_copy(tmp_path: Path, server: BucketServer) -> None:
-    """The client below repeats the put, and a copy that is whole would be said to stand in its own way."""
+    """The client below repeats the put, and a complete copy would be reported as an obstacle to itself."""
     root = tmp_path / "run"
     make_root(root, (1,))
     intent = "run/_ckptkit/intents/*"

@@ -52,7 +52,7 @@ def flip(root: Path, step: int) -> None:
     ),
 )
 def test_each_rule_keeps_the_documented_steps(pairs: list[tuple[int, int]], rule: Any) -> None:
-    """A rule would keep other steps than its name says."""
+    """A rule would keep other steps than those in its name."""
     newest_first = [(str(step), step, size) for step, size in sorted(pairs, reverse=True)]
     kept = pruning.kept_by(rule, newest_first)
     if isinstance(rule, EverySteps):
@@ -110,7 +110,7 @@ def test_newest_undamaged_step_is_never_deleted(tmp_path: Path) -> None:
     assert len(plan.problems) == 1
     prune(plan)
     assert restored(root)[0] == 2
-    assert plan_prune(str(root), [KeepNewest(1)], unread=True).proven == 3, "what its records say is taken for it"
+    assert plan_prune(str(root), [KeepNewest(1)], unread=True).proven == 3, "its records are trusted"
 
 
 def test_prune_that_leaves_a_damaged_step_reports_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +140,7 @@ def test_superseded_steps_are_deleted(tmp_path: Path) -> None:
 
 
 def test_leased_step_is_kept_and_a_dead_lease_expires(tmp_path: Path) -> None:
-    """An evaluator would lose the step under its hands, or a reader that died would keep one for ever."""
+    """An evaluator would lose the step under its hands, or a reader that died would keep one without an end."""
     root = tmp_path / "run"
     make_root(root, (1, 2, 3))
     store = open_store(root)
@@ -241,7 +241,7 @@ def test_crashed_deletion_leaves_no_step(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_prune_of_a_running_job_is_safe(tmp_path: Path) -> None:
-    """A job would fail when steps of its books are gone, or delete what was pinned."""
+    """A job would fail when steps of its books were deleted, or delete pinned steps."""
     root = tmp_path / "run"
     with manager_of(root, max_to_keep=3) as manager:
         for step in range(1, 4):
@@ -369,7 +369,7 @@ def test_link_does_not_take_the_place_of_a_step(tmp_path: Path) -> None:
 
 
 def test_directories_of_another_name_format_are_not_judged(tmp_path: Path) -> None:
-    """A base model beside the run would be deleted, and a copy of its best step push one of the run's out."""
+    """A base model next to the run would be deleted, and a copy of its best step push one of the run's out."""
     make_root(tmp_path, [100, 200, 300])
     ocp.PyTreeCheckpointer().save(tmp_path / "gemma_3", {"w": jnp.ones(3)})
     shutil.copytree(tmp_path / "200", tmp_path / "best_250")
@@ -407,7 +407,7 @@ def test_damaged_records_do_not_stop_commands_or_pruning(tmp_path: Path, capsys:
     for text in ('{"step": 1e999, "lease_s": 60}', '{"step": 1, "lease_s": NaN}', "[]", '{"steps": 7}'):
         (leases / "bad.json").write_text(text)
         plan = plan_prune(str(tmp_path), [KeepNewest(1)])
-        assert [each.act for each in plan.steps] == ["keep"] * 3, "a lease that cannot be read stands for every step"
+        assert [each.act for each in plan.steps] == ["keep"] * 3, "a lease that cannot be read counts for every step"
     (leases / "bad.json").write_text('{"step": 1, "lease_s": 1e999}')
     assert [each.act for each in plan_prune(str(tmp_path), [KeepNewest(1)]).steps] == ["keep", "delete", "keep"]
     capsys.readouterr()

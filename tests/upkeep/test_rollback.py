@@ -82,7 +82,7 @@ def test_one_of_two_concurrent_rollbacks_is_refused(tmp_path: Path) -> None:
 
 
 def test_notes_report_steps_at_risk_and_pins(tmp_path: Path) -> None:
-    """Nobody would hear that the step may be lost with a ramdisk, or that a number is blocked."""
+    """No message would tell that the step may be lost with a ramdisk, or that a number is blocked."""
     root, ram = tmp_path / "run", tmp_path / "ram"
     make_root(root, range(5), ram=ram, save_interval_steps=2)
     pin(str(root), 4)

@@ -35,7 +35,7 @@ def test_steps_are_sorted_by_number(tmp_path: Path) -> None:
 
 
 def test_every_byte_is_counted_once(tmp_path: Path) -> None:
-    """A quota would be said to be free, or full, that is not."""
+    """A quota would be reported as free, or full, that is not."""
     root, ram = tmp_path / "run", tmp_path / "ram"
     make_root(root, (1, 2, 3), ram=ram)
     rollback(plan_rollback(str(root), 2, host_id=HOST))
@@ -91,7 +91,7 @@ def test_unreferenced_files_are_reported(tmp_path: Path) -> None:
 
 
 def test_values_of_several_processes_are_not_dead(tmp_path: Path) -> None:
-    """What the processes of a job wrote is referred to from the merged database, and would be called dead."""
+    """Files of a job's processes are referred to from the merged database, and would be called dead."""
     base, profile = tmp_path / "run/1/default", DurableProfile()
     for process in range(2):
         part = process_directory(str(base), process)
@@ -123,7 +123,7 @@ def test_damaged_database_is_reported_and_missing_root_raises(tmp_path: Path) ->
 
 
 def test_usage_of_a_bucket_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is paid for would not be counted."""
+    """Billed bytes would not be counted."""
     with BucketServer(dir=tmp_path / "bucket", buckets=["upkeep"]) as server:
         for name, value in server.env().items():
             monkeypatch.setenv(name, value)

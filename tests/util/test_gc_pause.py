@@ -31,7 +31,7 @@ def test_the_collector_runs_again_when_the_last_pause_ends() -> None:
 
 
 def test_an_error_ends_the_pause() -> None:
-    """If it failed, one step that does not prove whole would switch the collector off for good."""
+    """If it failed, one step that does not verify would switch the collector off for good."""
     with pytest.raises(KeyError), collection_paused():
         raise KeyError
     assert gc.isenabled()

@@ -34,7 +34,7 @@ def test_type_checker_names_match_runtime_names(package: str) -> None:
 def test_missing_name_raises_attribute_error() -> None:
     """A typing error would be an internal error, and `hasattr` would not work."""
     with pytest.raises(AttributeError, match="module 'ckptkit' has no attribute 'nonsense'"):
-        getattr(importlib.import_module("ckptkit"), "nonsense")  # noqa: B009  a type checker would say so
+        getattr(importlib.import_module("ckptkit"), "nonsense")  # noqa: B009  a type checker would report it
 
 
 @pytest.mark.parametrize("module", ["ckptkit", "ckptkit.cli.inspect"])

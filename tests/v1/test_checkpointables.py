@@ -169,7 +169,7 @@ def test_item_may_change_between_arrays_and_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left", ["ram", "durable"])
 def test_text_is_held_by_each_tier(left: str, tmp_path: Path) -> None:
-    """Keras saves its configuration as text beside the weights: no save of it reached the ramdisk."""
+    """Keras saves its configuration as text next to the weights: no save of it reached the ramdisk."""
     value = {"state": {"w": jnp.arange(4.0)}, "meta": {"config": "a text", "epoch": 2}}
 
     def opened() -> Any:

@@ -1,4 +1,4 @@
-"""`verify` and `scrub --repair` beside a job that saves all the time: nothing of it is called damaged, or touched."""
+"""`verify` and `scrub --repair` while a job saves all the time: nothing of it is called damaged, or touched."""
 
 from __future__ import annotations
 

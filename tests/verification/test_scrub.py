@@ -212,7 +212,7 @@ def test_slot_with_a_lost_manifest_is_quarantined(job: Job) -> None:
     assert acts(found) == [(1, "slot", "quarantine", True)]
     assert found.treatments[0].reason == "its manifest is missing: its slot is free"
     assert_whole(job)
-    assert acts(scrubbed(job)) == [], "it is said once"
+    assert acts(scrubbed(job)) == [], "it is reported once"
 
 
 def test_step_being_deleted_by_its_job_is_left(job: Job) -> None:
@@ -334,7 +334,7 @@ def test_file_system_without_rename_exchange_is_left(job: Job, monkeypatch: pyte
 
 
 def test_running_job_repairs_its_own_slots(job: Job) -> None:
-    """A job that runs for weeks would meet at its restart what flipped in the first of them."""
+    """A job that runs for weeks would find at its restart the bits that flipped in the first of them."""
     with job.manager() as manager:
         whole = content(job.home)
         slots = {tier: slot_of(job, tier) for tier in ("ram", "ssd")}

@@ -113,7 +113,7 @@ def test_damaged_shape_takes_no_memory(layouts: Path, tmp_path: Path, layout: st
 
 
 def test_damaged_shard_shape_is_read_to_a_bound(layouts: Path, tmp_path: Path) -> None:
-    """A shard that claims any number of chunks would be read for ever."""
+    """A shard that claims any number of chunks would be read without an end."""
     item = tmp_path / "item"
     shutil.copytree(layouts / "zarr3-files-subchunked", item)
     described = json.loads((item / "w/zarr.json").read_text())

@@ -63,7 +63,7 @@ def test_durable_tier_is_verified_at_every_path_level(saved: Job) -> None:
 
 
 def test_damage_to_any_cell_of_a_slot_is_found(job: Job) -> None:
-    """A cell that is never read could be damaged for ever."""
+    """A cell that is never read could stay damaged."""
     path = job.manifest("ram", 1)
     manifest = read_manifest(path)
     slot = path.with_name(manifest.slot)
@@ -102,7 +102,7 @@ def damage_slot(job: Job, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["truncated", "gone", "link", "pipe", "manifest cut", "manifest flipped"])
 def test_every_kind_of_slot_damage_is_found(job: Job, how: str) -> None:
-    """A damaged file would hang, kill or be passed over."""
+    """A damaged file would hang, kill or be skipped."""
     damage_slot(job, how)
     found = ckptkit.verify(str(job.home / "ssd"))
     assert states(found) == {0: "proven", 1: "corrupt"}
@@ -156,7 +156,7 @@ def test_step_with_items_of_two_saves_is_corrupt(tmp_path: Path) -> None:
 
 
 def test_items_without_digests_are_unproven(job: Job) -> None:
-    """What somebody put beside our items would be called proven with them."""
+    """Foreign files next to our items would be called proven with them."""
     (job.root / "1/vocabulary").mkdir()
     (job.root / "1/vocabulary/words.txt").write_text("a b c")
     proof = ckptkit.verify(str(job.root)).steps[1]
@@ -230,7 +230,7 @@ def test_tier_with_a_part_of_the_shares_is_incomplete(job: Job) -> None:
 
 @pytest.mark.parametrize(("path", "step"), [("root", 3), ("zarr3", 0), ("files", 0)])
 def test_stock_orbax_is_unproven_in_every_layout(stock: Path, path: str, step: int) -> None:
-    """What nobody can prove would be called proven, or what is readable damaged."""
+    """Unprovable data would be called proven, or readable data damaged."""
     found = ckptkit.verify(str(stock / path))
     assert states(found) == {step: "unproven"}, found.steps[0].findings
     assert found.steps[0].checked[0] > 5
@@ -281,7 +281,7 @@ def test_step_pruned_during_verification_is_noted(job: Job) -> None:
 def test_verification_memory_is_bounded(saved: Job) -> None:
     """A hostile or huge cell would take all memory of a machine that trains."""
     (proof,) = ckptkit.verify(str(saved.root / "1"), memory_bytes_max=64).steps
-    assert (proof.state, proof.findings) == ("unproven", ()), "nobody has looked: that is no damage, and no proof"
+    assert (proof.state, proof.findings) == ("unproven", ()), "not inspected: neither damage nor proof"
     assert "chunks were not read" in str(proof.reason)
     assert "and 64 are allowed" in str(proof.reason)
     assert states(ckptkit.verify(str(saved.home / "ram"), memory_bytes_max=64)) == dict.fromkeys(STEPS, "proven")

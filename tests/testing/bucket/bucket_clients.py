@@ -13,7 +13,7 @@ from google.cloud import storage
 
 
 class Client(Protocol):
-    """What the contract needs. Names have no leading slash; None is "absent"."""
+    """The client that the contract needs. Names have no leading slash; None is "absent"."""
 
     by_generation: ClassVar[bool]
 
@@ -44,7 +44,7 @@ class TensorStoreClient:
 
     def replace(self, name: str, data: bytes, generation: object) -> bool:
         assert isinstance(generation, bytes)
-        # A condition that does not hold is no exception but an empty generation.
+        # A condition that does not hold gives an empty generation, not an exception.
         return self._store.write(name, data, if_equal=generation).result().generation != b""
 
     def generation(self, name: str) -> object:

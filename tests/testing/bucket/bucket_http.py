@@ -1,4 +1,4 @@
-"""Plain HTTP against a bucket: what a test sends is what stands in it."""
+"""Plain HTTP against a bucket: a test's own text is sent unchanged."""
 
 import http.client
 import json

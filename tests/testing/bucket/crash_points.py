@@ -1,4 +1,4 @@
-"""Kills a store after each of its file operations in turn, for every verb; says what it found as JSON.
+"""Kills a store after each of its file operations in turn, for every verb; prints its findings as JSON.
 
 A process of its own: it forks for each point, which a test process full of threads must not do. The kill is
 `os._exit` from an audit hook, before the operation takes place: no handler, no buffer flushed by Python.
@@ -84,7 +84,7 @@ def prepare(root: Path) -> None:
 
 
 def observe(root: Path) -> State:
-    """What a server that starts after the kill serves; asserts that nothing else is left on disk."""
+    """The objects that a server serves after the kill; asserts that nothing else is left on disk."""
     store = ObjectStore(root)
     Sessions(store).close()
     state: State = {record.name: (b"", "bucket") for record in store.buckets()}

@@ -49,7 +49,7 @@ def test_server_listens_on_the_given_address(tmp_path: Path) -> None:
 def test_second_server_on_a_directory_is_refused(tmp_path: Path) -> None:
     with BucketProcess(tmp_path), pytest.raises(BlockingIOError):
         BucketServer(dir=tmp_path).start()
-    with BucketServer(dir=tmp_path, buckets=[BUCKET]) as server:  # the killed one has let go of it
+    with BucketServer(dir=tmp_path, buckets=[BUCKET]) as server:  # the killed one has released it
         assert Http(server.url)("GET", f"/storage/v1/b/{BUCKET}").status == 200
 
 

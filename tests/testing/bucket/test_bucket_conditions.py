@@ -112,7 +112,7 @@ def test_a_precondition_that_fails_changes_nothing(http: Http, verb: Verb, query
 def test_generation_zero_means_absent(http: Http, verb: Verb) -> None:
     http.put("source")
     assert verb(http, "name", {"ifGenerationNotMatch": 0}).status == 304
-    assert verb(http, "name", {"ifGenerationNotMatch": 5}).status == 304, "there is no live object that could differ"
+    assert verb(http, "name", {"ifGenerationNotMatch": 5}).status == 304, "without a live object nothing can differ"
     assert verb(http, "name", {"ifGenerationMatch": 5}).status == 412
     assert verb(http, "name", {"ifMetagenerationMatch": 1}).status == 412
     assert verb(http, "name", {"ifGenerationMatch": 0}).status == 200

@@ -62,7 +62,7 @@ class Worker:
             while True:
                 self.step(connection)
         except (OSError, HTTPException):
-            return  # the server is gone
+            return  # the server has ended
         finally:
             connection.close()
 

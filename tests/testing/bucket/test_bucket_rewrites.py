@@ -76,7 +76,7 @@ def test_token_of_another_request_is_refused(
 
 
 def test_damaged_old_and_overtaken_tokens_are_refused(http: Http, source: dict[str, Any]) -> None:
-    """Any token was taken: the copy was said to be done after whatever call came second."""
+    """Any token was taken: the copy was reported as done after any second call."""
     query: dict[str, Any] = {"maxBytesRewrittenPerCall": MEBIBYTE}
     token = rewrite(http, **query).json()["rewriteToken"]
     for wrong in ("t", token[:-3], base64.b64encode(b"[]").decode(), "x" * 10_000):
@@ -120,7 +120,7 @@ def test_selected_fields_of_answers(http: Http) -> None:
 
 
 def test_versions_are_listed_and_not_offered(http: Http) -> None:
-    """A bucket said to keep versions would lose what the caller believes to be kept."""
+    """A bucket that claims to keep versions would lose objects that the caller expects."""
     http.put("a")
     assert len(http("GET", f"/storage/v1/b/{BUCKET}/o", query={"versions": "true"}).json()["items"]) == 1
     assert http("GET", f"/storage/v1/b/{BUCKET}/o", query={"versions": "yes"}).status == 400

@@ -17,7 +17,7 @@ _SEEDS = 1000
 
 @pytest.mark.parametrize("first", range(0, _SEEDS, 250))
 def test_protocol_holds_in_a_thousand_seeds(first: int) -> None:
-    """If it failed, a job could lose a committed save, hold a slot for ever, or never save again after a fault."""
+    """If it failed, a job could lose a committed save, never free a slot, or never save again after a fault."""
     found = next(failures(first, 250), None)
     assert found is None, str(shrunk(found)) if found is not None else ""
 
