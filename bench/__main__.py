@@ -1,12 +1,12 @@
 """`python -m bench stall|commit|restore|durable`: ckptkit, stock Orbax and the machine's limits, side by side.
 
-Others have options of their own: `corruption|crashpoints` (what faults leave, and what a restart makes of it), `faults`
-(a training that is killed again and again, beside stock Orbax), `proof` (what digests cost), `kill` (the same for the
-protocol alone, judged by an oracle), `gather` (what the processes of a large job tell each other before a restore),
-`broadcast` (replicas that read the durable tier for each other), `simulator` (predicted and measured goodput),
-`policy` (save intervals on recorded failures), `simulate` (how long a simulation takes), `convert` (conversions within
-a memory budget), `inspect` (100,000 leaves), `zoo` (every command over roots with strange things in them). `all` runs
-everything and renders `bench/REPORT.md`, `report` again.
+Others have options of their own: `corruption|crashpoints` (the result of restarts after faults), `faults` (a training
+that is killed again and again, compared with stock Orbax), `proof` (the cost of digests), `kill` (the same for the
+protocol alone, judged by an oracle), `gather` (the exchange of a large job's processes before a restore), `broadcast`
+(replicas that read the durable tier for each other), `simulator` (predicted and measured goodput), `policy` (save
+intervals on recorded failures), `simulate` (how long a simulation takes), `convert` (conversions within a memory
+budget), `inspect` (100,000 leaves), `zoo` (every command over roots with strange things in them). `all` runs everything
+and renders `bench/REPORT.md`, `report` again.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def measure_apart(benchmark: str, case: CaseName, options: list[str], ramdisk: s
         for directory in directories:
             shutil.rmtree(directory, ignore_errors=True)
     if done.returncode:
-        raise click.ClickException(f"measuring {case} ended with code {done.returncode}; what it said stands above")
+        raise click.ClickException(f"measuring {case} ended with code {done.returncode}; its output is above")
     return json.loads(done.stdout.splitlines()[-1])
 
 

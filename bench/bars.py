@@ -15,7 +15,7 @@ INSPECT_OCDBT_S = 8.0  # a step without our sidecars
 INSPECT_OF_ORBAX = 4.0  # times as fast as Orbax's own metadata call
 INSPECT_S = 2.0  # safetensors, and steps with our sidecars
 # Of `bench convert`: formats without compression, within 512 MiB.
-CONVERT_OF_COPY = 0.5  # of the rate of `cp` and fsync beside it
+CONVERT_OF_COPY = 0.5  # of the rate of `cp` and fsync next to it
 CONVERT_PEAK_BYTES = 900 << 20  # resident, with imports
 # Of `bench simulate`: 10,000 hosts x 90 days x 1,000 runs, the whole command.
 SIMULATE_S = 10.0

@@ -59,7 +59,7 @@ class Job:
         self._coordinator = make_coordinator()
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's word; also where all meet before and after what is timed."""
+        """Every process's value; also the barrier before and after the timed part."""
         from ckptkit.job.coordination import gather
 
         return gather(self._coordinator, "bench", value)
@@ -77,7 +77,7 @@ class Job:
                 try:
                     restored = bits_here(contender(name, str(root), part)[0]())
                     mine |= {leaf: _changed(expected[leaf], got) for leaf, got in restored.items()}
-                except Exception as error:  # noqa: BLE001  what a column says
+                except Exception as error:  # noqa: BLE001  the content of a column
                     mine |= {f"['{leaf}']": f"raises {type(error).__name__}" for leaf in part}
             said = self.gather(mine)
             found[name] = {leaf: next((each[leaf] for each in said if each[leaf] != "exact"), "exact") for leaf in mine}
@@ -135,7 +135,7 @@ def _changed(expected: list[str], found: list[str]) -> str:
 
 
 def contender(name: str, root: str, state: Any) -> tuple[Callable[[], Any], Callable[[], dict[str, Any]]]:
-    """How a contender restores the step at `root`, opened before it is timed; and what it says of how it did."""
+    """How a contender restores the step at `root`, opened before it is timed; and its report."""
     import orbax.checkpoint as ocp
 
     import ckptkit
@@ -207,7 +207,7 @@ def save(root: str, state: Any) -> None:
 
 
 def bytes_read() -> int:
-    """What TensorStore has read in this process, from files and buckets."""
+    """The bytes that TensorStore has read in this process, from files and buckets."""
     import tensorstore as ts
 
     found = 0

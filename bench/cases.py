@@ -20,7 +20,7 @@ class CaseName:
         """Reads `125m@8`; `125m` alone is on one device. Raises ValueError naming what there is."""
         state, _, devices = text.partition("@")
         if state not in STATES or (devices or "1") not in map(str, DEVICES):
-            raise ValueError(f"there is no state {text!r}; choose among {', '.join(map(str, ALL_CASES))}")
+            raise ValueError(f"unknown state {text!r}; choose among {', '.join(map(str, ALL_CASES))}")
         return cls(state, int(devices or 1))
 
     def __str__(self) -> str:

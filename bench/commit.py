@@ -25,7 +25,7 @@ def measure(run: Run) -> Measured:
 
 
 def measure_ramdisk(run: Run, state: Tree, recorder: Recorder, details: dict[str, Any]) -> None:
-    """Everybody's saves into the ramdisk, by turns."""
+    """All contenders' saves into the ramdisk, alternating."""
     gigabytes = run.case.state_bytes / 1e9
     recorder.add("peak_extra_bytes", "state", run.case.state_bytes)
     with run.saving() as contenders, run.memory_limit(state) as limit:

@@ -1,4 +1,4 @@
-"""Who is compared: ckptkit, stock Orbax in four ways, and torch.distributed.checkpoint where torch is installed."""
+"""The contenders: ckptkit, stock Orbax in four ways, and torch.distributed.checkpoint where torch is installed."""
 
 from __future__ import annotations
 

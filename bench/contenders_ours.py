@@ -73,7 +73,7 @@ class CkptKit:
 
     @property
     def arena_bytes(self) -> int:
-        """What the slots of the ramdisk take, reported apart from anonymous memory."""
+        """The memory of the ramdisk's slots, reported apart from anonymous memory."""
         return allocated_bytes(self._roots[0] / "ram")
 
     def stage_by(self, staging: str) -> None:

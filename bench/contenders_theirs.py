@@ -129,7 +129,7 @@ class TorchDcp:
             for start, shard in {_start(shard.index): shard for shard in leaf.addressable_shards}.items()
         }
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # JAX's views are read-only, and torch says so for each
+            warnings.simplefilter("ignore")  # JAX's views are read-only, and torch warns for each
             tensors = {key: self._torch.from_numpy(np.asarray(data)) for key, data in boxes.items()}
             self._future = self._dcp.async_save(tensors, checkpoint_id=str(self._root / str(step)), no_dist=True)
 

@@ -1,4 +1,5 @@
-"""`python -m bench convert`: conversions and a reshard within a memory budget, beside `cp` and the obvious way."""
+"""`python -m bench convert`: conversions and a reshard within a memory budget, compared with `cp` and the obvious
+way."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def main(
     wrap: str,
     json_path: Path | None,
 ) -> None:
-    """Times conversions under a memory budget, each beside `cp` and fsync of the same source in the same process."""
+    """Times conversions under a memory budget, each next to `cp` and fsync of the same source in the same process."""
     home = Path(tempfile.mkdtemp(prefix="ckptkit-bench-", dir=disk))
     result: dict[str, Any] = {
         "benchmark": "convert",
@@ -99,7 +100,7 @@ def _measured(command: list[str]) -> dict[str, float]:
     environ = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
     done = subprocess.run(command, cwd=_ROOT, env=environ, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise click.ClickException(f"measuring ended with code {done.returncode}; what it said stands above")
+        raise click.ClickException(f"measuring ended with code {done.returncode}; its output is above")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -108,7 +109,7 @@ def _say(what: str, samples: list[dict[str, float]]) -> None:
 
 
 def ratio(samples: list[dict[str, float]]) -> float:
-    """The rate of the work over that of the copy beside it: the median of the samples."""
+    """The rate of the work over that of the copy next to it: the median of the samples."""
     return median(sample["copy_s"] / sample["work_s"] for sample in samples)
 
 
@@ -120,7 +121,7 @@ def peak(samples: list[dict[str, float]]) -> float:
 def _show(result: dict[str, Any]) -> None:
     memory = size_text(result["memory_bytes"])
     table = Table(
-        title=f"{size_text(result['size_bytes'])} within {memory}: rate against cp + fsync beside it, medians"
+        title=f"{size_text(result['size_bytes'])} within {memory}: rate against cp + fsync next to it, medians"
     )
     for title in ("job", "cp s", "work s", "rate / cp", "bar", "peak RSS", "imports", "bar "):
         table.add_column(title, justify="left" if title == "job" else "right")

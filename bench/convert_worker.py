@@ -71,7 +71,7 @@ def remove(path: Path) -> None:
 
 
 def converting(source: Path, target: Path, to: str, memory_bytes: int) -> None:
-    """What `ckptkit convert` does."""
+    """The work of `ckptkit convert`."""
     from ckptkit.conversion import convert, plan_convert
     from ckptkit.formats import open_checkpoint
 
@@ -83,7 +83,7 @@ def converting(source: Path, target: Path, to: str, memory_bytes: int) -> None:
 def resharding(
     source: Path, target: Path, mesh: str, memory_bytes: int, spec: tuple[tuple[str, ...], ...] = ()
 ) -> None:
-    """What `ckptkit reshard` does, without rules or with one for all leaves."""
+    """The work of `ckptkit reshard`, without rules or with one for all leaves."""
     from ckptkit.conversion.resharding import Mesh, open_source, plan_reshard, reshard
     from ckptkit.conversion.resharding.choosing import SpecRule
 

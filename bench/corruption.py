@@ -1,6 +1,6 @@
 """`python -m bench corruption`: files are damaged by a seed, one at a time, and the newest step is asked for.
 
-A restore may give the right bits, or say that it cannot; it may never give wrong ones. Every fault is asked about
+A restore may return the right bits, or raise an error; it may never return wrong ones. Every fault is asked about
 twice of ckptkit: with the damaged tier alone, and with all tiers, where another copy exists.
 """
 
@@ -46,7 +46,7 @@ _IN_WORKER = "CKPTKIT_BENCH_WORKER"
 @click.option("--seed", type=int, default=0, show_default=True, help="Repeats kinds and places.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Counts and misses.")
 def main(full: bool, faults: int, seed: int, json_path: Path | None) -> None:
-    """Damages checkpoints of ckptkit and of stock Orbax, and counts what their restores say."""
+    """Damages checkpoints of ckptkit and of stock Orbax, and counts the results of their restores."""
     count = FULL if full else faults
     if _IN_WORKER not in os.environ:
         environ = {**os.environ, "JAX_PLATFORMS": "cpu", _IN_WORKER: "1"}
@@ -66,7 +66,7 @@ def main(full: bool, faults: int, seed: int, json_path: Path | None) -> None:
 
 
 def campaign(home: Path, count: int, seed: int) -> dict[str, Any]:
-    """`count` faults in ckptkit's files and as many in stock Orbax's; what each restore said, by place."""
+    """`count` faults in ckptkit's files and as many in stock Orbax's; the result of each restore, by place."""
     from bench.victims import NEWEST, Ours, Stock
 
     ours, stock = Ours(home / "ours"), Stock(home / "stock")
@@ -120,7 +120,7 @@ def plan(places: Sequence[Any], count: int, seed: int) -> list[tuple[Any, Damage
 
 def _fits(place: Any, kind: DamageKind) -> bool:
     what = place if isinstance(place, str) else place[1]
-    if what == "epochs":  # one file, written once: there is no older one
+    if what == "epochs":  # one file, written once: no older one exists
         return kind not in ("stale file", "swapped files")
     return kind != "garbage" or what != "data"
 
@@ -130,7 +130,7 @@ def _damage(files: Sequence[Path], older: Sequence[Path], kind: DamageKind, seed
 
 
 def _outcome(alone: Any, all_tiers: Any, found: bool, newest: int) -> str:
-    """`older`: the newest step is gone from this tier, and nothing in it says that there ever was one."""
+    """`older`: the newest step is missing in this tier, and nothing in it shows that it existed."""
     if not alone.right or not all_tiers.right:
         return "wrong"
     if found or alone.noticed:
@@ -160,9 +160,9 @@ def show(result: dict[str, Any], console: Console) -> None:
     table.add_row("all", *_cells(_sum(ours), columns), *_cells(_sum(stock), columns[:-1]))
     console.print(table)
     console.print(
-        "detected: verify, an error or a rejected candidate says so. harmless: the newest step, right, from the "
+        "detected: by verify, an error or a rejected candidate. harmless: the newest step, right, from the "
         "damaged tier alone.\n"
-        "older: the damaged tier alone gives the step before, and nothing says that there was a newer one.\n"
+        "older: the damaged tier alone gives the step before, and nothing shows the newer one.\n"
         "wrong: other bits than were saved, silently. recovered: the newest step, right, with all tiers."
     )
     for miss in result["misses"]:

@@ -35,7 +35,7 @@ State = dict[str, bytes]
 
 @final
 class History:
-    """Every state of the bucket, each with the request that made it, and what the run said, with the states so far."""
+    """Every state of the bucket, each with the request that made it, and the run's notes, with the states so far."""
 
     def __init__(self) -> None:
         self.states: list[tuple[str, State]] = []
@@ -44,7 +44,7 @@ class History:
         self._lock = threading.Lock()
 
     def say(self, text: str) -> None:
-        """What the run says."""
+        """The notes of the run."""
         with self._lock:
             self.notes.append((len(self.states), text))
 
@@ -88,7 +88,7 @@ def bucket(home: Path) -> Iterator[BucketServer]:
 
 
 def record_bucket(home: Path) -> History:
-    """The scenes of `crash_job`, each state that the bucket went through; the fast tiers stand in `home`."""
+    """The scenes of `crash_job`, each state that the bucket went through; the fast tiers are in `home`."""
     from bench.crash_job import Job
 
     history = History()
@@ -129,7 +129,7 @@ class BucketJudge:
         self._least: Save | None = None  # what the bucket alone gave when its damage was done
 
     def check(self, number: int, *, repairs: bool) -> tuple[list[str], int]:
-        """What is wrong after the request `number`, and how many restarts were asked."""
+        """The errors after the request `number`, and the number of tested restarts."""
         promises = promised(text for count, text in self._history.notes if count <= number + 1)
         state = self._history.states[number][1]
         wrong, asked = self._repair(number, state, promises) if repairs else self._run(number, state, promises)
@@ -167,7 +167,7 @@ class BucketJudge:
 
 
 def _forget_listings() -> None:
-    """What this process remembers of the bucket: the process that restarts remembers nothing."""
+    """This process's cached state of the bucket: the restarting process has none."""
     for each in gcsfs.GCSFileSystem._cache.values():  # every instance, Orbax's too
         each.invalidate_cache()
 

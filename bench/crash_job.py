@@ -2,7 +2,7 @@
 
     python -m bench.crash_job HOME direct|mapping
 
-Everything of it stands below HOME, and what it has been promised is said in notes: the oracle folds nothing else.
+All its files are below HOME. Its promises are in notes, and the oracle uses nothing else.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def make_state(step: int, branch: int) -> dict[str, Any]:
 
 
 def save_args(step: int, branch: int) -> Any:
-    """A state and the words that say which it is."""
+    """A state and the words that identify it."""
     return ocp.args.Composite(
         state=ocp.args.StandardSave(make_state(step, branch)),  # pyright: ignore[reportCallIssue]
         data=ocp.args.JsonSave({"step": step, "branch": branch}),  # pyright: ignore[reportCallIssue]
@@ -118,7 +118,7 @@ class Job:
             self._save(manager, range(9, 12))
 
     def _leave_behind(self) -> None:
-        """What a save leaves that was cut off: the next run removes it when it first saves."""
+        """The leftovers of an interrupted save: the next run removes them when it first saves."""
         attempt = make_attempt(self._root, "3", SaveId(1, 3, 0), 0o777)
         attempt.begin()
         for name in ("state/d/half", "state/_METADATA"):
@@ -176,7 +176,7 @@ def _say_what_was_staged(event: ckptkit.Event, home: Path, notes: Notes) -> None
 
 
 def _say_what_is_mapped(notes: Notes, chosen: Any) -> None:
-    """Stores through mappings are no system calls: where slots are handed out and written, that is said."""
+    """Stores through mappings are not system calls: notes announce slots that are handed out and written."""
     acquire, write = arena.Arena.acquire, disk_file.DiskFile.write
 
     def acquired(self: Any, *args: Any, **kwargs: Any) -> Any:

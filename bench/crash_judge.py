@@ -26,7 +26,7 @@ class Judge:
         self.restarts = 0
 
     def check(self, state: CrashState, views: Sequence[str]) -> list[str]:
-        """What is wrong with a restart after this crash, by view: all tiers, or one alone."""
+        """The errors of a restart after this crash, by view: all tiers, or one alone."""
         promises = promised(text for number, text in self._notes if number < state.count)
         disk = state.disk(self._trace)
         wrong: list[str] = []
@@ -61,7 +61,7 @@ class Judge:
         return wrong
 
     def _after_damage(self, view: str, below: Sequence[str]) -> Save | None:
-        """What a tier alone gave when its damage was done: a repair may only make it better."""
+        """The result of a tier alone after its damage: a repair may only improve it."""
         if view not in self._least:
             begins = next(number for number, text in self._notes if json.loads(text).get("scene") == "repair")
             self._least[view] = self._restart(self._trace.disk(begins), below).save
@@ -78,12 +78,12 @@ class Judge:
 
 
 def still_kept(kept: Sequence[Save], newest: Save | None) -> list[Save]:
-    """Without what a newer commit, which was not said yet, has replaced."""
+    """Without the saves that a newer, not yet announced commit has replaced."""
     return [save for save in kept if newest is None or save in sorted({*kept, newest})[-KEPT:]]
 
 
 def compare(found: Found, floor: Save | None, promises: Promises, *, strict: bool) -> list[str]:
-    """What is wrong with what a restart got; `strict` where nothing was damaged and nothing may be rejected."""
+    """The errors of a restart's result; `strict` if nothing was damaged and nothing may be rejected."""
     if not found.right:
         return [f"{found.save} was restored with other bits, or not at all: {found.error}"]
     wrong = []

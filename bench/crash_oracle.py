@@ -1,6 +1,6 @@
-"""What a run was promised at each point of its trace, from its own notes; and whether a restart keeps to it.
+"""The promises to a run at each point of its trace, from its own notes; and whether a restart keeps them.
 
-Nothing of ckptkit's bookkeeping is asked: a save is `(branch, step)`, and `committed` was said of it or was not.
+It uses nothing of ckptkit's bookkeeping: a save is `(branch, step)`, and was reported as `committed` or not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Save = tuple[int, int]  # branch, step
 
 @dataclass(slots=True)
 class Promises:
-    """What had been promised when a crash came. `kept`: by tier, the saves that it must still have, ascending."""
+    """The promises at the time of a crash. `kept`: by tier, the saves that it must still have, ascending."""
 
     scene: str = "start"
     kept: dict[str, list[Save]] = field(default_factory=lambda: {tier: [] for tier in TIERS})
@@ -34,7 +34,7 @@ class Promises:
     damaged: bool = False
 
     def hear(self, note: dict[str, Any]) -> None:
-        """One thing that the run said."""
+        """One note of the run."""
         self.scene = note.get("scene", self.scene)
         if "committed" in note:
             tier, branch, step = note["committed"]
@@ -77,7 +77,7 @@ def promised(said: Iterable[str]) -> Promises:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a restart got: a save and whether its bits are right, or an error; `rejected`: what it passed over."""
+    """The result of a restart: a save and whether its bits are right, or an error; `rejected`: the skipped saves."""
 
     save: Save | None
     right: bool
@@ -87,7 +87,7 @@ class Found:
 
 
 def restart(home: Path, step: int | None = None, *, go_on: bool = False, durable: str | None = None) -> Found:
-    """Makes a manager over what stands in `home` and restores `step`, or the newest; with `go_on`, saves once more."""
+    """Makes a manager over the files in `home` and restores `step`, or the newest; with `go_on`, saves once more."""
     events: list[ckptkit.Event] = []
     log = ckptkit.EventLog()
     log.observe(events.append)
@@ -128,7 +128,7 @@ def newest_in(home: Path, tier: str) -> Save | None:
 
 
 def repair(home: Path, durable: str | None = None) -> str:
-    """Scrubs what stands in `home`, as the next run of a repair does; what is left to say, or nothing."""
+    """Scrubs the files in `home`, as the next run of a repair does; the remaining damage, or nothing."""
     try:
         done = ckptkit.scrub(
             durable or str(home / "durable"), [str(home / t) for t in TIERS[:2]], repair=True, host_id=HOST

@@ -2,7 +2,7 @@
 
 One run of saves, flushes, prunes, a rollback, a deletion and a repair is recorded as the kernel saw it. For each
 operation the tree that a crash would leave is made again, and a new manager restores from it: from all tiers, and
-from each alone. Judged by what the run had been promised (`crash_oracle`), not by what ckptkit says.
+from each alone. Judged by the promises to the run (`crash_oracle`), not by ckptkit's own reports.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ def _few(labels: Mapping[int, str], chance: random.Random) -> list[int]:
 def states(
     trace: Trace, number: int, label: str, chance: random.Random
 ) -> Iterator[tuple[CrashState, tuple[str, ...]]]:
-    """What a crash at a point may leave, and which tiers are asked. A ramdisk does not outlive its host's power, and
-    what Orbax writes is not synced, so a power failure is the disk tier's alone."""
+    """The possible leftovers of a crash at a point, and the tiers to test. A ramdisk does not outlive its host's power,
+    and Orbax's files are not synced, so a power failure is tested for the disk tier alone."""
     for state in process_crashes(trace, number):
         yield state, ("all", *TIERS)
     if label.startswith("ssd"):

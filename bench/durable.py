@@ -85,7 +85,8 @@ def _bucket(run: Run) -> Iterator[FakeBucket]:
 
 
 def _measure_place(run: Run, state: Tree, recorder: Recorder, place: str, root: str, bucket: FakeBucket | None) -> None:
-    """Everybody's saves and restores by turns. A save is settled, and its step deleted, before the next is timed."""
+    """All contenders' saves and restores, alternating. A save is settled, and its step deleted, before the next is
+    timed."""
     environ = bucket.env() if bucket is not None else {}
     with ExitStack() as stack:
         contenders = make_durable_contenders(run.contenders, root, run.ramdisk / place, environ)

@@ -99,7 +99,7 @@ def _run(entry: Entry, directory: Path, limit_s: float, more: Sequence[str]) -> 
             return f"stopped after {limit_s / 60:.1f} minutes: the budget is spent"
     if not path.exists() or path.stat().st_mtime_ns == before:
         return f"failed with code {code}"
-    return "done" if code == 0 else f"done, and it says that a bar is not met (code {code})"
+    return "done" if code == 0 else f"done, with a bar that is not met (code {code})"
 
 
 @click.command(context_settings={"max_content_width": 120})

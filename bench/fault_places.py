@@ -1,4 +1,4 @@
-"""Who takes part in `python -m bench faults`, where each keeps its checkpoints, and how the newest is damaged."""
+"""The contenders of `python -m bench faults`, the places of their checkpoints, and how the newest is damaged."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Places:
             shutil.rmtree(directory)
 
     def flip(self, seed: int) -> str | None:
-        """Turns a bit of array data in the newest committed step of the fastest tier that has it; says where.
+        """Flips a bit of array data in the newest committed step of the fastest tier that has it; returns the place.
 
         None where there is not another copy of some step besides: nobody could go on from there.
         """

@@ -1,4 +1,4 @@
-"""What a run under faults came to, from what its processes noted, and the table of all runs."""
+"""The outcome of a run under faults, from its processes' records, and the table of all runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIGURES: Mapping[str, str] = {
     "ml_goodput": "Google's ml-goodput-measurement",
     "effective_training_time": "ETTR (Kokolis et al., 2025)",
     "new_steps": "kept steps x this run's own median step / elapsed (Gemini, 2023)",
-    "elapsed_s": "from launch to end, or until the run was given up",
+    "elapsed_s": "from launch to end, or until the run was stopped",
     "lost_work_s": "steps that had to be taken again x undisturbed step time",
     "lost_steps": "the same in steps",
     "saves": "saves that were taken",
@@ -71,8 +71,8 @@ class Reference:
 
 
 def judge(places: Places, outcome: Outcome, reference: Reference, steps: int) -> dict[str, Any]:
-    """Every figure of one run, as plain values. `wrong`: a kept step's loss, or the final state, has other bits than
-    in the undisturbed run, and nobody said so.
+    """Every figure of one run, as plain values. `wrong`: a kept step's loss, or the final state, has other bits than in
+    the undisturbed run, without an error.
     """
     logs = load_run(places.events)
     if not any(event.process >= 0 for log in logs for event in log):
@@ -113,7 +113,7 @@ def judge(places: Places, outcome: Outcome, reference: Reference, steps: int) ->
 
 
 def _never_came_up(logs: Sequence[Sequence[Event]], outcome: Outcome) -> dict[str, Any]:
-    """Every life ended before its process said a word: no goodput, and nothing that could be wrong."""
+    """Every life ended before its process wrote a record: no goodput, and nothing that could be wrong."""
     moments_s = [event.at_s for log in logs for event in log]
     goodputs = dict.fromkeys(("goodput", "ml_goodput", "effective_training_time", "new_steps"), 0.0)
     counts = dict.fromkeys(("kept_steps", "lost_steps", "lost_work_s", "saves", "wrong_steps", "rejected"), 0)

@@ -22,7 +22,7 @@ _RETRY_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What all runs share: the same program, data and seed, so the same bits."""
+    """Shared by all runs: the same program, data and seed, so the same bits."""
 
     state: str  # the trainer's preset
     seed: int
@@ -62,7 +62,7 @@ def run(
 ) -> Outcome:
     """Trains to `steps` steps while `faults` happen, with the checkpoints of `contender` (None: without).
 
-    The run is given up after `limit_s`, or when it dies at every start.
+    The run is stopped after `limit_s`, or when it dies at every start.
     """
     for directory in (places.ram, places.disk / "ssd", places.events):
         directory.mkdir(parents=True)

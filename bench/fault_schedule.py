@@ -1,5 +1,5 @@
-"""What befalls every contender alike: when processes die, what goes with them, and what a free checkpoint would make
-of it. Pure."""
+"""The faults of every contender: when processes die, what is lost with them, and the result of a free checkpoint.
+Pure."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def plan_faults(
 
 
 def ceiling_s(faults: Sequence[Fault], *, steps: int, start_s: float, step_s: float) -> float:
-    """How long `steps` steps take under these faults when saves and restores cost nothing and every finished step is
-    kept: only starting again (`start_s`, from a launch to its first step) and the step that a fault cuts are lost.
+    """The time of `steps` steps under these faults if saves and restores cost nothing and every finished step is kept.
+    Only starting again (`start_s`, from a launch to its first step) and the interrupted step are lost.
     """
     now_s, done = start_s, 0
     for fault in faults:

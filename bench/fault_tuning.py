@@ -30,7 +30,7 @@ def of_seconds(ram_s: float, ssd_s: float, durable_s: float, step_s: float) -> E
 
 
 def learned(contender: str, events: Sequence[Event], mtbf_s: float, step_s: float) -> Every:
-    """What `GoodputOptimal` makes of the events of a run in which nothing happened."""
+    """The result of `GoodputOptimal` for the events of a run without faults."""
     tiers = ("ram", "ssd", "durable") if contender == OURS else ("durable",)
     log = EventLog()
     bounds = IntervalBounds(min_s=max(1e-3, step_s), max_s=2 * mtbf_s)

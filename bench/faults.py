@@ -1,4 +1,4 @@
-"""`python -m bench faults`: one training, the same faults, and ckptkit beside stock Orbax.
+"""`python -m bench faults`: one training, the same faults, with ckptkit and with stock Orbax.
 
 Processes are killed at moments that are the same for every contender; ramdisks are wiped, bits of the newest checkpoint
 flipped. All is measured: the trainer really runs, dies, and comes back.
@@ -55,10 +55,10 @@ class Campaign:
     sweeps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def measure(self, contenders: tuple[str, ...], repeats: int) -> dict[str, Any]:
-        """Reference, calibration, then the contenders by turns under the same schedules."""
+        """Reference, calibration, then the contenders alternating under the same schedules."""
         preset = PRESETS[self.job.state]
         build_corpus("stdlib", str(self.job.shared / "corpus"), preset.model.size.seq_len + 1)
-        probe = self._undisturbed(_PROBE_STEPS)  # compiles for all later runs, and says how long a step is
+        probe = self._undisturbed(_PROBE_STEPS)  # compiles for all later runs, and measures a step
         reference = self._undisturbed(
             self._budget(self.seconds, replace(probe, start_s=probe.start_s - probe.compile_s))
         )
@@ -191,7 +191,9 @@ def _line(found: dict[str, Any]) -> str:
 )
 @click.option("--state", type=click.Choice(list(PRESETS)), default="125m-cpu", show_default=True, help="The model.")
 @click.option("--seconds", type=click.FloatRange(1), default=240.0, show_default=True, help="About how long a run is.")
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Schedules, by turns for all.")
+@click.option(
+    "--repeats", type=click.IntRange(1), default=3, show_default=True, help="Schedules, each for all contenders."
+)
 @click.option("--mtbf", "mtbf_s", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds per fault.")
 @click.option("--sweep-seconds", type=float, help="Length of a calibration run; 0: none.  [default: half of --seconds]")
 @click.option(
@@ -225,7 +227,7 @@ def main(
     ramdisk: Path,
     disk: Path,
 ) -> None:
-    """Trains under faults with ckptkit and with stock Orbax, and says what each made of the time."""
+    """Trains under faults with ckptkit and with stock Orbax, and reports the use of the time."""
     if full and asked:
         raise click.UsageError("--full is every contender; leave --contender out")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as after Ctrl-C

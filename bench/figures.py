@@ -47,9 +47,9 @@ def available() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one state on one number of devices gave: samples in order, and what else is worth knowing.
+    """The results of one state on one number of devices: samples in order, and notes.
 
-    `samples` holds contenders by name; limits of other kinds stand beside `limit` (`limit_1_thread`).
+    `samples` holds contenders by name; limits of other kinds are next to `limit` (`limit_1_thread`).
     """
 
     samples: Samples

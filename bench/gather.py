@@ -1,8 +1,8 @@
-"""`python -m bench gather`: what it costs process 0 of a large job to collect what all processes hold, and to rank it;
-and how large the manifests of a job of many devices are, and how long one takes to read.
+"""`python -m bench gather`: the cost for process 0 of a large job to collect and rank the inventories of all processes.
+Also the size of the manifests of a job of many devices, and the time to read one.
 
-The coordination service is JAX's own, on loopback; the other processes' words are put there beforehand, so what is
-measured is process 0's part: it reads them one by one, ranks, and gives its verdict. All of a real job's processes
+The coordination service is JAX's own, on loopback. The other processes' values are put there beforehand, so only
+process 0's part is measured: it reads them one by one, ranks, and gives its verdict. All of a real job's processes
 would write at the same time.
 
 Manifests are made on paper: records of leaves over a mesh of devices that do not exist. The device order of the mesh is
@@ -154,7 +154,7 @@ def measure_manifest(devices: int, *, leaves: int = 4000, ordered: bool = False)
 
 
 def _sharding_texts(devices: int, *, ordered: bool) -> list[str]:
-    """What Orbax writes of nine specs over one mesh."""
+    """Orbax's text of nine specs over one mesh."""
     ids = list(range(devices))
     if not ordered:
         random.Random(7).shuffle(ids)

@@ -1,4 +1,4 @@
-"""`python -m bench inspect`: what it takes to look at 100,000 leaves, as a user does, beside Orbax's own call."""
+"""`python -m bench inspect`: the cost of inspecting 100,000 leaves, as a user does, compared with Orbax's own call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PARTS = ("attention.query.kernel", "attention.out.kernel", "mlp.up.kernel", "ml
 _GROUPS = ("params", "opt_state.mu", "opt_state.nu")
 _SHAPES = ((4, 2), (8,), (2, 2, 2), (8, 1))
 OURS, ORBAX = "ckptkit", "orbax"
-# What stands there, and whether Orbax has a call for it.
+# The kind of checkpoint, and whether Orbax has a call for it.
 CASES = {"safetensors": False, "sidecar": False, "ocdbt": True, "ocdbt-by-orbax": True}
 
 
@@ -110,7 +110,7 @@ def _write_safetensors(path: Path, names: list[str]) -> None:
 
 
 def _without_sidecars(item: Path) -> None:
-    """What is left is what stock Orbax would have written: its own files, and nothing of ours."""
+    """The rest is what stock Orbax would have written: its own files, without ours."""
     shutil.rmtree(item / layout.SIDECAR_DIR)
     for path in (item / "array_metadatas").iterdir():
         path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != layout.SIDECAR_SIGN}))

@@ -1,4 +1,4 @@
-"""What stock Orbax does for `bench inspect`: writes a checkpoint of many leaves, or says what its leaves are."""
+"""Stock Orbax's part of `bench inspect`: writes a checkpoint of many leaves, or lists its leaves."""
 
 from __future__ import annotations
 

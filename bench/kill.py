@@ -43,7 +43,7 @@ PHASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """What is done to one life of the job."""
+    """The fault in one life of the job."""
 
     moment: Moment
     line: str | None  # of a victim's output, at which it is killed; None: after `after_s`
@@ -82,7 +82,7 @@ def plan(kills: int, processes: int, seed: int) -> list[Kill]:
 
 @dataclass(slots=True)
 class Campaign:
-    """One job, killed as planned; what the oracle said after each kill is in `expected`."""
+    """One job, killed as planned; the oracle's verdict after each kill is in `expected`."""
 
     hosts: Hosts
     kills: Sequence[Kill]
@@ -177,13 +177,13 @@ class Campaign:
 
 
 def covered(hosts: Hosts) -> Save | None:
-    """What the oracle says of the files as they are now."""
+    """The oracle's verdict on the current files."""
     ram, ssd = [host.ram for host in hosts.hosts], [host.directory / "ssd" for host in hosts.hosts]
     return newest_covered(ram, ssd, hosts.home / "durable")
 
 
 def worker_command(words: Sequence[str]) -> list[str]:
-    """What each process runs."""
+    """The command of each process."""
     command = [sys.executable, "-m", "bench.kill_worker", "--process", "{process}", "--processes", "{processes}"]
     return [*command, "--coordinator", "{coordinator}", *words]
 
@@ -209,7 +209,7 @@ def run_reference(hosts: Hosts, steps: int) -> None:
 @click.option("--kills", type=click.IntRange(1), default=SHORT, show_default=True, help="How often.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Repeats moments, victims and wipes.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Every kill, as JSON.")
-@click.option("--keep", is_flag=True, help="Leave the logs, and say where.")
+@click.option("--keep", is_flag=True, help="Keep the logs, and print their place.")
 def main(processes: int, kills: int, seed: int, json_path: Path | None, keep: bool) -> None:
     """Kills processes of a saving job at random moments, and judges every resume."""
     if processes % 2:

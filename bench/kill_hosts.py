@@ -1,5 +1,5 @@
-"""Hosts on one machine: each with its own network, mounts, name and ramdisk, so that nothing is shared but TCP and
-the durable root. Where the machine does not allow that, they are directories, and it is said."""
+"""Hosts on one machine: each with its own network, mounts, name and ramdisk, that share only TCP and the durable root.
+If the machine does not allow that, they are directories, and this is reported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Host:
 
     @property
     def directory(self) -> Path:
-        """What outlives a wiped ramdisk: SSD tier, event logs, proofs."""
+        """The files that outlive a wiped ramdisk: SSD tier, event logs, proofs."""
         return self.home / f"host-{self.number}"
 
     @property
@@ -61,7 +61,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosts:
-    """All hosts of a job. `why_shared` says why they share a network and mounts; None where they do not."""
+    """All hosts of a job. `why_shared` is the reason for sharing a network and mounts; None if they do not."""
 
     home: Path
     hosts: tuple[Host, ...]
@@ -87,8 +87,8 @@ class Hosts:
 
 @contextmanager
 def running_hosts(home: Path, count: int) -> Iterator[Hosts]:
-    """`count` hosts for the time of the block. What they hold of the kernel ends with their processes, however the
-    bench ends."""
+    """`count` hosts for the time of the block. Their kernel resources end with their processes, however the bench
+    ends."""
     for number in range(count):
         (home / f"host-{number}").mkdir()
     (home / "durable").mkdir()

@@ -1,4 +1,4 @@
-"""What the files that survived a kill still give: read by `docs/FORMAT.md`, with nothing of the library's."""
+"""The saves in the files that survived a kill: read by `docs/FORMAT.md`, without the library."""
 
 from __future__ import annotations
 

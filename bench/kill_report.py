@@ -21,7 +21,7 @@ LOST_BAR = RAM_EVERY + 1
 
 
 def judge(home: Path, kills: Sequence[Any], expected: Sequence[Save | None]) -> dict[str, Any]:
-    """What became of each kill: `expected[k]` is the newest save that the files covered after kill k.
+    """The outcome of each kill: `expected[k]` is the newest save that the files covered after kill k.
 
     A kill is recovered when the next life that restored anything gave exactly that save, on all processes, and
     every step of that life has the digests of the undisturbed run.
@@ -110,7 +110,7 @@ def _steps_done(home: Path) -> dict[int, int]:
 
 
 def _committed(lives: dict[int, list[Event]], came_back: int) -> int:
-    """The newest step that was said to be committed by all, in the life before or at its start."""
+    """The newest step that was reported as committed by all, in the life before or at its start."""
     before = [life for life in sorted(lives) if life < came_back and _began(lives[life])]
     if not before:
         return 0

@@ -1,6 +1,6 @@
 """One process of the job that `python -m bench kill` kills: a small deterministic loop over all tiers.
 
-It says on its output what it does, so that the bench can kill it in the middle, and notes a digest of its part of the
+It prints its acts, so that the bench can kill it in the middle, and notes a digest of its part of the
 state after each step.
 """
 

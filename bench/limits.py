@@ -1,4 +1,4 @@
-"""What the machine can do at best, in the same run: copies of the same list of leaves, and direct I/O."""
+"""The best rates of the machine, in the same run: copies of the same list of leaves, and direct I/O."""
 
 from __future__ import annotations
 

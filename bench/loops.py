@@ -1,8 +1,8 @@
 """Two loops that a save disturbs, both fixed and printed, with a save after the first step of every `steps`.
 
 `compute`: a donating step that keeps every core busy. The save is issued while the step that makes the state still
-runs, as a loop does that does not read its loss at once; the next step donates the very arrays that are being saved.
-`idle_host`: the step sleeps. It stands for an accelerator that computes on its own: what is left is what the host adds.
+runs, as in a loop that does not read its loss at once. The next step donates the very arrays that are being saved.
+`idle_host`: the step sleeps. It represents an accelerator that computes on its own: the rest is the host's cost.
 
 A save that is not committed when the segment ends is waited for, and the wait counts: in a loop that goes on, the
 next save would wait for it.
@@ -23,7 +23,7 @@ LoopName = Literal["compute", "idle_host"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """What one segment of a loop took. `left_over_s`: the wait for the commit after the last step."""
+    """The times of one segment of a loop. `left_over_s`: the wait for the commit after the last step."""
 
     elapsed_s: float
     step_s: tuple[float, ...]

@@ -30,13 +30,13 @@ def cpu_s() -> float:
 
 
 def whole_process(words: list[str]) -> tuple[str, dict[str, float]]:
-    """What a Python of its own printed, and what it took from its start to its end: `wall_s` and `cpu_s`."""
+    """The output of a Python process of its own, and its cost from start to end: `wall_s` and `cpu_s`."""
     before, began_s = resource.getrusage(resource.RUSAGE_CHILDREN), now_s()
     environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, *words], cwd=_ROOT, env=environ, stdout=subprocess.PIPE, text=True)
     wall_s, after = now_s() - began_s, resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
-        raise click.ClickException(f"{' '.join(words)} ended with code {done.returncode}; what it said stands above")
+        raise click.ClickException(f"{' '.join(words)} ended with code {done.returncode}; its output is above")
     return done.stdout, {"wall_s": wall_s, "cpu_s": _busy_s(after) - _busy_s(before)}
 
 

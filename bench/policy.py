@@ -1,13 +1,14 @@
 """`python -m bench policy`: the policy that learns its interval, against fixed intervals, on recorded failures.
 
-One durable tier, whose saves cost a share of the trace's MTBF. Three questions for each trace and cost: how far is the
-policy, after its first 10 failures, from the best fixed interval that hindsight finds on these very failures; how far
-where the moments are blurred, so that no interval can fit their accidents; and, honestly for both, how far from
-the interval that was best on the first half of the trace, judged on the second half. A fourth is what it gains by
-letting intervals grow with the uptime. Made-up failures, whose law is known, are judged beside the recorded ones.
+One durable tier, whose saves cost a share of the trace's MTBF. Three questions for each trace and cost. First: how far
+is the policy, after its first 10 failures, from the best fixed interval that hindsight finds on these very failures?
+Second: how far if the moments are blurred, so that no interval can fit their accidents? Third: how far from the
+interval that was best on the first half of the trace, judged on the second half? A fourth is what it gains by letting
+intervals grow with the uptime. Made-up failures, whose law is known, are judged in the same way as the recorded ones.
 
-And how much of that oracle is hindsight: of many traces as long, drawn from the law of the recorded one, each has its
-own best fixed interval; the one that is best for the law, all of them together, is as much as anybody can know of it.
+It also measures how much of that oracle is hindsight. Of many traces of the same length, drawn from the law of the
+recorded one, each has its own best fixed interval. The interval that is best for the law, over all of them, is the most
+that can be known.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hindsight:
-    """Of traces drawn from a law: over the best fixed interval of each, found in hindsight, the fixed one that is best
-    for the law, and our policy, which knows neither; and the shares of the traces in which they reach the bar.
+    """For traces drawn from a law, relative to the best fixed interval of each in hindsight: the fixed interval that is
+    best for the law, and our policy, which knows neither. Also the shares of the traces in which they reach the bar.
     """
 
     law: Judged
@@ -229,7 +230,9 @@ def read_traces(directory: Path, systems: Sequence[str]) -> tuple[list[sim.Failu
             try:
                 trace = sim.read_trace(path, system=system)
             except ValueError as error:
-                left_out.append(str(error).replace(str(path), path.name))  # a result does not say where traces lay
+                left_out.append(
+                    str(error).replace(str(path), path.name)
+                )  # a result does not record the place of traces
                 continue
             if len(trace.gaps_s) < GAPS_MIN:
                 left_out.append(f"{trace.name}: {len(trace.gaps_s)} gaps, {GAPS_MIN} are needed")

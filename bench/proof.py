@@ -1,6 +1,6 @@
 """`python -m bench proof`: what the digests of a durable commit cost, with and without them in turns on one manager.
 
-There is no option to save without digests: the benchmark takes the digest out of the copy, and nothing else.
+No option saves without digests: the benchmark takes the digest out of the copy, and nothing else.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from bench.figures import FIGURES, median
 
-_WIDTH = 150  # of the table where the output is no terminal
+_WIDTH = 150  # of the table if the output is not a terminal
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:

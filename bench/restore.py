@@ -11,7 +11,7 @@ _STEP = 1
 
 
 def measure(run: Run) -> Measured:
-    """`restore_gbps` of the case; beside it processor time, and memory above the restored arrays themselves."""
+    """`restore_gbps` of the case, with processor time, and memory above the restored arrays themselves."""
     recorder = Recorder()
     gigabytes = run.case.state_bytes / 1e9
     state = run.case.make()

@@ -1,5 +1,5 @@
-"""What the stored results say, as rows of one table: our figure, the peer's, the limit, the ratio, how many samples.
-Pure, from JSON alone: whatever is printed somewhere comes from here.
+"""The stored results as rows of one table: our figure, the peer's, the limit, the ratio, the number of samples. Pure,
+from JSON alone: every printed figure comes from here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the peer's; None where that says nothing: a difference of two times may be below zero."""
+        """Ours over the peer's; None if it has no meaning: a difference of two times may be below zero."""
         return self.ours / self.peer if self.peer is not None and self.peer > 0 and self.ours >= 0 else None
 
 
@@ -152,7 +152,7 @@ def _corruption(result: Mapping[str, Any]) -> Iterable[Row]:
         benchmark="corruption",
         case=f"seed {result['seed']}",
         figure="restored_wrong",
-        meaning="damaged files that came back as something else, without a word",
+        meaning="damaged files (injected) restored as something else, without an error",
         ours=total("ckptkit", "wrong"),
         peer=total("orbax", "wrong"),
         peer_name="orbax_async",
@@ -220,7 +220,7 @@ def _gather(result: Mapping[str, Any]) -> Iterable[Row]:
         benchmark="gather",
         case=f"{result['processes']} processes",
         figure="gather_s",
-        meaning="process 0 hears what all hold, ranks it, answers",
+        meaning="process 0 collects all inventories, ranks them, answers",
         ours=result["gather_s"],
         samples=result["repeats"],
     )
@@ -329,7 +329,7 @@ def _inspect(result: Mapping[str, Any]) -> Iterable[Row]:
             benchmark="inspect",
             case=f"{result['leaves']:,} leaves, {case}",
             figure="inspect_s",
-            meaning="a process that says what is there, from its start to its end; of Orbax its metadata call alone",
+            meaning="`ckptkit inspect`, from its start to its end; for Orbax its metadata call alone",
             ours=median([each["wall_s"] for each in samples["ckptkit"]]) or 0.0,
             peer=median([each["call_s"] for each in samples.get("orbax", ())]),
             peer_name="orbax_call" if "orbax" in samples else "",
@@ -340,7 +340,7 @@ def _inspect(result: Mapping[str, Any]) -> Iterable[Row]:
             benchmark="inspect",
             case=f"{result['leaves']:,} leaves, {case}",
             figure="inspect_cpu_s",
-            meaning="processor time of a process that says what is there, imports included",
+            meaning="processor time of `ckptkit inspect`, imports included",
             ours=median([each["cpu_s"] for each in samples["ckptkit"]]) or 0.0,
             peer=median([each["cpu_s"] for each in samples.get("orbax", ())]),
             peer_name="orbax_call" if "orbax" in samples else "",
@@ -358,7 +358,7 @@ def _convert(result: Mapping[str, Any]) -> Iterable[Row]:
             benchmark="convert",
             case=f"{case}, {what}",
             figure="of_copy_rate",
-            meaning="rate over that of `cp` and fsync of the same files, beside it",
+            meaning="rate over that of `cp` and fsync of the same files, in the same run",
             ours=median([each["copy_s"] / each["work_s"] for each in samples]) or 0.0,
             samples=len(samples),
             load=_load(result),

@@ -18,7 +18,7 @@ PLACES = ("disk", "bucket")  # of a durable tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What is measured. A round 0 warms up and proves that each contender restores what it saved."""
+    """The measurement. A round 0 warms up and proves that each contender restores what it saved."""
 
     case: Case
     contenders: tuple[str, ...]
@@ -29,7 +29,7 @@ class Run:
     places: tuple[str, ...] = PLACES
 
     def rounds(self, what: str, *, warm_up: bool = True) -> Iterator[int]:
-        """0 for the warm-up, then 1 to `repeats`; says on stderr how it goes."""
+        """0 for the warm-up, then 1 to `repeats`; reports progress on stderr."""
         start_s = now_s()
         for number in range(0 if warm_up else 1, self.repeats + 1):
             yield number

@@ -1,8 +1,8 @@
 """`python -m bench simulator`: the simulator against reality, fault-injected runs of the trainer.
 
 Each run trains on 2 processes for a fixed time with intervals and failures of its own, drawn from its seed: a process
-is killed (its ramdisk stays), or a host (a process with its ramdisk). What saves, steps and restarts cost is fitted on
-the first runs; of the others the simulator is told the intervals and the planned failures, and nothing else.
+is killed (its ramdisk stays), or a host (a process with its ramdisk). The cost of saves, steps and restarts is fitted
+on the first runs. For the others the simulator gets only the intervals and the planned failures.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def host_id(process: object) -> str:
 
 def record(plan: RunPlan, events: Path, cache: Path) -> None:
     """Trains as planned; the logs lie in `events` afterwards. Raises ClickException for a loss that nobody planned."""
-    # All of it in memory: what else writes to the disk is no part of the comparison.
+    # All of it in memory: other writes to the disk are not a part of the comparison.
     home, ram = (Path(tempfile.mkdtemp(prefix="ckptkit-simulator-", dir="/dev/shm")) for _ in range(2))
     words = [sys.executable, "-m", "trainer", "--preset", "tiny", "--mesh", MESH, "--steps", str(STEPS)]
     words += ["--schedule-steps", "1000", "--quiet", "--run-dir", str(home), "--corpus-dir", str(cache / "corpus")]
@@ -145,7 +145,7 @@ def record(plan: RunPlan, events: Path, cache: Path) -> None:
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Every run, as JSON.")
 @click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="A PNG (needs matplotlib).")
 def main(runs: int, run_s: float, logs: Path | None, json_path: Path | None, plot_path: Path | None) -> None:
-    """Runs the trainer with failures, and compares its goodput with what the simulator says of such runs."""
+    """Runs the trainer with failures, and compares its goodput with the simulator's prediction."""
     console = Console()
     if not console.is_terminal:
         console.width = 120

@@ -1,4 +1,4 @@
-"""What a run of the trainer costs, fitted to event logs, and what the simulator makes of it for another run."""
+"""The costs of a run of the trainer, fitted to event logs, and the simulator's prediction for another run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """All that the simulator hears of a run. Intervals are in steps."""
+    """The simulator's input for a run. Intervals are in steps."""
 
     run_s: float
     ram_every: int
@@ -166,7 +166,7 @@ def compare(costs: Costs, recorded: Sequence[tuple[RunPlan, Logs]], *, fitted: i
         "difference_points_mean": fmean(abs(row["difference_points"]) for row in new),
         "difference_points_max": max(abs(row["difference_points"]) for row in new),
         "bias_points": fmean(row["difference_points"] for row in new),
-        # What anybody could say without a simulator: the mean goodput of the fitted runs.
+        # The prediction without a simulator: the mean goodput of the fitted runs.
         "guess_points_mean": fmean(100.0 * abs(guess - row["measured"]) for row in new),
     }
 

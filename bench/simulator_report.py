@@ -98,7 +98,7 @@ def plot(path: Path, result: Mapping[str, Any]) -> None:
     axes.set_xlim(low, high)
     axes.set_ylim(low, high)
     axes.set_aspect("equal")
-    axes.set_xlabel("goodput that the simulator says (%)")
+    axes.set_xlabel("predicted goodput (%)")
     axes.set_ylabel("goodput of the run (%)")
     axes.set_title(f"{result['difference_points_mean']:.2f} points apart on average; numbers: failures", fontsize=10)
     axes.legend(loc="upper left")

@@ -1,4 +1,5 @@
-"""What a save takes from the step loop: segments with a save minus segments without, contenders taking turns."""
+"""The time that a save takes from the step loop: segments with a save minus segments without, contenders
+alternating."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def measure(run: Run) -> Measured:
 
 
 def name_strategies(recorder: Recorder, details: dict[str, Any]) -> None:
-    """Says under `ckptkit` what the bars ask of it; what every strategy gave stays beside it, `auto` included."""
+    """Stores under `ckptkit` the figures of the bars; the results of every strategy stay next to it, `auto`
+    included."""
     strategies = {"auto": "ckptkit", "device_copy": "ckptkit_device_copy", "alias": "ckptkit_alias"}
     for figure in (*_BLOCKING.values(), *_STALL.values()):
         by_name = recorder.samples[figure]

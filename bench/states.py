@@ -1,4 +1,4 @@
-"""What is saved: three shapes of state on one device or on eight that share them (data=2, model=4).
+"""The saved states: three shapes on one device or on eight that share them (data=2, model=4).
 
 The number of devices is fixed when JAX is imported, so a process measures one case: see `bench.worker`.
 """
@@ -20,7 +20,7 @@ from bench.model import Gpt2Size, Tree, gpt2_program
 
 _MESH = {"data": 2, "model": 4}
 _TOKENS = 32  # of one row: enough to keep both cores in matmuls, few enough that a step with Adam takes about a second
-_BURN_WIDTH = 1024  # of the matmuls that stand for the model in `many` and `one`
+_BURN_WIDTH = 1024  # of the matmuls that replace the model in `many` and `one`
 
 Step = Callable[[Tree], tuple[Tree, jax.Array]]
 

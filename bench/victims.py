@@ -1,4 +1,4 @@
-"""Who is damaged: a run of ckptkit with three tiers, and one of stock Orbax, and what each says afterwards."""
+"""The damaged runs: one of ckptkit with three tiers, and one of stock Orbax, and the reports of each afterwards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SIDE_FILES = ("commit_success.txt",)  # marks that only a bucket needs
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a restore gave: `step` None where it raised. `noticed`: an error, or a candidate rejected with a reason."""
+    """The result of a restore: `step` None if it raised. `noticed`: an error, or a candidate rejected with a reason."""
 
     step: int | None
     right: bool
@@ -72,7 +72,7 @@ class Victim:
         self._kept = home.with_name(f"{home.name}-kept")
 
     def keep(self) -> None:
-        """What stands now is what `put_back` puts back."""
+        """The current files are those that `put_back` restores."""
         shutil.copytree(self.home, self._kept)
 
     def put_back(self) -> None:
@@ -131,7 +131,7 @@ class Ours(Victim):
                 found = manager.restore(None, args=_wanted())
         except ckptkit.CheckpointError as error:
             return Answer(None, right=True, noticed=True, error=type(error).__name__)
-        except Exception as error:  # noqa: BLE001  what a restart would die of, without a word that helps
+        except Exception as error:  # noqa: BLE001  the error that would end a restart, without a helpful message
             return Answer(None, right=True, noticed=True, error=f"unclear: {type(error).__name__}: {error}")
         noticed = any(event.kind == ckptkit.Kind.REJECTED for event in events)
         step = int(found["data"]["step"])

@@ -22,7 +22,7 @@ def test_case_names_round_trip() -> None:
 
 def test_unknown_state_error_lists_known_states() -> None:
     # Somebody would have to read the source to find a state's name.
-    with pytest.raises(ValueError, match=r"there is no state '125m@3'; choose among 125m@1, 125m@8, many@1"):
+    with pytest.raises(ValueError, match=r"unknown state '125m@3'; choose among 125m@1, 125m@8, many@1"):
         CaseName.parse("125m@3")
 
 
