@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from operator import ge, sub
 from typing import TYPE_CHECKING
 
@@ -110,22 +111,74 @@ def boxes_held(sharding: jax.sharding.Sharding, shape: tuple[int, ...], process:
     return tuple(box for box, processes in boxes_by_process(sharding, shape).items() if process in processes)
 
 
-def choose_writers(holders: Sequence[Mapping[Box, tuple[int, ...]]], itemsizes: Sequence[int]) -> list[dict[Box, int]]:
+Parts = tuple[tuple[Box, int], ...]  # what a box is cut into, in order, each with the process that writes it
+
+
+def choose_writers(
+    holders: Sequence[Mapping[Box, tuple[int, ...]]], itemsizes: Sequence[int], cells: Sequence[Sequence[int]]
+) -> list[dict[Box, Parts]]:
     """Which process writes each box of each leaf to the durable tier: once each, evenly by bytes.
 
-    Greedy in the given order: a box goes to the holder with the fewest bytes so far (ties: the lowest process).
-    Deterministic, so that every process computes the same answer without talking.
+    A box that several processes hold is cut between cells into as many parts as they are, where it is more than an
+    eighth of what a process writes on average: smaller ones even out. Greedy in the given order: a part goes to the
+    holder with the fewest bytes so far (ties: the lowest process). `cells` is the cell of each leaf. Deterministic, so
+    that every process computes the same answer without talking.
     """
+    least_bytes = cut_from_bytes(
+        sum(box.size * itemsize for boxes, itemsize in zip(holders, itemsizes, strict=True) for box in boxes),
+        len({process for boxes in holders for processes in boxes.values() for process in processes}),
+    )
     load: dict[int, int] = {}
-    chosen: list[dict[Box, int]] = []
-    for boxes, itemsize in zip(holders, itemsizes, strict=True):
-        writers = {}
+    chosen: list[dict[Box, Parts]] = []
+    for boxes, itemsize, cell in zip(holders, itemsizes, cells, strict=True):
+        writers: dict[Box, Parts] = {}
+        # All boxes of a leaf are cut alike: their parts are a grid, as manifests require.
+        count = min(map(len, boxes.values()), default=1)
         for box, processes in boxes.items():
-            writer = min(processes, key=lambda process: (load.get(process, 0), process))
-            load[writer] = load.get(writer, 0) + box.size * itemsize
-            writers[box] = writer
+            parts = []
+            is_cut = count > 1 and box.size * itemsize > least_bytes
+            for part in rows_between_cells(box, cell, count) if is_cut else [box]:
+                writer = min(processes, key=lambda process: (load.get(process, 0), process))
+                load[writer] = load.get(writer, 0) + part.size * itemsize
+                parts.append((part, writer))
+            writers[box] = tuple(parts)
         chosen.append(writers)
     return chosen
+
+
+def cut_from_bytes(total_bytes: int, processes: int) -> float:
+    """Boxes of more bytes than this are cut: an eighth of what a process writes on average."""
+    return total_bytes / max(1, processes) / 8
+
+
+def rows_between_cells(box: Box, cell: Sequence[int], count: int) -> list[Box]:
+    """`box` cut into at most `count` parts of whole cells, in order: along the first dimension that has several. The
+    cells of a part follow one another among those of the box, and each part has as many as another, or one more."""
+    axis = _first_divided(box.shape, cell)
+    if axis is None or box.size == 0:
+        return [box]
+    steps = -(-box.shape[axis] // cell[axis])
+    cuts = [steps * part // min(count, steps) for part in range(min(count, steps) + 1)]
+    bounds = [min(box.start[axis] + cut * cell[axis], box.stop[axis]) for cut in cuts]
+    return [
+        Box((*box.start[:axis], low, *box.start[axis + 1 :]), (*box.stop[:axis], high, *box.stop[axis + 1 :]))
+        for low, high in pairwise(bounds)
+    ]
+
+
+def cells_before(box: Box, part: Box, cell: Sequence[int]) -> int:
+    """How many cells of `box` come before those of `part`, one of `rows_between_cells`."""
+    axis = _first_divided(box.shape, cell)
+    if axis is None:
+        return 0
+    steps_before = (part.start[axis] - box.start[axis]) // cell[axis]
+    return steps_before * math.prod(
+        -(-rows // step) for rows, step in zip(box.shape[axis + 1 :], cell[axis + 1 :], strict=True)
+    )
+
+
+def _first_divided(shape: Sequence[int], cell: Sequence[int]) -> int | None:
+    return next((axis for axis, (rows, step) in enumerate(zip(shape, cell, strict=True)) if step < rows), None)
 
 
 def cell_shape(

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import ml_dtypes  # registers bfloat16, fp8 and the small integers with np.dtype
@@ -80,6 +81,16 @@ def _check_sharding(text: str) -> None:
         raise ValueError(f"has the sharding {text[:100]}")
 
 
+def _refuse_overlaps(boxes: Sequence[Box]) -> None:
+    """Raises ValueError unless the boxes are those of a grid: along each dimension, two have the same rows or none in
+    common. Overlapping boxes could take unlimited time to subtract."""
+    for axis in range(len(boxes[0].start) if boxes else 0):
+        rows = sorted({(box.start[axis], box.stop[axis]) for box in boxes})
+        for (_, stop), (start, other_stop) in pairwise(rows):
+            if start < stop:
+                raise ValueError(f"has boxes that do not tile it: rows to {stop} and {start} to {other_stop}")
+
+
 @lru_cache(maxsize=4096)
 def _boxes_within(
     shape: tuple[int, ...], cell: tuple[int, ...], bounds: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -92,8 +103,5 @@ def _boxes_within(
         inside = box.intersect(whole) == box or box.size == 0
         if len(box.start) != len(shape) or not inside:
             raise ValueError(f"has a box {box} outside its shape {shape}")
-        # Devices split evenly; overlapping boxes could take unlimited time to subtract.
-        first = boxes[0].shape
-        if box.shape != first or any(a % n for a, n in zip(box.start, first, strict=True) if n):
-            raise ValueError(f"has boxes {boxes[0]} and {box}, which do not tile it")
+    _refuse_overlaps(boxes)
     return tuple((box, math.prod(-(-n // rows) for n, rows in zip(box.shape, cell, strict=True))) for box in boxes)

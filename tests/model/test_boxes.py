@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ckptkit.model.boxes import Box, boxes_by_process, cell_shape, cells_of, choose_writers, in_rows, missing_elements
+from ckptkit.model.boxes import (
+    Box,
+    boxes_by_process,
+    cell_shape,
+    cells_before,
+    cells_of,
+    choose_writers,
+    in_rows,
+    missing_elements,
+    rows_between_cells,
+)
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
@@ -183,12 +193,58 @@ def test_every_box_has_one_writer_among_its_holders(data: st.DataObject, process
         for _ in range(leaves)
     ]
     itemsizes = [data.draw(st.sampled_from([1, 2, 4, 8])) for _ in holders]
-    writers = choose_writers(holders, itemsizes)
+    cells = [(data.draw(st.integers(1, 60)),) for _ in holders]
+    writers = choose_writers(holders, itemsizes, cells)
     assert [list(chosen) for chosen in writers] == [list(boxes) for boxes in holders]
-    assert all(
-        writer in boxes[box] for boxes, chosen in zip(holders, writers, strict=True) for box, writer in chosen.items()
+    for boxes, chosen in zip(holders, writers, strict=True):
+        for box, parts in chosen.items():
+            assert all(writer in boxes[box] for _, writer in parts)
+            assert sum(part.size for part, _ in parts) == box.size
+            assert missing_elements(box, [part for part, _ in parts]) == 0
+    assert writers == choose_writers(holders, itemsizes, cells)
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    data=st.data(),
+    count=st.integers(1, 6),
+)
+def test_parts_between_cells_have_the_cells_of_the_box_in_order(
+    shape: list[int], data: st.DataObject, count: int
+) -> None:
+    """If it failed, a part of a leaf would be recorded with the digests of another part, and be refused as damaged."""
+    start = [data.draw(st.integers(0, 2)) for _ in shape]
+    axis = data.draw(st.integers(0, len(shape) - 1))  # as `cell_shape` cuts: single rows, then some rows, then all
+    cell = [1] * axis + [data.draw(st.integers(1, shape[axis]))] + shape[axis + 1 :]
+    box = Box(
+        tuple(a * step for a, step in zip(start, cell, strict=True)),
+        tuple(a * step + n for a, step, n in zip(start, cell, shape, strict=True)),
     )
-    assert writers == choose_writers(holders, itemsizes)
+    parts = rows_between_cells(box, cell, count)
+    assert 1 <= len(parts) <= count
+    assert [each for part in parts for each in cells_of(part, cell)] == cells_of(box, cell)
+    numbers = [len(cells_of(part, cell)) for part in parts]
+    assert [cells_before(box, part, cell) for part in parts] == [sum(numbers[:at]) for at in range(len(parts))]
+
+
+def test_one_large_replicated_leaf_is_written_by_all_its_holders() -> None:
+    """If it failed, one process would write a replicated embedding while the others look on."""
+    everybody, rows = tuple(range(4)), 1_000_003  # of 256 floats: 1 GB, and nothing divides it
+    box = Box.whole((rows, 256))
+    cell = cell_shape(box.shape, box.shape, 4)
+    (chosen,) = choose_writers([{box: everybody}], [4], [cell])
+    load = dict.fromkeys(everybody, 0)
+    for part, writer in chosen[box]:
+        load[writer] += part.size * 4
+    assert max(load.values()) <= box.size * 4 / 4 + cell[0] * 256 * 4
+    assert min(load.values()) > 0
+
+
+def test_boxes_that_even_out_are_not_cut() -> None:
+    """If it failed, a model of many layers would have as many more records, and small objects, as it has processes."""
+    box = Box.whole((64, 1024))
+    chosen = choose_writers([{box: (0, 1)}] * 40, [4] * 40, [(8, 1024)] * 40)
+    assert all(parts[0][0] == box and len(parts) == 1 for each in chosen for parts in each.values())
 
 
 @given(data=st.data(), processes=st.integers(1, 5))
@@ -197,10 +253,12 @@ def test_writers_are_balanced_to_within_the_largest_box(data: st.DataObject, pro
     """If it failed, one host would upload the whole checkpoint of a data-parallel job while the others look on."""
     sizes = data.draw(st.lists(st.integers(1, 1000), min_size=1, max_size=30))
     everybody = tuple(range(processes))
-    writers = choose_writers([{Box((0,), (n,)): everybody} for n in sizes], [4] * len(sizes))
+    cells = [(n,) for n in sizes]
+    writers = choose_writers([{Box((0,), (n,)): everybody} for n in sizes], [4] * len(sizes), cells)
     load = [0] * processes
     for n, chosen in zip(sizes, writers, strict=True):
-        load[chosen[Box((0,), (n,))]] += 4 * n
+        ((_, writer),) = chosen[Box((0,), (n,))]
+        load[writer] += 4 * n
     assert max(load) - min(load) <= 4 * max(sizes)
 
 

@@ -61,7 +61,7 @@ def test_arbitrary_values_in_an_epoch_record_are_refused(data: st.DataObject) ->
         (("inline", ".."), {"kind": "json", "value": 1}, "cannot be a directory"),
         (("arrays", "state", 0, "boxes", 1, 2), 0, "two boxes lie at byte 0"),
         (("arrays", "state", 0, "boxes", 0, 2), -5, "offset -5"),
-        (("arrays", "state", 0, "boxes", 1, 0), [1, 0], "which do not tile it"),
+        (("arrays", "state", 0, "boxes", 1, 0), [1, 0], "boxes that do not tile it"),
         (("arrays", "state", 0, "boxes", 1, 3), [], "0 digests for 1 cells"),
         (("arrays", "state", 0, "boxes", 1, 1), [9, 4], "outside its shape"),
         (("arrays", "state", 0, "shape"), [2**40, 2**40], "has shape"),

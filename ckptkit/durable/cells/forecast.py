@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from ckptkit.durable.cells.pieces import INLINE_BYTES, PiecePart, Pieces
-from ckptkit.model.boxes import Box, cells_of
+from ckptkit.model.boxes import Box, cells_of, cut_from_bytes, rows_between_cells
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.manifest import LeafRecord
 
@@ -114,14 +114,19 @@ _Share = list[tuple[LeafRecord, list[Box]]]  # what one process writes of an ite
 
 
 def _shares(leaves: Sequence[LeafRecord], processes: int) -> list[_Share]:
-    """Each box goes to the process that has least, as in `choose_writers`; who holds it is not known here."""
+    """Each part goes to the process that has least, as in `choose_writers`. Who holds a box is not known here: a leaf
+    of one box is taken for a replicated one."""
     shares: list[_Share] = [[] for _ in range(processes)]
     loads = [(0, process) for process in range(processes)]
+    all_bytes = sum(record.box.size * leaf.itemsize for leaf in leaves for record in leaf.boxes)
+    least_bytes = cut_from_bytes(all_bytes, processes)
     for leaf in leaves:
         for record in leaf.boxes:
-            load_bytes, process = loads[0]
-            heapq.heapreplace(loads, (load_bytes + record.box.size * leaf.itemsize, process))
-            shares[process].append((leaf, [record.box]))
+            is_cut = len(leaf.boxes) == 1 and record.box.size * leaf.itemsize > least_bytes
+            for part in rows_between_cells(record.box, leaf.cell, processes) if is_cut else [record.box]:
+                load_bytes, process = loads[0]
+                heapq.heapreplace(loads, (load_bytes + part.size * leaf.itemsize, process))
+                shares[process].append((leaf, [part]))
     return shares
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.text_leaf import with_plain_text
-from ckptkit.model.boxes import Box, choose_writers
-from ckptkit.model.manifest import LeafRecord, Manifest
+from ckptkit.model.boxes import Box, cells_before, cells_of, choose_writers
+from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -76,25 +76,29 @@ def host_tree(
     the caller saved it with `StandardSave`, not `PyTreeSave`; `custom_metadata` is the item's own.
     """
     process = jax.process_index()
-    writers = choose_writers([holders for _, holders, _ in leaves], [leaf.itemsize for leaf, _, _ in leaves])
+    records = [leaf for leaf, _, _ in leaves]
+    writers = choose_writers(
+        [holders for _, holders, _ in leaves], [leaf.itemsize for leaf in records], [leaf.cell for leaf in records]
+    )
+    mine = [
+        [(box, part) for box in leaf.boxes for part, writer in chosen.get(box.box, ()) if writer == process]
+        for leaf, chosen in zip(records, writers, strict=True)
+    ]
     written = [
-        dataclasses.replace(
-            leaf,
-            boxes=tuple(dataclasses.replace(box, offset=-1) for box in leaf.boxes if chosen.get(box.box) == process),
-        )
-        for (leaf, _, _), chosen in zip(leaves, writers, strict=True)
+        dataclasses.replace(leaf, boxes=tuple(_part_of(leaf, box, part) for box, part in parts))
+        for leaf, parts in zip(records, mine, strict=True)
     ]
     sidecar = dataclasses.replace(manifest, slot="", arrays={item: tuple(written)}).to_bytes()
     values = [
         HostShards(
             record=leaf,
-            blocks=[(box.box, blocks[box.box]) for box in leaf.boxes if box.box.size],
+            blocks=[(part, blocks[box.box][part.slices(box.box.start)]) for box, part in parts if part.size],
             sidecar=sidecar,
             on_written=on_written,
         )
         if leaf.kind == "jax"
         else _plain_value(leaf, next(iter(blocks.values())))
-        for leaf, (_, _, blocks) in zip(written, leaves, strict=True)
+        for leaf, parts, (_, _, blocks) in zip(written, mine, leaves, strict=True)
     ]
     kind = StandardTreeSave if standard else HostTreeSave
     tree = with_plain_text(jax.tree_util.tree_unflatten(treedef, values))
@@ -106,6 +110,12 @@ def host_tree(
     return kind(  # pyright: ignore[reportCallIssue]
         tree, custom_metadata=custom_metadata, sidecar=sidecar, on_written=on_written, of_one_process=alone
     )
+
+
+def _part_of(leaf: LeafRecord, box: BoxRecord, part: Box) -> BoxRecord:
+    """The record of a part of a box (`choose_writers`), in no slot."""
+    first = cells_before(box.box, part, leaf.cell)
+    return BoxRecord(box=part, offset=-1, digests=box.digests[first : first + len(cells_of(part, leaf.cell))])
 
 
 def _plain_value(leaf: LeafRecord, block: np.ndarray) -> Any:
