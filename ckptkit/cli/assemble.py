@@ -65,7 +65,7 @@ def extract(
 ) -> int:
     """Write parts of SRC, of any format, as DST: `--only params` takes one sub-tree out.
 
-    The rules of --map are applied after. DST appears whole, by one rename, or not at all.
+    The rules of --map are applied after. DST appears complete, by one rename, or not at all.
     """
     if not only and not without:
         raise click.UsageError("name the parts: --only or --without")
@@ -93,7 +93,7 @@ def merge(
     """Put the checkpoints SRC..., of any formats, together as DST: all their leaves, which must have different names.
 
     With --average their mean, with --lora a base with its adapter folded in. The rules of --map are applied to each
-    (with --average and --lora, to the result). DST appears whole, by one rename, or not at all.
+    (with --average and --lora, to the result). DST appears complete, by one rename, or not at all.
     """
     if average and lora:
         raise click.UsageError("--average and --lora exclude each other")

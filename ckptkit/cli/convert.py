@@ -72,7 +72,7 @@ def convert(
 ) -> int:
     """Write the tensors of SRC, of any format, as DST in another, bit for bit.
 
-    DST appears whole, by one rename, or not at all.
+    DST appears complete, by one rename, or not at all.
     """
     keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")  # Orbax asks JAX for its process: no accelerator is to be taken for that

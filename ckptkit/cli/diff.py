@@ -47,7 +47,7 @@ def diff(
 ) -> int:
     """Compare the checkpoints A and B: leaves, shapes and dtypes, then values, most changed first. Any two formats.
 
-    The rules of --map are applied to A. Exit code 20 where they differ by more than the tolerances.
+    The rules of --map are applied to A. Exit code 20 if they differ by more than the tolerances.
     """
     rules = [] if map_path is None else read_rules(map_path)
     with (

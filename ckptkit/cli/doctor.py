@@ -24,7 +24,7 @@ def doctor(
 ) -> int:
     """Report what is slow, at risk or wasteful about ROOT and its run, and which setting changes it.
 
-    Looks at metadata and logs alone, and changes nothing. Without --events only the checkpoints are looked at.
+    Looks at metadata and logs alone, and changes nothing. Without --events it looks only at the checkpoints.
     """
     host = fast_tiers(tiers, host_id)
     found = diagnose(root, events=events, tiers=tiers, host_id=host, timeout_s=timeout_s)

@@ -100,7 +100,7 @@ def reshard(
     """Write the Orbax checkpoint SRC as DST in chunks that a mesh reads whole, bit for bit.
 
     Without --rules and --like the largest dimension of each leaf that the mesh divides is split over it. DST appears
-    whole, or not at all; of a step the other items come along.
+    complete, or not at all. The other items of a step are copied.
     """
     if rules_path is not None and like is not None:
         raise click.UsageError("--rules and --like both define how leaves are split; give one")

@@ -42,9 +42,9 @@ def tiers() -> None:
 @click.option("--root", metavar="ROOT", help="Only of the jobs that save to this durable root.")
 @JSON
 def list_command(paths: tuple[str, ...], root: str | None, as_json: bool) -> int:
-    """List the slot directories below each TIER: whose, what they hold, and whether a process holds them.
+    """List the slot directories below each TIER: the owner, the saves in them, and whether a process holds them.
 
-    A TIER is the path that a job's Tier.ram or Tier.ssd has. Changes nothing.
+    A TIER is the path of a job's Tier.ram or Tier.ssd. Changes nothing.
     """
     fast_tiers(paths, None)
     require_tiers(paths)
@@ -78,9 +78,9 @@ def clean_command(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Free the slots of jobs that have ended, below each TIER. Never those of a job that runs on this host.
+    """Free the slots of ended jobs below each TIER, never those of a job that runs on this host.
 
-    Give --job, --root or --idle; all that are given must hold. A job that is to be started again would not find its
+    Give --job, --root or --idle; all that are given must hold. A job that is started again later would not find its
     newest steps.
     """
     host = fast_tiers(paths, host_id)

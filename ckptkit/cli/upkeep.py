@@ -57,7 +57,7 @@ def du(
 ) -> int:
     """Show where the bytes of ROOT are: by step, item and kind, in this host's tiers, and which are dead weight.
 
-    With --keep, also what a pruning by these rules would free (nothing is read to prove a step for that). Changes
+    With --keep, also show the bytes that a pruning by these rules would free, without verifying any step. Changes
     nothing.
     """
     found = usage_of(root, tiers=tiers, host_id=fast_tiers(tiers, host_id), deep=deep, timeout_s=timeout_s)
@@ -139,10 +139,10 @@ def rollback(
     as_json: bool,
     timeout_s: float,
 ) -> int:
-    """Make every restart of ROOT go on from STEP: a record supersedes all newer steps, in every tier of every host.
+    """Make every restart of ROOT continue from STEP: a record supersedes all newer steps, in every tier of every host.
 
-    STEP is read and proven first. Nothing is deleted, and it cannot be taken back. Stop the job before: a run that is
-    under way is refused its next durable save.
+    STEP is read and verified first. Nothing is deleted, and a rollback cannot be undone. Stop the job first: the next
+    durable save of a running job is refused.
     """
     host = fast_tiers(tiers, host_id)
     with progress_line() as progress:
@@ -177,7 +177,7 @@ def rollback(
 def pin(
     root: str, step: int, reason: str, step_prefix: str | None, dry_run: bool, as_json: bool, timeout_s: float
 ) -> int:
-    """Keep the durable STEP of ROOT from every pruning, a running job's too, until `unpin`."""
+    """Protect the durable STEP of ROOT from every pruning, also by a running job, until `unpin`."""
     found = pin_step(root, step, reason=reason, step_prefix=step_prefix, dry_run=dry_run, timeout_s=timeout_s)
     return _pinned(found, dry_run, as_json, "pinned")
 
@@ -189,7 +189,7 @@ def pin(
 @JSON
 @TIMEOUT
 def unpin(root: str, step: int, dry_run: bool, as_json: bool, timeout_s: float) -> int:
-    """Take the pin of STEP out."""
+    """Remove the pin of STEP."""
     return _pinned(
         unpin_step(root, step, dry_run=dry_run, timeout_s=timeout_s), dry_run, as_json, "not pinned any more"
     )

@@ -19,7 +19,7 @@ from ckptkit.verification import verify as verify_path
 @JSON
 @TIMEOUT
 def verify(path: str, step: int | None, step_prefix: str | None, as_json: bool, timeout_s: float) -> int:
-    """Read every byte of the saves at PATH and compare it with the digests taken when it was saved.
+    """Read every byte of the saves at PATH and compare it with the digests of the save.
 
     PATH is a root, a step directory or an item in one (local, gs:// or s3://), or a fast tier, or a directory in it.
     """
@@ -52,9 +52,9 @@ def scrub(
     as_json: bool,
     timeout_s: float,
 ) -> int:
-    """Prove every copy of every save of ROOT on this host, and mend damaged ones from another copy of the same save.
+    """Verify every copy of every save of ROOT on this host, and repair damaged ones from another copy of the same save.
 
-    Only saves of ckptkit are mended or put aside, never a step that is pinned or in use. Exit code 11 where damage is
+    Only saves of ckptkit are repaired or put aside, never a step that is pinned or in use. Exit code 11 if damage is
     left, or was put aside.
     """
     host = fast_tiers(tiers, host_id)
