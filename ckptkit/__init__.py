@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckptkit import surgery as surgery
     from ckptkit import v1 as v1
     from ckptkit.conversion import diff as diff
+    from ckptkit.diagnosis.sharding import sharding_report as sharding_report
     from ckptkit.direct import AsyncCheckpointer as AsyncCheckpointer
     from ckptkit.direct import Checkpointer as Checkpointer
     from ckptkit.direct import PyTreeCheckpointer as PyTreeCheckpointer
@@ -47,12 +48,15 @@ if TYPE_CHECKING:
     from ckptkit.events import read_events as read_events
     from ckptkit.formats import inspect as inspect
     from ckptkit.formats import open_checkpoint as open_checkpoint
+    from ckptkit.guard import Alarm as Alarm
+    from ckptkit.guard import Certificate as Certificate
     from ckptkit.guard import Divergence as Divergence
     from ckptkit.guard import Guard as Guard
     from ckptkit.guard import GuardPolicy as GuardPolicy
     from ckptkit.guard import NonFinite as NonFinite
     from ckptkit.guard import SlowDown as SlowDown
     from ckptkit.guard import Spike as Spike
+    from ckptkit.guard import replay as replay
     from ckptkit.inspection import list_steps as list_steps
     from ckptkit.manager import CheckpointManager as CheckpointManager
     from ckptkit.manager import RestoreHandle as RestoreHandle

@@ -1,7 +1,20 @@
-"""Finds what is slow, at risk or wasteful in a run, from its event logs and checkpoints, and names remedies."""
+"""What is slow, at risk or wasteful in a run, from its event logs, its checkpoints and its state; and what to change.
 
-from ckptkit.diagnosis.examining import Diagnosis as Diagnosis
-from ckptkit.diagnosis.examining import diagnose as diagnose
-from ckptkit.diagnosis.records import Advice as Advice
-from ckptkit.diagnosis.records import Facts as Facts
-from ckptkit.diagnosis.rules import RULES as RULES
+Names are imported when they are first used: `doctor` and `inspect` need no JAX.
+"""
+
+from typing import TYPE_CHECKING
+
+from ckptkit.util.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from ckptkit.diagnosis.examining import Diagnosis as Diagnosis
+    from ckptkit.diagnosis.examining import diagnose as diagnose
+    from ckptkit.diagnosis.layouts import LayoutFinding as LayoutFinding
+    from ckptkit.diagnosis.layouts import ShardingReport as ShardingReport
+    from ckptkit.diagnosis.records import Advice as Advice
+    from ckptkit.diagnosis.records import Facts as Facts
+    from ckptkit.diagnosis.rules import RULES as RULES
+    from ckptkit.diagnosis.sharding import sharding_report as sharding_report
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -134,6 +134,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         """The durable root."""
         return self._durable.directory
 
+    @property
+    def is_read_only(self) -> bool:
+        """Whether it saves and deletes nothing: Orbax's option `read_only`."""
+        return self._options.read_only
+
     def save(
         self,
         step: int,

@@ -1,0 +1,118 @@
+"""A replay proves that saves follow from each other, and finds the one that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import ckptkit
+from ckptkit.guard import Certificate, replay
+
+MESH = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+WHOLE, ROWS = NamedSharding(MESH, PartitionSpec()), NamedSharding(MESH, PartitionSpec("data"))
+EVERY, STEPS = 3, 12
+
+
+def fresh() -> dict[str, Any]:
+    return {
+        "w": jax.device_put(jnp.linspace(-1, 1, 8, dtype=jnp.float32), WHOLE),
+        "count": jax.device_put(jnp.uint32(0), WHOLE),
+    }
+
+
+def batches(first: int) -> Iterator[jax.Array]:
+    """Row r of the batch of a step is on device r."""
+    step = first
+    while True:
+        yield jax.device_put(np.random.default_rng(step).normal(size=(2, 8)).astype(np.float32), ROWS)
+        step += 1
+
+
+@jax.jit
+def gradients_of(state: dict[str, Any], batch: jax.Array) -> jax.Array:
+    """A row for each device, before they are summed."""
+    return batch * jnp.tanh(state["w"])
+
+
+@jax.jit
+def apply(state: dict[str, Any], rows: jax.Array) -> dict[str, Any]:
+    return {"w": state["w"] - 0.01 * rows.sum(axis=0), "count": state["count"] + 1}
+
+
+def flip(rows: jax.Array, device: int) -> jax.Array:
+    """The gradient with one bit of one device's part flipped."""
+    parts = [np.array(shard.data) for shard in rows.addressable_shards]
+    parts[device].view(np.uint32)[0, 3] ^= 1 << 20
+    placed = [jax.device_put(part, MESH.devices[place]) for place, part in enumerate(parts)]
+    return jax.make_array_from_single_device_arrays(rows.shape, ROWS, placed)
+
+
+def train(root: Path, *, bad_step: int | None = None) -> None:
+    state, data = fresh(), batches(0)
+    with ckptkit.CheckpointManager(root) as manager:
+        for step in range(STEPS):
+            rows = gradients_of(state, next(data))
+            state = apply(state, flip(rows, device=1) if step == bad_step else rows)
+            if (step + 1) % EVERY == 0:
+                args = ocp.args.Composite(
+                    state=ocp.args.StandardSave(state), data=ocp.args.JsonSave({"step": step + 1})
+                )
+                manager.save(step + 1, args=args)
+                manager.wait_until_finished()
+
+
+def certify(root: Path, *, first: int | None = None, last: int | None = None) -> Certificate:
+    wanted = ocp.args.Composite(
+        state=ocp.args.StandardRestore(ckptkit.abstract_state(fresh())), data=ocp.args.JsonRestore()
+    )
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ckptkit.CheckpointManager(root, options=options) as manager:
+        return replay(
+            manager,
+            lambda: lambda state, batch: apply(state, gradients_of(state, batch)),
+            lambda step, restored: batches(restored["data"]["step"]),
+            args=wanted,
+            first=first,
+            last=last,
+        )
+
+
+def test_deterministic_run_is_certified(tmp_path: Path) -> None:
+    """A sound run would be called corrupt."""
+    train(tmp_path)
+    assert certify(tmp_path) == Certificate(steps=(9, 12), steps_replayed=3)
+    assert certify(tmp_path, first=3) == Certificate(steps=(3, 6, 9, 12), steps_replayed=9)
+    assert certify(tmp_path, first=3, last=6).is_certified
+
+
+@pytest.mark.parametrize("bad_step", [3, 7, 8])
+def test_flipped_bit_is_placed_between_two_saves(tmp_path: Path, bad_step: int) -> None:
+    """A device that computes something else would spoil every later save, and nobody would know."""
+    train(tmp_path, bad_step=bad_step)
+    found = certify(tmp_path, first=3)
+    assert not found.is_certified
+    assert found.difference is not None
+    assert found.difference.after_step <= bad_step < found.difference.step
+    assert found.steps_replayed == found.difference.step - 3
+    assert {leaf.split(" on ")[0] for leaf in found.difference.leaves} == {"w"}  # not the count
+    assert certify(tmp_path, first=found.difference.step).is_certified if found.difference.step < STEPS else True
+    assert f"differs from save {found.difference.step}" in str(found.difference)
+
+
+def test_replay_needs_a_manager_of_its_own_and_two_saves(tmp_path: Path) -> None:
+    """A replay would move the run that it looks at."""
+    train(tmp_path)
+    with ckptkit.CheckpointManager(tmp_path) as manager, pytest.raises(ValueError, match="read_only=True"):
+        replay(manager, lambda: lambda state, batch: state, lambda step, restored: [])
+    with pytest.raises(ValueError, match="give two saves"):
+        certify(tmp_path, last=3)
+    with pytest.raises(ckptkit.StepNotFoundError, match=r"no step 4; saved are \[3, 6, 9, 12\]"):
+        certify(tmp_path, first=4)
