@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup setup-system setup-cluster demo test test-mpi test-slurm docs lint format clean
+.PHONY: setup setup-system setup-cluster demo demo-guard test test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases signals bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
 .PHONY: proof-cost docs-cli docs-session broadcast-campaign simulator-campaign policy-campaign faults bench-all
 .PHONY: zoo simulate-protocol figures strangers test-wheel test-floor test-newest test-s3
@@ -28,6 +28,10 @@ setup-cluster:
 
 demo: setup
 	$(BIN)/python -m tools.demo
+
+# A poisoned stretch of data without a guard and with one; the picture is runs/demo-guard/guard.png.
+demo-guard: setup
+	$(BIN)/python -m tools.demo_guard
 
 WORKERS ?= 2
 test: setup

@@ -10,7 +10,14 @@ from typing import Any, Literal, get_args
 
 import click
 
-from ckptkit import CheckpointError, StoreError, TierUnusableError, TransientStoreError, TreeMismatchError
+from ckptkit import (
+    CheckpointError,
+    GuardStopError,
+    StoreError,
+    TierUnusableError,
+    TransientStoreError,
+    TreeMismatchError,
+)
 from ckptkit.events import EventLog, Kind
 from ckptkit.model.policies import BroadcastMode
 from tools.corpus import CorpusError
@@ -22,11 +29,13 @@ from trainer.config import (
     CheckpointConfig,
     ClusterConfig,
     DataConfig,
+    GuardConfig,
     InputError,
     LoopConfig,
     ManagerName,
     MeshConfig,
     OptimizerConfig,
+    OptimizerName,
     RunConfig,
     preset,
 )
@@ -46,6 +55,7 @@ Dtype = Literal["float32", "bfloat16"]
 @click.option("--mesh", help="Axis sizes, like data=1,fsdp=2,model=2.  [default: all devices on fsdp]")
 @click.option("--global-batch", type=click.IntRange(1), help="Rows per step.  [default: the preset's]")
 @click.option("--accumulate", type=click.IntRange(1), default=1, help="Microbatches per step.")
+@click.option("--optimizer", type=click.Choice(get_args(OptimizerName)), default="adamw", help="Which family.")
 @click.option("--learning-rate", type=click.FloatRange(0), help="Peak rate.  [default: the preset's]")
 @click.option("--schedule-steps", type=click.IntRange(1), help="Length of the rate schedule.  [default: --steps]")
 @click.option("--compute-dtype", type=DTYPES, help="The dtype of matmuls.  [default: the preset's]")
@@ -67,6 +77,9 @@ Dtype = Literal["float32", "bfloat16"]
 @click.option("--ssd-every", type=click.IntRange(1), default=20, help="Steps between SSD saves.")
 @click.option("--host-id", help="Name of this host in the tiers.  [default: the machine's]")
 @click.option("--broadcast", type=click.Choice(get_args(BroadcastMode)), default="auto", help="Read once for replicas.")
+@click.option("--guard", is_flag=True, help="Go back and skip batches where the loss is not finite, jumps or rises.")
+@click.option("--guard-margin", type=click.IntRange(1), default=5, help="Steps from the restored save to the onset.")
+@click.option("--guard-skip-ahead", type=click.IntRange(0), default=0, help="Batches to skip beyond the alarm's.")
 @click.option("--coordinator", help="HOST:PORT of process 0, for --processes above 1.")
 @click.option("--processes", type=click.IntRange(1), default=1, help="Processes of the job.")
 @click.option("--process", type=click.IntRange(0), default=0, help="Which of them this is.")
@@ -96,7 +109,7 @@ def main(context: click.Context, **flags: Any) -> None:
         cluster = config.cluster
         with event_log(flags["events"], flags["attempt"], cluster.process) as events:
             train(config, events)
-    except (InputError, CorpusError, TierUnusableError, TreeMismatchError, StoreError) as error:
+    except (InputError, CorpusError, TierUnusableError, TreeMismatchError, StoreError, GuardStopError) as error:
         click.echo(f"Error: {error}", err=True)
         leave(cluster, 1 if isinstance(error, TransientStoreError) else 2)  # what may pass is worth a restart
     except Preempted as told:
@@ -132,6 +145,7 @@ def read_flags(flags: dict[str, Any]) -> RunConfig:
     return RunConfig(
         model=chosen.model,
         optimizer=OptimizerConfig(
+            name=flags["optimizer"],
             learning_rate=chosen.learning_rate if flags["learning_rate"] is None else flags["learning_rate"],
             schedule_steps=flags["schedule_steps"] or flags["steps"],
             accumulate=flags["accumulate"],
@@ -149,6 +163,9 @@ def read_flags(flags: dict[str, Any]) -> RunConfig:
             **{name: flags[name] for name in CHECKPOINT_FLAGS},
         ),
         cluster=_cluster(flags),
+        guard=GuardConfig(margin_steps=flags["guard_margin"], skip_ahead_steps=flags["guard_skip_ahead"])
+        if flags["guard"]
+        else None,
         loop=LoopConfig(
             steps=flags["steps"],
             split_step=flags["split_step"],

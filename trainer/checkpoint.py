@@ -1,6 +1,7 @@
-"""Everything the loop knows of checkpoints: make a manager, restore the newest step, save, wait."""
+"""Everything the loop knows of checkpoints: make a manager, restore the newest step, save, wait, go back."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -10,14 +11,24 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 import ckptkit
-from trainer.config import CheckpointConfig, InputError
+from trainer.config import CheckpointConfig, GuardConfig, InputError
 from trainer.data import Position, resume_position
 from trainer.step import State
 from trainer.stock import StockOrbax
 
 
-def make_manager(config: CheckpointConfig, events: ckptkit.EventLog) -> Any | None:
-    """The checkpoint manager of a run, or None when it keeps no checkpoints.
+def make_guard(config: GuardConfig | None, events: ckptkit.EventLog) -> ckptkit.Guard | None:
+    """The guard of a run, or None when it has none."""
+    if config is None:
+        return None
+    policy = ckptkit.GuardPolicy(
+        margin_steps=config.margin_steps, skip_ahead_steps=config.skip_ahead_steps, retries_max=config.retries_max
+    )
+    return ckptkit.Guard(policy=policy, events=events)
+
+
+def make_manager(config: CheckpointConfig, events: ckptkit.EventLog, guard: ckptkit.Guard | None = None) -> Any | None:
+    """The checkpoint manager of a run, or None when it keeps no checkpoints. It keeps what `guard` may go back to.
 
     With one process the tiers `ram` and `ssd` need nothing of the others; with more, all processes call this together.
     """
@@ -25,19 +36,25 @@ def make_manager(config: CheckpointConfig, events: ckptkit.EventLog) -> Any | No
         return None
     options = ocp.CheckpointManagerOptions(
         save_interval_steps=config.save_every,
-        max_to_keep=config.keep,
+        max_to_keep=max(config.keep, guard.saves_to_keep(config.save_every)) if guard else config.keep,
         cleanup_tmp_directories=True,
         enable_async_checkpointing=config.manager != "orbax-sync",
     )
     if config.manager != "ckptkit":
         return StockOrbax(config.directory, options, events)
+
+    def keep(every_steps: int) -> ckptkit.KeepNewest | None:
+        return ckptkit.KeepNewest(guard.saves_to_keep(every_steps)) if guard else None
+
     tiers = []
     if config.ram is not None:
-        tiers.append(ckptkit.Tier.ram(config.ram, save=ckptkit.EverySteps(config.ram_every)))
+        save = ckptkit.EverySteps(config.ram_every)
+        tiers.append(ckptkit.Tier.ram(config.ram, save=save, keep=keep(config.ram_every)))
     if config.peer_copies:
         tiers.append(ckptkit.Tier.peer(copies=config.peer_copies, save=ckptkit.EverySteps(config.ram_every)))
     if config.ssd is not None:
-        tiers.append(ckptkit.Tier.ssd(config.ssd, save=ckptkit.EverySteps(config.ssd_every)))
+        save = ckptkit.EverySteps(config.ssd_every)
+        tiers.append(ckptkit.Tier.ssd(config.ssd, save=save, keep=keep(config.ssd_every)))
     return ckptkit.CheckpointManager(
         config.directory,
         options=options,
@@ -57,19 +74,27 @@ def restore_newest(
     """
     if manager is None or manager.latest_step() is None:
         return lambda: None
-    handle = manager.restore_async(
-        None,
-        args=ocp.args.Composite(
-            state=ocp.args.StandardRestore(abstract_state),  # pyright: ignore[reportCallIssue]
-            data=ocp.args.JsonRestore(),
-        ),
-    )
+    handle = manager.restore_async(None, args=_wanted(abstract_state))
 
     def result() -> tuple[State, Position]:
         restored = handle.result()
         return restored["state"], resume_position(restored["data"], start)
 
     return result
+
+
+def go_back(
+    manager: Any, guard: ckptkit.Guard, alarm: ckptkit.Alarm, abstract_state: State, start: Position
+) -> tuple[State, Position]:
+    """State and position of a save from before the alarm's trouble. All processes call this together.
+
+    Raises:
+        ckptkit.GuardStopError: the guard went back too often, or no save is old enough.
+    """
+    restored = guard.roll_back(manager, alarm, args=_wanted(abstract_state))
+    position = resume_position(restored["data"], start)
+    guard.resume(position.guard)
+    return restored["state"], replace(position, guard=guard.to_json())
 
 
 def save(manager: Any | None, state: State, position: Position, *, force: bool = False) -> bool:
@@ -126,6 +151,13 @@ def prepare(manager: Any | None, state: State, position: Position) -> None:
     """
     if manager is not None:
         manager.prepare(_args(state, position))
+
+
+def _wanted(abstract_state: State) -> Any:
+    return ocp.args.Composite(
+        state=ocp.args.StandardRestore(abstract_state),  # pyright: ignore[reportCallIssue]
+        data=ocp.args.JsonRestore(),
+    )
 
 
 def _args(state: State, position: Position) -> Any:

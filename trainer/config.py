@@ -7,6 +7,7 @@ from typing import Literal
 from ckptkit.model.policies import BroadcastMode
 
 MESH_AXES = ("data", "fsdp", "model")
+OptimizerName = Literal["adamw", "muon", "lion", "adafactor", "sgd"]
 ManagerName = Literal["ckptkit", "orbax", "orbax-sync"]
 
 
@@ -57,14 +58,15 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with clipping and a warm-up + cosine schedule, counted in optimizer steps."""
+    """An optimizer with clipping and a warm-up + cosine schedule, counted in optimizer steps."""
 
+    name: OptimizerName = "adamw"
     learning_rate: float = 1e-3  # the peak
     warmup_steps: int = 20
     schedule_steps: int = 1000  # warm-up and decay together
     final_fraction: float = 0.1  # of the peak, at the end of the schedule
     weight_decay: float = 0.1  # matrices only
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.95)  # of adamw; lion and muon have their papers'; the first is sgd's momentum
     clip_norm: float = 1.0
     accumulate: int = 1  # microbatches per optimizer step
 
@@ -146,6 +148,15 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GuardConfig:
+    """What follows an alarm over the loss; the rules are `ckptkit.Guard`'s."""
+
+    margin_steps: int = 5  # between the save that is restored and the onset of the trouble
+    skip_ahead_steps: int = 0  # batches that are skipped beyond the alarm's
+    retries_max: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """This process among the others."""
 
@@ -192,8 +203,11 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    guard: GuardConfig | None = None  # None: no alarm takes the run back
 
     def __post_init__(self) -> None:
+        if self.guard and (self.checkpoint.directory is None or self.checkpoint.manager != "ckptkit"):
+            raise InputError("--guard goes back to saves of ckptkit: also give --checkpoint, and no other --manager")
         if self.data.global_batch % self.optimizer.accumulate:
             raise InputError(
                 f"--global-batch {self.data.global_batch} does not split into --accumulate "

@@ -1,10 +1,10 @@
 """The data pipeline: a global order of batches that no process count can change.
 
-The position is one number, the next step. Row r of step k holds record `shuffled[k x global_batch + r]`, and each
-process reads the rows that its devices hold, whichever these are.
+The position is one number, the next step. Row r of step k holds record `shuffled[k x global_batch + r]`, where no guard
+has skipped batches, and each process reads the rows that its devices hold, whichever these are.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from ckptkit.guard import GuardRecord, Skips
 from ckptkit.job.coordination import Coordinator, gather
 from tools.corpus import Corpus
 from trainer.config import InputError
@@ -30,6 +31,12 @@ class Position:
     seed: int
     source_digest: str
     records: int
+    guard: Mapping[str, Any] | None = None  # the record of a `ckptkit.Guard`, with the batches that it skips
+
+    @property
+    def skips(self) -> Skips:
+        """The batches that no step takes."""
+        return GuardRecord.from_json(self.guard).skips
 
     def to_json(self) -> dict[str, Any]:
         """The form in which it is saved."""
@@ -73,7 +80,7 @@ def resume_position(saved: dict[str, Any], start: Position) -> Position:
     Raises:
         InputError: the run has another corpus, seed or batch; each difference with both values.
     """
-    names = [field.name for field in fields(Position) if field.name != "step"]
+    names = [field.name for field in fields(Position) if field.name not in ("step", "guard")]
     differences = [
         f"{name} is {saved.get(name)!r} in the checkpoint, {getattr(start, name)!r} here"
         for name in names
@@ -84,7 +91,7 @@ def resume_position(saved: dict[str, Any], start: Position) -> Position:
             f"cannot resume step {saved.get('step')} with other data: {'; '.join(differences)}; "
             "give the same --data, --seed, --global-batch and preset, or another --checkpoint to start anew"
         )
-    return Position(**(start.to_json() | {"step": saved["step"]}))
+    return Position(**(start.to_json() | {"step": saved["step"], "guard": saved.get("guard")}))
 
 
 def shuffled_ids(records: int, seed: int) -> grain.MapDataset:
@@ -119,8 +126,10 @@ def open_batches(corpus: Corpus, position: Position, sharding: NamedSharding, *,
     rows = local_rows(sharding, position.global_batch)
     shape = (position.global_batch, corpus.record_bytes)
 
+    skips = position.skips
+
     def read(step: int) -> tuple[int, np.ndarray, np.ndarray]:
-        records = batch_ids(ids, step, position.global_batch, rows)
+        records = batch_ids(ids, skips.batch_of(step), position.global_batch, rows)
         found = source.__getitems__(records.tolist())  # pyright: ignore[reportAttributeAccessIssue]
         tokens = [np.frombuffer(record, np.uint8) for record in found]
         return step, np.stack([rows, records], axis=1), np.stack(tokens).astype(np.int32)

@@ -8,13 +8,15 @@ from pathlib import Path
 import click
 import jax
 
-from ckptkit import EventLog, Kind
+from ckptkit import Alarm, EventLog, Kind
 from ckptkit.goodput import steps_done
 from ckptkit.job.coordination import make_coordinator
 from tools.corpus import build_corpus
 from trainer.checkpoint import (
     check_writable,
+    go_back,
     leave_if_preempted,
+    make_guard,
     make_manager,
     prepare,
     restore_newest,
@@ -47,6 +49,7 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
     Raises:
         InputError, CorpusError: what the person can mend, before the first step.
         Preempted: the cluster takes the machines back; the last save is over.
+        GuardStopError: the guard does not go back once more.
     """
     model, loop = config.model, config.loop
     with events.span("training_prep"):
@@ -66,7 +69,8 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
             global_batch=config.data.global_batch,
             accumulate=config.optimizer.accumulate,
         )
-        manager = make_manager(config.checkpoint, events)
+        guard = make_guard(config.guard, events)
+        manager = make_manager(config.checkpoint, events, guard)
         prepare(manager, program.abstract_state, start)
     with events.span("checkpoint_restore"):
         restoring = restore_newest(manager, program.abstract_state, start)
@@ -86,6 +90,8 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
                 processes=jax.process_count(),
                 mesh=str(mesh_config),
             )
+        if guard:
+            guard.resume(position.guard)
         del restored, restoring  # they would keep the first state in memory
         loop_state = LoopState(state=state, position=position)
         batches = open_batches(corpus, position, batch_sharding(mesh), steps=loop.steps)
@@ -102,9 +108,17 @@ def train(config: RunConfig, events: EventLog) -> LoopState:
         with events.span("step", step):
             state, loss = take_step(loop_state.state, batch.tokens, lambda: wait_until_staged(manager, events))
             loss_nats = float(loss)  # waits: a save that found the step unfinished would count it as its own stall
-        loop_state = LoopState(state=state, position=replace(loop_state.position, step=step + 1))
         if proof:
             proof.add_step(step, batch.rows, loss_nats)
+        if guard and (alarm := guard.watch(step, loss=loss_nats)):
+            del state  # or two states would be in memory
+            state, position = go_back(manager, guard, alarm, program.abstract_state, start)
+            loop_state = LoopState(state=state, position=position)
+            batches = open_batches(corpus, position, batch_sharding(mesh), steps=loop.steps)
+            progress.went_back(alarm, position)
+            continue
+        record = guard.to_json() if guard else loop_state.position.guard
+        loop_state = LoopState(state=state, position=replace(loop_state.position, step=step + 1, guard=record))
         with events.span("checkpoint_save", step + 1):
             started_s = time.monotonic()
             is_last = step + 1 == loop.steps
@@ -155,6 +169,11 @@ class Progress:
     def add_save(self, stall_s: float) -> None:
         """Note how long a save held the loop."""
         self._stall_s = stall_s
+
+    def went_back(self, alarm: Alarm, position: Position) -> None:
+        """Say that a guard took the run back."""
+        if self._every:
+            click.echo(f"{alarm}: back to step {position.step}; skipped batches: {position.skips}")
 
     def add_step(self, step: int, loss_nats: float) -> None:
         """Count a finished step and print when it is time; tokens/s include everything since the last line."""

@@ -44,14 +44,15 @@ class GuardPolicy:
     """The reaction to an alarm.
 
     `margin_steps`: the state returns to a save that is older than the onset by this many steps, and the batches from
-    there to the alarm are skipped. `retries_max`: rollbacks in a row, each at most `clear_steps` after the one before;
-    the next alarm is a `GuardStopError`. `slow_down`: also lower the rate, for loops that use `rate_factor`.
-    `lag_steps`: a value that is a `jax.Array` is read this many steps later. `step_number`: the meaning of the number
-    of a save: `done`, the number of finished steps (the saved state is that before step N), or `last`, the last
-    finished step.
+    there to the alarm are skipped, and `skip_ahead_steps` more. `retries_max`: rollbacks in a row, each at most
+    `clear_steps` after the one before; the next alarm is a `GuardStopError`. `slow_down`: also lower the rate, for
+    loops that use `rate_factor`. `lag_steps`: a value that is a `jax.Array` is read this many steps later.
+    `step_number`: the meaning of the number of a save: `done`, the number of finished steps (the saved state is that
+    before step N), or `last`, the last finished step.
     """
 
     margin_steps: int = 5
+    skip_ahead_steps: int = 0
     retries_max: int = 3
     clear_steps: int = 100
     slow_down: SlowDown | None = None
@@ -59,10 +60,11 @@ class GuardPolicy:
     step_number: StepNumber = "done"
 
     def __post_init__(self) -> None:
-        if self.margin_steps < 1 or self.retries_max < 0 or self.clear_steps < 0 or self.lag_steps < 0:
+        others = (self.skip_ahead_steps, self.retries_max, self.clear_steps, self.lag_steps)
+        if self.margin_steps < 1 or min(others) < 0:
             raise ValueError(
                 f"{self}: margin_steps is at least 1 (the update before a bad loss may have done the harm), "
-                "retries_max, clear_steps and lag_steps at least 0"
+                "the others at least 0"
             )
         if self.step_number not in get_args(StepNumber):
             raise ValueError(f"step_number={self.step_number!r}: give one of {', '.join(get_args(StepNumber))}")
@@ -183,7 +185,7 @@ class Guard:
             alarm=alarm,
             first_step=first,
             first_batch=known.skips.batch_of(first),
-            stop_batch=known.skips.batch_of(alarm.step) + 1,
+            stop_batch=known.skips.batch_of(alarm.step + self._policy.skip_ahead_steps) + 1,
         )
         step, restored = self._restored(manager, alarm, offered, args)
         self._rollbacks = (*known.rollbacks, rollback)

@@ -166,6 +166,12 @@ def test_rate_is_lower_after_a_rollback_and_only_then(tmp_path: Path) -> None:
     assert [guard.rate_factor(step) for step in (56, 57, 66, 67)] == [1.0, 0.5, 0.5, 1.0]
 
 
+def test_batches_after_the_alarm_are_skipped_where_asked(tmp_path: Path) -> None:
+    """Bad data that goes on after the alarm would take one rollback for every few batches."""
+    _, guard, _ = run(tmp_path, policy=GuardPolicy(margin_steps=3, lag_steps=0, skip_ahead_steps=10))
+    assert guard.skips == Skips(((57, 73),))
+
+
 def test_saves_to_keep_reach_back_before_any_onset() -> None:
     """A tier would give up the save that a rollback needs."""
     guard = Guard([Spike(patience=4)], policy=GuardPolicy(margin_steps=6, lag_steps=2))

@@ -183,3 +183,16 @@ def test_plan_command_runs():
     )
     assert done.returncode == 0, done.stderr
     assert "The smallest fsdp that does is 6" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("name", ["muon", "lion", "adafactor", "sgd"])
+def test_every_optimizer_trains_and_resumes_with_the_same_bits(root: Path, text: str, tmp_path: Path, name: str):
+    """A run with another optimizer would resume with other moments, or not at all."""
+    config = run_config(root, text, f"{name}-straight", steps=4)
+    config = replace(config, optimizer=replace(config.optimizer, name=name))  # pyright: ignore[reportArgumentType]
+    train(config, EventLog())
+    again = replace(config, checkpoint=CheckpointConfig(directory=str(tmp_path), save_every=2))
+    for steps in (2, 4):
+        loop = replace(again.loop, steps=steps, proof=str(root / f"{name}-resumed"))
+        train(replace(again, loop=loop), EventLog())
+    assert proof_of(root, f"{name}-resumed") == proof_of(root, f"{name}-straight")
