@@ -50,7 +50,7 @@ MEMORY = Path("/dev/shm/ckptkit-demo-guard")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a run left: the loss of every step as it was taken, and the digests of its end."""
+    """The records of a run: the loss of every step as it was taken, and the digests of its last state."""
 
     taken: list[tuple[int, float]]
     kept: dict[int, float]
@@ -127,7 +127,7 @@ def run_one(name: str, text: str) -> Run:
 
 
 def check(runs: dict[str, Run]) -> list[str]:
-    """What the demo does not prove, empty where it proves everything."""
+    """The claims that the demo did not prove; empty if it proved all."""
     clean, unguarded, guarded = (fmean(runs[name].tail) for name in ("clean", "unguarded", "guarded"))
     # Both means are of batches of their own: three standard errors of their difference.
     noise = 3 * stdev(runs["clean"].tail) * (2 / TAIL) ** 0.5

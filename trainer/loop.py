@@ -171,7 +171,7 @@ class Progress:
         self._stall_s = stall_s
 
     def went_back(self, alarm: Alarm, position: Position) -> None:
-        """Say that a guard took the run back."""
+        """Print that the guard returned the run to an earlier step."""
         if self._every:
             click.echo(f"{alarm}: back to step {position.step}; skipped batches: {position.skips}")
 

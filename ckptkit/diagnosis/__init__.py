@@ -1,4 +1,4 @@
-"""What is slow, at risk or wasteful in a run, from its event logs, its checkpoints and its state; and what to change.
+"""Slow, risky and wasteful parts of a run, from its event logs, checkpoints and state, with the remedies.
 
 Names are imported when they are first used: `doctor` and `inspect` need no JAX.
 """

@@ -18,8 +18,8 @@ def sharding_report(
 ) -> ShardingReport:
     """Bytes per device of a state, or abstract state, and what to look at: `print` it, or read `.findings`.
 
-    It finds leaves above 1 MB that are whole on every device, mesh axes that split none of them, leaves that are split
-    over `replica_axes` (the axes whose devices hold whole replicas), and splits that do not come out even. Leaves
+    It finds leaves above 1 MB that are whole on every device, and mesh axes that split none of them. It also finds
+    leaves that are split over `replica_axes` (the axes whose devices hold whole replicas), and uneven splits. Leaves
     without a `NamedSharding` count as whole. Nothing is allocated or read. Cost: some microseconds for each leaf.
 
     Args:

@@ -43,7 +43,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What a replay proved: every save in `steps` follows from the one before it, up to `difference`, if there is one.
+    """The result of a replay: every save in `steps` follows from the one before it, up to `difference`, if it is set.
 
     `steps_replayed` is how many steps were taken again.
     """
@@ -76,7 +76,7 @@ def replay(
     there is the program's.
 
     `manager` is read only (`CheckpointManagerOptions(read_only=True)`): a replay moves no run. All processes call this
-    together. Cost: the steps themselves, one restore for each save, and one state in memory beside the gradients.
+    together. Cost: the steps themselves, one restore for each save, and one more state in memory than a step.
     The mesh has to have the shape of the run's: another shape has other bits.
 
     Args:
@@ -87,7 +87,7 @@ def replay(
       state_of: the state among the restored items.
       first, last: the saves to begin and to end with (default: the last two).
 
-    Raises ValueError for a manager that is not read only, or where there are no two saves; what `restore` raises.
+    Raises ValueError for a manager that is not read only, or fewer than two saves; what `restore` raises.
     """
     if not manager.is_read_only:
         raise ValueError("replay: give a manager of its own, with CheckpointManagerOptions(read_only=True)")
@@ -112,7 +112,7 @@ def _saves(manager: CheckpointManager, first: int | None, last: int | None) -> t
     known = sorted(manager.all_steps())
     for step in (first, last):
         if step is not None and step not in known:
-            raise StepNotFoundError(f"replay: there is no step {step}; saved are {known}", step=step)
+            raise StepNotFoundError(f"replay: step {step} was not found; saved are {known}", step=step)
     until = [each for each in known if last is None or each <= last]
     saves = tuple(until[-2:] if first is None else [each for each in until if each >= first])
     if len(saves) < 2:

@@ -114,5 +114,5 @@ def test_replay_needs_a_manager_of_its_own_and_two_saves(tmp_path: Path) -> None
         replay(manager, lambda: lambda state, batch: state, lambda step, restored: [])
     with pytest.raises(ValueError, match="give two saves"):
         certify(tmp_path, last=3)
-    with pytest.raises(ckptkit.StepNotFoundError, match=r"no step 4; saved are \[3, 6, 9, 12\]"):
+    with pytest.raises(ckptkit.StepNotFoundError, match=r"step 4 was not found; saved are \[3, 6, 9, 12\]"):
         certify(tmp_path, first=4)
