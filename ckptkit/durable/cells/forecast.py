@@ -114,8 +114,8 @@ _Share = list[tuple[LeafRecord, list[Box]]]  # what one process writes of an ite
 
 
 def _shares(leaves: Sequence[LeafRecord], processes: int) -> list[_Share]:
-    """Each part goes to the process that has least, as in `choose_writers`. Who holds a box is not known here: a leaf
-    of one box is taken for a replicated one."""
+    """Each part goes to the process with the least bytes, as in `choose_writers`. The holders of a box are unknown
+    here: a leaf of one box counts as replicated."""
     shares: list[_Share] = [[] for _ in range(processes)]
     loads = [(0, process) for process in range(processes)]
     all_bytes = sum(record.box.size * leaf.itemsize for leaf in leaves for record in leaf.boxes)
