@@ -21,8 +21,8 @@ _NAME = re.compile(r"attempt-(\d+)-process-(\d+)\.jsonl", re.ASCII)
 def load_run(directory: str | os.PathLike[str]) -> list[list[Event]]:
     """The logs of a run: `launcher.jsonl` and `attempt-<a>-process-<p>.jsonl`; other files are not read.
 
-    The process is the one in the name, and so is the attempt where no `started` event says it: loops that write none
-    are common, and a full disk loses it.
+    The name gives the process, and also the attempt if no `started` event has it: many loops write none, and a full
+    disk loses it.
     """
     root = Path(directory)
     paths = sorted(chain(root.glob("launcher.jsonl"), root.glob("attempt-*-process-*.jsonl")))
@@ -46,11 +46,11 @@ def _as_named(path: Path, log: list[Event]) -> list[Event]:
 
 
 def steps_done(directory: str | os.PathLike[str]) -> int | None:
-    """How many steps the run whose logs are in `directory` has come to, over all attempts; None where none says.
+    """The number of steps of the run with logs in `directory`, over all attempts; None if no log has it.
 
-    A step that was taken and then lost counts: less the step that a run resumes from, it is the work done again.
-    Where a log is damaged or cannot be read it is None too: a run must not stand still for its account. Cost: process
-    0's logs are read (all others say the same), or those that are there where it has none here.
+    A step that was taken and then lost counts: less the step that a run resumes from, it is the repeated work. None
+    also if a log is damaged or cannot be read: a run must not stop for its account. Cost: process 0's logs are read
+    (the others are equal), or the existing ones if process 0 has none here.
     """
     root = Path(directory)
     paths = list(root.glob("attempt-*-process-0.jsonl")) or root.glob("attempt-*-process-*.jsonl")
@@ -99,8 +99,8 @@ class Attempt(NamedTuple):
 def attempts_of(logs: Sequence[Sequence[Event]]) -> tuple[list[Attempt], list[Event]]:
     """The attempts in order, and the events of the launcher.
 
-    Where a number was given twice (a container that starts again with the same arguments, a job that was submitted
-    again), each start is an attempt of its own, and all are numbered in the order of time.
+    If a number was given twice (a restarted container with the same arguments, a resubmitted job), each start is an
+    attempt of its own, and all are numbered in the order of time.
     """
     lives: dict[tuple[int, int], list[Event]] = defaultdict(list)  # by number, and which start with that number
     launcher: list[Event] = []
@@ -137,7 +137,7 @@ def _steps(events: Iterable[Event]) -> Iterable[tuple[int, Event]]:
 
 
 def _lives(log: Sequence[Event]) -> Iterable[Sequence[Event]]:
-    """The log of a process, cut where it started anew; what stands before its first `started` is of its first life."""
+    """The log of a process, cut at each new start; events before its first `started` belong to its first life."""
     starts = [place for place, event in enumerate(log) if event.kind == Kind.STARTED]
     return [log[begin:end] for begin, end in pairwise([0, *starts[1:], len(log)]) if begin < end]
 
@@ -161,9 +161,9 @@ def start_s(event: Event) -> float:
 def clock_of(attempts: Sequence[Attempt], launcher: Sequence[Event]) -> tuple[float, float]:
     """When the run began and ended. Raises ValueError where no process logged an event.
 
-    A run that finished ends with the last word of its process 0, as a job does that reports its own end; what the
-    launcher takes to see it gone is no part of it. Other processes count only where process 0 said nothing at all:
-    their hosts' clocks may be off by hours.
+    A finished run ends with the last event of its process 0, like a job that reports its own end; the launcher's time
+    to notice it does not count. Other processes count only if process 0 has no events: their hosts' clocks may be off
+    by hours.
     """
     if not attempts:
         raise ValueError("no process of the run logged an event: there is nothing to account for")

@@ -30,8 +30,8 @@ from ckptkit.store.roots import root_url
 
 
 def make_root(url: str, options: ocp.CheckpointManagerOptions) -> None:
-    """Makes the durable root, with the permissions that the options ask for. One that cannot be made is left to the
-    first read or write to say so."""
+    """Makes the durable root, with the permissions that the options ask for. If that fails, the first read or write
+    reports it."""
     properties = properties_of(url)
     if not (properties.file_system or properties.known_to_orbax):
         return  # s3fs would make the bucket: of a name that was mistyped, too
@@ -60,7 +60,7 @@ def read_by_one(options: ocp.CheckpointManagerOptions) -> dict[str, Any]:
 
 
 def finishes_in_its_own_way(options: ocp.CheckpointManagerOptions) -> bool:
-    """Whether the options say how a step becomes a step: then Orbax writes it."""
+    """Whether the options define how a step is committed: then Orbax writes it."""
     return options.temporary_path_class is not None or options.atomicity_options is not None
 
 
@@ -75,7 +75,7 @@ _NAMING = ("_filename", "_checkpoint_name", "_key_name")  # the settings of the 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What Orbax's constructor takes beside directory and options."""
+    """The arguments of Orbax's constructor besides directory and options."""
 
     checkpointers: Any = None
     metadata: Mapping[str, Any] | None = None
@@ -85,7 +85,7 @@ class Setup:
 
 
 class QuietLogger(ocp.logging.AbstractLogger):
-    """Says nothing: the manager logs each save and restore once, whoever writes it."""
+    """Logs nothing: the manager logs each save and restore once, whichever code writes it."""
 
     def log_entry(self, entry: Any) -> None:
         """Drops the entry."""
@@ -131,18 +131,18 @@ def delete_mark_first(manager: ocp.CheckpointManager) -> None:
 
 
 class _Behind(int):
-    """Comes after the steps in the queue of the thread that deletes, and says that its turn has come."""
+    """Follows the steps in the queue of the deleting thread, and signals that its turn has come."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
 
 
 def delete_at_once(manager: ocp.CheckpointManager, step: int) -> None:
-    """Deletes a step, on process 0, and returns when it is gone, also where the options leave that to a thread: its
-    number is to be saved again, and that thread goes by numbers.
+    """Deletes a step on process 0, and returns after the deletion, even if the options leave it to a thread: its number
+    will be saved again, and that thread uses numbers.
 
-    Meets nobody, and leaves the step in the books (`forget`). Raises what the deletion raises; Orbax's thread makes no
-    more after that.
+    Uses no barrier, and leaves the step in the books (`forget`). Raises the errors of the deletion; Orbax's thread
+    makes no more deletions after that.
     """
     deletes: Any = manager._checkpoint_deleter
     deletes.delete(step)
@@ -156,7 +156,7 @@ def delete_at_once(manager: ocp.CheckpointManager, step: int) -> None:
 
 
 def forget(manager: ocp.CheckpointManager, step: int) -> None:
-    """Strikes a step that was deleted beside a manager out of its books."""
+    """Removes a step from a manager's books after it was deleted without the manager."""
     manager._checkpoints.delete_if(lambda info: info.step == step)
 
 
@@ -168,8 +168,8 @@ def step_names(options: ocp.CheckpointManagerOptions) -> Any:
 
 
 def committed_by_mark(options: ocp.CheckpointManagerOptions, url: str) -> ocp.CheckpointManagerOptions:
-    """`options`, for a bucket that Orbax does not know for one, as `s3://`, with marks: it would take every name there
-    for a committed step, and rename what it writes object by object. What the caller chose stays.
+    """`options` with commit markers, for a bucket that Orbax does not recognise, such as `s3://`. Without markers it
+    would take every name there for a committed step, and rename its files object by object. The caller's choices stay.
 
     On a mount Orbax lists by names, and reads what it had renamed there, with or without a mark (see `strike_foreign`).
     """
@@ -193,8 +193,8 @@ def committed_by_mark(options: ocp.CheckpointManagerOptions, url: str) -> ocp.Ch
 
 
 def look_afresh(manager: ocp.CheckpointManager) -> None:
-    """Has Orbax's manager look for its steps in the storage, not in what this process remembers of a bucket's listings:
-    it would take the steps of back then for those that are there, and never prune the others."""
+    """Makes Orbax's manager look for its steps in the storage, not in cached listings of a bucket: it would take the
+    cached steps for the existing ones, and never prune the others."""
     forget_listings(root_url(str(manager.directory)))
     manager.reload()
     strike_foreign(manager)
@@ -344,7 +344,7 @@ class StockManager:
         return doomed
 
     def delete_as_asked(self, steps: Sequence[int]) -> None:
-        """Deletes steps as the options say (`todelete_subdir`, `todelete_full_path`)."""
+        """Deletes steps by the options (`todelete_subdir`, `todelete_full_path`)."""
         self.orbax._checkpoint_deleter.delete_steps(steps)
 
     def path(self, step: int) -> Any:
@@ -364,7 +364,7 @@ class StockManager:
         """Waits for a save that is on its way, without raising: its failure was reported where it was waited for."""
         try:
             self.orbax.wait_until_finished()
-        except Exception:  # noqa: BLE001  Orbax raises it once per thread; it was said already
+        except Exception:  # noqa: BLE001  Orbax raises it once per thread; it was reported already
             look_afresh(self.orbax)
 
     def close(self) -> None:
@@ -390,7 +390,7 @@ def _plain(kind: Any) -> Any:
 
 
 def delete_directory(path: str, options: ocp.CheckpointManagerOptions) -> None:
-    """Deletes a directory of a disk, with as many threads as the options say."""
+    """Deletes a directory of a disk, with the number of threads in the options."""
     target = epath.Path(path)
     deleter.PathDeleter(target.parent, num_threads=options.num_deletion_threads).delete(target)
 
@@ -438,7 +438,7 @@ class Views:
             self._behind.add(id(manager))
 
     def is_behind(self, manager: ocp.CheckpointManager) -> bool:
-        """Whether it has to look before it can say what there is."""
+        """Whether it has to look before it knows the steps."""
         return id(manager) in self._behind
 
     def look(self, manager: ocp.CheckpointManager) -> None:
@@ -462,8 +462,8 @@ class Views:
     def look_again(self, manager: ocp.CheckpointManager, look: Callable[[], None] | None = None) -> None:
         """After a save that failed: its step may be there all the same, and Orbax forgets others that are (FACTS 5).
 
-        A look that fails too is left to the next save: what is raised says why the save failed, and decides whether it
-        is tried again; and a process that raises before a meeting leaves the others waiting.
+        If looking fails too, it is left to the next save: the raised error must show why the save failed, and decides
+        about a retry. A process that raises before a barrier would leave the others waiting.
         """
         try:
             if look is None:
