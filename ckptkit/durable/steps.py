@@ -97,7 +97,7 @@ class DurableSteps:
         cleaned: Callable[[list[str]], None] = lambda names: None,
     ):
         """`said` is called with a committed step and the failure after its commit; `cleaned` with removed leftovers."""
-        self.profile = profile
+        self.profile = profile = profile.for_one_of(coordinator.count)
         self.url = root_url(directory)
         self._coordinator = coordinator
         self._tries = ScopedCoordinator(coordinator)  # to save: who misses one is there at the next

@@ -19,7 +19,7 @@ COMPRESSORS: Final[Mapping[Codec, Mapping[str, Any]]] = {
     "lz4_shuffle": {"id": "blosc", "cname": "lz4", "clevel": 1, "shuffle": 1, "blocksize": 0},
 }
 _UNITS = {"_bytes_per_s": "bytes per second", "_bytes": "bytes", "_s": "seconds"}
-_OPTIONAL = frozenset({"write_bytes_per_s"})
+_OPTIONAL = frozenset({"write_bytes_per_s", "job_write_bytes_per_s"})
 _SLOWEST_BYTES_PER_S = 10e6  # of a tier that works: a tenth of what one connection to a bucket gives
 
 
@@ -42,6 +42,8 @@ class DurableProfile:
       sixth of their total, at least 9 MiB, and about this at most.
       write_bytes_per_s: the rate of this process's durable writes, on average over some seconds, before encoding; None:
         no limit.
+      job_write_bytes_per_s: the same for all processes of the job together; each keeps to an equal part of it. None: no
+        limit. With both, the lower rate counts.
       operation_timeout_s: the time limit of an operation that moves few bytes; after it the operation fails as
           transient. The limit grows by a second for every 10 MB that the operation moves (`limit_s`).
     """
@@ -54,6 +56,7 @@ class DurableProfile:
     read_ahead_bytes: int = 128 << 20
     in_flight_bytes: int = 2 << 30
     write_bytes_per_s: float | None = None
+    job_write_bytes_per_s: float | None = None
     operation_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
@@ -76,6 +79,14 @@ class DurableProfile:
         limited, a second's worth."""
         second = math.inf if self.write_bytes_per_s is None else self.write_bytes_per_s
         return max(1, int(min(max(self.data_file_bytes, self.in_flight_bytes // 4), self.in_flight_bytes, second)))
+
+    def for_one_of(self, processes: int) -> DurableProfile:
+        """The profile of one process in a job of so many: its part of the job's rate is its own rate."""
+        if self.job_write_bytes_per_s is None:
+            return self
+        part = self.job_write_bytes_per_s / processes
+        own = part if self.write_bytes_per_s is None else min(part, self.write_bytes_per_s)
+        return dataclasses.replace(self, write_bytes_per_s=own, job_write_bytes_per_s=None)
 
     def codec_of(self, cell_bytes: int) -> Codec | None:
         """How the cells of a leaf are encoded whose cells have `cell_bytes`."""

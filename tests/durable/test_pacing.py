@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
+import orbax.checkpoint as ocp
 import pytest
 
 from ckptkit.durable.cells import pacing
 from ckptkit.durable.cells.pacing import WritePace
+from ckptkit.durable.steps import DurableSteps
+from ckptkit.job.coordination import make_coordinator
+from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.util import clock
 
 
@@ -45,3 +50,18 @@ def test_continuous_fast_saves_do_not_starve_the_durable_tier(monkeypatch: pytes
     pace = WritePace()
     pace.begin_urgent("step 1")
     assert pace.take(1) >= 0.04
+
+
+def test_manager_keeps_to_its_part_of_the_rate_of_the_job(tmp_path: Path) -> None:
+    """The setting would be taken and have no effect."""
+    profile = DurableProfile(job_write_bytes_per_s=4e6)
+    coordinator = make_coordinator()
+    steps = DurableSteps(str(tmp_path / "run"), ocp.CheckpointManagerOptions(), coordinator, profile=profile)
+    try:
+        began_s = clock.monotonic_s()
+        for _ in range(3):
+            steps.pace.take(1_000_000)
+        assert clock.monotonic_s() - began_s >= 0.4  # two of the three are waited for, at 4 MB/s
+        assert steps.profile.write_bytes_per_s == 4e6 / coordinator.count
+    finally:
+        steps.close()

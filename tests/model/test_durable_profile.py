@@ -21,13 +21,27 @@ def test_invalid_value_is_refused(field: str, value: Any) -> None:
                 DurableProfile(compression=value)
         return
     unit = "seconds" if field.endswith("_s") else "bytes" if field.endswith("_bytes") else "a count"
-    if field == "write_bytes_per_s":
+    if field.endswith("write_bytes_per_s"):
         if value is None:
-            assert DurableProfile(write_bytes_per_s=None) == DurableProfile()
+            assert DurableProfile(**{field: None}) == DurableProfile()
             return
         unit = "bytes per second"
     with pytest.raises(ValueError, match=rf"DurableProfile: {field} is .*; give {unit} above 0"):
         DurableProfile(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("job", "own", "expected"),
+    [(None, None, None), (None, 5e6, 5e6), (8e6, None, 2e6), (8e6, 1e6, 1e6), (8e6, 3e6, 2e6)],
+)
+def test_rate_of_a_job_is_divided_over_its_processes(
+    job: float | None, own: float | None, expected: float | None
+) -> None:
+    """A thousand processes would take a thousand times the bandwidth that the job was given."""
+    profile = DurableProfile(job_write_bytes_per_s=job, write_bytes_per_s=own)
+    part = profile.for_one_of(4)
+    assert (part.write_bytes_per_s, part.job_write_bytes_per_s) == (expected, None)
+    assert part.for_one_of(4) == part, "divided once"
 
 
 def test_profile_file_round_trips(tmp_path: Path) -> None:
