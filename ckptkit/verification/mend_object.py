@@ -1,4 +1,5 @@
 """Repairs a durable step in a bucket: writes a new copy, verifies it, and copies it over the step object by object.
+So too on a mount that does not rename a directory in one step.
 
 No bucket request changes two objects. So the data is written first, under new names, then the manifests that name it,
 then the records. Every state in between is the damaged step, a less damaged one, or the repaired one; readers verify
@@ -17,6 +18,7 @@ from ckptkit.errors import StoreError
 from ckptkit.inspection.places import Place
 from ckptkit.model import paths
 from ckptkit.store import PutMode, Store, open_store
+from ckptkit.store.local import remove_empty
 from ckptkit.util.clock import wall_s
 from ckptkit.verification.durable import identity_of, prove_step
 from ckptkit.verification.pool import Limits
@@ -54,7 +56,7 @@ def mend_object_step(
         return _swap(store, name, f"{work}/{name}", generations, sidecars, rebuilt)
     finally:
         with suppress(StoreError):
-            store.delete_many(store.list_all(work))
+            _remove_copy(store, work)
 
 
 def clean_object_repairs(root: str) -> None:
@@ -70,7 +72,7 @@ def clean_object_repairs(root: str) -> None:
             continue
         began, _, own_name = name.removeprefix(_PREFIX).partition("-")
         if own_name and began.isdecimal() and wall_s() - int(began) > _DEAD_AFTER_S:
-            store.delete_many(store.list_all(f"{paths.SIDECAR_DIR}/{name.rstrip('/')}"))
+            _remove_copy(store, f"{paths.SIDECAR_DIR}/{name.rstrip('/')}")
 
 
 def put_object_step_aside(place: Place, before: object, root: str) -> str | None:
@@ -133,6 +135,12 @@ def _swap(
     obsolete = [key for key in generations if _is_tree(key, sidecars) and key not in written]
     store.delete_many([f"{name}/{key}" for key in obsolete])
     return None
+
+
+def _remove_copy(store: Store, work: str) -> None:
+    store.delete_many(store.list_all(work))
+    if store.properties.file_system:
+        remove_empty(f"{store.url}/{work}")
 
 
 def _generations(store: Store, name: str) -> dict[str, int | None]:

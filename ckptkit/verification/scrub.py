@@ -149,7 +149,7 @@ class _Scrubber:
         findings += [finding for _, proof, _ in bad_steps for finding in proof.findings]
         findings += [finding for _, finding in self._manifests]
         try:
-            if self._repair and self._place.store.properties.file_system:
+            if self._repair and self._place.store.properties.atomic_rename:
                 clean_repairs(Path(self._place.url))
             elif self._repair:
                 clean_object_repairs(self._place.url)
@@ -298,7 +298,7 @@ class _Scrubber:
 
     def _mend(self, place: Place, before: object, step: int, sources: Sources) -> str | None:
         root, limits, timeout_s = self._place.url, self._limits, self._timeout_s
-        if place.store.properties.file_system:
+        if place.store.properties.atomic_rename:
             return mend_step(place, before, step, sources, limits, root=Path(root), timeout_s=timeout_s)
         return mend_object_step(place, before, step, sources, limits, root=root, timeout_s=timeout_s)
 
@@ -314,7 +314,7 @@ class _Scrubber:
             return self._quarantine_refused(each, kind) or self._moved_aside(each.place, before)
 
     def _moved_aside(self, place: Place, before: object) -> str | None:
-        if place.store.properties.file_system:
+        if place.store.properties.atomic_rename:
             return put_step_aside(place, before, Path(self._place.url))
         return put_object_step_aside(place, before, self._place.url)
 

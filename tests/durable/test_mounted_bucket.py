@@ -121,6 +121,34 @@ def test_cleanup_removes_what_is_not_committed_and_nothing_else(mounted_bucket: 
     assert sorted(each.name for each in root.iterdir()) == ["1", "2", paths.SIDECAR_DIR]
 
 
+@pytest.mark.parametrize("mendable", [True, False], ids=["repaired", "put aside"])
+def test_damaged_step_is_treated_without_a_rename_of_its_directory(
+    mounted_bucket: MountedBucket, tmp_path: Path, mendable: bool
+) -> None:
+    """A repair that dies would leave a part of the step under its name."""
+    root, ram = mounted_bucket.path / "run", tmp_path / "ram"
+    options = ocp.CheckpointManagerOptions(save_interval_steps=1)
+    tiers = [ckptkit.Tier.ram(str(ram))]
+    with ckptkit.CheckpointManager(root, options=options, tiers=tiers, host_id="h") as manager:
+        save(manager, 1)
+        save(manager, 2)
+    data = max((root / "2" / "default" / "d").iterdir(), key=lambda each: each.stat().st_size)
+    found = bytearray(data.read_bytes())
+    found[len(found) // 2] ^= 1
+    data.write_bytes(found)
+    scrub = ckptkit.scrub(str(root), [str(ram)] if mendable else [], repair=True, host_id="h")
+    assert [(each.step, each.act, each.done) for each in scrub.treatments] == [
+        (2, "repair" if mendable else "quarantine", True)
+    ]
+    assert [(each.step, each.state) for each in ckptkit.verify(str(root)).steps] == [
+        (step, "proven") for step in ((1, 2) if mendable else (1,))
+    ]
+    assert (root / "2").exists() == mendable
+    assert not [each for each in (root / paths.SIDECAR_DIR).iterdir() if each.name.startswith("repair-")]
+    with ocp.CheckpointManager(root) as stock:
+        assert restored(stock) == (2.0 if mendable else 1.0)
+
+
 def write_step(root: Path, step: int, epoch: int) -> None:
     """One save of a run of this epoch, after what earlier ones have left is removed."""
     clean_left(open_store(root), epoch, shutil.rmtree)
