@@ -21,6 +21,7 @@ from ckptkit import Guard, GuardPolicy, GuardStopError, Kind, NonFinite, SlowDow
 from ckptkit.cli import main
 from ckptkit.goodput import goodput_report
 from ckptkit.guard import Alarm, GuardRecord, Skips
+from ckptkit.job.coordination import LocalCoordinator
 
 POISON = frozenset(range(60, 63))  # batches
 
@@ -149,6 +150,21 @@ def test_alarms_without_end_stop_the_run_with_a_report(tmp_path: Path, monkeypat
     assert "batches 57 to 62 are skipped" in str(stopped.value)
     with pytest.raises(GuardStopError):  # a restart gets the same alarm
         run(tmp_path, policy=policy)
+
+
+def test_processes_with_different_alarms_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process would return to a save of its own."""
+
+    class Two(LocalCoordinator):
+        """Process 1 has the same alarm one step later."""
+
+        def agree(self, channel: str, value: Any, decide: Any, **options: Any) -> Any:
+            other = {**value, "alarm": {**value["alarm"], "step": value["alarm"]["step"] + 1}}
+            return super().agree(channel, value, lambda values: decide([*values, other]), **options)
+
+    monkeypatch.setattr("ckptkit.guard.guarding.make_coordinator", Two)
+    with pytest.raises(GuardStopError, match=r"process 1 has spike at step 63.*process 0 has spike at step 62"):
+        run(tmp_path)
 
 
 def test_alarm_without_an_old_save_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

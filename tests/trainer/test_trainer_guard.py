@@ -1,6 +1,10 @@
 """The trainer with a guard on poisoned text: it goes back, skips, and comes to bits that chance has no part in."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +30,9 @@ from trainer.loop import LoopState, train
 SMALL = ModelSize(layers=1, d_model=32, heads=2, kv_heads=1, d_ff=64, vocab=256, seq_len=16)
 RECORDS, RECORD_BYTES, BATCH, STEPS = 400, SMALL.seq_len + 1, 4, 64
 POISON = range(40, 46)  # batches: two windows
+
+
+ROOT = Path(__file__).parents[2]
 
 
 class Killed(Exception):
@@ -146,6 +153,48 @@ def _with_record(record: dict):
     from trainer.data import start_position
 
     return lambda *args, **keywords: replace(start_position(*args, **keywords), guard=record)
+
+
+WORKER = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_trainer_guard import config_of
+from ckptkit import EventLog
+from trainer.config import ClusterConfig, MeshConfig
+from trainer.loop import train
+root, process = Path(sys.argv[2]), int(sys.argv[4])
+config = config_of(root, "two")
+places = replace(config.checkpoint, host_id=f"h{process}")
+cluster = ClusterConfig(coordinator=f"127.0.0.1:{sys.argv[3]}", processes=2, process=process)
+end = train(replace(config, checkpoint=places, cluster=cluster, mesh=MeshConfig(data=2)), EventLog())
+print("skipped:", end.position.skips)
+"""
+
+
+def test_two_processes_return_together(root: Path) -> None:
+    """Processes would restore different saves, or wait for each other until the timeout."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [sys.executable, "-c", WORKER, str(Path(__file__).parent), str(root), str(port)]
+    env = {**os.environ, "XLA_FLAGS": ""}
+    workers = [
+        subprocess.Popen([*words, str(process)], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+        for process in range(2)
+    ]
+    try:
+        ended = [worker.communicate(timeout=170)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0]
+    skipped = {line for text in ended for line in text.splitlines() if line.startswith("skipped:")}
+    assert len(skipped) == 1
+    assert skipped != {"skipped: none"}
+    first, second = (json.loads((root / "two" / "proof" / f"state-{process}.json").read_text()) for process in range(2))
+    assert first == second
 
 
 def test_alarm_before_any_save_ends_the_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
