@@ -9,6 +9,7 @@ import click
 from ckptkit.cli.exits import exit_with
 from ckptkit.cli.options import JSON, MEMORY, TIMEOUT
 from ckptkit.cli.show_inspection import matching, show_inspection
+from ckptkit.cli.show_sharding import show_sharding
 from ckptkit.cli.text import print_json
 from ckptkit.formats import inspect as inspect_path
 from ckptkit.inspection import Inspection
@@ -24,6 +25,10 @@ from ckptkit.util.gc_pause import collection_paused
 @click.option(
     "--stats", is_flag=True, help="Read every byte: min, max, mean, std, norm, NaN and Inf counts of each leaf."
 )
+@click.option("--sharding", is_flag=True, help="Bytes per device, and leaves and axes that lie badly.")
+@click.option(
+    "--mesh", metavar="AXES", help="For --sharding: another mesh, like data=2,fsdp=4 [default: the saved one]."
+)
 @MEMORY
 @TIMEOUT
 def inspect(
@@ -33,6 +38,8 @@ def inspect(
     pattern: str | None,
     sort: str | None,
     stats: bool,
+    sharding: bool,
+    mesh: str | None,
     memory_bytes: int,
     timeout_s: float,
 ) -> int:
@@ -41,9 +48,15 @@ def inspect(
 
     Without --stats only metadata is read. PATH is local, file://, gs:// or s3://.
     """
+    if stats and sharding:
+        raise click.UsageError("--stats and --sharding exclude each other")
+    if mesh is not None and not sharding:
+        raise click.UsageError("--mesh belongs to --sharding")
     with collection_paused():  # a collection looks at every leaf, and frees none
         found = matching(inspect_path(path, timeout_s=timeout_s), pattern, sort)
-        if not stats and as_json:
+        if sharding:
+            show_sharding(found, mesh, as_json=as_json)
+        elif not stats and as_json:
             print_json(found.to_json(depth=depth or 1))
         elif not stats:
             show_inspection(found, depth)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +25,18 @@ def sharding_words(text: str) -> str:
     if kind == "SingleDeviceSharding":
         return f"one device ({record.get('device_str')})"
     return str(kind)
+
+
+def parsed_sharding(words: str | None) -> tuple[tuple[tuple[str, ...], ...], dict[str, int]] | None:
+    """The axes of each dimension and the axis sizes of a mesh, from the result of `sharding_words`; None for a sharding
+    without a mesh."""
+    match = re.fullmatch(r"P\((.*)\) on (.*)", words or "")
+    if match is None:
+        return None
+    spec = ast.literal_eval(f"({match[1]},)" if match[1] else "()")
+    sizes = (pair.rpartition("=") for pair in match[2].split(",") if pair)
+    entries = (() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec)
+    return tuple(entries), {axis: int(size) for axis, _, size in sizes}
 
 
 def dtype_name(text: Any) -> str:
