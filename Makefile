@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup setup-system setup-cluster demo demo-guard test test-mpi test-slurm docs lint format clean
+.PHONY: setup setup-system setup-cluster demo demo-guard demo-certify test test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases signals bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
 .PHONY: proof-cost docs-cli docs-session broadcast-campaign simulator-campaign policy-campaign faults bench-all
 .PHONY: zoo simulate-protocol figures strangers test-wheel test-floor test-newest test-s3
@@ -32,6 +32,10 @@ demo: setup
 # A poisoned stretch of data without a guard and with one; the picture is runs/demo-guard/guard.png.
 demo-guard: setup
 	$(BIN)/python -m tools.demo_guard
+
+# One flipped bit on one device: found, with the step, the leaf and the device.
+demo-certify: setup
+	$(BIN)/python -m tools.demo_certify
 
 WORKERS ?= 2
 test: setup
