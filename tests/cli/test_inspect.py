@@ -142,7 +142,7 @@ def test_manifest_whose_slot_was_deleted_is_reported(ckpt: Run, mine: Ours) -> N
     (mine.slots / body["slot"]).unlink()
     said = ckpt("inspect", mine.manifest(5))
     assert said.code == 11
-    assert f"{mine.slots / body['slot']} is gone" in said.err
+    assert f"{mine.slots / body['slot']} is missing" in said.err
     assert "step 5" in said.out
 
 
