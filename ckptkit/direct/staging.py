@@ -13,8 +13,10 @@ from ckptkit.durable.write_step import refuse_unwritable
 from ckptkit.model.manifest import Manifest, SaveId, Writer
 from ckptkit.save.flusher import array_items
 from ckptkit.save.records import with_shardings
-from ckptkit.snapshot.describe import copy_shards, describe_items, local_shards, with_digests
+from ckptkit.snapshot.copying import copy_shards
+from ckptkit.snapshot.describe import describe_items, with_digests
 from ckptkit.snapshot.items import save_items
+from ckptkit.snapshot.shards import local_shards
 from ckptkit.util.pages import empty_block
 
 _LONE = SaveId(epoch=0, step=0, number=0)  # of no run: a run's first epoch is 1

@@ -36,6 +36,7 @@ from ckptkit.restore.restorer import Restorer
 from ckptkit.save.ledger import Branch, Ledger
 from ckptkit.save.pipeline import SavePipeline
 from ckptkit.save.retention import Retention
+from ckptkit.save.worker import threads
 from ckptkit.schedule.decider import Decider
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.host_memory import HostMemory
@@ -141,6 +142,7 @@ def make_components(url: str, settings: Settings, setup: Setup, job: Job) -> Com
             branch,
             retention,
             settings.saving,
+            threads(coordinator, memory),
         )
         decider = Decider(options, tiers, durable_infos(ledger, durable), coordinator)
         opened.pop_all()

@@ -59,7 +59,9 @@ class BroadcastOptions:
         return max(2, self.host_bytes // width - replicas - 2)
 
 
-Strategy = Literal["slot_copy", "device_copy", "gate", "alias", "block"]  # see `ckptkit.snapshot.staging`
+Strategy = Literal[
+    "slot_copy", "device_copy", "pinned_host", "gate", "alias", "block"
+]  # see `ckptkit.snapshot.staging`
 StagingChoice = Strategy | Literal["auto"]
 DurableBusy = Literal["wait", "skip"]
 _EVERY_INTERFACE = ("", "0.0.0.0", "::", "::0", "0", "*")
@@ -151,9 +153,9 @@ class ReplicaPolicy:
     """The comparison of data replicas at each save, and the consequence of a difference.
 
     Every save compares, in the background, each box that several processes hold, by the digests of the stored bytes. Of
-    boxes that several devices of one process hold, it compares as many other copies as fit into `local_bytes_max`
-    (None: all; 0: none), rotating from save to save. The cost is reading these copies, on the step loop if the save
-    copies there. `report`: an event reports a difference, and the save continues. `keep`: the save is dropped
+    boxes that several devices of one process hold, it compares as many other copies as fit into `local_bytes_max`, at
+    most 512 (None: all; 0: none), rotating from save to save. The cost is reading these copies, on the step loop if
+    the save copies there. `report`: an event reports a difference, and the save continues. `keep`: the save is dropped
     everywhere, so that the last step whose replicas agreed stays the newest. `stop`: the same, and `save`,
     `check_for_errors`, `wait_until_finished` and `close` raise `ReplicaMismatchError`. All processes give the same.
     """

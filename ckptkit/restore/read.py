@@ -19,7 +19,8 @@ from ckptkit.errors import CheckpointError, CorruptCheckpointError, PeerUnreacha
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import BoxRecord, LeafRecord
 from ckptkit.restore.plan import BoxRead, Key, RestorePlan, in_reading_order
-from ckptkit.snapshot.describe import SMALL_BYTES, copy_threads, share_work
+from ckptkit.snapshot.copying import copy_threads, share_work
+from ckptkit.snapshot.describe import SMALL_BYTES
 from ckptkit.util.gc_pause import collection_paused
 from ckptkit.util.pages import ALIGNMENT_BYTES, empty_block
 

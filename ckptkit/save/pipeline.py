@@ -39,7 +39,6 @@ from ckptkit.save.retention import Retention
 from ckptkit.save.slot_maker import SlotMaker
 from ckptkit.save.under_way import SavesUnderWay, StallWatch, described
 from ckptkit.save.voting import Voting
-from ckptkit.save.worker import threads
 from ckptkit.slots.arena import Slot
 from ckptkit.snapshot.describe import Describer, Description
 from ckptkit.snapshot.items import SaveItems
@@ -67,7 +66,7 @@ class SavePipeline:
         branch: Branch,
         retention: Retention,
         options: SaveOptions,
-        machinery: Machinery | None = None,
+        machinery: Machinery,
     ):
         self._tiers = tiers
         self._pace = tiers.durable.pace  # the durable tier lets a save pass until its first commit
@@ -79,7 +78,7 @@ class SavePipeline:
         self._unstaged = 0  # saves that still refer to the caller's arrays
         self._in_flight = 0  # snapshots that are taken and not yet committed, or dropped, by all
         self._closed = False
-        self._machinery = machinery or threads(job.coordinator)
+        self._machinery = machinery
         self.describe = Describer(with_shardings)
         self.under_way = SavesUnderWay(lambda: tiers.durable.pace.taken_bytes)
         self.outcomes = Outcomes(tiers, job, branch.ledger, retention, options.on_failure, self.under_way)

@@ -185,4 +185,4 @@ class Machinery:
 
     make_worker: Workers
     make_disk_copy: Callable[..., Any]  # `DiskCopy`
-    begin_staging: Callable[..., Any]  # `snapshot.staging.begin`
+    begin_staging: Callable[..., Any]  # `snapshot.staging.Stager.begin`

@@ -14,7 +14,7 @@ from ckptkit.model.manifest import SaveId, digest_of
 from ckptkit.model.policies import ReplicaPolicy
 from ckptkit.save.outcomes import Outcomes
 from ckptkit.save.protocol import Agree, Effect, Veto
-from ckptkit.snapshot.describe import Description, Digests, Shard
+from ckptkit.snapshot.describe import Description, Digests
 from ckptkit.snapshot.replicas import (
     BoxHolders,
     LocalReplica,
@@ -28,6 +28,7 @@ from ckptkit.snapshot.replicas import (
     twin_shards,
     twins_of,
 )
+from ckptkit.snapshot.shards import Held
 
 FANOUT = 32  # into so many parts a differing range of boxes is cut
 FOLLOWED = 8  # differences that are looked into, of each kind; more are not named
@@ -71,9 +72,7 @@ class ReplicaComparison:
         """Whether a save whose replicas differ is refused: then they are compared before anything is committed."""
         return self._policy is not None and self._policy.on_difference != "report"
 
-    def shards(
-        self, description: Description, trees: Mapping[str, Any]
-    ) -> tuple[tuple[LocalReplica, ...], list[Shard]]:
+    def shards(self, description: Description, trees: Mapping[str, Any]) -> tuple[tuple[LocalReplica, ...], list[Held]]:
         """The local copies that this save digests beside what it stores."""
         if self._rotation is None:
             return (), []

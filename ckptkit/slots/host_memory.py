@@ -82,6 +82,15 @@ class HostMemory:
                 yield from _frees(root, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
+def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """What the kernel can give to new allocations without swapping; 0 where it does not report that."""
+    with suppress(OSError):
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
 def refuse_beyond(room: Room | None, missing_bytes: int, needs: str, less: str) -> None:
     """Raises `StoreFullError` where `missing_bytes` are more than `room` has."""
     if room is not None and missing_bytes > room.free_bytes:

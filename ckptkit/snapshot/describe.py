@@ -1,16 +1,11 @@
-"""Device to host: the state of one save, copied into one slot before the caller may donate it.
-
-`describe_items` is a pure function of shapes and shardings; `copy_shards` moves bytes and nothing else.
-"""
+"""What a save will hold, and where each box lies in a slot: a pure function of shapes and shardings."""
 
 from __future__ import annotations
 
-import os
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -18,11 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ckptkit.model.boxes import Box, boxes_by_process, cell_shape
-from ckptkit.model.manifest import BoxRecord, LeafKind, LeafRecord, cell_ranges, copy_digested, digest_of
+from ckptkit.model.manifest import BoxRecord, LeafKind, LeafRecord, cell_ranges
 from ckptkit.util.pages import PAGE_BYTES
 
-COPY_THREADS = min(4, os.cpu_count() or 1)
-_SHARED_BYTES = 16 << 20  # below it the copy is over before a second thread has started
 SMALL_BYTES = 64 << 10  # below it a piece is bound by the interpreter
 
 
@@ -35,6 +28,7 @@ class LeafSource:
     holders: Mapping[Box, tuple[int, ...]]  # every box of the global array -> the processes that hold it
     devices: tuple[Any, ...]  # for each box of the record, the local device that it is read from; none: host memory
     local_replicas: tuple[tuple[Any, ...], ...] = ()  # for each box of the record, the other local devices that hold it
+    first: bool = False  # one box, which is read from the first of its local devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +39,7 @@ class SlotExtent:
     offset: int
     stop: int
     cells: tuple[tuple[int, int], ...]
-    on_device: bool  # read from memory that is not the host's
+    device: Any  # whose memory it is transferred from; None: it is in host memory
     kept: bool = True  # False: only digested, to be compared with what is kept
 
 
@@ -74,16 +68,17 @@ def describe_items(trees: Mapping[str, Any]) -> Description:
     offset = 0
     items: dict[str, tuple[LeafSource, ...]] = {}
     treedefs = {}
+    load: dict[Any, int] = {}
     for item, tree in sorted(trees.items()):  # as manifests have them
         flat, treedefs[item] = jax.tree_util.tree_flatten_with_path(tree)
         sources = []
         for keypath, value in flat:
-            source, offset = _describe_leaf(item, keypath, value, offset)
+            source, offset = _describe_leaf(item, keypath, value, offset, load)
             sources.append(source)
         _refuse_equal_names(item, sources)
         items[item] = tuple(sources)
     boxes = [
-        (source.record, box, bool(source.devices) and source.devices[at].platform != "cpu")
+        (source.record, box, transferred_from(source, at))
         for sources in items.values()
         for source in sources
         for at, box in enumerate(source.record.boxes)
@@ -111,96 +106,7 @@ class Describer:
         return self._last[1]
 
 
-Shard = tuple[Any, SlotExtent]  # a single-device array or a NumPy one, and where it goes
 Digests = tuple[str, ...]  # of the cells of one box
-
-
-def local_shards(description: Description, trees: Mapping[str, Any]) -> list[Shard]:
-    """One local shard for every box that this process stores, in the order of their offsets. Moves no bytes."""
-    arrays = [
-        array
-        for item, sources in description.items.items()
-        for source, value in zip(sources, jax.tree.leaves(trees[item]), strict=True)
-        for array in _held(source, value)
-    ]
-    return list(zip(arrays, description.extents, strict=True))
-
-
-def copy_shards(
-    shards: Sequence[Shard], memory: np.ndarray, copied: Callable[[int, int], None] = lambda start, stop: None
-) -> dict[int, Digests]:
-    """Copies shards into a slot and returns the digests of their cells, by the number of the box.
-
-    Waits for the arrays to be ready, then runs at memory speed on several threads: each byte is read from memory
-    once, digested, and copied from the cache. `copied(start, stop)` is called from these threads as soon as the bytes
-    of a cell are in the slot. When it returns, nothing refers to the arrays any more; no view of an array is kept: on
-    the CPU backend a held view would make the next donating step allocate afresh.
-    """
-    small = [shard for shard in shards if shard[1].stop - shard[1].offset < SMALL_BYTES]
-    # Large ones first: what is left for the end is short, so no thread waits long for another.
-    large = [shard for shard in shards if shard[1].stop - shard[1].offset >= SMALL_BYTES]
-    waiting = deque(sorted(large, key=lambda shard: shard[1].offset - shard[1].stop))
-    for array, extent in (*waiting, *small):
-        if extent.on_device:
-            array.copy_to_host_async()
-    digests: dict[int, list[str]] = {extent.number: [""] * len(extent.cells) for _, extent in shards}
-    cells: deque[tuple[np.ndarray, int, int, list[str], int, bool]] = deque()
-    opening = threading.Lock()
-
-    def take(piece: np.ndarray, start: int, stop: int, kept: bool) -> str:
-        if not kept:
-            return digest_of(piece)
-        digest = copy_digested(piece, memory[start:stop])
-        copied(start, stop)
-        return digest
-
-    def open_next() -> bool:
-        if not waiting:
-            return False
-        array, extent = waiting.popleft()
-        data, found = _bytes_of(array), digests[extent.number]
-        for index, (start, stop) in enumerate(extent.cells):
-            piece = data[start - extent.offset : stop - extent.offset]
-            cells.append((piece, start, stop, found, index, extent.kept))
-        return True
-
-    def copy_large() -> None:
-        while True:
-            with opening:  # in the order of the transfers, which are waited for here
-                while not cells:
-                    if not open_next():
-                        return
-                piece, start, stop, found, index, kept = cells.popleft()
-            found[index] = take(piece, start, stop, kept)
-
-    def copy_small() -> None:
-        for array, extent in small:
-            data, found = _bytes_of(array), digests[extent.number]
-            for index, (start, stop) in enumerate(extent.cells):
-                found[index] = take(data[start - extent.offset : stop - extent.offset], start, stop, extent.kept)
-
-    threads = copy_threads(sum(extent.stop - extent.offset for _, extent in large))
-    share_work(copy_large, threads, meanwhile=copy_small)
-    return {number: tuple(found) for number, found in digests.items()}
-
-
-def share_work(work: Callable[[], None], threads: int, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Runs `work` on so many threads, of which this one is the last: it does `meanwhile` first.
-
-    What is small belongs into `meanwhile`: it is bound by the interpreter, and threads would only get in each other's
-    way. Raises what one of them raised, once all have ended.
-    """
-    with ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="ckptkit-copy") as pool:
-        others = [pool.submit(work) for _ in range(threads - 1)]
-        meanwhile()
-        work()
-        for other in others:
-            other.result()
-
-
-def copy_threads(size_bytes: int) -> int:
-    """How many threads copying so many bytes is worth."""
-    return COPY_THREADS if size_bytes >= _SHARED_BYTES else 1
 
 
 def with_digests(description: Description, digests: Mapping[int, Digests]) -> dict[str, tuple[LeafRecord, ...]]:
@@ -220,7 +126,21 @@ def box_array(record: BoxRecord, leaf: LeafRecord, memory: np.ndarray) -> np.nda
     return memory[record.offset : stop].view(np.dtype(leaf.dtype)).reshape(record.box.shape)
 
 
-def _describe_leaf(item: str, keypath: Any, value: Any, offset: int) -> tuple[LeafSource, int]:
+def is_accelerator(device: Any) -> bool:
+    """Whether a device has memory of its own, so that its arrays are transferred."""
+    return device.platform != "cpu"
+
+
+def transferred_from(source: LeafSource, at: int) -> Any:
+    """The device from whose own memory box `at` of a leaf is transferred; None where the box is in host memory."""
+    if not source.devices or not is_accelerator(source.devices[at]):
+        return None
+    device = source.devices[at]
+    kind = None if source.sharding is None else source.sharding.memory_kind
+    return device if kind in (None, device.default_memory().kind) else None
+
+
+def _describe_leaf(item: str, keypath: Any, value: Any, offset: int, load: dict[Any, int]) -> tuple[LeafSource, int]:
     path, keys = leaf_path(keypath)
     name = f"{item}:{'.'.join(path)}"
     sharding = value.sharding if isinstance(value, jax.Array) else None
@@ -236,7 +156,7 @@ def _describe_leaf(item: str, keypath: Any, value: Any, offset: int) -> tuple[Le
         mine = [Box.whole(value.shape)]
         holders = {mine[0]: (0,)}
         box_shape = value.shape
-    boxes, holding = [], _devices_of(value, mine) if kind == "jax" else ()
+    boxes, holding = [], _devices_of(value.sharding, value.shape, tuple(mine)) if kind == "jax" else ()
     for box in mine:
         boxes.append(BoxRecord(box=box, offset=offset, digests=()))
         offset += _slot_bytes(box, itemsize)
@@ -250,10 +170,29 @@ def _describe_leaf(item: str, keypath: Any, value: Any, offset: int) -> tuple[Le
         extra=extra,
         boxes=tuple(boxes),
     )
-    devices, local_replicas = tuple(all_[0] for all_ in holding), tuple(all_[1:] for all_ in holding)
-    return LeafSource(
-        sharding=sharding, record=record, holders=holders, devices=devices, local_replicas=local_replicas
-    ), offset
+    devices = tuple(_least_loaded(all_, box.size * itemsize, load) for all_, box in zip(holding, mine, strict=False))
+    local_replicas = tuple(
+        tuple(each for each in all_ if each != device) for all_, device in zip(holding, devices, strict=True)
+    )
+    source = LeafSource(
+        sharding=sharding,
+        record=record,
+        holders=holders,
+        devices=devices,
+        local_replicas=local_replicas,
+        first=len(holding) == 1 and holding[0][0] == devices[0],
+    )
+    return source, offset
+
+
+def _least_loaded(holding: Sequence[Any], nbytes: int, load: dict[Any, int]) -> Any:
+    """The device from which a box is read: of those that hold it, the one from which the fewest bytes are read so far.
+
+    Small boxes are read from the first, which JAX gives without making an object for each of the others.
+    """
+    device = holding[0] if nbytes < SMALL_BYTES else min(holding, key=lambda each: load.get(each, 0))
+    load[device] = load.get(device, 0) + nbytes
+    return device
 
 
 def _share_bytes(sources: Sequence[LeafSource]) -> int:
@@ -343,36 +282,20 @@ def _is_numeric(dtype: np.dtype) -> bool:
     return dtype.kind in "biufcmM" or dtype.isbuiltin == 2
 
 
-def _devices_of(array: jax.Array, boxes: Sequence[Box]) -> tuple[tuple[Any, ...], ...]:
-    """For each box, the local devices that hold it; it is stored from the first."""
+@lru_cache(maxsize=4096)
+def _devices_of(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], boxes: tuple[Box, ...]
+) -> tuple[tuple[Any, ...], ...]:
+    """For each box, the local devices that hold it."""
     holding: dict[Box, list[Any]] = {}
-    for device, index in array.sharding.addressable_devices_indices_map(array.shape).items():
-        holding.setdefault(Box.of_index(index or (), array.shape), []).append(device)
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        holding.setdefault(Box.of_index(index or (), shape), []).append(device)
     return tuple(tuple(holding[box]) for box in boxes)
 
 
-def _extent(number: int, leaf: LeafRecord, box: BoxRecord, on_device: bool) -> SlotExtent:
+def _extent(number: int, leaf: LeafRecord, box: BoxRecord, device: Any) -> SlotExtent:
     cells = tuple((box.offset + start, box.offset + stop) for _, start, stop in cell_ranges(box, leaf))
-    return SlotExtent(number, box.offset, box.offset + box.box.size * leaf.itemsize, cells, on_device)
-
-
-def _held(source: LeafSource, value: Any) -> list[Any]:
-    """One local array for every box that this process stores of a leaf: none where it has no device of the leaf's."""
-    if source.sharding is not None and not source.devices:
-        return []
-    if not source.devices:
-        return [np.asarray(value, np.dtype(source.record.dtype))]
-    if isinstance(value, jax.Array) and value.sharding.num_devices == 1 and "key_impl" not in source.record.extra:
-        return [value]
-    local = by_device(source, value)
-    return [local[device] for device in source.devices]
-
-
-def by_device(source: LeafSource, value: Any) -> dict[Any, Any]:
-    """The local shards of a leaf that lives on devices, each as a single-device array of plain dtype."""
-    if "key_impl" in source.record.extra:
-        value = jax.random.key_data(value)
-    return {shard.device: shard.data for shard in value.addressable_shards}
+    return SlotExtent(number, box.offset, box.offset + box.box.size * leaf.itemsize, cells, device)
 
 
 def _signature(trees: Mapping[str, Any]) -> Any:
@@ -385,11 +308,3 @@ def _signature(trees: Mapping[str, Any]) -> Any:
 
     flat = {item: jax.tree.flatten(tree) for item, tree in trees.items()}
     return [(item, treedef, [of(leaf) for leaf in leaves]) for item, (leaves, treedef) in flat.items()]
-
-
-def _bytes_of(array: Any) -> np.ndarray:
-    with jax.transfer_guard_device_to_host("allow"):  # a guard is for the caller's transfers: this one is asked for
-        data = np.asarray(array)
-    if not data.flags.c_contiguous:
-        data = np.ascontiguousarray(data)
-    return data.reshape(-1).view(np.uint8)

@@ -17,8 +17,10 @@ import jax
 from ckptkit.model.boxes import Box
 from ckptkit.model.manifest import LeafRecord, digest_of
 from ckptkit.model.policies import ReplicaPolicy
-from ckptkit.snapshot.describe import Description, Digests, Shard, SlotExtent, by_device
+from ckptkit.snapshot.describe import Description, Digests, SlotExtent
+from ckptkit.snapshot.shards import Held, by_device
 
+COPIES_MAX = 512  # of a save: each costs the step loop some 50 microseconds, however small it is
 BoxHolders = tuple[int, ...]  # processes, ascending
 
 
@@ -97,7 +99,8 @@ def has_replicas(description: Description) -> bool:
 
 @final
 class Rotation:
-    """Chooses which local copies the next save digests: at most `local_bytes_max`, each after all others.
+    """Chooses which local copies the next save digests: at most `local_bytes_max` and `COPIES_MAX` of them, each after
+    all others.
 
     A copy that alone is larger is taken alone. So every copy is looked at once in
     `ceil(bytes of all copies / local_bytes_max)` saves or so, and all of them at every save where they are no more.
@@ -116,7 +119,7 @@ class Rotation:
         chosen, left = 0, self._bytes_max
         for local_replica in turned:
             if left is not None:
-                if chosen and local_replica.nbytes > left:
+                if chosen and (local_replica.nbytes > left or chosen == COPIES_MAX):
                     break
                 left = max(0, left - local_replica.nbytes)
             chosen += 1
@@ -126,12 +129,13 @@ class Rotation:
 
 def twin_shards(
     description: Description, trees: Mapping[str, Any], local_replicas: Sequence[LocalReplica]
-) -> list[Shard]:
-    """What `staging.begin` digests for `local_replicas`: box `len(description.extents) + i` is number `i` of them.
+) -> list[Held]:
+    """What `Stager.begin` digests for `local_replicas`: box `len(description.extents) + i` is number `i` of them.
 
     Moves no bytes.
     """
-    shards, leaves = [], {}
+    held: list[Held] = []
+    leaves: dict[str, Any] = {}
     local: dict[tuple[str, int], Mapping[Any, Any]] = {}
     for at, local_replica in enumerate(local_replicas):
         key = (local_replica.item, local_replica.leaf)
@@ -148,11 +152,11 @@ def twin_shards(
             kept.offset,
             kept.stop,
             kept.cells,
-            local_replica.device.platform != "cpu",
+            kept.device and local_replica.device,
             kept=False,
         )
-        shards.append((local[key][local_replica.device], extent))
-    return shards
+        held.append(Held(local[key][local_replica.device], (local_replica.device,), (extent,)))
+    return held
 
 
 def differing_local_replicas(

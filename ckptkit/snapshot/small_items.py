@@ -126,7 +126,8 @@ def _is_held_whole(value: Any) -> bool:
 
 def _frozen(value: Any) -> Any:
     if isinstance(value, jax.Array):
-        return jax.device_put(jnp.copy(value), value.sharding)  # the caller may donate its own
+        with jax.transfer_guard("allow"):
+            return jax.device_put(value, value.sharding, may_alias=False)  # the caller may donate its own
     return _frozen_leaf(value)
 
 

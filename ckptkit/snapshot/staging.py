@@ -5,30 +5,40 @@
 | slot_copy | the copy into the slot | nothing | at once |
 | block | the same, through a transfer from the device | nothing | at once |
 | device_copy | dispatch of a copy on the device | transfer of the copy | at once |
+| pinned_host | dispatch of a transfer to pinned host memory | the copy into the slot | after the transfer |
 | alias | views (CPU: of arrays that are ready) | the copy | at once, and allocates afresh |
 | gate | nothing | the copy | only after `wait_until_staged` |
 
-Host arrays are copied on the step loop by every strategy: their owner may change them.
+Host arrays are copied on the step loop by every strategy: their owner may change them. No strategy launches a program,
+so none depends on the mesh in context and none compiles.
+
+With `auto` an accelerator's state is staged in groups, in the order of the leaves: `device_copy` for as many as have
+room (`ckptkit.snapshot.device_room`), `pinned_host` for the next ones where the backend has that memory and the host
+has room, and `block` for the rest. Arrays that are in host memory already are never copied to a device. A group for
+which the backend has no room after all (RESOURCE_EXHAUSTED) is staged by the next strategy.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, assert_never
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ckptkit.model.policies import StagingChoice, Strategy
-from ckptkit.snapshot.describe import Description, Digests, Shard, copy_shards, local_shards
+from ckptkit.slots.host_memory import HostMemory, available_bytes
+from ckptkit.snapshot.copying import copy_shards
+from ckptkit.snapshot.describe import Description, Digests
+from ckptkit.snapshot.device_room import DeviceMemory, DeviceRoom
+from ckptkit.snapshot.shards import Held, Shard, held_arrays
 
-# XLA's CPU client runs a program of fewer than 1,000 floating-point operations on the caller's thread once its inputs
-# are ready, and a copy of gigabytes has none. With these it goes to a thread of its own.
-_BALLAST = np.ones(1024, np.float32)
-_HEADROOM = 0.9  # of the device memory that was never in use: the step's own peak may still move
+GROUP_BYTES = 256 << 20  # are staged alike, and fall back together
+_PINNED = "pinned_host"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,60 +46,201 @@ class Staging:
     """A state that is on its way into a slot. `finish` moves what is left, once, lets the arrays go, and returns the
     digests of every box by its number."""
 
-    strategy: Strategy
+    strategy: Strategy  # of most of the bytes
     reason: str
     finish: Callable[[], dict[int, Digests]]
 
 
-def begin(
-    choice: StagingChoice,
-    description: Description,
-    trees: Mapping[str, Any],
-    memory: np.ndarray,
-    copied: Callable[[int, int], None] | None = None,
-    compared: Sequence[Shard] = (),
-) -> Staging:
-    """Stages the state of one save by `choice`; returns as soon as the strategy lets the step loop go on.
+@final
+class Stager:
+    """Stages the saves of one process. `begin` is called by one thread, what it returns is finished by any.
 
-    With `gate` the caller must not donate the state before `finish` has returned; with the others it may at once.
-    `copied(start, stop)` is told, on any thread, which bytes of `memory` are final. `compared` are shards of the same
-    state that are only digested (`ckptkit.snapshot.replicas`), at the same moment as the others.
+    `host`: what pinned host memory is taken from; None takes what the machine has. `devices`: for tests.
     """
-    copy = partial(copy_shards, memory=memory, copied=copied or _untold)
-    shards = [*local_shards(description, trees), *compared]
-    host = [shard for shard in shards if isinstance(shard[0], np.ndarray)]
-    device = [shard for shard in shards if not isinstance(shard[0], np.ndarray)]
-    digests = copy(host)
-    strategy, reason = choose(choice, [array for array, _ in device])
-    later: Sequence[Shard] = ()
-    if strategy == "gate":
-        later = device
-    elif strategy == "alias":
-        later = [(np.asarray(array), extent) for array, extent in device]
-    elif strategy == "device_copy":
-        fitting = _within_budget(device, everything=choice == "device_copy")
-        later = _device_copies(fitting)
-        if len(later) < len(device):
-            rest = device[len(later) :]
-            reason += f"; {len(rest)} of {len(device)} boxes do not fit beside the state and are waited for"
-            digests |= copy(rest)
-    elif strategy in ("slot_copy", "block"):
-        digests |= copy(device)
-    else:
-        assert_never(strategy)
-    return Staging(strategy=strategy, reason=reason, finish=_once(copy, later, digests))
+
+    def __init__(self, host: HostMemory | None = None, devices: DeviceMemory | None = None):
+        self._host = host
+        self._devices = devices or DeviceMemory()
+        self._room = DeviceRoom(self._devices)
+        self._pinned_bytes = 0  # of copies that are not dropped yet
+        if host is not None:
+            host.add_taker(lambda: self._pinned_bytes)
+        self._counting = threading.Lock()
+
+    def begin(
+        self,
+        choice: StagingChoice,
+        description: Description,
+        trees: Mapping[str, Any],
+        memory: np.ndarray,
+        copied: Callable[[int, int], None] | None = None,
+        compared: Sequence[Held] = (),
+    ) -> Staging:
+        """Stages the state of one save by `choice`; returns as soon as the strategy lets the step loop go on.
+
+        With `gate` the caller must not donate the state before `finish` has returned; with the others it may at once.
+        `copied(start, stop)` is told, on any thread, which bytes of `memory` are final. `compared` are arrays of the
+        same state that are only digested (`ckptkit.snapshot.replicas`), at the same moment as the others.
+        """
+        with jax.transfer_guard("allow"):  # a guard is for the caller's transfers
+            copy = partial(copy_shards, memory=memory, copied=copied or _untold)
+            held = [*held_arrays(description, trees), *compared]
+            digests = copy([shard for each in held if not each.devices for shard in each.shards()])
+            device = [each for each in held if each.devices]
+            if choice == "auto" and not any(each.is_transferred for each in device):
+                strategy, reason = "slot_copy", "on the CPU backend one copy straight into the slot is the floor"
+            elif choice in ("auto", "device_copy", "pinned_host"):
+                rooms = self._rooms(choice, device, trees)
+                return self._begin_groups(choice, device, rooms, copy, digests)
+            else:
+                strategy, reason = choice, "asked for"
+            later: list[Shard] = []
+            if strategy == "gate":
+                later = _shards(device)
+            elif strategy == "alias":
+                later = [(np.asarray(array), replace(extent, device=None)) for array, extent in _shards(device)]
+            else:
+                digests |= copy(_shards(device))
+        return Staging(strategy=strategy, reason=reason, finish=_once(copy, lambda: later, digests, later.clear))
+
+    def _begin_groups(
+        self,
+        choice: StagingChoice,
+        device: Sequence[Held],
+        rooms: tuple[dict[Any, int] | None, int | None, str],
+        copy: Callable[[list[Shard]], dict[int, Digests]],
+        digests: dict[int, Digests],
+    ) -> Staging:
+        """Dispatches copies of all groups that have room for them, then waits for the rest."""
+        groups = _Groups(self._devices, *rooms)
+        waited = [group for group in _grouped(device) if not groups.dispatch(choice, group)]
+        self._room.take(groups.on_device)
+        self._count_pinned(groups.pinned_bytes)
+        copies = groups.copies
+
+        def drop() -> None:
+            copies.clear()
+            self._room.give_back(groups.on_device)
+            self._count_pinned(-groups.pinned_bytes)
+
+        def drawn() -> list[Shard]:
+            shards = [shard for held, array in copies for shard in held.shards(array)]
+            copies.clear()  # each is dropped with its shards
+            return shards
+
+        try:
+            digests |= copy(_shards([held for group in waited for held in group]))
+        except BaseException:
+            drop()
+            raise
+        strategy, reason = groups.summary(choice, sum(map(_nbytes, (held for group in waited for held in group))))
+        return Staging(strategy=strategy, reason=reason, finish=_once(copy, drawn, digests, drop))
+
+    def _count_pinned(self, nbytes: int) -> None:
+        with self._counting:
+            self._pinned_bytes += nbytes
+
+    def _rooms(
+        self, choice: StagingChoice, device: Sequence[Held], trees: Mapping[str, Any]
+    ) -> tuple[dict[Any, int] | None, int | None, str]:
+        """The bytes for copies on each device and in pinned memory, None for no limit, and why."""
+        if choice != "auto":
+            return None, None, "asked for"
+        devices = list(dict.fromkeys(each for held in device for each in held.devices))
+        leaves = [leaf for leaf in jax.tree.leaves(dict(trees)) if isinstance(leaf, jax.Array)]
+        budget, why = self._room.look(leaves, devices)
+        rooms = [] if self._host is None else self._host.rooms(self._host.taken_bytes)
+        # Half: other processes of the host, and the page cache of what they write, need some too.
+        return budget, min([available_bytes(), *(room.free_bytes for room in rooms)]) // 2, why
 
 
-def choose(choice: StagingChoice, arrays: Sequence[Any]) -> tuple[Strategy, str]:
-    """The strategy for these local arrays, and why."""
-    if choice != "auto":
-        return choice, "asked for"
-    if not arrays or next(iter(arrays[0].devices())).platform == "cpu":
-        return "slot_copy", "on the CPU backend one copy straight into the slot is the floor"
-    free = min(_free_bytes(device) for device in {device for array in arrays for device in array.devices()})
-    if free <= 0:
-        return "block", "the devices say nothing of free memory, or have none: the transfer is waited for"
-    return "device_copy", f"{free / 1e9:.1f} GB of each device were never in use: a copy there costs one dispatch"
+@final
+class _Groups:
+    """What is dispatched of one save, and the room that is left."""
+
+    def __init__(self, devices: DeviceMemory, budget: Mapping[Any, int] | None, pinned_room: int | None, why: str):
+        self.copies: list[tuple[Held, Any]] = []
+        self.on_device = Counter[Any]()
+        self.pinned_bytes = 0
+        self._devices = devices
+        self._budget, self._pinned_room, self._why = budget, pinned_room, why
+        self._staged = Counter[Strategy]()
+
+    def dispatch(self, choice: StagingChoice, group: Sequence[Held]) -> bool:
+        """Begins copies of a group's arrays; False where nothing has room for them."""
+        taken = Counter[Any]()
+        for held in group:
+            for device, extent in zip(held.devices, held.extents, strict=True):
+                taken[device] += extent.stop - extent.offset
+        nbytes = sum(taken.values())
+        kind = group[0].kind
+        fits = self._budget is None or all(
+            self.on_device[device] + count <= self._budget[device] for device, count in taken.items()
+        )
+        if choice != "pinned_host" and kind is None and fits and self._put(group, None):
+            self.on_device.update(taken)
+            self._staged["device_copy"] += nbytes
+            return True
+        fits = self._pinned_room is None or self.pinned_bytes + nbytes <= self._pinned_room
+        pinned = kind if kind is not None else _PINNED if _has_pinned(group[0].devices[0]) else None
+        if fits and pinned is not None and self._put(group, pinned):
+            self.pinned_bytes += nbytes
+            self._staged["pinned_host"] += nbytes
+            return True
+        return False
+
+    def summary(self, choice: StagingChoice, waited_bytes: int) -> tuple[Strategy, str]:
+        """The strategy of most of the bytes, and how much each has taken where there are several."""
+        staged = Counter[Strategy](self._staged)
+        if waited_bytes:
+            staged["block"] += waited_bytes
+        if not staged:
+            return choice if choice != "auto" else "block", self._why
+        (strategy, _), *more = staged.most_common()
+        if not more:
+            return strategy, self._why
+        each = ", ".join(f"{name} {nbytes / 1e9:.3g} GB" for name, nbytes in staged.most_common())
+        return strategy, f"{self._why}; {each}"
+
+    def _put(self, group: Sequence[Held], kind: str | None) -> bool:
+        shardings = [held.sharding(kind) for held in group]
+        try:
+            copied = self._devices.put([held.array for held in group], shardings)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return False
+        # Not the arrays themselves: the caller's device memory would be kept in use.
+        self.copies += [(replace(held, array=None), copy) for held, copy in zip(group, copied, strict=True)]
+        return True
+
+
+def _grouped(device: Sequence[Held]) -> list[list[Held]]:
+    """Groups of at most `GROUP_BYTES`, or of one array, each of arrays that are in the same kind of memory."""
+    groups: list[list[Held]] = []
+    open_groups: dict[str | None, tuple[list[Held], int]] = {}
+    for held in device:
+        kind, nbytes = held.kind, _nbytes(held)
+        group, size = open_groups.get(kind, ([], 0))
+        if not group or size + nbytes > GROUP_BYTES:
+            group, size = [], 0
+            groups.append(group)
+        group.append(held)
+        open_groups[kind] = group, size + nbytes
+    return groups
+
+
+@lru_cache(maxsize=64)
+def _has_pinned(device: Any) -> bool:
+    return any(memory.kind == _PINNED for memory in device.addressable_memories())
+
+
+def _shards(several: Sequence[Held]) -> list[Shard]:
+    return [shard for held in several for shard in held.shards()]
+
+
+def _nbytes(held: Held) -> int:
+    return sum(extent.stop - extent.offset for extent in held.extents)
 
 
 def _untold(start: int, stop: int) -> None:
@@ -97,62 +248,19 @@ def _untold(start: int, stop: int) -> None:
 
 
 def _once(
-    copy: Callable[[Sequence[Shard]], dict[int, Digests]], later: Sequence[Shard], digests: dict[int, Digests]
+    copy: Callable[[list[Shard]], dict[int, Digests]],
+    later: Callable[[], list[Shard]],
+    digests: dict[int, Digests],
+    drop: Callable[[], None],
 ) -> Callable[[], dict[int, Digests]]:
-    """A function that copies `later` and forgets it: what the closure held would keep device memory in use."""
-    held = list(later)
+    """A function that copies what `later` gives, and drops what is left: held copies keep device memory in use."""
 
     def finish() -> dict[int, Digests]:
-        digests.update(copy(held))
-        held.clear()
+        try:
+            with jax.transfer_guard("allow"):
+                digests.update(copy(later()))
+        finally:
+            drop()
         return digests
 
     return finish
-
-
-def _within_budget(shards: Sequence[Shard], *, everything: bool) -> list[Shard]:
-    """The first shards that fit into the free memory of their devices; all of them when they were asked for."""
-    if everything:
-        return list(shards)
-    left: dict[Any, float] = {}
-    for count, (array, _) in enumerate(shards):
-        (device,) = array.devices()
-        left.setdefault(device, _HEADROOM * _free_bytes(device))
-        left[device] -= array.nbytes
-        if left[device] < 0:
-            return list(shards[:count])
-    return list(shards)
-
-
-def _device_copies(shards: Sequence[Shard]) -> list[Shard]:
-    """Copies of the arrays on their own devices: one dispatch per device, of local programs only.
-
-    A device that has no room after all ends the list where its first shard stands; what follows is not copied.
-    """
-    by_device: dict[Any, list[int]] = {}
-    for index, (array, _) in enumerate(shards):
-        by_device.setdefault(next(iter(array.devices())), []).append(index)
-    copies: list[Any] = [None] * len(shards)
-    for device, indices in by_device.items():
-        try:
-            copied, _ = _copy([shards[index][0] for index in indices], jax.device_put(_BALLAST, device))
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            copied = [None] * len(indices)
-        for index, copy in zip(indices, copied, strict=True):
-            copies[index] = copy
-    whole = next((index for index, copy in enumerate(copies) if copy is None), len(copies))
-    return [(copies[index], shards[index][1]) for index in range(whole)]
-
-
-@jax.jit
-def _copy(arrays: list[jax.Array], ballast: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    return [jnp.copy(array) for array in arrays], ballast @ ballast
-
-
-def _free_bytes(device: Any) -> int:
-    """Device memory that was never in use so far; 0 where the device does not tell."""
-    stats = device.memory_stats() or {}
-    used = max(stats.get("peak_bytes_in_use", 0), stats.get("bytes_in_use", 0))
-    return max(0, stats.get("bytes_limit", 0) - used)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.slots.arena import Arena
-from ckptkit.snapshot import describe
+from ckptkit.snapshot import copying, describe, shards
 from tests.snapshot.snapshots import SHARDINGS, big_tree, named, plain, restore, save
 from tests.states import abstract
 
@@ -81,7 +81,7 @@ def test_donating_steps_do_not_change_a_saved_checkpoint(seed: int) -> None:
         description = describe.describe_items({"state": tree})
         memory = np.empty(description.slot_bytes, np.uint8)
         expected = jax.tree.map(lambda leaf: np.array(leaf, copy=True), tree)
-        describe.copy_shards(describe.local_shards(description, {"state": tree}), memory)
+        copying.copy_shards(shards.local_shards(description, {"state": tree}), memory)
         tree = step(tree, jnp.int32(n + 1))  # at once, as a training loop does
         tree = step(tree, jnp.int32(n + 2))
         slots.append((description, memory, expected))
@@ -104,8 +104,8 @@ def test_staging_keeps_no_reference_to_the_state(sharding: str) -> None:
     assert reused, "donation itself does not reuse memory here: this test cannot tell"
     value = jax.block_until_ready(double(value))
     description = describe.describe_items({"state": {"w": value}})
-    describe.copy_shards(
-        describe.local_shards(description, {"state": {"w": value}}), np.empty(description.slot_bytes, np.uint8)
+    copying.copy_shards(
+        shards.local_shards(description, {"state": {"w": value}}), np.empty(description.slot_bytes, np.uint8)
     )
     del description
     before = pointers(value)

@@ -17,7 +17,7 @@ from ckptkit.restore.read import execute
 from ckptkit.restore.tree import targets_of
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.reader import SlotReader
-from ckptkit.snapshot import describe
+from ckptkit.snapshot import copying, describe, shards
 
 SAVE = SaveId(1, 5, 0)
 
@@ -91,7 +91,7 @@ def save(arena: Arena, tree: Any, save_id: SaveId = SAVE) -> Manifest:
     slot = arena.acquire(description.slot_bytes)
     assert slot is not None
     slot.memory[:] = 0xEE
-    digests = describe.copy_shards(describe.local_shards(description, {"state": tree}), slot.memory)
+    digests = copying.copy_shards(shards.local_shards(description, {"state": tree}), slot.memory)
     manifest = Manifest(
         save_id=save_id,
         writer=Writer(process=0, count=1, host="h"),

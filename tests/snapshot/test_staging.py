@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptkit
-from ckptkit.snapshot import staging
 from tests.states import assert_same, make_state, put
 
 
@@ -35,7 +34,7 @@ def begin_state() -> Any:
     }
 
 
-@pytest.mark.parametrize("strategy", ["auto", "slot_copy", "device_copy", "gate", "alias", "block"])
+@pytest.mark.parametrize("strategy", ["auto", "slot_copy", "device_copy", "pinned_host", "gate", "alias", "block"])
 @settings(deadline=None, max_examples=8)
 @given(actions=st.lists(st.sampled_from(["whole", "split", "save"]), min_size=4, max_size=14))
 def test_every_restored_step_is_exact(tmp_path_factory: Any, strategy: Any, actions: list[str]) -> None:
@@ -125,62 +124,9 @@ def test_a_device_copy_does_not_wait_for_the_step_in_flight(tmp_path: Path) -> N
         assert_same(manager.restore(1), state)
 
 
-def test_device_copy_of_an_idle_state_does_not_block_the_loop() -> None:
-    """XLA's CPU client runs what it takes for cheap on the caller's thread: here, a copy of half a gigabyte."""
-    from ckptkit.snapshot import describe
-
-    state = {"w": jnp.ones((128 << 20,), jnp.float32).block_until_ready()}
-    trees = {"default": state}
-    description = describe.describe_items(trees)
-    memory = np.empty(description.slot_bytes, np.uint8)
-    staging.begin("device_copy", description, trees, memory).finish()  # compiled now
-    begun = staging.begin("device_copy", description, trees, memory)
-    copies = [cell.cell_contents for cell in begun.finish.__closure__ or () if isinstance(cell.cell_contents, list)]
-    assert copies, "the copy is not held where this test looks for it"
-    assert not copies[0][0][0].is_ready()
-    begun.finish()
-
-
-def test_boxes_that_do_not_fit_on_the_device_are_copied_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state larger than half of the memory would end the job, or be copied as a whole with a full stall."""
-    from ckptkit.snapshot import describe
-
-    state = begin_state()
-    description = describe.describe_items({"default": state})
-    memory = np.zeros(description.slot_bytes, np.uint8)
-    free = dict.fromkeys(jax.devices(), 9000)
-    monkeypatch.setattr(staging, "_free_bytes", free.get)
-    monkeypatch.setattr(staging, "choose", lambda *_: ("device_copy", "because"))
-    begun = staging.begin("auto", description, {"default": state}, memory)
-    assert begun.strategy == "device_copy"
-    assert "boxes do not fit beside the state and are waited for" in begun.reason
-    state = step_whole(step_whole(state))
-    assert begun.finish().keys() == {extent.number for extent in description.extents}
-    assert (memory == 0).all()
-
-
-@pytest.mark.parametrize("free", [0, 10**9])
-def test_strategy_follows_the_free_device_memory(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    """An accelerator without room would be asked for a copy, or one with room would stall on every transfer."""
-
-    class Device:
-        platform = "gpu"
-
-    class Array:
-        nbytes = 4
-
-        def devices(self) -> set[Any]:
-            return {Device}
-
-    monkeypatch.setattr(staging, "_free_bytes", lambda _: free)
-    strategy, reason = staging.choose("auto", [Array()])
-    assert strategy == ("device_copy" if free else "block")
-    assert ("1.0 GB of each device" if free else "say nothing of free memory") in reason
-
-
 def test_unknown_strategy_is_refused(tmp_path: Path) -> None:
     """A typing error would choose another strategy without a message."""
     with pytest.raises(
-        ValueError, match=r"staging 'gated': give one of slot_copy, device_copy, gate, alias, block, auto"
+        ValueError, match=r"staging 'gated': give one of slot_copy, device_copy, pinned_host, gate, alias, block, auto"
     ):
         ckptkit.CheckpointManager(tmp_path, saving=ckptkit.SaveOptions(staging="gated"))  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,112 @@
+"""The arrays that a save reads: for each box of this process one array, under an object of the save's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+
+from ckptkit.snapshot.describe import Description, LeafSource, SlotExtent
+
+Shard = tuple[Any, SlotExtent]  # a single-device array or a NumPy one, and where it goes
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An array that holds one box, or one on each of its devices, and where each box goes. `devices` is empty for
+    arrays of NumPy."""
+
+    array: Any
+    devices: tuple[Any, ...]  # of the boxes
+    extents: tuple[SlotExtent, ...]
+    kind: str | None = None  # of the memory that the array is in, where it is not its devices' usual one
+
+    def sharding(self, kind: str | None) -> jax.sharding.Sharding:
+        """That of a copy in memory of `kind`, None for the array's own."""
+        if len(self.devices) == 1:
+            return _on(self.devices[0], kind or self.kind)
+        return self.array.sharding if kind is None else self.array.sharding.with_memory_kind(kind)
+
+    @property
+    def is_transferred(self) -> bool:
+        """Whether the boxes come out of a device's own memory."""
+        return self.extents[0].device is not None
+
+    def shards(self, array: Any = None) -> list[Shard]:
+        """One array for each box, of this array or of `array`, a copy of it.
+
+        JAX keeps a host copy of what was transferred with the array object: these objects are new, so the host copy
+        goes when the save drops them.
+        """
+        kept = array is None and (self.is_transferred or self.kind is not None)
+        array = self.array if array is None else array
+        if not self.devices:
+            return [(array, self.extents[0])]
+        if len(self.extents) == 1:
+            return [(array.addressable_data(0) if kept else array, self.extents[0])]
+        local = {shard.device: shard.data for shard in array.addressable_shards}
+        placed = zip(self.devices, self.extents, strict=True)
+        return [(local[device].addressable_data(0) if kept else local[device], extent) for device, extent in placed]
+
+
+def held_arrays(description: Description, trees: Mapping[str, Any]) -> list[Held]:
+    """What this process stores, in the order of the offsets. Moves no bytes.
+
+    An array whose local devices all hold different boxes stays whole: one object is cheaper to copy than its shards.
+    """
+    extents = iter(description.extents)
+    return [
+        held
+        for item, sources in description.items.items()
+        for source, value in zip(sources, jax.tree.leaves(trees[item]), strict=True)
+        for held in _held(source, value, extents)
+    ]
+
+
+def local_shards(description: Description, trees: Mapping[str, Any]) -> list[Shard]:
+    """One local shard for every box that this process stores, in the order of their offsets. Moves no bytes."""
+    return [shard for held in held_arrays(description, trees) for shard in held.shards()]
+
+
+def by_device(source: LeafSource, value: Any) -> dict[Any, Any]:
+    """The local shards of a leaf that lives on devices, each as a single-device array of plain dtype."""
+    return {shard.device: shard.data for shard in _plain(source, value).addressable_shards}
+
+
+def _held(source: LeafSource, value: Any, extents: Iterator[SlotExtent]) -> Iterator[Held]:
+    """The arrays of one leaf: none where this process has no device of the leaf's."""
+    count = len(source.record.boxes)
+    if source.sharding is not None and not source.devices:
+        return
+    if not source.devices:
+        yield Held(np.asarray(value, np.dtype(source.record.dtype)), (), (next(extents),))
+        return
+    value, kind = _plain(source, value), _unusual(source.sharding, source.devices[0])
+    if source.first and value.is_fully_replicated:
+        yield Held(value.addressable_data(0), source.devices, (next(extents),), kind)
+    elif value.is_fully_addressable and count == value.sharding.num_devices:
+        yield Held(value, source.devices, tuple(next(extents) for _ in range(count)), kind)
+    else:
+        local = {shard.device: shard.data for shard in value.addressable_shards}
+        for device in source.devices:
+            yield Held(local[device], (device,), (next(extents),), kind)
+
+
+@lru_cache(maxsize=4096)
+def _unusual(sharding: jax.sharding.Sharding | None, device: Any) -> str | None:
+    kind = None if sharding is None else sharding.memory_kind
+    return None if kind == device.default_memory().kind else kind
+
+
+@lru_cache(maxsize=4096)
+def _on(device: Any, kind: str | None) -> jax.sharding.SingleDeviceSharding:
+    return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+
+
+def _plain(source: LeafSource, value: Any) -> Any:
+    """A leaf without the type of its keys: JAX has the data at hand, and runs no program to give it."""
+    return jax.random.key_data(value) if "key_impl" in source.record.extra else value

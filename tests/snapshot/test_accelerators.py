@@ -1,0 +1,385 @@
+"""Staging on accelerators: CPU devices that pass for such, with a model of their allocator."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from ckptkit.slots.host_memory import HostMemory
+from ckptkit.snapshot import copying, describe, shards, staging
+from ckptkit.snapshot.device_room import DeviceMemory
+from ckptkit.snapshot.staging import Stager
+from tests.states import make_state, mesh
+
+PIECE = 64 << 10
+FULL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate"
+
+
+class Allocator(DeviceMemory):
+    """The memory of each device: a limit, what is in use, and the peak of that. Copies are made by JAX, and counted."""
+
+    def __init__(self, limit: int, *, reports: bool = True):
+        self.limit, self.reports = limit, reports
+        self.in_use, self.peak = Counter[Any](), Counter[Any]()
+        self.puts: list[tuple[int, str | None]] = []  # bytes, and the kind of memory
+
+    def stats(self, device: Any) -> Mapping[str, int]:
+        if not self.reports:
+            return {}
+        return {
+            "bytes_in_use": self.in_use[device],
+            "peak_bytes_in_use": self.peak[device],
+            "bytes_limit": self.limit,
+        }
+
+    def use(self, device: Any, nbytes: int) -> None:
+        if self.in_use[device] + nbytes > self.limit:
+            raise jax.errors.JaxRuntimeError(FULL)
+        self.in_use[device] += nbytes
+        self.peak[device] = max(self.peak[device], self.in_use[device])
+
+    def step(self, device: Any, nbytes: int) -> None:
+        self.use(device, nbytes)
+        self.in_use[device] -= nbytes
+
+    def put(self, arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+        used = Counter[Any]()
+        for array, sharding in zip(arrays, shardings, strict=True):
+            if sharding.memory_kind != "pinned_host":
+                for device in sharding.device_set:
+                    used[device] += array.nbytes // len(sharding.device_set)
+        for device, nbytes in used.items():
+            if self.in_use[device] + nbytes > self.limit:
+                raise jax.errors.JaxRuntimeError(FULL)
+        for device, nbytes in used.items():
+            self.use(device, nbytes)
+        copies = super().put(arrays, shardings)
+        self.puts += [(array.nbytes, sharding.memory_kind) for array, sharding in zip(arrays, shardings, strict=True)]
+        return copies
+
+
+@pytest.fixture(autouse=True)
+def accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(describe, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(staging, "GROUP_BYTES", 2 * PIECE)
+    monkeypatch.setattr(staging, "available_bytes", lambda: 1 << 40)
+
+
+def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_has_pinned", lambda device: False)
+
+
+def pieces(count: int, value: int = 0) -> dict[str, Any]:
+    """A state of so many leaves of `PIECE` bytes on one device."""
+    on = SingleDeviceSharding(jax.devices()[0])
+    whole = [np.full(PIECE // 4, value + number, np.float32) for number in range(count)]
+    return {str(number): array for number, array in enumerate(jax.device_put(whole, [on] * count))}
+
+
+class Run:
+    """A training loop on one device: its state, steps and saves; `room` counts copies until their save is finished."""
+
+    def __init__(self, limit: int, leaves: int, stager: Stager | None = None):
+        self.device = jax.devices()[0]
+        self.allocator = Allocator(limit)
+        self.leaves, self.number = leaves, 0
+        self.allocator.use(self.device, leaves * PIECE)
+        self.state = pieces(leaves)
+        self.stager = stager or Stager(None, self.allocator)
+        self.under_way: list[tuple[Any, int, np.ndarray, Any, int]] = []
+
+    def step(self, nbytes: int) -> None:
+        self.allocator.step(self.device, nbytes)
+        self.number += 1
+        self.state = pieces(self.leaves, self.number)
+
+    def save(self, choice: Any = "auto") -> int:
+        """The bytes that were copied on the device."""
+        before = self.allocator.in_use[self.device]
+        description = describe.describe_items({"default": self.state})
+        memory = np.zeros(description.slot_bytes, np.uint8)
+        begun = self.stager.begin(choice, description, {"default": self.state}, memory)
+        taken = self.allocator.in_use[self.device] - before
+        self.under_way.append((begun, taken, memory, description, self.number))
+        return taken
+
+    def finish(self) -> None:
+        """Ends the oldest save, and checks what it holds."""
+        begun, taken, memory, description, number = self.under_way.pop(0)
+        found = begun.finish()
+        assert found.keys() == {extent.number for extent in description.extents}
+        for leaf, extent in zip(description.items["default"], description.extents, strict=True):
+            expected = float(number + int(leaf.record.name))
+            assert (memory[extent.offset : extent.stop].view(np.float32) == expected).all()
+        self.allocator.in_use[self.device] -= taken
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    free=st.integers(0, 12),
+    leaves=st.integers(1, 6),
+    share=st.floats(0, 1),
+    actions=st.lists(st.sampled_from(["save", "step", "step", "finish"]), min_size=3, max_size=25),
+)
+def test_no_step_runs_out_of_memory_because_of_saves(free: int, leaves: int, share: float, actions: list[str]) -> None:
+    """A save would end the run: the copy of the state, or of an earlier one, is where the step needs its memory."""
+    run = Run((leaves + free) * PIECE, leaves)
+    step_bytes = int(free * share * PIECE)
+    for action in actions:
+        if action == "step":
+            run.step(step_bytes)  # raises where our copies take its room
+        elif action == "save" and len(run.under_way) < 2:
+            run.save()
+        elif action == "finish" and run.under_way:
+            run.finish()
+    while run.under_way:
+        run.finish()
+
+
+@settings(deadline=None, max_examples=25)
+@given(free=st.integers(2, 24), leaves=st.integers(1, 6), share=st.floats(0, 1), late=st.booleans())
+def test_the_share_that_is_copied_does_not_shrink(free: int, leaves: int, share: float, late: bool) -> None:
+    """From the second save on a part of the state would be waited for: the peak contains our own earlier copies."""
+    run = Run((leaves + free) * PIECE, leaves)
+    copied = []
+    for _ in range(6):
+        run.step(int(free * share * PIECE))
+        copied.append(run.save())
+        if late:  # the copies are there while the next step runs
+            run.step(int(free * share * PIECE))
+        run.finish()
+    assert copied[0] == 0, "no step is known to have run before the first save"
+    assert copied[1:] == sorted(copied[1:])
+    if free * (1 - share) >= 2 * leaves + 2:
+        assert copied[1] == leaves * PIECE
+
+
+def test_save_before_the_first_step_copies_nothing_on_the_device() -> None:
+    """The first step of the run would find its memory taken by the copy of the state that it starts from."""
+    run = Run(10 * PIECE, 4)
+    assert run.save() == run.save() == 0
+    run.step(6 * PIECE)
+    assert "no step has run" in run.under_way[0][0].reason
+    assert {kind for _, kind in run.allocator.puts} == {"pinned_host"}
+
+
+def test_strategies_follow_what_the_devices_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without room would be asked for a copy, or one with room would stall the loop for a transfer."""
+    run = Run(12 * PIECE, 4)
+    run.save()
+    run.step(4 * PIECE)  # 4 of 12 were never in use: 2 of them may be taken
+    assert run.save() == 2 * PIECE
+    begun = run.under_way[-1][0]
+    assert begun.reason == "0.0 GB of each device are free for copies; device_copy 0.000131 GB, pinned_host 0.000131 GB"
+    for _ in range(2):
+        run.finish()
+    no_pinned_memory(monkeypatch)
+    assert run.save() == 2 * PIECE
+    assert "block 0.000131 GB" in run.under_way[-1][0].reason
+    silent = Run(12 * PIECE, 4)
+    silent.allocator.reports = False
+    assert silent.save() == 0
+    begun = silent.under_way[-1][0]
+    assert (begun.strategy, begun.reason) == ("block", "the devices do not report their memory")
+
+
+def test_groups_without_room_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state larger than the free memory would end the job, where `device_copy` is forced."""
+    run = Run(7 * PIECE, 4)
+    assert run.save("device_copy") == 2 * PIECE
+    run.finish()
+    no_pinned_memory(monkeypatch)
+    assert run.save("device_copy") == 2 * PIECE
+    assert "block 0.000131 GB" in run.under_way[-1][0].reason
+    run.step(PIECE)  # what was waited for may be donated
+    run.finish()
+
+
+def test_other_errors_of_a_copy_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken device would look like a full one, and the save would hang on it later."""
+    run = Run(20 * PIECE, 2)
+
+    def put(*_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("INTERNAL: device lost")
+
+    monkeypatch.setattr(run.allocator, "put", put)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="device lost"):
+        run.save("device_copy")
+
+
+def test_pinned_memory_is_counted_and_bounded() -> None:
+    """The container would be killed: the copies in pinned memory are a second snapshot beside the slots."""
+    host = HostMemory(bytes_max=9 * PIECE)
+    allocator = Allocator(4 * PIECE)
+    run = Run(4 * PIECE, 4, Stager(host, allocator))
+    run.allocator = allocator
+    run.save("auto")  # half of nine: two groups of two
+    assert host.taken_bytes == 4 * PIECE
+    run.save("auto")  # half of the five that are left
+    assert host.taken_bytes == 6 * PIECE
+    assert "block" in run.under_way[1][0].reason
+    run.finish()
+    run.finish()
+    assert host.taken_bytes == 0
+
+
+def test_copies_are_dropped_as_soon_as_they_are_in_the_slot() -> None:
+    """Device memory would be taken until the last byte is on the host."""
+    run = Run(100 * PIECE, 16)
+    description = describe.describe_items({"default": run.state})
+    memory = np.zeros(description.slot_bytes, np.uint8)
+    alive = []
+
+    def buffers(start: int, stop: int) -> None:
+        alive.append(
+            len({array.unsafe_buffer_pointer() for array in jax.live_arrays() if array.shape == (PIECE // 4,)})
+        )
+
+    begun = run.stager.begin("device_copy", description, {"default": run.state}, memory, buffers)
+    begun.finish()
+    assert len(alive) == 16
+    assert alive[-1] <= alive[0] - 14, alive
+
+
+def test_the_state_is_not_kept_alive_by_the_copies() -> None:
+    """The device memory of two states would be in use while the first is transferred."""
+    run = Run(100 * PIECE, 4)
+    refs = [weakref.ref(array) for array in run.state.values()]
+    begun = run.save("device_copy")
+    run.state = {}
+    assert begun
+    assert not any(ref() is not None for ref in refs)
+    run.state = pieces(4)
+    run.finish()
+
+
+@pytest.mark.parametrize("strategy", ["block", "device_copy", "pinned_host"])
+def test_no_host_copy_stays_with_the_users_arrays(strategy: Any) -> None:
+    """Frozen weights would have a copy in host memory as long as they live: JAX keeps what it has transferred."""
+    state = {
+        "split": jax.device_put(
+            np.arange(64).reshape(8, 8).astype("int4"), NamedSharding(mesh(), PartitionSpec("data", "fsdp"))
+        ),
+        "replicated": jax.device_put(np.arange(8).astype("int4"), NamedSharding(mesh(), PartitionSpec())),
+        "one": jax.device_put(np.arange(8).astype("int4"), SingleDeviceSharding(jax.devices()[1])),
+    }
+    description = describe.describe_items({"default": state})
+    memory = np.zeros(description.slot_bytes, np.uint8)
+    Stager().begin(strategy, description, {"default": state}, memory).finish()
+    for name, array in state.items():
+        for each in (array, *(shard.data for shard in array.addressable_shards)):
+            assert each._npy_value is None, name  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_transfers_stay_within_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers of the whole state at once take as much host memory as the slot itself."""
+    monkeypatch.setattr(copying, "WINDOW_BYTES", 3 * PIECE)
+    begun: list[int] = []
+    ended: list[int] = []
+    most = []
+
+    class Array:
+        def __init__(self, array: Any, number: int):
+            self.array, self.number = array, number
+
+        def copy_to_host_async(self) -> None:
+            begun.append(self.number)
+            most.append(len(begun) - len(ended))
+
+        def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+            return np.array(self.array)
+
+    state = pieces(40)
+    description = describe.describe_items({"default": state})
+    memory = np.zeros(description.slot_bytes, np.uint8)
+    local = shards.local_shards(description, {"default": state})
+    watched = [(Array(array, number), extent) for number, (array, extent) in enumerate(local)]
+    digests = copying.copy_shards(watched, memory, lambda start, stop: ended.append(start))
+    assert len(begun) == len(ended) == len(digests) == 40
+    assert 1 < max(most) <= 4  # a cell is told before it leaves the window
+    assert copying.transfer_bytes(description) == 7 * PIECE - PIECE
+
+
+def test_failed_transfer_ends_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of the saves would wait for ever for a transfer that has failed."""
+    monkeypatch.setattr(copying, "WINDOW_BYTES", PIECE)
+    monkeypatch.setattr(copying, "copy_threads", lambda nbytes: 4)
+
+    class Gone:
+        def copy_to_host_async(self) -> None:
+            pass
+
+        def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+            raise RuntimeError("the buffer was donated")
+
+    state = pieces(8)
+    description = describe.describe_items({"default": state})
+    memory = np.zeros(description.slot_bytes, np.uint8)
+    local = shards.local_shards(description, {"default": state})
+    broken = [(Gone() if number == 3 else array, extent) for number, (array, extent) in enumerate(local)]
+    with pytest.raises(RuntimeError, match="donated"):
+        copying.copy_shards(broken, memory)
+
+
+def test_replicated_leaves_are_read_from_all_their_devices() -> None:
+    """All transfers of data parallel training would go through the first device."""
+    on = NamedSharding(mesh(), PartitionSpec())
+    state = {str(number): jax.device_put(np.zeros(PIECE // 4, np.float32), on) for number in range(8)}
+    state["first"] = jax.device_put(np.zeros(PIECE // 2, np.float32), SingleDeviceSharding(jax.devices()[0]))
+    description = describe.describe_items({"default": state})
+    load = Counter[Any]()
+    for extent in description.extents:
+        load[extent.device] += extent.stop - extent.offset
+    assert set(load) == set(jax.devices())
+    assert max(load.values()) <= 4 * PIECE
+    for shard, extent in shards.local_shards(description, {"default": state}):
+        assert shard.devices() == {extent.device}
+
+
+def test_offloaded_leaves_never_take_device_memory() -> None:
+    """An optimizer in host memory would be copied through the device that it was moved away from."""
+    on = NamedSharding(mesh(), PartitionSpec("data"), memory_kind="pinned_host")
+    state = {
+        "moments": jax.device_put(np.arange(PIECE, dtype=np.float32), on),
+        "weights": jax.device_put(
+            np.arange(PIECE // 4, dtype=np.float32), NamedSharding(mesh(), PartitionSpec("data"))
+        ),
+    }
+    description = describe.describe_items({"default": state})
+    assert [extent.device is None for extent in description.extents] == [True, True, False, False]
+    memory = np.zeros(description.slot_bytes, np.uint8)
+    allocator = Allocator(1 << 30)
+    Stager(None, allocator).begin("device_copy", description, {"default": state}, memory).finish()
+    assert dict(allocator.puts) == {2 * PIECE: "pinned_host", PIECE // 2: "device"}
+    assert (memory[: 4 * PIECE].view(np.float32) == np.arange(PIECE)).all()
+
+
+def test_staging_compiles_nothing() -> None:
+    """The step loop would wait for a compiler at the first save: a minute for thousands of leaves on eight devices."""
+    compiled: list[str] = []
+    listening = [True]
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if listening[0] and "backend_compile" in event:
+            compiled.append(f"{event} {duration_secs}")
+
+    state = {name: leaf for name, leaf in make_state(3).items() if name != "list"}
+    jax.block_until_ready(state)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        description = describe.describe_items({"default": state})
+        memory = np.zeros(description.slot_bytes, np.uint8)
+        for strategy in ("device_copy", "pinned_host", "block", "alias", "gate", "auto"):
+            Stager().begin(strategy, description, {"default": state}, memory).finish()
+    finally:
+        listening[0] = False
+    assert compiled == []
