@@ -21,7 +21,7 @@ from rich.table import Table
 
 from bench.broadcast_worker import PROGRESS
 from bench.durable import FakeBucket
-from tools.launch import ExitCode, Launcher, RestartPolicy
+from ckptkit.launch import ExitCode, Launcher, RestartPolicy
 
 RATIO_MAX = 1.10  # of the faster side's time: what the choice of the cost model may cost
 BYTES_MAX = 1.005  # of the state: 1.00 to two digits

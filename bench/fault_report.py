@@ -18,7 +18,7 @@ from bench.fault_run import Outcome
 from bench.fault_schedule import gap_closed
 from ckptkit.events import Event, Kind
 from ckptkit.goodput import Phase, goodput_report, load_run, resumes
-from tools.launch import ExitCode
+from ckptkit.launch import ExitCode
 
 FIGURES: Mapping[str, str] = {
     "goodput": "kept steps x undisturbed step time / elapsed time; the ceiling is of the same kind",

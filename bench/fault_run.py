@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.fault_places import Every, Places
 from bench.fault_schedule import Fault
 from ckptkit.events import EventLog
-from tools.launch import ExitCode, Launcher, RestartPolicy
+from ckptkit.launch import ExitCode, Launcher, RestartPolicy
 
 _GIVE_UP = 3  # lives in a row that end by themselves: what stops them will stop the next one too
 _RESTARTS_MAX = 1000

@@ -27,8 +27,8 @@ from bench.fault_run import Job, Outcome, run
 from bench.fault_schedule import Fault, ceiling_s, plan_faults
 from bench.fault_tuning import first_guess, learned, sweep
 from ckptkit.goodput import load_run
+from ckptkit.launch import ExitCode
 from tools.corpus import build_corpus
-from tools.launch import ExitCode
 from trainer.config import PRESETS
 
 _PROBE_STEPS = 8

@@ -25,7 +25,7 @@ from bench.kill_hosts import Hosts, running_hosts
 from bench.kill_oracle import Save, newest_covered
 from bench.kill_report import judge, show
 from ckptkit.events import EventLog
-from tools.launch import ExitCode, Launcher, RestartPolicy
+from ckptkit.launch import ExitCode, Launcher, RestartPolicy
 
 Moment = Literal["time", "mid-save", "mid-flush", "mid-restore"]
 MOMENTS: tuple[Moment, ...] = ("time", "mid-save", "mid-flush", "mid-restore")

@@ -23,8 +23,8 @@ from bench.simulator_fit import Planned, RunPlan, compare, fit
 from bench.simulator_report import plot, show
 from ckptkit.events import EventLog
 from ckptkit.goodput import load_run
+from ckptkit.launch import ExitCode, Launcher, RestartPolicy
 from ckptkit.util.clock import monotonic_s
-from tools.launch import ExitCode, Launcher, RestartPolicy
 
 PROCESSES, DEVICES_PER_PROCESS, MESH = 2, 2, "fsdp=4"  # a host that is lost takes its half of the state along
 FITTED = 3

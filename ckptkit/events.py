@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ckptkit.util import clock
+from ckptkit.util import clock, heartbeat
 
 _log = logging.getLogger(__name__)
 _LINE_BYTES_MAX = 1 << 20  # no event is longer
@@ -195,6 +195,8 @@ class _Span(AbstractContextManager[None]):
         duration_s = round(clock.monotonic_s() - self._start_s, 6)
         failed: dict[str, Any] = {} if error is None else {"failed": True}
         self._log.emit(Kind.SPAN, step=self._step, span=self._name, duration_s=duration_s, **failed)
+        if self._step is not None and self._name == "step":
+            heartbeat.beat(self._step)
 
 
 def _cut_torn_line(fd: int) -> None:

@@ -26,9 +26,9 @@ from pathlib import Path
 
 from ckptkit.events import EventLog
 from ckptkit.goodput import GoodputReport, goodput_page, goodput_report, load_run, timeline_of
+from ckptkit.launch import ExitCode, Launcher, RestartPolicy
 from ckptkit.util.clock import monotonic_s
 from tools.demo_screen import PlannedLoss, Screen, account
-from tools.launch import ExitCode, Launcher, RestartPolicy
 from tools.proof import Verdict, compare
 
 PROCESSES, DEVICES_PER_PROCESS, MESH = 2, 2, "data=2,fsdp=2"

@@ -19,9 +19,9 @@ from ckptkit import (
     TreeMismatchError,
 )
 from ckptkit.events import EventLog, Kind
+from ckptkit.launch import ExitCode
 from ckptkit.model.policies import BroadcastMode
 from tools.corpus import CorpusError
-from tools.launch import ExitCode
 from trainer.checkpoint import Preempted, check_writable
 from trainer.cluster import detect_rank, leave
 from trainer.config import (

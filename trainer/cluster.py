@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from tools.launch import ExitCode
+from ckptkit.launch import ExitCode
 from trainer.config import ClusterConfig, InputError
 
 # The variables by which Open MPI's mpirun and Slurm's srun number processes. JAX reads the same names in this order: a

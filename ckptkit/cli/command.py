@@ -33,6 +33,7 @@ _COMMANDS = {
     "prune": ("upkeep", "Delete the steps that no rule keeps."),
     "reshard": ("reshard", "Rewrite an Orbax checkpoint for other meshes."),
     "rollback": ("upkeep", "Make restarts continue from an older step."),
+    "run": ("run", "Run a job, and restart it at once when a process is lost."),
     "scrub": ("verify", "Verify every copy of every save; repair on request."),
     "simulate": ("simulate", "Estimate goodput under failures and save policies."),
     "steps": ("steps", "List the steps of a root and of its tiers."),
@@ -83,7 +84,8 @@ def _refuse_empty_paths(command: click.Command) -> None:
     for each in getattr(command, "commands", {}).values():
         _refuse_empty_paths(each)
     for parameter in command.params:
-        if isinstance(parameter, click.Argument) or parameter.metavar in _PATH_METAVARS:
+        is_path = isinstance(parameter, click.Argument) and parameter.type is not click.UNPROCESSED
+        if is_path or parameter.metavar in _PATH_METAVARS:
             parameter.callback = _not_empty
 
 

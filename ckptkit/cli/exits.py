@@ -26,6 +26,7 @@ class Exit(IntEnum):
     CORRUPT = 11
     TREE_MISMATCH = 12
     DIFFERENT = 20
+    PREEMPTED = 75
     INTERRUPTED = 130
 
 

@@ -34,7 +34,7 @@ from ckptkit.save.ledger import StepRecord
 from ckptkit.save.under_way import described, exit_drain
 from ckptkit.schedule.preemption import LastSave
 from ckptkit.store.roots import root_url
-from ckptkit.util import clock
+from ckptkit.util import clock, heartbeat
 from ckptkit.util.clock import Deadline
 from ckptkit.verification import Scrub
 
@@ -166,6 +166,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         `restore_async`.
         """
         began, step = Began(), saved_step_number(step)
+        heartbeat.beat(step)
         with self._saver.entered(step) as call:
             self._resumer.refuse_while_pending("save")
             self._pipeline.outcomes.raise_failure(in_save=True)
@@ -203,7 +204,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def should_save(self, step: int) -> bool:
         """Whether `save(step)` would take the step for any tier. All processes ask together, as with `save`."""
-        return self._saver.is_due(step_number(step))
+        step = step_number(step)
+        heartbeat.beat(step)
+        return self._saver.is_due(step)
 
     def restore(
         self,

@@ -24,7 +24,7 @@ from bench.fault_run import Outcome
 from bench.fault_schedule import Fault, ceiling_s, gap_closed, plan_faults
 from bench.fault_tuning import first_guess, learned, sweep
 from ckptkit import EventLog, Kind
-from tools.launch import ExitCode
+from ckptkit.launch import ExitCode
 
 ROOT = Path(__file__).parents[2]
 

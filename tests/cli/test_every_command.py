@@ -74,6 +74,11 @@ CALLS: dict[str, list[list[str]]] = {
         ["reshard", "{good}", "{out}", "--mesh", "x=2", "--like", "{path}"],
     ],
     "rollback": [["rollback", "{path}", "--to", "1"]],
+    "run": [
+        ["run", "--dry-run", "--", "{path}"],
+        ["run", "--max-restarts", "0", "--cold", "--", "{path}"],
+        ["run", "--dry-run", "--events", "{path}", "--", "true"],
+    ],
     "scrub": [["scrub", "{path}"], ["scrub", "{root}", "--tier", "{path}"]],
     "simulate": [["simulate", "--trace", "{path}", "--runs", "2", "--days", "1"]],
     "steps": [["steps", "{path}"], ["steps", "{root}", "--tier", "{path}"]],

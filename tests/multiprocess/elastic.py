@@ -13,8 +13,7 @@ from pathlib import Path
 
 from ckptkit import Event, EventLog, Kind
 from ckptkit.goodput import load_run
-from tools.launch import ExitCode, Launcher, RestartPolicy
-from tools.launch.__main__ import next_attempt
+from ckptkit.launch import ExitCode, Launcher, RestartPolicy, next_attempt
 
 STEP_LINE = re.compile(r"step +(\d+)/")
 LIMIT_S = 240.0

@@ -41,7 +41,7 @@ def main() -> int:
     import orbax.checkpoint  # noqa: F401
 
     import ckptkit.manager.checkpoint_manager  # noqa: F401
-    from tools.launch.launcher import free_port
+    from ckptkit.launch import free_port
 
     chance = random.Random(args.seed)
     for number in range(args.kills + 1):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.launch.launcher import free_port
+from ckptkit.launch import free_port
 
 STARTERS = ("mpirun", "srun")
 LIMIT_S = 200.0

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ckptkit.launch import ExitCode, Launcher, RestartPolicy
 from tests.multiprocess.broadcast_job import LARGE, SMALLEST
-from tools.launch import ExitCode, Launcher, RestartPolicy
 
 PROCESSES = 4
 LARGE_BYTES = math.prod(LARGE) * 4

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.launch import ExitCode
 from tests.multiprocess.starters import STARTERS, environment, run, running_slurm, skip_without, started
-from tools.launch import ExitCode
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "deploy" / "slurm.sbatch"

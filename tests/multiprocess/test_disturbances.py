@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ckptkit.launch import ExitCode, Launcher, RestartPolicy
 from tests.multiprocess.disturbed_worker import PROCESSES
-from tools.launch import ExitCode, Launcher, RestartPolicy
 
 
 @pytest.fixture(scope="module")

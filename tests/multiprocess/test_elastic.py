@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit import Kind
+from ckptkit.launch import ExitCode
 from tests.multiprocess.elastic import Run, Shape
-from tools.launch import ExitCode
 from tools.proof import load_proof
 
 STEPS = 60  # a preemption is noticed after a second or two: some 20 quick steps

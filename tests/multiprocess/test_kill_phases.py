@@ -13,8 +13,8 @@ import pytest
 
 import ckptkit
 from ckptkit.goodput import load_run
+from ckptkit.launch import ExitCode, Launcher, RestartPolicy
 from tests.multiprocess.worker import DURABLE_EVERY, PROCESSES, SSD_EVERY, STEPS
-from tools.launch import ExitCode, Launcher, RestartPolicy
 from tools.proof import compare
 
 # tier, phase: in the order in which a save crosses them. `test_the_list_of_phases_is_complete` holds it to the code.

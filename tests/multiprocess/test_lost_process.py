@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 from ckptkit import Event, EventLog, Kind
+from ckptkit.launch import ExitCode, Launcher, RestartPolicy, free_port
 from tests.multiprocess.starters import environment
-from tools.launch import ExitCode, Launcher, RestartPolicy
-from tools.launch.launcher import free_port
 
 PROCESSES = 3
 HEARTBEAT_S = 5

@@ -14,9 +14,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
+from ckptkit.launch import ExitCode, Launcher, RestartPolicy
 from tests.multiprocess.save_worker import PROCESSES, STRATEGIES, make_abstract, make_state, same_here
 from tests.multiprocess.starters import STARTERS, run, skip_without
-from tools.launch import ExitCode, Launcher, RestartPolicy
 
 
 @pytest.fixture(scope="module", params=["launcher", *STARTERS])

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ckptkit.launch import ExitCode, Launcher, RestartPolicy
 from tests.multiprocess.stages_worker import DEVICES, PROCESSES
-from tools.launch import ExitCode, Launcher, RestartPolicy
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ckptkit.launch import ExitCode, Launcher, RestartPolicy
 from tests.peers.peer_job import ROWS
-from tools.launch import ExitCode, Launcher, RestartPolicy
 
 WHOLE = ROWS * 1024 * 4
 SMALL = 8 + 8  # `b` and the number

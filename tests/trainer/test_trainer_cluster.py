@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from tools.launch import ExitCode, Launcher, RestartPolicy
+from ckptkit.launch import ExitCode, Launcher, RestartPolicy
 from trainer.__main__ import main as command
 from trainer.__main__ import read_flags
 from trainer.cluster import detect_rank, join

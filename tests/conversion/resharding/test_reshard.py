@@ -24,6 +24,7 @@ from ckptkit.conversion.destination import Destination
 from ckptkit.conversion.resharding import Mesh, open_source, plan_reshard, reshard
 from ckptkit.formats import open_checkpoint
 from ckptkit.formats.tensors import Tensor
+from ckptkit.launch import free_port
 from ckptkit.model.boxes import Box
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer, Fault, FaultPlan, Kind, Status
@@ -32,7 +33,6 @@ from ckptkit.verification import verify
 from tests.cli.conftest import Ours, Run
 from tests.multiprocess.starters import environment, run, skip_without
 from tests.states import abstract, make_state, raw, restore_args
-from tools.launch.launcher import free_port
 
 ROOT = Path(__file__).parents[3]
 MESH = "data=2,model=4"

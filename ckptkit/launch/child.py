@@ -1,19 +1,23 @@
-"""One process of a job: it dies with the launcher, and its output is read to the end."""
+"""One process of a job: it dies with the agent, and its output is read to the end."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+
+from ckptkit.util.clock import Deadline
 
 LINE_LIMIT_CHARS = 65536  # a longer line is passed on in pieces: a child may never write a newline
 OUTPUT_DRAIN_S = 5.0  # for what a dead child left in its pipe
+_GROUP_S = 1.0  # for what it started and SIGKILL has not ended yet
 
-# Between fork and exec, not as preexec_fn: that runs Python in a forked, threaded process, which may deadlock.
+# Between fork and exec: `preexec_fn` runs Python in a forked, threaded process, which may deadlock.
 # The signal comes when the *thread* that started the child ends, so the thread of `run` is the one that starts.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
@@ -29,6 +33,39 @@ except OSError as error:
 """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A process that was started, and the end of the pipe from which its output is read."""
+
+    pid: int
+    output_fd: int
+
+
+def spawn_command(argv: Sequence[str], env: Mapping[str, str]) -> Running:
+    """Starts a command that knows nothing of its agent."""
+    shim = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
+    return spawn([*shim, *argv], env)
+
+
+def spawn(argv: Sequence[str], env: Mapping[str, str], *, fds: Sequence[int] = ()) -> Running:
+    """Starts `argv` in a session of its own, with `fds` open under the same numbers. It ends itself with its parent."""
+    output_fd, write_fd = os.pipe()
+    actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = [
+        (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+        *((os.POSIX_SPAWN_DUP2, write_fd, fd) for fd in (1, 2)),
+        *((os.POSIX_SPAWN_DUP2, fd, fd) for fd in fds),  # the same number: it is kept over exec
+    ]
+    ignored_here = [signal.SIGPIPE, signal.SIGXFSZ]  # by Python
+    try:
+        pid = os.posix_spawnp(argv[0], list(argv), env, file_actions=actions, setsid=True, setsigdef=ignored_here)
+    except BaseException:
+        os.close(output_fd)
+        raise
+    finally:
+        os.close(write_fd)
+    return Running(pid=pid, output_fd=output_fd)
+
+
 class Child:
     """One process in a session of its own, its pidfd, and the thread that reads its output."""
 
@@ -37,26 +74,17 @@ class Child:
     def __init__(
         self,
         process: int,
-        argv: Sequence[str],
-        env: Mapping[str, str],
+        running: Running,
         on_output: Callable[[int, str], None],
         on_error: Callable[[Exception], None],
     ):
         self.process = process
+        self.pid = running.pid
         self._on_output = on_output
         self._on_error = on_error
         self._lock = threading.Lock()  # a reaped process id may be another's: no signal after that
-        self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *argv],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            errors="replace",
-            env=env,
-            start_new_session=True,
-        )
-        self.pidfd = os.pidfd_open(self._popen.pid)
+        self._output_fd = running.output_fd
+        self.pidfd = os.pidfd_open(running.pid)
         self._reader = threading.Thread(target=self._read, name=f"launch-output-{process}", daemon=True)
 
     def start_reading(self) -> None:
@@ -66,39 +94,54 @@ class Child:
     def signal(self, signum: int) -> bool:
         """Signals the process and all that it started; False when it has been reaped."""
         with self._lock:
-            if self._popen.returncode is not None:
+            if self.returncode is not None:
                 return False
-            os.killpg(self._popen.pid, signum)
+            os.killpg(self.pid, signum)
             return True
+
+    def dump(self, signum: int) -> None:
+        """Signals the process alone."""
+        with self._lock:
+            if self.returncode is None:
+                signal.pidfd_send_signal(self.pidfd, signum)
 
     def is_stopped(self) -> bool:
         """Whether it is stopped (SIGSTOP, a debugger): it lives, and sends no heartbeats."""
         with self._lock:
-            if self._popen.returncode is not None:
+            if self.returncode is not None:
                 return False
             try:
-                stat = Path(f"/proc/{self._popen.pid}/stat").read_text()
+                stat = Path(f"/proc/{self.pid}/stat").read_text()
             except OSError:
                 return False
         return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
     def reap(self) -> int:
         """Waits for the end, ends what it left behind, delivers its last lines; returns its return code."""
-        if self._popen.returncode is None:
-            os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOWAIT)
+        if self.returncode is None:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
             self.signal(signal.SIGKILL)  # its group: a grandchild would keep the pipe open
             with self._lock:
-                self._popen.wait()
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            self._reap_group()
             if self._reader.ident is not None:  # it never started when a later process could not be
                 self._reader.join(OUTPUT_DRAIN_S)
+            else:
+                os.close(self._output_fd)
             os.close(self.pidfd)
-        self.returncode = self._popen.wait()
         return self.returncode
+
+    def _reap_group(self) -> None:
+        """Where this process is a subreaper, it inherits what the child had started."""
+        deadline = Deadline(_GROUP_S)
+        with suppress(ChildProcessError):
+            while not deadline.passed:
+                if os.waitid(os.P_PGID, self.pid, os.WEXITED | os.WNOHANG) is None:
+                    threading.Event().wait(0.001)
 
     def _read(self) -> None:
         """Passes lines on until the pipe ends; goes on reading after an error, so that the child never blocks."""
-        assert self._popen.stdout is not None
-        with self._popen.stdout as lines:
+        with open(self._output_fd, encoding="utf-8", errors="replace") as lines:
             while line := lines.readline(LINE_LIMIT_CHARS):
                 try:
                     self._on_output(self.process, line.rstrip("\n"))
@@ -109,6 +152,7 @@ class Child:
 def child_env(extra: Mapping[str, str], devices_per_process: int | None) -> dict[str, str]:
     """The environment of a child: this one's, `extra`, and so many virtual CPU devices where a number is given."""
     env = {**os.environ, "PYTHONUNBUFFERED": "1", **extra}
+    env.pop("CKPTKIT_SECRET", None)  # it is the agents'
     if devices_per_process is not None:
         name = "--xla_force_host_platform_device_count"
         others = [flag for flag in env.get("XLA_FLAGS", "").split() if not flag.startswith(name)]

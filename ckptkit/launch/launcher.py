@@ -5,29 +5,42 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import socket
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ckptkit.events import EventLog, Kind
+from ckptkit.launch.child import Child, child_env
+from ckptkit.launch.host import LocalHost
+from ckptkit.launch.policy import ExitCode, HangPolicy, Loss, RestartPolicy, WarmStart
+from ckptkit.launch.ports import free_port
+from ckptkit.launch.printer import OncePrinter, say_on_stderr
+from ckptkit.launch.roster import Report, Roster
+from ckptkit.launch.signals import signals_mean
+from ckptkit.launch.specs import JobPlace, specs_of
+from ckptkit.launch.status import Status
+from ckptkit.launch.watch import Watch
 from ckptkit.util.clock import Deadline, monotonic_s
-from tools.launch.child import Child, child_env
-from tools.launch.policy import ExitCode, Loss, RestartPolicy
-from tools.launch.printer import OncePrinter
+
+_TICK_S = 0.1  # for beats, and for templates
+_DUMP_S = 1.0  # for the stacks of a job that hangs
 
 
 class Launcher:
     """Runs `command` as `processes` processes until all end with 0, restarting all when one is lost.
 
-    Of the command's words, {process}, {processes}, {coordinator} and {attempt} are replaced. A process may also end
-    with `ExitCode.PREEMPTED`: once all have ended and one of them so, the job is over for now, its state saved.
+    Of the command's words, {process}, {processes}, {coordinator} and {attempt} are replaced. The environment has the
+    same as CKPTKIT_PROCESS, CKPTKIT_PROCESSES, CKPTKIT_COORDINATOR and CKPTKIT_ATTEMPT. A process may also end with
+    `ExitCode.PREEMPTED`: once all have ended and one of them so, the job is over for now, its state saved.
+
+    With `warm`, a command that runs Python is forked from a template where that is possible, and its steps are watched:
+    `hang` says when a worker without steps is lost (None: never). `prefixes[i]` are words before the command of
+    process i. With the roster that `make_roster` makes, other hosts run `processes` of the same command each.
 
     No child outlives the launcher, not even a launcher that is killed. `on_output(process, line)` is called
     from one thread per child, in order of its lines; `on_lost(attempt, process)` after all children of the
-    attempt are dead and before the next starts. What a callback raises stops the job and is raised by `run`.
+    attempt are dead and before the next starts; `on_attempt(attempt)` before its children start; `on_status` with what
+    `--status` writes, at each change. What a callback raises stops the job and is raised by `run`.
     """
 
     def __init__(
@@ -40,8 +53,14 @@ class Launcher:
         policy: RestartPolicy | None = None,
         first_attempt: int = 0,
         coordinator_host: str = "127.0.0.1",
+        prefixes: Sequence[Sequence[str]] | None = None,
+        make_roster: Callable[[Callable[[], None]], Roster] | None = None,
+        warm: WarmStart | None = None,
+        hang: HangPolicy | None = None,
         on_output: Callable[[int, str], None] | None = None,
         on_lost: Callable[[int, int], None] | None = None,
+        on_attempt: Callable[[int], None] | None = None,
+        on_status: Callable[[dict[str, Any]], None] | None = None,
         say: Callable[[str], None] | None = None,
         events: EventLog | None = None,
     ):
@@ -52,40 +71,55 @@ class Launcher:
         if devices_per_process is not None and devices_per_process < 1:
             raise ValueError(f"devices per process is {devices_per_process}, expected 1 or more")
         self._command = tuple(command)
-        self._processes = processes
-        self._env = child_env(env or {}, devices_per_process)
+        self._processes = self._total = processes
+        self._prefixes = None if prefixes is None else [tuple(each) for each in prefixes]
         self._policy = policy or RestartPolicy()
         self._first_attempt = first_attempt
         self._coordinator_host = coordinator_host
-        self._on_output = on_output or OncePrinter()
         self._on_lost = on_lost or (lambda attempt, process: None)
-        self._say = say or (lambda line: print(f"launch: {line}", file=sys.stderr, flush=True))
+        self._on_attempt = on_attempt or (lambda attempt: None)
+        self._status = Status(on_status)
+        self._say = say or say_on_stderr
         self._events = events or EventLog(process=-1)
+        self._local = LocalHost(
+            child_env(env or {}, devices_per_process), warm, on_output or OncePrinter(), self._fail, self._say
+        )
+        self._watch = Watch(hang) if warm is not None else None
         self._children: list[Child] = []
         self._wiped: dict[int, tuple[str, ...]] = {}
         self._errors: list[Exception] = []
         self._killed_s: dict[int, float] = {}
         self._stops = 0
         self._preempted = False
+        self._to_pass: list[int] = []
+        self._codes: dict[int, int] = {}  # of workers of other hosts that have ended
         self._wake_lock = threading.RLock()  # re-entrant: a signal handler may interrupt its holder
         self._wake: int | None = None
+        self._roster = None if make_roster is None else make_roster(self._wake_up)
 
     def run(self) -> ExitCode:
         """Blocks until the job has ended, and returns how. Emits STARTED, DISRUPTED, RELAUNCHED, FINISHED.
 
-        In the main thread SIGINT means `stop` and SIGTERM `preempt` while this runs.
+        In the main thread SIGINT and SIGHUP mean `stop`, SIGTERM means `preempt`, and SIGUSR1 and SIGUSR2 go to all
+        processes while this runs.
         """
         code = ExitCode.INTERRUPTED
         self._events.emit(Kind.STARTED, attempt=self._first_attempt, pid=os.getpid())
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        acts = {signal.SIGINT: self.stop, signal.SIGHUP: self.stop, signal.SIGTERM: self.preempt}
+        passed = {signum: lambda signum=signum: self.pass_on(signum) for signum in (signal.SIGUSR1, signal.SIGUSR2)}
         try:
-            with _signals_mean({signal.SIGINT: self.stop, signal.SIGTERM: self.preempt}):
+            with signals_mean({**acts, **passed}):
                 code = self._run_attempts()
         finally:
+            self._local.close()
+            if self._roster is not None:
+                self._roster.close(int(code))
             with self._wake_lock:
                 os.close(self._wake)
                 self._wake = None
             self._events.emit(Kind.FINISHED, code=int(code))
+            self._status.ended(int(code))
         return code
 
     def stop(self) -> None:
@@ -107,6 +141,11 @@ class Launcher:
         self._preempted = True
         self._wake_up()
 
+    def pass_on(self, signum: int) -> None:
+        """Makes `run` give all processes the signal. From anywhere."""
+        self._to_pass.append(signum)
+        self._wake_up()
+
     def kill(self, process: int, *, wiped: Sequence[str] = ()) -> bool:
         """SIGKILLs `process` and all that it started; False when it is not running. From any thread.
 
@@ -120,6 +159,7 @@ class Launcher:
         return False
 
     def _run_attempts(self) -> ExitCode:
+        in_a_row = 0
         for number in range(self._policy.restarts + 1):
             ended = self._run_attempt(self._first_attempt + number)
             if isinstance(ended, ExitCode):
@@ -131,50 +171,76 @@ class Launcher:
                 self._say(f"process {ended.process} refused its input ({ended.cause}): not restarted")
                 return ExitCode.USAGE
             if number < self._policy.restarts:
-                self._prepare_relaunch(number, ended)
+                self._prepare_relaunch(number, ended, in_a_row)
+            in_a_row = 0 if self._watch is not None and self._watch.has_stepped else in_a_row + 1
         self._say(f"all {self._policy.restarts} restarts are spent: giving up")
         return ExitCode.BUDGET_SPENT
 
-    def _prepare_relaunch(self, number: int, loss: Loss) -> None:
+    def _prepare_relaunch(self, number: int, loss: Loss, in_a_row: int) -> None:
+        """Waits before a restart, unless the lost attempt made steps: then what ended it is not what a start does."""
         attempt = self._first_attempt + number
         self._on_lost(attempt, loss.process)
-        backoff_s = self._policy.backoff_after(number)
+        has_stepped = self._watch is not None and self._watch.has_stepped
+        backoff_s = 0.0 if has_stepped else self._policy.backoff_after(in_a_row)
         left = self._policy.restarts - number - 1
-        self._say(f"restarting all {self._processes} processes in {backoff_s:g} s ({left} restarts left)")
-        self._wait([], backoff_s)
+        self._say(f"restarting all {self._total} processes in {backoff_s:g} s ({left} restarts left)")
+        if backoff_s:
+            self._wait([], backoff_s)
         self._events.emit(Kind.RELAUNCHED, attempt=attempt + 1)
 
     def _run_attempt(self, attempt: int) -> Loss | ExitCode:
         """The loss that ended the attempt, or how the job ended with it."""
-        coordinator = f"{self._coordinator_host}:{free_port()}"
-        is_told = self._stops or self._preempted
+        hosts = 1 if self._roster is None else self._roster.assemble(self._is_told)
+        if hosts is None and not self._is_told():
+            self._say("too few hosts came: giving up")
+            return ExitCode.BUDGET_SPENT
+        if self._watch is not None:
+            self._watch.begin(attempt)
+        self._on_attempt(attempt)
         try:
-            for process in range(0 if is_told else self._processes):
-                argv = self._argv(process=process, coordinator=coordinator, attempt=attempt)
-                self._children.append(Child(process, argv, self._env, self._on_output, self._fail))
-            for child in self._children:  # only now: `on_output` may `kill` any of them
-                child.start_reading()
+            if hosts is not None and not self._is_told():
+                self._start(attempt, hosts)
             loss = self._wait_for_loss()
             if loss is not None and not loss.is_usage:
                 self._tell_loss(attempt, loss)
             self._stop_all()
             return loss or self._how_it_ended()
         finally:
+            self._children = self._local.children
             self._stop_all()
-            self._children, self._wiped, self._killed_s = [], {}, {}
+            self._local.children = []
+            self._children, self._wiped, self._killed_s, self._codes = [], {}, {}, {}
             if self._errors:
                 raise self._errors.pop()
+
+    def _is_told(self) -> bool:
+        return bool(self._stops or self._preempted)
+
+    def _start(self, attempt: int, hosts: int) -> None:
+        self._total = hosts * self._processes
+        coordinator = f"{self._coordinator_host}:{free_port('' if hosts > 1 else '127.0.0.1')}"
+        if self._roster is not None:
+            self._roster.start(attempt, coordinator, self._local.modules)
+        place = JobPlace(first=0, here=self._processes, processes=self._total, coordinator=coordinator, attempt=attempt)
+        self._local.start(specs_of(self._command, place, self._prefixes))
+        self._children = self._local.children
+        for child in self._children:  # only now: `on_output` may `kill` any of them
+            child.start_reading()
+        self._status.running(attempt, {child.process: child.pid for child in self._children}, self._total)
 
     def _tell_loss(self, attempt: int, loss: Loss) -> None:
         fields: dict[str, Any] = {"wiped": self._wiped.get(loss.process, ())}
         if loss.process in self._killed_s:  # by `kill`: nobody else's moment is known
             fields["detect_s"] = round(monotonic_s() - self._killed_s[loss.process], 6)
+        if self._watch is not None:
+            self._watch.lost()
         self._events.emit(Kind.DISRUPTED, attempt=attempt, lost=loss.process, cause=loss.cause, **fields)
+        self._status.lost(attempt, loss.process, loss.cause)
         self._say(f"attempt {attempt}: process {loss.process} was lost ({loss.cause})")
 
     def _how_it_ended(self) -> ExitCode:
         """How the job ended with an attempt in which nothing was lost."""
-        codes = [child.returncode for child in self._children]
+        codes = [*(child.returncode for child in self._children), *self._codes.values()]
         if not codes or any(Loss.is_one(code) for code in codes if code is not None):
             self._say("interrupted: all processes are stopped")
             return ExitCode.INTERRUPTED
@@ -193,24 +259,68 @@ class Launcher:
             if self._wake is not None:
                 os.eventfd_write(self._wake, 1)
 
-    def _argv(self, **values: object) -> list[str]:
-        """The command for one process; not `str.format`, since a command may hold other braces."""
-        words = list(self._command)
-        for name, value in {"processes": self._processes, **values}.items():
-            words = [word.replace(f"{{{name}}}", str(value)) for word in words]
-        return words
-
     def _wait_for_loss(self) -> Loss | None:
         """Returns at the first child that is lost, or None once all have, or when it must stop."""
         alive = list(self._children)
-        while alive and not (self._stops or self._preempted or self._errors):
-            ended = self._wait(alive)
+        while (alive or self._others_run()) and not (self._is_told() or self._errors):
+            ended = self._wait(alive, None if self._watch is None else _TICK_S)
             alive = [child for child in alive if child not in ended]
             codes = [(child.process, child.reap()) for child in ended]
             losses = [Loss(process=process, returncode=code) for process, code in codes if Loss.is_one(code)]
+            losses += self._losses_elsewhere()
             if losses and not self._errors:
                 return self._silent(min(losses, key=self._blame), alive)
+            while self._to_pass:
+                self._pass_on(self._to_pass.pop(0))
+            if self._watch is not None and (hung := self._look(self._watch)) is not None:
+                return hung
         return None
+
+    def _others_run(self) -> bool:
+        """Whether workers of other hosts have not ended."""
+        return bool(self._children) and len(self._codes) < self._total - len(self._children)
+
+    def _losses_elsewhere(self) -> list[Loss]:
+        """Takes what other hosts have reported."""
+        found: list[Loss] = []
+        while self._roster is not None and (report := self._roster.take()) is not None:
+            found += self._losses_of(self._roster, report)
+        return found
+
+    def _losses_of(self, roster: Roster, report: Report) -> list[Loss]:
+        if report.kind == "preempted":
+            self.preempt()
+        elif report.kind == "stop":
+            self.stop()
+        elif report.kind == "lost":
+            return [Loss(process=roster.first_process(report.host), returncode=-signal.SIGKILL, why=report.why)]
+        self._codes.update(report.ended)
+        return [Loss(process=process, returncode=code) for process, code in report.ended if Loss.is_one(code)]
+
+    def _pass_on(self, signum: int) -> None:
+        self._local.signal(signum)
+        if self._roster is not None:
+            self._roster.tell("signal", signal=signum)
+
+    def _look(self, watch: Watch) -> Loss | None:
+        """What the beats say; a worker that hangs is lost, and the log has the stacks of all."""
+        self._local.tick()
+        if self._roster is not None and self._local.modules:
+            self._roster.warm_spares(self._local.modules)
+        beats = self._local.beats()
+        if (back := watch.recovery(beats)) is not None:
+            self._say(back.text)
+            self._status.recovered(back.attempt, back.seconds, back.step)
+        hung = watch.look(beats)
+        if hung is None:
+            return None
+        process, pause_s = hung
+        self._say(f"process {process} has made no step for {pause_s:.0f} s; the stacks of all threads are in the log")
+        self._local.dump()
+        if self._roster is not None:
+            self._roster.tell("dump")
+        self._wait([], _DUMP_S)
+        return Loss(process=process, returncode=-signal.SIGSTOP, why=f"no step for {pause_s:.0f} s")
 
     @staticmethod
     def _silent(loss: Loss, alive: Sequence[Child]) -> Loss:
@@ -240,7 +350,10 @@ class Launcher:
         is_last_save = self._preempted and not self._stops
         if is_last_save and alive:
             self._say(f"preempted: the processes have {self._policy.preempt_grace_s:g} s to save their last step")
-        grace = Deadline(self._policy.preempt_grace_s if is_last_save else self._policy.grace_s)
+        grace_s = self._policy.preempt_grace_s if is_last_save else self._policy.grace_s
+        if self._roster is not None:
+            self._roster.stop(grace_s)
+        grace = Deadline(grace_s)
         stops_max = 0 if is_last_save else 1
         while alive and not grace.passed and self._stops <= stops_max:
             ended = self._wait(alive, grace.left_s)
@@ -249,23 +362,5 @@ class Launcher:
             child.signal(signal.SIGKILL)
         for child in self._children:
             child.reap()
-
-
-@contextmanager
-def _signals_mean(acts: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
-    """The signals call the acts in the block; only the main thread may say so, elsewhere nothing changes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {signum: signal.signal(signum, lambda *_, act=act: act()) for signum, act in acts.items()}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-
-def free_port() -> int:
-    """A port that was free a moment ago; should another take it, the attempt fails and the next has a new one."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+        if self._roster is not None:
+            self._roster.wait_until_stopped(grace_s)

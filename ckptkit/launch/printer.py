@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
+from typing import TextIO
 
 
 class OncePrinter:
@@ -14,7 +16,8 @@ class OncePrinter:
 
     LINES_KEPT = 10_000
 
-    def __init__(self):
+    def __init__(self, file: TextIO | None = None):
+        self._file = file  # None: stdout
         self._lock = threading.Lock()
         self._printed: Counter[tuple[int, str]] = Counter()
         self._shown: Counter[str] = Counter()
@@ -28,4 +31,12 @@ class OncePrinter:
             self._printed[process, line] += 1
             if self._printed[process, line] > self._shown[line]:
                 self._shown[line] += 1
-                print(f"[{process}] {line}", flush=True)
+                file = self._file or sys.stdout
+                file.write(f"[{process}] {line}\n")
+                file.flush()
+
+
+def say_on_stderr(line: str) -> None:
+    """A line of the agent's own."""
+    sys.stderr.write(f"ckptkit run: {line}\n")
+    sys.stderr.flush()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.events import Event, EventLog, Kind
-from tools.launch import ExitCode, Launcher, OncePrinter, RestartPolicy
+from ckptkit.launch import ExitCode, Launcher, OncePrinter, RestartPolicy
 
 QUICK = RestartPolicy(restarts=2, backoff_s=0.0, grace_s=0.5)
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
@@ -243,7 +243,7 @@ def test_identical_line_of_several_processes_is_shown_once(capsys: pytest.Captur
 
 def start_cli(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tools.launch", *words],
+        [sys.executable, "-m", "ckptkit.cli", "run", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -272,8 +272,8 @@ def test_command_line_shows_a_refusal_once_and_exits_2(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--processes", "2"], "no command to launch"),
-        (["--processes", "0", "--", "true"], "expected 1 or more"),
-        (["--processes", "two", "--", "true"], "invalid int value"),
+        (["--processes", "0", "--", "true"], "0 is not in the range"),
+        (["--processes", "two", "--", "true"], "is not a valid integer range"),
     ],
 )
 def test_wrong_usage_of_the_command_line_exits_2(words: list[str], message: str) -> None:
@@ -322,7 +322,7 @@ def test_processes_preempted_by_the_cluster_are_not_a_loss() -> None:
 
 def test_sigterm_gives_processes_time_to_save(tmp_path: Path) -> None:
     """Breaks when a cluster that stops the launcher stops the job without its last save."""
-    words = ["--processes", "2", "--grace-s", "0.1", "--events", str(tmp_path), "--"]
+    words = ["--processes", "2", "--grace", "0.1", "--events", str(tmp_path), "--"]
     process = start_cli(*words, *child(SAVE_AND_GO, "1.0", "75"))
     assert process.stdout is not None
     assert [process.stdout.readline().split()[1] for _ in range(2)] == ["up", "up"]
@@ -334,7 +334,7 @@ def test_sigterm_gives_processes_time_to_save(tmp_path: Path) -> None:
 def test_attempt_numbers_continue_over_launches(tmp_path: Path) -> None:
     """Breaks when a second launch of a run writes over the first one's logs, and the account mixes both."""
     command = [*child("import sys; print('attempt', sys.argv[1]); sys.exit(3)", "{attempt}")]
-    words = ["--processes", "1", "--restarts", "1", "--backoff-s", "0", "--events", str(tmp_path), "--", *command]
+    words = ["--processes", "1", "--max-restarts", "1", "--backoff", "0", "--events", str(tmp_path), "--", *command]
     seen = [start_cli(*words).communicate(timeout=60)[0].splitlines() for _ in range(2)]
     assert seen == [["[0] attempt 0", "[0] attempt 1"], ["[0] attempt 2", "[0] attempt 3"]]
 
@@ -342,7 +342,7 @@ def test_attempt_numbers_continue_over_launches(tmp_path: Path) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_launcher_stops_its_children_and_exits_130(signum: int) -> None:
     """Breaks when Ctrl-C leaves trainers behind."""
-    process = start_cli("--processes", "2", "--grace-s", "1", "--", *child("import os;print(os.getpid());" + SLEEP))
+    process = start_cli("--processes", "2", "--grace", "1", "--", *child("import os;print(os.getpid());" + SLEEP))
     pids = read_pids(process, 1)
     process.send_signal(signum)
     _, err = process.communicate(timeout=30)

@@ -1,0 +1,289 @@
+"""`ckptkit run`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+
+from ckptkit.cli.hosts import Hosts, hosts_of
+from ckptkit.cli.options import DRY_RUN, JSON
+from ckptkit.cli.text import print_json, print_line
+from ckptkit.events import EventLog
+from ckptkit.launch import HangPolicy, Launcher, OncePrinter, RestartPolicy, WarmStart, next_attempt
+from ckptkit.launch.command import python_command
+from ckptkit.launch.follower import Follower
+from ckptkit.launch.logs import LogFiles
+from ckptkit.launch.policy import ExitCode
+from ckptkit.launch.roster import HostLimits, Roster
+from ckptkit.launch.status import FORMAT, write_status
+
+
+class HangLimit(click.ParamType):
+    """`auto`, `off`, or seconds."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> HangPolicy | None:
+        """The policy; None where hangs are not looked for."""
+        if isinstance(value, HangPolicy):
+            return value
+        if value == "auto":
+            return HangPolicy()
+        try:
+            return None if value == "off" else HangPolicy(limit_s=float(value))
+        except ValueError:
+            self.fail(f"{value!r} is not a time; write auto, off, or seconds", param, ctx)
+
+
+@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND")
+@click.option("--processes", type=click.IntRange(min=1), default=1, show_default=True, help="Processes on this host.")
+@click.option(
+    "--devices-per-process", type=click.IntRange(min=1), metavar="N", help="Virtual CPU devices of each process."
+)
+@click.option(
+    "--max-restarts", type=click.IntRange(min=0), default=10, show_default=True, help="Restarts of the whole job."
+)
+@click.option(
+    "--backoff",
+    "backoff_s",
+    type=click.FloatRange(min=0),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Wait after an attempt without a step; doubles each time, at most 60 s.",
+)
+@click.option(
+    "--grace",
+    "grace_s",
+    type=click.FloatRange(min=0),
+    default=0.1,
+    show_default=True,
+    metavar="SECONDS",
+    help="From SIGTERM to SIGKILL for the others when a process is lost.",
+)
+@click.option(
+    "--preempt-grace",
+    "preempt_grace_s",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="The same when this command gets SIGTERM: time for a last save.",
+)
+@click.option(
+    "--preload",
+    multiple=True,
+    metavar="MODULE,...",
+    help="Import these before workers are forked [default: what the first attempt imports].",
+)
+@click.option("--no-preload", "skip", multiple=True, metavar="MODULE,...", help="Never import these before a fork.")
+@click.option("--cold", is_flag=True, help="No template: every worker starts from nothing.")
+@click.option(
+    "--hang-timeout",
+    "hang",
+    type=HangLimit(),
+    default="auto",
+    show_default="auto: 10 times the longest pause between steps, at least 600",
+    metavar="SECONDS|auto|off",
+    help="Restart a job that has made no step for so long.",
+)
+@click.option("--nnodes", metavar="MIN[:MAX]", help="Hosts of the job; more agents than MAX wait as spares.")
+@click.option("--node-rank", "rank", type=click.IntRange(min=0), metavar="N", help="Which host this is; 0 decides.")
+@click.option("--rendezvous", metavar="HOST:PORT", help="Where the agent of host 0 listens.")
+@click.option("--secret-file", metavar="FILE", help="What all agents know [default: $CKPTKIT_SECRET].")
+@click.option(
+    "--join-timeout",
+    "join_s",
+    type=click.FloatRange(min=0.1),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long hosts wait for each other.",
+)
+@click.option(
+    "--rejoin-timeout",
+    "rejoin_s",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a restart waits for a host in the place of a lost one, before it takes fewer.",
+)
+@click.option("--events", metavar="RUN_DIR", help="Write launcher.jsonl here, for `goodput`.")
+@click.option("--log-dir", metavar="RUN_DIR", help="Write each worker's output to a file here too.")
+@click.option("--status", "status_path", metavar="FILE", help="Keep a JSON file with what the job does.")
+@DRY_RUN
+@JSON
+def run(
+    command: tuple[str, ...],
+    processes: int,
+    devices_per_process: int | None,
+    max_restarts: int,
+    backoff_s: float,
+    grace_s: float,
+    preempt_grace_s: float,
+    preload: tuple[str, ...],
+    skip: tuple[str, ...],
+    cold: bool,
+    hang: HangPolicy | None,
+    nnodes: str | None,
+    rank: int | None,
+    rendezvous: str | None,
+    secret_file: str | None,
+    join_s: float,
+    rejoin_s: float,
+    events: str | None,
+    log_dir: str | None,
+    status_path: str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Run COMMAND as a job of several processes, and start all of them again when one is lost.
+
+    Workers of a Python command are forked from a template that has imported what they need. In the words of COMMAND,
+    {process}, {processes}, {coordinator} and {attempt} are replaced; the environment has CKPTKIT_PROCESS and so on, and
+    `jax.distributed.initialize()` without arguments finds the job.
+    """
+    if not command:
+        raise click.UsageError("no command to launch: give it after --")
+    if not command[0]:
+        raise click.BadParameter("the command is empty", param_hint="-- COMMAND")
+    warm = WarmStart(preload=_words(preload), skip=_words(skip), is_cold=cold)
+    hosts = hosts_of(os.environ, nnodes, rank, rendezvous, secret_file)
+    log = Path(events) / "launcher.jsonl" if events is not None else None
+    try:
+        first_attempt = next_attempt(log)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--events") from error
+    if dry_run:
+        _show_plan(command, processes, warm, hosts, first_attempt, as_json)
+        return ExitCode.OK
+    output = _Output(log_dir, sys.stderr if as_json else None)
+    if hosts is not None and hosts.rank > 0:
+        return _follow(command, hosts, processes, devices_per_process, warm, join_s, output)
+    last: dict[str, Any] = {}
+
+    def note(status: dict[str, Any]) -> None:
+        last.update(status)
+        write_status(None if status_path is None else Path(status_path), status)
+
+    with output:
+        code = Launcher(
+            command,
+            processes=processes,
+            devices_per_process=devices_per_process,
+            policy=RestartPolicy(
+                restarts=max_restarts, backoff_s=backoff_s, grace_s=grace_s, preempt_grace_s=preempt_grace_s
+            ),
+            first_attempt=first_attempt,
+            coordinator_host="127.0.0.1" if hosts is None else hosts.rendezvous[0],
+            make_roster=None if hosts is None else lambda wake: _roster(hosts, processes, join_s, rejoin_s, wake),
+            warm=warm,
+            hang=hang,
+            on_output=output.show,
+            on_attempt=output.begin,
+            on_status=note,
+            events=EventLog(log, process=-1) if log is not None else None,
+        ).run()
+    if as_json:
+        print_json({"format": FORMAT, **last})
+    return code
+
+
+class _Output(AbstractContextManager[None]):
+    """Where the lines of workers go: the screen, and files where a directory is given."""
+
+    def __init__(self, directory: str | None, file: TextIO | None):
+        self._files = None if directory is None else LogFiles(Path(directory), OncePrinter(file))
+        self.show: Callable[[int, str], None] = self._files or OncePrinter(file)
+
+    def begin(self, attempt: int) -> None:
+        """The lines that come now are of this attempt."""
+        if self._files is not None:
+            self._files.begin(attempt)
+
+    def __exit__(self, *error: object) -> None:
+        if self._files is not None:
+            self._files.close()
+
+
+def _roster(hosts: Hosts, processes: int, join_s: float, rejoin_s: float, wake: Callable[[], None]) -> Roster:
+    limits = HostLimits(min=hosts.min, max=hosts.max, join_s=join_s, rejoin_s=rejoin_s)
+    try:
+        return Roster(("", hosts.rendezvous[1]), hosts.secret, limits, processes, wake)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _follow(
+    command: tuple[str, ...],
+    hosts: Hosts,
+    processes: int,
+    devices_per_process: int | None,
+    warm: WarmStart,
+    join_s: float,
+    output: _Output,
+) -> int:
+    """This host obeys the agent of host 0."""
+    with output:
+        try:
+            return Follower(
+                command,
+                processes=processes,
+                devices_per_process=devices_per_process,
+                rank=hosts.rank,
+                first=hosts.rendezvous,
+                secret=hosts.secret,
+                join_s=join_s,
+                warm=warm,
+                on_output=output.show,
+                on_attempt=output.begin,
+            ).run()
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+
+
+def _words(given: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(word for words in given for word in words.split(",") if word)
+
+
+def _show_plan(
+    command: tuple[str, ...],
+    processes: int,
+    warm: WarmStart,
+    hosts: Hosts | None,
+    first_attempt: int,
+    as_json: bool,
+) -> None:
+    found = python_command(command)
+    if found is None:
+        start, why = "cold", "the command does not run a script or a module of this Python environment"
+    elif warm.is_cold:
+        start, why = "cold", "--cold"
+    else:
+        start = "warm" if warm.preload else "warm after the first attempt"
+        why = f"{found.kind} {found.target}"
+    if as_json:
+        plan: dict[str, Any] = {
+            "processes": processes,
+            "attempt": first_attempt,
+            "start": start,
+            "why": why,
+            "command": list(command),
+        }
+        if hosts is not None:
+            plan |= {"nnodes": [hosts.min, hosts.max], "rank": hosts.rank, "rendezvous": list(hosts.rendezvous)}
+        print_json({"format": FORMAT, **plan})
+        return
+    print_line(f"{processes} processes on this host, attempt {first_attempt}: {' '.join(command)}")
+    if hosts is not None:
+        where = f"{hosts.rendezvous[0]}:{hosts.rendezvous[1]}"
+        print_line(f"host {hosts.rank} of a job of {hosts.min} to {hosts.max}; host 0 listens at {where}")
+    print_line(f"start: {start} ({why})")

@@ -1,0 +1,216 @@
+"""The agent of another host than the first: it starts and ends workers as the first agent says."""
+
+from __future__ import annotations
+
+import os
+import queue
+import selectors
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, final
+
+from ckptkit.launch.child import Child, child_env
+from ckptkit.launch.command import python_command
+from ckptkit.launch.control import Connection, ControlError, checked_secret, connect
+from ckptkit.launch.host import LocalHost
+from ckptkit.launch.policy import ExitCode, WarmStart
+from ckptkit.launch.printer import OncePrinter, say_on_stderr
+from ckptkit.launch.roster import SILENCE_S
+from ckptkit.launch.signals import signals_mean
+from ckptkit.launch.specs import JobPlace, specs_of
+from ckptkit.util.clock import Deadline
+
+_TICK_S = 0.1
+_AGAIN_S = 0.2
+
+
+@final
+class Follower:
+    """Runs `command` on this host for the first agent, until that says that the job is over.
+
+    Without the first agent no worker runs here. When the connection ends, all workers end at once; then the follower
+    tries for `join_s` to connect again.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        processes: int,
+        rank: int,
+        first: tuple[str, int],
+        secret: str,
+        join_s: float,
+        silence_s: float = SILENCE_S,
+        devices_per_process: int | None = None,
+        warm: WarmStart | None = None,
+        on_output: Callable[[int, str], None] | None = None,
+        on_attempt: Callable[[int], None] | None = None,
+        say: Callable[[str], None] | None = None,
+    ):
+        self._command = tuple(command)
+        self._processes = processes
+        self._rank = rank
+        self._first, self._secret = first, secret
+        self._join_s, self._silence_s = join_s, silence_s
+        self._say = say or say_on_stderr
+        self._on_attempt = on_attempt or (lambda attempt: None)
+        self._errors: list[Exception] = []
+        checked_secret(secret)
+        env = child_env({}, devices_per_process)
+        self._local = LocalHost(env, warm, on_output or OncePrinter(), self._errors.append, self._say)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._inbox: queue.SimpleQueue[dict[str, Any] | ControlError] = queue.SimpleQueue()
+        self._attempt: int | None = None
+        self._alive: list[Child] = []
+        self._told = ""
+
+    def run(self) -> int:
+        """Blocks until the job is over; returns the exit code of the job."""
+        acts = {
+            signal.SIGINT: lambda: self._tell("stop"),
+            signal.SIGHUP: lambda: self._tell("stop"),
+            signal.SIGTERM: lambda: self._tell("preempted"),
+        }
+        try:
+            with signals_mean(acts):
+                while True:
+                    code = self._serve(self._connect())
+                    if code is not None:
+                        return code
+        except ControlError as error:
+            self._say(str(error))
+            return ExitCode.BUDGET_SPENT
+        except KeyboardInterrupt:
+            return ExitCode.INTERRUPTED
+        finally:
+            self._end_workers()
+            self._local.close()
+            os.close(self._wake)
+
+    def _connect(self) -> Connection:
+        deadline = Deadline(self._join_s)
+        host, port = self._first
+        while True:
+            try:
+                return connect(host, port, self._secret, self._silence_s)
+            except OSError as error:
+                if deadline.passed:
+                    raise ControlError(f"no first agent at {host}:{port} for {self._join_s:.0f} s: {error}") from error
+            if self._told:
+                raise KeyboardInterrupt
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._wake, selectors.EVENT_READ)
+                selector.select(_AGAIN_S)
+
+    def _serve(self, connection: Connection) -> int | None:
+        """Obeys until the job is over (its exit code), or the connection (None)."""
+        self._inbox = inbox = queue.SimpleQueue()
+        connection.start(lambda message: self._put(inbox, message), lambda error: self._put(inbox, error))
+        name = socket.gethostname()
+        connection.send({"is": "here", "name": name, "rank": self._rank, "processes": self._processes})
+        try:
+            while True:
+                ended = self._wait()
+                if ended:
+                    codes = [[child.process, child.reap()] for child in ended]
+                    connection.send({"is": "ended", "attempt": self._attempt, "ended": codes})
+                if self._told:
+                    connection.send({"is": self._told})
+                    self._told = ""
+                self._local.tick()
+                if self._errors:
+                    raise self._errors.pop()
+                with suppress(queue.Empty):
+                    while True:
+                        code = self._obey(connection, inbox.get_nowait())
+                        if code is not None:
+                            return code
+        except _FirstLostError as error:
+            self._say(f"the first agent is lost: {error}; all workers are ended")
+            return None
+        finally:
+            self._end_workers()
+            connection.close()
+
+    def _obey(self, connection: Connection, message: dict[str, Any] | ControlError) -> int | None:
+        if isinstance(message, ControlError):
+            raise _FirstLostError(str(message))
+        what = message.get("do")
+        if what == "start":
+            self._start(message)
+        elif what == "stop":
+            self._stop(float(message["grace_s"]))
+            connection.send({"is": "stopped", "attempt": self._attempt})
+            self._attempt = None
+        elif what == "signal":
+            self._local.signal(int(message["signal"]))
+        elif what == "dump":
+            self._local.dump()
+        elif what == "preload":
+            self._preload(message["modules"])
+        elif what == "refuse":
+            raise ControlError(f"the first agent refuses this host: {message['why']}")
+        elif what == "finish":
+            return int(message["code"])
+        return None
+
+    def _start(self, message: dict[str, Any]) -> None:
+        self._attempt = int(message["attempt"])
+        place = JobPlace(
+            first=int(message["first"]),
+            here=self._processes,
+            processes=int(message["processes"]),
+            coordinator=str(message["coordinator"]),
+            attempt=self._attempt,
+        )
+        self._on_attempt(self._attempt)
+        self._preload(message["modules"])
+        self._local.start(specs_of(self._command, place))
+        self._alive = list(self._local.children)
+        for child in self._alive:
+            child.start_reading()
+
+    def _preload(self, modules: Sequence[str]) -> None:
+        command = python_command(self._command)
+        if modules and command is not None:
+            self._local.preload([str(name) for name in modules], command)
+
+    def _stop(self, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL after the grace."""
+        self._local.signal(signal.SIGTERM)
+        grace = Deadline(grace_s)
+        while self._alive and not grace.passed:
+            self._wait(grace.left_s)
+        self._end_workers()
+
+    def _end_workers(self) -> None:
+        self._local.kill()
+        self._alive = []
+
+    def _wait(self, timeout_s: float = _TICK_S) -> list[Child]:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            for child in self._alive:
+                selector.register(child.pidfd, selectors.EVENT_READ, child)
+            ready = [key for key, _ in selector.select(timeout_s)]
+        if any(key.fd == self._wake for key in ready):
+            os.eventfd_read(self._wake)
+        ended = [key.data for key in ready if key.fd != self._wake]
+        self._alive = [child for child in self._alive if child not in ended]
+        return ended
+
+    def _put(self, inbox: queue.SimpleQueue[Any], message: dict[str, Any] | ControlError) -> None:
+        inbox.put(message)
+        os.eventfd_write(self._wake, 1)
+
+    def _tell(self, what: str) -> None:
+        """In a signal handler: the first agent decides for all hosts."""
+        self._told = what
+        os.eventfd_write(self._wake, 1)
+
+
+class _FirstLostError(Exception):
+    """The connection to the first agent is over."""

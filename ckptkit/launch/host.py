@@ -1,0 +1,269 @@
+"""The workers of one host: started warm where that is possible, cold elsewhere; their beats and their logs."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+from ckptkit.launch import worker
+from ckptkit.launch.child import Child, Running, spawn, spawn_command
+from ckptkit.launch.command import PythonCommand, python_command
+from ckptkit.launch.policy import WarmStart
+from ckptkit.launch.standby import Standby, StandbyError
+from ckptkit.util import heartbeat
+from ckptkit.util.clock import monotonic_s
+
+_QUIET_S = 2.0  # after its last import a job is taken to have imported what it needs
+_NAMES_BYTES_MAX = 4 << 20
+_LOSSES_MAX = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """One worker to start: the words of its command, and what its environment has beside the host's."""
+
+    process: int
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    prefix: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where workers of one prefix start: their template, what it must not import, and how often one was lost."""
+
+    prefix: tuple[str, ...]
+    standby: Standby | None = None
+    skipped: set[str] = field(default_factory=set)
+    losses: int = 0
+
+
+@final
+class LocalHost:
+    """Starts the workers of this host, attempt after attempt. Called from one thread."""
+
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        warm: WarmStart | None,
+        on_output: Callable[[int, str], None],
+        on_error: Callable[[Exception], None],
+        say: Callable[[str], None],
+    ):
+        self._env = dict(env)
+        self._warm = warm
+        self._on_output = on_output
+        self._on_error = on_error
+        self._say = say
+        self._places: dict[tuple[str, ...], _Place] = {}
+        self._command: PythonCommand | None = None
+        self._names: int | None = None  # a file of the modules that process 0 of this host imports
+        self._names_size, self._names_at_s = 0, 0.0
+        self._modules: tuple[str, ...] = () if warm is None else tuple(filter(warm.allows, warm.preload))
+        self.children: list[Child] = []
+        self._beats: dict[int, mmap.mmap] = {}
+
+    def start(self, specs: Sequence[WorkerSpec]) -> None:
+        """Starts the workers of an attempt, in `children`; all of the last attempt's have been reaped."""
+        self.children = []
+        self._forget_beats()
+        command = python_command(specs[0].argv) if self._warm is not None and specs else None
+        self._command = command
+        if command is None:
+            for spec in specs:
+                self._add(spec, spawn_command([*spec.prefix, *spec.argv], {**self._env, **spec.environment}))
+            return
+        if self._warm is not None and self._warm.is_cold:
+            self._start_cold(command, specs)
+            return
+        self._take_names()
+        by_prefix: dict[tuple[str, ...], list[WorkerSpec]] = {}
+        for spec in specs:
+            by_prefix.setdefault(spec.prefix, []).append(spec)
+        for prefix in by_prefix:  # all templates import at once
+            self._ensure_template(prefix)
+        for prefix, theirs in by_prefix.items():
+            self._start_at(self._places.get(prefix), command, theirs)
+
+    def tick(self) -> None:
+        """What there is to do while workers run: a template is started once their imports are over."""
+        if self._warm is None or self._warm.is_cold or self._command is None:
+            return
+        if self._names is not None:
+            size = os.fstat(self._names).st_size
+            if size != self._names_size:
+                self._names_size, self._names_at_s = size, monotonic_s()
+            elif size and monotonic_s() - self._names_at_s > _QUIET_S:
+                self._take_names()
+        for place in self._places.values():
+            self._ensure_template(place.prefix)
+
+    def preload(self, modules: Sequence[str], command: PythonCommand) -> None:
+        """Makes a template before any worker has run here: a spare waits warm."""
+        self._modules, self._command = tuple(modules), command
+        self._ensure_template(())
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What a template of this job imports, once it is known."""
+        return self._modules
+
+    def beats(self) -> dict[int, heartbeat.Beats | None]:
+        """The newest beat of each worker that can have any."""
+        return {process: heartbeat.read(shared) for process, shared in self._beats.items()}
+
+    def dump(self) -> None:
+        """Has every Python worker write the stacks of its threads to its log."""
+        for child in self.children:
+            if child.process in self._beats:
+                child.dump(worker.DUMP_SIGNAL)
+
+    def signal(self, signum: int) -> list[Child]:
+        """Signals all workers; returns those that had not ended."""
+        return [child for child in self.children if child.signal(signum)]
+
+    def kill(self) -> None:
+        """Ends all workers at once, and reaps them."""
+        self.signal(signal.SIGKILL)
+        for child in self.children:
+            child.reap()
+
+    def close(self) -> None:
+        """Ends the templates. The workers have been reaped."""
+        self._forget_beats()
+        for place in self._places.values():
+            self._drop(place)
+        self._places.clear()
+        if self._names is not None:
+            os.close(self._names)
+            self._names = None
+
+    def template_pids(self) -> list[int]:
+        """The process ids of the templates that live."""
+        pids = (place.standby.pid for place in self._places.values() if place.standby is not None)
+        return [pid for pid in pids if pid is not None]
+
+    def _add(self, spec: WorkerSpec, running: Running) -> None:
+        self.children.append(Child(spec.process, running, self._on_output, self._on_error))
+
+    def _take_names(self) -> None:
+        """What process 0 of this host has imported so far is what a template will import."""
+        if self._names is None or self._modules:
+            return
+        names = os.pread(self._names, _NAMES_BYTES_MAX, 0).decode(errors="replace").split("\n")[:-1]
+        os.close(self._names)
+        self._names = None
+        assert self._warm is not None
+        self._modules = tuple(dict.fromkeys(name for name in names if self._warm.allows(name)))
+
+    def _ensure_template(self, prefix: tuple[str, ...]) -> None:
+        place = self._places.setdefault(prefix, _Place(prefix=prefix))
+        if place.standby is not None:
+            try:
+                place.standby.is_ready()
+            except StandbyError as error:
+                self._give_up(place, error)
+        if place.standby is None and self._modules and self._command is not None:
+            modules = [name for name in self._modules if name not in place.skipped]
+            try:
+                place.standby = Standby(self._command, modules, self._env, prefix=prefix)
+            except (StandbyError, OSError) as error:
+                self._say(f"no template: {error}")
+                self._stay_cold()
+
+    def _give_up(self, place: _Place, error: StandbyError) -> None:
+        """The next template does without the module that made this one unusable; after five there is no next one.
+
+        None either, where a template cannot come up for a reason that it does not know.
+        """
+        has_hope = (place.standby is not None and place.standby.was_ready) or error.culprit is not None
+        self._drop(place)
+        self._say(f"the template cannot be used: {error}")
+        place.losses += 1
+        if error.culprit is not None:
+            place.skipped.add(error.culprit)
+        if not has_hope or place.losses >= _LOSSES_MAX:
+            self._stay_cold()
+
+    def _stay_cold(self) -> None:
+        assert self._warm is not None
+        self._warm, self._modules = replace(self._warm, is_cold=True), ()
+
+    def _drop(self, place: _Place) -> None:
+        if place.standby is not None:
+            place.standby.close()
+            place.standby = None
+
+    def _start_at(self, place: _Place | None, command: PythonCommand, specs: Sequence[WorkerSpec]) -> None:
+        while place is not None and place.standby is not None:
+            try:
+                place.standby.wait_until_ready()
+            except StandbyError as error:
+                self._give_up(place, error)
+                self._ensure_template(place.prefix)
+                continue
+            try:
+                self._fork(place.standby, command, specs)
+            except StandbyError as error:
+                self._say(f"started cold: {error}")
+                self._drop(place)  # the next tick makes another
+                break
+            return
+        self._start_cold(command, specs)
+
+    def _fork(self, standby: Standby, command: PythonCommand, specs: Sequence[WorkerSpec]) -> None:
+        beats = [self._new_beats(spec) for spec in specs]
+        orders = [
+            {**self._order(command, spec), "environment": dict(spec.environment), "files": ["beats"]} for spec in specs
+        ]
+        try:
+            for spec, running in zip(specs, standby.fork(orders, [[fd] for fd in beats]), strict=True):
+                self._add(spec, running)
+        finally:
+            for fd in beats:
+                os.close(fd)
+
+    def _start_cold(self, command: PythonCommand, specs: Sequence[WorkerSpec]) -> None:
+        for spec in specs:
+            beats = self._new_beats(spec)
+            order = {**self._order(command, spec), "beats": beats}
+            if self._names is None and not self._modules and self._warm is not None and not self._warm.is_cold:
+                self._names = os.memfd_create("ckptkit-imports", os.MFD_CLOEXEC)
+                self._names_size = 0
+                order["imports"] = self._names
+            paper = os.memfd_create("ckptkit-order", os.MFD_CLOEXEC)
+            try:
+                os.write(paper, json.dumps(order).encode())
+                os.lseek(paper, 0, os.SEEK_SET)
+                argv = [*spec.prefix, command.interpreter, *command.options, worker.__file__, "direct", str(paper)]
+                fds = [paper, beats, *([order["imports"]] if "imports" in order else [])]
+                self._add(spec, spawn(argv, {**self._env, **spec.environment}, fds=fds))
+            finally:
+                os.close(paper)
+                os.close(beats)
+
+    def _order(self, command: PythonCommand, spec: WorkerSpec) -> dict[str, Any]:
+        own = python_command(spec.argv)  # placeholders may be in any word
+        arguments = list(spec.argv[command.arguments_at :])
+        return {
+            "agent": os.getpid(),
+            "process": spec.process,
+            "command": (own or command).to_json(),
+            "arguments": arguments,
+        }
+
+    def _forget_beats(self) -> None:
+        for shared in self._beats.values():
+            shared.close()
+        self._beats = {}
+
+    def _new_beats(self, spec: WorkerSpec) -> int:
+        fd = os.memfd_create("ckptkit-beats", os.MFD_CLOEXEC)
+        os.ftruncate(fd, heartbeat.BYTES)
+        self._beats[spec.process] = mmap.mmap(fd, heartbeat.BYTES)
+        return fd

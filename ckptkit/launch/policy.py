@@ -1,0 +1,122 @@
+"""When a launched job is started again, and how it ended: pure values."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from ckptkit.events import Kind, read_events
+
+BACKOFF_LIMIT_S = 60.0
+HANG_LIMIT_S = 600.0  # no shorter limit is learnt: an evaluation between two steps may take minutes
+HANG_PAUSES = 10.0  # times the longest pause so far
+
+
+class ExitCode(IntEnum):
+    """How a launched job ended; also the exit codes of `ckptkit run`."""
+
+    OK = 0
+    BUDGET_SPENT = 1
+    USAGE = 2
+    PREEMPTED = 75  # state saved; sysexits.h has it for "try again later". A process that saved its last step ends so
+    INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """At most `restarts`, the n-th after `backoff_s` * 2**n, at most 60 s.
+
+    After SIGTERM the survivors of a loss have `grace_s`, all processes of a job that is preempted `preempt_grace_s`
+    to save their last step (Kubernetes gives a pod 30 s); then comes SIGKILL.
+    """
+
+    restarts: int = 3
+    backoff_s: float = 1.0
+    grace_s: float = 5.0
+    preempt_grace_s: float = 30.0
+
+    def __post_init__(self):
+        for name in ("restarts", "backoff_s", "grace_s", "preempt_grace_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 0 or more")
+
+    def backoff_after(self, restarts: int) -> float:
+        """How long to wait before the next restart, in seconds."""
+        return min(self.backoff_s * 2**restarts, BACKOFF_LIMIT_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """The first process of an attempt that did not end well. `why`: what is known beside its return code."""
+
+    process: int
+    returncode: int
+    why: str | None = None
+
+    @property
+    def cause(self) -> str:
+        """What is known, or the signal's name, or the exit code."""
+        if self.why is not None:
+            return self.why
+        if self.returncode < 0:
+            return signal.Signals(-self.returncode).name
+        return f"exit code {self.returncode}"
+
+    @staticmethod
+    def is_one(returncode: int) -> bool:
+        """Whether a process that ended so was lost: neither done nor, told to stop, gone with its state saved."""
+        return returncode not in (ExitCode.OK, ExitCode.PREEMPTED)
+
+    @property
+    def is_abort(self) -> bool:
+        """Whether it aborted, as a JAX process does that has missed another one's heartbeats."""
+        return self.returncode == -signal.SIGABRT
+
+    @property
+    def is_usage(self) -> bool:
+        """Whether it refused its input, which a restart does not mend."""
+        return self.returncode == ExitCode.USAGE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStart:
+    """Workers that run Python are forked from a template that has imported `preload`.
+
+    Without `preload`, the template imports what the first attempt imported, and the first start is cold. `skip` names
+    modules (and packages with all that is below them) that must not be imported before a fork. `is_cold`: every start
+    is cold.
+    """
+
+    preload: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    is_cold: bool = False
+
+    def allows(self, module: str) -> bool:
+        """Whether `skip` does not name it."""
+        return not any(module == name or module.startswith(f"{name}.") for name in self.skip)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangPolicy:
+    """When a worker that makes no step is lost: after `limit_s`. Where that is None, after ten times the longest pause
+    between two steps of this job, and 600 s at least. The time before the first step is not limited."""
+
+    limit_s: float | None = None
+
+    def __post_init__(self):
+        if self.limit_s is not None and self.limit_s <= 0:
+            raise ValueError(f"the hang limit is {self.limit_s} s, expected more than 0")
+
+    def limit_after(self, longest_s: float) -> float:
+        """The limit for a worker whose longest pause was `longest_s`."""
+        return self.limit_s if self.limit_s is not None else max(HANG_LIMIT_S, HANG_PAUSES * longest_s)
+
+
+def next_attempt(log: Path | None) -> int:
+    """One more than the last attempt that an earlier launch of the job noted in `log`."""
+    if log is None or not log.exists():
+        return 0
+    begun = (event for event in read_events(log) if event.kind in (Kind.STARTED, Kind.RELAUNCHED))
+    return max((event.fields["attempt"] + 1 for event in begun), default=0)

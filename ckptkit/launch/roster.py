@@ -1,0 +1,211 @@
+"""The other hosts of a job, as the first agent sees them: which are there, which take part, what they report."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+from ckptkit.launch.control import Connection, ControlError, Listener
+from ckptkit.util.clock import Deadline, monotonic_s
+
+SILENCE_S = 5.0  # after which a host is lost: five pings
+_STOP_EXTRA_S = 10.0  # for a host to end its workers, beyond their grace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLimits:
+    """From `min` to `max` hosts run the job, the first one included; more of them wait as spares.
+
+    The first start waits `join_s` for `max` hosts, a restart `rejoin_s` for a host in the place of a lost one; then
+    `min` are enough. A host that is silent for `silence_s` is lost.
+    """
+
+    min: int
+    max: int
+    join_s: float = 300.0
+    rejoin_s: float = 30.0
+    silence_s: float = SILENCE_S
+
+    def __post_init__(self):
+        if not 1 <= self.min <= self.max:
+            raise ValueError(f"{self.min}:{self.max} hosts, expected 1 <= MIN <= MAX")
+
+
+@dataclass(eq=False, slots=True)
+class RemoteHost:
+    """An agent that has connected. `attempt`: the one that its workers belong to, None while they do not run."""
+
+    name: str
+    rank: int
+    connection: Connection
+    attempt: int | None = None
+    warm: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a host of the job reports: `ended` workers with their return codes, or that it is `lost`."""
+
+    kind: Literal["ended", "lost", "preempted", "stop"]
+    host: RemoteHost
+    ended: tuple[tuple[int, int], ...] = ()
+    why: str = ""
+
+
+@final
+class Roster:
+    """Owns the connections to the other agents. `wake` is called from their threads when a report can be taken."""
+
+    def __init__(
+        self, address: tuple[str, int], secret: str, limits: HostLimits, processes: int, wake: Callable[[], None]
+    ):
+        self.limits = limits
+        self._processes = processes
+        self._wake = wake
+        self._lock = threading.Condition()
+        self._hosts: list[RemoteHost] = []
+        self._places: list[RemoteHost] = []  # of the attempt: hosts 1, 2, ...
+        self._reports: deque[Report] = deque()
+        self._not_before_s = 0.0
+        self._has_started = False
+        self._listener = Listener(*address, secret, limits.silence_s, self._join)
+
+    @property
+    def port(self) -> int:
+        """Where agents connect."""
+        return self._listener.port
+
+    def assemble(self, is_over: Callable[[], bool]) -> int | None:
+        """Chooses the hosts of the next attempt, and returns how many there are; None where too few came, or `is_over`.
+
+        A host keeps its place. A spare takes the place of a lost host.
+        """
+        join = Deadline(self.limits.rejoin_s if self._has_started else self.limits.join_s)
+        last = Deadline(self.limits.join_s)
+        while not is_over():
+            with self._lock:
+                count = 1 + len(self._hosts)
+                left_s = max(self._not_before_s - monotonic_s(), 0.0)
+                if not left_s and (count >= self.limits.max or (join.passed and count >= self.limits.min)):
+                    self._places = self._placed(min(count, self.limits.max) - 1)
+                    self._has_started = True
+                    return 1 + len(self._places)
+                if last.passed:
+                    return None
+                self._lock.wait(min(0.2, left_s or 0.2))
+        return None
+
+    def start(self, attempt: int, coordinator: str, modules: Sequence[str]) -> None:
+        """Starts the workers of the other hosts."""
+        total = self._processes * (1 + len(self._places))
+        for place, host in enumerate(self._places, start=1):
+            host.attempt = attempt
+            host.connection.send(
+                {
+                    "do": "start",
+                    "attempt": attempt,
+                    "coordinator": coordinator,
+                    "first": place * self._processes,
+                    "processes": total,
+                    "modules": list(modules),
+                }
+            )
+
+    def take(self) -> Report | None:
+        """The next report of a host in the attempt, if there is one."""
+        with self._lock:
+            return self._reports.popleft() if self._reports else None
+
+    def first_process(self, host: RemoteHost) -> int:
+        """The first process of a host in the attempt; of one that is in none, 0."""
+        return self._processes * (1 + self._places.index(host)) if host in self._places else 0
+
+    def stop(self, grace_s: float) -> None:
+        """Begins to end the workers of all other hosts."""
+        for host in self._in_attempt():
+            host.connection.send({"do": "stop", "grace_s": grace_s})
+
+    def tell(self, what: str, **fields: Any) -> None:
+        """Sends a word to the hosts of the attempt."""
+        for host in self._in_attempt():
+            host.connection.send({"do": what, **fields})
+
+    def wait_until_stopped(self, grace_s: float) -> None:
+        """Returns once no worker of another host runs. A host that does not report that in time is lost."""
+        deadline = Deadline(grace_s + _STOP_EXTRA_S)
+        with self._lock:
+            while (left := [host for host in self._hosts if host.attempt is not None]) and not deadline.passed:
+                self._lock.wait(deadline.left_s)
+        for host in left:
+            self._lost(host, ControlError("its workers did not end", silent=True))
+            host.connection.close()
+        with self._lock:
+            self._reports = deque(each for each in self._reports if each.kind in ("preempted", "stop"))
+
+    def warm_spares(self, modules: Sequence[str]) -> None:
+        """Tells hosts that wait what a template of this job imports."""
+        with self._lock:
+            cold = [host for host in self._hosts if not host.warm]
+            for host in cold:
+                host.warm = True
+        for host in cold:
+            host.connection.send({"do": "preload", "modules": list(modules)})
+
+    def close(self, code: int) -> None:
+        """Tells every agent how the job ended, and lets them go."""
+        self._listener.close()
+        with self._lock:
+            hosts, self._hosts = self._hosts, []
+        for host in hosts:
+            host.connection.send({"do": "finish", "code": code})
+        for host in hosts:
+            host.connection.finish()
+
+    def _in_attempt(self) -> list[RemoteHost]:
+        with self._lock:
+            return [host for host in self._hosts if host.attempt is not None]
+
+    def _placed(self, count: int) -> list[RemoteHost]:
+        kept: list[RemoteHost | None] = [host if host in self._hosts else None for host in self._places]
+        kept = (kept + [None] * count)[: max(count, len(kept))]
+        free = sorted((host for host in self._hosts if host not in kept), key=lambda host: host.rank)
+        filled = [host if host is not None or not free else free.pop(0) for host in kept]
+        return [host for host in filled if host is not None][:count]
+
+    def _join(self, connection: Connection, address: str) -> None:
+        """A stranger has become an agent; it says who it is in its first message."""
+        host = RemoteHost(name=address, rank=0, connection=connection)
+        connection.start(lambda message: self._hear(host, message), lambda error: self._lost(host, error))
+
+    def _hear(self, host: RemoteHost, message: dict[str, Any]) -> None:
+        with self._lock:
+            if message.get("is") == "here":
+                host.name, host.rank = str(message.get("name"))[:200], int(message.get("rank", 0))
+                if message.get("processes") == self._processes:
+                    self._hosts.append(host)
+                else:
+                    host.connection.send({"do": "refuse", "why": f"expected --processes {self._processes}"})
+            elif message.get("is") == "ended" and host.attempt == message.get("attempt"):
+                ended = tuple((int(process), int(code)) for process, code in message["ended"])
+                self._reports.append(Report(kind="ended", host=host, ended=ended))
+            elif message.get("is") == "stopped":
+                host.attempt = None
+            elif message.get("is") in ("preempted", "stop"):
+                self._reports.append(Report(kind=message["is"], host=host))
+            self._lock.notify_all()
+        self._wake()
+
+    def _lost(self, host: RemoteHost, error: ControlError) -> None:
+        with self._lock:
+            if host in self._hosts:
+                self._hosts.remove(host)
+            if error.silent:  # its agent ends its workers after the same silence, and may have begun to count later
+                self._not_before_s = monotonic_s() + self.limits.silence_s + 1.0
+            if host.attempt is not None:
+                host.attempt = None
+                self._reports.append(Report(kind="lost", host=host, why=f"host {host.name} is lost: {error}"))
+            self._lock.notify_all()
+        self._wake()

@@ -1,0 +1,52 @@
+"""The workers of one host in one attempt, with their words and their environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptkit.launch.host import WorkerSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlace:
+    """What a host has to know of an attempt: its workers are `first`, ... of `processes`, and `here` are its own."""
+
+    first: int
+    here: int
+    processes: int
+    coordinator: str
+    attempt: int
+
+
+def specs_of(
+    command: Sequence[str], place: JobPlace, prefixes: Sequence[tuple[str, ...]] | None = None
+) -> list[WorkerSpec]:
+    """One for each worker of the host. `prefixes[i]` are words before the command of its i-th worker."""
+    found = []
+    for local in range(place.here):
+        values = {
+            "process": str(place.first + local),
+            "processes": str(place.processes),
+            "coordinator": place.coordinator,
+            "attempt": str(place.attempt),
+        }
+        environment = {f"CKPTKIT_{name.upper()}": value for name, value in values.items()}
+        environment |= {"CKPTKIT_LOCAL_PROCESS": str(local), "CKPTKIT_LOCAL_PROCESSES": str(place.here)}
+        found.append(
+            WorkerSpec(
+                process=place.first + local,
+                argv=filled_in(command, values),
+                prefix=prefixes[local] if prefixes is not None else (),
+                environment=environment,
+            )
+        )
+    return found
+
+
+def filled_in(words: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
+    """The words with their placeholders replaced; not `str.format`, since a command may hold other braces."""
+    filled = list(words)
+    for name, value in values.items():
+        filled = [word.replace(f"{{{name}}}", value) for word in filled]
+    return tuple(filled)

@@ -1,0 +1,71 @@
+"""What a running job does, in a JSON file that other programs read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, final
+
+from ckptkit.util.clock import wall_s
+
+FORMAT = "ckptkit/run/1"
+
+
+@final
+class Status:
+    """Follows a job and shows each change: state, attempt, workers by process id, losses, recoveries, exit code."""
+
+    KEPT = 1000  # losses and recoveries
+
+    def __init__(self, show: Callable[[dict[str, Any]], None] | None):
+        self._show = show
+        self._now: dict[str, Any] = {"state": "starting", "agent": os.getpid(), "losses": [], "recoveries": []}
+
+    def running(self, attempt: int, pids: Mapping[int, int], processes: int) -> None:
+        """The workers of an attempt have been started: `pids` on this host, `processes` in all."""
+        workers = [{"process": process, "pid": pid} for process, pid in pids.items()]
+        self._change(state="running", attempt=attempt, processes=processes, workers=workers)
+
+    def lost(self, attempt: int, process: int, cause: str) -> None:
+        """A process was lost, and with it the attempt."""
+        loss = {"attempt": attempt, "process": process, "cause": cause, "at_s": round(wall_s(), 3)}
+        self._change(state="restarting", workers=[], losses=[*self._now["losses"], loss][-self.KEPT :])
+
+    def recovered(self, attempt: int, seconds: float, step: int) -> None:
+        """The job makes steps again."""
+        found = {"attempt": attempt, "seconds": round(seconds, 3), "step": step}
+        self._change(recoveries=[*self._now["recoveries"], found][-self.KEPT :])
+
+    def ended(self, code: int) -> None:
+        """The job is over."""
+        self._change(state="ended", workers=[], code=code)
+
+    def _change(self, **changed: Any) -> None:
+        self._now = {**self._now, **changed}
+        if self._show is not None:
+            self._show(dict(self._now))
+
+
+def write_status(path: Path | None, status: Mapping[str, Any]) -> None:
+    """Replaces the file: a reader sees one status or the next. A full disk loses the status, never the job."""
+    if path is None:
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps({"format": FORMAT, **status}, indent=1) + "\n")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """The status in a file. Raises ValueError for a file that is none, and OSError for one that cannot be read."""
+    try:
+        found = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not a status of ckptkit run: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a status of ckptkit run: expected the format {FORMAT!r}")
+    return found

@@ -1,0 +1,71 @@
+"""The steps of a worker of `ckptkit run`, marked in a shared file that its agent reads."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+
+from ckptkit.util.clock import monotonic_s
+
+BYTES = 64
+_BEAT = struct.Struct(
+    "<qqddqd"
+)  # beats, step; seconds of the newest beat and of the longest pause; first step and when
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beats:
+    """What a worker has marked. Times are of this machine's monotonic clock."""
+
+    count: int
+    step: int
+    at_s: float
+    longest_s: float  # between two beats
+    first_step: int
+    first_s: float
+
+
+_marker: _Marker | None = None
+
+
+def start(fd: int) -> None:
+    """From now on `beat` writes to the file `fd`, of `BYTES` bytes, which is closed here."""
+    global _marker
+    _marker = _Marker(mmap.mmap(fd, BYTES))
+    os.close(fd)
+
+
+def beat(step: int) -> None:
+    """Marks that the step loop has reached `step`. Cost: 1 microsecond in a worker of `ckptkit run`, else nothing."""
+    if _marker is not None:
+        _marker.mark(step)
+
+
+class _Marker:
+    def __init__(self, shared: mmap.mmap):
+        self._shared = shared
+        self._process = os.getpid()
+        self._count, self._step, self._at_s, self._longest_s = 0, -1, 0.0, 0.0
+        self._first_step, self._first_s = -1, 0.0
+
+    def mark(self, step: int) -> None:
+        if step == self._step or os.getpid() != self._process:  # the same step again, or a data worker's copy of this
+            return
+        now_s = monotonic_s()
+        if self._count:
+            self._longest_s = max(self._longest_s, now_s - self._at_s)
+        else:
+            self._first_step, self._first_s = step, now_s
+        self._count, self._step, self._at_s = self._count + 1, step, now_s
+        values = (self._count, step, now_s, self._longest_s, self._first_step, self._first_s)
+        _BEAT.pack_into(self._shared, 0, *values)
+
+
+def read(shared: mmap.mmap) -> Beats | None:
+    """The newest beat in a file; None before the first. A read that meets a write may mix two beats."""
+    count, step, at_s, longest_s, first_step, first_s = _BEAT.unpack_from(shared, 0)
+    if not count:
+        return None
+    return Beats(count=count, step=step, at_s=at_s, longest_s=longest_s, first_step=first_step, first_s=first_s)

@@ -1,0 +1,319 @@
+"""Agents of several hosts: they start and end together, a lost one is replaced, and a stranger cannot disturb them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.cli.hosts import first_node, hosts_of
+from ckptkit.launch import free_port
+from ckptkit.launch.control import Connection, ControlError, Listener, connect
+from tests.launch.test_launcher import is_alive, wait_until
+
+SECRET = "0123456789abcdef-secret"
+TOLD = (
+    "import os, sys, time\n"
+    "from ckptkit.util import heartbeat\n"
+    "e = os.environ\n"
+    "assert 'CKPTKIT_SECRET' not in e\n"
+    "words = [e['CKPTKIT_' + name] for name in ('ATTEMPT', 'PROCESS', 'PROCESSES', 'LOCAL_PROCESS')]\n"
+    "print('up', *words, os.getpid(), flush=True)\n"
+    "step = 0\n"
+    "while not os.path.exists(sys.argv[1]):\n"
+    "    time.sleep(0.01)\n"
+    "    step += 1\n"
+    "    heartbeat.beat(step)\n"
+    "sys.exit(int(open(sys.argv[1]).read() or 0))\n"
+)
+
+
+class Agents:
+    """`ckptkit run` on several hosts that are only ports of this machine."""
+
+    def __init__(self, home: Path):
+        self.home = home
+        self.port = free_port()
+        self.agents: dict[int, subprocess.Popen[bytes]] = {}
+        (home / "told.py").write_text(TOLD)
+
+    def start(self, rank: int, *words: str, nnodes: str = "3", secret: str = SECRET, command: str = "told.py") -> None:
+        log = (self.home / f"log-{rank}").open("ab")
+        flags = ["--processes", "2", "--nnodes", nnodes, "--node-rank", str(rank), "--preload", "json"]
+        flags += ["--rendezvous", f"127.0.0.1:{self.port}", "--grace", "0.1", "--join-timeout", "20", *words]
+        if rank == 0:
+            flags += ["--status", str(self.home / "status")]
+        target = [sys.executable, str(self.home / command), str(self.home / "go")]
+        self.agents[rank] = subprocess.Popen(
+            [sys.executable, "-m", "ckptkit.cli", "run", *flags, "--", *target],
+            env={**os.environ, "CKPTKIT_SECRET": secret},
+            stdout=log,
+            stderr=log,
+        )
+
+    def log(self, rank: int) -> str:
+        return (self.home / f"log-{rank}").read_text()
+
+    def up(self, attempt: int) -> dict[int, int]:
+        """Process ids of the workers of an attempt, by process."""
+        found = {}
+        for rank in self.agents:
+            for line in self.log(rank).splitlines():
+                words = line.split()
+                if words[1:3] == ["up", str(attempt)]:
+                    found[int(words[3])] = int(words[6])
+        return found
+
+    def wait_up(self, attempt: int, count: int) -> dict[int, int]:
+        assert wait_until(lambda: len(self.up(attempt)) == count, 40), {rank: self.log(rank) for rank in self.agents}
+        return self.up(attempt)
+
+    def status(self) -> dict[str, Any]:
+        return json.loads((self.home / "status").read_text())
+
+    def finish(self, code: int = 0) -> None:
+        (self.home / "go").write_text(str(code))
+        for rank, agent in self.agents.items():
+            if agent.returncode is None:
+                assert agent.wait(timeout=40) == code, self.log(rank)
+
+    def close(self) -> None:
+        for agent in self.agents.values():
+            agent.kill()
+            agent.wait()
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[Agents]:
+    found = Agents(tmp_path)
+    yield found
+    found.close()
+
+
+def test_worker_lost_on_one_host_restarts_all_hosts(agents: Agents) -> None:
+    """Workers of the other hosts would wait in a collective for one that is gone."""
+    for rank in range(3):
+        agents.start(rank)
+    first = agents.wait_up(0, 6)
+    os.kill(first[5], signal.SIGKILL)
+    second = agents.wait_up(1, 6)
+    assert not any(is_alive(pid) for pid in first.values())
+    assert not set(first.values()) & set(second.values())
+    assert "process 5 was lost (SIGKILL)" in agents.log(0)
+    assert "restarting all 6 processes" in agents.log(0)
+    agents.finish()
+    assert agents.status()["state"] == "ended"
+    assert not any(is_alive(pid) for pid in second.values())
+
+
+def test_lost_agent_is_replaced_by_a_spare_in_its_place(agents: Agents) -> None:
+    """A host that dies would stop the job until a person starts it again, or change which host has which share."""
+    for rank in range(4):
+        agents.start(rank)
+        assert rank or wait_until(lambda: (agents.home / "log-0").exists())
+    first = agents.wait_up(0, 6)
+    spare = next(rank for rank in range(1, 4) if " up 0 " not in agents.log(rank))
+    lost = next(rank for rank in range(1, 4) if " up 0 2 " in agents.log(rank))
+    kept = next(rank for rank in range(1, 4) if " up 0 4 " in agents.log(rank))
+    agents.agents[lost].kill()
+    agents.wait_up(1, 6)
+    assert not any(is_alive(pid) for pid in first.values()), "workers end with their agent"
+    assert " up 1 2 6 0 " in agents.log(spare)
+    assert " up 1 4 6 0 " in agents.log(kept)
+    assert "is lost: the connection" in agents.log(0)
+    agents.agents[lost].wait()
+    agents.finish()
+
+
+def test_job_goes_on_with_fewer_hosts_down_to_the_minimum(agents: Agents) -> None:
+    """A job that could train on what is left would wait for a host that never comes."""
+    for rank in range(3):
+        agents.start(rank, "--rejoin-timeout", "0.5", nnodes="2:3")
+    agents.wait_up(0, 6)
+    agents.agents[2].kill()
+    assert set(agents.wait_up(1, 4)) == {0, 1, 2, 3}
+    agents.agents[2].wait()
+    agents.finish()
+
+
+def test_other_agents_wait_for_a_first_agent_that_was_killed(agents: Agents) -> None:
+    """The loss of the first agent would leave workers that nobody restarts, or end agents that its successor needs."""
+    for rank in range(3):
+        agents.start(rank)
+    first = agents.wait_up(0, 6)
+    agents.agents[0].kill()
+    agents.agents[0].wait()
+    assert wait_until(lambda: not any(is_alive(pid) for pid in first.values()))
+    (agents.home / "log-0").unlink()
+    for rank in (1, 2):
+        assert agents.agents[rank].poll() is None
+    agents.start(0)
+    assert wait_until(lambda: len([p for p in agents.up(0).values() if is_alive(p)]) == 6, 40)
+    agents.finish()
+
+
+def test_host_that_is_frozen_is_lost_after_silence(agents: Agents) -> None:
+    """A host whose network or kernel hangs would stop the job for as long as TCP waits: minutes."""
+    for rank in range(4):
+        agents.start(rank)
+    agents.wait_up(0, 6)
+    frozen = next(rank for rank in range(1, 4) if " up 0 " in agents.log(rank))
+    agents.agents[frozen].send_signal(signal.SIGSTOP)
+    agents.wait_up(1, 6)
+    assert "nothing was received for 5 s" in agents.log(0)
+    agents.agents[frozen].kill()
+    agents.agents[frozen].wait()
+    agents.finish()
+
+
+def test_bad_input_of_one_host_ends_the_job_on_all(agents: Agents) -> None:
+    """One host's usage error would be restarted by the others, or leave them waiting."""
+    for rank in range(3):
+        agents.start(rank)
+    agents.wait_up(0, 6)
+    agents.finish(2)
+
+
+def test_preemption_told_to_one_agent_saves_on_all(agents: Agents) -> None:
+    """A scheduler that takes one host back would kill its workers without the last save of the job."""
+    code = TOLD.replace(
+        "step = 0\n", "import signal\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nstep = 0\n"
+    )
+    (agents.home / "saves.py").write_text(code)
+    for rank in range(3):
+        agents.start(rank, command="saves.py")
+    agents.wait_up(0, 6)
+    agents.agents[2].send_signal(signal.SIGTERM)
+    assert [agent.wait(timeout=40) for agent in agents.agents.values()] == [75, 75, 75]
+
+
+def test_wrong_secret_and_garbage_do_not_disturb_the_job(agents: Agents) -> None:
+    """A port scanner, or another user's job, could end this one or take part in it."""
+    agents.start(0)
+    agents.start(1)
+
+    def listens() -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", agents.port), timeout=1).close()
+        except OSError:
+            return False
+        return True
+
+    assert wait_until(listens)
+    agents.start(7, secret="another secret of 30 characters")
+    assert agents.agents[7].wait(timeout=40) == 1
+    assert "the first agent has another secret" in agents.log(7)
+    del agents.agents[7]
+    for garbage in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 100_000,
+        b"ckptkit run 1\n" + b"0" * 64,
+        struct.pack("<I", 1 << 31),
+    ):
+        with socket.create_connection(("127.0.0.1", agents.port)) as stranger:
+            stranger.sendall(garbage)
+    silent = [socket.create_connection(("127.0.0.1", agents.port)) for _ in range(20)]
+    agents.start(2)
+    agents.wait_up(0, 6)
+    for stranger in silent:
+        stranger.close()
+    agents.finish()
+
+
+class Ends:
+    """Both ends of one connection."""
+
+    def __init__(self, silence_s: float = 5.0):
+        self.heard: list[dict[str, Any]] = []
+        self.lost: list[ControlError] = []
+        accepted: list[Connection] = []
+        self.listener = Listener("127.0.0.1", 0, SECRET, silence_s, lambda link, address: accepted.append(link))
+        self.client = connect("127.0.0.1", self.listener.port, SECRET, silence_s)
+        assert wait_until(lambda: bool(accepted))
+        (self.server,) = accepted
+        self.server.start(self.heard.append, self.lost.append)
+
+    def close(self) -> None:
+        self.listener.close()
+        self.server.close()
+        self.client.close()
+
+
+def test_messages_that_were_changed_or_sent_again_end_the_connection() -> None:
+    """Somebody in the network could repeat a stop, or make up a start."""
+    for tamper in ("repeat", "change", "large"):
+        ends = Ends()
+        ends.client.send({"is": "here"})
+        assert wait_until(lambda ends=ends: ends.heard == [{"is": "here"}])
+        body = b'{"is": "stop"}'
+        mac = ends.client._mac(b"c", 0 if tamper == "repeat" else 1, body)
+        size = 1 << 30 if tamper == "large" else len(body)
+        ends.client._link.sendall(struct.pack("<I", size) + mac + (body if tamper != "change" else body.upper()))
+        assert wait_until(lambda ends=ends: bool(ends.lost)), tamper
+        assert ends.heard == [{"is": "here"}], tamper
+        ends.close()
+
+
+def test_silent_connection_is_lost_and_a_pinged_one_is_not() -> None:
+    """A host that lost its power would be waited for, or one with nothing to say be given up."""
+    ends = Ends(silence_s=3.0)
+    ends.client.start(lambda message: None, lambda error: None)  # pings from now on
+    time.sleep(6.0)
+    assert not ends.lost
+    ends.client._closed.set()
+    assert wait_until(lambda: bool(ends.lost))
+    assert ends.lost[0].silent
+    ends.close()
+
+
+def test_short_secret_is_refused() -> None:
+    """A secret that can be guessed would let anybody run commands' lifecycles."""
+    with pytest.raises(ValueError, match="the secret has 5 characters, expected 16 or more"):
+        connect("127.0.0.1", 1, "guess", 1.0)
+
+
+SLURM = {"SLURM_PROCID": "2", "SLURM_STEP_NODELIST": "gpu[003-006]", "SLURM_STEP_NUM_NODES": "4", "SLURM_JOB_ID": "77"}
+
+
+def test_hosts_are_found_under_slurm_and_kubernetes() -> None:
+    """A batch script would have to work out ranks and addresses by itself."""
+    found = hosts_of({**SLURM, "CKPTKIT_SECRET": SECRET}, None, None, None, None)
+    assert found is not None
+    assert (found.min, found.max, found.rank, found.rendezvous) == (4, 4, 2, ("gpu003", 20077))
+    pod = {"JOB_COMPLETION_INDEX": "3", "CKPTKIT_SECRET": SECRET}
+    found = hosts_of(pod, "3:4", None, "train-0.train:8477", None)
+    assert found is not None
+    assert (found.min, found.max, found.rank, found.rendezvous) == (3, 4, 3, ("train-0.train", 8477))
+    assert hosts_of({}, None, None, None, None) is None
+    assert hosts_of({**SLURM, "SLURM_STEP_NUM_NODES": "1"}, None, None, None, None) is None
+    assert [first_node(each) for each in ("a", "a,b", "gpu[003-006,9],x", "n1-[2,4]-x")] == ["a", "a", "gpu003", "n1-2"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--nnodes", "4:3", "--node-rank", "0"], "write 4, or 3:4"),
+        (["--nnodes", "2"], "give --node-rank"),
+        (["--nnodes", "2", "--node-rank", "0"], "give --rendezvous HOST:PORT"),
+        (["--nnodes", "2", "--node-rank", "0", "--rendezvous", "here"], "write HOST:PORT"),
+        (["--nnodes", "2", "--node-rank", "0", "--rendezvous", "here:80"], "several hosts need a secret"),
+        (["--node-rank", "0"], "need --nnodes"),
+    ],
+)
+def test_wrong_flags_of_several_hosts_are_usage_errors(flags: list[str], message: str) -> None:
+    """A typing error would start a job of one host, or wait for hosts that never come."""
+    words = [sys.executable, "-m", "ckptkit.cli", "run", *flags, "--", "true"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert message in done.stderr

@@ -1,0 +1,393 @@
+"""Workers that are forked from a template: they are what a cold start gives, and no fork is made that is not safe."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ckptkit.launch import ExitCode, HangPolicy, Launcher, RestartPolicy, WarmStart
+from tests.launch.test_launcher import is_alive, wait_until
+
+PYTHON = sys.executable
+QUICK = RestartPolicy(restarts=2, backoff_s=0.0, grace_s=0.1)
+TOLD = """
+import os, sys
+found = [__name__, __file__, __spec__ is None, sys.argv, sys.path[0], __builtins__ is not None]
+found.append(sys.modules["__main__"].__dict__ is globals())
+print(found, os.getsid(0) == os.getpid(), flush=True)
+"""
+
+
+class Job:
+    """A warm job whose lines and sayings are kept."""
+
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        processes: int = 1,
+        policy: RestartPolicy = QUICK,
+        warm: WarmStart | None = None,
+        hang: HangPolicy | None = None,
+    ):
+        self.lines: list[tuple[int, str]] = []
+        self.said: list[str] = []
+        self.status: dict[str, object] = {}
+        self.launcher = Launcher(
+            command,
+            processes=processes,
+            policy=policy,
+            warm=warm or WarmStart(preload=("json",)),
+            hang=hang,
+            on_output=lambda process, line: self.lines.append((process, line)),
+            on_status=self.status.update,
+            say=self.said.append,
+        )
+
+    def run(self) -> ExitCode:
+        return self.launcher.run()
+
+    @property
+    def texts(self) -> list[str]:
+        return [line for _, line in self.lines]
+
+
+def write(path: Path, code: str) -> str:
+    path.write_text(code)
+    return str(path)
+
+
+def ran_cold(job: Job) -> bool:
+    return any("cold" in line or "cannot be used" in line for line in job.said)
+
+
+def test_forked_script_and_module_see_what_a_cold_start_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that asks for its name, path or arguments would behave otherwise after a restart."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "told.py", TOLD)
+    entry = write(tmp_path / "entry", f"#!{PYTHON}\n{TOLD}")
+    Path(entry).chmod(0o755)
+    for words in (
+        [PYTHON, "told.py", "a", "{b}"],
+        [PYTHON, "-m", "told", "a"],
+        [entry, "a"],
+        [PYTHON, "-X", "dev", "told.py"],
+    ):
+        cold = subprocess.run(words, capture_output=True, text=True, check=True, start_new_session=True)
+        for warm in (WarmStart(preload=("json",)), WarmStart(is_cold=True)):
+            job = Job(words, warm=warm)
+            assert job.run() == ExitCode.OK
+            assert job.texts == cold.stdout.splitlines(), (words, warm)
+            assert not job.said
+
+
+def test_modules_are_imported_once_for_all_workers(tmp_path: Path) -> None:
+    """Every restart would pay for the imports again, which is what a template is for."""
+    write(tmp_path / "heavy.py", "import os\nHERE = os.getpid()")
+    script = write(
+        tmp_path / "s.py", "import heavy, os, sys\nprint(heavy.HERE, os.getppid())\nsys.exit(3 * (sys.argv[1] == '0'))"
+    )
+    job = Job([PYTHON, script, "{attempt}"], processes=3, warm=WarmStart(preload=("heavy",)))
+    assert job.run() == ExitCode.OK
+    homes = {line.split()[0] for line in job.texts}
+    parents = {line.split()[1] for line in job.texts}
+    assert len(homes) == 1
+    assert parents == {str(os.getpid())}
+    assert not ran_cold(job)
+
+
+def test_first_attempt_teaches_the_template_what_to_import(tmp_path: Path) -> None:
+    """A user who names no modules would get cold starts only."""
+    write(tmp_path / "heavy.py", "import os\nHERE = os.getpid()")
+    code = (
+        "import heavy, os, sys\nprint(heavy.HERE == os.getpid(), flush=True)\nsys.exit(3 if sys.argv[1] == '0' else 0)"
+    )
+    job = Job([PYTHON, write(tmp_path / "s.py", code), "{attempt}"], processes=2, warm=WarmStart())
+    assert job.run() == ExitCode.OK
+    assert Counter(job.texts) in ({"True": 2, "False": 2}, {"True": 1, "False": 2}), "cold first, then forked"
+
+
+def test_failures_look_like_those_of_a_cold_start(tmp_path: Path) -> None:
+    """A traceback would lead the user into our files, or an exit code be lost."""
+    script = write(tmp_path / "s.py", "def f():\n    raise ValueError('mine')\nf()")
+    cold = subprocess.run([PYTHON, script], capture_output=True, text=True)
+    job = Job([PYTHON, script], policy=RestartPolicy(restarts=0))
+    assert job.run() == ExitCode.BUDGET_SPENT
+    assert job.texts == cold.stderr.splitlines()
+    assert job.said[0] == "attempt 0: process 0 was lost (exit code 1)"
+    job = Job([PYTHON, write(tmp_path / "t.py", "import sys; sys.exit(2)")])
+    assert job.run() == ExitCode.USAGE
+    job = Job(
+        [PYTHON, write(tmp_path / "u.py", "import os; os.kill(os.getpid(), 9)")], policy=RestartPolicy(restarts=0)
+    )
+    assert job.run() == ExitCode.BUDGET_SPENT
+    assert job.said[0] == "attempt 0: process 0 was lost (SIGKILL)"
+
+
+def test_exit_handlers_run_in_workers_and_not_in_the_template(tmp_path: Path) -> None:
+    """What a library flushes at its end would be lost, or written twice."""
+    write(tmp_path / "heavy.py", "import atexit\natexit.register(lambda: print('ended', flush=True))")
+    job = Job([PYTHON, write(tmp_path / "s.py", "import heavy")], processes=2, warm=WarmStart(preload=("heavy",)))
+    assert job.run() == ExitCode.OK
+    assert job.texts == ["ended", "ended"]
+
+
+def test_edited_source_is_run_after_a_restart(tmp_path: Path) -> None:
+    """A user who mends a module while the job restarts would run the old code, and not know."""
+    module = tmp_path / "mine.py"
+    write(module, "VALUE = 1")
+    code = (
+        "import mine, sys\n"
+        "print(mine.VALUE, flush=True)\n"
+        f"if sys.argv[1] == '0': open({str(module)!r}, 'w').write('VALUE = 22'); sys.exit(3)"
+    )
+    job = Job([PYTHON, write(tmp_path / "s.py", code), "{attempt}"], warm=WarmStart(preload=("mine",)))
+    assert job.run() == ExitCode.OK
+    assert job.texts == ["1", "22"]
+    assert any(f"{module} has changed since it was imported" in line for line in job.said)
+
+
+UNSAFE = {
+    "thread": (
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True, name='mine').start()",
+        "the Python thread mine runs",
+    ),
+    "socket": ("import socket\nKEPT = socket.socket()", "a socket is open"),
+    "file": ("KEPT = open(__file__ + '.log', 'w')", "bad.py.log is open for writing"),
+    "backend": ("import jax\njax.devices()", "JAX has a backend already"),
+}
+
+
+@pytest.mark.parametrize("kind", UNSAFE)
+def test_process_that_is_not_safe_to_fork_is_not_forked(kind: str, tmp_path: Path) -> None:
+    """Workers would share a lock, a connection, a file's position or a device, and hang or write over another."""
+    code, reason = UNSAFE[kind]
+    write(tmp_path / "bad.py", code)
+    script = write(tmp_path / "s.py", "import bad, os\nprint(os.getpid())")
+    job = Job([PYTHON, script], processes=2, warm=WarmStart(preload=("json", "bad")))
+    assert job.run() == ExitCode.OK
+    assert len(set(job.texts)) == 2
+    assert any(f"importing bad: {reason}" in line.replace(str(tmp_path) + "/", "") for line in job.said), job.said
+    named = Job([PYTHON, script], processes=2, warm=WarmStart(preload=("json", "bad"), skip=("bad",)))
+    assert named.run() == ExitCode.OK
+    assert named.said == []
+
+
+def test_workers_draw_different_numbers(tmp_path: Path) -> None:
+    """Workers of one template would shuffle alike, and write files of the same name over each other."""
+    code = (
+        "import random, numpy, sys, os, tempfile\n"
+        "import tensorstore as ts\n"
+        "d = tempfile.mkdtemp(dir=sys.argv[1])\n"
+        "kv = ts.KvStore.open({'driver': 'ocdbt', 'base': 'file://' + d}).result()\n"
+        "kv.write(b'key', b'x' * 10000).result()\n"
+        "print(random.random(), numpy.random.random(), os.path.basename(d), *os.listdir(d + '/d'))"
+    )
+    script = write(tmp_path / "s.py", code)
+    job = Job(
+        [PYTHON, script, str(tmp_path)], processes=3, warm=WarmStart(preload=("random", "tensorstore", "tempfile"))
+    )
+    assert job.run() == ExitCode.OK
+    assert not ran_cold(job)
+    for column in zip(*(line.split() for line in job.texts), strict=True):
+        assert len(set(column)) == 3, column
+
+
+def test_killed_template_harms_no_worker_and_is_replaced(tmp_path: Path) -> None:
+    """A template that the machine kills for its memory would take the job with it."""
+    code = (
+        "import os, sys, time\n"
+        "print('up', flush=True)\n"
+        "while not os.path.exists(sys.argv[1]): time.sleep(0.01)\n"
+        "sys.exit(3 if sys.argv[2] == '0' else 0)"
+    )
+    flag = tmp_path / "go"
+    job = Job([PYTHON, write(tmp_path / "s.py", code), str(flag), "{attempt}"], processes=2)
+    local = job.launcher._local
+
+    def kill() -> None:
+        assert wait_until(lambda: len(job.lines) == 2)
+        (template,) = local.template_pids()
+        os.kill(template, signal.SIGKILL)
+        assert wait_until(lambda: local.template_pids() not in ([], [template]))
+        assert len(job.lines) == 2, "the workers went on"
+        flag.touch()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert job.run() == ExitCode.OK
+    killer.join()
+    assert any("the template ended" in line for line in job.said)
+    assert job.texts == ["up"] * 4
+
+
+def test_killed_agent_takes_forked_workers_and_template_with_it(tmp_path: Path) -> None:
+    """A job without an agent would hold ports, memory and devices, and nobody would restart it."""
+    script = write(tmp_path / "s.py", "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)")
+    words = ["--processes", "2", "--preload", "json", "--", PYTHON, script]
+    agent = subprocess.Popen([PYTHON, "-m", "ckptkit.cli", "run", *words], stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    pids = [int(agent.stdout.readline().split()[1]) for _ in range(2)]
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    assert set(map(str, pids)) < set(children), "the agent is their parent, and that of the template"
+    agent.kill()
+    agent.communicate()
+    assert wait_until(lambda: not any(is_alive(int(pid)) for pid in children))
+    with suppress(ChildProcessError):  # this process may be their reaper
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def held() -> tuple[int, int, int]:
+    """Open files, threads, and children of this process."""
+    children = sum(len(Path(path).read_text().split()) for path in Path("/proc/self/task").glob("*/children"))
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), children
+
+
+def test_hundred_restarts_leave_nothing_behind(tmp_path: Path) -> None:
+    """A job that restarts for weeks would run out of files, of processes or of memory in /dev/shm."""
+    code = (
+        "import subprocess, sys\n"
+        "subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
+        "sys.exit(3 if int(sys.argv[1]) < 100 else 0)"
+    )
+    job = Job(
+        [PYTHON, write(tmp_path / "s.py", code), "{attempt}"],
+        processes=2,
+        policy=RestartPolicy(restarts=100, backoff_s=0.0, grace_s=0.0),
+        warm=WarmStart(preload=("json", "subprocess")),
+    )
+    seen: list[tuple[int, int, int]] = []
+    shm = set(os.listdir("/dev/shm"))
+    before = held()
+    job.launcher._on_attempt = lambda attempt: seen.append(held())
+    assert job.run() == ExitCode.OK
+    assert len(seen) == 101
+    assert seen[100] <= tuple(number + 1 for number in seen[2])
+    assert wait_until(lambda: held() == before), (held(), before)
+    assert not any(name.startswith("ckptkit") for name in set(os.listdir("/dev/shm")) - shm)
+    assert not ran_cold(job)
+
+
+BEATS = (
+    "import sys, time\n"
+    "from ckptkit.util import heartbeat\n"
+    "begin = 1 if sys.argv[1] == '0' else 4\n"
+    "def stuck():\n"
+    "    time.sleep(60)\n"
+    "for step in range(begin, 9):\n"
+    "    time.sleep(0.02)\n"
+    "    heartbeat.beat(step)\n"
+    "    if sys.argv[1] == '0' and step == 5:\n"
+    "        print('at 5', flush=True)\n"
+    "        sys.argv[2] == 'hang' and stuck()\n"
+    "        time.sleep(0.5)\n"
+    "        sys.exit(3)\n"
+    "time.sleep(0.5)\n"
+)
+
+
+@pytest.mark.parametrize("warm", [WarmStart(preload=("json",)), WarmStart(is_cold=True)])
+def test_job_that_hangs_is_dumped_and_restarted(warm: WarmStart, tmp_path: Path) -> None:
+    """A job in a deadlock would hold its machines until somebody looks, and nobody would know where it hung."""
+    script = write(tmp_path / "s.py", BEATS)
+    job = Job([PYTHON, script, "{attempt}", "hang"], processes=2, warm=warm, hang=HangPolicy(limit_s=0.6))
+    assert job.run() == ExitCode.OK
+    assert any("was lost (no step for 1 s)" in line for line in job.said), job.said
+    assert sum("in stuck" in line for line in job.texts) == 2, "the stacks of both"
+    assert any(line.endswith("steps 4 to 5 again") for line in job.said), job.said
+
+
+def test_screen_says_how_long_a_loss_took_and_what_it_cost(tmp_path: Path) -> None:
+    """A user would see a restart and not know what it cost."""
+    job = Job([PYTHON, write(tmp_path / "s.py", BEATS), "{attempt}", "exit"], processes=2)
+    assert job.run() == ExitCode.OK
+    (line,) = [line for line in job.said if "after the loss" in line]
+    assert line.startswith("attempt 1: step 4 is done 0.")
+    assert line.endswith("s after the loss; steps 4 to 5 again")
+    (recovery,) = job.status["recoveries"]  # type: ignore[misc]
+    assert recovery["step"] == 4  # type: ignore[index]
+    assert job.status["state"] == "ended"
+
+
+def test_restart_after_a_step_is_not_delayed(tmp_path: Path) -> None:
+    """The wait that spares a machine a job which cannot start would be added to every recovery."""
+    policy = RestartPolicy(restarts=2, backoff_s=30.0, grace_s=0.1)
+    job = Job([PYTHON, write(tmp_path / "s.py", BEATS), "{attempt}", "exit"], processes=2, policy=policy)
+    start_s = time.monotonic()
+    assert job.run() == ExitCode.OK
+    assert time.monotonic() - start_s < 20.0
+
+
+def test_jax_finds_the_job_without_arguments(tmp_path: Path) -> None:
+    """A script that runs under srun would need changes to run under `ckptkit run`."""
+    code = (
+        "import jax\n"
+        "jax.distributed.initialize()\n"
+        "print(jax.process_index(), jax.process_count())\n"
+        "jax.distributed.shutdown()"
+    )
+    script = write(tmp_path / "s.py", code)
+    for warm in (WarmStart(preload=("jax",)), WarmStart(is_cold=True)):
+        job = Job([PYTHON, script], processes=2, warm=warm)
+        assert job.run() == ExitCode.OK, job.lines
+        assert sorted(job.texts) == ["0 2", "1 2"]
+        assert not job.said
+
+
+def test_nested_run_keeps_its_own_job(tmp_path: Path) -> None:
+    """A script that launches processes itself would meet the outer job's coordinator, or outlive it."""
+    inner = write(
+        tmp_path / "inner.py",
+        "import os\nprint('inner', os.environ['CKPTKIT_PROCESS'], os.environ['CKPTKIT_PROCESSES'])",
+    )
+    code = (
+        "import subprocess, sys\n"
+        f"words = ['run', '--processes', '2', '--preload', 'json', '--', sys.executable, {inner!r}]\n"
+        "subprocess.run([sys.executable, '-m', 'ckptkit.cli', *words], check=True)"
+    )
+    job = Job([PYTHON, write(tmp_path / "outer.py", code)])
+    assert job.run() == ExitCode.OK, job.lines
+    assert sorted(job.texts) == ["[0] inner 0 2", "[1] inner 1 2"]
+
+
+@pytest.mark.parametrize("words", [["/bin/echo", "hi"], [PYTHON, "-c", "print('hi')"], ["sh", "-c", "echo hi"]])
+def test_commands_that_cannot_be_forked_run_as_they_are(words: list[str]) -> None:
+    """A command in another language would be refused."""
+    job = Job(words, processes=2)
+    assert job.run() == ExitCode.OK
+    assert job.texts == ["hi", "hi"]
+
+
+def test_json_and_status_say_what_happened(tmp_path: Path) -> None:
+    """A script around the command would have to read sentences."""
+    script = write(tmp_path / "s.py", BEATS)
+    words = ["--processes", "2", "--preload", "json", "--status", str(tmp_path / "status"), "--log-dir", str(tmp_path)]
+    done = subprocess.run(
+        [PYTHON, "-m", "ckptkit.cli", "run", "--json", *words, "--", PYTHON, script, "{attempt}", "exit"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert shown == json.loads((tmp_path / "status").read_text())
+    assert [loss["cause"] for loss in shown["losses"]] == ["exit code 3"]
+    assert [each["attempt"] for each in shown["recoveries"]] == [1]
+    assert shown["code"] == 0
+    assert (tmp_path / "attempt-0-process-1.log").read_text() == "at 5\n"
+    plan = subprocess.run(
+        [PYTHON, "-m", "ckptkit.cli", "run", "--dry-run", "--json", *words, "--", PYTHON, script],
+        capture_output=True,
+        text=True,
+    )
+    assert json.loads(plan.stdout)["start"] == "warm"
