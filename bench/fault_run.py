@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.fault_places import Every, Places
+from bench.fault_places import OURS, Every, Places
 from bench.fault_schedule import Fault
 from ckptkit.events import EventLog
-from ckptkit.launch import ExitCode, Launcher, RestartPolicy
+from ckptkit.launch import ExitCode, Launcher, RestartPolicy, WarmStart
 
 _GIVE_UP = 3  # lives in a row that end by themselves: what stops them will stop the next one too
 _RESTARTS_MAX = 1000
@@ -67,11 +67,12 @@ def run(
     for directory in (places.ram, places.disk / "ssd", places.events):
         directory.mkdir(parents=True)
     words = places.words(contender, every) if contender is not None and every is not None else []
-    return _Run(job.command(steps, places, words), job.processes, places, faults).run(limit_s)
+    is_warm = contender is not None and contender.startswith(OURS)  # what starts stock Orbax's jobs has no template
+    return _Run(job.command(steps, places, words), job.processes, places, faults, is_warm=is_warm).run(limit_s)
 
 
 class _Run:
-    def __init__(self, command: list[str], processes: int, places: Places, faults: Sequence[Fault]):
+    def __init__(self, command: list[str], processes: int, places: Places, faults: Sequence[Fault], *, is_warm: bool):
         self._places, self._faults = places, faults
         self._outcome = Outcome()
         self._lock = threading.Lock()
@@ -85,6 +86,7 @@ class _Run:
             processes=processes,
             devices_per_process=1,
             policy=RestartPolicy(restarts=_RESTARTS_MAX, backoff_s=0.0, grace_s=0.2),
+            warm=WarmStart() if is_warm else None,
             on_output=lambda process, line: self._outcome.last_lines.append(f"{process}: {line}"),
             on_lost=self._after_loss,
             say=lambda line: None,

@@ -25,7 +25,7 @@ from bench.kill_hosts import Hosts, running_hosts
 from bench.kill_oracle import Save, newest_covered
 from bench.kill_report import judge, show
 from ckptkit.events import EventLog
-from ckptkit.launch import ExitCode, Launcher, RestartPolicy
+from ckptkit.launch import ExitCode, Launcher, RestartPolicy, WarmStart
 
 Moment = Literal["time", "mid-save", "mid-flush", "mid-restore"]
 MOMENTS: tuple[Moment, ...] = ("time", "mid-save", "mid-flush", "mid-restore")
@@ -87,6 +87,7 @@ class Campaign:
     hosts: Hosts
     kills: Sequence[Kill]
     say: Any
+    cold: bool = False
     expected: list[Save | None] = field(default_factory=list)
     unplanned: list[str] = field(default_factory=list)
     last_lines: list[str] = field(default_factory=list)
@@ -101,13 +102,11 @@ class Campaign:
         """Kills the job as often as planned and lets it come to an end."""
         count = len(self.hosts.hosts)
         # A life that fails by itself is started again too: it is reported, and does not cost a planned kill its turn.
-        last = ["--steps", str(FINAL_STEPS)]
-        words = worker_command(["--attempt", "{attempt}"])
-        chooser = (
-            f'if [ "$1" -ge {len(self.kills)} ]; then shift; exec "$@" {" ".join(last)}; else shift; exec "$@"; fi'
-        )
+        last = ["--last-attempt", str(len(self.kills)), "--steps", str(FINAL_STEPS)]
         self._launcher = Launcher(
-            self.hosts.command(["sh", "-c", chooser, "sh", "{attempt}", *words]),
+            worker_command(["--attempt", "{attempt}", *last]),
+            prefixes=self.hosts.prefixes,
+            warm=WarmStart(is_cold=self.cold),
             processes=count,
             devices_per_process=1,
             coordinator_host=self.hosts.coordinator_host,
@@ -192,7 +191,8 @@ def run_reference(hosts: Hosts, steps: int) -> None:
     """The run that nothing happens to, on the same hosts: it writes proofs of attempt -1."""
     lines: list[str] = []
     launcher = Launcher(
-        hosts.command(worker_command(["--attempt", "-1", "--plain", "--steps", str(steps)])),
+        worker_command(["--attempt", "-1", "--plain", "--steps", str(steps)]),
+        prefixes=hosts.prefixes,
         processes=len(hosts.hosts),
         devices_per_process=1,
         coordinator_host=hosts.coordinator_host,
@@ -209,8 +209,9 @@ def run_reference(hosts: Hosts, steps: int) -> None:
 @click.option("--kills", type=click.IntRange(1), default=SHORT, show_default=True, help="How often.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Repeats moments, victims and wipes.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Every kill, as JSON.")
+@click.option("--cold", is_flag=True, help="Every worker starts from nothing, as before `ckptkit run`.")
 @click.option("--keep", is_flag=True, help="Keep the logs, and print their place.")
-def main(processes: int, kills: int, seed: int, json_path: Path | None, keep: bool) -> None:
+def main(processes: int, kills: int, seed: int, json_path: Path | None, cold: bool, keep: bool) -> None:
     """Kills processes of a saving job at random moments, and judges every resume."""
     if processes % 2:
         raise click.UsageError("--processes must be even: two replicas of one half each")
@@ -220,7 +221,8 @@ def main(processes: int, kills: int, seed: int, json_path: Path | None, keep: bo
         with running_hosts(home, processes) as hosts:
             if hosts.why_shared is not None:
                 console.print(f"hosts share the machine's network and mounts: {hosts.why_shared}", markup=False)
-            campaign = Campaign(hosts, plan(kills, processes, seed), lambda text: console.print(text, markup=False))
+            planned = plan(kills, processes, seed)
+            campaign = Campaign(hosts, planned, lambda text: console.print(text, markup=False), cold)
             code = campaign.run()
             if code != ExitCode.OK:
                 campaign.unplanned += [f"the job ended with {code.name}", *campaign.last_lines[-20:]]
@@ -231,6 +233,7 @@ def main(processes: int, kills: int, seed: int, json_path: Path | None, keep: bo
                 "benchmark": "kill",
                 "seed": seed,
                 "processes": processes,
+                "start": "cold" if cold else "warm",
                 "apart": hosts.why_shared is None,
                 "unplanned": campaign.unplanned,
                 "moments": dict(Counter(kill.moment for kill in campaign.kills)),

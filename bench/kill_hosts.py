@@ -72,17 +72,22 @@ class Hosts:
         """The address of host 0, as the others see it."""
         return f"{_NETWORK}.1" if self.why_shared is None else "127.0.0.1"
 
-    def command(self, words: Sequence[str]) -> list[str]:
-        """`words` run on host {process}: they find `$DURABLE`, `$HOST_DIR` and `$RAM` in their environment."""
+    def prefix(self, number: int) -> list[str]:
+        """Words that run a command on a host: it finds `$DURABLE`, `$HOST_DIR` and `$RAM` in its environment."""
         if self.why_shared is None:
             view = self.home / "view"
             places = f"DURABLE={view}/durable HOST_DIR={view}/host RAM={view}/ram"
-            enter = f"exec nsenter -t $(cat {self.home}/pid-{{process}}) -m -n -u --"
+            enter = f"exec nsenter -t {self.hosts[number].pid} -m -n -u --"
         else:
-            own = f"{self.home}/host-{{process}}"
+            own = self.home / f"host-{number}"
             places, enter = f"DURABLE={self.home}/durable HOST_DIR={own} RAM={own}/ram", "exec"
         inner = f'cd {Path.cwd()} && exec "$@"'
-        return ["sh", "-c", f"export {places}; {enter} sh -c '{inner}' sh \"$@\"", "sh", *words]
+        return ["sh", "-c", f"export {places}; {enter} sh -c '{inner}' sh \"$@\"", "sh"]
+
+    @property
+    def prefixes(self) -> list[list[str]]:
+        """One for each host."""
+        return [self.prefix(host.number) for host in self.hosts]
 
 
 @contextmanager

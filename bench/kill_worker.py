@@ -21,6 +21,7 @@ import xxhash
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ckptkit
+from trainer.cluster import let_every_process_write_cache, use_compile_cache
 
 RAM_EVERY, SSD_EVERY, DURABLE_EVERY = 2, 4, 8
 PACE_S = 0.03  # a step takes at least so long: else most kills would fall into a start
@@ -34,7 +35,8 @@ def main() -> None:
     for name in ("process", "processes", "attempt"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--coordinator", required=True)
-    parser.add_argument("--steps", type=int, help="to do in this life; without it, until killed")
+    parser.add_argument("--steps", type=int, help="to do in the last life; the others go on until killed")
+    parser.add_argument("--last-attempt", type=int, default=-1, help="the first life that is the last")
     parser.add_argument("--plain", action="store_true", help="no checkpoints")
     args = parser.parse_args()
     own = Path(os.environ["HOST_DIR"])
@@ -44,7 +46,9 @@ def main() -> None:
     log.observe(_tell)
     log.emit(ckptkit.Kind.STARTED, attempt=args.attempt, pid=os.getpid())
     with log.span("initialization"):
+        use_compile_cache(str(own / "compile-cache"))
         jax.distributed.initialize(args.coordinator, args.processes, args.process, heartbeat_timeout_seconds=30)
+        let_every_process_write_cache()
         mesh = jax.make_mesh((2, jax.device_count() // 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     with log.span("training_prep"):
         shardings = {name: NamedSharding(mesh, PartitionSpec(*spec)) for name, spec in SPECS.items()}
@@ -75,7 +79,7 @@ def main() -> None:
         state, step = (restored["state"], restored["data"]["step"]) if restored is not None else (begin(), 0)
         del restored, handle
     log.emit(ckptkit.Kind.RESUMED, step=step, repeated=None, processes=args.processes, mesh="data=2,fsdp=rest")
-    end = None if args.steps is None else step + args.steps
+    end = None if args.steps is None or args.attempt < args.last_attempt else step + args.steps
     with (own / f"proof-{args.attempt}.jsonl").open("a", buffering=1) as proof:
         while end is None or step < end:
             with log.span("step", step):

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from ckptkit.events import EventLog
 from ckptkit.goodput import GoodputReport, goodput_page, goodput_report, load_run, timeline_of
-from ckptkit.launch import ExitCode, Launcher, RestartPolicy
+from ckptkit.launch import ExitCode, Launcher, RestartPolicy, WarmStart
 from ckptkit.util.clock import monotonic_s
 from tools.demo_screen import PlannedLoss, Screen, account
 from tools.proof import Verdict, compare
@@ -206,7 +206,8 @@ class _Run:
             processes=PROCESSES,
             devices_per_process=DEVICES_PER_PROCESS,
             env=env,
-            policy=RestartPolicy(restarts=len(losses), backoff_s=0.1, grace_s=0.5),
+            policy=RestartPolicy(restarts=len(losses), backoff_s=0.1, grace_s=0.1),
+            warm=WarmStart(),
             on_output=self._hear,
             on_lost=self._wipe,
             say=self._screen.say,

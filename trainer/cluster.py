@@ -39,9 +39,7 @@ def join(config: ClusterConfig, compile_cache: str | None) -> None:
         RuntimeError: from JAX, when the coordinator cannot be reached or a process is missing.
     """
     if compile_cache:
-        jax.config.update("jax_compilation_cache_dir", compile_cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        use_compile_cache(compile_cache)
     if config.processes > 1 or config.coordinator:  # one process too can then be told that it is preempted
         place: dict[str, Any] = {
             "coordinator_address": config.coordinator,
@@ -55,7 +53,14 @@ def join(config: ClusterConfig, compile_cache: str | None) -> None:
             shutdown_timeout_seconds=3 * config.heartbeat_s,
         )
         if compile_cache and jax.default_backend() == "cpu":
-            _let_every_process_write_cache()
+            let_every_process_write_cache()
+
+
+def use_compile_cache(directory: str) -> None:
+    """Keep every compiled program in `directory`, small ones too."""
+    jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def leave(config: ClusterConfig, code: int, *, at_once: bool = False) -> None:
@@ -78,7 +83,7 @@ def leave(config: ClusterConfig, code: int, *, at_once: bool = False) -> None:
     os._exit(code)
 
 
-def _let_every_process_write_cache() -> None:
+def let_every_process_write_cache() -> None:
     """Make a restart on CPU cheap for all processes, not only for process 0.
 
     JAX lets process 0 alone write the cache, counting on one key for all. On CPU the key holds the process's own
