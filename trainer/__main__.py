@@ -83,14 +83,20 @@ Dtype = Literal["float32", "bfloat16"]
 @click.option("--coordinator", help="HOST:PORT of process 0, for --processes above 1.")
 @click.option("--processes", type=click.IntRange(1), default=1, help="Processes of the job.")
 @click.option("--process", type=click.IntRange(0), default=0, help="Which of them this is.")
-@click.option("--cluster", type=click.Choice(["detect"]), help="Ask srun or mpirun who the processes are.")
+@click.option("--cluster", type=click.Choice(["detect"]), help="Ask ckptkit run, srun or mpirun who the processes are.")
 @click.option("--heartbeat-s", type=click.IntRange(1), default=10, help="Silence after which a peer is lost.")
 @click.option("--start-timeout-s", type=click.IntRange(1), default=300, help="How long the start waits for a peer.")
 @click.option(
     "--grace-s", type=click.FloatRange(0, min_open=True), default=25.0, help="From SIGTERM to the end: for a last save."
 )
 @click.option("--events", help="Write event logs here, for goodput.  [default: none]")
-@click.option("--attempt", type=click.IntRange(0), default=0, help="Which start of this run it is, for the logs.")
+@click.option(
+    "--attempt",
+    type=click.IntRange(0),
+    default=0,
+    envvar="CKPTKIT_ATTEMPT",
+    help="Which start of this run it is, for the logs.  [default: what ckptkit run says, or 0]",
+)
 @click.option("--proof", help="Write record ids, losses and state digests here.  [default: none]")
 @click.option("--log-every", type=click.IntRange(1), default=10, help="Steps between progress lines.")
 @click.option("--quiet", is_flag=True, help="No progress lines.")

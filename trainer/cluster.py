@@ -12,9 +12,13 @@ import jax
 from ckptkit.launch import ExitCode
 from trainer.config import ClusterConfig, InputError
 
-# The variables by which Open MPI's mpirun and Slurm's srun number processes. JAX reads the same names in this order: a
-# process that mpirun starts in a batch script of Slurm has the script's rank too.
-_RANKS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
+# The variables by which `ckptkit run`, Open MPI's mpirun and Slurm's srun number processes. JAX reads the same names in
+# this order: a process that one of them starts in a batch script of Slurm has the script's rank too.
+_RANKS = (
+    ("CKPTKIT_PROCESS", "CKPTKIT_PROCESSES"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
 
 
 def detect_rank(environ: Mapping[str, str]) -> dict[str, int]:
@@ -27,7 +31,7 @@ def detect_rank(environ: Mapping[str, str]) -> dict[str, int]:
         if rank in environ and size in environ:
             return {"process": int(environ[rank]), "processes": int(environ[size])}
     raise InputError(
-        "--cluster detect: neither srun nor mpirun started this process; "
+        "--cluster detect: neither ckptkit run nor srun nor mpirun started this process; "
         "give --coordinator, --processes and --process instead"
     )
 

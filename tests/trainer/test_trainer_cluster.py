@@ -39,6 +39,8 @@ def test_rank_of_mpirun_overrides_the_slurm_rank() -> None:
     """Breaks when all processes of a node take themselves for process 0 and write one event log."""
     slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
     mpi = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
+    run = {"CKPTKIT_PROCESS": "1", "CKPTKIT_PROCESSES": "2"}
+    assert detect_rank({**slurm, **mpi, **run}) == {"process": 1, "processes": 2}
     assert detect_rank({**slurm, **mpi}) == {"process": 5, "processes": 8}
     assert detect_rank(slurm) == {"process": 0, "processes": 4}
 
