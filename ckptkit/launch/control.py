@@ -192,6 +192,9 @@ def connect(host: str, port: int, secret: str, silence_s: float) -> Connection:
     """A connection to the first agent. Raises `ControlError` for a wrong secret, and OSError where nobody answers."""
     known = checked_secret(secret)
     link = socket.create_connection((host, port), timeout=HANDSHAKE_S)
+    if link.getsockname() == link.getpeername():  # TCP connects a port of this host to itself where nobody listens
+        link.close()
+        raise ConnectionRefusedError(f"nobody listens at {host}:{port}")
     try:
         key = _greet_server(link, known)
     except BaseException:

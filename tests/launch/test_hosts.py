@@ -50,7 +50,7 @@ class Agents:
     def start(self, rank: int, *words: str, nnodes: str = "3", secret: str = SECRET, command: str = "told.py") -> None:
         log = (self.home / f"log-{rank}").open("ab")
         flags = ["--processes", "2", "--nnodes", nnodes, "--node-rank", str(rank), "--preload", "json"]
-        flags += ["--rendezvous", f"127.0.0.1:{self.port}", "--grace", "0.1", "--join-timeout", "20", *words]
+        flags += ["--rendezvous", f"127.0.0.1:{self.port}", "--grace", "0.1", "--join-timeout", "120", *words]
         if rank == 0:
             flags += ["--status", str(self.home / "status")]
         target = [sys.executable, str(self.home / command), str(self.home / "go")]
@@ -75,7 +75,7 @@ class Agents:
         return found
 
     def wait_up(self, attempt: int, count: int) -> dict[int, int]:
-        assert wait_until(lambda: len(self.up(attempt)) == count, 40), {rank: self.log(rank) for rank in self.agents}
+        assert wait_until(lambda: len(self.up(attempt)) == count, 120), {rank: self.log(rank) for rank in self.agents}
         return self.up(attempt)
 
     def status(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Agents:
         (self.home / "go").write_text(str(code))
         for rank, agent in self.agents.items():
             if agent.returncode is None:
-                assert agent.wait(timeout=40) == code, self.log(rank)
+                assert agent.wait(timeout=120) == code, self.log(rank)
 
     def close(self) -> None:
         for agent in self.agents.values():
@@ -158,7 +158,7 @@ def test_other_agents_wait_for_a_first_agent_that_was_killed(agents: Agents) -> 
     for rank in (1, 2):
         assert agents.agents[rank].poll() is None
     agents.start(0)
-    assert wait_until(lambda: len([p for p in agents.up(0).values() if is_alive(p)]) == 6, 40)
+    assert wait_until(lambda: len([p for p in agents.up(0).values() if is_alive(p)]) == 6, 120)
     agents.finish()
 
 
@@ -194,7 +194,7 @@ def test_preemption_told_to_one_agent_saves_on_all(agents: Agents) -> None:
         agents.start(rank, command="saves.py")
     agents.wait_up(0, 6)
     agents.agents[2].send_signal(signal.SIGTERM)
-    assert [agent.wait(timeout=40) for agent in agents.agents.values()] == [75, 75, 75]
+    assert [agent.wait(timeout=120) for agent in agents.agents.values()] == [75, 75, 75]
 
 
 def test_wrong_secret_and_garbage_do_not_disturb_the_job(agents: Agents) -> None:
@@ -211,7 +211,7 @@ def test_wrong_secret_and_garbage_do_not_disturb_the_job(agents: Agents) -> None
 
     assert wait_until(listens)
     agents.start(7, secret="another secret of 30 characters")
-    assert agents.agents[7].wait(timeout=40) == 1
+    assert agents.agents[7].wait(timeout=120) == 1
     assert "the first agent has another secret" in agents.log(7)
     del agents.agents[7]
     for garbage in (
