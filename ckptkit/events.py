@@ -124,7 +124,9 @@ class EventLog:
     def __init__(self, path: str | os.PathLike[str] | None = None, *, process: int = 0):
         self.opened_s = clock.wall_s()  # what stands in a log from before is of an earlier attempt
         if path is not None and "://" in os.fspath(path):
-            raise ValueError(f"EventLog({path!r}): give the path of a local file; copy it to a bucket when it is whole")
+            raise ValueError(
+                f"EventLog({path!r}): give the path of a local file; copy it to a bucket when it is complete"
+            )
         self._process = process
         self._observers: list[Callable[[Event], None]] = []
         self._lock = threading.Lock()

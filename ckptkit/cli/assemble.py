@@ -40,7 +40,7 @@ _WRITING = [
     DRY_RUN,
     TOP,
     DEPTH,
-    click.option("--resume", is_flag=True, help="Go on where an interrupted run of the same command stopped."),
+    click.option("--resume", is_flag=True, help="Continue an interrupted run of the same command."),
     JSON,
     MEMORY,
     TIMEOUT,
@@ -100,7 +100,7 @@ def merge(
     if lora and len(sources) != 2:
         raise click.UsageError("--lora takes two: the base, then the adapter")
     if len(sources) < 2:
-        raise click.UsageError("name at least two checkpoints, and where they go")
+        raise click.UsageError("name at least two checkpoints and the target")
     if lora_alpha is not None and not lora:
         raise click.UsageError("--lora-alpha belongs to --lora")
     rules = [] if map_path is None else read_rules(map_path)

@@ -53,7 +53,7 @@ class CastType(click.ParamType):
 )
 @SHARD_SIZE
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
-@click.option("--resume", is_flag=True, help="Go on where an interrupted run of the same conversion stopped.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run of the same conversion.")
 @JSON
 @MEMORY
 @TIMEOUT

@@ -27,7 +27,7 @@ _COLUMNS = [(title, title in ("step", "bytes", "objects")) for title in _TITLES]
 )
 @STEP_PREFIX
 @DRY_RUN
-@click.option("--resume", is_flag=True, help="Go on where an interrupted run of the same copy stopped.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run of the same copy.")
 @JSON
 @TIMEOUT
 def copy(

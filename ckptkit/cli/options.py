@@ -40,7 +40,7 @@ TIMEOUT = click.option(
     default=20.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long a bucket that does not answer is tried.",
+    help="How long to retry requests to a bucket that does not answer.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout (docs/CLI.md has its shape).")
 MEMORY = click.option(
@@ -56,7 +56,7 @@ MAP = click.option("--map", "map_path", metavar="FILE", help="Rules that rename,
 TIERS = click.option(
     "--tier", "tiers", multiple=True, metavar="PATH", help="A fast tier's path on this host; may be repeated."
 )
-HOST_ID = click.option("--host-id", metavar="ID", help="Whose slots to look at [default: this machine's name].")
+HOST_ID = click.option("--host-id", metavar="ID", help="The host whose slots are read [default: this machine's name].")
 STEP_PREFIX = click.option(
     "--step-prefix",
     metavar="TEXT",

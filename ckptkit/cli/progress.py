@@ -22,7 +22,7 @@ def progress_bar() -> Iterator[Callable[[int, int], None] | None]:
             yield update
     except KeyboardInterrupt as error:
         if not hasattr(error, "__notes__"):  # else the end of the command reports where it is
-            error.add_note("what was done is kept; the same command with --resume goes on from there")
+            error.add_note("the finished part is kept; the same command with --resume continues it")
         raise
 
 

@@ -66,7 +66,7 @@ class MeshType(click.ParamType):
     help="About the most that a chunk has.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
-@click.option("--resume", is_flag=True, help="Go on where an interrupted run of the same plan stopped.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run of the same plan.")
 @click.option(
     "--cluster",
     type=click.Choice(["none", "detect"]),
@@ -74,9 +74,9 @@ class MeshType(click.ParamType):
     show_default=True,
     help="detect: mpirun or srun started several processes, which share the work.",
 )
-@click.option("--coordinator", metavar="HOST:PORT", help="Of process 0, where something else started them.")
-@click.option("--processes", type=click.IntRange(min=1), metavar="N", help="How many there are, with --coordinator.")
-@click.option("--process", type=click.IntRange(min=0), metavar="N", help="Which one this is, with --coordinator.")
+@click.option("--coordinator", metavar="HOST:PORT", help="Address of process 0, if another tool started them.")
+@click.option("--processes", type=click.IntRange(min=1), metavar="N", help="Number of processes, with --coordinator.")
+@click.option("--process", type=click.IntRange(min=0), metavar="N", help="Number of this process, with --coordinator.")
 @JSON
 @MEMORY
 @TIMEOUT

@@ -93,7 +93,7 @@ def _layouts(found: Inspection) -> str:
 def _unproven(found: Inspection) -> str:
     if found.origin.writer == "orbax":
         return "unproven: stock Orbax keeps no digests"
-    return "unproven: its records are not whole"
+    return "unproven: its records are incomplete"
 
 
 def _print_leaves(leaves: list[tuple[Item, LeafInfo]]) -> None:

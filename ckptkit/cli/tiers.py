@@ -39,7 +39,7 @@ def tiers() -> None:
 
 @tiers.command("list")
 @click.argument("paths", metavar="TIER...", nargs=-1, required=True)
-@click.option("--root", metavar="ROOT", help="Only of the jobs that save to this durable root.")
+@click.option("--root", metavar="ROOT", help="Only jobs that save to this durable root.")
 @JSON
 def list_command(paths: tuple[str, ...], root: str | None, as_json: bool) -> int:
     """List the slot directories below each TIER: the owner, the saves in them, and whether a process holds them.
@@ -63,9 +63,9 @@ def list_command(paths: tuple[str, ...], root: str | None, as_json: bool) -> int
 
 @tiers.command("clean")
 @click.argument("paths", metavar="TIER...", nargs=-1, required=True)
-@click.option("--job", metavar="NAME", help="Of the job with this directory name, as `tiers list` shows it.")
-@click.option("--root", metavar="ROOT", help="Of the jobs that save to this durable root.")
-@click.option("--idle", "idle_s", type=AgeType(), metavar="AGE", help="To which nothing was saved for so long (7d).")
+@click.option("--job", metavar="NAME", help="The job with this directory name, as `tiers list` shows it.")
+@click.option("--root", metavar="ROOT", help="The jobs that save to this durable root.")
+@click.option("--idle", "idle_s", type=AgeType(), metavar="AGE", help="Jobs without a save for this time (7d).")
 @HOST_ID
 @click.option("--dry-run", is_flag=True, help="Show what would be freed, and change nothing.")
 @JSON

@@ -77,7 +77,9 @@ def tune(
 @click.argument("url", metavar="URL")
 @click.option("--like", metavar="CHECKPOINT", required=True, help="A checkpoint of any format with the same leaves.")
 @_PROFILE
-@click.option("--processes", type=click.IntRange(min=1), default=1, show_default=True, help="Of how many is the job.")
+@click.option(
+    "--processes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of processes of the job."
+)
 @JSON
 @TIMEOUT
 def explain(url: str, like: str, profile_path: str | None, processes: int, as_json: bool, timeout_s: float) -> int:

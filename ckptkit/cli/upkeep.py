@@ -19,7 +19,7 @@ from ckptkit.upkeep import rollback as roll_back
 from ckptkit.upkeep import unpin as unpin_step
 from ckptkit.upkeep import usage as usage_of
 
-UNREAD = click.option("--unread", is_flag=True, help="Take a step's records for its proof, and read no array.")
+UNREAD = click.option("--unread", is_flag=True, help="Trust a step's records, and read no array.")
 
 
 class KeepType(click.ParamType):
@@ -86,7 +86,7 @@ def du(
     type=click.FloatRange(min=0),
     default=0.0,
     metavar="SECONDS",
-    help="Watch leases of steps that are to go: one that nobody renews is dropped.",
+    help="How long to watch leases of steps to delete; a lease that is not renewed is dropped.",
 )
 @STEP_PREFIX
 @DRY_RUN

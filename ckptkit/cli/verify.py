@@ -37,7 +37,7 @@ def verify(path: str, step: int | None, step_prefix: str | None, as_json: bool, 
 @click.argument("root")
 @TIERS
 @HOST_ID
-@click.option("--repair", is_flag=True, help="Mend what another copy has, put aside our saves that none has.")
+@click.option("--repair", is_flag=True, help="Repair saves from another copy; put aside saves without one.")
 @click.option("--dry-run", is_flag=True, help="Show what --repair would do, and change nothing (the default).")
 @STEP_PREFIX
 @JSON

@@ -36,7 +36,7 @@ def target_url(target: str) -> str:
         return target.rstrip("/")  # a listing finds out whether it is free when the work begins
     target = os.path.abspath(target.removeprefix("file://"))
     if os.path.lexists(target):
-        raise CheckpointError(f"{target} is there already; name another target, or move it away", path=target)
+        raise CheckpointError(f"{target} exists already; name another target, or move it away", path=target)
     if not os.path.isdir(os.path.dirname(target)):
         raise CheckpointError(f"{os.path.dirname(target)} is not a directory; make it first", path=target)
     return target
@@ -176,7 +176,7 @@ class Destination:
             )
 
     def _taken(self) -> CheckpointError:
-        return CheckpointError(f"{self.target} is there already; name another target", path=self.target)
+        return CheckpointError(f"{self.target} exists already; name another target", path=self.target)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -236,7 +236,7 @@ class Destination:
             else:
                 and_target = "" if self.properties.atomic_rename else " and the target"
                 error.add_note(
-                    f"what was written is kept in {self.part}{and_target}: the same command with "
+                    f"the written part is kept in {self.part}{and_target}: the same command with "
                     "--resume goes on from there, without it begins anew"
                 )
             raise

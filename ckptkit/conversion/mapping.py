@@ -88,7 +88,7 @@ def read_rule_tables(path: str, rule: Callable[[dict[str, Any]], _T]) -> list[_T
 def _rule(table: dict[str, Any]) -> MapRule:
     unknown = set(table) - {"from", "to", "split", "divide", "transpose", "merge", "stack", "drop"}
     if unknown:
-        raise ValueError(f"{sorted(unknown)[0]!r} is nothing that a rule has")
+        raise ValueError(f"{sorted(unknown)[0]!r} is not a key of a rule")
     if "from" not in table:
         raise ValueError(_WHAT_A_RULE_HAS)
     numbers = {key: table.get(key) for key in ("split", "merge", "stack")}
@@ -134,7 +134,7 @@ def mapped(tensors: Tensors, rules: Sequence[MapRule]) -> dict[str, Tensor]:
             stored = [name for each in forms if (name := names.stored(each)) is not None]
             if len(stored) < len(forms):
                 missing = next(each for each in forms if names.stored(each) is None)
-                raise CheckpointError(f"the rule for {rule.old[0]} needs leaf {missing}, which is not there")
+                raise CheckpointError(f"the rule for {rule.old[0]} needs leaf {missing}, which does not exist")
             taken.update(stored)
             for index, new in enumerate(rule.new):
                 target = Rename(rule.old[0], new).target_of(form) or ""
@@ -191,7 +191,7 @@ def _changed(rule: MapRule, sources: Sequence[Tensor], index: int, name: str) ->
     try:
         changes = (rule.split, rule.divide, rule.transpose, rule.merge, rule.stack)
         if any(each is not None for each in changes) and any(source.leaf.key_impl for source in sources):
-            raise ValueError("it holds PRNG keys, which would be plain integers then; they can only be renamed")
+            raise ValueError("it holds PRNG keys, which would become plain integers; they can only be renamed")
         if rule.split is not None:
             sources = [_split(source, rule.split, index, len(rule.new)) for source in sources]
         if rule.divide is not None:
@@ -225,7 +225,7 @@ def _split(source: Tensor, axis: int, index: int, count: int) -> Tensor:
 def _stacked(sources: Sequence[Tensor], axis: int) -> Tensor:
     first = sources[0]
     if any((each.shape, each.dtype) != (first.shape, first.dtype) for each in sources):
-        raise ValueError("what is stacked differs in shape or dtype")
+        raise ValueError("the stacked leaves differ in shape or dtype")
     if axis > len(first.shape):
         raise ValueError(f"axis {axis} does not exist")
 

@@ -179,7 +179,7 @@ def failing(facts: Facts) -> list[Advice]:
             count = len({(e.step, e.kind) for e in facts.events if e.tier == tier and e.kind == Kind.FAILED})
             failed = f", {count_text(count, 'save')} failed in all" * (count > 0)
             what = f"tier {tier} failed last{failed}: {last.fields.get('reason', '')}"
-            advice = "mend what it names; `FailurePolicy(durable_max_age_s=...)` stops a run that goes on without it"
+            advice = "repair the named cause; `FailurePolicy(durable_max_age_s=...)` ends a run without this tier"
             found += _said("failing", "at risk", what, advice)
     return found
 
@@ -197,7 +197,7 @@ def durable_age(facts: Facts) -> list[Advice]:
     if age_s <= DURABLE_AGE_TIMES * median(gaps):
         return []
     what = (
-        f"nothing was committed durably for {clock.time_text(age_s)} at the end of the log, and usually something is "
+        f"no durable commit happened for {clock.time_text(age_s)} at the end of the log, and usually something is "
         f"every {clock.time_text(median(gaps))}"
     )
     return _said("durable_age", "at risk", what, "look at the events of its saves: `save_failed`, `save_skipped`")
@@ -221,7 +221,7 @@ def one_step(facts: Facts) -> list[Advice]:
     whole = [each for each in facts.usage.steps if each.state == "committed"]
     if len(whole) != 1 or len({e.step for e in facts.of(Kind.COMMITTED, DURABLE)}) == 1:
         return []
-    what = f"step {whole[0].step} is the only durable step: where it is damaged there is nothing to fall back to"
+    what = f"step {whole[0].step} is the only durable step: if it is damaged, no older step can replace it"
     return _said("one_step", "at risk", what, "`max_to_keep=2` or more, or `ckptkit copy` to another place")
 
 
@@ -232,7 +232,7 @@ def unproven(facts: Facts) -> list[Advice]:
         return []
     shown = ", ".join(map(str, steps[-5:]))
     have = count_text(len(steps), "durable step has", "durable steps have")
-    what = f"{have} no digests ({shown}): a changed bit there is restored unseen"
+    what = f"{have} no digests ({shown}): a changed bit there is restored without notice"
     return _said("unproven", "at risk", what, "save with `ckptkit.CheckpointManager`; `ckptkit verify` checks the rest")
 
 

@@ -51,7 +51,7 @@ def has_sidecar_sign(array_metadatas: bytes) -> bool:
 
 def lost_sidecars(where: str) -> str:
     """The message about an item of ckptkit that has lost its sidecars."""
-    return f"{where} has lost its sidecars, which alone prove it"
+    return f"{where} has lost its sidecars, without which it cannot be verified"
 
 
 def missing_items(where: str, named: Iterable[str], items: Iterable[str]) -> str | None:

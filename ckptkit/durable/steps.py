@@ -165,7 +165,7 @@ class DurableSteps:
         if found is None and kind_of_item(reader.names()) == "arrays":
             self.strike([step])
             raise CorruptCheckpointError(
-                f"{reader.url} is a tree that was saved without a manager, which no manager restores as a step",
+                f"{reader.url} is a tree that was saved without a manager; a manager does not restore it as a step",
                 step=step,
                 path=reader.url,
             )
@@ -256,7 +256,7 @@ class DurableSteps:
             store = open_store(self.url, deadline_s=_LEASE_DEADLINE_S)
             names = clean_left(store, save_id.epoch, lambda place: delete_directory(place, self._options))
         except (StoreError, OSError) as error:
-            self._said(save_id.step, f"what earlier runs have left is not removed yet: {type(error).__name__}: {error}")
+            self._said(save_id.step, f"leftovers of earlier runs are not removed yet:  {type(error).__name__}: {error}")
         else:
             if names:
                 self._cleaned(names)

@@ -37,7 +37,7 @@ def open_orbax(found: Inspection, *, timeout_s: float) -> Checkpoint:
     if found.origin.writer == "ckptkit" and not found.origin.proven:
         why = "; ".join(found.problems)
         raise CorruptCheckpointError(
-            f"{why}. Its bytes cannot be proven and are not read: mend it with `ckptkit scrub --repair`, or choose "
+            f"{why}. Its bytes cannot be proven and are not read: repair it with `ckptkit scrub --repair`, or choose "
             "another step",
             path=found.path,
         )

@@ -146,7 +146,7 @@ def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
     def act(interpreter: _Interpreter) -> None:
         interpreter._left -= 1
         if interpreter._left < 0:
-            raise ValueError("a pickle of too many operations")
+            raise ValueError("a pickle with too many operations")
         load(interpreter)
 
     return act

@@ -268,7 +268,7 @@ class Guard:
             row.append(each)
             later = each.alarm
         if len(row) >= self._policy.retries_max:
-            raise self._stopped(alarm, f"{len(row)} rollbacks in a row did not help, and no more are allowed")
+            raise self._stopped(alarm, f"{len(row)} rollbacks in a row did not help, and the limit is reached")
 
     def _restored(self, manager: CheckpointManager, alarm: Alarm, offered: Sequence[int], args: Any) -> tuple[int, Any]:
         damaged: list[CheckpointError] = []
@@ -287,7 +287,7 @@ class Guard:
         before = "".join(f"\n  {each}" for each in self._known.rollbacks)
         return GuardStopError(
             f"guard: {alarm}; {why}. Rollbacks of this run:{before or ' none'}\n"
-            "Nothing was deleted. Look at the data and the rate; to go on, restore an older step or change the rules.",
+            "Nothing was deleted. Look at the data and the rate; then restore an older step or change the rules.",
             step=alarm.step,
         )
 

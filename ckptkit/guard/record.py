@@ -131,7 +131,7 @@ def describe(saved: Mapping[str, Any]) -> list[str]:
         f"{each.alarm}; batches {each.first_batch} to {each.stop_batch - 1} are skipped" for each in record.rollbacks
     ]
     if record.alarm is not None:
-        lines.append(f"saved with an alarm: {record.alarm}; a run that resumes here goes back first")
+        lines.append(f"saved with an alarm: {record.alarm}; a run that resumes here first goes back to an older save")
     elif record.suspect_since is not None:
         lines.append(f"saved while suspicious, since step {record.suspect_since}")
     return lines

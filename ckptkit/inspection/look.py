@@ -228,7 +228,7 @@ def _slot_directory(directory: Path) -> Inspection:
     if not shares:
         if problems:
             raise CorruptCheckpointError("; ".join(problems), path=str(directory))
-        raise nothing_at(str(directory), "a slot directory that holds no committed save")
+        raise nothing_at(str(directory), "a slot directory without a committed save")
     notes = []
     if len(shares) > 1:
         others = ", ".join(str(share.manifest.save_id.step) for share in shares[1:])

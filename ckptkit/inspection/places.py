@@ -43,12 +43,12 @@ class ReadOnlyStore:
     def put(self, key: str, data: bytes, *, mode: PutMode = "replace") -> None:
         """Refused with `StoreError`."""
         del data, mode
-        raise StoreError(f"{self.url}/{key} is only looked at, and was not written")
+        raise StoreError(f"{self.url}/{key} is opened for inspection only, and was not written")
 
     def copy(self, source: str, target: str, *, mode: PutMode = "replace", replaces: int | None = None) -> None:
         """Refused with `StoreError`."""
         del source, mode, replaces
-        raise StoreError(f"{self.url}/{target} is only looked at, and was not written")
+        raise StoreError(f"{self.url}/{target} is opened for inspection only, and was not written")
 
     def get(self, key: str) -> bytes:
         """See `Store.get`; raises `CorruptCheckpointError` if it is not a plain object of a plausible size."""
@@ -72,7 +72,7 @@ class ReadOnlyStore:
 
     def delete(self, key: str) -> None:
         """Refused with `StoreError`."""
-        raise StoreError(f"{self.url}/{key} is only looked at, and was not deleted")
+        raise StoreError(f"{self.url}/{key} is opened for inspection only, and was not deleted")
 
     def list_all(self, prefix: str) -> list[str]:
         """See `Store.list_all`."""
@@ -193,7 +193,7 @@ class readable:
             return
         said = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise CorruptCheckpointError(
-            f"{self._where} cannot be read ({said[:_REASON_CHARS]}); it is damaged, or not what a writer of it writes",
+            f"{self._where} cannot be read ({said[:_REASON_CHARS]}); it is damaged, or no writer would write it so",
             path=self._where,
         ) from error
 
@@ -223,7 +223,7 @@ def nothing_at(url: str, why: str) -> StepNotFoundError:
 def no_directory(url: str, why: str) -> StepNotFoundError:
     """The error for a path that must be a directory. For a file, the error reports that instead of `why`."""
     is_file = properties_of(url).file_system and local_kind(url) == stat.S_IFREG
-    return nothing_at(url, "it is a file, and a directory with steps is asked for" if is_file else why)
+    return nothing_at(url, "it is a file, and a directory with steps is expected" if is_file else why)
 
 
 def _local_sizes(path: str) -> dict[str, int]:

@@ -30,8 +30,8 @@ _NAMES_MAX = 20  # of directories in one note
 _WHY = {
     "link": "links, which are never steps",
     "name": "not steps of this run, their names have another format (--step-prefix chooses one)",
-    "item": "trees that were saved without a manager, which no restart takes",
-    "root": "roots of their own, which hold steps themselves",
+    "item": "trees that were saved without a manager; a restart does not take them",
+    "root": "separate roots with steps of their own",
     "nothing": "not steps: nothing in them shows that Orbax or ckptkit wrote them",
     "slots": "slots of a fast tier",
 }

@@ -366,4 +366,4 @@ def _place_of(meeting: str, process: int) -> str:
 def _missing(channel: str, missing: Sequence[int], timeout_s: float | None) -> CoordinationError:
     who = ", ".join(map(str, missing[:20])) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
     within = f" within {timeout_s:g} s" if timeout_s is not None else " in time"
-    return CoordinationError(f"{channel}: process {who} did not come{within}; look at why it stopped")
+    return CoordinationError(f"{channel}: process {who} did not join{within}; find out why it stopped")

@@ -52,7 +52,7 @@ class RestoreHandle:
         """
         self._caller.serve(self._restored.done, timeout)
         if not self._restored.done():
-            raise TimeoutError(f"the restore is not finished after {timeout:g} s; it goes on")
+            raise TimeoutError(f"the restore is not finished after {timeout:g} s; it continues")
         with self._lock:
             self._settled(self)
             if not self._is_adopted:

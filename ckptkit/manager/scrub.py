@@ -67,7 +67,7 @@ def mend_arenas(
     """
     treatments, findings = [], [finding for _, finding in found.manifests]
     for save_id, finding in found.manifests:
-        reason = "its manifest is damaged or gone: its slot is used again after a newer save"
+        reason = "its manifest is damaged or missing: its slot is used again after a newer save"
         treatments.append(_treatment(save_id, finding.path, "leave", done=False, reason=reason))
     for arena, proof in found.damaged:
         findings += proof.findings
@@ -76,7 +76,7 @@ def mend_arenas(
         if repair:
             reason = mend_own(proof, sources, limits, arena)
         else:
-            reason = None if can_mend(proof, sources) else "no other copy of it is whole"
+            reason = None if can_mend(proof, sources) else "no other copy of it is intact"
         used = dict(sources.used) if reason is None else {}
         act = "leave" if reason else "repair"
         treatments.append(_treatment(save_id, path, act, done=repair and reason is None, reason=reason, sources=used))

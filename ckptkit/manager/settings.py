@@ -112,7 +112,7 @@ def option_records(
     for argument, record in _RECORDS.items():
         values = {name: left.pop(name) for name in record.__dataclass_fields__ if name in left}
         if values and given[argument] is not None:
-            raise ValueError(f"{', '.join(values)}: given beside {argument}; put it into {argument} alone")
+            raise ValueError(f"{', '.join(values)}: given together with {argument}; put it into {argument} alone")
         if values:
             spelled.append(f"{argument}=ckptkit.{record.__name__}({', '.join(f'{name}=...' for name in values)})")
         records.append(given[argument] or record(**values))

@@ -224,7 +224,7 @@ def _refused(status: int, where: str, data: bytes) -> Exception:
     if status == 507:
         return StoreFullError(f"{where} has no room: {said}")
     if status in (404, 412, 416, 422):
-        return CorruptCheckpointError(f"{where}: superseded, or no longer there ({status}: {said})", path=where)
+        return CorruptCheckpointError(f"{where}: superseded, or deleted ({status}: {said})", path=where)
     # Not what it was: the next source is asked, and a restart finds others.
     return PeerUnreachableError(f"{where} was refused ({status}: {said}); it may belong to another job", path=where)
 

@@ -64,7 +64,7 @@ def open_link(
         )
         address = server.address
     except OSError as error:
-        reason = f"this host serves nothing to others: {error}; give its address with PeerOptions(host=...)"
+        reason = f"this host cannot serve other hosts:  {error}; give its address with PeerOptions(host=...)"
         job.events.emit(Kind.DEGRADED, tier=PEER, reason=reason)
 
     def introduce(addresses: list[Any]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class ShareIndex:
         """
         share = self._find(save_id, process)
         if share.tag != tag:
-            raise SupersededError(f"save {save_id} of process {process} stands elsewhere now")
+            raise SupersededError(f"save {save_id} of process {process} has moved to another slot")
         _check_range(share, start, stop)
         with self._leased(share, save_id):
             try:

@@ -129,11 +129,11 @@ def all_come(caller: CallerThread, left: Callable[[], bool], coordinator: Coordi
         if not late:
             return [False, None]
         if not any(is_left for _, is_left in said):
-            return [False, "all was read before everybody asked for the result"]
+            return [False, "all was read before every process called result"]
         if "here" in words and not first:
             first.append(Deadline(timeout_s))
         if first and first[0].passed:
-            return [False, f"process {', '.join(late[:20])} did not ask for the result within {timeout_s:g} s"]
+            return [False, f"process {', '.join(late[:20])} did not call result within {timeout_s:g} s"]
         return [True, None]
 
     while True:

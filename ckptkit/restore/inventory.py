@@ -140,7 +140,7 @@ def hole_in(manifests: Sequence[Manifest]) -> str | None:
     for (item, path), (shape, held) in boxes.items():
         missing = missing_elements(Box.whole(shape), dict.fromkeys(held))
         if missing or not held:
-            return f"{missing} elements of leaf {item}:{'.'.join(path)} are held by nobody"
+            return f"{missing} elements of leaf {item}:{'.'.join(path)} are held by no process"
     return None
 
 

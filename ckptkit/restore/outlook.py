@@ -146,7 +146,7 @@ def _compare(
     ]
     for key, (leaf, _) in wanted.items():
         if key not in stored:
-            differences.append(f"{named(key)} is wanted, and not on disk")
+            differences.append(f"{named(key)} is wanted, but not on disk")
         elif stored[key].describe() != leaf.describe():
             differences.append(f"{named(key)} is {stored[key].describe()} on disk, {leaf.describe()} is wanted")
     if differences:

@@ -162,8 +162,8 @@ def plan_restore(save_id: SaveId, wanted: Mapping[Key, Sequence[Box]], sources: 
             )
             if not covering:
                 raise CorruptCheckpointError(
-                    f"save {save_id}: nothing that this process can reach covers leaf {key[0]}:{'.'.join(key[1])}, box "
-                    f"{box.start} to {box.stop}",
+                    f"save {save_id}: no source that this process can reach covers leaf {key[0]}:{'.'.join(key[1])}, "
+                    f"box {box.start} to {box.stop}",
                     step=save_id.step,
                 )
             records = covering[0][1]

@@ -104,7 +104,7 @@ class Preparer:
                 count = manifests[0].writer.count
                 if count == self._coordinator.count and not holders:
                     raise UnsuitedSaveError(
-                        f"item {name!r} is a data iterator, and nobody who can be reached holds the state that process "
+                        f"item {name!r} is a data iterator, and no reachable process holds the state that process "
                         f"{self._coordinator.process} of {count} saved; keep copies on other hosts (Tier.peer), or one "
                         "global position in a JSON item"
                     )

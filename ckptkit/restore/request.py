@@ -359,7 +359,7 @@ def _pytree_answer(
             numbered.append(...)
             left_out.append(path)
         elif path not in as_saved:
-            differences.append(f"{item}:{'.'.join(path)} is in the restore item, and not on disk")
+            differences.append(f"{item}:{'.'.join(path)} is in the restore item, but not on disk")
         else:
             asked.add(path)
             numbered.append(len(abstract))
@@ -371,7 +371,7 @@ def _pytree_answer(
             finishes.append(finish)
     if not arg.partial_restore:
         missing = [path for path in as_saved if path not in asked and path not in left_out]
-        differences += [f"{item}:{'.'.join(path)} is on disk, and not in the restore item" for path in missing]
+        differences += [f"{item}:{'.'.join(path)} is on disk, but not in the restore item" for path in missing]
     if differences:
         raise TreeMismatchError(differences, step=step, where=where)
     names = [leaf_path(keypath)[0] for keypath, leaf in flat if leaf is not ...]

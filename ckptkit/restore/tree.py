@@ -61,7 +61,7 @@ def targets_of(item: str, abstract: Any, stored: Sequence[LeafRecord], *, step: 
         asked.add(path)
         name = ".".join(path)
         if path not in on_disk:
-            differences.append(f"{item}:{name} is {_describe_abstract(leaf)} in abstract_state, and not on disk")
+            differences.append(f"{item}:{name} is {_describe_abstract(leaf)} in abstract_state, but not on disk")
             continue
         record = on_disk[path]
         if not _same(leaf, record):
@@ -71,7 +71,7 @@ def targets_of(item: str, abstract: Any, stored: Sequence[LeafRecord], *, step: 
             continue
         targets.append(_target(item, leaf, record, process))
     differences += [
-        f"{item}:{leaf.name} is {leaf.describe()} on disk, and not in abstract_state"
+        f"{item}:{leaf.name} is {leaf.describe()} on disk, but not in abstract_state"
         for path, leaf in on_disk.items()
         if path not in asked
     ]

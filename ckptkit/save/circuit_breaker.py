@@ -147,7 +147,7 @@ class DurableRetry:
         if age_s > limit_s:
             raise SaveFailedError(
                 f"step {step} is not saved: every durable save of the last {age_s:.1f} s has failed, and "
-                f"durable_max_age_s is {limit_s:g}; mend the durable tier, or raise durable_max_age_s",
+                f"durable_max_age_s is {limit_s:g}; repair the durable tier, or raise durable_max_age_s",
                 step=step,
                 tier=DURABLE,
             )

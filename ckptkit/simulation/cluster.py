@@ -68,10 +68,10 @@ class Cluster:
         if self.hosts < 1 or self.step_s <= 0 or self.restart_s < 0:
             raise ValueError(
                 f"hosts={self.hosts}, step_s={self.step_s}, restart_s={self.restart_s}: "
-                "a job has a host at least, steps take time, and a restart none or some"
+                "give at least one host, a step of more than 0 s, and a restart of 0 s or more"
             )
         if not self.tiers or self.tiers[-1].survives != frozenset(FAILURES):
-            raise ValueError("the last tier must survive every failure (durable): without one, work has no end")
+            raise ValueError("the last tier must survive every failure (durable): without one, a run would never end")
         if any(not faster.survives < slower.survives and faster.survives != slower.survives
                for faster, slower in zip(self.tiers, self.tiers[1:], strict=False)):  # fmt: skip
             raise ValueError(

@@ -247,7 +247,7 @@ def _require_same_run(here: _Root, there: _Root, step: DurableStep) -> None:
 
 def _adopted_notes(into: str, step: int, adopted: AdoptedAs) -> tuple[str, ...]:
     if adopted == "newest":
-        note = f"the next restart of {into} takes step {step}; a run that is under way is refused its next durable save"
+        note = f"the next restart of {into} takes step {step}; the next durable save of a running job is refused"
         return (note,)
     return (
         f"no restart of {into} takes step {step} unasked; a run with a limit of steps deletes it first, as the oldest: "

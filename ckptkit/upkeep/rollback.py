@@ -159,10 +159,12 @@ def _notes(
             f"{highest}. For such a job move the newer steps out of the root"
         )
     if not any(each.tier == DURABLE for each in entry.holdings):
-        notes.append("only fast tiers of this host hold it: where they are lost, a restart takes an older step")
+        notes.append("only fast tiers of this host hold it: if they are lost, a restart takes an older step")
     blocked = sorted({each.step for each in newer} & pinned)
     if blocked:
-        notes.append(f"pinned: {', '.join(map(str, blocked))}; these numbers cannot be saved anew until they are not")
+        notes.append(
+            f"pinned: {', '.join(map(str, blocked))}; these numbers cannot be saved anew until they are unpinned"
+        )
     live = [each.path for each in list_arenas(tiers, root=root, host_id=host_id) if each.live]
     if live:
         notes.append(f"a process runs here ({', '.join(live)}): stop it, its next durable save will be refused")

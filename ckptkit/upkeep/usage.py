@@ -130,7 +130,7 @@ def usage(
             kind="quarantine",
             path=f"{each.path}/{QUARANTINE_DIR}",
             stored_bytes=each.quarantine_bytes,
-            remedy="delete it when nobody wants to look into it",
+            remedy="delete it when no person needs it for inspection",
         )
         for each in arenas
         if each.quarantine_bytes
@@ -209,7 +209,7 @@ def _root_dead(place: Place, found: Sequence[DurableStep]) -> list[DeadWeight]:
         if name == paths.SIDECAR_DIR:
             aside = below.below(QUARANTINE_DIR)
             if aside.names():
-                dead.append(_dead("quarantine", aside, "delete it when nobody wants to look into it"))
+                dead.append(_dead("quarantine", aside, "delete it when no person needs it for inspection"))
             leaving = below.below(_LEAVING)
             if leaving.names():
                 dead.append(_dead("leftover", leaving, "steps that are being deleted, or were: the job's next start"))
@@ -217,11 +217,11 @@ def _root_dead(place: Place, found: Sequence[DurableStep]) -> list[DeadWeight]:
             continue
         elif paths.step_of_name(name) is not None:
             remedy = (
-                "a save under way, or cut off: the next save of its number replaces it, or delete it with no job on"
+                "a save in flight, or interrupted: the next save of its number replaces it; or delete it without a job"
             )
             dead.append(_dead("leftover", below, remedy))
         elif name not in _ROOT_FILES:
-            dead.append(_dead("stray", below, "no step and no record: look at it"))
+            dead.append(_dead("stray", below, "neither a step nor a record: inspect it"))
     files = [name for name in place.names() if not name.endswith("/") and name not in _METADATA]
     sizes = {name: place.store.stat(name) for name in files}
     return dead + [
@@ -229,7 +229,7 @@ def _root_dead(place: Place, found: Sequence[DurableStep]) -> list[DeadWeight]:
             kind="stray",
             path=f"{place.url}/{name}",
             stored_bytes=size.size_bytes,
-            remedy="no step and no record: look at it",
+            remedy="neither a step nor a record: inspect it",
         )
         for name, size in sizes.items()
         if size is not None
@@ -261,7 +261,7 @@ def _unreferenced(step: Place, problems: list[str]) -> list[DeadWeight]:
             continue
         for key, size in item.sizes().items():
             if "d" in key.split("/")[:-1] and key not in used:
-                remedy = "of an earlier version of the database, which nobody reads"
+                remedy = "of an earlier version of the database, which no reader uses"
                 found.append(
                     DeadWeight(kind="unreferenced", path=f"{item.url}/{key}", stored_bytes=size, remedy=remedy)
                 )

@@ -46,8 +46,8 @@ _WHY = {
     "arrays": "every chunk of {} decodes, and stock Orbax keeps no digests that would show a changed bit",
     "small": "stock Orbax keeps no digests of {}",
     "unknown": "{} is not understood, and was not read",
-    "gone": "the step names {}, which is not there",
-    "bare": "nobody kept digests of {}; all else is proven",
+    "gone": "the step names {}, which does not exist",
+    "bare": "nothing keeps digests of {}; everything else is proven",
 }
 _SETTLE_S = 0.2  # that a deletion which is under way gets, before a step counts as damaged
 
@@ -70,7 +70,7 @@ def prove_step(place: Place, step: int, limits: Limits, notes: list[str], *, tim
     Raises `StoreError` where it cannot be reached.
     """
     if not is_committed(place):
-        reason = "it was never committed: a save that is under way, or was cut off"
+        reason = "it was never committed: a save in flight, or an interrupted one"
         return [StepProof(step=step, state="incomplete", kind="durable", path=place.url, reason=reason)]
     return prove_written(place, step, limits, notes, timeout_s=timeout_s)
 

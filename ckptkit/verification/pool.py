@@ -107,7 +107,7 @@ def _look(check: CellCheck, budget: _Budget) -> Finding | None:
             found=found,
         )
 
-    assert check.memory_bytes <= budget.bytes_max, "it would be waited for without end"
+    assert check.memory_bytes <= budget.bytes_max, "reading it would never end"
     try:
         with budget.of(check.memory_bytes):
             found = check.read()

@@ -77,7 +77,7 @@ def _locked(held: ExitStack, directory: Path, name: str, target: str) -> bool:
             return True
         raise
     if not is_free:
-        raise CheckpointError(f"another process is making {target}; let it end", path=target)
+        raise CheckpointError(f"another process is making {target}; wait until it ends", path=target)
     return (directory / name).exists()
 
 

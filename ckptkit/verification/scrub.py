@@ -239,7 +239,7 @@ class _Scrubber:
         sources = self._sources(save_id)
         act, done = "repair", False
         if not self._repair:
-            reason = None if can_mend(proof, sources) else "no other copy of it is whole on this host"
+            reason = None if can_mend(proof, sources) else "no other copy of it is intact on this host"
             act = "quarantine" if reason else "repair"
         else:
             reason = mend_share(proof, sources, self._limits)

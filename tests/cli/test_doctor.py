@@ -168,7 +168,7 @@ CASES: list[Case] = [
         rules.durable_age,
         logged(*RUN, *saves(range(0, 50, 10), "durable")),
         logged(*RUN, *saves(range(0, 80, 10), "durable")),
-        "nothing was committed durably for 59.9 s at the end of the log, and usually something is every 10 s",
+        "no durable commit happened for 59.9 s at the end of the log, and usually something is every 10 s",
     ),
     (
         rules.damaged,

@@ -56,7 +56,7 @@ def test_stock_orbax_steps_are_unproven(ckpt: Run, stock: Path) -> None:
         (("verify", "{home}", "--step", "-1"), 2, "-1 is not in the range"),
         (("verify", "{home}/none"), 10, "there is no such directory"),
         (("verify", "{root}", "--step", "5"), 10, "step 5 does not exist"),
-        (("verify", "{root}/4/_CHECKPOINT_METADATA"), 10, "it is a file, and a directory with steps is asked for"),
+        (("verify", "{root}/4/_CHECKPOINT_METADATA"), 10, "it is a file, and a directory with steps is expected"),
         (("verify", "{home}/loop"), 1, "look at its permissions and links"),
     ],
 )

@@ -187,7 +187,7 @@ def test_rules_keep_typed_keys(ckpt: Run, ours: Ours, tmp_path: Path) -> None:
         ('from = "w"', "a rule has `from` and `to`"),
         ("from = 3\ndrop = true", "3 is neither a name of a leaf"),
         ('from = "w"\nto = ["a", 2]\nsplit = 0', "is neither a name of a leaf nor a list of names"),
-        ('from = "w"\nto = "x"\nsplt = 1', "'splt' is nothing that a rule has"),
+        ('from = "w"\nto = "x"\nsplt = 1', "'splt' is not a key of a rule"),
         ('from = "w"\nto = ["a", "b"]', "several in `to` need `split`"),
         ('from = "w"\nto = "x"\ntranspose = [0, 0]', "the rule for x does not fit w, (3, 2): [0, 0] is not an order"),
         ('from = "w"\nto = "x"\nmerge = 1', "the rule for x does not fit w, (3, 2): it has no such axis"),

@@ -100,7 +100,7 @@ def test_missing_process_is_named_on_every_process(job: FakeJob, absent: tuple[i
         assert isinstance(answer, CoordinationError)
         assert isinstance(answer, TimeoutError)
         within = "in time" if process == 0 else "within 3 s"
-        assert str(answer) == f"commit: process {who} did not come {within}; look at why it stopped"
+        assert str(answer) == f"commit: process {who} did not come {within}; find out why it stopped"
 
 
 def test_thousand_processes_are_gathered_in_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_many_missing_processes_fit_one_line() -> None:
     """If it failed, the error of a large job would be pages of numbers."""
     text = str(meeting._missing("vote", list(range(1000)), 5))
     assert text.startswith("vote: process 0, 1, 2, ")
-    assert text.endswith("19 and 980 more did not come within 5 s; look at why it stopped")
+    assert text.endswith("19 and 980 more did not come within 5 s; find out why it stopped")
 
 
 def test_failed_decision_raises_on_every_process(job: FakeJob) -> None:

@@ -36,13 +36,15 @@ def test_every_deprecated_keyword_has_a_field() -> None:
     """A keyword of the last release would be refused, or be taken and ignored."""
     for name in DEPRECATED_KEYWORDS:
         given: Any = {name: None}
-        with pytest.raises(ValueError, match=rf"{name}: given beside \w+; put it into \w+ alone"):
+        with pytest.raises(ValueError, match=rf"{name}: given together with \w+; put it into \w+ alone"):
             option_records(ckptkit.SaveOptions(), ckptkit.RestoreOptions(), ckptkit.ProcessOptions(), given)
 
 
 def test_a_keyword_beside_its_record_is_refused(tmp_path: Path) -> None:
     """One of the two values would be ignored without a message."""
-    with pytest.raises(ValueError, match="in_flight_max, durable_busy: given beside saving; put it into saving alone"):
+    with pytest.raises(
+        ValueError, match="in_flight_max, durable_busy: given together with saving; put it into saving alone"
+    ):
         ckptkit.CheckpointManager(tmp_path, saving=ckptkit.SaveOptions(), durable_busy="skip", in_flight_max=2)
 
 

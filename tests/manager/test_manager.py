@@ -167,8 +167,8 @@ def test_every_difference_of_the_trees_is_named(run: Run) -> None:
     with run.manager() as manager, pytest.raises(ckptkit.TreeMismatchError) as caught:
         manager.restore(None, args=restore_args(target))
     assert caught.value.differences == (
-        "state:b is bfloat16[4] on disk, and not in abstract_state",
-        "state:more is bfloat16[4] in abstract_state, and not on disk",
+        "state:b is bfloat16[4] on disk, but not in abstract_state",
+        "state:more is bfloat16[4] in abstract_state, but not on disk",
         "state:w is float32[8,8] on disk, bfloat16[16,8] in abstract_state",
     )
 

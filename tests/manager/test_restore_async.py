@@ -53,7 +53,7 @@ def test_restore_async_does_not_block_the_caller(held: Held) -> None:
     """A restart would compile only after it has read."""
     handle = held.restore_async()
     assert not handle.done()
-    with pytest.raises(TimeoutError, match=r"not finished after 0.05 s; it goes on"):
+    with pytest.raises(TimeoutError, match=r"not finished after 0.05 s; it continues"):
         handle.result(timeout=0.05)
     held.go.set()
     restored = handle.result(timeout=30)

@@ -79,7 +79,7 @@ def test_each_byte_is_read_once(found: Found) -> None:
 def test_no_broadcast_where_nothing_is_shared(found: Found) -> None:
     """A sharded job would wait for collectives that bring nothing."""
     for each in act(found, "one", broadcast=False):
-        assert each["why"] == "process 0: no two processes want the same"
+        assert each["why"] == "process 0: no two processes want the same boxes"
     for each in act(found, "small", broadcast=False):
         assert "for each process: less than" in each["why"]
 
@@ -94,7 +94,7 @@ def test_background_restore_broadcasts_once_all_call_result(found: Found) -> Non
 def test_late_result_call_finds_everything_read(found: Found) -> None:
     """A long compilation would be followed by a transfer that reading in its shadow makes needless."""
     for each in act(found, "late", broadcast=False):
-        assert each["why"] == "all was read before everybody asked for the result"
+        assert each["why"] == "all was read before every process called result"
         assert (each["rounds"], each["sources"].get("replica", 0)) == (0, 0)
 
 

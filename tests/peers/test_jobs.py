@@ -66,7 +66,7 @@ def test_lost_shard_is_refused_before_any_read(found: list[dict[str, Any]]) -> N
     for process in (first, second):
         assert (process["latest"], process["step"]) == (0, 0)
         (rejected,) = process["rejected"]
-        assert "process 1: CorruptCheckpointError: save 1@1.1: nothing that this process can reach covers" in rejected
+        assert "process 1: CorruptCheckpointError: save 1@1.1: no source that this process can reach covers" in rejected
 
 
 def test_swapped_hosts_restore_their_boxes_from_peers(found: list[dict[str, Any]]) -> None:

@@ -155,9 +155,9 @@ def test_replaced_save_is_superseded_not_corrupt(client: PeerClient, arena: Aren
     for step in (8, 9):
         commit(arena, SaveId(2, step, step))
     into = np.empty(leaf.shape, np.int32)
-    with pytest.raises(CorruptCheckpointError, match="superseded, or no longer there"):
+    with pytest.raises(CorruptCheckpointError, match="superseded, or deleted"):
         client.reader(0, SAVE, 0, tag)("state", leaf, leaf.boxes[0], leaf.boxes[0].box, into)
-    with pytest.raises(CorruptCheckpointError, match="superseded, or no longer there"):
+    with pytest.raises(CorruptCheckpointError, match="superseded, or deleted"):
         client.manifest(0, SAVE, 0)
 
 

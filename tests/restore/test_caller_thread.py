@@ -114,7 +114,7 @@ def test_late_or_timed_out_caller_is_not_waited_for(monkeypatch: pytest.MonkeyPa
     job.end(served)
     job = Job(monkeypatch, timeout_s=0.5)
     served = job.serve(0)
-    assert job.said() == ["process 1 did not ask for the result within 0.5 s"] * 2
+    assert job.said() == ["process 1 did not call result within 0.5 s"] * 2
     job.end(served)
 
 
@@ -124,7 +124,7 @@ def test_callers_are_not_awaited_after_everything_is_read(monkeypatch: pytest.Mo
     time.sleep(0.3)
     assert not any(future.done() for future in job.waiting)
     job.left = False
-    assert job.said() == ["all was read before everybody asked for the result"] * 2
+    assert job.said() == ["all was read before every process called result"] * 2
     job.end()
 
 

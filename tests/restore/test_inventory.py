@@ -119,8 +119,10 @@ def test_save_of_impossibly_many_processes_is_incomplete() -> None:
 def test_missing_box_error_names_its_leaf() -> None:
     """A lost shard would be restored as random memory."""
     assert hole_in([manifest(rows((0, 5))), manifest(rows((4, 8)))]) is None
-    assert hole_in([manifest(rows((0, 5))), manifest(rows((6, 8)))]) == "1 elements of leaf state:w are held by nobody"
-    assert hole_in([manifest([])]) == "8 elements of leaf state:w are held by nobody"
+    assert (
+        hole_in([manifest(rows((0, 5))), manifest(rows((6, 8)))]) == "1 elements of leaf state:w are held by no process"
+    )
+    assert hole_in([manifest([])]) == "8 elements of leaf state:w are held by no process"
 
 
 def test_inventory_of_ten_thousand_processes_is_gathered() -> None:

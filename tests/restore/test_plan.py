@@ -172,7 +172,7 @@ def test_every_wanted_box_is_covered_exactly_or_refused(data: st.DataObject) -> 
         with pytest.raises(CorruptCheckpointError) as caught:
             plan_restore(SAVE, {KEY: wanted}, sources)
         assert str(caught.value) == (
-            f"save {SAVE}: nothing that this process can reach covers leaf state:w, box {first.start} to {first.stop}"
+            f"save {SAVE}: no source that this process can reach covers leaf state:w, box {first.start} to {first.stop}"
         )
         return
     plan = plan_restore(SAVE, {KEY: wanted}, sources)
@@ -250,7 +250,7 @@ def coverage(source: Source, shape: tuple[int, ...]) -> np.ndarray:
 def test_overlapping_boxes_do_not_hide_a_hole() -> None:
     """If it failed, two overlapping boxes would be counted twice, and a hole be restored as random memory."""
     overlapping = Source(tier="ram", manifests=(manifest(rows((0, 5), (1, 4))),))
-    with pytest.raises(CorruptCheckpointError, match=r"nothing that this process can reach covers leaf state:w"):
+    with pytest.raises(CorruptCheckpointError, match=r"no source that this process can reach covers leaf state:w"):
         plan_restore(SAVE, {KEY: rows((0, 8))}, [overlapping])
 
 

@@ -93,7 +93,7 @@ def test_single_process_decides_by_its_own_clock() -> None:
     kept = upkeep(LocalCoordinator(), 0.0)
     kept.raise_if_overdue(1)
     fail(kept)
-    with pytest.raises(SaveFailedError, match=r"durable_max_age_s is 0; mend the durable tier"):
+    with pytest.raises(SaveFailedError, match=r"durable_max_age_s is 0; repair the durable tier"):
         kept.raise_if_overdue(2)
     kept.attempt(3, lambda: None)
     kept.raise_if_overdue(4)

@@ -273,9 +273,9 @@ def test_every_difference_is_reported_at_once() -> None:
     assert lines[1:6] == [
         "  state:a is float32[2,3] on disk, float32[2,4] in abstract_state",
         "  state:b is bfloat16[4] on disk, float32[4] in abstract_state",
-        "  state:gone is float64[2] on disk, and not in abstract_state",
+        "  state:gone is float64[2] on disk, but not in abstract_state",
         lines[4],
-        "  state:new.x is int in abstract_state, and not on disk",
+        "  state:new.x is int in abstract_state, but not on disk",
     ]
     assert lines[4].startswith("  state:k is ")
     assert "threefry2x32" in lines[4]

@@ -150,7 +150,7 @@ def test_command_prints_what_adoption_means(run: str, other: Path, capsys: pytes
     assert "Choose `--as newest`" in capsys.readouterr().err
     before = open_store(run).list_all("")
     assert main(["copy", str(other / "50"), run, "--as", "newest", "--as-step", "2050", "--dry-run"]) == 0
-    assert "takes step 2050; a run that is under way is refused" in capsys.readouterr().out
+    assert "takes step 2050; the next durable save of a running job is refused" in capsys.readouterr().out
     assert open_store(run).list_all("") == before
 
 

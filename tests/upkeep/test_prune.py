@@ -84,7 +84,7 @@ def test_prune_keeps_steps_of_rules_and_pins(tmp_path: Path) -> None:
         6: ("leave", ("damaged: `ckptkit scrub` reports what can be done",)),
         7: ("delete", ("no rule keeps it",)),
         8: ("keep", ("newest=1", "every=4", "the newest whole step")),
-        9: ("leave", ("never committed: a save under way, or cut off",)),
+        9: ("leave", ("never committed: a save in flight, or interrupted",)),
     }
     assert steps_in(root) == list(range(1, 9)), "a plan deletes nothing"
     done = prune(plan)

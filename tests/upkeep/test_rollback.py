@@ -88,8 +88,8 @@ def test_notes_report_steps_at_risk_and_pins(tmp_path: Path) -> None:
     pin(str(root), 4)
     plan = plan_rollback(str(root), 3, tiers=[str(ram)], host_id=HOST)
     assert plan.notes == (
-        "only fast tiers of this host hold it: where they are lost, a restart takes an older step",
-        "pinned: 4; these numbers cannot be saved anew until they are not",
+        "only fast tiers of this host hold it: if they are lost, a restart takes an older step",
+        "pinned: 4; these numbers cannot be saved anew until they are unpinned",
     )
     rollback(plan)
     assert restored(root, ram=ram) == (3, 3)

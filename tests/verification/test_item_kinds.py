@@ -156,7 +156,7 @@ def test_lost_item_of_a_step_is_reported(tmp_path: Path, writer: Any) -> None:
         assert "item two is missing" in str(proof.findings[0])
     else:
         assert proof.state == "unproven"
-        assert "the step names two, which is not there" in str(proof.reason)
+        assert "the step names two, which does not exist" in str(proof.reason)
 
 
 @pytest.mark.parametrize("handler", [ocp.JsonCheckpointHandler, TextHandler])

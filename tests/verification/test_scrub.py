@@ -122,7 +122,7 @@ def test_durable_step_is_repaired_from_a_slot(job: Job, how: str) -> None:
 
 
 def test_step_with_an_item_of_stock_orbax_is_repaired(job: Job) -> None:
-    """The item that nobody kept digests of would keep ours from being mended."""
+    """The item that nothing keeps digests of would keep ours from being mended."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(job.root / "1/extra", {"w": jnp.arange(4)})
     (job.root / "1/state/manifest.ocdbt").unlink()
@@ -351,7 +351,7 @@ def test_running_job_repairs_its_own_slots(job: Job) -> None:
         job.manifest("ram", 1).write_bytes(b"{}")
         (left,) = manager.scrub(repair=True).treatments
         assert (left.act, left.done) == ("leave", False)
-        assert "its manifest is damaged or gone" in str(left.reason)
+        assert "its manifest is damaged or missing" in str(left.reason)
 
 
 def slot_of(job: Job, tier: str) -> Path:

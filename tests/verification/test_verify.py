@@ -161,7 +161,7 @@ def test_items_without_digests_are_unproven(job: Job) -> None:
     (job.root / "1/vocabulary/words.txt").write_text("a b c")
     proof = ckptkit.verify(str(job.root)).steps[1]
     assert (proof.state, proof.findings) == ("unproven", ())
-    assert proof.reason == "unproven: nobody kept digests of vocabulary; all else is proven"
+    assert proof.reason == "unproven: nothing keeps digests of vocabulary; everything else is proven"
 
 
 def test_changed_data_iterator_state_is_found(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def grain_names_in(names: Iterable[str]) -> list[str]:
 def content_of(names: Collection[str], below: Below) -> Content:
     """The class of a directory, from the names in it, and if they do not suffice from those one level below.
 
-    `item`: a tree that was saved without a manager, which no manager restores as a step. `root`: it holds steps
+    `item`: a tree that was saved without a manager; a manager does not restore it as a step. `root`: it holds steps
     itself. Cost: nothing for a directory with a step's metadata or mark; else a listing for each directory in it.
     """
     if any(paths.slot_index(name) is not None or paths.save_of_manifest(name) for name in names):

@@ -57,7 +57,7 @@ def reason_to_leave(action: Action, kind: StepClass, standing: Standing) -> str 
     if kind is StepClass.FOREIGN:
         return "it is not a step of this run"
     if standing.state == "unfinished":
-        return "never committed: a save under way, or cut off"
+        return "never committed: a save in flight, or interrupted"
     if standing.pinned and action not in _WITH_PIN:
         return "pinned"
     if standing.in_use and action not in _WITH_PIN:

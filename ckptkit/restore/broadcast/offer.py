@@ -64,7 +64,7 @@ def offer_of(prepared: Prepared | None, count: int) -> Offer:
                 )
             )
     if not leaves:
-        raise NothingToShareError("no two processes want the same")
+        raise NothingToShareError("no two processes want the same boxes")
     tiers = prepared.plan.tiers
     needed = {read.key for read in prepared.plan.reads if tiers[read.sources[0][0]] == DURABLE}
     return Offer(
@@ -104,7 +104,7 @@ def judge(values: Sequence[str | list[Any]], options: BroadcastOptions) -> dict[
         return {"go": False, "why": "the processes do not want the same tree in the same layout"}
     most = max(wanted_bytes for _, wanted_bytes, _ in offers)
     if not most:
-        return {"go": False, "why": "fast tiers hold what the replicas have in common"}
+        return {"go": False, "why": "fast tiers hold the boxes that the replicas share"}
     choice = choose(options.mode, Remaining(wanted=most, unread=most, sent=most), 2, BroadcastRates())
     return {"go": choice.broadcast, "why": choice.why, "needs": [needs for _, _, needs in offers]}
 
