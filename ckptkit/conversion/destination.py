@@ -237,7 +237,7 @@ class Destination:
                 and_target = "" if self.properties.atomic_rename else " and the target"
                 error.add_note(
                     f"the written part is kept in {self.part}{and_target}: the same command with "
-                    "--resume goes on from there, without it begins anew"
+                    "--resume continues it, without it begins anew"
                 )
             raise
 

@@ -122,7 +122,7 @@ class Meetings:
         count as None. `order` numbers the operations in the order in which they happen; with it, a process does not
         wait for an exchange that process 0 has left behind.
 
-        Raises `CoordinationError` with the processes that did not come in time, and what `decide` raised.
+        Raises `CoordinationError` with the processes that did not join in time, and what `decide` raised.
         """
         state = self._channels.setdefault(channel, _Channel())
         meeting = self._place(channel, about, state.next(about))

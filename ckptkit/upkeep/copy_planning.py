@@ -287,7 +287,7 @@ def _planned(each: DurableStep, there: DurableStep | None, target: str) -> CopyS
     same = made.stamp is not None and stamp_of(there.place) == made.stamp
     if not same or there.save_id != each.save_id or there.state == "damaged":
         raise CheckpointError(
-            f"{made.target} is there already, and is not known to be the same save; move it away, or name another root",
+            f"{made.target} exists already, and is not known to be the same save; move it away, or name another root",
             step=each.step,
             path=made.target,
         )

@@ -218,7 +218,7 @@ def test_ctrl_c_leaves_no_partial_output(tmp_path: Path, command: str) -> None:
     _, err = process.communicate(timeout=120)
     *_, said, how_to_go_on = err.decode().splitlines()
     assert (process.returncode, said) == (130, "ckptkit: interrupted")
-    assert "the same command with --resume goes on from there" in how_to_go_on
+    assert "the same command with --resume continues it" in how_to_go_on
     assert not (target / "1").exists()
     assert target.exists() == (command == "copy")
 

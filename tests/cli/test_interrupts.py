@@ -87,7 +87,7 @@ def test_lost_interrupt_is_raised_again(where: str, ckpt: Run, tmp_path: Path, m
         signal.signal(signal.SIGINT, handler)
     assert sys.unraisablehook is hook
     assert (said.code, said.err.splitlines()[-2]) == (130, "ckptkit: interrupted")
-    assert "--resume goes on" in said.err
+    assert "--resume continues it" in said.err
     assert sorted(os.listdir(tmp_path)) == [".t.ckptkit-part", "a.safetensors"]
 
 
@@ -153,5 +153,5 @@ def test_twenty_interrupts_at_random_times(tmp_path: Path) -> None:
         said = (tmp_path / "made" / f"err{run}").read_text()
         assert "ckptkit: interrupted" in said
         assert "Exception ignored" not in said
-        assert (f".t{run}.ckptkit-part" in left) <= ("--resume goes on" in said), (run, said)
+        assert (f".t{run}.ckptkit-part" in left) <= ("--resume continues it" in said), (run, said)
     assert set(left) <= {f".t{run}.ckptkit-part" for run in runs}

@@ -152,7 +152,9 @@ def test_full_disk_leaves_a_resumable_conversion(
     assert said.code == 1
     error, hint = said.err.splitlines()
     assert "No space left on device" in error
-    assert f"the written part is kept in {tmp_path}/.b.ckptkit-part: the same command with --resume goes on" in hint
+    assert (
+        f"the written part is kept in {tmp_path}/.b.ckptkit-part: the same command with --resume continues it" in hint
+    )
     assert sorted(os.listdir(tmp_path)) == [".b.ckptkit-part", "a.msgpack"]
     assert ckpt("convert", source, tmp_path / "b", "--to", to, "--resume").code == 0
     assert_same_bits(read(tmp_path / "b"), flat(nested))

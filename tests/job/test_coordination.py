@@ -100,7 +100,7 @@ def test_missing_process_is_named_on_every_process(job: FakeJob, absent: tuple[i
         assert isinstance(answer, CoordinationError)
         assert isinstance(answer, TimeoutError)
         within = "in time" if process == 0 else "within 3 s"
-        assert str(answer) == f"commit: process {who} did not come {within}; find out why it stopped"
+        assert str(answer) == f"commit: process {who} did not join {within}; find out why it stopped"
 
 
 def test_thousand_processes_are_gathered_in_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_thousand_processes_are_gathered_in_few_requests(monkeypatch: pytest.Mon
     job.service.gone = set(range(400, 1000))
     for process in range(1, 400):
         job.service.key_value_set(meeting._place_of("ckptkit/0/x/1", process), "0")
-    with pytest.raises(CoordinationError, match=r"process 400, 401, .*, 419 and 580 more did not come"):
+    with pytest.raises(CoordinationError, match=r"process 400, 401, .*, 419 and 580 more did not join"):
         gather(job.processes[0], "x", 0, timeout_s=30)
 
 
@@ -152,7 +152,7 @@ def test_many_missing_processes_fit_one_line() -> None:
     """If it failed, the error of a large job would be pages of numbers."""
     text = str(meeting._missing("vote", list(range(1000)), 5))
     assert text.startswith("vote: process 0, 1, 2, ")
-    assert text.endswith("19 and 980 more did not come within 5 s; find out why it stopped")
+    assert text.endswith("19 and 980 more did not join within 5 s; find out why it stopped")
 
 
 def test_failed_decision_raises_on_every_process(job: FakeJob) -> None:
@@ -192,7 +192,7 @@ def test_missed_barrier_does_not_shift_the_next_one(job: FakeJob) -> None:
     job.all(lambda c: c.agree("vote", 1, sum, timeout_s=3), absent=(3,))
     job.service.gone = set()
     late = job.processes[3]
-    with pytest.raises(CoordinationError, match=r"^vote: process 3 did not come within 3 s"):
+    with pytest.raises(CoordinationError, match=r"^vote: process 3 did not join within 3 s"):
         late.agree("vote", 1, sum, timeout_s=3)
     assert job.all(lambda c: c.agree("vote", c.process, sum, timeout_s=5)) == [6] * 4
 
@@ -213,7 +213,7 @@ def test_late_process_does_not_mix_up_two_barriers(job: FakeJob) -> None:
             with job.service.changed:
                 assert job.service.changed.wait_for(lambda: str(job.service.values).count("save 2") == 3, 30)
             job.service.gone = {1, 2, 3}
-            with pytest.raises(CoordinationError, match="process 1, 2, 3 did not come"):
+            with pytest.raises(CoordinationError, match="process 1, 2, 3 did not join"):
                 c.agree("disk", "save 1", lambda said: said, timeout_s=3, about="save 1")
             job.service.gone = set()
         return c.agree("disk", f"{c.process}", lambda said: said, timeout_s=5, about="save 2")
@@ -237,7 +237,7 @@ def test_late_process_rejoins_at_the_next_operation(job: FakeJob, monkeypatch: p
     job.service.gone = {1, 2, 3}
     assert first.agree("begun", 1, len, timeout_s=3) == 4, "it finds their words, and goes on"
     assert first.ask_process_0("place", lambda: "one", timeout_s=3) == "one"
-    with pytest.raises(CoordinationError, match="process 1, 2, 3 did not come"):
+    with pytest.raises(CoordinationError, match="process 1, 2, 3 did not join"):
         first.agree("written", 1, sum, timeout_s=3)
     job.service.gone = set()
     for number in (2, 3):

@@ -323,7 +323,7 @@ def test_step_is_resharded_into_s3(root: str, tmp_path: Path, capsys: pytest.Cap
     with ckptkit.CheckpointManager(f"{root}/run") as manager:
         assert_same(restored(manager, 3), make_state(3))
     assert main(["reshard", source, target, "--mesh", "x=4"]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 def arrays_of(path: str) -> dict[str, np.ndarray]:

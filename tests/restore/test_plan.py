@@ -295,7 +295,7 @@ def test_two_saves_are_never_mixed(other: SaveId) -> None:
 def test_leaf_without_a_source_is_named() -> None:
     """If it failed, a new layer of the model would be restored as nothing."""
     with pytest.raises(
-        CorruptCheckpointError, match=r"^save 7@2\.4: nothing .* covers leaf state:opt\.mu, box"
+        CorruptCheckpointError, match=r"^save 7@2\.4: no source .* covers leaf state:opt\.mu, box"
     ) as caught:
         plan_restore(SAVE, {("state", ("opt", "mu")): rows((0, 8))}, [Source(tier="ram", manifests=(manifest([]),))])
     assert caught.value.step == 7

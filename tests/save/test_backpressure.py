@@ -271,13 +271,13 @@ def test_save_whose_vote_fails_on_process_0_is_dropped(tmp_path: Path, monkeypat
         job.manager.wait_until_finished()
 
         def nobody_comes(*_: Any, **__: Any) -> None:
-            raise CoordinationError("commit: process 1 did not come in time")
+            raise CoordinationError("commit: process 1 did not join in time")
 
         with monkeypatch.context() as broken:
             broken.setattr(coordinator, "agree", nobody_comes)
             for step in range(1, 6):  # more than there are slots
                 job.save(step)
-                with pytest.raises(ckptkit.SaveFailedError, match="process 1 did not come"):
+                with pytest.raises(ckptkit.SaveFailedError, match="process 1 did not join"):
                     job.manager.wait_until_finished()
         arena = job.manager._pipeline._tiers.staging
         assert not any(slot.leases for slot in arena._slots)
@@ -297,13 +297,13 @@ def test_failed_vote_of_one_tier_does_not_affect_other_tiers(tmp_path: Path, mon
 
     def nobody_comes(channel: str, *rest: Any, **words: Any) -> Any:
         if channel == "disk-commit":
-            raise CoordinationError("disk-commit: process 1 did not come in time")
+            raise CoordinationError("disk-commit: process 1 did not join in time")
         return agree(channel, *rest, **words)
 
     with job.manager:
         monkeypatch.setattr(coordinator, "agree", nobody_comes)
         job.save(10)
-        with pytest.raises(ckptkit.SaveFailedError, match=r"step 10 was not committed to tier ssd: .* did not come"):
+        with pytest.raises(ckptkit.SaveFailedError, match=r"step 10 was not committed to tier ssd: .* did not join"):
             job.manager.wait_until_finished()
         assert [(step, tier) for step, tier, *_ in job.said(Kind.FAILED)] == [(10, "ssd")]
         assert [job.steps(tier) for tier in ("ram", "ssd", "durable")] == [[10], [], [10]]

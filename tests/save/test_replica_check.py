@@ -52,7 +52,7 @@ class Alike:
         """The decision of process 0."""
         del timeout_s, is_veto, order
         if channel == "replica-details" and not self._detailed:
-            raise CoordinationError("replica-details: process 7 did not come")
+            raise CoordinationError("replica-details: process 7 did not join")
         self.about.add(about)
         self.said.append(json.dumps(value))
         other = self.said[-1].replace("aaaa", "bbbb").replace(self.hash_of(value), "0" * 32)

@@ -218,7 +218,7 @@ def test_conflicting_targets_are_refused(tmp_path: Path, server: BucketServer) -
     root, into = tmp_path / "run", tmp_path / "into"
     make_root(root, (1, 2))
     make_root(into, (1,))
-    with pytest.raises(CheckpointError, match="1 is there already, and is not known to be the same"):
+    with pytest.raises(CheckpointError, match="1 exists already, and is not known to be the same"):
         plan_copy(str(into / "1"), str(root))  # both are save 1@1.0
     with manager_of(into) as manager:
         save(manager, 5)
@@ -241,7 +241,7 @@ def test_root_is_copied_again_after_a_rollback(tmp_path: Path) -> None:
     with manager_of(root) as manager:
         manager.restore(2)
         save(manager, 3, 33)
-    with pytest.raises(CheckpointError, match="3 is there already"):
+    with pytest.raises(CheckpointError, match="3 exists already"):
         plan_copy(str(root), str(into))
     shutil.rmtree(into / "3")
     done = copy(plan_copy(str(root), str(into)))

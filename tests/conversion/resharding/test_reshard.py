@@ -204,7 +204,7 @@ def test_unsupported_sources_and_targets_are_refused(ckpt: Run, striped: Path, t
     assert "has chunks of 131072 bytes" in said.err
     assert "give --memory at least 524288 bytes" in said.err
     (tmp_path / "9").mkdir()
-    assert "is there already" in ckpt("reshard", striped, tmp_path / "9", "--mesh", MESH).err
+    assert "exists already" in ckpt("reshard", striped, tmp_path / "9", "--mesh", MESH).err
     np.savez(tmp_path / "a.npz", a=np.arange(3))
     assert "only Orbax's checkpoints" in ckpt("reshard", tmp_path / "a.npz", tmp_path / "b", "--mesh", MESH).err
     assert ckpt("reshard", tmp_path / "c", tmp_path / "b", "--mesh", MESH).code == 10
@@ -331,7 +331,7 @@ def test_bucket_marker_is_written_last(ckpt: Run, striped: Path, server: BucketS
         assert manager.all_steps() == [9]
     left = gcsfs.GCSFileSystem().find("runs")
     assert not [name for name in left if "ckptkit-part" in name]
-    assert "is there already" in ckpt("reshard", striped, target, "--mesh", MESH).err
+    assert "exists already" in ckpt("reshard", striped, target, "--mesh", MESH).err
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -346,7 +346,7 @@ def test_newer_step_at_the_bucket_target_is_kept(
     copy(plan_copy(str(striped), "gs://runs/run"))
     before = store.stat_all("9")
     said = ckpt(*words, *["--resume"] * resume)
-    assert (said.code, "is there already" in said.err) == (1, True), said.err
+    assert (said.code, "exists already" in said.err) == (1, True), said.err
     assert {key: stat.generation for key, stat in store.stat_all("9").items()} == {
         key: stat.generation for key, stat in before.items()
     }
@@ -363,4 +363,4 @@ def test_converts_into_a_bucket(to: str, ckpt: Run, striped: Path, server: Bucke
     assert ckpt(*words).code == 0
     assert read(target) == read(striped)
     assert not [name for name in gcsfs.GCSFileSystem().find("runs") if "ckptkit-part" in name]
-    assert "is there already" in ckpt(*words).err
+    assert "exists already" in ckpt(*words).err
