@@ -39,7 +39,7 @@ _Range = tuple[str, int, int]  # of the boxes `start` to `stop` that the process
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shared:
-    """What a description says of replicas; remembered, as descriptions are."""
+    """The replicas in a description; cached, as descriptions are."""
 
     description: Description
     local_replicas: tuple[LocalReplica, ...]
@@ -52,10 +52,10 @@ class _Shared:
 class ReplicaComparison:
     """Compares the replicas of each save. `shards` belongs to the step loop, `compare` to the writer thread.
 
-    What meets: one hash for each set of processes that hold boxes in common (about 50 bytes each; a state has as many
-    sets as it has ways of being replicated), whatever the number of leaves. Only where hashes differ, the processes of
-    those sets are asked again, for `FANOUT` hashes of each of at most `FOLLOWED` ranges (10 kB per process), until
-    single boxes are named. No device collective is launched.
+    Processes exchange one hash for each set of processes with common boxes (about 50 bytes each; one set per way of
+    replication), whatever the number of leaves. Only if hashes differ, the processes of those sets exchange `FANOUT`
+    hashes of each of at most `FOLLOWED` ranges (10 kB per process), until single boxes are named. No device collective
+    is launched.
     """
 
     def __init__(self, policy: ReplicaPolicy | None, job: Job, outcomes: Outcomes, host: str):
@@ -73,7 +73,7 @@ class ReplicaComparison:
         return self._policy is not None and self._policy.on_difference != "report"
 
     def shards(self, description: Description, trees: Mapping[str, Any]) -> tuple[tuple[LocalReplica, ...], list[Held]]:
-        """The local copies that this save digests beside what it stores."""
+        """The local copies that this save digests in addition to the stored boxes."""
         if self._rotation is None:
             return (), []
         local_replicas = self._rotation.choose(self._of(description).local_replicas)
@@ -85,7 +85,7 @@ class ReplicaComparison:
         local_replicas: Sequence[LocalReplica],
         digests: Mapping[int, Digests] | None,
     ) -> dict[str, Any] | None:
-        """What this process tells the others of its boxes; None where nothing is compared, or nothing was staged."""
+        """This process's report of its boxes; None if nothing is compared, or nothing was staged."""
         shared = self._of(description)
         if self._policy is None or not shared.compared or digests is None:
             return None
@@ -106,7 +106,7 @@ class ReplicaComparison:
     def compare_before_commit(
         self, name: str, ballot: dict[str, Any] | None, digests: Mapping[int, Digests] | None
     ) -> Generator[Effect, Any, dict[str, Any]]:
-        """What `decide` makes of all ballots: `found` and `refusal`. One meeting, without an answer as soon as one
+        """The result of `decide` on all ballots: `found` and `refusal`. One exchange, without an answer as soon as one
         process has staged nothing. Raises `CoordinationError`."""
         value = {"refused": digests is None, "ballot": ballot}
         return (yield Agree("replicas", name, value, self._first_verdict, lambda each: each["refused"]))
@@ -166,8 +166,8 @@ class ReplicaComparison:
         ranges: list[_Range],
         digests: Mapping[int, Digests] | None,
     ) -> Generator[Effect, Any, list[dict[str, Any]]]:
-        """The boxes that differ in `ranges`, at most `FOLLOWED`. A channel of its own: where these meetings fail, the
-        next save's comparison is none the worse, and what differs is named by its processes alone."""
+        """The boxes that differ in `ranges`, at most `FOLLOWED`. A channel of its own: if these exchanges fail, the
+        next save's comparison is unaffected, and a difference is named by its processes alone."""
         found: list[dict[str, Any]] = []
         while ranges:
             asked = [*map(list, ranges)]
@@ -245,7 +245,7 @@ def _narrowed(holders: Mapping[str, BoxHolders], values: list[Any]) -> dict[str,
             if b - a > 1:
                 ranges.append([name, a, b])
                 continue
-            # Those that differ from the others first: of thousands, only some are said.
+            # Those that differ from the others first: of thousands, only some are named.
             suspects = set(minority(held))
             said = sorted(held, key=lambda process: process not in suspects)[:_SAID_HOLDERS]
             who = [[process, values[process]["host"], held[process], process in suspects] for process in said]
@@ -298,5 +298,6 @@ def _words(found: Mapping[str, Any]) -> str:
 
 
 def _name_of(holders: BoxHolders) -> str:
-    """A set of processes in 16 letters: all of thousands have the scalars in common, and each says so at each save."""
+    """A set of processes in 16 letters: thousands of processes share the scalars, and each sends the set at each
+    save."""
     return digest_of(",".join(map(str, holders)).encode())[:16]

@@ -83,7 +83,7 @@ class HostMemory:
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """What the kernel can give to new allocations without swapping; 0 where it does not report that."""
+    """The memory that the kernel can give to new allocations without swapping; 0 if it does not report that."""
     with suppress(OSError):
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):

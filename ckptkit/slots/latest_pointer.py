@@ -30,7 +30,7 @@ class LostManifestError(CorruptCheckpointError):
         self.save_id = save_id
         path = _manifest_path(directory, save_id)
         super().__init__(
-            f"manifest {path} is gone: {paths.NEWEST_NAME} says that save {save_id} was committed here last",
+            f"manifest {path} is missing: {paths.NEWEST_NAME} records that save {save_id} was committed here last",
             step=save_id.step,
             path=str(path),
         )

@@ -32,7 +32,7 @@ def copy_shards(
     of a cell are in the slot. Empties `shards` and drops each array as soon as its cells are in the slot. No view of
     an array is kept: on the CPU backend a held view would make the next donating step allocate afresh.
 
-    Transfers from all devices run side by side. Host memory beside the slot: `transfer_bytes`.
+    Transfers from all devices run in parallel. Host memory in addition to the slot: `transfer_bytes`.
     """
     digests = {extent.number: [""] * len(extent.cells) for _, extent in shards}
     # Large ones first: what is left for the end is short, so no thread waits long for another.
@@ -88,7 +88,7 @@ def copy_shards(
 def share_work(work: Callable[[], None], threads: int, meanwhile: Callable[[], None] = lambda: None) -> None:
     """Runs `work` on so many threads, of which this one is the last: it does `meanwhile` first.
 
-    What is small belongs into `meanwhile`: it is bound by the interpreter, and threads would only get in each other's
+    Small shards belong into `meanwhile`: it is bound by the interpreter, and threads would only get in each other's
     way. Raises what one of them raised, once all have ended.
     """
     with ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="ckptkit-copy") as pool:
@@ -105,8 +105,8 @@ def copy_threads(size_bytes: int) -> int:
 
 
 def transfer_bytes(description: Description) -> int:
-    """The host memory that transfers of a save take at most beside its slot: a window for each device, or its largest
-    box; 0 where the boxes are in host memory already. Cost: 0.1 microseconds per box."""
+    """The most host memory that transfers of a save take in addition to its slot: a window for each device, or its
+    largest box; 0 if the boxes are already in host memory. Cost: 0.1 microseconds per box."""
     total, largest = Counter[Any](), Counter[Any]()
     for extent in description.extents:
         if extent.device is not None:
@@ -152,7 +152,7 @@ class _Transfers:
         return data, extent
 
     def done(self, extent: SlotExtent) -> None:
-        """One cell of a shard is copied. After the last one its host copy is gone, and others are begun."""
+        """One cell of a shard is copied. After the last one its host copy is freed, and others are begun."""
         if extent.device is None:
             return
         with self._changed:
@@ -183,7 +183,7 @@ class _Transfers:
 
 
 def _by_turns(shards: Iterable[Shard]) -> list[Shard]:
-    """The shards with the devices by turns, so that all of them transfer at the same time; else in their order."""
+    """The shards in rotation over the devices, so that all of them transfer at the same time; else in their order."""
     queues: dict[Any, list[Shard]] = {}
     for shard in shards:
         queues.setdefault(shard[1].device, []).append(shard)

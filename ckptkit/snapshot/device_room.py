@@ -10,7 +10,7 @@ from typing import Any, final
 
 
 class DeviceMemory:
-    """What this process asks of its devices. Tests give a model of an allocator instead."""
+    """This process's requests to its devices. Tests give a model of an allocator instead."""
 
     def stats(self, device: Any) -> Mapping[str, int]:
         """Bytes in use, their peak and their limit, by JAX's names; empty where the device does not report them."""
@@ -19,7 +19,7 @@ class DeviceMemory:
     def put(self, arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
         """Copies of arrays: dispatched by one call that waits for nothing and compiles nothing.
 
-        Raises JAX's RESOURCE_EXHAUSTED where there is no room; then nothing of the copies is left.
+        Raises JAX's RESOURCE_EXHAUSTED without room; then nothing of the copies is left.
         """
         import jax  # here alone: the class is a seam for tests
 
@@ -31,8 +31,8 @@ class DeviceRoom:
     """The budget of each device for copies.
 
     The peak of a device contains the copies of earlier saves, and JAX has no peak without them. So a budget is at most
-    what was never in use: whatever the device has held so far fits beside the copies once more. It is half of that at
-    first, and the size of earlier copies later. With copies of at most half of the free memory, the peak leaves the
+    the memory that was never in use: the earlier contents of the device then fit next to the copies. It is half of that
+    at first, and the size of earlier copies later. With copies of at most half of the free memory, the peak leaves the
     other half free, so the budget does not shrink from save to save.
 
     Nothing is copied until the state has changed or the peak has risen since the first save: before, no step may have

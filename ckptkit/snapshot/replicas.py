@@ -48,7 +48,7 @@ class SharedBox:
 
 
 def twins_of(description: Description) -> tuple[LocalReplica, ...]:
-    """Every local copy of every box beside the one that is stored, in the order of the boxes."""
+    """Every local copy of every box except the stored one, in the order of the boxes."""
     local_replicas, number = [], 0
     for item, sources in description.items.items():
         for leaf, source in enumerate(sources):
@@ -177,7 +177,7 @@ def hash_of(boxes: Iterable[SharedBox], digests: Mapping[int, Digests]) -> str:
 
 
 def minority(held: Mapping[Any, str]) -> list[Any]:
-    """Who differs from the majority; everybody where there is none (of two, nobody knows which one is right)."""
+    """Those that differ from the majority; all without a majority (with two, it is unknown which is right)."""
     votes = list(held.values())
     most = max(set(votes), key=votes.count)
     if votes.count(most) * 2 <= len(votes):

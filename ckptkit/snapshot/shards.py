@@ -54,7 +54,7 @@ class Held:
 
 
 def held_arrays(description: Description, trees: Mapping[str, Any]) -> list[Held]:
-    """What this process stores, in the order of the offsets. Moves no bytes.
+    """The shards that this process stores, in the order of the offsets. Moves no bytes.
 
     An array whose local devices all hold different boxes stays whole: one object is cheaper to copy than its shards.
     """

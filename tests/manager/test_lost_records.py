@@ -59,7 +59,9 @@ def test_lost_manifest_of_the_newest_save_is_reported(job: Job, tier: str) -> No
             shutil.rmtree(job.home / other)
     job.rejected.clear()
     assert job.restored() < 2
-    said = [(event.step, event.tier) for event in job.rejected if f"manifest {path} is gone" in event.fields["reason"]]
+    said = [
+        (event.step, event.tier) for event in job.rejected if f"manifest {path} is missing" in event.fields["reason"]
+    ]
     assert set(said) == {(2, tier)}
 
 

@@ -206,7 +206,7 @@ def test_slot_with_a_lost_manifest_is_quarantined(job: Job) -> None:
     (proof,) = [each for each in ckptkit.verify(job.tiers[1]).steps if each.step == 1]
     assert (proof.state, proof.reason) == ("corrupt", "its manifest is missing")
     listed = ckptkit.list_steps(str(job.root), tiers=job.tiers, host_id=HOST)
-    assert [problem for problem in listed.problems if f"manifest {path} is gone" in problem]
+    assert [problem for problem in listed.problems if f"manifest {path} is missing" in problem]
     assert acts(scrubbed(job, repair=False)) == [(1, "slot", "quarantine", False)]
     found = scrubbed(job)
     assert acts(found) == [(1, "slot", "quarantine", True)]
