@@ -97,7 +97,7 @@ def test_errors_equal_those_of_restore_and_end_it(held: Held) -> None:
     del state["w"]
     first = held.manager.restore_async(None, args=restore_args(state))
     for _ in range(2):
-        with pytest.raises(ckptkit.TreeMismatchError, match="and not in abstract_state"):
+        with pytest.raises(ckptkit.TreeMismatchError, match="but not in abstract_state"):
             first.result()
     second = held.manager.restore_async(77)
     with pytest.raises(ckptkit.TreeMismatchError):
