@@ -36,6 +36,8 @@ from ckptkit.restore.inventory import Held, distinct_shares, hole_in, is_whole
 from ckptkit.save.records import PeerCopies, SaveTargets
 from ckptkit.slots.arena import Arena
 from ckptkit.slots.host_memory import HostMemory
+from ckptkit.snapshot.copying import WINDOW_BYTES
+from ckptkit.snapshot.describe import is_accelerator
 from ckptkit.store import open_store
 from ckptkit.util.pages import PAGE_BYTES
 
@@ -167,21 +169,25 @@ def peer_arena_name(number: int) -> str:
     return f"buddy-{number}"
 
 
-def abstract_slot_bytes(trees: Mapping[str, Any]) -> tuple[int, int]:
-    """The bytes of slot that a save of `trees` takes on this process, and the most on any.
+def abstract_slot_bytes(trees: Mapping[str, Any]) -> tuple[int, int, int]:
+    """The bytes of slot that a save of `trees` takes on this process, the most on any, and those of its transfers.
 
     Leaves may be `jax.ShapeDtypeStruct`; without a sharding an abstract leaf counts as whole on every process. Exact:
     every distinct box of a leaf begins a page.
     """
     by_process = [0] * jax.process_count()
+    devices: set[Any] = set()
     for leaf in jax.tree.leaves(dict(trees)):
         array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
         sharding = getattr(array, "sharding", None)
+        devices |= set() if sharding is None else sharding.addressable_devices
         held = boxes_by_process(sharding, array.shape) if sharding is not None else {Box.whole(array.shape): None}
         for box, processes in held.items():
             for process in range(len(by_process)) if processes is None else processes:
                 by_process[process] += -(-box.size * array.dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
-    return by_process[jax.process_index()], max(by_process)
+    own_bytes = by_process[jax.process_index()]
+    windows = sum(2 * WINDOW_BYTES for device in devices if is_accelerator(device))
+    return own_bytes, max(by_process), min(own_bytes, windows)
 
 
 def make_tiers(

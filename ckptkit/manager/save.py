@@ -25,6 +25,7 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.model.tiers import DURABLE
 from ckptkit.save.ledger import StepRecord
 from ckptkit.save.records import Admission, Ticket
+from ckptkit.snapshot.copying import transfer_bytes
 from ckptkit.snapshot.describe import Description
 from ckptkit.snapshot.items import SaveItems, abstract_trees, as_it_is, save_items
 from ckptkit.snapshot.small_items import INLINE_BYTES_MAX
@@ -128,7 +129,7 @@ class Saver:
         captured = save_items(by_name, default_item=default_item)
         if not isinstance(captured, str):
             description = self._pipeline.describe(captured.trees)
-            self._pipeline.slots.prepare(description.slot_bytes, description.share_bytes)
+            self._pipeline.slots.prepare(description.slot_bytes, description.share_bytes, transfer_bytes(description))
 
     def take(self, request: Request, call: Call) -> bool:
         """Takes a step for the tiers in which it is due; returns whether it was taken. See `CheckpointManager.save`."""

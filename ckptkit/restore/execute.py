@@ -18,7 +18,7 @@ from ckptkit.model.manifest import SaveId
 from ckptkit.model.verify_mode import VerifySelection
 from ckptkit.restore import stock_restore
 from ckptkit.restore.assembly import Assembly
-from ckptkit.restore.place import device_buffers_of, place
+from ckptkit.restore.place import Placer, device_buffers_of
 from ckptkit.restore.plan import Key, RestorePlan, plan_restore
 from ckptkit.restore.prepare import Prepared
 from ckptkit.restore.read import OnRejected, execute
@@ -66,14 +66,15 @@ class LocalRead:
         if shared is not None and shared.failure is not None:
             raise shared.failure
         by_key = {target.key: target for target in prepared.targets}
-        leaves: dict[Key, Any] = {}
+        placer = Placer()
+        leaves = placer.leaves
         assembly = shared.assembly if shared is not None else None
 
         def proven(key: Key, blocks: Mapping[Box, np.ndarray]) -> None:
             if assembly is not None and key in assembly:
                 assembly.deliver(key, blocks)
             elif key[0] in prepared.asked.trees:  # what Orbax gives back is only proven
-                leaves[key] = place(by_key[key], blocks)
+                placer.add(by_key[key], blocks)
 
         def make_block(key: Key, box: Box, dtype: np.dtype) -> np.ndarray:
             landing = landed.get(key)
@@ -83,7 +84,7 @@ class LocalRead:
 
         for target in prepared.targets:
             if not target.boxes and target.key[0] in prepared.asked.trees:  # no device of this process holds any of it
-                leaves[target.key] = place(target, {})
+                placer.add(target, {})
         plan = prepared.plan if shared is None else _rest(prepared, shared)
         whole = dict.fromkeys(read.key for read in plan.reads if read.key[0] in prepared.asked.trees)
         landed = device_buffers_of(by_key[key] for key in whole if assembly is None or key not in assembly)
@@ -97,6 +98,7 @@ class LocalRead:
         rejected = self.rejected(plan.save_id, proves)
         told = frozenset({durable} if expect is not None else ())
         read_bytes = execute(plan, prepared.holdings.readers, rejected, proven, make_block, announced=told)
+        placer.finish()
         if shared is not None:
             leaves |= shared.assembly.leaves
             read_bytes = {

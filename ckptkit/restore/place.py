@@ -5,21 +5,28 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-from collections.abc import Iterable, Mapping
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, final
 
 import jax
 import numpy as np
 from jax.dtypes import canonicalize_dtype
+from jax.sharding import SingleDeviceSharding
 
 from ckptkit.model.boxes import Box
 from ckptkit.restore.plan import Key
 from ckptkit.restore.tree import Target
+from ckptkit.snapshot import describe
 from ckptkit.util.pages import advise_huge
 
 _log = logging.getLogger(__name__)
 _FROM_BYTES = 1 << 20
+_ALIGNED_BYTES = 64
+BATCH_BYTES = 128 << 20  # of blocks whose transfers are dispatched together
+_Leaf = tuple[Target, Mapping[Box, np.ndarray]]
 
 
 class DeviceBuffer(np.ndarray):
@@ -93,52 +100,143 @@ def _lies_as_in_numpy(dtype: np.dtype) -> bool:
 def place(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:
     """The leaf from its proven blocks. Never references tier memory: the blocks are this restore's own.
 
-    On the CPU backend the array takes the blocks' memory as it is; on others they are transferred, whatever
-    `jax.transfer_guard` is set to: the caller has asked for it.
+    On the CPU backend the array takes the memory of a block that one device wants as it is; of a block that several
+    want, each gets a copy. On other backends the blocks are transferred (`Placer`), whatever `jax.transfer_guard`
+    says: the caller has asked for it.
     """
-    with jax.transfer_guard("allow"):
+    if not is_transferred(target):
         return _placed(target, blocks)
+    (array,) = _transferred([(target, blocks)], Counter())
+    return array
+
+
+def is_transferred(target: Target) -> bool:
+    """Whether the leaf has boxes on devices of this process that have memory of their own."""
+    if target.sharding is None or not target.boxes:
+        return False
+    return describe.is_accelerator(next(iter(target.sharding.addressable_devices)))
+
+
+@final
+class Placer:
+    """Places leaves as they are proven, from any thread: transfers are dispatched for many leaves at once.
+
+    Host memory: two batches of `BATCH_BYTES` whose transfers are under way, and one that is being filled; a larger
+    leaf is a batch of its own. The leaves of the last batch are in `leaves` after `finish`.
+    """
+
+    def __init__(self) -> None:
+        self.leaves: dict[Key, Any] = {}
+        self._lock = threading.Lock()
+        self._waiting: list[_Leaf] = []
+        self._waiting_bytes = 0
+        self._load = Counter[Any]()
+        self._under_way: deque[list[Any]] = deque()
+
+    def add(self, target: Target, blocks: Mapping[Box, np.ndarray]) -> None:
+        """Places a leaf now, or with others."""
+        if not is_transferred(target):
+            self.leaves[target.key] = _placed(target, blocks)
+            return
+        with self._lock:
+            self._waiting.append((target, blocks))
+            self._waiting_bytes += sum(block.nbytes for block in blocks.values())
+            if self._waiting_bytes >= BATCH_BYTES:
+                self._dispatch()
+
+    def finish(self) -> None:
+        """Dispatches what waits. Waits for no transfer."""
+        with self._lock:
+            self._dispatch()
+            self._under_way.clear()
+
+    def _dispatch(self) -> None:
+        batch, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        if not batch:
+            return
+        if len(self._under_way) > 1:
+            jax.block_until_ready(self._under_way.popleft())
+        arrays = _transferred(batch, self._load)
+        self._under_way.append(arrays)
+        self.leaves |= {target.key: array for (target, _), array in zip(batch, arrays, strict=True)}
+
+
+def _transferred(batch: Sequence[_Leaf], load: Counter[Any]) -> list[Any]:
+    """Leaves on accelerators by two calls: each block to one of the devices that want it, the one with the least `load`
+    in bytes so far, and from there to the others."""
+    holding = [_holding(target) for target, _ in batch]
+    sent: list[tuple[np.ndarray, Any]] = []
+    relayed: list[tuple[int, Any]] = []
+    placed: list[list[tuple[Any, int, bool]]] = []  # of each leaf: device, index, and whether that is of `relayed`
+    for (target, blocks), boxes in zip(batch, holding, strict=True):
+        assert target.sharding is not None
+        kind, shards = target.sharding.memory_kind, []
+        for box, devices in boxes.items():
+            first = min(devices, key=lambda device: load[device])
+            load[first] += blocks[box].nbytes
+            shards.append((first, len(sent), False))
+            for device in devices:
+                if device != first:
+                    shards.append((device, len(relayed), True))
+                    relayed.append((len(sent), SingleDeviceSharding(device, memory_kind=kind)))
+            sent.append((blocks[box], SingleDeviceSharding(first, memory_kind=kind)))
+        placed.append(shards)
+    with jax.transfer_guard("allow"):
+        firsts = jax.device_put([block for block, _ in sent], [sharding for _, sharding in sent])
+        others = jax.device_put([firsts[index] for index, _ in relayed], [sharding for _, sharding in relayed])
+    made = []
+    for (target, _), shards in zip(batch, placed, strict=True):
+        by_device = {device: (others if is_relayed else firsts)[index] for device, index, is_relayed in shards}
+        assert target.sharding is not None
+        ordered = [by_device[device] for device in target.sharding.addressable_devices_indices_map(target.shape)]
+        array = jax.make_array_from_single_device_arrays(target.shape, target.sharding, ordered)
+        made.append(_wrapped(target, array))
+    return made
+
+
+def _holding(target: Target) -> dict[Box, list[Any]]:
+    """The local devices that want each box."""
+    assert target.sharding is not None
+    holding: dict[Box, list[Any]] = {}
+    for device, index in target.sharding.addressable_devices_indices_map(target.shape).items():
+        holding.setdefault(Box.of_index(index or (), target.shape), []).append(device)
+    return holding
 
 
 def _placed(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:
     if target.sharding is None:
         (block,) = blocks.values()
         return block if target.kind in ("numpy", "jax") else block.item()
-    if not blocks:
-        return _place_nothing(target, target.sharding)
-    if len(blocks) == 1 and target.sharding.num_devices == 1:
-        (block,) = blocks.values()
-        array = block.array if isinstance(block, DeviceBuffer) else None
-        if array is None:
-            array = jax.make_array_from_callback(target.shape, target.sharding, lambda _: block)
-        return jax.random.wrap_key_data(array, impl=target.key_impl) if target.key_impl else array
-    indices = target.sharding.addressable_devices_indices_map(target.shape)
-    if len(indices) == len(blocks):
-        only, *more = blocks.values()
-        array = jax.make_array_from_callback(
-            target.shape,
-            target.sharding,
-            lambda index: blocks[Box.of_index(index or (), target.shape)] if more else only,
+    if not blocks:  # no device of this process holds a shard
+        nothing = jax.make_array_from_single_device_arrays(
+            target.shape, target.sharding, [], dtype=np.dtype(target.dtype)
         )
-    else:
-        array = _place_copies(target, blocks, indices)
+        return _wrapped(target, nothing)
+    only, *more = blocks.values()
+    array = only.array if isinstance(only, DeviceBuffer) and target.sharding.num_devices == 1 else None
+    if array is None:
+        if len(blocks) < len(target.sharding.addressable_devices):
+            blocks = {box: _unaligned(block) for box, block in blocks.items()}
+            only, *_ = blocks.values()
+        with jax.transfer_guard_host_to_device("allow"):
+            array = jax.make_array_from_callback(
+                target.shape,
+                target.sharding,
+                lambda index: blocks[Box.of_index(index or (), target.shape)] if more else only,
+            )
+    return _wrapped(target, array)
+
+
+def _unaligned(block: np.ndarray) -> np.ndarray:
+    """A copy that no CPU device takes as it is: XLA copies what does not begin at 64 bytes. So each device gets memory
+    of its own, which it may donate."""
+    memory = np.empty(block.nbytes + _ALIGNED_BYTES, np.uint8)
+    start = -memory.ctypes.data % _ALIGNED_BYTES + _ALIGNED_BYTES // 8
+    copy = memory[start : start + block.nbytes].view(block.dtype).reshape(block.shape)
+    copy[...] = block
+    return copy
+
+
+def _wrapped(target: Target, array: jax.Array) -> jax.Array:
+    """Keys with their type: JAX adds it without a program."""
     return jax.random.wrap_key_data(array, impl=target.key_impl) if target.key_impl else array
-
-
-def _place_nothing(target: Target, sharding: jax.sharding.Sharding) -> jax.Array:
-    """An array of which no device of this process holds a shard."""
-    array = jax.make_array_from_single_device_arrays(target.shape, sharding, [], dtype=np.dtype(target.dtype))
-    return jax.random.wrap_key_data(array, impl=target.key_impl) if target.key_impl else array
-
-
-def _place_copies(target: Target, blocks: Mapping[Box, np.ndarray], indices: Mapping[Any, Any]) -> jax.Array:
-    """Devices must not share host memory: on the CPU backend a transfer may alias it, and a step may donate it."""
-    taken: set[Box] = set()
-    shards = []
-    for device, index in indices.items():
-        box = Box.of_index(index or (), target.shape)
-        block = blocks[box].copy() if box in taken else blocks[box]
-        taken.add(box)
-        shards.append(jax.device_put(block, device))
-    assert target.sharding is not None
-    return jax.make_array_from_single_device_arrays(target.shape, target.sharding, shards)

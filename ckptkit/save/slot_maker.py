@@ -24,15 +24,15 @@ class SlotMaker:
         self._prepared_bytes = 0
         self._worker = machinery.make_worker("ckptkit-arena", waiting_max=4)
 
-    def prepare(self, slot_bytes: int, share_bytes: int) -> None:
+    def prepare(self, slot_bytes: int, share_bytes: int, transfer_bytes: int = 0) -> None:
         """Begins to make the slots of every fast tier in the background, for saves of `slot_bytes` on this process and
-        of `share_bytes` at most on any.
+        of `share_bytes` at most on any, with `transfer_bytes` of host memory for transfers from devices.
 
         Raises `StoreFullError` where a tier has no room for its slots, with the bytes needed and free.
         """
         self.size(slot_bytes, share_bytes)
         beside_bytes = sum(peer_arena.missing_bytes(slot_bytes) for peer_arena in self._peer_arenas)
-        self._tiers.staging.check_room(slot_bytes, beside_bytes=beside_bytes)
+        self._tiers.staging.check_room(slot_bytes, beside_bytes=beside_bytes, transfer_bytes=transfer_bytes)
         if self._tiers.disk is not None:
             self._tiers.disk.check_room(slot_bytes)
         self.reserve(slot_bytes)

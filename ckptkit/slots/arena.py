@@ -144,11 +144,12 @@ class Arena:
         slot_bytes = whole_pages(size_bytes)
         return sum(max(0, slot_bytes - self._allocated_bytes(slot)) for slot in self._slots)
 
-    def check_room(self, size_bytes: int, *, beside_bytes: int = 0) -> None:
+    def check_room(self, size_bytes: int, *, beside_bytes: int = 0, transfer_bytes: int = 0) -> None:
         """Raises `StoreFullError` where the slots cannot all have `size_bytes`, with the bytes needed and free.
 
         Asks the mount, and for host memory also the control groups and the setting (`HostMemory`). `beside_bytes` are
-        those that other arenas on the same mount need too.
+        those that other arenas on the same mount need too, `transfer_bytes` those of host memory that transfers from
+        devices take during a save.
         """
         slot_bytes = whole_pages(size_bytes)
         missing_bytes = self.missing_bytes(size_bytes) + beside_bytes
@@ -159,6 +160,15 @@ class Arena:
             f"{self._name} needs {missing_bytes} more bytes for {len(self._slots)} slots of {slot_bytes}{copies}",
             self._less,
         )
+        if transfer_bytes and self._memory is not None:
+            rooms = self._memory.rooms(self._memory.taken_bytes)
+            refuse_beyond(
+                min(rooms, key=lambda room: room.free_bytes, default=None),
+                missing_bytes + transfer_bytes,
+                f"{self._name} needs {missing_bytes} more bytes for {len(self._slots)} slots of {slot_bytes}{copies}, "
+                f"and {transfer_bytes} for transfers from devices",
+                self._less,
+            )
 
     def acquire(self, size_bytes: int, *, timeout_s: float = 0.0) -> Slot | None:
         """A leased slot of at least `size_bytes` to write, its old manifest gone; None when all are in use.

@@ -63,6 +63,23 @@ def test_single_device_has_words() -> None:
     assert sharding_of_text(sharding_text(sharding) or "") == sharding
 
 
+def test_unusual_memory_is_kept_and_passed_over_by_stock_orbax(tmp_path: Path) -> None:
+    """An offloaded optimizer would come back in device memory, or stock Orbax would refuse the step."""
+    sharding = on(jax.devices()).with_memory_kind("pinned_host")
+    text = sharding_text(sharding)
+    assert text is not None
+    assert sharding_of_text(text) == sharding
+    assert sharding_of_text(text.replace("pinned_host", "nowhere")) == on(jax.devices())
+    state = {"moments": jax.device_put(np.arange(8.0), sharding.update(spec=PartitionSpec("a")))}
+    with ckptkit.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+    with ckptkit.CheckpointManager(tmp_path / "run") as manager:
+        assert manager.restore(1)["moments"].sharding.memory_kind == "pinned_host"
+    with ocp.CheckpointManager(tmp_path / "run") as stock:
+        found = stock.restore(1, args=ocp.args.StandardRestore())  # pyright: ignore[reportCallIssue]
+    assert (np.asarray(found["moments"]) == np.arange(8.0)).all()
+
+
 def test_step_without_device_lists_is_read_by_stock_orbax(tmp_path: Path) -> None:
     """Stock Orbax would refuse the step, or place it elsewhere."""
     with ckptkit.CheckpointManager(tmp_path / "run") as manager:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+import ckptkit
+from ckptkit.manager import opening
 from ckptkit.slots.host_memory import HostMemory
 from ckptkit.snapshot import copying, describe, shards, staging
 from ckptkit.snapshot.device_room import DeviceMemory
 from ckptkit.snapshot.staging import Stager
-from tests.states import make_state, mesh
+from tests.states import abstract, make_state, mesh
 
 PIECE = 64 << 10
 FULL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate"
@@ -307,6 +311,25 @@ def test_transfers_stay_within_the_window(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(begun) == len(ended) == len(digests) == 40
     assert 1 < max(most) <= 4  # a cell is told before it leaves the window
     assert copying.transfer_bytes(description) == 7 * PIECE - PIECE
+
+
+@pytest.mark.parametrize("abstract_leaves", [False, True])
+def test_prepare_counts_the_host_memory_of_transfers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abstract_leaves: bool
+) -> None:
+    """`prepare` would say that a run fits, and the container would be killed at its first save."""
+    monkeypatch.setattr(opening, "is_accelerator", lambda device: True)
+    state = pieces(8)
+    args = ocp.args.StandardSave(abstract(state) if abstract_leaves else state)  # pyright: ignore[reportCallIssue]
+
+    def prepare(name: str, host_bytes_max: int) -> None:
+        saving = ckptkit.SaveOptions(host_bytes_max=host_bytes_max)
+        with ckptkit.CheckpointManager(tmp_path / name, saving=saving) as manager:
+            manager.prepare(args)
+
+    prepare("room", 16 * PIECE)  # a slot, and a transfer of all of it, which is less than the windows
+    with pytest.raises(ckptkit.StoreFullError, match=f"and {8 * PIECE} for transfers from devices"):
+        prepare("none", 16 * PIECE - 1)
 
 
 def test_failed_transfer_ends_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:

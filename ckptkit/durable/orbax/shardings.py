@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 
 _NAMED = "NamedSharding"
 _SINGLE = "SingleDeviceSharding"
+_MEMORY_KIND = "memory_kind"
 _LISTED_DEVICES_MAX = 64  # a short list stays: with it stock Orbax restores the mesh where there are more devices
 
 
@@ -18,9 +19,13 @@ def sharding_text(sharding: jax.sharding.Sharding) -> str | None:
     """Orbax's JSON of a sharding; None for the kinds that it has no words for.
 
     A mesh of many devices that are all there are, in order, is written without their list: so Orbax reads such a text.
+    A kind of memory that is not the usual one stands before Orbax's words, which Orbax passes over.
     """
     if isinstance(sharding, jax.sharding.NamedSharding):
-        return _named_words(sharding).to_serialized_string()
+        text = _named_words(sharding).to_serialized_string()
+        if sharding.memory_kind in (None, jax.local_devices()[0].default_memory().kind):
+            return text
+        return f'{{"{_MEMORY_KIND}": {json.dumps(sharding.memory_kind)}, {text[1:]}'
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
         return ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding).to_serialized_string()
     return None
@@ -33,7 +38,8 @@ def sharding_of_text(text: str) -> jax.sharding.Sharding | None:
         words = json.loads(text)
         if words.get("sharding_type") == _NAMED:
             named = ocp.metadata.NamedShardingMetadata.from_deserialized_dict(words)
-            return named.to_jax_sharding() if named.device_mesh else _on_first_devices(named)
+            sharding = named.to_jax_sharding() if named.device_mesh else _on_first_devices(named)
+            return _in_memory(sharding, words.get(_MEMORY_KIND))
         if words.get("sharding_type") == _SINGLE:
             return ocp.metadata.SingleDeviceShardingMetadata.from_deserialized_dict(words).to_jax_sharding()
     except (ValueError, KeyError, RuntimeError, AttributeError, IndexError):
@@ -64,6 +70,12 @@ def _named_words(sharding: jax.sharding.NamedSharding) -> ocp.metadata.NamedShar
             partition_spec=tuple(sharding.spec),
         )
     return ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
+
+
+def _in_memory(sharding: jax.sharding.Sharding, kind: str | None) -> jax.sharding.Sharding:
+    """The sharding in memory of a kind, where today's devices have it."""
+    kinds = {memory.kind for memory in jax.local_devices()[0].addressable_memories()}
+    return sharding.with_memory_kind(kind) if kind is not None and kind in kinds else sharding
 
 
 def _on_first_devices(named: ocp.metadata.NamedShardingMetadata) -> jax.sharding.Sharding:

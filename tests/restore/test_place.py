@@ -1,0 +1,132 @@
+"""Proven blocks onto devices: CPU devices that pass for accelerators, and many leaves at once."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import ckptkit
+from ckptkit.restore import place
+from ckptkit.restore.tree import Target
+from ckptkit.snapshot import describe
+from tests.states import abstract, assert_same, make_state, mesh
+
+
+@pytest.fixture
+def puts(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """What each call of `jax.device_put` was given, on devices that pass for accelerators."""
+    found: list[list[Any]] = []
+    put = jax.device_put
+
+    def noted(values: Any, *where: Any, **how: Any) -> Any:
+        if isinstance(values, list):
+            found.append([*zip(values, *where, strict=True)])
+        return put(values, *where, **how)
+
+    monkeypatch.setattr(describe, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(jax, "device_put", noted)
+    return found
+
+
+def target(number: int, *spec: Any) -> Target:
+    return Target(
+        key=("default", (str(number),)),
+        kind="jax",
+        shape=(8, 8),
+        dtype="float32",
+        sharding=NamedSharding(mesh(), PartitionSpec(*spec)),
+        process=0,
+        key_impl=None,
+    )
+
+
+def blocks_of(wanted: Target, number: int) -> dict[Any, np.ndarray]:
+    whole = np.full(wanted.shape, number, np.float32)
+    return {box: whole[box.slices()].copy() for box in wanted.boxes}
+
+
+SPECS: list[tuple[Any, ...]] = [(), ("data",), ("data", "fsdp"), (None, "fsdp")]
+
+
+def test_each_block_crosses_to_the_devices_once(puts: list[list[Any]]) -> None:
+    """A replicated leaf would be transferred once for each device, all of it through the host's memory."""
+    placer = place.Placer()
+    wanted = [target(number, *SPECS[number % 4]) for number in range(40)]
+    for number, each in enumerate(wanted):
+        placer.add(each, blocks_of(each, number))
+    placer.finish()
+    from_host, relayed = puts
+    assert all(isinstance(value, np.ndarray) for value, _ in from_host)
+    assert all(isinstance(value, jax.Array) for value, _ in relayed)
+    assert len(from_host) == sum(len(each.boxes) for each in wanted)
+    load = Counter[Any]()
+    for value, sharding in from_host:
+        load.update(dict.fromkeys(sharding.device_set, value.nbytes))
+    assert len(load) == 4
+    assert max(load.values()) <= 1.2 * min(load.values())
+    for number, each in enumerate(wanted):
+        array = placer.leaves[each.key]
+        assert array.sharding == each.sharding
+        assert all((np.asarray(shard.data) == number).all() for shard in array.addressable_shards)
+
+
+def test_batches_bound_the_blocks_that_are_under_way(puts: list[list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole state would be in host memory at once, beside the slot."""
+    monkeypatch.setattr(place, "BATCH_BYTES", 1000)
+    waited: list[Any] = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    placer = place.Placer()
+    wanted = [target(number) for number in range(40)]
+
+    def add(numbers: range) -> None:
+        for number in numbers:
+            placer.add(wanted[number], blocks_of(wanted[number], number))
+
+    threads = [threading.Thread(target=add, args=(range(start, 40, 4),)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    placer.finish()
+    assert len(placer.leaves) == 40
+    assert len(puts) == 2 * 10  # 256 bytes each: four leaves a batch, by two calls
+    assert len(waited) == 8  # all but the last two batches
+
+
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+def test_accelerators_get_back_what_was_saved(puts: list[list[Any]], tmp_path: Path, kind: str) -> None:
+    """Leaves would come back on other devices, in other memory, or with other bits."""
+    state = {
+        **{name: leaf for name, leaf in make_state(3).items() if "key" not in name},
+        "moments": jax.device_put(np.arange(8.0), NamedSharding(mesh(), PartitionSpec("data"), memory_kind=kind)),
+    }
+    tiers = [ckptkit.Tier.ram(str(tmp_path / "ram"), slots=3)]
+    with ckptkit.CheckpointManager(tmp_path / "d", tiers=tiers) as manager:
+        manager.save(1, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+        manager.wait_until_finished()
+        puts.clear()
+        given = manager.restore(1, args=ocp.args.StandardRestore(abstract(state)))  # pyright: ignore[reportCallIssue]
+        found = manager.restore(1)
+    assert puts
+    assert_same(given, state)
+    assert_same(found, state)
+    for restored in (given, found):
+        assert restored["moments"].sharding.memory_kind == kind
+        assert restored["w"].sharding == state["w"].sharding
+
+
+def test_typed_keys_are_placed_on_accelerators(puts: list[list[Any]], tmp_path: Path) -> None:
+    """A restore of random keys would raise, or return their data."""
+    state = {name: leaf for name, leaf in make_state(3).items() if "key" in name}
+    with ckptkit.CheckpointManager(tmp_path / "d") as manager:
+        manager.save(1, args=ocp.args.StandardSave(state))  # pyright: ignore[reportCallIssue]
+        assert_same(manager.restore(1, args=ocp.args.StandardRestore(abstract(state))), state)  # pyright: ignore[reportCallIssue]
+    assert puts
