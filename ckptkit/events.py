@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -20,6 +22,9 @@ from ckptkit.util import clock, heartbeat
 
 _log = logging.getLogger(__name__)
 _LINE_BYTES_MAX = 1 << 20  # no event is longer
+LOG_NAME = re.compile(r"attempt-(\d+)-process-(\d+)\.jsonl", re.ASCII)
+# Where launchers and schedulers put a process's index: ours, Slurm, Open MPI, MPICH, an indexed Kubernetes job.
+_PROCESS_VARIABLES = ("CKPTKIT_PROCESS", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JOB_COMPLETION_INDEX")
 _RESERVED = frozenset({"kind", "at_s", "process", "step", "tier"})
 # Made once: `json.dumps` with separators makes an encoder in every call, half of its time.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -29,17 +34,19 @@ class Kind(StrEnum):
     """The kinds of event, in the order in which a run meets them."""
 
     STARTED = "started"  # a process came up: fields attempt, pid
+    OPENED = "opened"  # a manager is ready: fields directory, tiers, steps (that it found), duration_s
     # time that was spent: fields span (goodput's kind), duration_s, failed (true) where it ended in an exception; at_s
     # is its END
     SPAN = "span"
+    CALLED = "called"  # the loop called the manager for step, and no span tells it: fields call
     PLANNED = "restore_planned"  # fields sources: tier -> bytes
     REJECTED = "restore_rejected"  # fields reason
     # fields sources: tier -> bytes, duration_s, verify (and share, seed of a sample); of several processes broadcast
     # (whether replicas read for each other), broadcast_why
     RESTORED = "restored"
     PHASE = "save_phase"  # a save crossed a phase boundary: fields phase
-    # fields strategy, reason, bytes, tiers (it is due in), stall_s (the step loop's), waited_s of it for earlier saves;
-    # policy "wait" if so
+    # fields strategy, reason, bytes, tiers (it is due in), stall_s (the step loop's), waited_s of it for earlier saves,
+    # computing_s (beside it: what the step itself took to compute the state); policy "wait" if it waited for saves
     STAGED = "staged"
     COMMITTED = "committed"  # step is whole in tier on ALL processes: fields bytes, duration_s since staged
     SKIPPED = "save_skipped"  # dropped everywhere: fields reason, policy: skip (too early), wait (in vain), veto
@@ -62,6 +69,7 @@ class Kind(StrEnum):
     DISRUPTED = "disrupted"
     RELAUNCHED = "relaunched"  # the launcher starts the processes again: fields attempt
     FINISHED = "finished"
+    CLOSED = "closed"  # a manager was closed: fields failed (true) where an exception was on its way
     # a guard found a value suspicious, and the values before it not: fields signal, value, rule, limit
     SUSPECTED = "suspected"
     ALARM = "alarm"  # a guard wants to go back: fields rule, signal, onset, value, limit
@@ -82,6 +90,17 @@ class Event:
     step: int | None = None
     tier: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def span(cls, name: str, *, start_s: float, end_s: float, process: int = 0, step: int | None = None) -> Event:
+        """Time that was spent under goodput kind `name`, from one wall-clock time to another: for logs of others.
+
+        Raises ValueError for an end before the start.
+        """
+        if end_s < start_s:
+            raise ValueError(f"span {name!r} ends at {end_s}, before it starts at {start_s}")
+        fields = {"span": name, "duration_s": round(end_s - start_s, 6)}
+        return cls(kind=Kind.SPAN, at_s=end_s, process=process, step=step, fields=fields)
 
     def to_json(self) -> str:
         """One line of JSON without a newline."""
@@ -123,23 +142,67 @@ class EventLog:
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, process: int = 0):
         self.opened_s = clock.wall_s()  # what stands in a log from before is of an earlier attempt
-        if path is not None and "://" in os.fspath(path):
-            raise ValueError(
-                f"EventLog({path!r}): give the path of a local file; copy it to a bucket when it is complete"
-            )
+        path = None if path is None else _local(path)
         self._process = process
         self._observers: list[Callable[[Event], None]] = []
+        self._tells_steps = False
         self._lock = threading.Lock()
         self._fd: int | None = None
         if path is not None:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             _cut_torn_line(self._fd)
+
+    @classmethod
+    def for_run(
+        cls, directory: str | os.PathLike[str], *, process: int | None = None, attempt: int | None = None
+    ) -> EventLog:
+        """The log of this start of a run, below `directory`, which holds the logs of all starts and processes.
+
+        Give every start the same directory. Opens `attempt-<a>-process-<p>.jsonl` and writes a `started` event.
+        The process is the argument, else that of `jax.distributed` where it is initialized, else that of the launcher
+        or scheduler (CKPTKIT_PROCESS, SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK, JOB_COMPLETION_INDEX), else 0. The
+        attempt is the argument, else CKPTKIT_ATTEMPT, else the next number for which this process has no log. A
+        number that was used before is continued: `load_run` tells the starts apart. Raises as the constructor does,
+        and ValueError for a variable that holds no number.
+        """
+        root = _local(directory)
+        process = _process_index() if process is None else process
+        attempt = _variable("CKPTKIT_ATTEMPT") if attempt is None else attempt
+        log = cls(root / f"attempt-{attempt}-process-{process}.jsonl" if attempt is not None else None, process=process)
+        if attempt is None:
+            attempt = log._open_next(root)
+        log.emit(Kind.STARTED, attempt=attempt, pid=os.getpid())
+        return log
+
+    def _open_next(self, root: Path) -> int:
+        """Opens the log of the next attempt of this process; returns its number."""
+        root.mkdir(parents=True, exist_ok=True)
+        while True:
+            named = filter(None, map(LOG_NAME.fullmatch, os.listdir(root)))
+            used = [int(name[1]) for name in named if int(name[2]) == self._process]
+            attempt = max([*used, (_variable("SLURM_RESTART_COUNT") or 0) - 1]) + 1
+            path = root / f"attempt-{attempt}-process-{self._process}.jsonl"
+            try:
+                self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            except FileExistsError:  # another start took the number since the listing
+                continue
+            return attempt
 
     @property
     def process(self) -> int:
         """The process whose events these are."""
         return self._process
+
+    @property
+    def has_file(self) -> bool:
+        """Whether events go to a file, and not to observers alone."""
+        return self._fd is not None
+
+    @property
+    def tells_steps(self) -> bool:
+        """Whether the loop records `step` spans here: signs of steps from elsewhere are not needed."""
+        return self._tells_steps
 
     def observe(self, observer: Callable[[Event], None]) -> None:
         """Calls `observer` with every later event, in the thread that emits it. What it raises is logged: other
@@ -153,14 +216,17 @@ class EventLog:
         """
         if not _RESERVED.isdisjoint(fields):
             raise ValueError(f"{sorted(_RESERVED & set(fields))} of a {kind} event: every event has its own")
-        event = Event(kind=kind, at_s=clock.wall_s(), process=self._process, step=step, tier=tier, fields=fields)
+        self.record(Event(kind=kind, at_s=clock.wall_s(), process=self._process, step=step, tier=tier, fields=fields))
+
+    def record(self, event: Event) -> None:
+        """Records an event whose time is given, as `emit` records one that happens now: for logs of others."""
         if self._fd is not None:
             self._append((event.to_json() + "\n").encode())
         for observer in self._observers:
             try:
                 observer(event)
             except Exception:  # noqa: BLE001  it is of the caller
-                _log.exception("an observer of events failed at a %s event", kind)
+                _log.exception("an observer of events failed at a %s event", event.kind)
 
     def _append(self, line: bytes) -> None:
         with self._lock:
@@ -172,6 +238,7 @@ class EventLog:
 
     def span(self, name: str, step: int | None = None) -> AbstractContextManager[None]:
         """Records the time spent in the block under goodput kind `name`; the event is stamped at its end."""
+        self._tells_steps |= name == "step"
         return _Span(self, name, step)
 
     def close(self) -> None:
@@ -199,6 +266,26 @@ class _Span(AbstractContextManager[None]):
         self._log.emit(Kind.SPAN, step=self._step, span=self._name, duration_s=duration_s, **failed)
         if self._step is not None and self._name == "step":
             heartbeat.beat(self._step)
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    if "://" in os.fspath(path):
+        raise ValueError(f"events in {path!r}: give a local path, and copy the logs to a bucket when they are whole")
+    return Path(path)
+
+
+def _process_index() -> int:
+    jax = sys.modules.get("jax")  # a log needs no JAX, and before `jax.distributed` a question would start a backend
+    if jax is not None and jax.distributed.is_initialized():
+        return jax.process_index()
+    return next((value for value in map(_variable, _PROCESS_VARIABLES) if value is not None), 0)
+
+
+def _variable(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    if text and not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{name}={text!r} in the environment: expected a whole number, 0 or more")
+    return int(text) if text else None
 
 
 def _cut_torn_line(fd: int) -> None:

@@ -280,6 +280,6 @@ def test_failing_observer_is_reported_and_does_not_raise(caplog: pytest.LogCaptu
 def test_a_log_in_a_bucket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it failed, the log would be in a directory named gs: of a pod, and be deleted with it."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="give the path of a local file"):
+    with pytest.raises(ValueError, match="give a local path"):
         EventLog("gs://bucket/events/attempt-0-process-0.jsonl")
     assert not list(tmp_path.iterdir())

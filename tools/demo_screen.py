@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ckptkit.goodput import Disruption, GoodputReport
+from ckptkit.goodput import DEFINITIONS, Disruption, GoodputReport
 from tools.proof import Verdict
 
 
@@ -47,9 +47,9 @@ def account(report: GoodputReport, losses: Sequence[PlannedLoss]) -> Table:
         table.add_row(f"commit to {tier}", f"p50 {1e3 * commit_s:.0f} ms")
     table.add_section()
     goodput = report.goodput
-    table.add_row("goodput: productive step time / total", f"{goodput.ml_goodput:.1%}")
-    table.add_row("goodput: effective training time / total", f"{goodput.effective_training_time:.1%}")
-    table.add_row("goodput: new steps x median step / elapsed", f"{goodput.new_steps:.1%}")
+    for field, name, _ in DEFINITIONS:
+        share = getattr(goodput, field)
+        table.add_row(f"goodput: {name}", "-" if share is None else f"{share:.1%}")
     for part, seconds in sorted(report.parts_s.items(), key=lambda item: -item[1]):
         table.add_row(f"  {part}", f"{seconds:6.2f} s  {seconds / report.wall_s:6.1%}")
     table.add_row("  total", f"{report.wall_s:6.2f} s")

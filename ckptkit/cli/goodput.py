@@ -19,14 +19,24 @@ from ckptkit.cli.outputs import OutputFile, needed, write_figure, write_whole
 from ckptkit.cli.text import count_text, print_json, print_line, print_table
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.events import Event, Kind
-from ckptkit.goodput import GoodputReport, Timeline, goodput_page, goodput_report, load_run, timeline_of
+from ckptkit.goodput import (
+    DEFINITIONS,
+    GoodputReport,
+    Timeline,
+    caveats,
+    goodput_page,
+    goodput_report,
+    headline,
+    load_run,
+    timeline_of,
+)
 from ckptkit.util.clock import monotonic_s, time_text
 
 _FILE = OutputFile()
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 _NUMBERS = frozenset({
     "time", "share", "attempt", "process", "in", "steps lost", "first step after", "caught up after",
-    "committed after (p50)", "restored step",
+    "committed after (p50)", "restored step", "goodput",
 })  # fmt: skip
 _REFRESH_MIN_S = 1.0
 _REFRESH_SHARE = 10.0  # a look costs at most a tenth of a core, however long the logs are
@@ -136,7 +146,12 @@ def _rows(report: GoodputReport) -> dict[tuple[str, ...], list[tuple[str, ...]]]
     means = [(phase, time_text(seconds)) for phase, seconds in report.mean_time_to_resume_s.items() if seconds > 0]
     tiers = [(tier, time_text(seconds)) for tier, seconds in report.saves.commit_s_p50.items()]
     restores = [
-        (str(each.attempt), str(each.step), time_text(each.restore_s), _sources(each.source_bytes.items()))
+        (
+            str(each.attempt),
+            "-" if each.step is None else str(each.step),
+            time_text(each.restore_s),
+            _sources(each.source_bytes.items()),
+        )
         for each in report.restores
     ]
     return {
@@ -145,7 +160,14 @@ def _rows(report: GoodputReport) -> dict[tuple[str, ...], list[tuple[str, ...]]]
         ("mean time to resume", "time"): means,
         ("tier", "committed after (p50)"): tiers,
         ("attempt", "restored step", "in", "served by"): restores,
+        ("definition", "goodput", "formula"): _definitions(report),
     }
+
+
+def _definitions(report: GoodputReport) -> list[tuple[str, ...]]:
+    if report.goodput.ml_goodput is None:
+        return []
+    return [(name, f"{getattr(report.goodput, field):.2%}", formula) for field, name, formula in DEFINITIONS]
 
 
 def _sources(sizes: Iterable[tuple[str, int]]) -> str:
@@ -156,16 +178,16 @@ def _sources(sizes: Iterable[tuple[str, int]]) -> str:
 
 def _head(report: GoodputReport) -> list[str]:
     goodput, saves = report.goodput, report.saves
-    stall = "no saves"
+    stall = count_text(saves.saves, "save") if saves.saves else "no saves"
     if saves.stall_ms_p50 is not None:
         stall = f"stall p50 {saves.stall_ms_p50:.1f} ms, p99 {saves.stall_ms_p99:.1f} ms"
         stall = f"{count_text(saves.saves, 'save')}, {stall}"
     return [
         f"{time_text(report.wall_s)} in all",
-        f"goodput {goodput.ml_goodput:.2%} (Google's ML goodput), {goodput.effective_training_time:.2%} "
-        f"(effective training time), {goodput.new_steps:.2%} (new steps / elapsed)",
+        headline(report),
         f"{count_text(goodput.distinct_steps, 'step')} kept, "
         f"{count_text(len(report.disruptions), 'loss', 'losses')}; {stall}",
+        *caveats(report),
     ]
 
 
@@ -220,7 +242,7 @@ def _samples(report: GoodputReport) -> Iterable[_Sample]:
     goodput, saves = report.goodput, report.saves
     for part, seconds in report.parts_s.items():
         yield "ckptkit_run_seconds", {"kind": str(part)}, seconds
-    for definition in ("ml_goodput", "effective_training_time", "new_steps"):
+    for definition, *_ in DEFINITIONS if goodput.ml_goodput is not None else ():
         yield "ckptkit_goodput_ratio", {"definition": definition}, getattr(goodput, definition)
     yield "ckptkit_steps_kept", {}, goodput.distinct_steps
     yield "ckptkit_steps_lost", {}, sum(loss.lost_steps for loss in report.disruptions)
@@ -273,5 +295,5 @@ def write_picture(path: Path, report: GoodputReport) -> None:
     axes.set_xlim(0, max((seconds for _, seconds in rows), default=1.0) * 1.25)
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
-    axes.set_title(f"goodput {report.goodput.ml_goodput:.1%} (Google's ML goodput) of {time_text(report.wall_s)}")
+    axes.set_title(f"{headline(report)}\nof {time_text(report.wall_s)}")
     write_figure(path, figure)

@@ -2,12 +2,22 @@
 
 from ckptkit.goodput.page import goodput_page
 from ckptkit.goodput.parts import Part
-from ckptkit.goodput.report import Disruption, Goodput, GoodputReport, Restore, Saves, goodput_report
+from ckptkit.goodput.report import (
+    DEFINITIONS,
+    Disruption,
+    Goodput,
+    GoodputReport,
+    Restore,
+    Saves,
+    goodput_report,
+)
 from ckptkit.goodput.resume import Phase, Resume, resumes
 from ckptkit.goodput.runs import load_run, steps_done
+from ckptkit.goodput.text import caveats, headline
 from ckptkit.goodput.timeline import LossMark, RestoreMark, SaveMark, Stretch, Timeline, timeline_of
 
 __all__ = [
+    "DEFINITIONS",
     "Disruption",
     "Goodput",
     "GoodputReport",
@@ -21,8 +31,10 @@ __all__ = [
     "Saves",
     "Stretch",
     "Timeline",
+    "caveats",
     "goodput_page",
     "goodput_report",
+    "headline",
     "load_run",
     "resumes",
     "steps_done",

@@ -8,7 +8,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ckptkit.goodput.parts import Part
-from ckptkit.goodput.report import GoodputReport
+from ckptkit.goodput.report import DEFINITIONS, GoodputReport
+from ckptkit.goodput.text import NO_STEPS, caveats, headline
 from ckptkit.goodput.timeline import SaveMark, Stretch, Timeline
 from ckptkit.model.tiers import DURABLE, PEER, RAM, SSD
 from ckptkit.util.clock import time_text
@@ -32,6 +33,8 @@ _LOOK: dict[Part, tuple[str, str]] = {
     Part.TRAINING_PREP: ("#0072B2", "rising"),
     Part.COMPILE: ("#0072B2", "dots"),
     Part.DATA_LOADING: ("#F0E442", "falling"),
+    Part.STOPPED: ("#DDDDDD", ""),
+    Part.CUSTOM: ("#F0E442", "dots"),
     Part.OTHER: ("#999999", ""),
 }
 _NAMES = {Part.WASTED: "steps done twice", Part.WASTED_BY_SPIKE: "steps undone by a guard", Part.RECOVERY: "recovery"}
@@ -73,7 +76,9 @@ def goodput_page(report: GoodputReport, run: Timeline, *, title: str) -> str:
             f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>{_PATTERNS}",
             f"<h1>{_text(title)}</h1>",
             f"<p>Began {began:%Y-%m-%d %H:%M:%S} UTC, {time_text(report.wall_s)} in all.</p>",
+            *(f"<p>{_text(caveat)}</p>" for caveat in caveats(report)),
             _figures(report),
+            _definitions(report),
             "<h2>What happened when</h2>",
             _timeline(run),
             _legend(),
@@ -93,9 +98,7 @@ def _figures(report: GoodputReport) -> str:
     resume = report.mean_time_to_resume_s.get("total")
     stall = "-" if saves.stall_ms_p50 is None else f"{saves.stall_ms_p50:.1f} / {saves.stall_ms_p99:.1f} ms"
     shown = [
-        ("goodput (Google's ML goodput)", f"{goodput.ml_goodput:.1%}"),
-        ("effective training time", f"{goodput.effective_training_time:.1%}"),
-        ("new steps over elapsed", f"{goodput.new_steps:.1%}"),
+        (f"goodput ({DEFINITIONS[0][1]})", NO_STEPS if goodput.ml_goodput is None else f"{goodput.ml_goodput:.1%}"),
         ("steps kept", f"{goodput.distinct_steps:,}"),
         ("losses", f"{len(report.disruptions):,}"),
         ("steps lost", f"{sum(loss.lost_steps for loss in report.disruptions):,}"),
@@ -103,6 +106,18 @@ def _figures(report: GoodputReport) -> str:
         ("stall per save, p50 / p99", stall),
     ]
     return '<div class="figures">' + "".join(f'<div class="figure"><b>{v}</b>{n}</div>' for n, v in shown) + "</div>"
+
+
+def _definitions(report: GoodputReport) -> str:
+    """What the leading number counts, and the others, folded up."""
+    if report.goodput.ml_goodput is None:
+        return ""
+    rows = "".join(
+        f"<tr><td>{_text(name)}</td><td class=n>{getattr(report.goodput, field):.2%}</td><td>{_text(formula)}</td></tr>"
+        for field, name, formula in DEFINITIONS
+    )
+    head = "<tr><th>definition</th><th class=n>goodput</th><th>formula</th></tr>"
+    return f"<details><summary>{_text(headline(report))}</summary><table>{head}{rows}</table></details>"
 
 
 def _timeline(run: Timeline) -> str:

@@ -23,7 +23,38 @@ class Part(StrEnum):
     WASTED = "wasted_progress_from_disruption"
     WASTED_BY_SPIKE = "wasted_progress_from_spike"
     RECOVERY = "infrastructure_recovery_from_disruption"
-    OTHER = "other"
+    STOPPED = "stopped"  # from the normal end of one start to the next
+    CUSTOM = "custom"  # in spans whose names are none of these kinds
+    OTHER = "other"  # the loop's own lines, which no span covers
+
+
+# Names that others give to the same kinds: the members of ml-goodput-measurement's BadputType in lower case, and ours.
+_ALIASES: dict[str, Part | None] = {
+    "step": Part.PRODUCTIVE,
+    "step_tail": Part.PRODUCTIVE,
+    "broadcast": Part.CHECKPOINT_RESTORE,  # inside a restore
+    "program_startup": Part.INITIALIZATION,
+    "tpu_initialization": Part.INITIALIZATION,
+    "data_loading_sync": Part.DATA_LOADING,
+    "data_loading_async": None,  # beside the steps: it claims no time
+    "unproductive_checkpoint_save_time": Part.CHECKPOINT_SAVE,
+    "unproductive_checkpoint_restore_time": Part.CHECKPOINT_RESTORE,
+    "elastic_slice_down": Part.RECOVERY,
+    "elastic_scale_up": Part.RECOVERY,
+    "elastic_reinitialization": Part.RECOVERY,
+    "custom_badput_events": Part.CUSTOM,
+}
+_OF_NAME: dict[str, Part | None] = {**{part.value: part for part in Part}, **_ALIASES}
+
+
+def part_of(name: str) -> Part | None:
+    """What the time in a span of this name is; `CUSTOM` for a name that is no kind, None where it claims no time."""
+    return _OF_NAME.get(name, Part.CUSTOM)
+
+
+def is_known(name: str) -> bool:
+    """Whether `name` is a kind of time."""
+    return name in _OF_NAME
 
 
 class Interval(NamedTuple):

@@ -15,8 +15,8 @@ from statistics import fmean, median
 from typing import Any
 
 from ckptkit.events import Event, Kind
-from ckptkit.goodput.parts import Interval, Part, partition, sum_parts
-from ckptkit.goodput.runs import Attempt, attempts_of, clock_of, intervals, start_s
+from ckptkit.goodput.parts import Interval, Part, is_known, part_of, partition, sum_parts
+from ckptkit.goodput.runs import Attempt, StepsFrom, attempts_of, clock_of, intervals, start_s, steps_from_of
 
 _NOT_TRAINING = (
     Part.INITIALIZATION,
@@ -26,12 +26,17 @@ _NOT_TRAINING = (
     Part.WASTED,
     Part.WASTED_BY_SPIKE,
     Part.RECOVERY,
+    Part.STOPPED,
+    Part.CUSTOM,
 )
+_PAUSES = (Part.CHECKPOINT_SAVE, Part.DATA_LOADING, Part.CUSTOM)  # between two steps, and of neither
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """Goodput by three definitions, each a share of the wall clock.
+    """Goodput by three definitions, each a share of the wall clock; None where nothing tells of steps.
+
+    Reports lead with the first.
 
     `ml_goodput`: as Google's ml-goodput-measurement counts it. A kept step lasts until the next one begins, less the
     saves and data loading in between; the first one of an attempt counts as the mean of the others, what it took
@@ -44,11 +49,27 @@ class Goodput:
     over the elapsed time", Gemini, 2023); how often one was run does not count, nor what it cost more than the median.
     """
 
-    ml_goodput: float
-    effective_training_time: float
-    new_steps: float
+    ml_goodput: float | None
+    effective_training_time: float | None
+    new_steps: float | None
     distinct_steps: int
     step_s_p50: float
+
+
+# The definitions in the order in which reports show them: field, name, formula.
+DEFINITIONS = (
+    (
+        "ml_goodput",
+        "Google's ML goodput",
+        "time of kept steps, from start to start, less saves and data loading, over the total",
+    ),
+    (
+        "effective_training_time",
+        "effective training time",
+        "the total less starting, restoring, recovering, repeating and custom spans, over the total",
+    ),
+    ("new_steps", "new steps over elapsed", "distinct kept steps times the median step, over the total"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +112,12 @@ class Restore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoodputReport:
-    """The account of a run. `parts_s` has every `Part` and adds up to `wall_s`."""
+    """The account of a run. `parts_s` has every `Part` and adds up to `wall_s`.
+
+    `steps_from`: whether the loop recorded its steps (`spans`), they are known from its calls of the manager (`calls`),
+    or from neither (`nothing`: then no goodput is known). `custom_s`: seconds in spans of process 0 whose names are no
+    kind of time, by name.
+    """
 
     wall_s: float
     parts_s: Mapping[Part, float]
@@ -99,6 +125,8 @@ class GoodputReport:
     disruptions: tuple[Disruption, ...]
     saves: Saves
     restores: tuple[Restore, ...]
+    steps_from: StepsFrom
+    custom_s: Mapping[str, float]
 
     @property
     def mean_time_to_resume_s(self) -> dict[str, float]:
@@ -137,7 +165,17 @@ def goodput_report(logs: Sequence[Sequence[Event]]) -> GoodputReport:
         disruptions=_disruptions(attempts, launcher, segments),
         saves=_saves(attempts),
         restores=_restores(attempts),
+        steps_from=steps_from_of(attempts),
+        custom_s=_custom_s(attempts),
     )
+
+
+def _custom_s(attempts: Sequence[Attempt]) -> dict[str, float]:
+    seconds: dict[str, float] = defaultdict(float)
+    for span in chain.from_iterable(attempt.spans for attempt in attempts):
+        if not is_known(span.fields["span"]):
+            seconds[span.fields["span"]] += span.fields["duration_s"]
+    return dict(sorted(seconds.items()))
 
 
 def _goodput(attempts: Sequence[Attempt], parts_s: Mapping[Part, float]) -> Goodput:
@@ -146,6 +184,8 @@ def _goodput(attempts: Sequence[Attempt], parts_s: Mapping[Part, float]) -> Good
     distinct_steps = len({step for a in attempts for step, _ in a.kept_steps})
     step_s_p50 = median([span.fields["duration_s"] for _, span in steps] or [0.0])
     away_s = math.fsum(parts_s[part] for part in _NOT_TRAINING)
+    if not steps:
+        return Goodput(ml_goodput=None, effective_training_time=None, new_steps=None, distinct_steps=0, step_s_p50=0.0)
     return Goodput(
         ml_goodput=_ml_productive_s(attempts) / wall_s if wall_s > 0 else 0.0,
         effective_training_time=1.0 - away_s / wall_s if wall_s > 0 else 0.0,
@@ -158,7 +198,7 @@ def _goodput(attempts: Sequence[Attempt], parts_s: Mapping[Part, float]) -> Good
 def _ml_productive_s(attempts: Sequence[Attempt]) -> float:
     productive_s = 0.0
     for attempt in attempts:
-        pauses = [e for e in attempt.spans if e.fields["span"] in (Part.CHECKPOINT_SAVE, Part.DATA_LOADING)]
+        pauses = _joined(e for e in attempt.spans if part_of(e.fields["span"]) in _PAUSES)
         kept = [
             (start_s(this), start_s(after))
             for (step, this), (following, after) in pairwise(attempt.steps)
@@ -176,14 +216,25 @@ def _ends(span: Event) -> tuple[float, float]:
     return start_s(span), span.at_s
 
 
-def _without(stretches: Sequence[tuple[float, float]], pauses: Sequence[Event]) -> list[float]:
+def _joined(spans: Iterable[Event]) -> list[tuple[float, float]]:
+    """The time that is in at least one of the spans, in order: a loop's own span may have the manager's inside."""
+    joined: list[tuple[float, float]] = []
+    for from_s, to_s in sorted(map(_ends, spans)):
+        if joined and from_s <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], to_s)
+        else:
+            joined.append((from_s, to_s))
+    return joined
+
+
+def _without(stretches: Sequence[tuple[float, float]], pauses: Sequence[tuple[float, float]]) -> list[float]:
     """The length of each stretch less the pauses that begin in it; both in order. A pause is counted once."""
-    ordered, lengths_s, next_pause = sorted(pauses, key=start_s), [], 0
+    lengths_s, next_pause = [], 0
     for from_s, to_s in stretches:
         length_s = to_s - from_s
-        while next_pause < len(ordered) and start_s(ordered[next_pause]) < to_s:
-            pause = ordered[next_pause]
-            length_s -= max(0.0, min(pause.at_s, to_s) - start_s(pause)) if start_s(pause) >= from_s else 0.0
+        while next_pause < len(pauses) and pauses[next_pause][0] < to_s:
+            begin_s, end_s = pauses[next_pause]
+            length_s -= max(0.0, min(end_s, to_s) - begin_s) if begin_s >= from_s else 0.0
             next_pause += 1
         lengths_s.append(max(0.0, length_s))
     return lengths_s
@@ -242,18 +293,30 @@ def _lost_steps(number: int, attempts: Sequence[Attempt]) -> int:
 def _saves(attempts: Sequence[Attempt]) -> Saves:
     stall_ms: dict[tuple[int, int | None], float] = defaultdict(float)
     commit_s: dict[str, list[float]] = defaultdict(list)
-    for number, event in ((a.number, event) for a in attempts for event in a.events):
-        if event.kind == Kind.STAGED:
-            save = (number, event.step)
-            stall_ms[save] = max(stall_ms[save], 1e3 * event.fields["stall_s"])
-        elif event.kind == Kind.COMMITTED and event.tier is not None:
-            commit_s[event.tier].append(event.fields["duration_s"])
+    committed: set[tuple[int, int | None]] = set()
+    for attempt in attempts:
+        for step, stall_s in stalls_of(attempt):
+            save = (attempt.number, step)
+            stall_ms[save] = max(stall_ms[save], 1e3 * stall_s)
+        for event in attempt.events:
+            if event.kind == Kind.COMMITTED and event.tier is not None:
+                committed.add((attempt.number, event.step))
+                commit_s[event.tier].append(event.fields["duration_s"])
     return Saves(
-        saves=len(stall_ms),
+        saves=len(committed.union(stall_ms)),
         stall_ms_p50=_percentile(stall_ms.values(), 0.50),
         stall_ms_p99=_percentile(stall_ms.values(), 0.99),
         commit_s_p50={tier: median(seconds) for tier, seconds in sorted(commit_s.items())},
     )
+
+
+def stalls_of(attempt: Attempt) -> Iterable[tuple[int | None, float]]:
+    """How long each save held the step loop of each process, with its step; from the spans where no save says it."""
+    staged = [event for event in attempt.events if event.kind == Kind.STAGED]
+    if staged:
+        return [(event.step, event.fields["stall_s"]) for event in staged]
+    saves = (span for span in attempt.spans if part_of(span.fields["span"]) is Part.CHECKPOINT_SAVE)
+    return [(span.step, span.fields["duration_s"]) for span in saves if span.step is not None]
 
 
 def _percentile(values: Iterable[float], share: float) -> float | None:
@@ -267,11 +330,19 @@ def _percentile(values: Iterable[float], share: float) -> float | None:
 
 
 def _restores(attempts: Sequence[Attempt]) -> tuple[Restore, ...]:
-    by_restore: dict[tuple[int, int | None], list[Event]] = defaultdict(list)
-    for number, event in ((a.number, event) for a in attempts for event in a.events):
-        if event.kind == Kind.RESTORED:
-            by_restore[number, event.step].append(event)
-    return tuple(_restore(*restore, events) for restore, events in by_restore.items())
+    found: list[Restore] = []
+    for attempt in attempts:
+        by_step: dict[int | None, list[Event]] = defaultdict(list)
+        for event in attempt.events:
+            if event.kind == Kind.RESTORED:
+                by_step[event.step].append(event)
+        spans = [each for each in attempt.spans if part_of(each.fields["span"]) is Part.CHECKPOINT_RESTORE]
+        done = [each for each in spans if not each.fields.get("failed")]
+        if done and not by_step:  # a log of others has no more than that
+            seconds = math.fsum(to_s - from_s for from_s, to_s in _joined(done))
+            found.append(Restore(attempt=attempt.number, step=done[-1].step, source_bytes={}, restore_s=seconds))
+        found += [_restore(attempt.number, step, events) for step, events in by_step.items()]
+    return tuple(found)
 
 
 def _restore(attempt: int, step: int | None, events: Sequence[Event]) -> Restore:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-import re
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from ckptkit.events import Event, Kind, read_events
-from ckptkit.goodput.parts import Interval, Part
+from ckptkit.events import LOG_NAME, Event, Kind, read_events
+from ckptkit.goodput.parts import Interval, Part, part_of
+from ckptkit.goodput.signs import Stride, spans_of, strides_of, usual_step_s
 
-_NAME = re.compile(r"attempt-(\d+)-process-(\d+)\.jsonl", re.ASCII)
+StepsFrom = Literal["spans", "calls", "both", "nothing"]  # both: some attempts by spans, some by calls
 
 
 def load_run(directory: str | os.PathLike[str]) -> list[list[Event]]:
@@ -35,7 +36,7 @@ def load_run(directory: str | os.PathLike[str]) -> list[list[Event]]:
 
 
 def _as_named(path: Path, log: list[Event]) -> list[Event]:
-    named = _NAME.fullmatch(path.name)
+    named = LOG_NAME.fullmatch(path.name)
     if named is None or not log:
         return log
     attempt, process = int(named[1]), int(named[2])
@@ -60,8 +61,14 @@ def steps_done(directory: str | os.PathLike[str]) -> int | None:
         return None
 
 
+_SIGNS = frozenset({Kind.OPENED, Kind.SPAN, Kind.CALLED, Kind.STAGED})  # that a run goes on
+
+
 class Attempt(NamedTuple):
-    """One attempt: the events of all processes, process 0's spans, and those of its spans that are steps."""
+    """One attempt: the events of all processes, process 0's spans, and those of its spans that are steps.
+
+    Where the loop recorded no `step` spans, they are made of its calls of the manager (`ckptkit.goodput.signs`).
+    """
 
     number: int
     events: list[Event]
@@ -71,6 +78,7 @@ class Attempt(NamedTuple):
     last_s: float  # its last one; where it gave none, the other processes', whose clocks may differ
     wasted_from: float  # later attempts did this step, and all above it, again
     rollbacks: list[tuple[float, int]]  # when a guard went back within the attempt, and to which step
+    steps_from: StepsFrom
 
     def undone(self, step: int, span: Event) -> bool:
         """Whether a guard went back to before the step after it was done."""
@@ -92,8 +100,15 @@ class Attempt(NamedTuple):
 
     @property
     def is_finished(self) -> bool:
-        """Whether it came to the end of the run as that was then."""
-        return any(event.kind == Kind.FINISHED for event in self.events)
+        """Whether it came to the end of the run as that was then: it says so, or its manager was closed after all steps
+        and no exception or preemption was the reason."""
+        if any(event.kind == Kind.FINISHED for event in self.events):
+            return True
+        primary = [event for event in self.events if event.process == 0] or self.events
+        closed = max((e for e in primary if e.kind == Kind.CLOSED), key=lambda event: event.at_s, default=None)
+        if closed is None or closed.fields.get("failed") or any(e.kind == Kind.PREEMPTED for e in self.events):
+            return False
+        return not any(event.kind in _SIGNS and event.at_s > closed.at_s for event in primary)
 
 
 def attempts_of(logs: Sequence[Sequence[Event]]) -> tuple[list[Attempt], list[Event]]:
@@ -113,18 +128,63 @@ def attempts_of(logs: Sequence[Sequence[Event]]) -> tuple[list[Attempt], list[Ev
             number = next((e.fields["attempt"] for e in life if e.kind == Kind.STARTED), 0)
             lives[number, starts[number]].extend(life)
             starts[number] += 1
+    numbered = _numbered(lives)
+    primaries = [_without_computing([event for event in events if event.process == 0]) for _, events in numbered]
+    explicit = [list(_steps(primary)) for primary in primaries]
+    strides = [[] if told else strides_of(primary) for told, primary in zip(explicit, primaries, strict=True)]
+    usual_s = usual_step_s(chain.from_iterable(strides))
     attempts: list[Attempt] = []
     wasted_from = math.inf
-    for number, events in reversed(_numbered(lives)):
-        primary = [event for event in events if event.process == 0]
+    for place in reversed(range(len(numbered))):
+        (number, events), primary = numbered[place], primaries[place]
         spans = [event for event in primary if event.kind == Kind.SPAN]
+        steps_from: StepsFrom = "spans" if explicit[place] else "calls" if strides[place] else "nothing"
+        spans += _made(strides[place], usual_s)
         steps = list(_steps(spans))
         first_s = min(map(start_s, primary), default=None)
         last_s = max(event.at_s for event in primary or events)
         rollbacks = [(e.at_s, e.step) for e in primary if e.kind == Kind.ROLLED_BACK and e.step is not None]
-        attempts.append(Attempt(number, events, spans, steps, first_s, last_s, wasted_from, rollbacks))
+        attempts.append(Attempt(number, events, spans, steps, first_s, last_s, wasted_from, rollbacks, steps_from))
         wasted_from = min([wasted_from, *(step for step, _ in steps)])
     return attempts[::-1], launcher
+
+
+def _made(strides: Sequence[Stride], usual_s: float | None) -> Iterable[Event]:
+    """Spans of the strides of an attempt; how long a step usually is, it knows best itself."""
+    own_s = usual_step_s(strides)
+    return spans_of(strides, usual_s if own_s is None else own_s, process=0)
+
+
+def _without_computing(events: list[Event]) -> list[Event]:
+    """The events of one process. A save that found its step unfinished waited for it: that time is the step's."""
+    staged = sorted(
+        ((e.at_s, e.fields["computing_s"], e.step) for e in events if e.kind == Kind.STAGED and _computing_s(e) > 0),
+        key=lambda each: each[0],
+    )
+    if not staged:
+        return events
+    told: list[Event] = []
+    for event in events:
+        if event.kind == Kind.SPAN and event.fields["span"] == "checkpoint_save":
+            begin_s = start_s(event)
+            place = bisect_left(staged, begin_s, key=lambda each: each[0])
+            if place < len(staged) and staged[place][0] <= event.at_s:
+                _, computing_s, step = staged[place]
+                cut_s = min(event.at_s, begin_s + computing_s)
+                event = replace(event, fields={**event.fields, "duration_s": event.at_s - cut_s})
+                told.append(Event.span("step_tail", start_s=begin_s, end_s=cut_s, process=event.process, step=step))
+        told.append(event)
+    return told
+
+
+def _computing_s(staged: Event) -> float:
+    return float(staged.fields.get("computing_s", 0.0))
+
+
+def steps_from_of(attempts: Iterable[Attempt]) -> StepsFrom:
+    """Where the steps of a run are known from."""
+    kinds = {attempt.steps_from for attempt in attempts} - {"nothing"}
+    return "both" if len(kinds) > 1 else next(iter(kinds), "nothing")
 
 
 def _steps(events: Iterable[Event]) -> Iterable[tuple[int, Event]]:
@@ -184,21 +244,23 @@ def intervals(
         if attempt.first_s is None:  # process 0 was lost before its first event: the gap goes on
             continue
         yield Interval(idle_from_s, attempt.first_s, idle_part, 1)
+        if attempt.steps:  # what no span explains before the first one is no part of the training
+            yield Interval(attempt.first_s, start_s(attempt.steps[0][1]), Part.INITIALIZATION, 1)
         for span in attempt.spans:
-            yield Interval(start_s(span), span.at_s, _part(span, attempt), 2)
+            part = _part(span, attempt)
+            if part is not None:
+                yield Interval(start_s(span), span.at_s, part, 2)
         idle_from_s = max((span.at_s for span in attempt.spans), default=attempt.first_s)
-        idle_part = Part.RECOVERY
+        idle_part = Part.STOPPED if attempt.is_finished else Part.RECOVERY
     last_loss_s = max((e.at_s for e in launcher if e.kind == Kind.DISRUPTED), default=-math.inf)
     if last_loss_s >= max((a.first_s for a in attempts if a.first_s is not None), default=math.inf):
         yield Interval(idle_from_s, clock_s[1], Part.RECOVERY, 1)  # lost, and nobody came back
 
 
-def _part(span: Event, attempt: Attempt) -> Part:
-    if span.fields["span"] == "step":
+def _part(span: Event, attempt: Attempt) -> Part | None:
+    if span.fields["span"] in ("step", "step_tail"):
         if span.step is not None and attempt.undone(span.step, span):
             return Part.WASTED_BY_SPIKE
         lost = span.fields.get("failed") or (span.step is not None and span.step >= attempt.wasted_from)
         return Part.WASTED if lost else Part.PRODUCTIVE
-    if span.fields["span"] == "broadcast":  # inside a restore
-        return Part.CHECKPOINT_RESTORE
-    return next((part for part in Part if part.value == span.fields["span"]), Part.OTHER)
+    return part_of(span.fields["span"])

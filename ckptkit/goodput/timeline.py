@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ckptkit.events import Event, Kind
 from ckptkit.goodput.parts import Interval, Part, partition
-from ckptkit.goodput.report import Disruption, goodput_report
+from ckptkit.goodput.report import Disruption, goodput_report, stalls_of
 from ckptkit.goodput.runs import attempts_of, clock_of, intervals
 
 
@@ -80,7 +80,7 @@ def timeline_of(logs: Sequence[Sequence[Event]]) -> Timeline:
             for loss in report.disruptions
         ),
         restores=tuple(_restores(events, origin_s)),
-        stalls_ms=tuple(sorted(1e3 * e.fields["stall_s"] for _, e in events if e.kind == Kind.STAGED)),
+        stalls_ms=tuple(sorted(1e3 * stall_s for attempt in attempts for _, stall_s in stalls_of(attempt))),
     )
 
 

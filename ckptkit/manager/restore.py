@@ -22,6 +22,7 @@ from ckptkit.manager.build import Components
 from ckptkit.manager.opening import epoch_records
 from ckptkit.manager.orbax_compat import Began, Spans, restore_entry
 from ckptkit.manager.restore_handle import RestoreHandle
+from ckptkit.manager.run_account import RunAccount
 from ckptkit.manager.settings import Settings
 from ckptkit.restore.caller_thread import CallerThread
 from ckptkit.restore.candidates import Inventory
@@ -37,8 +38,11 @@ _REASON_CHARS_MAX = 400  # of a rejection, in a log line; the event has all of i
 class Resumer:
     """Begins restores and takes them over. Belongs to the step loop's thread; called by all processes together."""
 
-    def __init__(self, settings: Settings, components: Components, logger: ocp.logging.AbstractLogger):
+    def __init__(
+        self, settings: Settings, components: Components, logger: ocp.logging.AbstractLogger, account: RunAccount
+    ):
         self._settings = settings
+        self._account = account
         self._components = components
         self._logger = logger
         self._pending: RestoreHandle | None = None  # a restore whose result() has not returned yet
@@ -57,6 +61,7 @@ class Resumer:
             lambda caller: self._restored(step, wanted, about, caller),
             lambda restored: self._take_over(restored, began),
             self._settled,
+            self._account.restoring,
         )
         return self._pending
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 from ckptkit.restore.caller_thread import CallerThread
@@ -25,7 +26,9 @@ class RestoreHandle:
         restore: Callable[[CallerThread], Restored],
         adopt: Callable[[Restored], Any],
         settled: Callable[[RestoreHandle], None],
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
+        self._waiting = waiting  # what `result` waits for is accounted for
         self._adopt = adopt
         self._settled = settled
         self._caller = CallerThread()
@@ -50,14 +53,15 @@ class RestoreHandle:
         process calls it more than the manager's `timeout_s` after the first, each process reads for itself. Raises
         `TimeoutError` if the time is up first; the restore continues.
         """
-        self._caller.serve(self._restored.done, timeout)
-        if not self._restored.done():
-            raise TimeoutError(f"the restore is not finished after {timeout:g} s; it continues")
-        with self._lock:
-            self._settled(self)
-            if not self._is_adopted:
-                self._items = self._adopt(self._restored.result())
-                self._is_adopted = True
+        with self._waiting():
+            self._caller.serve(self._restored.done, timeout)
+            if not self._restored.done():
+                raise TimeoutError(f"the restore is not finished after {timeout:g} s; it continues")
+            with self._lock:
+                self._settled(self)
+                if not self._is_adopted:
+                    self._items = self._adopt(self._restored.result())
+                    self._is_adopted = True
         return self._items
 
     def join(self, timeout_s: float) -> None:

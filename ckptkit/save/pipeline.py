@@ -242,8 +242,9 @@ class SavePipeline:
                 reason=snapshot.staging.reason,
                 bytes=description.held_bytes,
                 tiers=sorted(save.due),
-                stall_s=round(staged_s - start_s, 6),
+                stall_s=round(max(0.0, staged_s - start_s - snapshot.staging.computing_s), 6),
                 waited_s=round(waited_s, 6),
+                computing_s=round(snapshot.staging.computing_s, 6),
                 **({"policy": "wait"} if turn.was_busy else {}),
             )
         self._hand_over(save, refusal)

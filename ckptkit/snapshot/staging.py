@@ -36,6 +36,7 @@ from ckptkit.snapshot.copying import copy_shards
 from ckptkit.snapshot.describe import Description, Digests
 from ckptkit.snapshot.device_room import DeviceMemory, DeviceRoom
 from ckptkit.snapshot.shards import Held, Shard, held_arrays
+from ckptkit.util import clock
 
 GROUP_BYTES = 256 << 20  # are staged alike, and fall back together
 _PINNED = "pinned_host"
@@ -44,11 +45,13 @@ _PINNED = "pinned_host"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
     """A state that is on its way into a slot. `finish` moves what is left, once, lets the arrays go, and returns the
-    digests of every box by its number."""
+    digests of every box by its number. `computing_s`: seconds until the arrays were computed, which are the step's own.
+    """
 
     strategy: Strategy  # of most of the bytes
     reason: str
     finish: Callable[[], dict[int, Digests]]
+    computing_s: float = 0.0
 
 
 @final
@@ -95,13 +98,15 @@ class Stager:
             else:
                 strategy, reason = choice, "asked for"
             later: list[Shard] = []
+            computing_s = 0.0 if strategy == "gate" else _until_computed(device)
             if strategy == "gate":
                 later = _shards(device)
             elif strategy == "alias":
                 later = [(np.asarray(array), replace(extent, device=None)) for array, extent in _shards(device)]
             else:
                 digests |= copy(_shards(device))
-        return Staging(strategy=strategy, reason=reason, finish=_once(copy, lambda: later, digests, later.clear))
+        finish = _once(copy, lambda: later, digests, later.clear)
+        return Staging(strategy=strategy, reason=reason, finish=finish, computing_s=computing_s)
 
     def _begin_groups(
         self,
@@ -129,12 +134,14 @@ class Stager:
             return shards
 
         try:
+            computing_s = _until_computed([held for group in waited for held in group])
             digests |= copy(_shards([held for group in waited for held in group]))
         except BaseException:
             drop()
             raise
         strategy, reason = groups.summary(choice, sum(map(_nbytes, (held for group in waited for held in group))))
-        return Staging(strategy=strategy, reason=reason, finish=_once(copy, drawn, digests, drop))
+        finish = _once(copy, drawn, digests, drop)
+        return Staging(strategy=strategy, reason=reason, finish=finish, computing_s=computing_s)
 
     def _count_pinned(self, nbytes: int) -> None:
         with self._counting:
@@ -213,6 +220,13 @@ class _Groups:
         # Not the arrays themselves: the caller's device memory would be kept in use.
         self.copies += [(replace(held, array=None), copy) for held, copy in zip(group, copied, strict=True)]
         return True
+
+
+def _until_computed(several: Sequence[Held]) -> float:
+    """Waits, as the copy would, until the arrays are computed; returns for how many seconds."""
+    begun_s = clock.monotonic_s()
+    jax.block_until_ready([held.array for held in several])
+    return clock.monotonic_s() - begun_s
 
 
 def _grouped(device: Sequence[Held]) -> list[list[Held]]:

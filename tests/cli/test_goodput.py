@@ -55,7 +55,9 @@ def test_table_shows_goodput_and_the_cost_of_each_loss(run_dir: Path, capsys: py
     restore."""
     assert main(["goodput", str(run_dir)]) == 0
     out = capsys.readouterr().out
-    assert "(Google's ML goodput)" in out
+    assert out.splitlines()[1] == "goodput 46.15% (Google's ML goodput; steps from the loop's `step` spans)"
+    assert re.search(r"^effective training time +\d+\.\d+%  the total less", out, re.M)
+    assert re.search(r"^new steps over elapsed +46\.15%  distinct", out, re.M)
     assert re.search(r"^wasted_progress_from_disruption +3 s +\d+\.\d+%", out, re.M)
     assert re.search(r"^ +0 +0 +3 +6 s +9 s +ram +SIGKILL", out, re.M)
     assert "peer 75%, ram 25%" in out

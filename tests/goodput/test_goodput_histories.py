@@ -75,7 +75,7 @@ def play(lives: list[Life], *, origin_s: float) -> tuple[list[list[Event]], dict
                 steps.append((number, step, own_ms))
                 step += 1
             else:
-                truth_ms[Part.OTHER if block.name == "lunch" else Part(block.name)] += own_ms
+                truth_ms[Part.CUSTOM if block.name == "lunch" else Part(block.name)] += own_ms
         logs.append(log)
     for number, done, own_ms in steps:
         again = any(later > number and other <= done for later, other, _ in steps)

@@ -44,6 +44,8 @@ def report(*, disruptions: int, restored: list[tuple[int, int]]) -> GoodputRepor
         restores=tuple(
             Restore(attempt=attempt, step=step, source_bytes={}, restore_s=0.0) for attempt, step in restored
         ),
+        steps_from="spans",
+        custom_s={},
     )
 
 

@@ -1,0 +1,35 @@
+"""The account of a run in words: the one number that leads, where it is from, and what is to be said against it."""
+
+from __future__ import annotations
+
+from ckptkit.goodput.report import DEFINITIONS, GoodputReport
+from ckptkit.util.clock import time_text
+
+_STEPS_FROM = {
+    "spans": "steps from the loop's `step` spans",
+    "calls": "steps from the loop's calls of the manager",
+    "both": "steps from `step` spans in some starts, from calls of the manager in others",
+}
+NO_STEPS = "no step information"
+
+
+def headline(report: GoodputReport) -> str:
+    """The goodput by the definition that leads, and which one that is; or that nothing tells of steps."""
+    if report.goodput.ml_goodput is None:
+        return f"goodput: {NO_STEPS}"
+    _, name, _ = DEFINITIONS[0]
+    return f"goodput {report.goodput.ml_goodput:.2%} ({name}; {_STEPS_FROM[report.steps_from]})"
+
+
+def caveats(report: GoodputReport) -> list[str]:
+    """What a reader has to know before the numbers are believed, one sentence each or two."""
+    told = []
+    if report.steps_from == "nothing":
+        told.append(
+            "No log tells of steps. Call manager.save(step, ...), should_save or reached_preemption in each step, or "
+            "write `with manager.step(step):` around it."
+        )
+    if report.custom_s:
+        named = ", ".join(f"{name} ({time_text(seconds)})" for name, seconds in report.custom_s.items())
+        told.append(f"Spans whose names are no kind of time count as `custom`, never as training: {named}.")
+    return told

@@ -1,0 +1,106 @@
+"""What the manager records of a run's time: spans of its saves and restores, and the steps that its calls tell of."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ckptkit.events import EventLog, Kind
+from ckptkit.model.tiers import Tier
+from ckptkit.util import clock
+
+_log = logging.getLogger("ckptkit")
+_NOTICED_S = 1e-3  # a call that saved nothing, and was shorter than this, is no span
+_NORMAL_ENDS = (StopIteration, GeneratorExit)  # of an input, as loops notice it
+
+
+@dataclass(slots=True)
+class SaveCall:
+    """One call that saves, or waits for saves."""
+
+    taken: bool = False
+
+
+class RunAccount:
+    """Belongs to the step loop's thread. `ckptkit.goodput` reads what it records."""
+
+    def __init__(self, events: EventLog):
+        self._events = events
+        self._opened_s = clock.monotonic_s()
+        self._seen: int | None = None  # the last step that a call was about
+
+    def opened(self, process: int, url: str, tiers: Sequence[Tier], steps: Sequence[int]) -> None:
+        """The manager of process `process` is ready."""
+        if self._events.has_file and self._events.process != process:
+            _log.warning(
+                "this is process %d, and its event log says process %d: `ckptkit goodput` takes it for that one. Call "
+                "EventLog.for_run after jax.distributed.initialize(), or give it process=%d",
+                *(process, self._events.process, process),
+            )
+        self._events.emit(
+            Kind.OPENED,
+            directory=url,
+            tiers=[tier.name for tier in tiers],
+            steps=len(steps),
+            newest=max(steps, default=None),
+            duration_s=round(clock.monotonic_s() - self._opened_s, 6),
+        )
+
+    @contextmanager
+    def saving(self, step: int | None = None) -> Iterator[SaveCall]:
+        """A call that saves `step`, or (None) waits for saves."""
+        call, begun_s, failed = SaveCall(), clock.monotonic_s(), True
+        try:
+            yield call
+            failed = False
+        finally:
+            duration_s = clock.monotonic_s() - begun_s
+            if call.taken or failed or duration_s >= _NOTICED_S:
+                self._seen = step if step is not None else self._seen
+                self._span("checkpoint_save", step, duration_s, failed=failed)
+            elif step is not None:
+                self.called(step, "save")
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """A call that restores, or waits for a restore."""
+        begun_s, failed = clock.monotonic_s(), True
+        try:
+            yield
+            failed = False
+        finally:
+            self._span("checkpoint_restore", None, clock.monotonic_s() - begun_s, failed=failed)
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """The manager ends, and whether the run is coming to its normal end with it."""
+        failed = _is_unwinding()
+        try:
+            with self.saving():
+                yield
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            self._events.emit(Kind.CLOSED, **({"failed": True} if failed else {}))
+
+    def called(self, step: int, call: str) -> None:
+        """The loop called the manager about `step`. Recorded once for a step, if the loop does not record its steps."""
+        if step != self._seen and not self._events.tells_steps:
+            self._events.emit(Kind.CALLED, step=step, call=call)
+        self._seen = step
+
+    def _span(self, name: str, step: int | None, duration_s: float, *, failed: bool) -> None:
+        extra = {"failed": True} if failed else {}
+        self._events.emit(Kind.SPAN, step=step, span=name, duration_s=round(duration_s, 6), **extra)
+
+
+def _is_unwinding() -> bool:
+    """Whether an exception is being handled that ends the run early."""
+    error = sys.exc_info()[1]
+    if error is None or isinstance(error, _NORMAL_ENDS):
+        return False
+    return not (isinstance(error, SystemExit) and error.code in (None, 0))
