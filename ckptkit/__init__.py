@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from ckptkit.snapshot.abstract import abstract_state as abstract_state
     from ckptkit.tuner import explain as explain
     from ckptkit.tuner import tune as tune
+    from ckptkit.util.log_to import log_to as log_to
     from ckptkit.verification import scrub as scrub
     from ckptkit.verification import verify as verify
 

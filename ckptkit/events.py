@@ -41,12 +41,13 @@ class Kind(StrEnum):
     CALLED = "called"  # the loop called the manager for step, and no span tells it: fields call
     PLANNED = "restore_planned"  # fields sources: tier -> bytes
     REJECTED = "restore_rejected"  # fields reason
-    # fields sources: tier -> bytes, duration_s, verify (and share, seed of a sample); of several processes broadcast
-    # (whether replicas read for each other), broadcast_why
+    # fields sources: tier -> bytes, tree_bytes (of all processes), duration_s, verify (and share, seed of a sample); of
+    # several processes broadcast (whether replicas read for each other), broadcast_why
     RESTORED = "restored"
     PHASE = "save_phase"  # a save crossed a phase boundary: fields phase
     # fields strategy, reason, bytes, tiers (it is due in), stall_s (the step loop's), waited_s of it for earlier saves,
-    # computing_s (beside it: what the step itself took to compute the state); policy "wait" if it waited for saves
+    # computing_s (beside it: what the step itself took to compute the state); tree_bytes (of all processes), if it is
+    # due in the durable tier; policy "wait" if it waited for saves
     STAGED = "staged"
     COMMITTED = "committed"  # step is whole in tier on ALL processes: fields bytes, duration_s since staged
     SKIPPED = "save_skipped"  # dropped everywhere: fields reason, policy: skip (too early), wait (in vain), veto
@@ -145,6 +146,7 @@ class EventLog:
         path = None if path is None else _local(path)
         self._process = process
         self._observers: list[Callable[[Event], None]] = []
+        self._named: set[str] = set()  # which observers there are that several managers would add
         self._tells_steps = False
         self._lock = threading.Lock()
         self._fd: int | None = None
@@ -204,10 +206,12 @@ class EventLog:
         """Whether the loop records `step` spans here: signs of steps from elsewhere are not needed."""
         return self._tells_steps
 
-    def observe(self, observer: Callable[[Event], None]) -> None:
+    def observe(self, observer: Callable[[Event], None], *, once: str | None = None) -> None:
         """Calls `observer` with every later event, in the thread that emits it. What it raises is logged: other
-        processes may wait for that thread."""
-        self._observers.append(observer)
+        processes may wait for that thread. An observer with a name (`once`) that the log has already is left out."""
+        if once is None or once not in self._named:
+            self._named.update({once} if once is not None else ())
+            self._observers.append(observer)
 
     def emit(self, kind: Kind, *, step: int | None = None, tier: str | None = None, **fields: Any) -> None:
         """Records that something happened now. A full disk loses events, never the job; observers hear them still.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import final
@@ -13,8 +12,6 @@ from ckptkit.durable.lifecycle.delete import remove_step
 from ckptkit.durable.lifecycle.leases import PruneGuard
 from ckptkit.durable.orbax.manager import StockManager, delete_directory
 from ckptkit.store.remote import forget_listings
-
-_log = logging.getLogger(__name__)
 
 Said = Callable[[int, str], None]  # of a step that is committed: what failed after that
 
@@ -91,7 +88,6 @@ class Pruner:
             except Exception as error:  # noqa: BLE001  it is a step or it is not, never half: reported, and tried again
                 reason = f"step {step} is to be deleted, and is not yet: {type(error).__name__}: {error}"
                 self._said(step, reason)
-                _log.warning("%s: %s", self._url, reason)
             else:
                 del self._left[step]
         self._guard.settle()

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ckptkit.util.sizes import size_text as size_text
+
 
 @lru_cache(maxsize=4096)  # many leaves, few shardings
 @lru_cache(maxsize=256)
@@ -83,14 +85,3 @@ def _text(value: Any) -> str:
 def count_text(count: int, one: str, several: str | None = None) -> str:
     """How many of what: `1 leaf`, `2 leaves`; without `several`, an s makes them more."""
     return f"{count:,} {one if count == 1 else several or one + 's'}"
-
-
-@lru_cache(maxsize=4096)  # many leaves, few sizes
-def size_text(size_bytes: int) -> str:
-    """Bytes in binary units: `1.5 GiB`."""
-    size, unit = float(size_bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
-        if size < 1024 or unit == "EiB":
-            break
-        size /= 1024
-    return f"{size_bytes} B" if unit == "B" else f"{size:.1f} {unit}"

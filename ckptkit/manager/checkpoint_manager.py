@@ -13,12 +13,15 @@ import jax
 import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.manager import Setup, checked_options, refuse_part_of_job
+from ckptkit.durable.orbax.monitoring import OrbaxMonitoring
 from ckptkit.errors import SaveFailedError
 from ckptkit.events import EventLog
 from ckptkit.job.coordination import Job, make_coordinator
 from ckptkit.manager.build import make_components
 from ckptkit.manager.calls import CollectiveCalls
 from ckptkit.manager.catalog import Catalog
+from ckptkit.manager.log_lines import log_events
+from ckptkit.manager.monitoring import monitor_events
 from ckptkit.manager.orbax_compat import Began, save_entry, saved_step_number, step_number
 from ckptkit.manager.preemption import LastSaver
 from ckptkit.manager.restore import Resumer
@@ -64,6 +67,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
       saving: how a save keeps the state alive, waits for earlier ones, fails, and compares data replicas.
       restoring: what a restore proves, and whether data replicas read for each other.
       processes: how long the processes of a job wait for each other, and how they read each other's fast tiers.
+      progress: shows on a terminal or in a notebook how far a restore, or a wait for saves, of more than 5 s has come.
       deprecated: fields of these three as keywords of their own (`DEPRECATED_KEYWORDS`), with a DeprecationWarning.
 
     Raises the errors of Orbax's constructor for the shared arguments. Raises `TierUnusableError` for a tier that cannot
@@ -88,6 +92,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         saving: SaveOptions | None = None,
         restoring: RestoreOptions | None = None,
         processes: ProcessOptions | None = None,
+        progress: bool = True,
         **deprecated: Unpack[DeprecatedKeywords],
     ):
         tiers = tuple(tiers) if isinstance(tiers, Iterable) and not isinstance(tiers, str) else tiers
@@ -106,8 +111,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         )
         self._options = self._settings.options
         self._logger = logger or ocp.logging.StandardLogger()
-        self._account = RunAccount(self._settings.events)
+        self._account = RunAccount(self._settings.events, progress=progress)
         refuse_part_of_job(self._options, jax.process_count())
+        log_events(self._settings.events, jax.process_index())
         setup = Setup(
             checkpointers=checkpointers,
             metadata=metadata,
@@ -115,6 +121,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
             item_handlers=item_handlers,
             handler_registry=handler_registry,
         )
+        asynchronous = self._options.enable_async_checkpointing
+        orbax = OrbaxMonitoring(root_url(directory), asynchronous)
+        monitor_events(self._settings.events, jax.process_index(), orbax)
         job = Job(coordinator=make_coordinator(processes.timeout_s), events=self._settings.events)
         self._components = make_components(root_url(directory), self._settings, setup, job)
         self._durable, self._pipeline = self._components.storage.durable, self._components.pipeline
@@ -235,7 +244,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         `StoreError` and does not fall back.
         """
         began = Began()
-        with self._account.restoring():
+        with self._account.restoring(self._resumer.waiting_text):
             with self._calls.entered("restore") as about:
                 step = step_number(step)
                 self._resumer.refuse_while_pending("restore")
@@ -256,7 +265,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         behaviour.
         """
         began = Began()
-        with self._account.restoring(), self._calls.entered("restore") as about:
+        with self._account.restoring(self._resumer.waiting_text), self._calls.entered("restore") as about:
             step = step_number(step)
             self._resumer.refuse_while_pending("restore_async")
             wanted = self._resumer.wanted(step, None, None, args)
@@ -339,7 +348,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
 
     def wait_until_finished(self) -> None:
         """Waits until every save that was taken is in all its tiers; raises `SaveFailedError` if one is not."""
-        with self._account.saving():
+        with self._account.waiting(self._pipeline.under_way):
             self._pipeline.wait()
         self.check_for_errors()
 
@@ -358,7 +367,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         if self._closed:
             return
         self._closed = True
-        with self._account.closing():
+        with self._account.closing(self._pipeline.under_way):
             self._close(remove_arenas=remove_arenas)
             self.check_for_errors()
 

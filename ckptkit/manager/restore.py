@@ -45,6 +45,7 @@ class Resumer:
         self._account = account
         self._components = components
         self._logger = logger
+        self._restorer = components.restorer  # of the last restore
         self._pending: RestoreHandle | None = None  # a restore whose result() has not returned yet
         self._spans = Spans()  # of the last restore
 
@@ -61,7 +62,7 @@ class Resumer:
             lambda caller: self._restored(step, wanted, about, caller),
             lambda restored: self._take_over(restored, began),
             self._settled,
-            self._account.restoring,
+            lambda: self._account.restoring(self.waiting_text),
         )
         return self._pending
 
@@ -79,7 +80,7 @@ class Resumer:
         with closing(DurableSteps(url, read_only, job.coordinator)) as durable:
             durable.stock.adopt_handlers(self._components.storage.durable.stock)
             inventory = Inventory({}, durable, epoch_records(url, job.events), job.events)
-            restorer = Restorer(inventory, job, self._settings.restoring)
+            self._restorer = restorer = Restorer(inventory, job, self._settings.restoring)
             with self._spans.measured("checkpointer"):
                 restored = restorer.restore(step, wanted, about)
         return self._given(restored, restorer.rejected, began, url)
@@ -115,6 +116,10 @@ class Resumer:
                 path=url,
             ) from error
 
+    def waiting_text(self) -> str:
+        """What the restore under way waits for."""
+        return self._restorer.waiting_text()
+
     def refuse_while_pending(self, what: str) -> None:
         """Raises `CheckpointError` before `result()` of a restore in the background."""
         if self._pending is not None:
@@ -135,7 +140,8 @@ class Resumer:
         self, step: int | None, wanted: RestoreRequest, about: str, caller: CallerThread | None = None
     ) -> Restored:
         """The result of the restorer. A damaged `step` raises a `CorruptCheckpointError` that names the other steps."""
-        restorer, ledger = self._components.restorer, self._components.history.ledger
+        self._restorer = restorer = self._components.restorer
+        ledger = self._components.history.ledger
         try:
             with self._spans.measured("checkpointer"):
                 return restorer.restore(step, wanted, about, caller=caller)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ckptkit.events import EventLog, Kind
 from ckptkit.model.tiers import Tier
+from ckptkit.save.under_way import SavesUnderWay, described
 from ckptkit.util import clock
+from ckptkit.util.waits import Meter, told
 
 _log = logging.getLogger("ckptkit")
 _NOTICED_S = 1e-3  # a call that saved nothing, and was shorter than this, is no span
@@ -27,8 +29,9 @@ class SaveCall:
 class RunAccount:
     """Belongs to the step loop's thread. `ckptkit.goodput` reads what it records."""
 
-    def __init__(self, events: EventLog):
+    def __init__(self, events: EventLog, *, progress: bool):
         self._events = events
+        self._progress = progress  # whether long waits are shown where a person looks
         self._opened_s = clock.monotonic_s()
         self._seen: int | None = None  # the last step that a call was about
 
@@ -65,21 +68,35 @@ class RunAccount:
                 self.called(step, "save")
 
     @contextmanager
-    def restoring(self) -> Iterator[None]:
-        """A call that restores, or waits for a restore."""
+    def waiting(self, under_way: SavesUnderWay) -> Iterator[None]:
+        """A call that waits for saves."""
+        meter, (_, before_bytes) = Meter(), under_way.progress()
+
+        def text() -> str:
+            meter.at(under_way.progress()[1] - before_bytes)
+            written = meter.text()
+            return f"waits for {described(under_way.left())}{f': {written} written' if written else ''}"
+
+        with self.saving(), told(text, show=self._progress):
+            yield
+
+    @contextmanager
+    def restoring(self, text: Callable[[], str]) -> Iterator[None]:
+        """A call that restores, or waits for a restore; `text` says for what."""
         begun_s, failed = clock.monotonic_s(), True
         try:
-            yield
+            with told(text, show=self._progress):
+                yield
             failed = False
         finally:
             self._span("checkpoint_restore", None, clock.monotonic_s() - begun_s, failed=failed)
 
     @contextmanager
-    def closing(self) -> Iterator[None]:
+    def closing(self, under_way: SavesUnderWay) -> Iterator[None]:
         """The manager ends, and whether the run is coming to its normal end with it."""
         failed = _is_unwinding()
         try:
-            with self.saving():
+            with self.waiting(under_way):
                 yield
         except BaseException:
             failed = True

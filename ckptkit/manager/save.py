@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,8 +29,6 @@ from ckptkit.snapshot.describe import Description
 from ckptkit.snapshot.items import SaveItems, abstract_trees, as_it_is, save_items
 from ckptkit.snapshot.small_items import INLINE_BYTES_MAX
 from ckptkit.util.clock import Deadline
-
-_log = logging.getLogger("ckptkit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +133,6 @@ class Saver:
         step, force = request.step, request.force
         refusal = self._decider.refusal(step, last=self._ledger.latest_step(), force=force)
         if refusal is not None:
-            _log.warning("step %d is not saved: %s", step, refusal)
             self._events.emit(Kind.SKIPPED, step=step, reason=refusal)
             return False
         if step < 0:
@@ -269,7 +265,6 @@ class Saver:
         if self._tiers and item not in self._said:
             self._said.add(item)
             reason = f"item {item!r} is of a kind that only Orbax's handlers hold: steps with it are durable-only"
-            _log.warning("step %d: %s", step, reason)
             self._events.emit(Kind.DEGRADED, step=step, tier=self._tiers[0].name, reason=reason)
         return due & {DURABLE}
 

@@ -26,6 +26,7 @@ from ckptkit.restore.request import RestoreRequest
 from ckptkit.snapshot.small_items import FILES, files_in, give_back
 from ckptkit.util.gc_pause import collection_paused
 from ckptkit.util.pages import empty_block
+from ckptkit.util.waits import Meter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,7 @@ class LocalRead:
         """`durable`: where the steps of stock Orbax are; None where `read` alone is called."""
         self._durable = durable
         self._events = events
+        self.meter = Meter()  # of the bytes that `read` has read
 
     def read(self, prepared: Prepared, proves: VerifySelection, shared: Shared | None = None) -> Verified:
         """All that `prepared` plans, less what `shared` has already."""
@@ -96,8 +98,12 @@ class LocalRead:
             with collection_paused():
                 expect([each for each in wanted if ((each[0], each[1].path), each[3]) not in announced])
         rejected = self.rejected(plan.save_id, proves)
+        self.meter.begin(sum(read.nbytes for read in plan.reads))
         told = frozenset({durable} if expect is not None else ())
-        read_bytes = execute(plan, prepared.holdings.readers, rejected, proven, make_block, announced=told)
+        counted = self.meter.add
+        read_bytes = execute(
+            plan, prepared.holdings.readers, rejected, proven, make_block, announced=told, counted=counted
+        )
         placer.finish()
         if shared is not None:
             leaves |= shared.assembly.leaves

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 from ckptkit.durable.orbax.manager import DEFAULT_ITEM
@@ -91,6 +92,7 @@ class Restorer:
         self._preparer = Preparer(self._url, coordinator)
         self._reports: list[list[Held]] = []  # on process 0, of the last gathering
         self.rejected: list[Rejection] = []  # by the last restore, in the order in which they were tried
+        self._waits_for = "its begin"
         self._events = job.events
         self._reading = LocalRead(inventory.durable, job.events)
         self._broadcaster = Broadcaster(options.broadcast, self._reading, replace(job, coordinator=coordinator))
@@ -107,6 +109,8 @@ class Restorer:
         missing permission and a tier that cannot be reached raise at once and never fall back.
         """
         self._coordinator.begin(about)
+        self._reading.meter.begin(0)
+        self._waits_for = "what the tiers of all processes hold"
         wanted = replace(wanted, proves=begin(self._verify))
         found = self._inventory.local.saves()
         local = {save: held for save, held in found.items() if step is None or save.step == step}
@@ -139,6 +143,11 @@ class Restorer:
         if all(ItemNotFoundError.__name__ in each.reason for each in rejected):
             raise ItemNotFoundError("; ".join(dict.fromkeys(each.reason for each in rejected)), path=self._url)
         raise NoRestorableStepError([(r.where, r.save_id.step, r.reason) for r in rejected], path=self._url)
+
+    def waiting_text(self) -> str:
+        """What the restore under way waits for, and how far it has come. Safe from other threads."""
+        meter = self._reading.meter.text()
+        return f"restore waits for {self._waits_for}{f': {meter}' if meter else ''}"
 
     def _candidates(
         self,
@@ -216,21 +225,25 @@ class Restorer:
         """
         start_s = clock.monotonic_s()
         save_id = candidate.save_id
+        self._waits_for = f"a plan of all processes for step {save_id.step}"
         own = prepared.holdings if prepared is not None else self._inventory.local.holdings(local, wanted.proves)
         search = self._search(candidate, own, wanted)
         rejection, planned = self._together("plan", lambda: self._plan(search, prepared, wanted))
         if rejection is not None:
             return rejection
+        self._waits_for = f"the bytes of step {save_id.step}"
         shared, choice = self._broadcaster.share(planned, wanted.proves, caller)
         rejection, proven = self._together("restore", lambda: self._read(local, search, planned, wanted, shared))
         if rejection is not None:
             return rejection
         assert proven is not None
+        self._waits_for = f"the items of step {save_id.step}"
         items = self._reading.assemble(proven, save_id)
         self._events.emit(
             Kind.RESTORED,
             step=save_id.step,
             sources=proven.read_bytes,
+            tree_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(items) if isinstance(leaf, jax.Array | np.ndarray)),
             save_id=str(save_id),
             duration_s=round(clock.monotonic_s() - start_s, 6),
             **proven.proves.words(),

@@ -13,7 +13,7 @@ from ckptkit.job.coordination import Job
 from ckptkit.model.manifest import SaveId
 from ckptkit.model.policies import FailurePolicy
 from ckptkit.model.tiers import DURABLE, MEMORY, PEER
-from ckptkit.save.health import FirstOfMany, SaveHealth
+from ckptkit.save.health import SaveHealth
 from ckptkit.save.ledger import Ledger
 from ckptkit.save.records import Refusal, Save, SaveTargets
 from ckptkit.save.retention import Retention
@@ -26,7 +26,7 @@ _FAILURES_KEPT = 100
 
 
 class Outcomes:
-    """The book, the events, the log lines and the errors of saves. Safe from several threads."""
+    """The book, the events and the errors of saves. Safe from several threads."""
 
     def __init__(
         self,
@@ -47,7 +47,6 @@ class Outcomes:
         self._failures: list[SaveFailedError] = []  # that the step loop has not raised yet
         self._raised: dict[int, list[SaveFailedError]] = {}  # by thread, of those
         self._stopped: CheckpointError | None = None
-        self._limit = FirstOfMany()
         self.health = SaveHealth(policy)
 
     def refused(self, save: Save, tier: str, error: Exception) -> Refusal:
@@ -108,23 +107,15 @@ class Outcomes:
         if refusal.policy not in ("skip", "report"):  # to count a report would make each process raise for another's
             self.health.lost(save_id.step, tier, refusal.reason, gone=gone)
         self._events.emit(Kind.SKIPPED, step=save_id.step, tier=tier, policy=refusal.policy, reason=refusal.reason)
-        self._warn((tier, refusal.policy), "step %d was not saved to tier %s: %s", save_id.step, tier, refusal.reason)
 
     def _ended(self, save_id: SaveId, tier: str) -> None:
         """The save will not reach `tier`, nor any other where that is the first."""
         self.under_way.end(save_id.step, None if tier == self._tiers.staging_name else tier)
 
-    def _warn(self, key: tuple[str, ...], text: str, *args: object) -> None:
-        """A line for those who keep no events; one a minute of each kind."""
-        more = self._limit.admit(key)
-        if more is not None:
-            _log.warning(text + (f" ({more} more like this since the last such line)" if more else ""), *args)
-
     def degraded(self, step: int | None, tier: str, error: Exception) -> None:
         """`tier` has no room, or cannot be used for now: training goes on with what is left."""
         reason = describe(error)
         self._events.emit(Kind.DEGRADED, step=step, tier=tier, reason=reason)
-        _log.warning("tier %s is degraded: %s", tier, reason)
 
     def failed(self, save_id: SaveId, tier: str, error: Exception) -> None:
         """A save failed on this process: reported now, and raised later (`raise_failure`)."""
@@ -134,7 +125,6 @@ class Outcomes:
         lost = not any(record.save_id == save_id for record in self._ledger.every())
         self.health.lost(save_id.step, tier, reason, gone=lost)
         self._events.emit(Kind.FAILED, step=save_id.step, tier=tier, reason=reason)
-        self._warn((tier, "failed"), "step %d was not committed to tier %s: %s", save_id.step, tier, reason)
         failure = SaveFailedError(
             f"step {save_id.step} was not committed to tier {tier}: {reason}", step=save_id.step, tier=tier
         )

@@ -46,6 +46,7 @@ from ckptkit.util import clock
 from ckptkit.util.clock import Deadline
 
 VOTES_WAITING_MAX = 1024  # of saves that came too early: a few hundred bytes each
+_SAID_EVERY_S = 10.0  # of a wait for the copy: new slots are touched for the first time
 _SAID_AFTER_S = 1.0  # of waiting for earlier saves, as Orbax logs it
 
 _log = logging.getLogger("ckptkit")
@@ -201,7 +202,13 @@ class SavePipeline:
         )
         staged: Future[None] = Future()
         self._stager.submit(lambda: self._stage(save, items, start_s, turn, staged))
-        yield Wait(staged)
+        while True:
+            try:
+                return (yield Wait(staged, _SAID_EVERY_S))
+            except TimeoutError:
+                if staged.done():
+                    raise
+                _log.info("save waits: step %d gets its slot and its copy", save.save_id.step)
 
     # In the staging thread.
 
@@ -245,6 +252,7 @@ class SavePipeline:
                 stall_s=round(max(0.0, staged_s - start_s - snapshot.staging.computing_s), 6),
                 waited_s=round(waited_s, 6),
                 computing_s=round(snapshot.staging.computing_s, 6),
+                **({"tree_bytes": description.tree_bytes} if DURABLE in save.due else {}),
                 **({"policy": "wait"} if turn.was_busy else {}),
             )
         self._hand_over(save, refusal)

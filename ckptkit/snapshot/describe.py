@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +58,12 @@ class Description:
     def held_bytes(self) -> int:
         """Bytes of the boxes, without what alignment adds to them in a slot."""
         return sum(extent.stop - extent.offset for extent in self.extents)
+
+    @property
+    def tree_bytes(self) -> int:
+        """Bytes of all leaves, whichever process holds them."""
+        records = (source.record for sources in self.items.values() for source in sources)
+        return sum(math.prod(record.shape) * record.itemsize for record in records)
 
 
 def describe_items(trees: Mapping[str, Any]) -> Description:

@@ -45,7 +45,9 @@ def test_account_agrees_with_one_made_by_hand(root: Path) -> None:
     run_killed_at(root, "hand")
     ours, hand = goodput_report(load_run(root / "run")), goodput_report(load_run(root / "hand"))
     assert (ours.steps_from, hand.steps_from) == ("calls", "spans")
+    assert hand.goodput.ml_goodput is not None
     assert ours.goodput.ml_goodput == pytest.approx(hand.goodput.ml_goodput, abs=0.02)
+    assert ours.goodput.ml_goodput == pytest.approx(hand.goodput.ml_goodput, rel=0.1)  # also where starts take long
     assert ours.goodput.effective_training_time == pytest.approx(hand.goodput.effective_training_time, abs=0.02)
     assert ours.goodput.distinct_steps == hand.goodput.distinct_steps == 100
     assert len(ours.disruptions) == len(hand.disruptions) == 2

@@ -80,7 +80,8 @@ def test_damaged_step_is_not_listed_after_it_was_rejected(tmp_path: Path, caplog
         assert float(manager.restore(manager.latest_step())["w"][0]) == 2.0
         manager.delete(3)
         assert not (tmp_path / "3").exists()
-    (warning,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    rejected, warning = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert rejected.startswith("restore: step 3 in durable was rejected: ")
     assert "the run continues from step 2" in warning
     assert "step 3 in durable: process 0: CorruptCheckpointError" in warning
 
@@ -170,7 +171,7 @@ def test_restore_logs_step_tiers_bytes_and_seconds_once(run: Run, caplog: pytest
     with make_manager(run.durable, tiers=tiers) as manager:
         manager.restore(None)
     lines = [each.getMessage() for each in caplog.records if each.name == "ckptkit"]
-    (line,) = [line for line in lines if "restore" in line]
+    (line,) = [line for line in lines if line.startswith("restore")]
     assert line.startswith("restore: step 2 from ram (8000 bytes) in ")
     assert line.endswith("; rejected: none")
 

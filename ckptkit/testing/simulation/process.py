@@ -248,7 +248,7 @@ class SimProcess:
         for slot in self.arenas[RAM]._slots:
             if slot.memory is memory:
                 self.arenas[RAM].write(slot, trees["content"])
-        return SimpleNamespace(strategy=choice, reason="simulated", finish=dict)
+        return SimpleNamespace(strategy=choice, reason="simulated", finish=dict, computing_s=0.0)
 
     def _save(self, step: int, due: frozenset[str], nonce: str, asks: bool) -> SaveProtocol:
         """As `Saver.entered` and `Saver.take`."""

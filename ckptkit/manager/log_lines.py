@@ -1,0 +1,157 @@
+"""The log lines of a run: one for each event that an operator wants to read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import final
+
+from ckptkit.events import Event, EventLog, Kind
+from ckptkit.model.tiers import DURABLE
+from ckptkit.save.health import FirstOfMany
+from ckptkit.util.clock import time_text
+from ckptkit.util.sizes import size_text
+
+_log = logging.getLogger("ckptkit")
+_LIKE_CHARS = 40  # of a reason: numbers come later
+_REASON_CHARS_MAX = 400  # the event has all of it
+
+
+def log_events(events: EventLog, process: int) -> None:
+    """Logs from now on what happens: news at INFO, by process 0 alone; what needs a look at WARNING, by each process.
+
+    Warnings of one kind are logged once a minute, with the number of those that were left out.
+    """
+    events.observe(_LogLines(process), once="log lines")
+
+
+@final
+class _LogLines:
+    """An observer of events."""
+
+    def __init__(self, process: int):
+        self._is_first = process == 0
+        self._limit = FirstOfMany()
+
+    def __call__(self, event: Event) -> None:
+        if self._is_first and (news := _NEWS.get(event.kind)) is not None:
+            line = news(event)
+            if line:
+                _log.info("%s", line)
+        if (problem := _PROBLEMS.get(event.kind)) is not None:
+            more = self._limit.admit(_like(event))
+            if more is not None:
+                _log.warning("%s%s", problem(event), f" ({more} more like this since the last such line)" * bool(more))
+
+
+def _like(event: Event) -> tuple[str, ...]:
+    """What makes warnings alike. Each rejected candidate is told, and each reason of a tier that is degraded."""
+    about = (
+        {Kind.REJECTED: str(event.step), Kind.DEGRADED: _reason(event)[:_LIKE_CHARS]}
+        if "reason" in event.fields
+        else {}
+    )
+    return event.kind, event.tier or "", str(event.fields.get("policy", "")), about.get(event.kind, "")
+
+
+def _opened(event: Event) -> str:
+    fields = event.fields
+    newest = f"the newest is {fields['newest']}" if fields["steps"] else "a fresh start"
+    return (
+        f"start: {_counted(fields['steps'], 'step')} in {fields['directory']} and the fast tiers, {newest}; "
+        f"tiers: {', '.join([*fields['tiers'], DURABLE])}; ready after {time_text(fields['duration_s'])}"
+    )
+
+
+def _committed(event: Event) -> str:
+    if event.tier != DURABLE:
+        return ""
+    size = f"{size_text(event.fields['bytes'])} of this process, " if event.fields["bytes"] else ""
+    return (
+        f"step {event.step} is committed to tier durable: {size}{time_text(event.fields['duration_s'])} after staging"
+    )
+
+
+def _recovered(event: Event) -> str:
+    fields = event.fields
+    return (
+        f"tier {event.tier} works again, after {_counted(fields['failures'], 'failed save')} in "
+        f"{time_text(fields['failed_s'])}"
+    )
+
+
+def _retried(event: Event) -> str:
+    delay = time_text(event.fields["delay_s"])
+    return f"step {event.step}: the save to tier {event.tier} is tried again in {delay}: {_reason(event)}"
+
+
+def _preempted(event: Event) -> str:
+    fields = event.fields
+    left_out = "".join(f"; {tier} is left out: {why}" for tier, why in fields["left_out"].items())
+    unfinished = f"; not finished: {', '.join(fields['unfinished'])}" if fields["unfinished"] else ""
+    return (
+        f"last save: step {event.step} is in {', '.join(fields['tiers']) or 'no tier'}{unfinished}{left_out}; "
+        f"{time_text(fields['spent_s'])} of {time_text(fields['grace_s'])} had passed before it"
+    )
+
+
+def _left_behind(event: Event) -> str:
+    fields = event.fields
+    return f"{fields['path']} holds {_counted(fields['count'], 'save')} that a run before did not commit"
+
+
+def _degraded(event: Event) -> str:
+    return f"tier {event.tier} is degraded: {_reason(event)}"
+
+
+def _skipped(event: Event) -> str:
+    if event.tier is None:
+        return f"step {event.step} is not saved: {_reason(event)}"
+    return f"step {event.step} was not saved to tier {event.tier}: {_reason(event)}"
+
+
+def _failed(event: Event) -> str:
+    return f"step {event.step} was not committed to tier {event.tier}: {_reason(event)}"
+
+
+def _rejected(event: Event) -> str:
+    step = "a save" if event.step is None else f"step {event.step}"
+    return f"restore: {step} in {event.tier} was rejected: {_reason(event)}"
+
+
+def _differ(event: Event) -> str:
+    fields = event.fields
+    holders = ", ".join(f"process {h['process']} on {h['host']} ({h['device']})" for h in fields["holders"])
+    return f"step {event.step}: replicas of {fields['item']}:{fields['leaf']} differ: {holders}"
+
+
+def _scrubbed(event: Event) -> str:
+    return f"scrub: step {event.step} in {event.fields['path']}: {event.fields['done']}: {_reason(event)}"
+
+
+def _reason(event: Event) -> str:
+    reason = str(event.fields["reason"])
+    return reason if len(reason) <= _REASON_CHARS_MAX else reason[:_REASON_CHARS_MAX] + " ..."
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+_Line = Callable[[Event], str]
+_NEWS: Mapping[Kind, _Line] = {
+    Kind.OPENED: _opened,
+    Kind.COMMITTED: _committed,
+    Kind.RECOVERED: _recovered,
+    Kind.RETRIED: _retried,
+    Kind.PREEMPTED: _preempted,
+    Kind.LEFT_BEHIND: _left_behind,
+}
+_PROBLEMS: Mapping[Kind, _Line] = {
+    Kind.DEGRADED: _degraded,
+    Kind.SKIPPED: _skipped,
+    Kind.FAILED: _failed,
+    Kind.REJECTED: _rejected,
+    Kind.REPLICAS_DIFFER: _differ,
+    Kind.SCRUBBED: _scrubbed,
+}
