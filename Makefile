@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.ready
 .PHONY: setup setup-system setup-cluster demo demo-guard demo-certify test test-mpi test-slurm docs lint format clean
 .PHONY: kill-phases signals bucket-campaign dropin-campaign corruption-campaign elastic-campaign kill-campaign crashpoints
 .PHONY: proof-cost docs-cli docs-session broadcast-campaign simulator-campaign policy-campaign faults bench-all
-.PHONY: zoo simulate-protocol figures strangers test-wheel test-floor test-newest test-s3
+.PHONY: test-telemetry zoo simulate-protocol figures strangers test-wheel test-floor test-newest test-s3
 
 setup: $(STAMP)
 
@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml
 # What only some tests need from Debian's packages; a test that needs one and does not find it says so.
 setup-system:
 	apt-get update --quiet=2
-	apt-get install --yes --quiet=2 --no-install-recommends strace chromium
+	apt-get install --yes --quiet=2 --no-install-recommends strace chromium prometheus
 
 # What the tests under mpirun and Slurm need; without it they say that they are skipped.
 setup-cluster:
@@ -164,6 +164,11 @@ stranger-%:
 	.venv-stranger-$*/bin/python -m pip install --quiet --disable-pip-version-check $(PACKAGES_$*) pytest -e .
 	.venv-stranger-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(LONE_$*) -e .
 	.venv-stranger-$*/bin/python -m pytest -o addopts= -o faulthandler_timeout=1200 -k $* tests/strangers
+
+# Exporters and dashboards against Prometheus (`make setup-system`), an OTLP collector, TensorBoard and W&B.
+test-telemetry: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[telemetry-test]'
+	$(BIN)/python -m pytest tests/exporters
 
 # The pages as a site in site/, with the API from the docstrings. Their code blocks run in `make test`.
 docs: setup

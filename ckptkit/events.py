@@ -5,20 +5,22 @@ Goodput, stall reports and plots are pure folds over these records (`ckptkit.goo
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ckptkit.util import clock, heartbeat
+from ckptkit.util.hand_over import HandOver
 
 _log = logging.getLogger(__name__)
 _LINE_BYTES_MAX = 1 << 20  # no event is longer
@@ -34,7 +36,8 @@ class Kind(StrEnum):
     """The kinds of event, in the order in which a run meets them."""
 
     STARTED = "started"  # a process came up: fields attempt, pid
-    OPENED = "opened"  # a manager is ready: fields directory, tiers, steps (that it found), duration_s
+    # a manager is ready: fields directory, tiers, places (tier -> path), steps (how many), newest, duration_s
+    OPENED = "opened"
     # time that was spent: fields span (goodput's kind), duration_s, failed (true) where it ended in an exception; at_s
     # is its END
     SPAN = "span"
@@ -137,11 +140,20 @@ class EventLog:
     the thread that emits it: a process that is killed loses at most the one that it was writing, which a queue with
     a writer of its own could not say. Safe from several threads. `EventLog()` writes no file.
 
+    `exporters` get every event in a thread of their own (`ckptkit.exporters`); at most 10,000 events wait for them, and
+    later ones are dropped for the exporters, never for the file. `close` ends them, as the end of the process does.
+
     `load_run` finds it as `attempt-<a>-process-<p>.jsonl` in the directory of the run. Raises ValueError for a URL,
     which takes no lines at its end, and OSError for a file that cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None, *, process: int = 0):
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        process: int = 0,
+        exporters: Sequence[Exporter] = (),
+    ):
         self.opened_s = clock.wall_s()  # what stands in a log from before is of an earlier attempt
         path = None if path is None else _local(path)
         self._process = process
@@ -154,10 +166,16 @@ class EventLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             _cut_torn_line(self._fd)
+        self._exports = _Exports(exporters, process) if exporters else None
 
     @classmethod
     def for_run(
-        cls, directory: str | os.PathLike[str], *, process: int | None = None, attempt: int | None = None
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        process: int | None = None,
+        attempt: int | None = None,
+        exporters: Sequence[Exporter] = (),
     ) -> EventLog:
         """The log of this start of a run, below `directory`, which holds the logs of all starts and processes.
 
@@ -171,7 +189,8 @@ class EventLog:
         root = _local(directory)
         process = _process_index() if process is None else process
         attempt = _variable("CKPTKIT_ATTEMPT") if attempt is None else attempt
-        log = cls(root / f"attempt-{attempt}-process-{process}.jsonl" if attempt is not None else None, process=process)
+        path = root / f"attempt-{attempt}-process-{process}.jsonl" if attempt is not None else None
+        log = cls(path, process=process, exporters=exporters)
         if attempt is None:
             attempt = log._open_next(root)
         log.emit(Kind.STARTED, attempt=attempt, pid=os.getpid())
@@ -226,6 +245,8 @@ class EventLog:
         """Records an event whose time is given, as `emit` records one that happens now: for logs of others."""
         if self._fd is not None:
             self._append((event.to_json() + "\n").encode())
+        if self._exports is not None:
+            self._exports.hand_over.put(event)
         for observer in self._observers:
             try:
                 observer(event)
@@ -246,11 +267,51 @@ class EventLog:
         return _Span(self, name, step)
 
     def close(self) -> None:
-        """Closes the file; later events reach only the observers."""
+        """Closes the file, and the exporters once they have what was recorded; later events reach only observers."""
+        if self._exports is not None:
+            self._exports.close()
+            self._exports = None
         with self._lock:
             if self._fd is not None:
                 os.close(self._fd)
                 self._fd = None
+
+
+class Exporter(Protocol):
+    """Shows events elsewhere. One thread calls `export`; `begin` and `close` are called once."""
+
+    def begin(self, process: int) -> None:
+        """The log of this process begins."""
+        ...
+
+    def export(self, event: Event) -> None:
+        """Takes an event, in order."""
+        ...
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+        ...
+
+
+class _Exports:
+    """The exporters of a log, and the thread that they run in."""
+
+    def __init__(self, exporters: Sequence[Exporter], process: int):
+        self._exporters = tuple(exporters)
+        for exporter in self._exporters:
+            exporter.begin(process)
+        self.hand_over = HandOver(self._export, name="ckptkit-exporters")
+        atexit.register(self.close)
+
+    def _export(self, event: Event) -> None:
+        for exporter in self._exporters:
+            exporter.export(event)
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self.hand_over.close()
+        for exporter in self._exporters:
+            exporter.close()
 
 
 class _Span(AbstractContextManager[None]):

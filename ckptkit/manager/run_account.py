@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ckptkit.events import EventLog, Kind
-from ckptkit.model.tiers import Tier
+from ckptkit.model.tiers import PEER, Tier
 from ckptkit.save.under_way import SavesUnderWay, described
 from ckptkit.util import clock
 from ckptkit.util.waits import Meter, told
@@ -47,6 +47,7 @@ class RunAccount:
             Kind.OPENED,
             directory=url,
             tiers=[tier.name for tier in tiers],
+            places={tier.name: str(tier.path) for tier in tiers if tier.medium != PEER},
             steps=len(steps),
             newest=max(steps, default=None),
             duration_s=round(clock.monotonic_s() - self._opened_s, 6),

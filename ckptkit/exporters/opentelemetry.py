@@ -1,0 +1,83 @@
+"""Metrics and traces through the user's OpenTelemetry SDK."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, final
+
+from ckptkit.events import Event, Kind
+from ckptkit.exporters.metrics import METRICS, Metric, RunMetrics, labels_of
+
+_SCOPE = "ckptkit"
+
+
+@final
+class OpenTelemetryExporter:
+    """Gives the metrics of a run (`ckptkit.exporters.METRICS`) and its spans to OpenTelemetry.
+
+    It uses `opentelemetry-api` alone. The SDK, its readers and its exporters are the user's; without an SDK nothing is
+    exported. Spans are `ckptkit.<name>` for those of the loop and the manager, `ckptkit.commit` from the copy to the
+    commit in a tier, and `ckptkit.restore`. `meter_provider` and `tracer_provider` replace the global ones. Raises
+    ImportError without `opentelemetry-api` (`pip install 'ckptkit-jax[otel]'`).
+    """
+
+    def __init__(self, *, meter_provider: Any = None, tracer_provider: Any = None):
+        try:
+            from opentelemetry import metrics, trace
+        except ImportError as error:
+            raise ImportError("OpenTelemetryExporter: run pip install 'ckptkit-jax[otel]'") from error
+        self._observation: Any = metrics.Observation
+        self._meter: Any = metrics.get_meter(_SCOPE, meter_provider=meter_provider)
+        self._tracer: Any = trace.get_tracer(_SCOPE, tracer_provider=tracer_provider)
+        self._metrics = RunMetrics()
+        self._histograms: dict[str, Any] = {}
+        self._process: dict[str, int] = {}
+
+    def begin(self, process: int) -> None:
+        """Makes the instruments."""
+        self._process = {"process": process}
+        for metric in METRICS:
+            if metric.kind == "histogram":
+                self._histograms[metric.name] = self._meter.create_histogram(
+                    metric.name,
+                    unit="s",
+                    description=metric.about,
+                    explicit_bucket_boundaries_advisory=metric.bounds_s,
+                )
+                continue
+            counts = metric.kind == "counter"
+            make = self._meter.create_observable_counter if counts else self._meter.create_observable_gauge
+            make(metric.name, callbacks=[lambda _, metric=metric: self._observed(metric)], description=metric.about)
+
+    def export(self, event: Event) -> None:
+        """Counts an event, and traces one that took time."""
+        self._metrics.add(event)
+        fields, tier = event.fields, {} if event.tier is None else {"tier": event.tier}
+        if event.kind == Kind.STAGED:
+            self._histograms["ckptkit_save_stall_seconds"].record(fields["stall_s"], self._process)
+        elif event.kind == Kind.COMMITTED:
+            self._histograms["ckptkit_commit_seconds"].record(fields["duration_s"], {**self._process, **tier})
+            self._trace("commit", event, fields["duration_s"], tier)
+        elif event.kind == Kind.RESTORED:
+            self._histograms["ckptkit_restore_seconds"].record(fields["duration_s"], self._process)
+            self._trace("restore", event, fields["duration_s"], {})
+        elif event.kind == Kind.SPAN:
+            self._trace(str(fields["span"]), event, max(0.0, fields["duration_s"]), {})
+
+    def close(self) -> None:
+        """Does nothing: the SDK is the user's to shut down."""
+
+    def _observed(self, metric: Metric) -> Iterable[Any]:
+        for sample in self._metrics.samples():
+            if sample.metric is metric:
+                yield self._observation(sample.value, {**self._process, **labels_of(sample)})
+
+    def _trace(self, name: str, event: Event, duration_s: float, labels: dict[str, str]) -> None:
+        step = {} if event.step is None else {"step": event.step}
+        end_ns = int(event.at_s * 1e9)
+        span = self._tracer.start_span(
+            f"ckptkit.{name}",
+            start_time=end_ns - int(duration_s * 1e9),
+            attributes={**self._process, **step, **labels},
+        )
+        span.end(end_time=end_ns)

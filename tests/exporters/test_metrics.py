@@ -1,0 +1,150 @@
+"""The live metrics of a process: a fold over its events, bounded, and off the step loop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from ckptkit.events import Event, EventLog, Kind
+from ckptkit.exporters import METRICS, RunMetrics
+from ckptkit.exporters.metrics import labels_of
+from ckptkit.util import clock
+from ckptkit.util.hand_over import HandOver
+
+
+def at(kind: Kind, at_s: float, step: int | None = None, tier: str | None = None, **fields: object) -> Event:
+    return Event(kind=kind, at_s=at_s, process=0, step=step, tier=tier, fields=fields)
+
+
+def found(metrics: RunMetrics) -> dict[str, float]:
+    """The value of each series, named as Prometheus names it."""
+    return {
+        sample.metric.name + "".join(f" {value}" for value in labels_of(sample).values()): sample.value
+        for sample in metrics.samples()
+    }
+
+
+RUN = [
+    at(Kind.STARTED, 0.0, attempt=2),
+    at(Kind.RESTORED, 9.0, step=5, sources={"ram": 100, "peer": 50}, duration_s=1.0),
+    at(Kind.CALLED, 10.0, step=6, call="should_save"),
+    at(Kind.CALLED, 11.0, step=7, call="should_save"),
+    at(Kind.STAGED, 11.1, step=7, stall_s=0.02),
+    Event.span("checkpoint_save", start_s=11.0, end_s=12.0, step=7),
+    at(Kind.COMMITTED, 12.0, step=7, tier="durable", bytes=10, duration_s=0.9),
+    at(Kind.COMMITTED, 22.0, step=9, tier="durable", bytes=10, duration_s=0.9),
+    at(Kind.COMMITTED, 32.0, step=11, tier="durable", bytes=10, duration_s=0.9),
+    at(Kind.SKIPPED, 33.0, step=12, tier="ram", policy="skip", reason="too early"),
+    at(Kind.FAILED, 34.0, step=12, tier="durable", reason="403"),
+    at(Kind.RETRIED, 34.0, step=12, tier="durable", reason="503", delay_s=1.0),
+    at(Kind.REJECTED, 34.0, step=12, tier="ram", reason="damaged"),
+    at(Kind.REPLICAS_DIFFER, 34.0, step=12),
+    at(Kind.DEGRADED, 35.0, tier="ssd", reason="no space"),
+    at(Kind.DEGRADED, 35.0, tier="ram", reason="no space"),
+    at(Kind.RECOVERED, 36.0, tier="ram", failures=1, failed_s=1.0),
+]
+
+
+def test_metrics_of_a_known_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks when a dashboard shows other numbers than the events have."""
+    monkeypatch.setattr(clock, "wall_s", lambda: 40.0)
+    metrics = RunMetrics()
+    for event in RUN:
+        metrics.add(event)
+    values = found(metrics)
+    assert values == {
+        "ckptkit_attempt": 2.0,
+        "ckptkit_start_timestamp_seconds": 0.0,
+        "ckptkit_step": 7.0,
+        "ckptkit_steps_total": 2.0,
+        "ckptkit_restores_total": 1.0,
+        "ckptkit_restored_bytes_total ram": 100.0,
+        "ckptkit_restored_bytes_total peer": 50.0,
+        "ckptkit_restore_seconds": 1.0,
+        "ckptkit_saves_staged_total": 1.0,
+        "ckptkit_save_stall_seconds": 0.02,
+        "ckptkit_span_seconds_total checkpoint_save": 1.0,
+        "ckptkit_commits_total durable": 3.0,
+        "ckptkit_commit_bytes_total durable": 30.0,
+        "ckptkit_commit_seconds durable": pytest.approx(2.7),
+        "ckptkit_commit_interval_seconds durable": 10.0,
+        "ckptkit_last_commit_timestamp_seconds durable": 32.0,
+        "ckptkit_last_committed_step durable": 11.0,
+        "ckptkit_saves_skipped_total ram skip": 1.0,
+        "ckptkit_saves_failed_total durable": 1.0,
+        "ckptkit_saves_retried_total durable": 1.0,
+        "ckptkit_restores_rejected_total ram": 1.0,
+        "ckptkit_replica_differences_total": 1.0,
+        "ckptkit_tier_degraded durable": 0.0,
+        "ckptkit_tier_degraded ssd": 1.0,
+        "ckptkit_tier_degraded ram": 0.0,
+        "ckptkit_goodput_estimate_ratio": pytest.approx(1 - (10.0 + 1.0) / 40.0),
+    }
+    told = {sample.metric.name for sample in metrics.samples()}
+    assert {metric.name for metric in METRICS} - told == {"ckptkit_tier_used_ratio"}  # of a tier that has a path
+
+
+def test_share_of_a_tier_in_use_is_asked_when_it_is_shown(tmp_path: Path) -> None:
+    """Breaks when a ramdisk fills up between two saves, and no alert sees it; or a path that is gone ends the rest."""
+    metrics = RunMetrics()
+    metrics.add(at(Kind.OPENED, 0.0, places={"ram": str(tmp_path), "ssd": str(tmp_path / "gone")}))
+    values = found(metrics)
+    assert 0.0 <= values["ckptkit_tier_used_ratio ram"] <= 1.0
+    assert "ckptkit_tier_used_ratio ssd" not in values
+
+
+def test_number_of_series_is_bounded() -> None:
+    """Breaks when a loop that puts the step into the name of its spans fills the memory of the process."""
+    metrics = RunMetrics()
+    for number in range(3000):
+        metrics.add(Event.span(f"step-{number}", start_s=0.0, end_s=1.0))
+    assert len([name for name in found(metrics) if name.startswith("ckptkit_span_seconds_total")]) == 1000
+
+
+def test_exporter_that_hangs_drops_events_and_never_waits() -> None:
+    """Breaks when a collector that does not answer stops the training, or takes all memory."""
+    go_on, taken = threading.Event(), []
+
+    def take(value: int) -> None:
+        go_on.wait(30)
+        taken.append(value)
+
+    values = HandOver(take, name="ckptkit-test", waiting_max=10)
+    for value in range(1000):
+        values.put(value)
+    assert values.dropped >= 980
+    go_on.set()
+    values.close()
+    assert len(taken) + values.dropped == 1000
+    assert taken == sorted(taken)
+
+
+class Failing:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def begin(self, process: int) -> None:
+        self.calls.append(f"begin {process}")
+
+    def export(self, event: Event) -> None:
+        self.calls.append(event.kind)
+        raise ConnectionError("no collector")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_exporter_that_raises_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Breaks when an exporter's error ends a training, or fills its log, or loses events of the file."""
+    exporter = Failing()
+    log = EventLog(tmp_path / "log.jsonl", process=3, exporters=[exporter])
+    for step in range(20):
+        log.emit(Kind.CALLED, step=step, call="save")
+    log.close()
+    log.close()
+    assert exporter.calls == ["begin 3", *["called"] * 20, "close"]
+    assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 20
