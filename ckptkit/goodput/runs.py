@@ -183,8 +183,10 @@ def _computing_s(staged: Event) -> float:
 
 def steps_from_of(attempts: Iterable[Attempt]) -> StepsFrom:
     """Where the steps of a run are known from."""
-    kinds = {attempt.steps_from for attempt in attempts} - {"nothing"}
-    return "both" if len(kinds) > 1 else next(iter(kinds), "nothing")
+    kinds: set[StepsFrom] = {attempt.steps_from for attempt in attempts if attempt.steps_from != "nothing"}
+    if not kinds:
+        return "nothing"
+    return "both" if len(kinds) > 1 else kinds.pop()
 
 
 def _steps(events: Iterable[Event]) -> Iterable[tuple[int, Event]]:

@@ -12,18 +12,18 @@ _GAP_STEPS_MAX = 10_000  # between two calls; numbers further apart count someth
 
 
 class Stride(NamedTuple):
-    """Steps `last - count + 1` to `last`, done one after the other; `first`: no other of the attempt came before."""
+    """Steps `last - steps + 1` to `last`, done one after the other; `first`: no other of the attempt came before."""
 
     start_s: float
     end_s: float
     last: int
-    count: int
+    steps: int
     first: bool
 
     @property
     def step_s(self) -> float:
         """The mean length of a step."""
-        return (self.end_s - self.start_s) / self.count
+        return (self.end_s - self.start_s) / self.steps
 
 
 class _Call(NamedTuple):
@@ -101,9 +101,9 @@ def spans_of(strides: Sequence[Stride], usual_s: float | None, process: int) -> 
     for stride in strides:
         start_s, step_s = stride.start_s, stride.step_s
         if stride.first and usual_s is not None and step_s > usual_s:
-            start_s, step_s = stride.end_s - stride.count * usual_s, usual_s
+            start_s, step_s = stride.end_s - stride.steps * usual_s, usual_s
             yield Event.span("compile", start_s=stride.start_s, end_s=start_s, process=process)
-        for place in range(stride.count):
+        for place in range(stride.steps):
             begin_s = start_s + place * step_s
-            number = stride.last - stride.count + 1 + place
+            number = stride.last - stride.steps + 1 + place
             yield Event.span("step", start_s=begin_s, end_s=begin_s + step_s, process=process, step=number)

@@ -60,9 +60,10 @@ class _OrbaxNames:
             self._staged[event.step] = blocking_s, tree_bytes
             while len(self._staged) > _WAITING_MAX:
                 self._staged.pop(next(iter(self._staged)))
-            before_s, self._began_s = self._began_s, event.at_s - blocking_s
-            if before_s is not None:
-                self._orbax.saves_apart(max(0.0, self._began_s - before_s))
+            began_s = event.at_s - blocking_s
+            if self._began_s is not None:
+                self._orbax.saves_apart(max(0.0, began_s - self._began_s))
+            self._began_s = began_s
             self._orbax.save_staged(blocking_s, fields["waited_s"], tree_bytes)
         elif event.kind == Kind.COMMITTED and event.tier == DURABLE and event.step in self._staged:
             blocking_s, tree_bytes = self._staged.pop(event.step)

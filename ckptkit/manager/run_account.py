@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from ckptkit.events import EventLog, Kind
 from ckptkit.model.tiers import PEER, Tier
@@ -103,7 +104,8 @@ class RunAccount:
             failed = True
             raise
         finally:
-            self._events.emit(Kind.CLOSED, **({"failed": True} if failed else {}))
+            fields: dict[str, Any] = {"failed": True} if failed else {}
+            self._events.emit(Kind.CLOSED, **fields)
 
     def called(self, step: int, call: str) -> None:
         """The loop called the manager about `step`. Recorded once for a step, if the loop does not record its steps."""
@@ -112,7 +114,7 @@ class RunAccount:
         self._seen = step
 
     def _span(self, name: str, step: int | None, duration_s: float, *, failed: bool) -> None:
-        extra = {"failed": True} if failed else {}
+        extra: dict[str, Any] = {"failed": True} if failed else {}
         self._events.emit(Kind.SPAN, step=step, span=name, duration_s=round(duration_s, 6), **extra)
 
 

@@ -12,6 +12,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ needs_prometheus = pytest.mark.skipif(
 
 def train(events: ckptkit.EventLog, root: Path, steps: int = 4) -> None:
     """A training with two tiers, saved in every step, restored once."""
-    tiers = [ckptkit.Tier.ssd(root / "ssd", save=ckptkit.EverySteps(1))]
+    tiers = [ckptkit.Tier.ssd(str(root / "ssd"), save=ckptkit.EverySteps(1))]
     with ckptkit.CheckpointManager(root / "durable", tiers=tiers, events=events) as manager:
         state = {"w": jnp.zeros(1000)}
         for step in range(1, steps + 1):
@@ -184,20 +185,21 @@ def test_collector_receives_metrics_and_traces(tmp_path: Path, collector: tuple[
     """Breaks when the user's OpenTelemetry SDK sends nothing of ours, or spans with other times than the events."""
     pytest.importorskip("opentelemetry.sdk", reason="pip install '.[telemetry-test]'")
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install '.[telemetry-test]'")
-    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    sdk = "opentelemetry.sdk"
+    metrics, spans_of = import_module(f"{sdk}.metrics"), import_module(f"{sdk}.trace")
+    readers, processors = import_module(f"{sdk}.metrics.export"), import_module(f"{sdk}.trace.export")
+    http = "opentelemetry.exporter.otlp.proto.http"
+    metric_http, span_http = import_module(f"{http}.metric_exporter"), import_module(f"{http}.trace_exporter")
+    received = "opentelemetry.proto.collector"
+    metric_request = import_module(f"{received}.metrics.v1.metrics_service_pb2").ExportMetricsServiceRequest
+    span_request = import_module(f"{received}.trace.v1.trace_service_pb2").ExportTraceServiceRequest
 
     port, bodies = collector
     base = f"http://127.0.0.1:{port}"
-    meters = MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter(f"{base}/v1/metrics"))])
-    tracers = TracerProvider()
-    tracers.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{base}/v1/traces")))
+    sender = metric_http.OTLPMetricExporter(f"{base}/v1/metrics")
+    meters = metrics.MeterProvider([readers.PeriodicExportingMetricReader(sender)])
+    tracers = spans_of.TracerProvider()
+    tracers.add_span_processor(processors.BatchSpanProcessor(span_http.OTLPSpanExporter(f"{base}/v1/traces")))
     log = ckptkit.EventLog(exporters=[OpenTelemetryExporter(meter_provider=meters, tracer_provider=tracers)])
     seen: list[ckptkit.Event] = []
     log.observe(seen.append)
@@ -208,7 +210,7 @@ def test_collector_receives_metrics_and_traces(tmp_path: Path, collector: tuple[
 
     values: dict[tuple[str, str], float] = {}
     for body in bodies["/v1/metrics"]:
-        for resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
+        for resource in metric_request.FromString(body).resource_metrics:
             for metric in (metric for scope in resource.scope_metrics for metric in scope.metrics):
                 for point in [*metric.sum.data_points, *metric.gauge.data_points]:
                     labels = {each.key: each.value.string_value for each in point.attributes}
@@ -221,7 +223,7 @@ def test_collector_receives_metrics_and_traces(tmp_path: Path, collector: tuple[
     spans = [
         span
         for body in bodies["/v1/traces"]
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans
+        for resource in span_request.FromString(body).resource_spans
         for scope in resource.scope_spans
         for span in scope.spans
     ]

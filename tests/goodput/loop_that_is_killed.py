@@ -36,7 +36,7 @@ def main(root: Path, *, by_hand: bool) -> None:
         state = {"w": jnp.zeros((256, 256)), "key": jax.random.key(0)}
         step_fn = jax.jit(lambda s: {**s, "w": add(s["w"])}, donate_argnums=0)
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-        tiers = [ckptkit.Tier.ram(root / "ram", save=ckptkit.EverySteps(2))]
+        tiers = [ckptkit.Tier.ram(str(root / "ram"), save=ckptkit.EverySteps(2))]
         options = ocp.CheckpointManagerOptions(save_interval_steps=50, max_to_keep=3)
         manager = ckptkit.CheckpointManager(root / "durable", options=options, tiers=tiers, events=events)
     with manager:

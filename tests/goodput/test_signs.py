@@ -86,7 +86,7 @@ def test_several_calls_about_a_step_are_one_step() -> None:
 def test_numbers_far_apart_are_single_steps() -> None:
     """Breaks when a loop that counts samples makes a million spans of one step."""
     strides = strides_of([at(Kind.OPENED, 0.0), *(save(10**6 * k, k, k + 0.1) for k in range(1, 4))])
-    assert [stride.count for stride in strides] == [1, 1, 1]
+    assert [stride.steps for stride in strides] == [1, 1, 1]
     assert usual_step_s(strides) == pytest.approx(0.9)
 
 
@@ -111,7 +111,7 @@ def test_computation_that_a_save_waits_for_is_the_steps() -> None:
 @pytest.mark.parametrize(("end", "losses"), [({}, 0), ({"failed": True}, 1), (None, 1)])
 def test_closed_manager_is_a_normal_end(end: dict[str, bool] | None, losses: int) -> None:
     """Breaks when a script that came to its end and is run again tomorrow has lost a process."""
-    closed = [] if end is None else [at(Kind.CLOSED, 9.5, **end)]
+    closed = [] if end is None else [Event(kind=Kind.CLOSED, at_s=9.5, process=0, fields=end)]
     second = healthy(begin_s=100.0, first=5)
     report = goodput_report([[*healthy(), *closed], [at(Kind.STARTED, 100.0, attempt=1), *second[1:]]])
     assert len(report.disruptions) == losses

@@ -100,8 +100,8 @@ def _made(name: str, source: str) -> bool:
 def heard() -> Iterator[list[tuple[str, dict[str, Any]]]]:
     names: list[tuple[str, dict[str, Any]]] = []
 
-    def hear(name: str, *_: Any, **labels: Any) -> None:
-        names.append((name, labels))
+    def hear(*told: Any, **labels: Any) -> None:
+        names.append((told[0], labels))
 
     monitoring.register_event_listener(hear)
     monitoring.register_event_duration_secs_listener(hear)
@@ -115,7 +115,7 @@ def heard() -> Iterator[list[tuple[str, dict[str, Any]]]]:
 def test_events_of_ours_are_told_beside(tmp_path: Path, heard: list[tuple[str, dict[str, Any]]]) -> None:
     """Breaks when a commit to the ramdisk, or the stall of a save, cannot be seen in `jax.monitoring`."""
     events = ckptkit.EventLog()
-    tiers = [ckptkit.Tier.ssd(tmp_path / "ssd", save=ckptkit.EverySteps(1))]
+    tiers = [ckptkit.Tier.ssd(str(tmp_path / "ssd"), save=ckptkit.EverySteps(1))]
     for name in ("a", "b"):  # two managers over one log tell everything once
         with ckptkit.CheckpointManager(tmp_path / name, tiers=tiers[: name == "a"], events=events) as manager:
             manager.save(1, args=ocp.args.StandardSave({"w": jnp.zeros(8)}))
