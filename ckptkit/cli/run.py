@@ -90,7 +90,7 @@ class HangLimit(click.ParamType):
     "hang",
     type=HangLimit(),
     default="auto",
-    show_default="auto: 10 times the longest pause between steps, at least 600",
+    show_default="auto: 10 times the longest pause between steps, at least 1800",
     metavar="SECONDS|auto|off",
     help="Restart a job that has made no step for so long.",
 )

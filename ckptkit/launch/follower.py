@@ -167,7 +167,7 @@ class Follower:
             attempt=self._attempt,
         )
         self._on_attempt(self._attempt)
-        self._preload(message["modules"])
+        self._local.learn([str(name) for name in message["modules"]])
         self._local.start(specs_of(self._command, place))
         self._alive = list(self._local.children)
         for child in self._alive:

@@ -18,7 +18,8 @@ from ckptkit.launch.standby import Standby, StandbyError
 from ckptkit.util import heartbeat
 from ckptkit.util.clock import monotonic_s
 
-_QUIET_S = 2.0  # after its last import a job is taken to have imported what it needs
+_QUIET_S = 2.0  # after its last import a job that makes steps is taken to have imported what it needs
+_QUIET_WITHOUT_STEPS_S = 15.0  # the same for one that marks no steps, or not yet
 _NAMES_BYTES_MAX = 4 << 20
 _LOSSES_MAX = 5
 
@@ -65,6 +66,7 @@ class LocalHost:
         self._names: int | None = None  # a file of the modules that process 0 of this host imports
         self._names_size, self._names_at_s = 0, 0.0
         self._modules: tuple[str, ...] = () if warm is None else tuple(filter(warm.allows, warm.preload))
+        self._started_s = monotonic_s()
         self.children: list[Child] = []
         self._beats: dict[int, mmap.mmap] = {}
 
@@ -85,10 +87,13 @@ class LocalHost:
         by_prefix: dict[tuple[str, ...], list[WorkerSpec]] = {}
         for spec in specs:
             by_prefix.setdefault(spec.prefix, []).append(spec)
-        for prefix in by_prefix:  # all templates import at once
-            self._ensure_template(prefix)
+        for prefix, theirs in by_prefix.items():  # all templates import at once
+            place = self._places.setdefault(prefix, _Place(prefix=prefix))
+            if place.standby is not None or self._is_worth_waiting(theirs):
+                self._ensure_template(prefix)
         for prefix, theirs in by_prefix.items():
-            self._start_at(self._places.get(prefix), command, theirs)
+            self._start_at(self._places[prefix], command, theirs)
+        self._started_s = monotonic_s()
 
     def tick(self) -> None:
         """What there is to do while workers run: a template is started once their imports are over."""
@@ -98,14 +103,33 @@ class LocalHost:
             size = os.fstat(self._names).st_size
             if size != self._names_size:
                 self._names_size, self._names_at_s = size, monotonic_s()
-            elif size and monotonic_s() - self._names_at_s > _QUIET_S:
+            elif size and monotonic_s() - self._names_at_s > self._quiet_s():
                 self._take_names()
+        is_settled = self._has_stepped() or monotonic_s() - self._started_s > _QUIET_WITHOUT_STEPS_S
         for place in self._places.values():
-            self._ensure_template(place.prefix)
+            if place.standby is not None or place.losses or is_settled:  # before, it would slow down the start
+                self._ensure_template(place.prefix)
+
+    def _has_stepped(self) -> bool:
+        return any(self.beats().values())
+
+    def _quiet_s(self) -> float:
+        return _QUIET_S if self._has_stepped() else _QUIET_WITHOUT_STEPS_S
+
+    def _is_worth_waiting(self, specs: Sequence[WorkerSpec]) -> bool:
+        """Whether workers wait for a template that imports: it does so once for all of them, each would for itself."""
+        return len(specs) > 1 or (self._warm is not None and bool(self._warm.preload))
+
+    def learn(self, modules: Sequence[str]) -> None:
+        """Takes over what a template of this job imports, where that is not known here."""
+        self._modules = self._modules or tuple(modules)
 
     def preload(self, modules: Sequence[str], command: PythonCommand) -> None:
         """Makes a template before any worker has run here: a spare waits warm."""
-        self._modules, self._command = tuple(modules), command
+        if self._warm is None or self._warm.is_cold:
+            return
+        self.learn(modules)
+        self._command = command
         self._ensure_template(())
 
     @property
@@ -199,8 +223,8 @@ class LocalHost:
             place.standby.close()
             place.standby = None
 
-    def _start_at(self, place: _Place | None, command: PythonCommand, specs: Sequence[WorkerSpec]) -> None:
-        while place is not None and place.standby is not None:
+    def _start_at(self, place: _Place, command: PythonCommand, specs: Sequence[WorkerSpec]) -> None:
+        while place.standby is not None and (place.standby.was_ready or self._is_worth_waiting(specs)):
             try:
                 place.standby.wait_until_ready()
             except StandbyError as error:

@@ -201,9 +201,12 @@ class Launcher:
             if hosts is not None and not self._is_told():
                 self._start(attempt, hosts)
             loss = self._wait_for_loss()
+            noticed_s = monotonic_s()
             if loss is not None and not loss.is_usage:
                 self._tell_loss(attempt, loss)
             self._stop_all()
+            if loss is not None and not loss.is_usage:
+                self._status.all_ended(monotonic_s() - noticed_s)
             return loss or self._how_it_ended()
         finally:
             self._children = self._local.children

@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptkit.events import Kind, read_events
 
 BACKOFF_LIMIT_S = 60.0
-HANG_LIMIT_S = 600.0  # no shorter limit is learnt: an evaluation between two steps may take minutes
+HANG_LIMIT_S = 1800.0  # no shorter limit is learnt: an evaluation, or the last upload, makes no steps either
 HANG_PAUSES = 10.0  # times the longest pause so far
 
 
@@ -101,7 +101,7 @@ class WarmStart:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangPolicy:
     """When a worker that makes no step is lost: after `limit_s`. Where that is None, after ten times the longest pause
-    between two steps of this job, and 600 s at least. The time before the first step is not limited."""
+    between two steps of this job, and 1,800 s at least. The time before the first step is not limited."""
 
     limit_s: float | None = None
 

@@ -33,6 +33,11 @@ class Status:
         loss = {"attempt": attempt, "process": process, "cause": cause, "at_s": round(wall_s(), 3)}
         self._change(state="restarting", workers=[], losses=[*self._now["losses"], loss][-self.KEPT :])
 
+    def all_ended(self, seconds: float) -> None:
+        """So many seconds after the loss was noticed no worker of any host ran."""
+        *before, last = self._now["losses"]
+        self._change(losses=[*before, {**last, "ended_s": round(seconds, 3)}])
+
     def recovered(self, attempt: int, seconds: float, step: int) -> None:
         """The job makes steps again."""
         found = {"attempt": attempt, "seconds": round(seconds, 3), "step": step}

@@ -382,6 +382,7 @@ def test_json_and_status_say_what_happened(tmp_path: Path) -> None:
     shown = json.loads(done.stdout)
     assert shown == json.loads((tmp_path / "status").read_text())
     assert [loss["cause"] for loss in shown["losses"]] == ["exit code 3"]
+    assert shown["losses"][0]["ended_s"] > 0
     assert [each["attempt"] for each in shown["recoveries"]] == [1]
     assert shown["code"] == 0
     assert (tmp_path / "attempt-0-process-1.log").read_text() == "at 5\n"
