@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -301,9 +302,9 @@ BEATS = (
 def test_job_that_hangs_is_dumped_and_restarted(warm: WarmStart, tmp_path: Path) -> None:
     """A job in a deadlock would hold its machines until somebody looks, and nobody would know where it hung."""
     script = write(tmp_path / "s.py", BEATS)
-    job = Job([PYTHON, script, "{attempt}", "hang"], processes=2, warm=warm, hang=HangPolicy(limit_s=0.6))
+    job = Job([PYTHON, script, "{attempt}", "hang"], processes=2, warm=warm, hang=HangPolicy(limit_s=5.0))
     assert job.run() == ExitCode.OK
-    assert any("was lost (no step for 1 s)" in line for line in job.said), job.said
+    assert any(re.search(r"was lost \(no step for \d+ s\)", line) for line in job.said), job.said
     assert sum("in stuck" in line for line in job.texts) == 2, "the stacks of both"
     assert any(line.endswith("steps 4 to 5 again") for line in job.said), job.said
 
