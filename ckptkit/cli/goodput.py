@@ -74,7 +74,7 @@ def goodput(
         _follow(directory)
     logs = _load(directory)
     report = _report(directory, logs)
-    name = directory.resolve().name
+    name = _run_name(directory.resolve())
     if html:
         write_whole(html, goodput_page(report, timeline_of(logs), title=f"Goodput of {name}"))
     if png:
@@ -89,6 +89,11 @@ def goodput(
         _show(report)
     sys.stdout.flush()
     return Exit.OK
+
+
+def _run_name(directory: Path) -> str:
+    """The name of the run: of the directory above, if this one is only named for what it holds."""
+    return directory.parent.name if directory.name in ("events", "logs") else directory.name
 
 
 def _load(run_dir: Path) -> list[list[Event]]:

@@ -228,7 +228,7 @@ def _histogram(stalls_ms: Sequence[float]) -> str:
         if number % 4 == 0:
             drawn.append(f'<text x="{x:.1f}" y="176" text-anchor="middle">{begin:.3g}</text>')
     drawn.append(f'<text x="{50 + _BINS * each:.1f}" y="176" text-anchor="middle">{high:.3g}</text>')
-    drawn.append(f'<text x="{_WIDTH / 2:g}" y="196" text-anchor="middle">ms per save and process, equal ratios</text>')
+    drawn.append(f'<text x="{_WIDTH / 2:g}" y="196" text-anchor="middle">ms per save and process, log scale</text>')
     return "".join([*drawn, "</svg>"])
 
 

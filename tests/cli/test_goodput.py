@@ -206,3 +206,15 @@ def test_browser_draws_every_loss_without_errors(run_dir: Path, tmp_path: Path):
     assert dom.count('class="save"') + dom.count('class="refused"') == len(run.saves)
     assert dom.count('class="stretch"') == len(run.stretches)
     assert "CONSOLE" not in said
+
+
+def test_page_has_the_name_of_the_run(run_dir: Path, tmp_path: Path) -> None:
+    """Every page would be called "Goodput of events", and none could be told from another."""
+    events = run_dir / "events"
+    events.mkdir()
+    for log in list(run_dir.glob("*.jsonl")):
+        log.rename(events / log.name)
+    assert main(["goodput", str(events), "--html", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text()
+    assert "<h1>Goodput of my &lt;run&gt;</h1>" in text
+    assert "log scale" in text
