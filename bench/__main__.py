@@ -5,8 +5,8 @@ that is killed again and again, compared with stock Orbax), `proof` (the cost of
 protocol alone, judged by an oracle), `gather` (the exchange of a large job's processes before a restore), `broadcast`
 (replicas that read the durable tier for each other), `simulator` (predicted and measured goodput), `policy` (save
 intervals on recorded failures), `simulate` (how long a simulation takes), `convert` (conversions within a memory
-budget), `inspect` (100,000 leaves), `zoo` (every command over roots with strange things in them). `all` runs everything
-and renders `bench/REPORT.md`, `report` again.
+budget), `gpu` (staging strategies on accelerators), `inspect` (100,000 leaves), `zoo` (every command over roots with
+strange things in them). `all` runs everything but `gpu` and renders `bench/REPORT.md`, `report` again.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from bench.everything import main as everything
 from bench.faults import main as faults
 from bench.figures import available
 from bench.gather import main as gather
+from bench.gpu import main as gpu
 from bench.inspect import main as inspect
 from bench.kill import main as kill
 from bench.policy import main as policy
@@ -61,6 +62,7 @@ _CAMPAIGNS = {
     "crashpoints": crashpoints,
     "faults": faults,
     "gather": gather,
+    "gpu": gpu,
     "inspect": inspect,
     "kill": kill,
     "policy": policy,
