@@ -1,0 +1,56 @@
+"""The collective of a broadcast, in one process: what is allocated when."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from ckptkit.restore.broadcast.collective import AllGather, links_of
+
+WIDTH = 4 * 4 * 100
+
+
+def test_room_for_the_result_is_taken_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without device memory would find out in the collective, and leave the others in it."""
+    gather = AllGather(((0,),), WIDTH, links_of(1), 0)
+    launch = gather._gather
+    held: list[list[weakref.ref[Any]]] = []
+    freed: list[bool] = []
+
+    def launched(sent: Any) -> Any:
+        freed.append(all(ref() is None for ref in held[-1]))
+        return launch(sent)
+
+    monkeypatch.setattr(gather, "_gather", launched)
+    for number in range(3):
+        window = np.random.default_rng(number).integers(0, 256, WIDTH, np.uint8)
+        sent = gather.put(window)
+        reserved = jax.tree.leaves(gather._reserved)
+        assert sum(array.nbytes for array in reserved) == WIDTH
+        assert {device for array in reserved for device in array.devices()} == set(jax.devices())
+        held.append([weakref.ref(array) for array in reserved])
+        del reserved
+        received = gather(sent)
+        assert (received == window).all()
+    assert freed == [True] * 3, "what is reserved would stand beside the result"
+
+
+def test_a_device_without_room_is_known_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vote would say that all are ready, and one process would raise in the collective."""
+    gather = AllGather(((0,),), WIDTH, links_of(1), 0)
+    put, launches = jax.device_put, []
+
+    def full(value: Any, *where: Any, **how: Any) -> Any:
+        if isinstance(value, list):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return put(value, *where, **how)
+
+    monkeypatch.setattr(jax, "device_put", full)
+    monkeypatch.setattr(gather, "_gather", launches.append)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        gather.put(np.zeros(WIDTH, np.uint8))
+    assert not launches
