@@ -32,7 +32,7 @@ def staged(args: Any, item: str) -> HostTreeSave | None:
     captured = save_items({item: args}, default_item=True)
     if isinstance(captured, str):
         return None
-    description = with_shardings(describe_items(captured.trees))
+    description = with_shardings(describe_items(captured.trees, chunk_bytes=captured.chunk_bytes))
     records = [source.record for source in description.items[item]]
     if any(record.kind == "jax" and 0 in record.shape for record in records):
         return None  # Orbax refuses it, and names the leaf
@@ -46,4 +46,6 @@ def staged(args: Any, item: str) -> HostTreeSave | None:
         arrays=with_digests(description, digests),
         inline=captured.inline,
     )
-    return array_items(description, manifest, memory, captured)[item]
+    found = array_items(description, manifest, memory, captured)[item]
+    assert isinstance(found, HostTreeSave), "a tree, and no files of a handler"
+    return found

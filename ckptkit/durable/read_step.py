@@ -18,7 +18,14 @@ from ckptkit.durable.cells.kvstore import base_of
 from ckptkit.durable.cells.local_reader import PlacedCells
 from ckptkit.durable.cells.range_reader import PlacedRanges
 from ckptkit.durable.cells.reader import CellReader, Wanted
-from ckptkit.durable.cells.tensorstore_wait import UNREACHABLE, awaited, small_objects, translated, words_of
+from ckptkit.durable.cells.tensorstore_wait import (
+    UNREACHABLE,
+    awaited,
+    large_objects,
+    small_objects,
+    translated,
+    words_of,
+)
 from ckptkit.durable.sidecars import (
     has_sidecar_sign,
     incomplete,
@@ -36,6 +43,7 @@ from ckptkit.errors import CheckpointError, CorruptCheckpointError, TransientSto
 from ckptkit.model import paths
 from ckptkit.model.boxes import Box
 from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.model.handler_files import is_file, with_file_leaves
 from ckptkit.model.manifest import (
     BoxRecord,
     LeafRecord,
@@ -48,6 +56,7 @@ from ckptkit.model.manifest import (
 )
 from ckptkit.model.paths import ARRAY_METADATAS, COMMIT_MARK, STEP_METADATA
 from ckptkit.store import Store, all_of
+from ckptkit.store.base import checked_key
 from ckptkit.store.refused import is_refusal
 from ckptkit.util.gc_pause import collection_paused
 
@@ -125,6 +134,7 @@ class DurableReader:
         self._ranges = PlacedRanges(self._url, profile) if self.round_trips else None
         self._ahead: Future[list[Manifest]] | None = None
         self.without_sidecars: tuple[str, ...] = ()  # items, once `manifests` has returned
+        self._last_file = ("", b"")
         self._lock = threading.Lock()
         self._arrays: dict[tuple[str, str], ts.TensorStore] = {}
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}})
@@ -169,7 +179,7 @@ class DurableReader:
             item: of_one_save({n: known or read[item, n] for n, known in sidecars.items()}, self._marked)
             for item, sidecars in listed.items()
         }
-        return self._of_one_step({item: own for item, own in found.items() if own})
+        return with_file_leaves(self._of_one_step({item: own for item, own in found.items() if own}))
 
     def _listed(self, item: str, to_read: bool) -> dict[int, Manifest | None]:
         """The processes that have a sidecar of the item. Most items have one, which is read while they are listed."""
@@ -277,6 +287,7 @@ class DurableReader:
 
     def expect(self, wanted: Iterable[Wanted]) -> None:
         """Begins to read what `read` will be asked for, within `DurableProfile.read_ahead_bytes`."""
+        wanted = [each for each in wanted if not is_file(each[1])]
         if self._ranges is not None:
             self._cells.expect(self._ranges.expect(wanted))
         else:
@@ -285,11 +296,13 @@ class DurableReader:
     def read(self, item: str, leaf: LeafRecord, record: BoxRecord, wanted: Box, into: np.ndarray) -> None:
         """Copies `wanted` (a part of `record.box`) into `into`, whose shape is `wanted.shape`.
 
-        Reads whole cells and checks each against its digest; raises `CorruptCheckpointError` naming leaf and box.
+        Reads whole cells (of a handler's files in a bucket: whole files), and checks each against its digest; raises
+        `CorruptCheckpointError` naming leaf and box.
         """
 
         def fetch(cell: Box, start: int, stop: int, target: np.ndarray) -> np.ndarray:
-            del start, stop
+            if is_file(leaf):
+                return self._of_file(item, leaf, start, stop)
             placed = self._placed if self._ranges is None else self._ranges
             if placed.fill(item, leaf, cell, target):
                 return target
@@ -304,8 +317,37 @@ class DurableReader:
 
         Raises `CorruptCheckpointError` where they cannot be decoded, `StoreError` where they cannot be reached.
         """
+        if is_file(leaf):
+            return self._of_file(item, leaf, cell.start[0], cell.stop[0])
         array = self._open(item, leaf)
         return _proven_readable(lambda: self._awaited(array[cell.slices()].read()), self._url, leaf)
+
+    def _of_file(self, item: str, leaf: LeafRecord, start: int, stop: int) -> np.ndarray:
+        """Bytes of a file that a handler wrote. In a bucket the whole file is read."""
+        size, path = leaf.shape[0], f"{item}/{leaf.path[1]}"
+        where = f"{self._url}/{path}"
+        try:
+            if self._store.properties.file_system:
+                with open(f"{self._url.removeprefix('file://')}/{checked_key(path)}", "rb") as file:
+                    file.seek(start)
+                    data = file.read(stop - start)
+            else:
+                data = self._object(path, size)[start:stop]
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(f"{where} is missing", step=self._step, path=where) from error
+        except ValueError as error:  # a name that is not below the item
+            raise CorruptCheckpointError(str(error), step=self._step, path=where) from error
+        if len(data) != stop - start:
+            raise CorruptCheckpointError(f"{where} ends before byte {stop}", step=self._step, path=where)
+        return np.frombuffer(data, np.uint8)
+
+    def _object(self, path: str, size: int) -> bytes:
+        """A whole file: the last one is kept, as its cells are asked for one after the other."""
+        known, data = self._last_file
+        if known != path:
+            data = large_objects(self._url, self._profile, size).get(path)
+            self._last_file = (path, data)
+        return data
 
     def _awaited(self, future: Any) -> Any:
         return awaited([future], self._profile, self._url, nbytes=self._profile.read_ahead_bytes)[0]

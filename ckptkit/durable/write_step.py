@@ -13,7 +13,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any, final
@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from ckptkit.durable.cells.pacing import WritePace
-from ckptkit.durable.cells.tensorstore_wait import small_objects
+from ckptkit.durable.cells.tensorstore_wait import large_objects, small_objects
 from ckptkit.durable.cells.writer import CellWriter, merge_processes, process_directory
 from ckptkit.durable.commit import DiskAttempt, MarkAttempt, make_attempt
 from ckptkit.durable.orbax import files as orbax_files
@@ -110,15 +110,16 @@ class StepWriter:
         begun: list[DiskAttempt | MarkAttempt] = []  # on process 0
         beginning: Future[None] | None = None
 
-        def start(alone: list[str | None]) -> tuple[str, Any, int]:
+        def start(told: list[tuple[str | None, list[str]]]) -> tuple[str, Any, int, list[list[str]]]:
             nonlocal beginning
-            _refuse_different(alone, name)
+            _refuse_different([alone for alone, _ in told], name)
             attempt = make_attempt(self._url, name, save_id, self._mode)
             begun.append(attempt)
             beginning = aside.submit(attempt.begin)
             if self._coordinator.count > 1 or properties_of(self._url).file_system:
                 beginning.result()  # others put files into the place once they know it, or it has to exist
-            return attempt.place, self._profile.compression, self._profile.copied_bytes
+            elsewhere = _written_elsewhere([files for _, files in told])
+            return attempt.place, self._profile.compression, self._profile.copied_bytes, elsewhere
 
         def finish(place: str) -> None:
             self._finish(place, items, handlers, init_ns, custom_metadata, check_epoch)
@@ -127,10 +128,15 @@ class StepWriter:
         with ThreadPoolExecutor(1, thread_name_prefix="ckptkit-attempt") as aside:
             try:
                 # Process 0 describes the leaves: the others must encode them in the same way.
-                place, compression, copied_bytes = self._coordinator.agree("step-begun", _digest_of_lone(items), start)
+                own = (
+                    _digest_of_lone(items),
+                    [_short(key) for key in _file_keys(items)] if self._coordinator.count > 1 else [],
+                )
+                place, compression, copied_bytes, elsewhere = self._coordinator.agree("step-begun", own, start)
                 profile = dataclasses.replace(self._profile, compression=compression, copied_bytes=copied_bytes)
                 ready = beginning.result if beginning is not None else lambda: None
-                self._write_at(place, items, profile, ready, finish)
+                left_out = {key for key in _file_keys(items) if _short(key) in elsewhere[self._coordinator.process]}
+                self._write_at(place, items, profile, ready, finish, left_out)
             except BaseException:
                 for attempt in begun:
                     attempt.give_up()
@@ -144,10 +150,11 @@ class StepWriter:
         profile: DurableProfile,
         ready: Callable[[], None],
         finish: Callable[[str], None],
+        left_out: Collection[str],
     ) -> None:
         error = None
         try:
-            self._write_part(place, items, profile, ready)
+            self._write_part(place, items, profile, ready, left_out)
         except Exception as caught:  # noqa: BLE001  reported to the other processes, which would wait for this part
             error = caught
 
@@ -172,9 +179,14 @@ class StepWriter:
     # On every process.
 
     def _write_part(
-        self, place: str, items: Mapping[str, Any], profile: DurableProfile, ready: Callable[[], None]
+        self,
+        place: str,
+        items: Mapping[str, Any],
+        profile: DurableProfile,
+        ready: Callable[[], None],
+        left_out: Collection[str],
     ) -> None:
-        """Everything of this process, encoded meanwhile, once `ready` has returned."""
+        """Everything of this process but the files `left_out`, encoded meanwhile, once `ready` has returned."""
         # On a disk all is synced at the end, side by side: one by one takes a turn of the disk for each file.
         on_disk = properties_of(place).file_system
         store = LocalStore(place, durable=False) if on_disk else self._small(place)
@@ -185,6 +197,14 @@ class StepWriter:
                 ready()
                 _put(store, key, data)
 
+            def put_file(key: str, data: Any) -> None:
+                ready()
+                if isinstance(data, np.ndarray) and not on_disk:
+                    _put(large_objects(place, profile, data.nbytes), key, data.tobytes())
+                else:
+                    whole: Any = data.data if isinstance(data, np.ndarray) else data  # no copy of a large one
+                    _put(store, key, whole)
+
             for item, args in items.items():
                 if isinstance(args, ocp.args.JsonSave):
                     if self._coordinator.process == 0:
@@ -194,13 +214,16 @@ class StepWriter:
                         puts.append(pool.submit(put, *_item_mark(item, place)))
                     continue
                 if isinstance(args, FilesSave):
-                    files = {f"{item}/{file}": data for file, data in args.files.items()}
-                    puts += [pool.submit(put, *each) for each in [*files.items(), _item_mark(item, place)]]
+                    for file, data in args.files.items():
+                        if f"{item}/{file}" not in left_out:
+                            puts.append(pool.submit(put_file, f"{item}/{file}", data))
+                    if self._coordinator.process == 0:
+                        puts.append(pool.submit(put, *_item_mark(item, place)))
                     continue
                 files = self._side_files(args)
                 puts += [pool.submit(put, f"{item}/{file}", data) for file, data in files.items()]
                 del files  # a manifest and more: it goes with the put
-                self._write_arrays(f"{place}/{item}", args.item, profile, ready)
+                self._write_arrays(f"{place}/{item}", args.item, _of_item(profile, args), ready)
                 args.on_written()
             ready()
             for each in puts:
@@ -260,7 +283,7 @@ class StepWriter:
         trees = [item for item, args in items.items() if isinstance(args, HostTreeSave)]
         if self._coordinator.count > 1:
             for item in trees:
-                merge_processes(f"{place}/{item}", self._coordinator.count, self._profile)
+                merge_processes(f"{place}/{item}", self._coordinator.count, _of_item(self._profile, items[item]))
                 if store.properties.file_system:  # the names that the merge has made
                     for directory in (f"{place}/{item}/d", f"{place}/{item}"):
                         _sync(directory)
@@ -278,6 +301,30 @@ def _digest_of_lone(items: Mapping[str, Any]) -> str | None:
     """Names the leaves that one process alone holds, and that process; None where there are none."""
     alone = {name: args.of_one_process for name, args in items.items() if getattr(args, "of_one_process", ())}
     return digest_of(json.dumps(alone, sort_keys=True).encode()) if alone else None
+
+
+def _of_item(profile: DurableProfile, args: HostTreeSave) -> DurableProfile:
+    own = args.data_file_bytes
+    return profile if own is None else dataclasses.replace(profile, data_file_bytes=own)
+
+
+def _file_keys(items: Mapping[str, Any]) -> list[str]:
+    """The files that handlers have written on this process, by their keys in the step."""
+    return [f"{item}/{file}" for item, args in items.items() if isinstance(args, FilesSave) for file in args.files]
+
+
+def _short(key: str) -> str:
+    return digest_of(key.encode())[:16]
+
+
+def _written_elsewhere(files: Sequence[Sequence[str]]) -> list[list[str]]:
+    """For each process, those of its files that a process before it has too: the first one's holds, as in a restore."""
+    seen: set[str] = set()
+    elsewhere = []
+    for own in files:
+        elsewhere.append([name for name in own if name in seen])
+        seen.update(own)
+    return elsewhere
 
 
 def _refuse_different(alone: Sequence[str | None], name: str) -> None:

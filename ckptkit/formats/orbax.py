@@ -139,7 +139,7 @@ def _open_slot(found: Inspection) -> Checkpoint:
     records: dict[tuple[str, tuple[str, ...]], list[tuple[LeafRecord, BoxRecord]]] = {}
     owner: dict[int, SlotReader] = {}
     for share, reader in zip(shares, readers, strict=True):
-        for item, leaves in share.manifest.arrays.items():
+        for item, leaves in share.manifest.trees.items():
             for leaf in leaves:
                 records.setdefault((item, leaf.path), []).extend((leaf, record) for record in leaf.boxes)
                 owner.update({id(record): reader for record in leaf.boxes})

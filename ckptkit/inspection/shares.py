@@ -169,12 +169,12 @@ def items_of_manifest(manifest: Manifest) -> tuple[Item, ...]:
             layout=f"slot {manifest.slot}" if manifest.slot else "sidecar",
             leaves=tuple(leaf_of_record(leaf, held=True) for leaf in leaves),
         )
-        for name, leaves in manifest.arrays.items()
+        for name, leaves in manifest.trees.items()
     ]
     inline = [
         Item(name=name, kind=_SMALL_KINDS.get(stored["kind"], "json"), layout="inline", value=stored["value"])
         for name, stored in manifest.inline.items()
-        if name not in manifest.arrays  # else its empty nodes
+        if name not in manifest.trees  # else its empty nodes
     ]
     return (*arrays, *inline)
 

@@ -116,7 +116,7 @@ class MetadataIndex:
         return max(saves, key=lambda save: save.save_id, default=None)
 
     def _of_manifests(self, manifests: Sequence[Manifest]) -> Any:
-        trees = {name: _tree_metadata(manifests, name) for manifest in manifests for name in manifest.arrays}
+        trees = {name: _tree_metadata(manifests, name) for manifest in manifests for name in manifest.trees}
         small = {n: None for m in manifests for n, stored in m.inline.items() if stored["kind"] != STRUCTURE}
         items = {**small, **trees}
         default_item = set(items) - {METRICS_ITEM} == {DEFAULT_ITEM}

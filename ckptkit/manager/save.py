@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_manager import StepAlreadyExistsError
 
@@ -94,7 +93,7 @@ class Saver:
         self._metadata_index = components.history.metadata_index
         self._pipeline = components.pipeline
         self._said: set[str] = set()  # items reported as not held by fast tiers
-        self._too_large: set[str] = set()  # items whose handlers wrote more than a manifest holds
+        self._no_files: set[str] = set()  # items whose handlers write what is not made of files alone
 
     @contextmanager
     def entered(self, step: int) -> Iterator[Call]:
@@ -125,7 +124,7 @@ class Saver:
             return
         captured = save_items(by_name, default_item=default_item)
         if not isinstance(captured, str):
-            description = self._pipeline.describe(captured.trees)
+            description = self._pipeline.describe(captured.trees, chunk_bytes=captured.chunk_bytes)
             self._pipeline.slots.prepare(description.slot_bytes, description.share_bytes, transfer_bytes(description))
 
     def take(self, request: Request, call: Call) -> bool:
@@ -233,11 +232,11 @@ class Saver:
         as_files: set[str] = set()
 
         def write_files(name: str, arg: Any) -> FilesSave | None:
-            if jax.process_count() > 1 or not self._durable.writes_itself or name in self._too_large:
-                return None  # a handler of several processes expects one directory for all
+            if not self._durable.writes_itself or name in self._no_files:
+                return None
             handler = handlers[name] if arg is request.args[name] else stock.handler(name, arg)
-            found = written_by(handler, arg, bytes_max=INLINE_BYTES_MAX)
-            (self._too_large if found is None else as_files).add(name)
+            found = written_by(handler, arg, mapped_from=INLINE_BYTES_MAX, home=self._pipeline.directory)
+            (self._no_files if found is None else as_files).add(name)
             return found
 
         kept_metrics = self._options.best_fn is not None and not self._options.prevent_write_metrics
@@ -255,7 +254,7 @@ class Saver:
         if isinstance(held, str):
             captured = _Captured(held=None, description=None, foreign=foreign)
             return captured, self._durable_only(request.step, held, due)
-        description = self._pipeline.describe(held.trees)
+        description = self._pipeline.describe(held.trees, held.files, held.chunk_bytes)
         if DURABLE in due and not foreign:
             _refuse_empty_arrays(description)
         return _Captured(held=held, description=description, foreign=foreign), due

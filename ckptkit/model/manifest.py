@@ -24,6 +24,7 @@ from ckptkit.model.manifest_checks import boxes_within, check_held, check_leaf
 FORMAT = 2
 DIGEST_BYTES = 35  # of a cell, in a manifest
 _READ_FORMATS = (1, 2)  # 1: each leaf has the text of its sharding
+FILES = "files"  # the kind of an item that a handler has written: its small files inline, or all as leaves
 MANIFEST_BYTES_MAX = 1 << 30  # a bound for what is written and parsed; 100,000 leaves of 8 boxes are about 150 MB
 ManifestDepth = Literal["all", "leaves", "head"]  # of what is read of a manifest
 _NUMBER_MAX = 10**18  # Orbax's names of steps have 18 digits at most
@@ -120,6 +121,13 @@ class Manifest:
     arrays: Mapping[str, tuple[LeafRecord, ...]]
     inline: Mapping[str, Mapping[str, Any]]  # item -> {"kind": "json" | "grain", "value": ...}
     custom: str | None = None  # `custom_digest` of the step's custom metadata; None where earlier versions wrote it
+
+    @property
+    def trees(self) -> Mapping[str, tuple[LeafRecord, ...]]:
+        """The items of `arrays` that are trees, and not files of a handler."""
+        if not any(name in self.arrays and each["kind"] == FILES for name, each in self.inline.items()):
+            return self.arrays
+        return {name: leaves for name, leaves in self.arrays.items() if self.inline.get(name, {}).get("kind") != FILES}
 
     @property
     def held_bytes(self) -> int:

@@ -19,6 +19,7 @@ import os
 import re
 
 LOCK_NAME = "lock"
+HANDLER_PREFIX = ".item-"  # of directories into which a handler writes an item, among the slots or in memory
 NEWEST_NAME = "newest.json"  # next to the manifests: which of them was committed last
 SIDECAR_DIR = "_ckptkit"
 SIDECAR_SIGN = "ckptkit_sidecars"  # in an item's `array_metadatas`: it has sidecars, and one without has lost them

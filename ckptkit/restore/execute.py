@@ -23,7 +23,7 @@ from ckptkit.restore.plan import Key, RestorePlan, plan_restore
 from ckptkit.restore.prepare import Prepared
 from ckptkit.restore.read import OnRejected, execute
 from ckptkit.restore.request import RestoreRequest
-from ckptkit.snapshot.small_items import FILES, files_in, give_back
+from ckptkit.snapshot.small_items import give_back
 from ckptkit.util.gc_pause import collection_paused
 from ckptkit.util.pages import empty_block
 from ckptkit.util.waits import Meter
@@ -75,7 +75,7 @@ class LocalRead:
         def proven(key: Key, blocks: Mapping[Box, np.ndarray]) -> None:
             if assembly is not None and key in assembly:
                 assembly.deliver(key, blocks)
-            elif key[0] in prepared.asked.trees:  # what Orbax gives back is only proven
+            elif key[0] in prepared.kept:  # what Orbax gives back is only proven
                 placer.add(by_key[key], blocks)
 
         def make_block(key: Key, box: Box, dtype: np.dtype) -> np.ndarray:
@@ -85,10 +85,10 @@ class LocalRead:
             return landed.pop(key)  # once: who reads it again after a bad source has memory of its own
 
         for target in prepared.targets:
-            if not target.boxes and target.key[0] in prepared.asked.trees:  # no device of this process holds any of it
+            if not target.boxes and target.key[0] in prepared.kept:  # no device of this process holds any of it
                 placer.add(target, {})
         plan = prepared.plan if shared is None else _rest(prepared, shared)
-        whole = dict.fromkeys(read.key for read in plan.reads if read.key[0] in prepared.asked.trees)
+        whole = dict.fromkeys(read.key for read in plan.reads if read.key[0] in prepared.kept)
         landed = device_buffers_of(by_key[key] for key in whole if assembly is None or key not in assembly)
         durable = len(plan.tiers) - 1
         if (expect := prepared.holdings.expect) is not None:
@@ -132,11 +132,11 @@ class LocalRead:
             placed = [proven.leaves[target.key] for target in prepared.targets if target.key[0] == item]
             items[item] = prepared.answers[item].finished(placed)
         for name, stored in prepared.inline.items():
-            arg = prepared.asked.inline[name]
-            if stored["kind"] != FILES:
-                items[name] = give_back(stored, arg)
-            elif (found := self._handler(name, arg, stored.get("handler", ""))) is not None:
-                items[name] = read_by(*found, files_in(stored))
+            items[name] = give_back(stored, prepared.asked.inline[name])
+        for name, files in prepared.files.items():
+            if (found := self._handler(name, prepared.asked.inline[name], files.handler)) is not None:
+                large = {path: proven.leaves[name, leaf.path] for path, leaf in files.large.items()}
+                items[name] = read_by(*found, {**files.small, **large})
         if prepared.asked.orbax:
             assert self._durable is not None
             plain = [name for name, arg in prepared.asked.orbax.items() if arg is None]

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, final
 
 from ckptkit.errors import UnsuitedSaveError
 from ckptkit.job.coordination import Coordinator
 from ckptkit.model.boxes import boxes_by_process
 from ckptkit.model.manifest import Manifest, SaveId
+from ckptkit.restore.handler_files import StoredFiles, is_of_files, stored_files
 from ckptkit.restore.local_tiers import Holdings
 from ckptkit.restore.plan import Candidate, RestorePlan, plan_restore
-from ckptkit.restore.request import RestoreRequest, SortedRequest, TreeAnswer, sorted_request, tree_answer
+from ckptkit.restore.request import RestoreRequest, SortedRequest, TreeAnswer, plain_answer, sorted_request, tree_answer
 from ckptkit.restore.tree import Target, targets_of
 from ckptkit.util.gc_pause import collection_paused
 
@@ -26,8 +28,14 @@ class Prepared:
     answers: Mapping[str, TreeAnswer]
     targets: Sequence[Target]
     inline: Mapping[str, Any]
+    files: Mapping[str, StoredFiles]
     plan: RestorePlan
     holdings: Holdings
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """The items whose leaves are kept after the read; leaves of others, which Orbax restores, are only proven."""
+        return frozenset((*self.asked.trees, *self.files))
 
     @property
     def is_proven(self) -> bool:
@@ -57,11 +65,18 @@ class Preparer:
     def prepare(self, save_id: SaveId, holdings: Holdings, asked: SortedRequest) -> Prepared:
         """The same for what was sorted out already."""
         with collection_paused():
-            answers = self._answers(save_id, holdings.manifests, asked)
+            files = {
+                item: stored_files(holdings.manifests, item)
+                for item in asked.inline
+                if is_of_files(holdings.manifests, item)
+            }
+            answers = self._answers(save_id, holdings.manifests, asked, files)
             targets = self._targets(save_id, answers)
-            inline = self._inline(holdings.manifests, asked)
+            inline = self._inline(holdings.manifests, [item for item in asked.inline if item not in files])
             plan = plan_restore(save_id, {target.key: target.boxes for target in targets}, holdings.sources)
-        return Prepared(asked=asked, answers=answers, targets=targets, inline=inline, plan=plan, holdings=holdings)
+        return Prepared(
+            asked=asked, answers=answers, targets=targets, inline=inline, files=files, plan=plan, holdings=holdings
+        )
 
     def alike(self, save_id: SaveId, manifests: Sequence[Manifest], wanted: RestoreRequest) -> list[int]:
         """The processes that want boxes which this one wants too, those that want most of them first."""
@@ -78,12 +93,21 @@ class Preparer:
         """The wanted items, sorted by their source. `unproven` are items that no manifest describes."""
         return sorted_request(wanted, manifests, where=self._where, unproven=unproven)
 
-    def _answers(self, save_id: SaveId, manifests: Sequence[Manifest], asked: SortedRequest) -> dict[str, TreeAnswer]:
+    def _answers(
+        self,
+        save_id: SaveId,
+        manifests: Sequence[Manifest],
+        asked: SortedRequest,
+        files: Mapping[str, StoredFiles] = MappingProxyType({}),
+    ) -> dict[str, TreeAnswer]:
         """How each tree is given back. One that Orbax is to give back is read and proven as it was saved."""
         proven_only = dict.fromkeys(name for name in asked.orbax if any(name in m.arrays for m in manifests))
-        return {
+        answers = {
             item: tree_answer(arg, manifests, item, step=save_id.step, where=self._where)
             for item, arg in {**asked.trees, **proven_only}.items()
+        }
+        return answers | {
+            item: plain_answer(list(found.large.values())) for item, found in files.items() if found.large
         }
 
     def _targets(self, save_id: SaveId, answers: Mapping[str, TreeAnswer]) -> list[Target]:
@@ -94,10 +118,10 @@ class Preparer:
             for target in targets_of(item, answer.abstract, answer.leaves, step=save_id.step, where=where)
         ]
 
-    def _inline(self, manifests: Sequence[Manifest], asked: SortedRequest) -> dict[str, Any]:
+    def _inline(self, manifests: Sequence[Manifest], names: Sequence[str]) -> dict[str, Any]:
         """The small items. A data iterator's state belongs to one process out of as many as there were."""
         inline = {}
-        for name in asked.inline:
+        for name in names:
             holders = [manifest for manifest in manifests if name in manifest.inline]
             if holders[0].inline[name]["kind"] == "grain":
                 holders = [m for m in holders if m.writer.process == self._coordinator.process]

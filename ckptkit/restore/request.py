@@ -88,7 +88,7 @@ def sorted_request(
 
     `unproven` are the items of the step that no manifest describes.
     """
-    trees = {name for manifest in manifests for name in manifest.arrays}
+    trees = {name for manifest in manifests for name in manifest.trees}
     inline = {n: s["kind"] for m in manifests for n, s in m.inline.items() if s["kind"] != STRUCTURE}
     held = trees | set(inline) | set(unproven)
     wanted.check_mode(held)
@@ -165,6 +165,11 @@ def tree_answer(arg: Any, manifests: Sequence[Manifest], item: str, *, step: int
         whole = stored_tree(manifests, item, stored)
         return _as_abstract(wanted, stored, whole, partial=arg.partial)
     return _as_templates(wanted, stored)
+
+
+def plain_answer(stored: Sequence[LeafRecord]) -> TreeAnswer:
+    """These leaves as they were saved."""
+    return _plainly(abstract_of(stored), stored)
 
 
 def _with_texts(arg: Any, texts: Mapping[tuple[str, ...], TextLeaf], item: str, *, step: int, where: str) -> Any:

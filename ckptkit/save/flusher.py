@@ -8,7 +8,9 @@ from typing import Any, final
 
 import numpy as np
 
+from ckptkit.durable.orbax.file_items import FilesSave
 from ckptkit.durable.orbax.host_shards import HostTreeSave, host_tree
+from ckptkit.model.handler_files import with_file_digests
 from ckptkit.model.manifest import Manifest
 from ckptkit.model.tiers import DURABLE, PEER, SSD
 from ckptkit.save.circuit_breaker import DurableRetry
@@ -265,10 +267,15 @@ def array_items(
     memory: np.ndarray,
     captured: SaveItems,
     on_written: Callable[[], None] = lambda: None,
-) -> dict[str, HostTreeSave]:
+) -> dict[str, HostTreeSave | FilesSave]:
     """The save arguments of the array items whose bytes lie in `memory` as `description` says, for Orbax's layout."""
-    items = {}
+    items: dict[str, HostTreeSave | FilesSave] = {}
+    manifest = with_file_digests(manifest)
     for item, sources in description.items.items():
+        if item in captured.files:
+            files = {leaf.path[1]: box_array(leaf.boxes[0], leaf, memory) for leaf in manifest.arrays[item]}
+            items[item] = FilesSave(files, captured.files[item])  # pyright: ignore[reportCallIssue]
+            continue
         leaves = [
             (leaf, source.holders, {r.box: box_array(r, leaf, memory) for r in leaf.boxes})
             for leaf, source in zip(manifest.arrays[item], sources, strict=True)

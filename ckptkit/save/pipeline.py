@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CheckpointError, SaveFailedError, StoreFullError, heard_from
@@ -377,6 +378,12 @@ class SavePipeline:
     def busy(self) -> bool:
         """Whether a save is still on its way."""
         return not (self._stager.idle and self._writer.idle and self.flusher.idle)
+
+    @property
+    def directory(self) -> Path | None:
+        """A directory of this process alone in the first tier that has one: it is cleaned at the next start."""
+        disk = self._tiers.disk
+        return self._tiers.staging.directory or (None if disk is None else disk.directory)
 
     def raise_if_closed(self) -> None:
         """Raises `CheckpointError` after `close`: the slots may be another run's by now."""

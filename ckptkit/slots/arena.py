@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import threading
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -323,7 +324,8 @@ class Arena:
                 self._lock_fd = None
 
     def _take_over(self, directory: Path, keeps_found: bool) -> None:
-        """Finds what the process before left here: committed slots, slots beyond today's count, unfinished puts."""
+        """Finds what the process before left here: committed slots, slots beyond today's count, unfinished puts
+        and items."""
         held = {manifest.slot: manifest.save_id for manifest in reversed(self.manifests())}
         self._protected[ALL] = frozenset(held.values() if keeps_found else sorted(held.values())[-1:])
         for slot in self._slots:
@@ -334,6 +336,8 @@ class Arena:
                 self._retired.append(Slot(name, np.empty(0, np.uint8), save_id=held.get(name)))
             elif name.startswith(".put-"):
                 (directory / name).unlink(missing_ok=True)
+            elif name.startswith(paths.HANDLER_PREFIX):
+                shutil.rmtree(directory / name, ignore_errors=True)
         self._drop_retired()
 
     def _drop_retired(self) -> None:

@@ -15,7 +15,7 @@ from ckptkit.durable.orbax.manager import METRICS_ITEM
 from ckptkit.durable.orbax.text_leaf import TextLeaf, can_be_stored
 from ckptkit.snapshot.describe import leaf_path
 from ckptkit.snapshot.empty_nodes import empty_nodes
-from ckptkit.snapshot.small_items import STRUCTURE, capture, captured_files
+from ckptkit.snapshot.small_items import STRUCTURE, capture, captured_files, file_leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +29,20 @@ class SaveItems:
     standard: frozenset[str] = frozenset()  # the trees that were given as StandardSave
     tree_metadata: Mapping[str, Any] = field(default_factory=dict)  # the trees' own custom metadata
     custom_metadata: Mapping[str, Any] | None = None  # the step's
+    chunk_bytes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)  # asked for, by leaf of a tree
+    file_bytes: Mapping[str, int] = field(default_factory=dict)  # the size of a tree's data files, where asked for
+    files: Mapping[str, str] = field(default_factory=dict)  # the trees that are files of a handler, with its name
 
     def durable_tree_words(self, item: str) -> dict[str, Any]:
         """The durable tier's record of a tree besides its leaves."""
-        return {"standard": item in self.standard, "custom_metadata": self.tree_metadata.get(item)}
+        return {
+            "standard": item in self.standard,
+            "custom_metadata": self.tree_metadata.get(item),
+            "file_bytes": self.file_bytes.get(item),
+        }
 
+
+_NO_LIMIT = 1 << 62
 
 WriteFiles = Callable[[str, Any], FilesSave | None]
 
@@ -56,6 +65,18 @@ def save_items(
     durable: dict[str, Any] = {}
     standard: set[str] = set()
     tree_metadata: dict[str, Any] = {}
+    chunk_bytes: dict[str, tuple[int | None, ...]] = {}
+    file_bytes: dict[str, int] = {}
+    written: dict[str, str] = {}
+
+    def take_files(name: str, files: FilesSave) -> None:
+        written[name] = files.handler
+        if files.is_large:
+            inline[name], _ = captured_files(FilesSave({}, files.handler))  # pyright: ignore[reportCallIssue]
+            trees[name] = file_leaves(files)
+        else:
+            inline[name], durable[name] = captured_files(files)
+
     for name, arg in args.items():
         if isinstance(arg, ocp.args.StandardSave | ocp.args.PyTreeSave):
             tree = _held_tree(arg)
@@ -64,16 +85,20 @@ def save_items(
             trees[name] = tree
             standard |= {name} if isinstance(arg, ocp.args.StandardSave) else set()
             tree_metadata[name] = arg.custom_metadata
+            if any(wished := _chunk_bytes(arg)):
+                chunk_bytes[name] = wished
+            if (asked := getattr(arg, "ocdbt_target_data_file_size", None)) is not None:
+                file_bytes[name] = asked or _NO_LIMIT
             if empty := empty_nodes(jax.tree_util.tree_structure(tree)):
                 inline[name] = {"kind": STRUCTURE, "value": empty}
         elif (captured := capture(arg)) is not None:
             inline[name], durable[name] = captured
         elif (files := write_files(name, arg)) is not None:
-            inline[name], durable[name] = captured_files(files)
+            take_files(name, files)
         else:
             return name
-    if any(isinstance(arg, FilesSave) for arg in durable.values()):  # then the step is our own writer's
-        for name, arg in durable.items():
+    if written:  # then the step is our own writer's
+        for name, arg in list(durable.items()):
             if not isinstance(arg, FilesSave | ocp.args.JsonSave):
                 files = write_files(name, arg)
                 if files is None:
@@ -89,6 +114,9 @@ def save_items(
         standard=frozenset(standard),
         tree_metadata=tree_metadata,
         custom_metadata=custom_metadata,
+        chunk_bytes=chunk_bytes,
+        file_bytes=file_bytes,
+        files={name: handler for name, handler in written.items() if name in trees},
     )
 
 
@@ -140,6 +168,14 @@ def _held_tree(arg: Any) -> Any:
     if any(leaf is None for leaf in stored):
         return None
     return jax.tree_util.tree_unflatten(treedef, stored)
+
+
+def _chunk_bytes(arg: Any) -> tuple[int | None, ...]:
+    """The most bytes that a chunk of each leaf is to have; None where nothing is asked for."""
+    if arg.save_args is None:
+        return ()
+    wishes = jax.tree_util.tree_structure(arg.item).flatten_up_to(arg.save_args)
+    return tuple(getattr(wish, "chunk_byte_size", None) for wish in wishes)
 
 
 def _texts_fit(tree: Any, leaves: Sequence[Any]) -> bool:

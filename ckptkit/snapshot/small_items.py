@@ -19,10 +19,10 @@ import orbax.checkpoint as ocp
 
 from ckptkit.durable.orbax.file_items import FilesSave
 from ckptkit.durable.orbax.shardings import sharding_of_text, sharding_text
+from ckptkit.model.manifest import FILES
 
 INLINE_BYTES_MAX = 16 << 20  # manifests are read whole at every start
 STRUCTURE = "structure"  # the empty nodes of an array item, under that item's name: no item of its own
-FILES = "files"
 Captured = tuple[Mapping[str, Any], Any]  # for manifests; Orbax's arguments
 
 
@@ -52,8 +52,13 @@ def captured_files(saved: FilesSave) -> Captured:
     return {"kind": FILES, "handler": saved.handler, "value": texts}, saved
 
 
+def file_leaves(saved: FilesSave) -> dict[str, dict[str, np.ndarray]]:
+    """The files of a handler as a tree, for what is too large for a manifest: by the process, then by their paths."""
+    return {str(jax.process_index()): {name: np.frombuffer(data, np.uint8) for name, data in saved.files.items()}}
+
+
 def files_in(stored: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files of a stored small item of kind `files`, by their paths."""
+    """The files of a stored small item of kind `files`, by their paths; none of those that have leaves."""
     return {name: base64.b64decode(text) for name, text in stored["value"].items()}
 
 
@@ -118,7 +123,8 @@ def _set_iterator(iterator: Any, text: str) -> Any:
 def _is_held_whole(value: Any) -> bool:
     """Whether this process has all of a small array, alone: then it can be copied here, and written from anywhere."""
     if isinstance(value, jax.Array):
-        return jax.process_count() == 1 and value.nbytes <= INLINE_BYTES_MAX
+        whole = value.is_fully_replicated and len(value.sharding.device_set) == jax.device_count()
+        return (jax.process_count() == 1 or whole) and value.nbytes <= INLINE_BYTES_MAX
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "biufc" and value.nbytes <= INLINE_BYTES_MAX
     return isinstance(value, bool | int | float)
@@ -127,7 +133,10 @@ def _is_held_whole(value: Any) -> bool:
 def _frozen(value: Any) -> Any:
     if isinstance(value, jax.Array):
         with jax.transfer_guard("allow"):
-            return jax.device_put(value, value.sharding, may_alias=False)  # the caller may donate its own
+            # The caller may donate its own. One over several processes is copied where it is: a local program on each.
+            if not value.is_fully_addressable:
+                return jnp.copy(value)
+            return jax.device_put(value, value.sharding, may_alias=False)
     return _frozen_leaf(value)
 
 

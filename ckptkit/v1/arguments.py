@@ -67,9 +67,10 @@ def _save_arg(context: orbax_v1.Context, name: str, value: Any, by_orbax: bool) 
         return ocp.args.JsonSave(value)  # pyright: ignore[reportCallIssue]
     if not resolved.is_tree_handler(handler):
         return HandledSave(value, handler)  # pyright: ignore[reportCallIssue]
-    stored_as = resolved.stored_as(context, value) if by_orbax else None
+    chunk_bytes = context.array.saving.storage_options.chunk_byte_size
+    stored_as = resolved.stored_as(context, value) if by_orbax or chunk_bytes is not None else None
     if not by_orbax and _is_standard(value):
-        return ocp.args.StandardSave(value)
+        return ocp.args.StandardSave(value, stored_as)
     return TreeSave(value, stored_as, handler=handler, by_handler=by_orbax)  # pyright: ignore[reportCallIssue]
 
 

@@ -8,7 +8,6 @@ from typing import Any, Final, Literal
 
 from orbax.checkpoint.experimental import v1 as orbax_v1
 
-from ckptkit.model.boxes import CELL_BYTES
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.model.policies import BroadcastOptions, ProcessOptions, RestoreOptions
 
@@ -43,7 +42,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "array.saving.min_slice_bytes_for_replica_parallel": "save",
     "array.saving.ocdbt_target_data_file_size": "profile",
     "array.saving.scoped_storage_options_creator": "save",
-    "array.saving.storage_options.chunk_byte_size": "profile",
+    "array.saving.storage_options.chunk_byte_size": "call",
     "array.saving.storage_options.dtype": "save",
     "array.saving.storage_options.shard_axes": "save",
     "array.saving.use_compression": "profile",
@@ -206,8 +205,6 @@ def _done_by(profile: DurableProfile, name: str, value: Any) -> bool:
     match name:
         case "array.saving.ocdbt_target_data_file_size":
             return (value or _NO_LIMIT) == profile.data_file_bytes
-        case "array.saving.storage_options.chunk_byte_size":
-            return value >= CELL_BYTES
         case "array.saving.use_compression":
             return profile.compression is None
         case "memory.write_concurrent_bytes":

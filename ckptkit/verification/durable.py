@@ -33,10 +33,11 @@ from ckptkit.inspection.directories import (
 from ckptkit.inspection.places import Place, readable
 from ckptkit.inspection.shares import items_missing, leaf_of_record, own_sidecars, sidecar_processes, sidecars_lost
 from ckptkit.model.boxes import Box
-from ckptkit.model.manifest import LeafRecord, Manifest, SaveId, cell_ranges, digest_of
+from ckptkit.model.handler_files import with_file_leaves
+from ckptkit.model.manifest import FILES, LeafRecord, Manifest, SaveId, cell_ranges, digest_of
 from ckptkit.model.paths import STEP_METADATA
 from ckptkit.snapshot.empty_nodes import empties_of
-from ckptkit.snapshot.small_items import FILES, files_in
+from ckptkit.snapshot.small_items import files_in
 from ckptkit.verification.pool import CellCheck, Limits, check_cells
 from ckptkit.verification.records import Finding, StepProof
 from ckptkit.verification.slots import not_covered
@@ -158,7 +159,11 @@ def _look(place: Place, step: int, timeout_s: float) -> _Looked:
         if (manifests := sidecars.get(item.name)) is not None:
             checks += _our_checks(DurableReader(step_url_of(place, item), step=step), item, manifests)
             _said(findings, item.url, partial(_check_structure, item, manifests, timeout_s, findings))
-        elif item.name not in as_files:  # the others are compared file by file
+        elif item.name in as_files and first is not None:
+            for manifest in with_file_leaves(next(iter(sidecars.values()))):
+                if item.name in manifest.arrays:  # large ones; small ones are compared file by file
+                    checks += _our_checks(DurableReader(step_url_of(place, item), step=step), item, [manifest])
+        else:
             handler = handlers.get("" if item is place else item.name, "")
             _said(findings, item.url, partial(_stock_into, kinds, stock, item, handler))
     if mixed := several_saves(place.url, (manifests[0].save_id for manifests in sidecars.values())):
@@ -349,7 +354,10 @@ def _check_inline(
         elif stored["kind"] == "grain":
             findings += _iterator_findings(item, manifests, small.get(name))
         elif stored["kind"] == FILES:
-            wrong = [file for file, data in sorted(files_in(stored).items()) if item.read(file) != data]
+            saved: dict[str, bytes] = {}
+            for manifest in reversed(manifests):  # of a name that several processes have written: the first one's
+                saved |= files_in(manifest.inline[name])
+            wrong = [file for file, data in sorted(saved.items()) if item.read(file) != data]
             findings += [Finding(path=item.url, problem=f"{item.url}/{file} is not what was saved") for file in wrong]
         elif stored["kind"] not in ("json", "metrics"):
             continue

@@ -16,7 +16,7 @@ from ckptkit.store.local import sync_directory
 from ckptkit.verification.durable import identity_of, prove_step
 from ckptkit.verification.pool import Limits
 from ckptkit.verification.quarantine import QUARANTINE_DIR, arena_lock, exchange, move_aside
-from ckptkit.verification.rebuild import CannotMendError, sidecars_for, small_files, write_arrays
+from ckptkit.verification.rebuild import CannotMendError, mend_large_files, sidecars_for, small_files, write_arrays
 from ckptkit.verification.records import StepProof
 from ckptkit.verification.sources import Sources
 
@@ -133,6 +133,7 @@ def _write_step(source: Path, copy: Path, place: Place, sources: Sources) -> Non
             path.write_bytes(manifest.to_bytes())
     for key, data in small_files(place, sidecars).items():
         (_made((copy / key).parent) / (copy / key).name).write_bytes(data)
+    mend_large_files(copy, sidecars, sources)
     for directory, _, files in os.walk(copy):
         for file in files:
             _sync_file(Path(directory) / file)

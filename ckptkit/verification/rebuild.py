@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
@@ -15,7 +16,10 @@ from ckptkit.inspection.directories import json_name
 from ckptkit.inspection.places import Place
 from ckptkit.inspection.shares import read_sidecars, sidecar_processes
 from ckptkit.model.boxes import Box, cells_of, missing_elements
-from ckptkit.model.manifest import BoxRecord, LeafRecord, Manifest, Writer, cell_ranges, digest_of
+from ckptkit.model.handler_files import is_file, with_file_digests, with_file_leaves
+from ckptkit.model.manifest import FILES, BoxRecord, LeafRecord, Manifest, Writer, cell_ranges, digest_of
+from ckptkit.snapshot.small_items import files_in
+from ckptkit.store.base import checked_key
 from ckptkit.verification.sources import Sources
 
 _COMMIT_BYTES = 256 << 20  # held in memory before they are written: a commit of its own for every cell is slow
@@ -36,7 +40,7 @@ def sidecars_for(place: Place, sources: Sources) -> dict[str, tuple[Manifest, ..
     """
     if not sources.manifests:
         raise CannotMendError("no other copy of it is on this host")
-    names = dict.fromkeys(item for manifest in sources.manifests for item in manifest.arrays)
+    names = dict.fromkeys(item for manifest in sources.manifests for item in manifest.trees)
     return {name: _sidecars_of(place.below(name), name, sources) for name in names}
 
 
@@ -51,7 +55,8 @@ def _sidecars_of(item: Place, name: str, sources: Sources) -> tuple[Manifest, ..
         for process, leaves in _shares_of(name, lacking, slots, list(whole.values()), sources).items():
             base = next((each for each in slots if each.writer.process == process), slots[0])
             writer = Writer(process=process, count=first.writer.count, host=base.writer.host)
-            whole[process] = dataclasses.replace(base, writer=writer, slot="", arrays={name: leaves})
+            described = with_file_digests(base)
+            whole[process] = dataclasses.replace(described, writer=writer, slot="", arrays={name: leaves})
     return tuple(whole[process] for process in range(first.writer.count))
 
 
@@ -134,13 +139,45 @@ def write_arrays(directory: str, name: str, manifests: Sequence[Manifest], sourc
 
 
 def small_files(place: Place, sidecars: Sidecars) -> dict[str, bytes]:
-    """The JSON items that the sidecars keep, as Orbax's files of them, by their keys in the step."""
-    inline = next(iter(sidecars.values()))[0].inline
-    return {
+    """The JSON items that the sidecars keep, as Orbax's files of them, and small files of handlers, by key."""
+    manifests = next(iter(sidecars.values()))
+    found = {
         f"{name}/{json_name(place.below(name)) or 'metadata'}": json.dumps(stored["value"]).encode()
-        for name, stored in inline.items()
+        for name, stored in manifests[0].inline.items()
         if stored["kind"] == "json"
     }
+    for manifest in reversed(manifests):  # of a name that several processes have written: the first one's
+        for name, stored in manifest.inline.items():
+            if stored["kind"] == FILES:
+                found |= {f"{name}/{file}": data for file, data in files_in(stored).items()}
+    return found
+
+
+def mend_large_files(copy: Path, sidecars: Sidecars, sources: Sources) -> None:
+    """Writes the large files of handlers in `copy`, a step on a disk, as they were saved, from whatever places have
+    them. Raises `CannotMendError`. Cost: reads each of them."""
+    seen: set[str] = set()
+    for manifest in with_file_leaves(next(iter(sidecars.values()))):
+        for name, leaf in (
+            (name, leaf) for name, leaves in manifest.arrays.items() for leaf in leaves if is_file(leaf)
+        ):
+            key = checked_key(f"{name}/{leaf.path[1]}")
+            if key not in seen:  # of several processes: the first one's
+                _mend_file(copy / key, name, leaf, sources)
+            seen.add(key)
+
+
+def _mend_file(path: Path, name: str, leaf: LeafRecord, sources: Sources) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    with path.open("r+b") as file:
+        for record in leaf.boxes:
+            for (cell, start, stop), digest in zip(cell_ranges(record, leaf), record.digests, strict=True):
+                file.seek(start)
+                if digest_of(file.read(stop - start)) != digest:
+                    file.seek(start)
+                    file.write(_require(sources, name, leaf, cell, digest).tobytes())
+        file.truncate(leaf.shape[0])
 
 
 def _cells(name: str, manifests: Sequence[Manifest]) -> Iterator[tuple[LeafRecord, Box, str]]:

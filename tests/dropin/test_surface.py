@@ -36,7 +36,7 @@ ITEM_RULES: dict[str, Any] = {
     "PyTreeSave.item": "held",
     "PyTreeSave.save_args": "held",
     "PyTreeSave.custom_metadata": "held",
-    "PyTreeSave.ocdbt_target_data_file_size": "departure",
+    "PyTreeSave.ocdbt_target_data_file_size": "held",
     "PyTreeRestore.item": "held",
     "PyTreeRestore.restore_args": "held",
     "PyTreeRestore.partial_restore": "held",
@@ -58,7 +58,7 @@ ITEM_RULES: dict[str, Any] = {
 }
 LEAF_RULES: dict[str, Any] = {
     "SaveArgs.aggregate": "departure",
-    "SaveArgs.chunk_byte_size": "departure",
+    "SaveArgs.chunk_byte_size": "held",
     "SaveArgs.dtype": "held",
     "SaveArgs.shard_axes": "departure",
     "RestoreArgs.restore_type": "held",

@@ -155,7 +155,7 @@ def test_all_processes_use_the_profile_of_process_0(tmp_path: Path) -> None:
         ) -> Any:
             del timeout_s
             said = decide([value])
-            return [said[0], "zstd", 1 << 10] if channel == "step-begun" else said
+            return [said[0], "zstd", 1 << 10, [[]]] if channel == "step-begun" else said
 
     writer = StepWriter(str(tmp_path), ProcessZeroEncodes(), DurableProfile())  # pyright: ignore[reportArgumentType]
     leaf = np.arange(4096) % 5

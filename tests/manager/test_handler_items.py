@@ -20,6 +20,7 @@ from ckptkit.verification import verify
 A = ocp.args
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 STATE = {"w": jnp.arange(4.0)}
+HOST = "here"
 
 
 class StoryHandler(ocp.CheckpointHandler):
@@ -52,7 +53,9 @@ class StoryRestore(_Story):
 
 
 def manager(root: Path, **options: Any) -> ckptkit.CheckpointManager:
-    return ckptkit.CheckpointManager(root / "run", tiers=[ckptkit.Tier.ram(str(root / "ram"), slots=2)], **options)
+    return ckptkit.CheckpointManager(
+        root / "run", host_id=HOST, tiers=[ckptkit.Tier.ram(str(root / "ram"), slots=2)], **options
+    )
 
 
 def saved(root: Path, **others: Any) -> Path:
@@ -118,14 +121,96 @@ def test_changed_file_of_a_handler_is_found(tmp_path: Path) -> None:
         assert made.restore(1, args=A.Composite(story=StoryRestore()))["story"] == "once"
 
 
-def test_large_item_of_a_handler_is_left_to_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Manifests are read whole at every start."""
+@pytest.fixture
+def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that a manifest would hold are taken for larger ones."""
     monkeypatch.setattr("ckptkit.manager.save.INLINE_BYTES_MAX", 3)
-    saved(tmp_path)
-    assert (tmp_path / "run/1/story/notes/one.txt").read_text() == "once"
-    shutil.rmtree(tmp_path / "run" / "1")
+
+
+@pytest.mark.usefixtures("all_large")
+@pytest.mark.parametrize("left", ["ram", "durable"])
+def test_large_item_of_a_handler_is_held_by_each_tier(left: str, tmp_path: Path) -> None:
+    """Manifests are read whole at every start: large files lie in the slot, and were in no fast tier before."""
     with manager(tmp_path) as made:
-        assert made.all_steps() == []
+        for step in (1, 2):
+            args: Any = A.Composite(state=A.StandardSave(STATE), story=StorySave("once" * step))
+            assert made.save(step, args=args)
+        made.wait_until_finished()
+        assert {tier for record in made.steps() for tier in record.tiers} == {"ram", "durable"}
+    assert not list((tmp_path / "ram").rglob(".item-*"))
+    assert (tmp_path / "run/2/story/notes/one.txt").read_text() == "onceonce"
+    for place in ("run", "ram"):
+        assert {step.state for step in verify(str(tmp_path / place)).steps} == {"proven"}
+    shutil.rmtree(tmp_path / "ram") if left == "durable" else shutil.rmtree(tmp_path / "run" / "2")
+    with manager(tmp_path) as made:
+        found = made.restore(None, args=A.Composite(state=A.StandardRestore(STATE), story=StoryRestore()))
+        assert found["story"] == "onceonce"
+        assert (found["state"]["w"] == STATE["w"]).all()
+    with manager(tmp_path) as made:
+        assert made.restore(2)["story"] == "onceonce"
+
+
+@pytest.mark.usefixtures("all_large")
+@pytest.mark.parametrize("damage", ["changed", "cut short", "gone"])
+def test_damaged_large_file_is_found_and_not_restored(damage: str, tmp_path: Path) -> None:
+    """The handler would give back other values, or fail with an error of its own."""
+    path = saved(tmp_path) / "run/1/story/notes/one.txt"
+    path.unlink() if damage == "gone" else path.write_text("onve" if damage == "changed" else "on")
+    report = verify(str(tmp_path / "run"))
+    assert report.corrupt
+    assert "one.txt" in str(report.steps)
+    with manager(tmp_path) as made:  # the ramdisk has it whole
+        assert made.restore(1, args=A.Composite(story=StoryRestore()))["story"] == "once"
+    shutil.rmtree(tmp_path / "ram")
+    with manager(tmp_path) as made, pytest.raises(ckptkit.CorruptCheckpointError, match=r"one\.txt"):
+        made.restore(1, args=A.Composite(story=StoryRestore()))
+
+
+@pytest.mark.usefixtures("all_large")
+def test_large_file_in_a_damaged_slot_is_restored_from_the_durable_step(tmp_path: Path) -> None:
+    """A flipped bit of the ramdisk must not reach the handler."""
+    saved(tmp_path)
+    (slot,) = (path for path in (tmp_path / "ram").rglob("slot-*.bin") if b"once" in path.read_bytes())
+    slot.write_bytes(slot.read_bytes().replace(b"once", b"onve"))
+    with manager(tmp_path) as made:
+        assert made.restore(1, args=A.Composite(story=StoryRestore()))["story"] == "once"
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("damage", ["changed", "cut short", "gone", "sidecars gone"])
+def test_damaged_file_of_a_handler_is_repaired_from_the_ramdisk(
+    damage: str, is_large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scrub set the step aside although each byte of it was in the ramdisk."""
+    if is_large:
+        monkeypatch.setattr("ckptkit.manager.save.INLINE_BYTES_MAX", 3)
+    step = saved(tmp_path) / "run/1"
+    path = step / "story/notes/one.txt"
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_text("on" if damage == "cut short" else "onve")
+    if damage == "sidecars gone":
+        shutil.rmtree(step / "state" / "_ckptkit")
+    (treatment,) = ckptkit.scrub(str(tmp_path / "run"), [str(tmp_path / "ram")], repair=True, host_id=HOST).treatments
+    assert (treatment.act, treatment.done) == ("repair", True), treatment
+    shutil.rmtree(tmp_path / "ram")
+    assert {each.state for each in verify(str(tmp_path / "run")).steps} == {"proven"}
+    with manager(tmp_path) as made:
+        assert made.restore(1, args=A.Composite(story=StoryRestore()))["story"] == "once"
+
+
+@pytest.mark.usefixtures("all_large")
+def test_directory_of_a_handler_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    """A process that is killed while the handler writes would fill the ramdisk, run by run."""
+    saved(tmp_path)
+    (lock,) = (tmp_path / "ram").rglob("lock")
+    left = lock.parent / ".item-left"
+    (left / "item").mkdir(parents=True)
+    (left / "item" / "large").write_bytes(b"x" * 100)
+    with manager(tmp_path) as made:
+        assert made.restore(1, args=A.Composite(story=StoryRestore()))["story"] == "once"
+        assert not left.exists()
 
 
 @pytest.mark.parametrize("what", ["link", "linked directory", "empty directory"])
@@ -174,3 +259,29 @@ def test_item_is_restored_without_an_argument(left: str, tmp_path: Path) -> None
         patched.setattr("ckptkit.durable.orbax.file_items.registered", lambda *_: None)
         patched.setattr("ckptkit.restore.execute.registered", lambda *_: None)
         assert set(made.restore(None).keys()) == {"state"}
+
+
+@pytest.mark.usefixtures("server", "all_large")
+def test_large_item_of_a_handler_in_a_bucket_is_proven(tmp_path: Path) -> None:
+    """The files of an item would be lost, or unproven, where the durable tier is a bucket."""
+    tiers = [ckptkit.Tier.ram(str(tmp_path / "ram"), slots=2)]
+    with ckptkit.CheckpointManager("gs://runs/run", tiers=tiers, host_id=HOST) as made:
+        made.save(1, args=A.Composite(state=A.StandardSave(STATE), story=StorySave("once")))
+        made.wait_until_finished()
+    assert {step.state for step in verify("gs://runs/run").steps} == {"proven"}
+    shutil.rmtree(tmp_path / "ram")
+    with ckptkit.CheckpointManager("gs://runs/run") as made:
+        assert made.restore(None, args=A.Composite(story=StoryRestore()))["story"] == "once"
+
+
+@pytest.mark.usefixtures("all_large")
+@pytest.mark.parametrize("left", ["ram", "durable"])
+def test_step_of_a_large_item_alone_is_restored(left: str, tmp_path: Path) -> None:
+    """No array item has a sidecar that could describe it."""
+    with manager(tmp_path) as made:
+        made.save(1, args=A.Composite(story=StorySave("once")))
+        made.wait_until_finished()
+    lose_all_but(tmp_path, left)
+    with manager(tmp_path) as made:
+        assert made.restore(None, args=A.Composite(story=StoryRestore()))["story"] == "once"
+        assert made.latest_step() == 1

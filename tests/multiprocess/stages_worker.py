@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-PROCESSES, DEVICES, LIMIT_S = 3, 2, 100.0
+PROCESSES, DEVICES, LIMIT_S = 3, 2, 200.0
 
 
 def main() -> None:
@@ -28,7 +28,15 @@ def main() -> None:
 
     jax.distributed.initialize(given.coordinator, PROCESSES, given.process)
     worker = Worker(given.dir, given.process)
-    for act in (worker.save_and_restore, worker.other_meshes, worker.local_meshes, worker.active_processes):
+    for act in (
+        worker.save_and_restore,
+        worker.other_meshes,
+        worker.handler_files,
+        worker.whole_values,
+        worker.handler_fails,
+        worker.local_meshes,
+        worker.active_processes,
+    ):
         try:
             act()
         except Exception:  # noqa: BLE001  written down: the test reads it
@@ -77,6 +85,99 @@ class Worker:
                 found[name] = same_here(manager.restore(0, args=args)["state"], state(devices))
             restored = manager.restore(0)
             found["no template"] = [has_values(restored["state"]), restored["meta"] == META]
+
+    def handler_files(self) -> None:
+        """An item of which each process writes files, small and large: from the ramdisks, and after a host is lost."""
+        import shutil
+
+        import orbax.checkpoint as ocp
+
+        import ckptkit
+        import ckptkit.manager.save as saving
+        from tests.multiprocess.notes import NotesRestore, NotesSave
+
+        found = self.found["handler files"] = {}
+        for size, limit in (("small", saving.INLINE_BYTES_MAX), ("large", 3)):
+            saving.INLINE_BYTES_MAX = limit
+            root = self._root / size
+
+            def opened(root: Path = root) -> Any:
+                tiers = [ckptkit.Tier.ram(str(root / f"ram-{self._process}"))]
+                return ckptkit.CheckpointManager(root / "run", tiers=tiers, host_id=f"host-{self._process}")
+
+            with opened() as manager:
+                for step in (0, 1):
+                    args: Any = ocp.args.Composite(
+                        state=ocp.args.StandardSave(state()), notes=NotesSave(f"step {step}")
+                    )
+                    manager.save(step, args=args)
+                    manager.wait_until_finished()
+                found[size] = [sorted(record.tiers) for record in manager.steps()]
+            wanted: Any = ocp.args.Composite(notes=NotesRestore())
+            with opened() as manager:
+                found[f"{size}, ram"] = manager.restore(1, args=wanted)["notes"]
+            if self._process == 0:
+                shutil.rmtree(root / "run" / "1")
+            with opened() as manager:
+                found[f"{size}, ram alone"] = manager.restore(1, args=wanted)["notes"]
+            if self._process == 1:
+                shutil.rmtree(root / "ram-1")
+            with opened() as manager:
+                found[f"{size}, a host is lost"] = [manager.restore(None, args=wanted)["notes"], manager.latest_step()]
+            with ckptkit.CheckpointManager(root / "run") as manager:
+                found[f"{size}, durable"] = manager.restore(0, args=wanted)["notes"]
+
+    def whole_values(self) -> None:
+        """Single arrays and random keys that each process has whole."""
+        import jax
+        import numpy as np
+        import orbax.checkpoint as ocp
+
+        import ckptkit
+
+        found = self.found["whole values"] = {}
+        whole = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices(), ("all",)), jax.sharding.PartitionSpec())
+        vector = jax.make_array_from_callback((8,), whole, lambda index: np.arange(8.0, dtype=np.float32)[index])
+        key = jax.jit(lambda: jax.random.key(5), out_shardings=whole)()
+        tiers = [ckptkit.Tier.ram(str(self._root / "whole-ram"))]
+        save: Any = ocp.args.Composite(
+            state=ocp.args.StandardSave(state()), vector=ocp.args.ArraySave(vector), key=ocp.args.JaxRandomKeySave(key)
+        )
+        wanted: Any = ocp.args.Composite(vector=ocp.args.ArrayRestore(), key=ocp.args.JaxRandomKeyRestore())
+
+        def right(restored: Any) -> list[bool]:
+            values = restored["vector"], jax.random.key_data(restored["key"])
+            return [np.array_equal(a, b) for a, b in zip(values, (vector, jax.random.key_data(key)), strict=True)]
+
+        for place in ("ram", "durable"):
+            given = {"tiers": tiers, "host_id": f"host-{self._process}"} if place == "ram" else {}
+            with ckptkit.CheckpointManager(self._root / "whole", **given) as manager:
+                if place == "ram":
+                    manager.save(0, args=save)
+                    manager.wait_until_finished()
+                    found["tiers"] = sorted(manager.steps()[0].tiers)
+                found[place] = right(manager.restore(0, args=wanted))
+
+    def handler_fails(self) -> None:
+        """A handler that raises on one process, and one that leaves a link there."""
+        import orbax.checkpoint as ocp
+
+        import ckptkit
+        from tests.multiprocess.notes import NotesSave
+
+        found = self.found["handler fails"] = []
+        tiers = [ckptkit.Tier.ram(str(self._root / "fails-ram"))]
+        root = self._root / "fails"
+        with ckptkit.CheckpointManager(root, tiers=tiers, host_id=f"host-{self._process}") as manager:
+            for step, fault in enumerate(("", "raise", "link", "")):
+                text = fault if self._process == 1 else ""
+                args: Any = ocp.args.Composite(state=ocp.args.StandardSave(state()), notes=NotesSave(text))
+                try:
+                    found.append(manager.save(step, args=args))
+                except (ValueError, RuntimeError) as error:
+                    found.append(str(error))
+                manager.wait_until_finished()
+            found.append(sorted(record.step for record in manager.steps() if record.state == "committed"))
 
     def local_meshes(self) -> None:
         """Each process has a mesh of its own devices: it is not a stage."""

@@ -46,6 +46,39 @@ def test_stages_are_restored_on_other_meshes(found: list[dict[str, Any]]) -> Non
         assert process["other meshes"] == expected
 
 
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_files_of_every_process_are_given_back_to_the_handler(size: str, found: list[dict[str, Any]]) -> None:
+    """A step with such an item was in no fast tier, and a handler that finds a part of its files gives back a part."""
+    notes = [{"all": f"step {n}", **{str(p): f"step {n}, process {p}" for p in range(PROCESSES)}} for n in (0, 1)]
+    for process in found:
+        assert "handler_files" not in process, process["handler_files"]
+        said = process["handler files"]
+        assert said[size] == [["durable", "ram"], ["durable", "ram"]]
+        assert said[f"{size}, ram"] == said[f"{size}, ram alone"] == notes[1]
+        assert said[f"{size}, a host is lost"] == [notes[0], 0], "what one process wrote is gone: the step is not whole"
+        assert said[f"{size}, durable"] == notes[0]
+
+
+def test_replicated_keys_and_arrays_are_held_by_each_tier(found: list[dict[str, Any]]) -> None:
+    """A random key beside the state kept every step of the job out of the ramdisk."""
+    for process in found:
+        assert "whole_values" not in process, process["whole_values"]
+        expected = {"tiers": ["durable", "ram"], "ram": [True, True], "durable": [True, True]}
+        assert process["whole values"] == expected
+
+
+def test_handler_that_fails_on_one_process_drops_the_step_on_all(found: list[dict[str, Any]]) -> None:
+    """The others would wait for the process that raised, or commit a step without its files."""
+    for number, process in enumerate(found):
+        assert "handler_fails" not in process, process["handler_fails"]
+        *saves, committed = process["handler fails"]
+        assert committed == [0, 3]
+        assert [saves[0], saves[3]] == [True, True]
+        if number == 1:
+            assert "the handler raised" in saves[1]
+            assert "left a link or an empty directory on process 1 of 3" in saves[2]
+
+
 def test_meshes_of_each_process_alone_are_refused(found: list[dict[str, Any]]) -> None:
     """Every process would write its own values over those of the others, and all but one would be lost."""
     for process in found:

@@ -71,7 +71,7 @@ def test_partial_load_restores_the_part(tmp_path: Path, kind: str) -> None:
         ({"array__saving__use_zarr3": False}, {"ocdbt": True, "zarr3": False}),
         ({"array__saving__use_ocdbt": False}, {"ocdbt": False, "zarr3": True}),
         ({"array__saving__use_ocdbt": False, "array__saving__use_zarr3": False}, {"ocdbt": False, "zarr3": False}),
-        ({"array__saving__storage_options__chunk_byte_size": 16}, {"ocdbt": True, "zarr3": True}),
+        ({"array__saving__storage_options__chunk_byte_size": 16}, {"ocdbt": True, "zarr3": False}),
     ],
 )
 def test_layout_of_the_context_is_written(tmp_path: Path, fields: Any, expected: Any, tiers: bool) -> None:

@@ -31,6 +31,12 @@ def small_objects(url: str, profile: DurableProfile) -> Store:
     return open_store(url, deadline_s=_SMALL_TRIES * timeout_s, timeout_s=timeout_s)
 
 
+def large_objects(url: str, profile: DurableProfile, size_bytes: int) -> Store:
+    """The store of objects of up to `size_bytes`, each of which may take as long as the profile allows for so much."""
+    timeout_s = profile.limit_s(size_bytes)
+    return open_store(url, deadline_s=_SMALL_TRIES * timeout_s, timeout_s=timeout_s)
+
+
 def awaited(
     futures: Sequence[Any], profile: DurableProfile, where: str, *, nbytes: int = 0, needs: Needed = "get"
 ) -> list[Any]:

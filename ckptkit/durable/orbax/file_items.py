@@ -3,54 +3,79 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_args
 from orbax.checkpoint._src.handlers import handler_type_registry
+from orbax.checkpoint.experimental.v1._src.handlers import stateful_checkpointable_handler
 
+from ckptkit.durable.orbax.v1_args import HandledSave
 from ckptkit.errors import CorruptCheckpointError
+from ckptkit.model import paths
 
 _MEMORY = "/dev/shm"  # a file of a small item takes no turn of a disk
+_UNMERGED = "ocdbt.process_"  # begins the name of what a process writes of arrays, until process 0 merges it
 
 
 @dataclass
 class FilesSave(ocp.args.CheckpointArgs):
-    """The files of an item by their paths below it, as `handler` has written them."""
+    """The files of an item by their paths below it, as `handler` has written them on this process."""
 
-    files: Mapping[str, bytes]
+    files: Mapping[str, Any]  # bytes, or flat arrays of them
     handler: str  # its name, for the step's metadata
 
+    @property
+    def is_large(self) -> bool:
+        """Whether the files are mapped: they are too many bytes for a manifest."""
+        return any(isinstance(data, np.ndarray) for data in self.files.values())
 
-def written_by(handler: Any, arg: Any, *, bytes_max: int) -> FilesSave | None:
-    """What a handler of Orbax writes for a save argument; None for more than `bytes_max`, and for what is not made of
-    files alone: links, and directories without anything in them.
 
-    Raises what the handler raises. Cost: what the handler costs, and a copy of its files.
+def written_by(handler: Any, arg: Any, *, mapped_from: int, home: Path | None = None) -> FilesSave | None:
+    """What a handler of Orbax writes on this process for a save argument.
+
+    The handler writes into a directory of this process's own below `home` (default: memory), which is then removed. Of
+    `mapped_from` bytes on, the files are mapped, not copied. In a job of several processes each has what it has written
+    itself; None for a handler that puts together what several have written (`needs_one_directory`). None too, on one
+    process, for what is not made of files alone: links, and directories without anything in them.
+
+    Raises what the handler raises, and `ValueError` for such things on one of several processes: all would have to know
+    of them. Cost: what the handler costs, and a copy of its files where they are small.
     """
-    with _directory() as place:
+    if jax.process_count() > 1 and needs_one_directory(handler, arg):
+        return None
+    with _directory(home) as place:
         handler.save(place, args=arg)
-        handler.finalize(place)
-        found: dict[str, bytes] = {}
-        left_bytes = bytes_max
-        paths = _files_below(place)
-        if paths is None:
+        if jax.process_index() == 0:  # as Orbax has it
+            handler.finalize(place)
+        written = _files_below(place)
+        if jax.process_count() > 1:
+            _refuse_unshared(place, written)
+        if written is None:
             return None
-        for path in paths:
-            left_bytes -= os.path.getsize(path)
-            if left_bytes < 0:
-                return None
-            with open(path, "rb") as file:
-                found[os.path.relpath(path, place)] = file.read()
+        take = _mapped if sum(map(os.path.getsize, written)) >= mapped_from else _read
+        found = {os.path.relpath(path, place): take(path) for path in written}
         return FilesSave(found, handler.typestr())  # pyright: ignore[reportCallIssue]
 
 
-def read_by(handler: Any, arg: Any, files: Mapping[str, bytes]) -> Any:
+def needs_one_directory(handler: Any, arg: Any) -> bool:
+    """Whether a handler counts on a directory that all processes share: those of arrays, which process 0 merges, and of
+    Orbax's newer API any that is not for a `StatefulCheckpointable`. Alike on every process."""
+    if isinstance(arg, HandledSave):
+        return type(arg.handler) is not stateful_checkpointable_handler.StatefulCheckpointableHandler
+    return type(handler).finalize is not ocp.CheckpointHandler.finalize
+
+
+def read_by(handler: Any, arg: Any, files: Mapping[str, Any]) -> Any:
     """What a handler of Orbax restores from these files. Raises what it raises.
 
     Raises `CorruptCheckpointError`, and writes nothing, where a path does not stay below the item: a manifest may come
@@ -59,7 +84,7 @@ def read_by(handler: Any, arg: Any, files: Mapping[str, bytes]) -> Any:
     outside = sorted(name for name in files if not _stays_below(name))
     if outside:
         raise CorruptCheckpointError(f"an item has files outside of its directory: {', '.join(map(repr, outside[:5]))}")
-    with _directory() as place:
+    with _directory(_roomy(sum(map(len, files.values())))) as place:
         for name, data in files.items():
             path = os.path.join(place, name)
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -86,23 +111,58 @@ def registered(handler_for: Callable[[str, Any], Any], item: str, kind: str) -> 
 
 
 @contextmanager
-def _directory() -> Iterator[epath.Path]:
-    home = _MEMORY if os.access(_MEMORY, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="ckptkit-item-", dir=home) as place:
+def _directory(home: Path | None) -> Iterator[epath.Path]:
+    if home is None and os.access(_MEMORY, os.W_OK):
+        home = Path(_MEMORY)
+    with tempfile.TemporaryDirectory(prefix=paths.HANDLER_PREFIX, dir=home) as place:
         below = epath.Path(place) / "item"
         below.mkdir()
         yield below
 
 
+def _roomy(size_bytes: int) -> Path | None:
+    """A directory on a disk for what would take much of the memory."""
+    with suppress(OSError):
+        if shutil.disk_usage(_MEMORY).free > 2 * size_bytes:
+            return None
+    return Path(tempfile.gettempdir())
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _mapped(path: str) -> np.ndarray:
+    """A file's bytes, which stay when its name is removed."""
+    return np.memmap(path, np.uint8, "r") if os.path.getsize(path) else np.empty(0, np.uint8)
+
+
+def _refuse_unshared(place: epath.Path, found: list[str] | None) -> None:
+    if found is None:
+        raise ValueError(
+            f"the handler of an item left a link or an empty directory on process {jax.process_index()} of "
+            f"{jax.process_count()}: let it write files alone"
+        )
+    unmerged = sorted({part for path in found for part in Path(path).parts if part.startswith(_UNMERGED)})
+    if unmerged:
+        raise ValueError(
+            f"the handler of an item writes arrays of {jax.process_count()} processes ({unmerged[0]}): save them as a "
+            "tree (StandardSave, PyTreeSave)"
+        )
+
+
 def _files_below(place: epath.Path) -> list[str] | None:
-    """Every file, in order; None where there is a link or an empty directory, which files alone do not give back."""
+    """Every file, in order; None where there is a link or an empty directory, which files alone do not give back. A
+    process of several may have written nothing."""
     found: list[str] = []
     for directory, directories, names in os.walk(place):
-        paths = [os.path.join(directory, name) for name in names]
-        links = any(map(os.path.islink, [*paths, *(os.path.join(directory, name) for name in directories)]))
-        if links or not (directories or names):
+        files = [os.path.join(directory, name) for name in names]
+        links = any(map(os.path.islink, [*files, *(os.path.join(directory, name) for name in directories)]))
+        is_empty = not (directories or names) and not (directory == str(place) and jax.process_count() > 1)
+        if links or is_empty:
             return None
-        found += paths
+        found += files
     return sorted(found)
 
 

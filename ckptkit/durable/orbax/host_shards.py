@@ -48,6 +48,9 @@ class HostTreeSave(ocp.args.PyTreeSave):
 
     sidecar: bytes | None = None
     on_written: Callable[[], None] = lambda: None
+    data_file_bytes: int | None = (
+        None  # instead of `DurableProfile.data_file_bytes`; Orbax writes files of its own size
+    )
     of_one_process: tuple[tuple[str, int], ...] = ()  # jax leaves that one process alone holds, with that process
 
 
@@ -69,11 +72,13 @@ def host_tree(
     *,
     standard: bool = False,
     custom_metadata: Any = None,
+    file_bytes: int | None = None,
 ) -> HostTreeSave:
     """The save arguments of one array item: the boxes that this process is to write, and its sidecar.
 
     `leaves` has for each leaf its record with digests, who holds each box, and this process's blocks. `standard`:
-    the caller saved it with `StandardSave`, not `PyTreeSave`; `custom_metadata` is the item's own.
+    the caller saved it with `StandardSave`, not `PyTreeSave`; `custom_metadata` is the item's own, and `file_bytes` the
+    size of its data files.
     """
     process = jax.process_index()
     records = [leaf for leaf, _, _ in leaves]
@@ -108,7 +113,12 @@ def host_tree(
         if leaf.kind == "jax" and len(who := set(holders.values())) == 1 and len(next(iter(who))) == 1
     )
     return kind(  # pyright: ignore[reportCallIssue]
-        tree, custom_metadata=custom_metadata, sidecar=sidecar, on_written=on_written, of_one_process=alone
+        tree,
+        custom_metadata=custom_metadata,
+        sidecar=sidecar,
+        on_written=on_written,
+        of_one_process=alone,
+        data_file_bytes=file_bytes,
     )
 
 

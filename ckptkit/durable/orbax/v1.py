@@ -75,10 +75,11 @@ def is_registered(context: contexts.Context, name: str) -> bool:
 
 
 def stored_as(context: contexts.Context, tree: Any) -> Any:
-    """The `SaveArgs` of a tree with the dtypes that the context's storage options ask for."""
+    """The `SaveArgs` of a tree with the dtypes and chunks that the context's storage options ask for."""
 
     def wish(path: Any, leaf: Any) -> ocp.SaveArgs:
         found = options_resolution.resolve_storage_options(path, leaf, context.array_options.saving)
-        return ocp.SaveArgs(dtype=None if found.dtype is None else jax.numpy.dtype(found.dtype))
+        dtype = None if found.dtype is None else jax.numpy.dtype(found.dtype)
+        return ocp.SaveArgs(dtype=dtype, chunk_byte_size=found.chunk_byte_size)
 
     return jax.tree_util.tree_map_with_path(wish, tree)
