@@ -121,6 +121,6 @@ def play(lives: Any) -> list[list[Event]]:
 def test_goodput_matches_ml_goodput(lives: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Breaks when `ml_goodput` is a number of our own: 0.1 percentage points on any history are the bar."""
     logs = play(lives)
-    ours = 100.0 * goodput_report(logs).goodput.ml_goodput
+    ours = 100.0 * (goodput_report(logs).goodput.ml_goodput or 0.0)
     theirs = google_percent(logs, tmp_path_factory.mktemp("cache"))
     assert ours == pytest.approx(theirs, abs=0.1)

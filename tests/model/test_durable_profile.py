@@ -23,7 +23,8 @@ def test_invalid_value_is_refused(field: str, value: Any) -> None:
     unit = "seconds" if field.endswith("_s") else "bytes" if field.endswith("_bytes") else "a count"
     if field.endswith("write_bytes_per_s"):
         if value is None:
-            assert DurableProfile(**{field: None}) == DurableProfile()
+            absent: dict[str, Any] = {field: None}
+            assert DurableProfile(**absent) == DurableProfile()
             return
         unit = "bytes per second"
     with pytest.raises(ValueError, match=rf"DurableProfile: {field} is .*; give {unit} above 0"):
