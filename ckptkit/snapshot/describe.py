@@ -15,6 +15,7 @@ import numpy as np
 
 from ckptkit.model.boxes import CELL_BYTES, Box, boxes_by_process, cell_shape
 from ckptkit.model.manifest import BoxRecord, LeafKind, LeafRecord, cell_ranges
+from ckptkit.util.gc_pause import collection_paused
 from ckptkit.util.pages import PAGE_BYTES
 
 SMALL_BYTES = 64 << 10  # below it a piece is bound by the interpreter
@@ -119,7 +120,8 @@ class Describer:
         """What `finish(describe_items(...))` gives for the same, and raises what that raises."""
         signature = [_signature(trees), chunk_bytes]
         if self._last is None or self._last[0] != signature:
-            self._last = (signature, self._finish(describe_items(trees, own, chunk_bytes)))
+            with collection_paused():  # for thousands of records that all stay: a third of the time
+                self._last = (signature, self._finish(describe_items(trees, own, chunk_bytes)))
         return self._last[1]
 
 
