@@ -145,7 +145,7 @@ test-newest:
 	.venv-newest/bin/python -m pytest $(VERSION_TESTS)
 
 # Public trainers over ckptkit, each in an environment of its own: docs/migrate.md has the table.
-STRANGERS := artifex keras maxtext opifex tunix
+STRANGERS := artifex keras maxtext nnx_ppo opifex tunix
 PACKAGES_artifex := flax optax
 PACKAGES_maxtext := flax optax grain pydantic omegaconf pyyaml tensorboardx absl-py etils jsonlines aqtp qwix jaxtyping pathwaysutils \
   jinja2 huggingface_hub transformers sentencepiece datasets safetensors tokamax drjax pillow tiktoken sympy ml_collections
@@ -155,6 +155,7 @@ PACKAGES_opifex := flax optax beartype blackjax calibrax datarax diffrax distrax
 LONE_artifex := avitai-artifex==0.1.3
 LONE_maxtext := maxtext==0.2.5
 LONE_opifex := avitai-artifex==0.1.3 opifex==0.2.0
+PACKAGES_nnx_ppo := nnx-ppo==0.3.0
 PACKAGES_keras := keras==3.15.1
 PACKAGES_tunix := google-tunix==0.1.7 transformers==5.4.0 datasets==5.2.0
 strangers: $(STRANGERS:%=stranger-%)

@@ -164,6 +164,7 @@ def tree_answer(arg: Any, manifests: Sequence[Manifest], item: str, *, step: int
     if isinstance(arg, TreeRestore):
         whole = stored_tree(manifests, item, stored)
         return _as_abstract(wanted, stored, whole, partial=arg.partial)
+    _refuse_placeholders(wanted, item, step=step, where=where)
     return _as_templates(wanted, stored)
 
 
@@ -251,6 +252,16 @@ def _as_templates(template: Any, stored: Sequence[LeafRecord]) -> TreeAnswer:
             finishes.append(finish)
     abstract = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(template), targets)
     return replace(plain, abstract=abstract, finishes=finishes)
+
+
+def _refuse_placeholders(template: Any, item: str, *, step: int, where: str) -> None:
+    """Raises `TreeMismatchError` for `...` in a StandardRestore, which Orbax refuses, too. At once: no other source of
+    the step could give it."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(template)
+    names = [".".join(leaf_path(path)[0]) for path, leaf in flat if leaf is ...]
+    if names:
+        why = "is `...` in abstract_state: leave it out with PyTreeRestore, or None"
+        raise TreeMismatchError([f"{item}:{name} {why}" for name in names], step=step, where=where)
 
 
 def _as_abstract(wanted: Any, stored: Sequence[LeafRecord], whole: Any, *, partial: bool) -> TreeAnswer:

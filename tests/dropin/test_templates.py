@@ -52,6 +52,21 @@ def test_typed_keys_are_restored_with_the_documented_template(tmp_path: Path, so
     assert found["keys"].sharding.is_equivalent_to(state["keys"].sharding, 1)
 
 
+@pytest.mark.parametrize("source", ["orbax", "durable", "ram"])
+def test_placeholder_in_a_standard_restore_is_a_value_error(tmp_path: Path, source: str) -> None:
+    """A step that only a fast tier holds was reported as one that cannot be restored at all."""
+    state = {"w": jnp.arange(4.0), "b": jnp.zeros(2)}
+    save, wanted = args.StandardSave(state), args.StandardRestore({"w": ..., "b": state["b"]})
+    if source != "orbax":
+        with pytest.raises(ckptkit.TreeMismatchError, match=r"default:w is `\.\.\.` in abstract_state"):
+            restored(tmp_path, source, save, wanted)
+        return
+    with ocp.CheckpointManager(tmp_path / "stock") as manager:
+        manager.save(0, args=save)
+        with pytest.raises(ValueError, match="'w'"):
+            manager.restore(0, args=wanted)
+
+
 def test_key_data_of_another_shape_are_a_mismatch(tmp_path: Path) -> None:
     """Keys would be given for an array that has nothing to do with them."""
     wanted = args.StandardRestore({"k": jax.ShapeDtypeStruct((4,), np.uint32)})

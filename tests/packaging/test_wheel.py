@@ -64,6 +64,23 @@ def test_library_imports_only_its_core_dependencies(installed: Path, tmp_path: P
     assert f"CORE ONLY: {installed}" in said
 
 
+def test_readme_loop_ends_right_after_a_flipped_bit(installed: Path, tmp_path: Path) -> None:
+    """The loop went back to the older step, counted on from the newer one, and ended with a wrong number."""
+    (code,) = re.findall(r"## The drop-in\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for place, name in (("/dev/shm/ckptkit", "ram"), ("/tmp/ckptkit-ssd", "ssd"), ("/tmp/ckptkit-run", "run")):
+        assert f'"{place}"' in code
+        code = code.replace(f'"{place}"', repr(str(tmp_path / name)))
+    call(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(installed))
+    for name in ("ram", "ssd"):  # another host, with the durable root alone
+        shutil.rmtree(tmp_path / name)
+    data = max((tmp_path / "run" / "100").rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    longer = code.replace("101", "121") + "\nprint('w is', float(state['w'].min()), float(state['w'].max()))"
+    assert "w is 120.0 120.0" in call(sys.executable, "-c", longer, cwd=tmp_path, PYTHONPATH=str(installed))
+
+
 def test_import_block_refuses_undeclared_packages(installed: Path, tmp_path: Path) -> None:
     """The test above would pass whatever the library imports."""
     code = (

@@ -1,9 +1,4 @@
-"""nnx-ppo: its PPO on a point that is to find the middle, and the checkpoints of its library, over ckptkit.
-
-    python nnx_ppo_train.py ROOT [--kill-after STEP] [--stock]
-
-Its `orbax.checkpoint.StandardCheckpointer` is ckptkit's; nothing of it is for steps, or for tiers.
-"""
+"""nnx-ppo, which saves with `StandardCheckpointer`: python nnx_ppo_train.py ROOT [--kill-after STEP] [--stock]."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ from flax import nnx, struct
 from nnx_ppo.algorithms import ppo  # pyright: ignore[reportMissingImports]
 from nnx_ppo.algorithms.checkpointing import load_checkpoint, make_checkpoint_fn  # pyright: ignore[reportMissingImports]
 from nnx_ppo.algorithms.config import EvalConfig, PPOConfig, TrainConfig  # pyright: ignore[reportMissingImports]
-from nnx_ppo.networks import factories  # pyright: ignore[reportMissingImports]
+from nnx_ppo.networks.factories import make_mlp_actor_critic as net  # pyright: ignore[reportMissingImports]
 
 from tests.strangers.reporting import Run
 
@@ -29,14 +24,11 @@ class Point:
     obs: Any
     reward: Any
     done: Any
-    data: Any = struct.field(default_factory=dict)
     info: Any = struct.field(default_factory=dict)
     metrics: Any = struct.field(default_factory=dict)
 
 
 class FindMiddle:
-    observation_size, action_size = 2, 2
-
     def reset(self, rng: jax.Array) -> Point:
         return self._at(jax.random.uniform(rng, (2,)) - 0.5)
 
@@ -50,8 +42,7 @@ class FindMiddle:
 def main(run: Run) -> None:
     """Trains from the newest checkpoint to the last step."""
     env = FindMiddle()
-    networks = factories.make_mlp_actor_critic(2, 2, [16], [16], rngs=nnx.Rngs(0), normalize_obs=True)
-    state = ppo.new_training_state(env, networks, PPO.n_envs, CONFIG.seed, PPO.learning_rate)
+    state = ppo.new_training_state(env, net(2, 2, [16], [16], rngs=nnx.Rngs(0)), PPO.n_envs, CONFIG.seed)
     places = sorted((run.root / "steps").glob("step_*/metadata.pkl"))
     if places:
         state = load_checkpoint(str(places[-1].parent), state.networks, state.optimizer)["training_state"]
@@ -62,9 +53,8 @@ def main(run: Run) -> None:
             save(state, steps)
             run.reached(steps // BATCH - 1)
 
-    state = ppo.train_ppo(env, networks, CONFIG, initial_state=state, checkpoint_fn=checkpoint).training_state
+    state = ppo.train_ppo(env, state.networks, CONFIG, initial_state=state, checkpoint_fn=checkpoint).training_state
     run.report(first, jax.tree.leaves(nnx.state((state.networks, state.optimizer))))
 
 
-if __name__ == "__main__":
-    main(Run.from_arguments())
+main(Run.from_arguments())

@@ -21,6 +21,7 @@ SCRIPTS = {
     "opifex": "opifex_store.py",
     "tunix": "tunix_peft.py",
 }
+WITHOUT_MANAGER = {"nnx_ppo": "nnx_ppo_train.py"}  # they save trees at paths of their own: no steps, no tiers
 KILLED_AFTER = 3
 ROOT = Path(__file__).parents[2]
 
@@ -46,13 +47,35 @@ def test_killed_stranger_resumes_with_the_same_bits(name: str, tmp_path: Path) -
     assert kept["tiers"] == ["durable", "ram"]
 
 
+@pytest.mark.parametrize("name", WITHOUT_MANAGER)
+def test_killed_stranger_without_a_manager_resumes_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    """Trainers that save a tree at a path would resume from what a disk has changed, and not say so."""
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed: make strangers")
+    script = Path(__file__).with_name(WITHOUT_MANAGER[name])
+    straight = train(script, tmp_path / "straight", "--stock")
+    assert train(script, tmp_path / "run", "--kill-after", str(KILLED_AFTER)) is None
+    for copy in ("back", "damaged"):
+        shutil.copytree(tmp_path / "run", tmp_path / copy)
+    for run in (train(script, tmp_path / "run"), train(script, tmp_path / "back", "--stock")):
+        assert run["first"] == KILLED_AFTER + 1
+        assert run["bits"] == straight["bits"]
+    data = max((tmp_path / "damaged").rglob("d/*"), key=lambda path: (path.parts[-4], path.stat().st_size))
+    data.write_bytes(data.read_bytes()[:-1] + bytes([data.read_bytes()[-1] ^ 1]))
+    assert "CorruptCheckpointError" in (start(script, tmp_path / "damaged").stderr)
+
+
 def train(script: Path, root: Path, *arguments: str) -> Any:
     """One start of the script: what it reports, None where it was killed."""
-    environ = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(script), str(root), *arguments]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
+    done = start(script, root, *arguments)
     if "--kill-after" in arguments:
         assert done.returncode == -signal.SIGKILL, done.stderr[-4000:]
         return None
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def start(script: Path, root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environ = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), str(root), *arguments]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
