@@ -15,6 +15,8 @@ ARGUMENTS_MAX = FIELDS_MAX = 8
 LONG_CONSTRUCTORS = {
     "CheckpointManager",  # Orbax's eight arguments, and ours
     "Checkpointer",  # those of Orbax's v1 checkpointer
+    "Launcher",  # the options of `ckptkit run`
+    "Follower",  # those of an agent that is not the first
 }
 
 # Public and documented: users write or read every field of these by name.
@@ -24,6 +26,9 @@ LONG_RECORDS = {
     "ArenaEntry",  # a row of `ckptkit tiers --json`
     "StepUsage",  # a row of `ckptkit du --json`
     "Result",  # a row of `ckptkit simulate --json`
+    "FileSystem",  # a row of the table of mounts
+    "Attempt",  # of `ckptkit run --status`
+    "SaveItems",  # what a save was given, by how it is written
 }
 
 
