@@ -143,5 +143,5 @@ def _without_digests(without: bool) -> Iterator[None]:
         target[:] = source
         return "0" * 32
 
-    with mock.patch("ckptkit.snapshot.describe.copy_digested", copied):
+    with mock.patch("ckptkit.snapshot.copying.copy_digested", copied):
         yield

@@ -280,7 +280,7 @@ def array_items(
             (leaf, source.holders, {r.box: box_array(r, leaf, memory) for r in leaf.boxes})
             for leaf, source in zip(manifest.arrays[item], sources, strict=True)
         ]
-        treedef, words = description.treedefs[item], captured.durable_tree_words(item)
+        treedef, words = description.treedefs[item], captured.tree_words.get(item, {})
         items[item] = host_tree(leaves, treedef, manifest, item, on_written, **words)
     return items
 

@@ -26,20 +26,10 @@ class SaveItems:
     inline: Mapping[str, Mapping[str, Any]]
     durable: Mapping[str, Any]  # Orbax arguments of the inline items, frozen
     default_item: bool
-    standard: frozenset[str] = frozenset()  # the trees that were given as StandardSave
-    tree_metadata: Mapping[str, Any] = field(default_factory=dict)  # the trees' own custom metadata
+    tree_words: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of `host_tree`, for each tree
     custom_metadata: Mapping[str, Any] | None = None  # the step's
     chunk_bytes: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)  # asked for, by leaf of a tree
-    file_bytes: Mapping[str, int] = field(default_factory=dict)  # the size of a tree's data files, where asked for
     files: Mapping[str, str] = field(default_factory=dict)  # the trees that are files of a handler, with its name
-
-    def durable_tree_words(self, item: str) -> dict[str, Any]:
-        """The durable tier's record of a tree besides its leaves."""
-        return {
-            "standard": item in self.standard,
-            "custom_metadata": self.tree_metadata.get(item),
-            "file_bytes": self.file_bytes.get(item),
-        }
 
 
 _NO_LIMIT = 1 << 62
@@ -63,10 +53,8 @@ def save_items(
     trees: dict[str, Any] = {}
     inline: dict[str, Mapping[str, Any]] = {}
     durable: dict[str, Any] = {}
-    standard: set[str] = set()
-    tree_metadata: dict[str, Any] = {}
+    tree_words: dict[str, Mapping[str, Any]] = {}
     chunk_bytes: dict[str, tuple[int | None, ...]] = {}
-    file_bytes: dict[str, int] = {}
     written: dict[str, str] = {}
 
     def take_files(name: str, files: FilesSave) -> None:
@@ -83,12 +71,14 @@ def save_items(
             if tree is None:
                 return name
             trees[name] = tree
-            standard |= {name} if isinstance(arg, ocp.args.StandardSave) else set()
-            tree_metadata[name] = arg.custom_metadata
+            asked = getattr(arg, "ocdbt_target_data_file_size", None)
+            tree_words[name] = {
+                "standard": isinstance(arg, ocp.args.StandardSave),
+                "custom_metadata": arg.custom_metadata,
+                "file_bytes": None if asked is None else asked or _NO_LIMIT,
+            }
             if any(wished := _chunk_bytes(arg)):
                 chunk_bytes[name] = wished
-            if (asked := getattr(arg, "ocdbt_target_data_file_size", None)) is not None:
-                file_bytes[name] = asked or _NO_LIMIT
             if empty := empty_nodes(jax.tree_util.tree_structure(tree)):
                 inline[name] = {"kind": STRUCTURE, "value": empty}
         elif (captured := capture(arg)) is not None:
@@ -111,11 +101,9 @@ def save_items(
         inline=inline,
         durable=durable,
         default_item=default_item,
-        standard=frozenset(standard),
-        tree_metadata=tree_metadata,
+        tree_words=tree_words,
         custom_metadata=custom_metadata,
         chunk_bytes=chunk_bytes,
-        file_bytes=file_bytes,
         files={name: handler for name, handler in written.items() if name in trees},
     )
 

@@ -33,20 +33,8 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileSystem:
-    """The guarantees of one kind of file system to several processes, and after a crash."""
-
-    name: str
-    """The type, as `/proc/self/mountinfo` has it."""
-
-    medium: Medium
-    """Where its bytes are. `bucket`: a FUSE program turns calls into requests to an object store. `other`: unknown."""
-
-    atomic_rename: bool
-    """A rename of a directory happens whole or not at all, for every reader and after a crash."""
-
-    hard_links: bool
-    """`link(2)` gives a second name to a file, and fails where the name is taken."""
+class Guarantees:
+    """What one kind of file system keeps of POSIX for several processes, besides names."""
 
     directory_sync: Has = "yes"
     """`fsync` of a directory makes its names durable; `some`: names are durable without it."""
@@ -63,6 +51,26 @@ class FileSystem:
     shared_mmap: Has = "yes"
     """Mapped memory shows what other processes of this host write, by a call or a mapping."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSystem:
+    """One kind of file system: where its bytes are, and what it guarantees."""
+
+    name: str
+    """The type, as `/proc/self/mountinfo` has it."""
+
+    medium: Medium
+    """Where its bytes are. `bucket`: a FUSE program turns calls into requests to an object store. `other`: unknown."""
+
+    atomic_rename: bool
+    """A rename of a directory happens whole or not at all, for every reader and after a crash."""
+
+    hard_links: bool
+    """`link(2)` gives a second name to a file, and fails where the name is taken."""
+
+    keeps: Guarantees = Guarantees()
+    """The guarantees of files and directories."""
+
     source: str = ""
     """Where this is documented."""
 
@@ -78,36 +86,19 @@ def _disk(name: str, source: str = _MAN) -> FileSystem:
 
 def _memory(name: str) -> FileSystem:
     # O_DIRECT on tmpfs: since Linux 6.6.
+    keeps = Guarantees(direct_io="some")
     source = f"{_KERNEL}/tmpfs.html"
-    return FileSystem(name=name, medium="memory", atomic_rename=True, hard_links=True, direct_io="some", source=source)
+    return FileSystem(name=name, medium="memory", atomic_rename=True, hard_links=True, keeps=keeps, source=source)
 
 
 def _network(name: str, source: str, *, coherent: Has = "yes", flock: Has = "yes", mmap: Has = "some") -> FileSystem:
-    return FileSystem(
-        name=name,
-        medium="network",
-        atomic_rename=True,
-        hard_links=True,
-        coherent=coherent,
-        flock=flock,
-        shared_mmap=mmap,
-        source=source,
-    )
+    keeps = Guarantees(coherent=coherent, flock=flock, shared_mmap=mmap)
+    return FileSystem(name=name, medium="network", atomic_rename=True, hard_links=True, keeps=keeps, source=source)
 
 
 def _bucket(name: str, source: str) -> FileSystem:
-    return FileSystem(
-        name=name,
-        medium="bucket",
-        atomic_rename=False,
-        hard_links=False,
-        directory_sync="no",
-        coherent="some",
-        flock="no",
-        direct_io="some",
-        shared_mmap="some",
-        source=source,
-    )
+    keeps = Guarantees(directory_sync="no", coherent="some", flock="no", direct_io="some", shared_mmap="some")
+    return FileSystem(name=name, medium="bucket", atomic_rename=False, hard_links=False, keeps=keeps, source=source)
 
 
 FILE_SYSTEMS: Final = {
@@ -141,9 +132,7 @@ FILE_SYSTEMS: Final = {
                 medium="network",
                 atomic_rename=False,
                 hard_links=False,
-                coherent="some",
-                flock="some",
-                shared_mmap="some",
+                keeps=Guarantees(coherent="some", flock="some", shared_mmap="some"),
                 source="https://learn.microsoft.com/openspecs/windows_protocols/ms-fscc/1d2673a8-8fb9-4868-920a-775ccaa30cf8",
             )
             for name in ("cifs", "smb3")
@@ -170,16 +159,17 @@ _ANY_FUSE: Final = FileSystem(
     medium="other",
     atomic_rename=False,
     hard_links=False,
-    directory_sync="some",
-    coherent="some",
-    flock="some",
-    direct_io="some",
-    shared_mmap="some",
+    keeps=Guarantees(directory_sync="some", coherent="some", flock="some", direct_io="some", shared_mmap="some"),
     source="https://docs.kernel.org/filesystems/fuse/index.html",
 )
 # The kernel's own file systems keep POSIX's word on rename(2).
 _ANY: Final = FileSystem(
-    name="unknown", medium="other", atomic_rename=True, hard_links=True, coherent="some", flock="some", source=_MAN
+    name="unknown",
+    medium="other",
+    atomic_rename=True,
+    hard_links=True,
+    keeps=Guarantees(coherent="some", flock="some"),
+    source=_MAN,
 )
 
 

@@ -26,20 +26,20 @@ SMALL = ("--memory", "64KiB", "--shard-size", "33KiB")
 
 # Each target is made by a child that kills itself at one of its puts: before it where the number is odd, else after.
 _KILLED = """
-import os, signal, sys
+import itertools, os, signal, sys
 from ckptkit.cli import main
 from ckptkit.store.local import LocalStore
 from ckptkit.store.remote import RemoteStore
 import ckptkit.cli.convert
 
 def dies_at(stop):
-    left = [stop]
+    numbers = itertools.count(1)  # of the puts of all threads
     def dying(plain):
         def put(*arguments, **options):
-            left[0] -= 1
-            if left[0] == 0 and stop % 2: os.kill(os.getpid(), signal.SIGKILL)
+            number = next(numbers)
+            if number == stop and stop % 2: os.kill(os.getpid(), signal.SIGKILL)
             plain(*arguments, **options)
-            if left[0] == 0: os.kill(os.getpid(), signal.SIGKILL)
+            if number == stop: os.kill(os.getpid(), signal.SIGKILL)
         return put
     for owner in (LocalStore, RemoteStore):
         owner.put = dying(owner.put)
@@ -52,7 +52,8 @@ for stop in stops:
         dies_at(int(stop))
         code = main(["convert", source, f"{above}/t{stop}", "--to", to, "--memory", "64KiB", "--shard-size", "33KiB"])
         os._exit(code)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, stop
+    status = os.waitpid(child, 0)[1]
+    assert os.WTERMSIG(status) == signal.SIGKILL, (stop, status)
 """
 
 

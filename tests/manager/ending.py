@@ -9,7 +9,9 @@ the program has logged, and DIR/WAY/code, its exit code.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -26,25 +28,27 @@ def main(root: Path) -> None:
     import ckptkit.manager.checkpoint_manager  # noqa: F401
 
     children = {}
+    memory = Path(tempfile.mkdtemp(prefix="ckptkit-ending-", dir="/dev/shm"))
     for way in WAYS:
         (root / way).mkdir()
         children[os.fork()] = way
         if 0 in children:
-            _run(way, root / way)
+            _run(way, root / way, memory / way)
             return
     for pid, way in children.items():
         _, status = os.waitpid(pid, 0)
         (root / way / "code").write_text(str(os.waitstatus_to_exitcode(status)))
+    shutil.rmtree(memory)
 
 
-def _run(way: str, root: Path) -> None:
+def _run(way: str, root: Path, memory: Path) -> None:
     err = os.open(root / "err", os.O_WRONLY | os.O_CREAT)
     os.dup2(err, 1)
     os.dup2(err, 2)
-    _train(way, root)
+    _train(way, root, memory)
 
 
-def _train(way: str, root: Path) -> None:
+def _train(way: str, root: Path, memory: Path) -> None:
     """The program; nothing refers to its manager at its end."""
     import numpy as np
     import orbax.checkpoint as ocp
@@ -55,7 +59,7 @@ def _train(way: str, root: Path) -> None:
     manager: Any = ckptkit.CheckpointManager(
         root / "durable",
         options=ocp.CheckpointManagerOptions(save_interval_steps=1),
-        tiers=[ckptkit.Tier.ram(str(root / "ram"))],
+        tiers=[ckptkit.Tier.ram(str(memory))],
         processes=ckptkit.ProcessOptions(close_timeout_s=limit_s),
     )
     save = manager._durable.save

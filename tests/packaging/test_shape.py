@@ -26,9 +26,7 @@ LONG_RECORDS = {
     "ArenaEntry",  # a row of `ckptkit tiers --json`
     "StepUsage",  # a row of `ckptkit du --json`
     "Result",  # a row of `ckptkit simulate --json`
-    "FileSystem",  # a row of the table of mounts
     "Attempt",  # of `ckptkit run --status`
-    "SaveItems",  # what a save was given, by how it is written
 }
 
 
