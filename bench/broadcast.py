@@ -21,7 +21,7 @@ from rich.table import Table
 
 from bench.broadcast_worker import PROGRESS
 from bench.durable import FakeBucket
-from ckptkit.launch import ExitCode, Launcher, RestartPolicy
+from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
 
 RATIO_MAX = 1.10  # of the faster side's time: what the choice of the cost model may cost
 BYTES_MAX = 1.005  # of the state: 1.00 to two digits
@@ -93,13 +93,9 @@ def measure(replicas: int, megabytes: float, rates: tuple[float, ...], repeats: 
         command += ["--coordinator", "{coordinator}", "--root", bucket.root, "--out", str(home / "found.json")]
         command += ["--megabytes", str(megabytes), "--repeats", str(repeats), "--rates", *map(str, rates)]
         launcher = Launcher(
-            command,
-            processes=replicas,
-            devices_per_process=1,
-            env=bucket.env(),
+            Workers(command, processes=replicas, devices_per_process=1, env=bucket.env()),
             policy=RestartPolicy(restarts=0),
-            on_output=heard,
-            say=output.append,
+            hooks=Hooks(on_output=heard, say=output.append),
         )
         if launcher.run() != ExitCode.OK:
             raise click.ClickException("the job failed:\n" + "\n".join(output[-60:]))

@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.fault_places import OURS, Every, Places
 from bench.fault_schedule import Fault
 from ckptkit.events import EventLog
-from ckptkit.launch import ExitCode, Launcher, RestartPolicy, WarmStart
+from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, WarmStart, Workers
 
 _GIVE_UP = 3  # lives in a row that end by themselves: what stops them will stop the next one too
 _RESTARTS_MAX = 1000
@@ -82,15 +82,14 @@ class _Run:
         self._over = threading.Event()
         self._log = EventLog(places.events / "launcher.jsonl", process=-1)
         self._launcher = Launcher(
-            command,
-            processes=processes,
-            devices_per_process=1,
+            Workers(command, processes=processes, devices_per_process=1, warm=WarmStart() if is_warm else None),
             policy=RestartPolicy(restarts=_RESTARTS_MAX, backoff_s=0.0, grace_s=0.2),
-            warm=WarmStart() if is_warm else None,
-            on_output=lambda process, line: self._outcome.last_lines.append(f"{process}: {line}"),
-            on_lost=self._after_loss,
-            say=lambda line: None,
             events=self._log,
+            hooks=Hooks(
+                on_output=lambda process, line: self._outcome.last_lines.append(f"{process}: {line}"),
+                on_lost=self._after_loss,
+                say=lambda line: None,
+            ),
         )
 
     def run(self, limit_s: float) -> Outcome:

@@ -25,7 +25,7 @@ from bench.kill_hosts import Hosts, running_hosts
 from bench.kill_oracle import Save, newest_covered
 from bench.kill_report import judge, show
 from ckptkit.events import EventLog
-from ckptkit.launch import ExitCode, Launcher, RestartPolicy, WarmStart
+from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, WarmStart, Workers
 
 Moment = Literal["time", "mid-save", "mid-flush", "mid-restore"]
 MOMENTS: tuple[Moment, ...] = ("time", "mid-save", "mid-flush", "mid-restore")
@@ -104,17 +104,17 @@ class Campaign:
         # A life that fails by itself is started again too: it is reported, and does not cost a planned kill its turn.
         last = ["--last-attempt", str(len(self.kills)), "--steps", str(FINAL_STEPS)]
         self._launcher = Launcher(
-            worker_command(["--attempt", "{attempt}", *last]),
-            prefixes=self.hosts.prefixes,
-            warm=WarmStart(is_cold=self.cold),
-            processes=count,
-            devices_per_process=1,
+            Workers(
+                worker_command(["--attempt", "{attempt}", *last]),
+                prefixes=self.hosts.prefixes,
+                warm=WarmStart(is_cold=self.cold),
+                processes=count,
+                devices_per_process=1,
+            ),
             coordinator_host=self.hosts.coordinator_host,
             policy=RestartPolicy(restarts=len(self.kills), backoff_s=0.0, grace_s=0.2),
-            on_output=self._hear,
-            on_lost=self._after_loss,
-            say=lambda line: None,
             events=EventLog(self.hosts.home / "launcher.jsonl", process=-1),
+            hooks=Hooks(on_output=self._hear, on_lost=self._after_loss, say=lambda line: None),
         )
         self._watch()
         try:
@@ -191,14 +191,15 @@ def run_reference(hosts: Hosts, steps: int) -> None:
     """The run that nothing happens to, on the same hosts: it writes proofs of attempt -1."""
     lines: list[str] = []
     launcher = Launcher(
-        worker_command(["--attempt", "-1", "--plain", "--steps", str(steps)]),
-        prefixes=hosts.prefixes,
-        processes=len(hosts.hosts),
-        devices_per_process=1,
+        Workers(
+            worker_command(["--attempt", "-1", "--plain", "--steps", str(steps)]),
+            prefixes=hosts.prefixes,
+            processes=len(hosts.hosts),
+            devices_per_process=1,
+        ),
         coordinator_host=hosts.coordinator_host,
         policy=RestartPolicy(restarts=0),
-        on_output=lambda process, line: lines.append(f"{process}: {line}"),
-        say=lines.append,
+        hooks=Hooks(on_output=lambda process, line: lines.append(f"{process}: {line}"), say=lines.append),
     )
     if launcher.run() != ExitCode.OK:
         raise click.ClickException("the undisturbed run failed:\n" + "\n".join(lines[-20:]))

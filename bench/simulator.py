@@ -23,7 +23,7 @@ from bench.simulator_fit import Planned, RunPlan, compare, fit
 from bench.simulator_report import plot, show
 from ckptkit.events import EventLog
 from ckptkit.goodput import load_run
-from ckptkit.launch import ExitCode, Launcher, RestartPolicy
+from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
 from ckptkit.util.clock import monotonic_s
 
 PROCESSES, DEVICES_PER_PROCESS, MESH = 2, 2, "fsdp=4"  # a host that is lost takes its half of the state along
@@ -110,14 +110,14 @@ def record(plan: RunPlan, events: Path, cache: Path) -> None:
     lines: list[str] = []
     log = EventLog(home / "events" / "launcher.jsonl", process=-1)
     launcher = Launcher(
-        words,
-        processes=PROCESSES,
-        devices_per_process=DEVICES_PER_PROCESS,
+        Workers(words, processes=PROCESSES, devices_per_process=DEVICES_PER_PROCESS),
         policy=RestartPolicy(restarts=len(plan.failures) + 1, backoff_s=0.1, grace_s=0.0),
-        on_output=lambda process, line: lines.append(f"{process}: {line}"),
-        on_lost=lambda attempt, process: faults.after_loss(attempt, process),
-        say=lambda line: None,
         events=log,
+        hooks=Hooks(
+            on_output=lambda process, line: lines.append(f"{process}: {line}"),
+            on_lost=lambda attempt, process: faults.after_loss(attempt, process),
+            say=lambda line: None,
+        ),
     )
     faults = _Faults(launcher, plan, ram)
     faults.start()

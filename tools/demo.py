@@ -26,7 +26,7 @@ from pathlib import Path
 
 from ckptkit.events import EventLog
 from ckptkit.goodput import GoodputReport, goodput_page, goodput_report, load_run, timeline_of
-from ckptkit.launch import ExitCode, Launcher, RestartPolicy, WarmStart
+from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, WarmStart, Workers
 from ckptkit.util.clock import monotonic_s
 from tools.demo_screen import PlannedLoss, Screen, account
 from tools.proof import Verdict, compare
@@ -202,16 +202,10 @@ class _Run:
         """Trains to the end, or raises `DemoError` with the last lines of the processes."""
         self._todo.extend(losses)
         self._launcher = Launcher(
-            command,
-            processes=PROCESSES,
-            devices_per_process=DEVICES_PER_PROCESS,
-            env=env,
+            Workers(command, processes=PROCESSES, devices_per_process=DEVICES_PER_PROCESS, env=env, warm=WarmStart()),
             policy=RestartPolicy(restarts=len(losses), backoff_s=0.1, grace_s=0.1),
-            warm=WarmStart(),
-            on_output=self._hear,
-            on_lost=self._wipe,
-            say=self._screen.say,
             events=events,
+            hooks=Hooks(on_output=self._hear, on_lost=self._wipe, say=self._screen.say),
         )
         self._screen.begin(self._name, STEPS)
         overdue = threading.Timer(RUN_LIMIT_S, self._launcher.stop)
@@ -315,7 +309,7 @@ def running_bucket(directory: Path) -> Iterator[str]:
         BUCKET,
     ]
     policy = RestartPolicy(restarts=0, grace_s=2.0)
-    server = Launcher(command, processes=1, policy=policy, on_output=hear, say=lines.append)
+    server = Launcher(Workers(command, processes=1), policy=policy, hooks=Hooks(on_output=hear, say=lines.append))
     thread = threading.Thread(target=lambda: (server.run(), said_first.set()), name="demo-bucket")
     thread.start()
     try:

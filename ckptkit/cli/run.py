@@ -15,7 +15,7 @@ from ckptkit.cli.hosts import Hosts, hosts_of
 from ckptkit.cli.options import DRY_RUN, JSON
 from ckptkit.cli.text import print_json, print_line
 from ckptkit.events import EventLog
-from ckptkit.launch import HangPolicy, Launcher, OncePrinter, RestartPolicy, WarmStart, next_attempt
+from ckptkit.launch import HangPolicy, Hooks, Launcher, OncePrinter, RestartPolicy, WarmStart, Workers, next_attempt
 from ckptkit.launch.command import python_command
 from ckptkit.launch.follower import Follower
 from ckptkit.launch.logs import LogFiles
@@ -176,21 +176,16 @@ def run(
 
     with output:
         code = Launcher(
-            command,
-            processes=processes,
-            devices_per_process=devices_per_process,
+            Workers(command, processes=processes, devices_per_process=devices_per_process, warm=warm),
             policy=RestartPolicy(
                 restarts=max_restarts, backoff_s=backoff_s, grace_s=grace_s, preempt_grace_s=preempt_grace_s
             ),
             first_attempt=first_attempt,
             coordinator_host="127.0.0.1" if hosts is None else hosts.rendezvous[0],
             make_roster=None if hosts is None else lambda wake: _roster(hosts, processes, join_s, rejoin_s, wake),
-            warm=warm,
             hang=hang,
-            on_output=output.show,
-            on_attempt=output.begin,
-            on_status=note,
             events=EventLog(log, process=-1) if log is not None else None,
+            hooks=Hooks(on_output=output.show, on_attempt=output.begin, on_status=note),
         ).run()
     if as_json:
         print_json({"format": FORMAT, **last})
@@ -235,16 +230,12 @@ def _follow(
     with output:
         try:
             return Follower(
-                command,
-                processes=processes,
-                devices_per_process=devices_per_process,
+                Workers(command, processes=processes, devices_per_process=devices_per_process, warm=warm),
                 rank=hosts.rank,
                 first=hosts.rendezvous,
                 secret=hosts.secret,
                 join_s=join_s,
-                warm=warm,
-                on_output=output.show,
-                on_attempt=output.begin,
+                hooks=Hooks(on_output=output.show, on_attempt=output.begin),
             ).run()
         except ValueError as error:
             raise click.UsageError(str(error)) from error

@@ -202,7 +202,7 @@ def _ml_productive_s(attempts: Sequence[Attempt]) -> float:
         kept = [
             (start_s(this), start_s(after))
             for (step, this), (following, after) in pairwise(attempt.steps)
-            if attempt.keeps(step, this) and following == step + 1 <= attempt.wasted_from
+            if attempt.redone.keeps(step, this) and following == step + 1 <= attempt.redone.from_step
         ]
         lengths_s = _without(kept, pauses)
         usual_s = fmean(lengths_s[1:]) if len(lengths_s) > 1 else math.inf

@@ -64,6 +64,21 @@ def steps_done(directory: str | os.PathLike[str]) -> int | None:
 _SIGNS = frozenset({Kind.OPENED, Kind.SPAN, Kind.CALLED, Kind.STAGED})  # that a run goes on
 
 
+class Redone(NamedTuple):
+    """The steps of an attempt whose work was lost: done again later."""
+
+    from_step: float  # later attempts did this step, and all above it, again
+    rollbacks: list[tuple[float, int]]  # when a guard went back within the attempt, and to which step
+
+    def undone(self, step: int, span: Event) -> bool:
+        """Whether a guard went back to before the step after it was done."""
+        return any(span.at_s <= at_s and step >= to_step for at_s, to_step in self.rollbacks)
+
+    def keeps(self, step: int, span: Event) -> bool:
+        """Whether the work of the step was kept."""
+        return step < self.from_step and not self.undone(step, span)
+
+
 class Attempt(NamedTuple):
     """One attempt: the events of all processes, process 0's spans, and those of its spans that are steps.
 
@@ -76,22 +91,13 @@ class Attempt(NamedTuple):
     steps: list[tuple[int, Event]]
     first_s: float | None  # process 0's first sign of life
     last_s: float  # its last one; where it gave none, the other processes', whose clocks may differ
-    wasted_from: float  # later attempts did this step, and all above it, again
-    rollbacks: list[tuple[float, int]]  # when a guard went back within the attempt, and to which step
+    redone: Redone
     steps_from: StepsFrom
-
-    def undone(self, step: int, span: Event) -> bool:
-        """Whether a guard went back to before the step after it was done."""
-        return any(span.at_s <= at_s and step >= to_step for at_s, to_step in self.rollbacks)
-
-    def keeps(self, step: int, span: Event) -> bool:
-        """Whether the work of the step was kept."""
-        return step < self.wasted_from and not self.undone(step, span)
 
     @property
     def kept_steps(self) -> list[tuple[int, Event]]:
         """The steps whose work was kept."""
-        return [(step, span) for step, span in self.steps if self.keeps(step, span)]
+        return [(step, span) for step, span in self.steps if self.redone.keeps(step, span)]
 
     @property
     def up_s(self) -> float:
@@ -144,7 +150,8 @@ def attempts_of(logs: Sequence[Sequence[Event]]) -> tuple[list[Attempt], list[Ev
         first_s = min(map(start_s, primary), default=None)
         last_s = max(event.at_s for event in primary or events)
         rollbacks = [(e.at_s, e.step) for e in primary if e.kind == Kind.ROLLED_BACK and e.step is not None]
-        attempts.append(Attempt(number, events, spans, steps, first_s, last_s, wasted_from, rollbacks, steps_from))
+        redone = Redone(wasted_from, rollbacks)
+        attempts.append(Attempt(number, events, spans, steps, first_s, last_s, redone, steps_from))
         wasted_from = min([wasted_from, *(step for step, _ in steps)])
     return attempts[::-1], launcher
 
@@ -261,8 +268,8 @@ def intervals(
 
 def _part(span: Event, attempt: Attempt) -> Part | None:
     if span.fields["span"] in ("step", "step_tail"):
-        if span.step is not None and attempt.undone(span.step, span):
+        if span.step is not None and attempt.redone.undone(span.step, span):
             return Part.WASTED_BY_SPIKE
-        lost = span.fields.get("failed") or (span.step is not None and span.step >= attempt.wasted_from)
+        lost = span.fields.get("failed") or (span.step is not None and span.step >= attempt.redone.from_step)
         return Part.WASTED if lost else Part.PRODUCTIVE
     return part_of(span.fields["span"])

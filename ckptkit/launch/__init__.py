@@ -9,3 +9,5 @@ from ckptkit.launch.policy import WarmStart as WarmStart
 from ckptkit.launch.policy import next_attempt as next_attempt
 from ckptkit.launch.ports import free_port as free_port
 from ckptkit.launch.printer import OncePrinter as OncePrinter
+from ckptkit.launch.workers import Hooks as Hooks
+from ckptkit.launch.workers import Workers as Workers

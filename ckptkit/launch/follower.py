@@ -7,19 +7,19 @@ import queue
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, final
 
-from ckptkit.launch.child import Child, child_env
+from ckptkit.launch.child import Child
 from ckptkit.launch.command import python_command
 from ckptkit.launch.control import Connection, ControlError, checked_secret, connect
 from ckptkit.launch.host import LocalHost
-from ckptkit.launch.policy import ExitCode, WarmStart
-from ckptkit.launch.printer import OncePrinter, say_on_stderr
+from ckptkit.launch.policy import ExitCode
 from ckptkit.launch.roster import SILENCE_S
 from ckptkit.launch.signals import signals_mean
 from ckptkit.launch.specs import JobPlace, specs_of
+from ckptkit.launch.workers import Hooks, Workers
 from ckptkit.util.clock import Deadline
 
 _TICK_S = 0.1
@@ -28,7 +28,8 @@ _AGAIN_S = 0.2
 
 @final
 class Follower:
-    """Runs `command` on this host for the first agent, until that says that the job is over.
+    """Runs `workers` on this host for the first agent, until that says that the job is over. No `on_lost`, and no
+    `on_status`: those are the first agent's.
 
     Without the first agent no worker runs here. When the connection ends, all workers end at once; then the follower
     tries for `join_s` to connect again.
@@ -36,31 +37,23 @@ class Follower:
 
     def __init__(
         self,
-        command: Sequence[str],
+        workers: Workers,
         *,
-        processes: int,
         rank: int,
         first: tuple[str, int],
         secret: str,
         join_s: float,
         silence_s: float = SILENCE_S,
-        devices_per_process: int | None = None,
-        warm: WarmStart | None = None,
-        on_output: Callable[[int, str], None] | None = None,
-        on_attempt: Callable[[int], None] | None = None,
-        say: Callable[[str], None] | None = None,
+        hooks: Hooks | None = None,
     ):
-        self._command = tuple(command)
-        self._processes = processes
+        self._workers, self._hooks = workers, hooks or Hooks()
         self._rank = rank
         self._first, self._secret = first, secret
         self._join_s, self._silence_s = join_s, silence_s
-        self._say = say or say_on_stderr
-        self._on_attempt = on_attempt or (lambda attempt: None)
+        self._say = self._hooks.say
         self._errors: list[Exception] = []
         checked_secret(secret)
-        env = child_env({}, devices_per_process)
-        self._local = LocalHost(env, warm, on_output or OncePrinter(), self._errors.append, self._say)
+        self._local = LocalHost(workers, self._hooks, self._errors.append)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._inbox: queue.SimpleQueue[dict[str, Any] | ControlError] = queue.SimpleQueue()
         self._attempt: int | None = None
@@ -110,7 +103,7 @@ class Follower:
         self._inbox = inbox = queue.SimpleQueue()
         connection.start(lambda message: self._put(inbox, message), lambda error: self._put(inbox, error))
         name = socket.gethostname()
-        connection.send({"is": "here", "name": name, "rank": self._rank, "processes": self._processes})
+        connection.send({"is": "here", "name": name, "rank": self._rank, "processes": self._workers.processes})
         try:
             while True:
                 ended = self._wait()
@@ -161,20 +154,20 @@ class Follower:
         self._attempt = int(message["attempt"])
         place = JobPlace(
             first=int(message["first"]),
-            here=self._processes,
+            here=self._workers.processes,
             processes=int(message["processes"]),
             coordinator=str(message["coordinator"]),
             attempt=self._attempt,
         )
-        self._on_attempt(self._attempt)
+        self._hooks.on_attempt(self._attempt)
         self._local.learn([str(name) for name in message["modules"]])
-        self._local.start(specs_of(self._command, place))
+        self._local.start(specs_of(self._workers.command, place, self._workers.prefixes))
         self._alive = list(self._local.children)
         for child in self._alive:
             child.start_reading()
 
     def _preload(self, modules: Sequence[str]) -> None:
-        command = python_command(self._command)
+        command = python_command(self._workers.command)
         if modules and command is not None:
             self._local.preload([str(name) for name in modules], command)
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from ckptkit.launch import worker
-from ckptkit.launch.child import Child, Running, spawn, spawn_command
+from ckptkit.launch.child import Child, Running, child_env, spawn, spawn_command
 from ckptkit.launch.command import PythonCommand, python_command
-from ckptkit.launch.policy import WarmStart
 from ckptkit.launch.standby import Standby, StandbyError
+from ckptkit.launch.workers import Hooks, Workers
 from ckptkit.util import heartbeat
 from ckptkit.util.clock import monotonic_s
 
@@ -48,19 +48,12 @@ class _Place:
 class LocalHost:
     """Starts the workers of this host, attempt after attempt. Called from one thread."""
 
-    def __init__(
-        self,
-        env: Mapping[str, str],
-        warm: WarmStart | None,
-        on_output: Callable[[int, str], None],
-        on_error: Callable[[Exception], None],
-        say: Callable[[str], None],
-    ):
-        self._env = dict(env)
-        self._warm = warm
-        self._on_output = on_output
+    def __init__(self, workers: Workers, hooks: Hooks, on_error: Callable[[Exception], None]):
+        self._env = child_env(workers.env, workers.devices_per_process)
+        self._warm = warm = workers.warm
+        self._on_output = hooks.on_output
         self._on_error = on_error
-        self._say = say
+        self._say = hooks.say
         self._places: dict[tuple[str, ...], _Place] = {}
         self._command: PythonCommand | None = None
         self._names: int | None = None  # a file of the modules that process 0 of this host imports

@@ -6,20 +6,20 @@ import os
 import selectors
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckptkit.events import EventLog, Kind
-from ckptkit.launch.child import Child, child_env
+from ckptkit.launch.child import Child
 from ckptkit.launch.host import LocalHost
-from ckptkit.launch.policy import ExitCode, HangPolicy, Loss, RestartPolicy, WarmStart
+from ckptkit.launch.policy import ExitCode, HangPolicy, Loss, RestartPolicy
 from ckptkit.launch.ports import free_port
-from ckptkit.launch.printer import OncePrinter, say_on_stderr
 from ckptkit.launch.roster import Report, Roster
 from ckptkit.launch.signals import signals_mean
 from ckptkit.launch.specs import JobPlace, specs_of
 from ckptkit.launch.status import Status
 from ckptkit.launch.watch import Watch
+from ckptkit.launch.workers import Hooks, Workers
 from ckptkit.util.clock import Deadline, monotonic_s
 
 _TICK_S = 0.1  # for beats, and for templates
@@ -27,64 +27,37 @@ _DUMP_S = 1.0  # for the stacks of a job that hangs
 
 
 class Launcher:
-    """Runs `command` as `processes` processes until all end with 0, restarting all when one is lost.
+    """Runs `workers` until all end with 0, restarting all when one is lost.
 
-    Of the command's words, {process}, {processes}, {coordinator} and {attempt} are replaced. The environment has the
-    same as CKPTKIT_PROCESS, CKPTKIT_PROCESSES, CKPTKIT_COORDINATOR and CKPTKIT_ATTEMPT. A process may also end with
-    `ExitCode.PREEMPTED`: once all have ended and one of them so, the job is over for now, its state saved.
+    A worker may also end with `ExitCode.PREEMPTED`: once all have ended and one of them so, the job is over for now,
+    its state saved. The steps of warm workers are watched: `hang` says when one without steps is lost (None: never).
+    With the roster that `make_roster` makes, other hosts run as many workers of the same command each.
 
-    With `warm`, a command that runs Python is forked from a template where that is possible, and its steps are watched:
-    `hang` says when a worker without steps is lost (None: never). `prefixes[i]` are words before the command of
-    process i. With the roster that `make_roster` makes, other hosts run `processes` of the same command each.
-
-    No child outlives the launcher, not even a launcher that is killed. `on_output(process, line)` is called
-    from one thread per child, in order of its lines; `on_lost(attempt, process)` after all children of the
-    attempt are dead and before the next starts; `on_attempt(attempt)` before its children start; `on_status` with what
-    `--status` writes, at each change. What a callback raises stops the job and is raised by `run`.
+    No child outlives the launcher, not even a launcher that is killed.
     """
 
     def __init__(
         self,
-        command: Sequence[str],
+        workers: Workers,
         *,
-        processes: int,
-        devices_per_process: int | None = None,
-        env: Mapping[str, str] | None = None,
         policy: RestartPolicy | None = None,
+        hang: HangPolicy | None = None,
         first_attempt: int = 0,
         coordinator_host: str = "127.0.0.1",
-        prefixes: Sequence[Sequence[str]] | None = None,
         make_roster: Callable[[Callable[[], None]], Roster] | None = None,
-        warm: WarmStart | None = None,
-        hang: HangPolicy | None = None,
-        on_output: Callable[[int, str], None] | None = None,
-        on_lost: Callable[[int, int], None] | None = None,
-        on_attempt: Callable[[int], None] | None = None,
-        on_status: Callable[[dict[str, Any]], None] | None = None,
-        say: Callable[[str], None] | None = None,
+        hooks: Hooks | None = None,
         events: EventLog | None = None,
     ):
-        if not command:
-            raise ValueError("no command to launch: give it after --")
-        if processes < 1:
-            raise ValueError(f"processes is {processes}, expected 1 or more")
-        if devices_per_process is not None and devices_per_process < 1:
-            raise ValueError(f"devices per process is {devices_per_process}, expected 1 or more")
-        self._command = tuple(command)
-        self._processes = self._total = processes
-        self._prefixes = None if prefixes is None else [tuple(each) for each in prefixes]
+        self._workers, self._hooks = workers, hooks or Hooks()
+        self._total = workers.processes
         self._policy = policy or RestartPolicy()
         self._first_attempt = first_attempt
         self._coordinator_host = coordinator_host
-        self._on_lost = on_lost or (lambda attempt, process: None)
-        self._on_attempt = on_attempt or (lambda attempt: None)
-        self._status = Status(on_status)
-        self._say = say or say_on_stderr
+        self._status = Status(self._hooks.on_status)
+        self._say = self._hooks.say
         self._events = events or EventLog(process=-1)
-        self._local = LocalHost(
-            child_env(env or {}, devices_per_process), warm, on_output or OncePrinter(), self._fail, self._say
-        )
-        self._watch = Watch(hang) if warm is not None else None
+        self._local = LocalHost(workers, self._hooks, self._fail)
+        self._watch = Watch(hang) if workers.warm is not None else None
         self._children: list[Child] = []
         self._wiped: dict[int, tuple[str, ...]] = {}
         self._errors: list[Exception] = []
@@ -179,7 +152,7 @@ class Launcher:
     def _prepare_relaunch(self, number: int, loss: Loss, in_a_row: int) -> None:
         """Waits before a restart, unless the lost attempt made steps: then what ended it is not what a start does."""
         attempt = self._first_attempt + number
-        self._on_lost(attempt, loss.process)
+        self._hooks.on_lost(attempt, loss.process)
         has_stepped = self._watch is not None and self._watch.has_stepped
         backoff_s = 0.0 if has_stepped else self._policy.backoff_after(in_a_row)
         left = self._policy.restarts - number - 1
@@ -196,7 +169,7 @@ class Launcher:
             return ExitCode.BUDGET_SPENT
         if self._watch is not None:
             self._watch.begin(attempt)
-        self._on_attempt(attempt)
+        self._hooks.on_attempt(attempt)
         try:
             if hosts is not None and not self._is_told():
                 self._start(attempt, hosts)
@@ -220,12 +193,13 @@ class Launcher:
         return bool(self._stops or self._preempted)
 
     def _start(self, attempt: int, hosts: int) -> None:
-        self._total = hosts * self._processes
+        here = self._workers.processes
+        self._total = hosts * here
         coordinator = f"{self._coordinator_host}:{free_port('' if hosts > 1 else '127.0.0.1')}"
         if self._roster is not None:
             self._roster.start(attempt, coordinator, self._local.modules)
-        place = JobPlace(first=0, here=self._processes, processes=self._total, coordinator=coordinator, attempt=attempt)
-        self._local.start(specs_of(self._command, place, self._prefixes))
+        place = JobPlace(first=0, here=here, processes=self._total, coordinator=coordinator, attempt=attempt)
+        self._local.start(specs_of(self._workers.command, place, self._workers.prefixes))
         self._children = self._local.children
         for child in self._children:  # only now: `on_output` may `kill` any of them
             child.start_reading()

@@ -20,7 +20,7 @@ class JobPlace:
 
 
 def specs_of(
-    command: Sequence[str], place: JobPlace, prefixes: Sequence[tuple[str, ...]] | None = None
+    command: Sequence[str], place: JobPlace, prefixes: Sequence[Sequence[str]] | None = None
 ) -> list[WorkerSpec]:
     """One for each worker of the host. `prefixes[i]` are words before the command of its i-th worker."""
     found = []
@@ -37,7 +37,7 @@ def specs_of(
             WorkerSpec(
                 process=place.first + local,
                 argv=filled_in(command, values),
-                prefix=prefixes[local] if prefixes is not None else (),
+                prefix=tuple(prefixes[local]) if prefixes is not None else (),
                 environment=environment,
             )
         )

@@ -19,7 +19,7 @@ class Status:
 
     KEPT = 1000  # losses and recoveries
 
-    def __init__(self, show: Callable[[dict[str, Any]], None] | None):
+    def __init__(self, show: Callable[[dict[str, Any]], None]):
         self._show = show
         self._now: dict[str, Any] = {"state": "starting", "agent": os.getpid(), "losses": [], "recoveries": []}
 
@@ -49,8 +49,7 @@ class Status:
 
     def _change(self, **changed: Any) -> None:
         self._now = {**self._now, **changed}
-        if self._show is not None:
-            self._show(dict(self._now))
+        self._show(dict(self._now))
 
 
 def write_status(path: Path | None, status: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.events import Event, EventLog, Kind
-from ckptkit.launch import ExitCode, Launcher, OncePrinter, RestartPolicy
+from ckptkit.launch import ExitCode, Hooks, Launcher, OncePrinter, RestartPolicy, Workers
 
 QUICK = RestartPolicy(restarts=2, backoff_s=0.0, grace_s=0.5)
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
@@ -45,14 +45,14 @@ class Spy:
         devices_per_process: int | None = None,
     ) -> Launcher:
         return Launcher(
-            command,
-            processes=processes,
+            Workers(command, processes=processes, devices_per_process=devices_per_process),
             policy=policy,
-            on_output=lambda process, line: self.lines.append((process, line)),
-            on_lost=on_lost,
-            say=self.said.append,
             events=self.log,
-            devices_per_process=devices_per_process,
+            hooks=Hooks(
+                on_output=lambda process, line: self.lines.append((process, line)),
+                on_lost=on_lost,
+                say=self.said.append,
+            ),
         )
 
     @property
@@ -133,7 +133,11 @@ def test_kill_may_be_called_from_on_output() -> None:
             assert not launcher.kill(7)
 
     code = "import sys, time; print('up', sys.argv[1], flush=True); time.sleep(60 if sys.argv[1] == '0' else 0)"
-    launcher = Launcher(child(code, "{attempt}"), processes=1, policy=QUICK, on_output=on_output, say=lambda line: None)
+    launcher = Launcher(
+        Workers(child(code, "{attempt}"), processes=1),
+        policy=QUICK,
+        hooks=Hooks(on_output=on_output, say=lambda line: None),
+    )
     assert launcher.run() == ExitCode.OK
 
 
@@ -182,7 +186,11 @@ def test_child_without_newlines_does_not_block() -> None:
     """Breaks when output waits in a full pipe (64 KiB), or is held in memory until a newline comes."""
     sizes: list[int] = []
     code = "import sys; sys.stdout.write('x' * 3_000_000); sys.stderr.write('y' * 1_000_000)"
-    launcher = Launcher(child(code), processes=2, on_output=lambda process, line: sizes.append(len(line)), policy=QUICK)
+    launcher = Launcher(
+        Workers(child(code), processes=2),
+        policy=QUICK,
+        hooks=Hooks(on_output=lambda process, line: sizes.append(len(line))),
+    )
     assert launcher.run() == ExitCode.OK
     assert sum(sizes) == 2 * 4_000_000
     assert max(sizes) <= 65536
@@ -196,7 +204,7 @@ def test_exception_in_a_callback_stops_the_job() -> None:
 
     start_s = time.monotonic()
     with pytest.raises(RuntimeError, match="cannot use up"):
-        Launcher(child(SLEEP), processes=2, on_output=on_output, policy=QUICK).run()
+        Launcher(Workers(child(SLEEP), processes=2), policy=QUICK, hooks=Hooks(on_output=on_output)).run()
     assert time.monotonic() - start_s < 10.0
 
 
@@ -224,11 +232,11 @@ def test_missing_command_is_a_usage_error() -> None:
 def test_wrong_arguments_are_refused() -> None:
     """Breaks when a launcher can be made that starts nothing, or waits for a negative time."""
     with pytest.raises(ValueError, match="no command to launch: give it after --"):
-        Launcher([], processes=1)
+        Launcher(Workers([], processes=1))
     with pytest.raises(ValueError, match="processes is 0, expected 1 or more"):
-        Launcher(["true"], processes=0)
+        Launcher(Workers(["true"], processes=0))
     with pytest.raises(ValueError, match="devices per process is 0"):
-        Launcher(["true"], processes=1, devices_per_process=0)
+        Launcher(Workers(["true"], processes=1, devices_per_process=0))
     with pytest.raises(ValueError, match=r"grace_s is -1.0, expected 0 or more"):
         RestartPolicy(grace_s=-1.0)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.launch import ExitCode, HangPolicy, Launcher, RestartPolicy, WarmStart
+from ckptkit.launch import ExitCode, HangPolicy, Hooks, Launcher, RestartPolicy, WarmStart, Workers
 from tests.launch.test_launcher import is_alive, wait_until
 
 PYTHON = sys.executable
@@ -45,14 +45,14 @@ class Job:
         self.said: list[str] = []
         self.status: dict[str, object] = {}
         self.launcher = Launcher(
-            command,
-            processes=processes,
+            Workers(command, processes=processes, warm=warm or WarmStart(preload=("json",))),
             policy=policy,
-            warm=warm or WarmStart(preload=("json",)),
             hang=hang,
-            on_output=lambda process, line: self.lines.append((process, line)),
-            on_status=self.status.update,
-            say=self.said.append,
+            hooks=Hooks(
+                on_output=lambda process, line: self.lines.append((process, line)),
+                on_status=self.status.update,
+                say=self.said.append,
+            ),
         )
 
     def run(self) -> ExitCode:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptkit import Event, EventLog, Kind
 from ckptkit.goodput import load_run
-from ckptkit.launch import ExitCode, Launcher, RestartPolicy, next_attempt
+from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers, next_attempt
 
 STEP_LINE = re.compile(r"step +(\d+)/")
 LIMIT_S = 240.0
@@ -50,14 +50,13 @@ class Run:
         log = self.directory / "events" / "launcher.jsonl"
         events = EventLog(log, process=-1)
         launcher = Launcher(
-            [*self._command(shape, proof), *flags],
-            processes=shape.processes,
-            devices_per_process=shape.devices,
+            Workers(
+                [*self._command(shape, proof), *flags], processes=shape.processes, devices_per_process=shape.devices
+            ),
             policy=RestartPolicy(restarts=0, preempt_grace_s=120.0),
             first_attempt=next_attempt(log),
             events=events,
-            say=self.output.append,
-            on_output=lambda process, line: hear(process, line),
+            hooks=Hooks(say=self.output.append, on_output=lambda process, line: hear(process, line)),
         )
         told = False
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.launch import ExitCode, Launcher, RestartPolicy
+from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
 from tests.multiprocess.broadcast_job import LARGE, SMALLEST
 
 PROCESSES = 4
@@ -23,12 +23,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     root, output = tmp_path_factory.mktemp("broadcast"), list[str]()
     command = [sys.executable, "-m", "tests.multiprocess.broadcast_job", "--process", "{process}"]
     launcher = Launcher(
-        [*command, "--processes", str(PROCESSES), "--coordinator", "{coordinator}", str(root)],
-        processes=PROCESSES,
-        devices_per_process=2,
+        Workers(
+            [*command, "--processes", str(PROCESSES), "--coordinator", "{coordinator}", str(root)],
+            processes=PROCESSES,
+            devices_per_process=2,
+        ),
         policy=RestartPolicy(restarts=0),
-        on_output=lambda process, line: output.append(f"{process}: {line}"),
-        say=output.append,
+        hooks=Hooks(on_output=lambda process, line: output.append(f"{process}: {line}"), say=output.append),
     )
     assert launcher.run() == ExitCode.OK, "\n".join(output[-80:])
     return [json.loads((root / f"found-{process}.json").read_text()) for process in range(PROCESSES)]

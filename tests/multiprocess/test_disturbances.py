@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.launch import ExitCode, Launcher, RestartPolicy
+from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
 from tests.multiprocess.disturbed_worker import PROCESSES
 
 
@@ -20,12 +20,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     output: list[str] = []
     command = [sys.executable, "-m", "tests.multiprocess.disturbed_worker"]
     launcher = Launcher(
-        [*command, "--process", "{process}", "--coordinator", "{coordinator}", str(root)],
-        processes=PROCESSES,
-        devices_per_process=2,
+        Workers(
+            [*command, "--process", "{process}", "--coordinator", "{coordinator}", str(root)],
+            processes=PROCESSES,
+            devices_per_process=2,
+        ),
         policy=RestartPolicy(restarts=0),
-        on_output=lambda process, line: output.append(f"{process}: {line}"),
-        say=output.append,
+        hooks=Hooks(on_output=lambda process, line: output.append(f"{process}: {line}"), say=output.append),
     )
     code = launcher.run()
     assert code == ExitCode.OK, "\n".join(output[-60:])

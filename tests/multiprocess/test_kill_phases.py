@@ -13,7 +13,7 @@ import pytest
 
 import ckptkit
 from ckptkit.goodput import load_run
-from ckptkit.launch import ExitCode, Launcher, RestartPolicy
+from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
 from tests.multiprocess.worker import DURABLE_EVERY, PROCESSES, SSD_EVERY, STEPS
 from tools.proof import compare
 
@@ -59,14 +59,14 @@ class Job:
                     shutil.rmtree(lost)
 
         launcher = Launcher(
-            command,
-            processes=PROCESSES,
-            devices_per_process=2,
+            Workers(command, processes=PROCESSES, devices_per_process=2),
             policy=RestartPolicy(restarts=1, backoff_s=0, grace_s=0),
-            on_output=lambda process, line: self.output.append(f"{name} {process}: {line}"),
-            on_lost=wipe,
-            say=lambda line: self.output.append(f"{name}: {line}"),
             events=ckptkit.EventLog(directory / "events" / "launcher.jsonl", process=-1),
+            hooks=Hooks(
+                on_output=lambda process, line: self.output.append(f"{name} {process}: {line}"),
+                on_lost=wipe,
+                say=lambda line: self.output.append(f"{name}: {line}"),
+            ),
         )
         assert launcher.run() == ExitCode.OK, "\n".join(self.output[-60:])
         return directory

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from ckptkit import Event, EventLog, Kind
-from ckptkit.launch import ExitCode, Launcher, RestartPolicy, free_port
+from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers, free_port
 from tests.multiprocess.starters import environment
 
 PROCESSES = 3
@@ -72,13 +72,14 @@ def test_frozen_process_is_named_and_the_job_restarts() -> None:
             os.kill(ready[1], signal.SIGSTOP)
 
     launcher = Launcher(
-        [*COMMAND, "{coordinator}", "{processes}", "{process}", "{attempt}", str(HEARTBEAT_S)],
-        processes=PROCESSES,
-        devices_per_process=1,
+        Workers(
+            [*COMMAND, "{coordinator}", "{processes}", "{process}", "{attempt}", str(HEARTBEAT_S)],
+            processes=PROCESSES,
+            devices_per_process=1,
+        ),
         policy=RestartPolicy(restarts=1, backoff_s=0.1, grace_s=0.5),
         events=log,
-        on_output=hear,
-        say=said.append,
+        hooks=Hooks(on_output=hear, say=said.append),
     )
     assert launcher.run() == ExitCode.OK, "\n".join(said[-60:])
     (lost,) = [event.fields for event in events if event.kind == Kind.DISRUPTED]

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.launch import ExitCode, Launcher, RestartPolicy
+from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
 from tests.multiprocess.save_worker import PROCESSES, STRATEGIES, make_abstract, make_state, same_here
 from tests.multiprocess.starters import STARTERS, run, skip_without
 
@@ -30,12 +30,13 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         return root, code, said[-8000:]
     output: list[str] = []
     launcher = Launcher(
-        [*command, "--process", "{process}", "--coordinator", "{coordinator}", str(root)],
-        processes=PROCESSES,
-        devices_per_process=2,
+        Workers(
+            [*command, "--process", "{process}", "--coordinator", "{coordinator}", str(root)],
+            processes=PROCESSES,
+            devices_per_process=2,
+        ),
         policy=RestartPolicy(restarts=0),
-        on_output=lambda process, line: output.append(f"{process}: {line}"),
-        say=output.append,
+        hooks=Hooks(on_output=lambda process, line: output.append(f"{process}: {line}"), say=output.append),
     )
     return root, launcher.run(), "\n".join(output[-60:])
 

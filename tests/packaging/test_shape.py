@@ -15,8 +15,6 @@ ARGUMENTS_MAX = FIELDS_MAX = 8
 LONG_CONSTRUCTORS = {
     "CheckpointManager",  # Orbax's eight arguments, and ours
     "Checkpointer",  # those of Orbax's v1 checkpointer
-    "Launcher",  # the options of `ckptkit run`
-    "Follower",  # those of an agent that is not the first
 }
 
 # Public and documented: users write or read every field of these by name.
@@ -26,7 +24,6 @@ LONG_RECORDS = {
     "ArenaEntry",  # a row of `ckptkit tiers --json`
     "StepUsage",  # a row of `ckptkit du --json`
     "Result",  # a row of `ckptkit simulate --json`
-    "Attempt",  # of `ckptkit run --status`
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.launch import ExitCode, Launcher, RestartPolicy
+from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
 from tests.peers.peer_job import ROWS
 
 WHOLE = ROWS * 1024 * 4
@@ -21,12 +21,11 @@ def launch(root: Path, what: str, processes: int) -> list[dict[str, Any]]:
     output: list[str] = []
     command = [sys.executable, "-m", "tests.peers.peer_job", "--process", "{process}", "--processes", str(processes)]
     launcher = Launcher(
-        [*command, "--coordinator", "{coordinator}", what, str(root)],
-        processes=processes,
-        devices_per_process=2,
+        Workers(
+            [*command, "--coordinator", "{coordinator}", what, str(root)], processes=processes, devices_per_process=2
+        ),
         policy=RestartPolicy(restarts=0),
-        on_output=lambda process, line: output.append(f"{process}: {line}"),
-        say=output.append,
+        hooks=Hooks(on_output=lambda process, line: output.append(f"{process}: {line}"), say=output.append),
     )
     assert launcher.run() == ExitCode.OK, "\n".join(output[-80:])
     return [json.loads((root / f"{what}-{process}.json").read_text()) for process in range(processes)]

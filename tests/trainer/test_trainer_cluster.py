@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from ckptkit.launch import ExitCode, Launcher, RestartPolicy
+from ckptkit.launch import ExitCode, Hooks, Launcher, RestartPolicy, Workers
 from trainer.__main__ import main as command
 from trainer.__main__ import read_flags
 from trainer.cluster import detect_rank, join
@@ -74,11 +74,9 @@ def test_hosts_with_different_text_are_refused(tmp_path: Path) -> None:
     words += ["--coordinator", "{coordinator}", "--processes", "{processes}", "--process", "{process}"]
     lines: list[str] = []
     launcher = Launcher(
-        [sys.executable, "-m", "trainer", *words],
-        processes=2,
-        devices_per_process=1,
+        Workers([sys.executable, "-m", "trainer", *words], processes=2, devices_per_process=1),
         policy=RestartPolicy(restarts=0, grace_s=30.0),
-        on_output=lambda process, line: lines.append(f"{process}: {line}"),
+        hooks=Hooks(on_output=lambda process, line: lines.append(f"{process}: {line}")),
     )
     assert launcher.run() == ExitCode.USAGE, lines
     for process in (0, 1):
