@@ -132,7 +132,7 @@ test-wheel: setup
 
 # The lowest versions that pyproject.toml allows, then the newest; with PYTHON=python3.12 those may be newer still.
 VERSION_TESTS := tests/model tests/util tests/job tests/store tests/slots tests/durable tests/snapshot tests/schedule tests/save \
-  tests/restore tests/manager tests/goodput tests/simulation tests/dropin tests/interop tests/v1 tests/surgery tests/test_events.py
+  tests/restore tests/manager tests/goodput tests/schedule/simulation tests/dropin tests/interop tests/v1 tests/surgery tests/test_events.py
 test-floor:
 	$(PYTHON) -m venv .venv-floor
 	$(PYTHON) tools/floor.py > .venv-floor/floor.txt
@@ -169,7 +169,7 @@ stranger-%:
 # Exporters and dashboards against Prometheus (`make setup-system`), an OTLP collector, TensorBoard and W&B.
 test-telemetry: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[telemetry-test]'
-	$(BIN)/python -m pytest tests/exporters
+	$(BIN)/python -m pytest tests/goodput/exporters
 
 # The pages as a site in site/, with the API from the docstrings. Their code blocks run in `make test`.
 docs: setup

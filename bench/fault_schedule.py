@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.simulation import Failure, draw, read_trace, replay
+from ckptkit.schedule.simulation import Failure, draw, read_trace, replay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ckptkit import v1 as v1
     from ckptkit.conversion import diff as diff
     from ckptkit.diagnosis.sharding import sharding_report as sharding_report
+    from ckptkit.diagnosis.tuner import explain as explain
+    from ckptkit.diagnosis.tuner import tune as tune
     from ckptkit.direct import AsyncCheckpointer as AsyncCheckpointer
     from ckptkit.direct import Checkpointer as Checkpointer
     from ckptkit.direct import PyTreeCheckpointer as PyTreeCheckpointer
@@ -83,8 +85,6 @@ if TYPE_CHECKING:
     from ckptkit.schedule.goodput_policy import IntervalBounds as IntervalBounds
     from ckptkit.schedule.preemption import LastSave as LastSave
     from ckptkit.snapshot.abstract import abstract_state as abstract_state
-    from ckptkit.tuner import explain as explain
-    from ckptkit.tuner import tune as tune
     from ckptkit.util.log_to import log_to as log_to
     from ckptkit.verification import scrub as scrub
     from ckptkit.verification import verify as verify

@@ -140,8 +140,9 @@ class EventLog:
     the thread that emits it: a process that is killed loses at most the one that it was writing, which a queue with
     a writer of its own could not say. Safe from several threads. `EventLog()` writes no file.
 
-    `exporters` get every event in a thread of their own (`ckptkit.exporters`); at most 10,000 events wait for them, and
-    later ones are dropped for the exporters, never for the file. `close` ends them, as the end of the process does.
+    `exporters` get every event in a thread of their own (`ckptkit.goodput.exporters`); at most 10,000 events wait for
+    them, and later ones are dropped for the exporters, never for the file. `close` ends them, as the end of the process
+    does.
 
     `load_run` finds it as `attempt-<a>-process-<p>.jsonl` in the directory of the run. Raises ValueError for a URL,
     which takes no lines at its end, and OSError for a file that cannot be opened.

@@ -10,11 +10,11 @@ from typing import Any
 
 import click
 
-from ckptkit import simulation as sim
 from ckptkit.cli.exits import Exit
 from ckptkit.cli.outputs import OutputFile, needed, write_figure
 from ckptkit.cli.progress import counting_bar
 from ckptkit.cli.text import print_json, print_line, print_table, size_text
+from ckptkit.schedule import simulation as sim
 from ckptkit.util.clock import time_text
 
 _DAY_S = 86400.0

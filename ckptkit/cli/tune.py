@@ -12,11 +12,11 @@ from ckptkit.cli.exits import Exit
 from ckptkit.cli.options import DRY_RUN, JSON, TIMEOUT, SizeType
 from ckptkit.cli.outputs import OutputFile, write_whole
 from ckptkit.cli.text import count_text, print_json, print_line, print_table, size_text
+from ckptkit.diagnosis.tuner import Proposal, TunePlan, explain_checkpoint, measure, plan_tune
+from ckptkit.diagnosis.tuner.proposing import PROBE_BYTES
 from ckptkit.durable.cells.forecast import SaveForecast
 from ckptkit.inspection.records import FORMAT
 from ckptkit.model.durable_profile import DurableProfile
-from ckptkit.tuner import Proposal, TunePlan, explain_checkpoint, measure, plan_tune
-from ckptkit.tuner.proposing import PROBE_BYTES
 from ckptkit.util.clock import time_text
 
 _KNOBS = ("data_file_bytes", "write_concurrency", "copied_bytes", "read_ahead_bytes", "compression")

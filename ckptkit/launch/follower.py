@@ -28,8 +28,8 @@ _AGAIN_S = 0.2
 
 @final
 class Follower:
-    """Runs `workers` on this host for the first agent, until that says that the job is over. No `on_lost`, and no
-    `on_status`: those are the first agent's.
+    """Runs `workers` on this host for the first agent, until the first agent ends the job. Never calls `on_lost`
+    and `on_status`: the first agent does.
 
     Without the first agent no worker runs here. When the connection ends, all workers end at once; then the follower
     tries for `join_s` to connect again.

@@ -1,4 +1,4 @@
-"""What an agent is given: the workers of its host, and its caller's hooks."""
+"""The arguments of an agent: the workers of its host, and its caller's hooks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Workers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """What an agent calls while it runs. What a hook raises stops the job, and is raised by `run`.
+    """The functions that an agent calls while it runs. An error in one stops the job, and is raised by `run`.
 
     `on_output(process, line)` is called from one thread per worker, in order of its lines; `on_attempt(attempt)` before
     its workers start; `on_lost(attempt, process)` after all workers of the attempt are dead and before the next starts;

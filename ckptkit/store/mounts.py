@@ -34,7 +34,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guarantees:
-    """What one kind of file system keeps of POSIX for several processes, besides names."""
+    """The guarantees of one kind of file system about files and directories, besides their names."""
 
     directory_sync: Has = "yes"
     """`fsync` of a directory makes its names durable; `some`: names are durable without it."""
@@ -69,7 +69,7 @@ class FileSystem:
     """`link(2)` gives a second name to a file, and fails where the name is taken."""
 
     keeps: Guarantees = Guarantees()
-    """The guarantees of files and directories."""
+    """Its other guarantees."""
 
     source: str = ""
     """Where this is documented."""

@@ -9,7 +9,7 @@ import numpy as np
 from click.testing import CliRunner
 
 from bench import policy
-from ckptkit import simulation as sim
+from ckptkit.schedule import simulation as sim
 from ckptkit.schedule.intervals import daly_s
 
 

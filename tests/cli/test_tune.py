@@ -15,12 +15,12 @@ import pytest
 
 import ckptkit
 from ckptkit.cli import main
+from ckptkit.diagnosis.tuner import proposing
+from ckptkit.diagnosis.tuner.probing import Compression, Samples, Trial
+from ckptkit.diagnosis.tuner.proposing import propose
 from ckptkit.model.durable_profile import DurableProfile
 from ckptkit.store import open_store
 from ckptkit.testing.bucket import BucketServer, FaultPlan
-from ckptkit.tuner import proposing
-from ckptkit.tuner.probing import Compression, Samples, Trial
-from ckptkit.tuner.proposing import propose
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +102,8 @@ def test_tunes_a_bucket(
 
 def test_zeros_compress_and_noise_does_not(like: Path) -> None:
     """The table would be made up."""
+    from ckptkit.diagnosis.tuner.probing import compressibility, take_samples
     from ckptkit.formats import open_checkpoint
-    from ckptkit.tuner.probing import compressibility, take_samples
 
     with open_checkpoint(str(like)) as opened:
         found = {(each.dtype, each.codec): each.ratio for each in compressibility(take_samples(opened.tensors))}

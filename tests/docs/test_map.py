@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ckptkit"
 PAGE = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
 TREE = PAGE.split("## Layers")[1].split("```")[1]
-ROOMS_MAX = 35
+ROOMS_MAX = 32
 LAYERS = 9
 
 

@@ -7,12 +7,12 @@ from itertools import accumulate
 from typing import Any, final
 
 from ckptkit.events import Event
-from ckptkit.exporters.metrics import METRICS, RunMetrics, Sample
+from ckptkit.goodput.exporters.metrics import METRICS, RunMetrics, Sample
 
 
 @final
 class PrometheusExporter:
-    """Serves the metrics of a run (`ckptkit.exporters.METRICS`) on `http://HOST:PORT/metrics`, by `prometheus_client`.
+    """Serves the metrics of a run (`METRICS`) on `http://HOST:PORT/metrics`, by `prometheus_client`.
 
     Process 0 alone serves; with `every_process` each one does, on `port` plus its index. With `port` 0 it takes a free
     port, and `port` tells which. `labels` are added to each series, such as `{"run": "x"}`. Cost: nothing for the step

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit.events import Event, EventLog, Kind
-from ckptkit.exporters import METRICS, RunMetrics
-from ckptkit.exporters.metrics import labels_of
+from ckptkit.goodput.exporters import METRICS, RunMetrics
+from ckptkit.goodput.exporters.metrics import labels_of
 from ckptkit.util import clock
 from ckptkit.util.hand_over import HandOver
 

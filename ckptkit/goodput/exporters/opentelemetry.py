@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from typing import Any, final
 
 from ckptkit.events import Event, Kind
-from ckptkit.exporters.metrics import METRICS, Metric, RunMetrics, labels_of
+from ckptkit.goodput.exporters.metrics import METRICS, Metric, RunMetrics, labels_of
 
 _SCOPE = "ckptkit"
 
 
 @final
 class OpenTelemetryExporter:
-    """Gives the metrics of a run (`ckptkit.exporters.METRICS`) and its spans to OpenTelemetry.
+    """Gives the metrics of a run (`ckptkit.goodput.exporters.METRICS`) and its spans to OpenTelemetry.
 
     It uses `opentelemetry-api` alone. The SDK, its readers and its exporters are the user's; without an SDK nothing is
     exported. Spans are `ckptkit.<name>` for those of the loop and the manager, `ckptkit.commit` from the copy to the

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.simulation.cluster import Cluster
-from ckptkit.simulation.engine import Outcome, Policy, kept_intervals_s, simulate_all
-from ckptkit.simulation.failures import Failures
-from ckptkit.simulation.policies import FixedIntervals
+from ckptkit.schedule.simulation.cluster import Cluster
+from ckptkit.schedule.simulation.engine import Outcome, Policy, kept_intervals_s, simulate_all
+from ckptkit.schedule.simulation.failures import Failures
+from ckptkit.schedule.simulation.policies import FixedIntervals
 
 # The search needs differences on the same failures, not absolute values: 100 runs, and their first 30,000 failures.
 _SEARCH_RUNS, _SEARCH_FAILURES = 100, 30_000

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptkit.schedule import intervals
-from ckptkit.simulation.cluster import Cluster
-from ckptkit.simulation.cycle import Schedule
-from ckptkit.simulation.engine import Seen
+from ckptkit.schedule.simulation.cluster import Cluster
+from ckptkit.schedule.simulation.cycle import Schedule
+from ckptkit.schedule.simulation.engine import Seen
 
 
 @dataclass(frozen=True, slots=True)

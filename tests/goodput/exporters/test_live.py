@@ -21,9 +21,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckptkit
-from ckptkit.exporters import METRICS, OpenTelemetryExporter, PrometheusExporter
+from ckptkit.goodput.exporters import METRICS, OpenTelemetryExporter, PrometheusExporter
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = Path(__file__).parents[3] / "deploy"
 needs_prometheus = pytest.mark.skipif(
     not (shutil.which("prometheus") and shutil.which("promtool")), reason="no prometheus here: make setup-system"
 )

@@ -9,11 +9,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from ckptkit.formats import open_checkpoint
-from ckptkit.model.durable_profile import Codec, DurableProfile
-from ckptkit.store.backends import properties_of
-from ckptkit.store.roots import root_url
-from ckptkit.tuner.probing import (
+from ckptkit.diagnosis.tuner.probing import (
     Compression,
     Probe,
     ProbedLatency,
@@ -23,6 +19,10 @@ from ckptkit.tuner.probing import (
     leaves_of,
     take_samples,
 )
+from ckptkit.formats import open_checkpoint
+from ckptkit.model.durable_profile import Codec, DurableProfile
+from ckptkit.store.backends import properties_of
+from ckptkit.store.roots import root_url
 
 PROBE_BYTES = 256 << 20
 _LARGE_BYTES = 64 << 20  # a leaf of a probe without a state: the largest cell

@@ -16,10 +16,10 @@ import pytest
 import ckptkit
 from bench.measure import PeakMemory, settle
 from ckptkit import DurableProfile
+from ckptkit.diagnosis.tuner import explain_checkpoint
 from ckptkit.durable.cells.pieces import Pieces
 from ckptkit.model.durable_profile import Codec
 from ckptkit.testing.bucket import BucketServer
-from ckptkit.tuner import explain_checkpoint
 from tests.states import abstract, make_state
 
 PIECES = DurableProfile(data_file_bytes=1 << 20, in_flight_bytes=1 << 20)

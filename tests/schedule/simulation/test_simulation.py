@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit import simulation as sim
+from ckptkit.schedule import simulation as sim
 from ckptkit.schedule.intervals import overhead
 
 DAY_S = 86400.0

@@ -15,9 +15,9 @@ from typing import Protocol
 import numpy as np
 
 from ckptkit.schedule.intervals import GROWTHS, moments
-from ckptkit.simulation.cluster import FAILURES, Cluster
-from ckptkit.simulation.cycle import Cycle, Schedule
-from ckptkit.simulation.failures import Failures
+from ckptkit.schedule.simulation.cluster import FAILURES, Cluster
+from ckptkit.schedule.simulation.cycle import Cycle, Schedule
+from ckptkit.schedule.simulation.failures import Failures
 
 _PROGRESS_EVERY = 64  # failures: some milliseconds
 _BLOCK = 64  # failures of a run, adjacent in memory

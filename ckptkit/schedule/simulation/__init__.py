@@ -1,0 +1,50 @@
+"""Estimates a job's goodput: drawn or replayed failures, declared tiers, and a policy for the intervals."""
+
+from ckptkit.schedule.simulation.cluster import (
+    FAILURES,
+    PRESETS,
+    TIER_NAMES,
+    Cluster,
+    Failure,
+    Preset,
+    TierModel,
+    default_tier,
+)
+from ckptkit.schedule.simulation.compare import Result, compare, find_oracle, mean_ci
+from ckptkit.schedule.simulation.cycle import Schedule
+from ckptkit.schedule.simulation.engine import Mark, Outcome, Policy, Seen, simulate, simulate_all
+from ckptkit.schedule.simulation.failures import Failures, FailureTrace, draw, read_trace, replay
+from ckptkit.schedule.simulation.policies import FixedIntervals, Learned, continuous, daly, levels, young
+
+__all__ = [
+    "FAILURES",
+    "PRESETS",
+    "TIER_NAMES",
+    "Cluster",
+    "Failure",
+    "FailureTrace",
+    "Failures",
+    "FixedIntervals",
+    "Learned",
+    "Mark",
+    "Outcome",
+    "Policy",
+    "Preset",
+    "Result",
+    "Schedule",
+    "Seen",
+    "TierModel",
+    "compare",
+    "continuous",
+    "daly",
+    "default_tier",
+    "draw",
+    "find_oracle",
+    "levels",
+    "mean_ci",
+    "read_trace",
+    "replay",
+    "simulate",
+    "simulate_all",
+    "young",
+]
