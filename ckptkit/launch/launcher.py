@@ -30,8 +30,8 @@ class Launcher:
     """Runs `workers` until all end with 0, restarting all when one is lost.
 
     A worker may also end with `ExitCode.PREEMPTED`: once all have ended and one of them so, the job is over for now,
-    its state saved. The steps of warm workers are watched: one without steps is lost after the time of `hang` (None: never).
-    With the roster that `make_roster` makes, other hosts run as many workers of the same command each.
+    its state saved. The steps of warm workers are watched: one without steps is lost after the time of `hang` (None:
+    never). With the roster that `make_roster` makes, other hosts run as many workers of the same command each.
 
     No child outlives the launcher, not even a launcher that is killed.
     """

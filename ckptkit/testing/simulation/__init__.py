@@ -5,8 +5,9 @@ tiers, and the ranking of candidates. It simulates the coordination service, slo
 clocks. After every event an oracle checks the promises of the protocol (`job.py`).
 """
 
-from ckptkit.testing.simulation.job import Fault, Plan, SimJob
+from ckptkit.testing.simulation.job import SimJob
 from ckptkit.testing.simulation.mutations import MUTATIONS, mutated
+from ckptkit.testing.simulation.plan import Fault, Plan
 from ckptkit.testing.simulation.run import Failure, failures, run_plan, shrunk
 from ckptkit.testing.simulation.scheduler import Violation
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 import click
 
-from ckptkit.testing.simulation.job import Plan, SimJob
+from ckptkit.testing.simulation.job import SimJob
 from ckptkit.testing.simulation.mutations import MUTATIONS, mutated
+from ckptkit.testing.simulation.plan import Plan
 from ckptkit.testing.simulation.scheduler import Violation
 
 _BATCH = 200  # seeds of one task of a pool; cycles are collected after each
