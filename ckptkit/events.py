@@ -1,4 +1,4 @@
-"""What happened, as frozen records in one append-only JSONL file per process: the only telemetry there is.
+"""Events of a run: frozen records in one append-only JSONL file per process. ckptkit has no other telemetry.
 
 Goodput, stall reports and plots are pure folds over these records (`ckptkit.goodput`).
 """
@@ -33,7 +33,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Kind(StrEnum):
-    """The kinds of event, in the order in which a run meets them."""
+    """The kinds of event, in the order in which they come in a run."""
 
     STARTED = "started"  # a process came up: fields attempt, pid
     # a manager is ready: fields directory, tiers, places (tier -> path), steps (how many), newest, duration_s
@@ -49,7 +49,7 @@ class Kind(StrEnum):
     RESTORED = "restored"
     PHASE = "save_phase"  # a save crossed a phase boundary: fields phase
     # fields strategy, reason, bytes, tiers (it is due in), stall_s (the step loop's), waited_s of it for earlier saves,
-    # computing_s (beside it: what the step itself took to compute the state); tree_bytes (of all processes), if it is
+    # computing_s (not in it: the time until the step had computed the state); tree_bytes (of all processes), if it is
     # due in the durable tier; policy "wait" if it waited for saves
     STAGED = "staged"
     COMMITTED = "committed"  # step is whole in tier on ALL processes: fields bytes, duration_s since staged
@@ -73,7 +73,7 @@ class Kind(StrEnum):
     DISRUPTED = "disrupted"
     RELAUNCHED = "relaunched"  # the launcher starts the processes again: fields attempt
     FINISHED = "finished"
-    CLOSED = "closed"  # a manager was closed: fields failed (true) where an exception was on its way
+    CLOSED = "closed"  # a manager was closed: fields failed (true) if an exception ended its block
     # a guard found a value suspicious, and the values before it not: fields signal, value, rule, limit
     SUSPECTED = "suspected"
     ALARM = "alarm"  # a guard wants to go back: fields rule, signal, onset, value, limit
@@ -118,7 +118,7 @@ class Event:
 
     @classmethod
     def from_json(cls, line: str) -> Event:
-        """The event of one line; raises `ValueError` for a line that is not one (a torn last line, say)."""
+        """The event of one line; raises `ValueError` for a line that is not an event, like a torn last line."""
         record = json.loads(line)
         try:
             return cls(
@@ -137,8 +137,8 @@ class EventLog:
     """Appends events to a JSONL file and shows each to observers.
 
     Cost: one encoded line and one `os.write` per event, no sync; 8 microseconds (bench/LOG.md). The line is written in
-    the thread that emits it: a process that is killed loses at most the one that it was writing, which a queue with
-    a writer of its own could not say. Safe from several threads. `EventLog()` writes no file.
+    the thread that emits it, so a process that is killed loses at most the line that it was writing. A queue with
+    a writer of its own would lose all lines in it. Safe from several threads. `EventLog()` writes no file.
 
     `exporters` get every event in a thread of their own (`ckptkit.goodput.exporters`); at most 10,000 events wait for
     them, and later ones are dropped for the exporters, never for the file. `close` ends them, as the end of the process
@@ -155,7 +155,7 @@ class EventLog:
         process: int = 0,
         exporters: Sequence[Exporter] = (),
     ):
-        self.opened_s = clock.wall_s()  # what stands in a log from before is of an earlier attempt
+        self.opened_s = clock.wall_s()  # older lines in the file are of an earlier attempt
         path = None if path is None else _local(path)
         self._process = process
         self._observers: list[Callable[[Event], None]] = []
@@ -227,14 +227,17 @@ class EventLog:
         return self._tells_steps
 
     def observe(self, observer: Callable[[Event], None], *, once: str | None = None) -> None:
-        """Calls `observer` with every later event, in the thread that emits it. What it raises is logged: other
-        processes may wait for that thread. An observer with a name (`once`) that the log has already is left out."""
+        """Calls `observer` with every later event, in the thread that emits it.
+
+        Its exceptions are logged, not raised: other processes may wait for that thread. An observer with a name
+        (`once`) that the log has already is left out.
+        """
         if once is None or once not in self._named:
             self._named.update({once} if once is not None else ())
             self._observers.append(observer)
 
     def emit(self, kind: Kind, *, step: int | None = None, tier: str | None = None, **fields: Any) -> None:
-        """Records that something happened now. A full disk loses events, never the job; observers hear them still.
+        """Records that something happened now. A full disk loses events, never the job; observers still get them.
 
         Raises ValueError for a field with the name of something that every event has.
         """

@@ -95,7 +95,7 @@ Dtype = Literal["float32", "bfloat16"]
     type=click.IntRange(0),
     default=0,
     envvar="CKPTKIT_ATTEMPT",
-    help="Which start of this run it is, for the logs.  [default: what ckptkit run says, or 0]",
+    help="Which start of this run it is, for the logs.  [default: the attempt of ckptkit run, or 0]",
 )
 @click.option("--proof", help="Write record ids, losses and state digests here.  [default: none]")
 @click.option("--log-every", type=click.IntRange(1), default=10, help="Steps between progress lines.")

@@ -77,7 +77,7 @@ def leave(config: ClusterConfig, code: int, *, at_once: bool = False) -> None:
     if code in (0, ExitCode.PREEMPTED) and not at_once:
         jax.distributed.shutdown()
         # From here on nobody is waited for. srun and mpirun end the others once one has ended with 75, and one that
-        # they end on its way out would make a loss of what is a preemption.
+        # they end here would turn the preemption into a loss.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.exit(code)
     sys.stdout.flush()

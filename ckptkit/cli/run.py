@@ -97,7 +97,7 @@ class HangLimit(click.ParamType):
 @click.option("--nnodes", metavar="MIN[:MAX]", help="Hosts of the job; more agents than MAX wait as spares.")
 @click.option("--node-rank", "rank", type=click.IntRange(min=0), metavar="N", help="Which host this is; 0 decides.")
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where the agent of host 0 listens.")
-@click.option("--secret-file", metavar="FILE", help="What all agents know [default: $CKPTKIT_SECRET].")
+@click.option("--secret-file", metavar="FILE", help="The secret that all agents share [default: $CKPTKIT_SECRET].")
 @click.option(
     "--join-timeout",
     "join_s",

@@ -97,8 +97,8 @@ class Destination:
     def clear(self) -> None:
         """Deletes what an interrupted work has written, and then its journal.
 
-        Raises `CheckpointError`, and deletes nothing, where something else lies there; in a bucket also where there is
-        no journal and the target is not free.
+        Raises `CheckpointError`, and deletes nothing, where something else lies there; in a bucket also if the
+        target is not free and has no journal.
         """
         found = self._own_files()
         self.store().delete_unchanged(found)

@@ -163,10 +163,8 @@ def skipped(facts: Facts) -> list[Advice]:
         return []
     reason = Counter(str(e.fields.get("reason", "")) for e in facts.of(Kind.SKIPPED)).most_common(1)[0][0]
     saves = count_text(len(left), "save was", "saves were")
-    what = f"{saves} left out beside {len(taken)} taken; mostly: {reason}"
-    return _said(
-        "skipped", "at risk", what, "save less often, or let two be on their way: `SaveOptions(in_flight_max=2)`"
-    )
+    what = f"{saves} skipped, {len(taken)} were done; mostly: {reason}"
+    return _said("skipped", "at risk", what, "save less often, or allow two at a time: `SaveOptions(in_flight_max=2)`")
 
 
 def failing(facts: Facts) -> list[Advice]:

@@ -305,7 +305,7 @@ class DurableSteps:
         """Begins a save by stock Orbax, with the caller's own handlers and objects, on the caller's thread.
 
         Blocks as Orbax blocks and raises what Orbax raises; `finish_by_orbax` waits for the rest. The step has
-        an identity and no digests. No other save may be on its way.
+        an identity and no digests. No other save may be in flight.
         """
         self._tries.begin(str(save_id))
         self.stock.settle()
@@ -373,7 +373,7 @@ class DurableSteps:
         return save_id.step in self.steps() and self.save_id(save_id.step) == save_id
 
     def reload(self) -> None:
-        """Looks at the storage afresh. No save may be on its way."""
+        """Lists the storage again. No save may be in flight."""
         self.stock.settle()
         self._pruner.wait()
         self._identities.clear()

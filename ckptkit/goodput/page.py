@@ -109,7 +109,7 @@ def _figures(report: GoodputReport) -> str:
 
 
 def _definitions(report: GoodputReport) -> str:
-    """What the leading number counts, and the others, folded up."""
+    """The definitions of the leading number and of the others, folded up."""
     if report.goodput.ml_goodput is None:
         return ""
     rows = "".join(

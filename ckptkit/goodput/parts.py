@@ -36,7 +36,7 @@ _ALIASES: dict[str, Part | None] = {
     "program_startup": Part.INITIALIZATION,
     "tpu_initialization": Part.INITIALIZATION,
     "data_loading_sync": Part.DATA_LOADING,
-    "data_loading_async": None,  # beside the steps: it claims no time
+    "data_loading_async": None,  # while steps run: it claims no time
     "unproductive_checkpoint_save_time": Part.CHECKPOINT_SAVE,
     "unproductive_checkpoint_restore_time": Part.CHECKPOINT_RESTORE,
     "elastic_slice_down": Part.RECOVERY,
@@ -48,7 +48,7 @@ _OF_NAME: dict[str, Part | None] = {**{part.value: part for part in Part}, **_AL
 
 
 def part_of(name: str) -> Part | None:
-    """What the time in a span of this name is; `CUSTOM` for a name that is no kind, None where it claims no time."""
+    """The kind of time in a span of this name: `CUSTOM` for an unknown name, None for a span that claims no time."""
     return _OF_NAME.get(name, Part.CUSTOM)
 
 

@@ -115,8 +115,8 @@ class GoodputReport:
     """The account of a run. `parts_s` has every `Part` and adds up to `wall_s`.
 
     `steps_from`: whether the loop recorded its steps (`spans`), they are known from its calls of the manager (`calls`),
-    or from neither (`nothing`: then no goodput is known). `custom_s`: seconds in spans of process 0 whose names are no
-    kind of time, by name.
+    or from neither (`nothing`: then no goodput is known). `custom_s`: seconds in spans of process 0 with a name that is
+    not a kind of time, by name.
     """
 
     wall_s: float
@@ -311,7 +311,7 @@ def _saves(attempts: Sequence[Attempt]) -> Saves:
 
 
 def stalls_of(attempt: Attempt) -> Iterable[tuple[int | None, float]]:
-    """How long each save held the step loop of each process, with its step; from the spans where no save says it."""
+    """How long each save held the step loop of each process, with its step; from the spans if no event has it."""
     staged = [event for event in attempt.events if event.kind == Kind.STAGED]
     if staged:
         return [(event.step, event.fields["stall_s"]) for event in staged]

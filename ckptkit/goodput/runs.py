@@ -106,8 +106,10 @@ class Attempt(NamedTuple):
 
     @property
     def is_finished(self) -> bool:
-        """Whether it came to the end of the run as that was then: it says so, or its manager was closed after all steps
-        and no exception or preemption was the reason."""
+        """Whether it came to the end of the run that was planned then.
+
+        It emitted FINISHED, or its manager was closed after all steps, without an exception or a preemption.
+        """
         if any(event.kind == Kind.FINISHED for event in self.events):
             return True
         primary = [event for event in self.events if event.process == 0] or self.events
@@ -253,7 +255,7 @@ def intervals(
         if attempt.first_s is None:  # process 0 was lost before its first event: the gap goes on
             continue
         yield Interval(idle_from_s, attempt.first_s, idle_part, 1)
-        if attempt.steps:  # what no span explains before the first one is no part of the training
+        if attempt.steps:  # time before the first step that no span covers
             yield Interval(attempt.first_s, start_s(attempt.steps[0][1]), Part.INITIALIZATION, 1)
         for span in attempt.spans:
             part = _part(span, attempt)

@@ -27,7 +27,7 @@ class Stride(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """Calls of the manager that overlap, as one: the loop stands still from the first to the last of them."""
+    """Calls of the manager that overlap, as one: the loop waits from the begin of the first to the end of the last."""
 
     begin_s: float
     end_s: float
@@ -91,13 +91,13 @@ def _ends(events: Iterable[Event]) -> Iterator[tuple[float, float, Event]]:
 
 
 def usual_step_s(strides: Iterable[Stride]) -> float | None:
-    """The median length of a step. The first strides are left out, for they compile; None where there are no others."""
+    """The median length of a step. First strides compile, so they are left out. None if nothing is left."""
     lengths_s = [each.step_s for each in strides if not each.first]
     return median(lengths_s) if lengths_s else None
 
 
 def spans_of(strides: Sequence[Stride], usual_s: float | None, process: int) -> Iterator[Event]:
-    """The strides as spans. What the first one took longer than usual is `compile`."""
+    """The strides as spans. The time by which the first one is longer than usual is `compile`."""
     for stride in strides:
         start_s, step_s = stride.start_s, stride.step_s
         if stride.first and usual_s is not None and step_s > usual_s:

@@ -1,4 +1,4 @@
-"""The account of a run in words: the one number that leads, where it is from, and what is to be said against it."""
+"""The account of a run in words: the number that leads, its source, and the reasons to doubt it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def headline(report: GoodputReport) -> str:
 
 
 def caveats(report: GoodputReport) -> list[str]:
-    """What a reader has to know before the numbers are believed, one sentence each or two."""
+    """Facts without which a reader would take the numbers for something else: one or two sentences each."""
     told = []
     if report.steps_from == "nothing":
         told.append(
-            "No log tells of steps. Call manager.save(step, ...), should_save or reached_preemption in each step, or "
+            "No log has steps. Call manager.save(step, ...), should_save or reached_preemption in each step, or "
             "write `with manager.step(step):` around it."
         )
     if report.custom_s:
         named = ", ".join(f"{name} ({time_text(seconds)})" for name, seconds in report.custom_s.items())
-        told.append(f"Spans whose names are no kind of time count as `custom`, never as training: {named}.")
+        told.append(f"Spans with names that are not kinds of time count as `custom`, never as training: {named}.")
     return told

@@ -1,4 +1,4 @@
-"""What a command runs, as far as a warm start needs to know: a script or a module of this Python environment."""
+"""Finds the script or module of this Python environment that a command runs: a warm start needs it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SHEBANG_BYTES_MAX = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonCommand:
-    """`interpreter` with `options` runs the script or module `target`; `named` are the words that say so, and the
-    words from `arguments_at` on are its arguments."""
+    """`interpreter` with `options` runs the script or module `target`; `named` are the words that name it, and
+    the words from `arguments_at` on are its arguments."""
 
     interpreter: str
     options: tuple[str, ...]
@@ -32,7 +32,7 @@ class PythonCommand:
 
 
 def python_command(words: Sequence[str]) -> PythonCommand | None:
-    """What `words` run, or None: no Python, another environment than this one, or in a way that is not known here."""
+    """The script or module that `words` run. None: not Python, another environment, or an option not known here."""
     found = shutil.which(words[0])
     if found is None:
         return None

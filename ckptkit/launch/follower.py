@@ -1,4 +1,4 @@
-"""The agent of another host than the first: it starts and ends workers as the first agent says."""
+"""The agent of another host than the first: it starts and ends workers when the first agent orders it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _LOSSES_MAX = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """One worker to start: the words of its command, and what its environment has beside the host's."""
+    """One worker to start: the words of its command, and the variables added to the host's environment."""
 
     process: int
     argv: tuple[str, ...]
@@ -89,7 +89,7 @@ class LocalHost:
         self._started_s = monotonic_s()
 
     def tick(self) -> None:
-        """What there is to do while workers run: a template is started once their imports are over."""
+        """Called again and again while workers run: starts a template once their imports are over."""
         if self._warm is None or self._warm.is_cold or self._command is None:
             return
         if self._names is not None:
@@ -127,7 +127,7 @@ class LocalHost:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """What a template of this job imports, once it is known."""
+        """The modules that a template of this job imports; empty until they are known."""
         return self._modules
 
     def beats(self) -> dict[int, heartbeat.Beats | None]:
@@ -169,7 +169,7 @@ class LocalHost:
         self.children.append(Child(spec.process, running, self._on_output, self._on_error))
 
     def _take_names(self) -> None:
-        """What process 0 of this host has imported so far is what a template will import."""
+        """Takes the modules that process 0 of this host has imported so far as those that a template will import."""
         if self._names is None or self._modules:
             return
         names = os.pread(self._names, _NAMES_BYTES_MAX, 0).decode(errors="replace").split("\n")[:-1]
@@ -194,9 +194,9 @@ class LocalHost:
                 self._stay_cold()
 
     def _give_up(self, place: _Place, error: StandbyError) -> None:
-        """The next template does without the module that made this one unusable; after five there is no next one.
+        """The next template does without the module that made this one unusable. Five templates are tried at most.
 
-        None either, where a template cannot come up for a reason that it does not know.
+        A template that cannot start for an unknown reason is the last one.
         """
         has_hope = (place.standby is not None and place.standby.was_ready) or error.culprit is not None
         self._drop(place)

@@ -280,7 +280,7 @@ class Launcher:
             self._roster.tell("signal", signal=signum)
 
     def _look(self, watch: Watch) -> Loss | None:
-        """What the beats say; a worker that hangs is lost, and the log has the stacks of all."""
+        """Looks at the beats: the first worker that hangs is the loss, and the log has the stacks of all."""
         self._local.tick()
         if self._roster is not None and self._local.modules:
             self._roster.warm_spares(self._local.modules)

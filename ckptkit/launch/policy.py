@@ -49,7 +49,7 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """The first process of an attempt that did not end well. `why`: what is known beside its return code."""
+    """The first process of an attempt that did not end well. `why`: what is known in addition to its return code."""
 
     process: int
     returncode: int
@@ -57,7 +57,7 @@ class Loss:
 
     @property
     def cause(self) -> str:
-        """What is known, or the signal's name, or the exit code."""
+        """`why`, or else the signal's name, or else the exit code."""
         if self.why is not None:
             return self.why
         if self.returncode < 0:

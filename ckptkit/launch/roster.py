@@ -47,7 +47,7 @@ class RemoteHost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a host of the job reports: `ended` workers with their return codes, or that it is `lost`."""
+    """A report of a host of the job: `ended` workers with their return codes, or that it is `lost`."""
 
     kind: Literal["ended", "lost", "preempted", "stop"]
     host: RemoteHost
@@ -129,7 +129,7 @@ class Roster:
             host.connection.send({"do": "stop", "grace_s": grace_s})
 
     def tell(self, what: str, **fields: Any) -> None:
-        """Sends a word to the hosts of the attempt."""
+        """Sends an order to the hosts of the attempt."""
         for host in self._in_attempt():
             host.connection.send({"do": what, **fields})
 
@@ -176,7 +176,7 @@ class Roster:
         return [host for host in filled if host is not None][:count]
 
     def _join(self, connection: Connection, address: str) -> None:
-        """A stranger has become an agent; it says who it is in its first message."""
+        """Adds an agent that has proved its secret. Its first message has its name."""
         host = RemoteHost(name=address, rank=0, connection=connection)
         connection.start(lambda message: self._hear(host, message), lambda error: self._lost(host, error))
 

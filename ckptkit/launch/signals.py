@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def signals_mean(acts: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
-    """The signals call the acts in the block; only the main thread may say so, elsewhere nothing changes."""
+    """The signals call the acts in the block. In another thread than the main one nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -10,7 +10,7 @@ from ckptkit.launch.host import WorkerSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlace:
-    """What a host has to know of an attempt: its workers are `first`, ... of `processes`, and `here` are its own."""
+    """The part of a host in an attempt: `here` workers of `processes`, from number `first` on."""
 
     first: int
     here: int

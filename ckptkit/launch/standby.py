@@ -29,7 +29,7 @@ _HIDES_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_V
 
 
 class StandbyError(Exception):
-    """There is no template to fork from; the message gives the reason. `culprit`: the module that made it unusable."""
+    """A template cannot be used; the message gives the reason. `culprit`: the module that made it unusable."""
 
     def __init__(self, message: str, *, culprit: str | None = None):
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""What a running job does, in a JSON file that other programs read."""
+"""The state of a running job, in a JSON file that other programs read."""
 
 from __future__ import annotations
 

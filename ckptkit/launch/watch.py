@@ -1,4 +1,4 @@
-"""What the beats of an attempt's workers say: which worker hangs, and how the job came back after a loss."""
+"""Reads the beats of an attempt's workers: which worker hangs, and how long the job took to recover from a loss."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A Python worker of `ckptkit run`, and the template that workers are forked from. Run as a script, by path.
 
-    python worker.py direct FD    runs one order that it reads from the file FD, in this process
-    python worker.py template FD  imports what it is told on the socket FD, then forks one process for each order
+    python worker.py direct FD    runs one order from the file FD, in this process
+    python worker.py template FD  imports the modules named on the socket FD, then forks a process for each order
 
 Only the standard library is imported here: what else a worker imports is the job's own affair. The rules are those of
 decision 9.
@@ -10,9 +10,8 @@ decision 9.
 import os
 import sys
 
-if sys.path and sys.path[0] == os.path.dirname(
-    os.path.abspath(__file__)
-):  # beside this file are no modules for the job
+# The folder of this file has no modules for the job.
+if sys.path and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
     del sys.path[0]
 
 import ctypes
@@ -205,7 +204,7 @@ class _ThreadCounter:
         self._depth = 0
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        """What the other finders find, with a loader that counts."""
+        """The spec that the other finders find, with a loader that counts."""
         del path, target
         if name.split(".")[0] not in _THREADS_OF or self._depth:
             return None
@@ -321,7 +320,7 @@ class _Template:
         orders, each = request["orders"], request["fds"]
         theirs = [fds[number * each : (number + 1) * each] for number in range(len(orders))]
         pids_fd, write_fd = os.pipe()
-        with warnings.catch_warnings():  # Python 3.12 warns of OpenBLAS's thread, which is gone in a fork
+        with warnings.catch_warnings():  # Python 3.12 warns of OpenBLAS's thread, which a fork does not have
             warnings.simplefilter("ignore")
             middle = os.fork()
             if middle == 0:
@@ -372,7 +371,7 @@ class _Template:
         self._socket.sendall(_HEADER.pack(len(body)) + body)
 
     def _receive(self) -> tuple[dict, list[int]]:
-        """The next message of the agent; ends the process when there is no agent any more."""
+        """The next message of the agent. Ends the process if the agent has ended."""
         header, fds, _, _ = socket.recv_fds(self._socket, _HEADER.size, _FDS_MAX)
         header += self._read(_HEADER.size - len(header))
         (size,) = _HEADER.unpack(header)

@@ -272,7 +272,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self._resumer.restore_async(step, wanted, began, about)
 
     def latest_step(self) -> int | None:
-        """The newest step over all tiers, as Orbax counts: one on its way is listed, a failed one is not.
+        """The newest step over all tiers, as Orbax counts: a step in flight is listed, a failed one is not.
 
         After a `restore` it is the restored step, the same on every process: a loop from `latest_step() + 1` continues
         what was restored. A step that a restore found damaged is not listed. A save, or a newer step that `reload`
@@ -287,7 +287,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self._metadata_index.best_of(self._ledger.steps())
 
     def all_steps(self, read: bool = False) -> list[int]:
-        """Every step that some tier holds or that is on its way, in Orbax's order; abandoned branches are left out.
+        """Every step in some tier or in flight, in Orbax's order; abandoned branches are left out.
 
         With `read`, the tiers are looked at afresh (`reload`).
         """
@@ -296,7 +296,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         return self._ledger.steps()
 
     def reload(self) -> None:
-        """Looks at every tier afresh: steps that others wrote or removed. Waits for the saves that are on their way."""
+        """Looks at every tier afresh: steps that others wrote or removed. Waits for the saves in flight."""
         with self._calls.entered("reload") as about:
             self._resumer.refuse_while_pending("reload")
         self._catalog.reload(about)
@@ -304,7 +304,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
     def delete(self, step: int) -> None:
         """Deletes a step from every tier; does nothing with the option `read_only`.
 
-        Waits for the saves that are on their way. Raises `StepNotFoundError` for a step that is not there.
+        Waits for the saves in flight. Raises `StepNotFoundError` for a step that is not there.
         """
         if self._options.read_only:
             _log.warning("%s is read only, delete will be skipped", self.directory)
@@ -357,7 +357,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):
         self._pipeline.outcomes.raise_failure()
 
     def close(self, *, remove_arenas: bool = False) -> None:
-        """Finishes what is on its way and lets everything go; raises `SaveFailedError` if a save has failed.
+        """Finishes the saves in flight, then releases slots and threads; raises `SaveFailedError` if a save has failed.
 
         Waits as long as saves advance, and at most `ProcessOptions.timeout_s` plus a minute after the last progress.
         Then the saves in flight are lost, the error names them, and this process's slots stay locked until it ends.

@@ -45,7 +45,7 @@ class _LogLines:
 
 
 def _like(event: Event) -> tuple[str, ...]:
-    """What makes warnings alike. Each rejected candidate is told, and each reason of a tier that is degraded."""
+    """The key by which warnings are alike. Each rejected candidate is logged, and each reason of a degraded tier."""
     about = (
         {Kind.REJECTED: str(event.step), Kind.DEGRADED: _reason(event)[:_LIKE_CHARS]}
         if "reason" in event.fields

@@ -37,7 +37,7 @@ class MetadataIndex:
         inventory: Inventory,
         known: Callable[[], Iterable[int]],
     ):
-        """`known` returns the steps that some tier holds or that are on their way."""
+        """`known` returns the steps in some tier or in flight."""
         self._options = options
         self._known = known
         self._durable = durable

@@ -1,4 +1,4 @@
-"""`jax.monitoring` hears of saves and restores: by Orbax's names, and by names of ours below `/ckptkit/`."""
+"""Reports saves and restores to `jax.monitoring`: by Orbax's names, and by names of ours below `/ckptkit/`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _tell_ours(event: Event) -> None:
 
 @final
 class _OrbaxNames:
-    """What Orbax tells itself, because it wrote or read a step itself, is left out."""
+    """Reports by Orbax's names. Steps that Orbax wrote or read itself are left out: it reports them."""
 
     def __init__(self, orbax: OrbaxMonitoring):
         self._orbax = orbax

@@ -117,7 +117,7 @@ class Resumer:
             ) from error
 
     def waiting_text(self) -> str:
-        """What the restore under way waits for."""
+        """The event that the restore under way waits for, as text."""
         return self._restorer.waiting_text()
 
     def refuse_while_pending(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""What the manager records of a run's time: spans of its saves and restores, and the steps that its calls tell of."""
+"""The manager's record of a run's time: spans of its saves and restores, and the steps known from its calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptkit.util import clock
 from ckptkit.util.waits import Meter, told
 
 _log = logging.getLogger("ckptkit")
-_NOTICED_S = 1e-3  # a call that saved nothing, and was shorter than this, is no span
+_NOTICED_S = 1e-3  # a call that saved nothing, and was shorter than this, is not a span
 _NORMAL_ENDS = (StopIteration, GeneratorExit)  # of an input, as loops notice it
 
 
@@ -40,7 +40,7 @@ class RunAccount:
         """The manager of process `process` is ready."""
         if self._events.has_file and self._events.process != process:
             _log.warning(
-                "this is process %d, and its event log says process %d: `ckptkit goodput` takes it for that one. Call "
+                "this is process %d, and its event log is of process %d: `ckptkit goodput` takes it for that one. Call "
                 "EventLog.for_run after jax.distributed.initialize(), or give it process=%d",
                 *(process, self._events.process, process),
             )
@@ -84,7 +84,7 @@ class RunAccount:
 
     @contextmanager
     def restoring(self, text: Callable[[], str]) -> Iterator[None]:
-        """A call that restores, or waits for a restore; `text` says for what."""
+        """A call that restores, or waits for a restore; `text` returns what it waits for."""
         begun_s, failed = clock.monotonic_s(), True
         try:
             with told(text, show=self._progress):

@@ -2,7 +2,7 @@
 
 Requests, each with `Authorization: Bearer <secret>`:
 
-    GET /saves/<epoch>.<step>.<number>/<process>/manifest                  the manifest as it stands, ETag names it
+    GET /saves/<epoch>.<step>.<number>/<process>/manifest                  the current manifest, ETag names it
     GET /saves/<epoch>.<step>.<number>/<process>/bytes   Range, If-Match   a part of one box of its slot
 
 401 without the secret, 404 for what is not held, 412 for what was superseded, 416 for other bytes, 503 when busy, 507

@@ -26,9 +26,9 @@ def is_of_files(manifests: Sequence[Manifest], item: str) -> bool:
 
 
 def stored_files(manifests: Sequence[Manifest], item: str) -> StoredFiles:
-    """What the processes have written of an item; of a path that several have written, the first one's file.
+    """The files of an item from all processes. If several have written a path, the first one's file is taken.
 
-    Raises `UnsuitedSaveError` where what a process wrote is in none of the manifests: the handler may need it.
+    Raises `UnsuitedSaveError` where the files of a process are in none of the manifests: the handler may need them.
     """
     by_writer: dict[int, Manifest] = {}
     for manifest in manifests:

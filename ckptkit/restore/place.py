@@ -101,8 +101,8 @@ def place(target: Target, blocks: Mapping[Box, np.ndarray]) -> Any:
     """The leaf from its proven blocks. Never references tier memory: the blocks are this restore's own.
 
     On the CPU backend the array takes the memory of a block that one device wants as it is; of a block that several
-    want, each gets a copy. On other backends the blocks are transferred (`Placer`), whatever `jax.transfer_guard`
-    says: the caller has asked for it.
+    want, each gets a copy. On other backends the blocks are transferred (`Placer`), under any `jax.transfer_guard`:
+    the caller has asked for it.
     """
     if not is_transferred(target):
         return _placed(target, blocks)

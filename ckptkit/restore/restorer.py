@@ -145,7 +145,7 @@ class Restorer:
         raise NoRestorableStepError([(r.where, r.save_id.step, r.reason) for r in rejected], path=self._url)
 
     def waiting_text(self) -> str:
-        """What the restore under way waits for, and how far it has come. Safe from other threads."""
+        """The event that the restore under way waits for, and its progress, as text. Safe from other threads."""
         meter = self._reading.meter.text()
         return f"restore waits for {self._waits_for}{f': {meter}' if meter else ''}"
 

@@ -66,7 +66,7 @@ class Flusher:
         return all(worker.idle for worker in self._workers)
 
     def wait_durable(self, deadline: Deadline, *, patient: bool = True) -> SaveProtocol:
-        """Waits for the durable save on its way; False where time ran out first, or, unless `patient`, where the
+        """Waits for the durable save in flight; False where time ran out first, or, unless `patient`, where the
         durable tier turns out to be failing."""
         while not (yield Idle(self._durable, deadline.left_s if patient else min(_LOOK_S, deadline.left_s))):
             if deadline.passed or (not patient and self._durable_retry.failing):
@@ -268,7 +268,7 @@ def array_items(
     captured: SaveItems,
     on_written: Callable[[], None] = lambda: None,
 ) -> dict[str, HostTreeSave | FilesSave]:
-    """The save arguments of the array items whose bytes lie in `memory` as `description` says, for Orbax's layout."""
+    """The save arguments of the array items for Orbax's layout. `description` has the place of a box in `memory`."""
     items: dict[str, HostTreeSave | FilesSave] = {}
     manifest = with_file_digests(manifest)
     for item, sources in description.items.items():

@@ -275,7 +275,7 @@ class SavePipeline:
             return None, Refusal(policy="wait", reason=f"earlier saves were not done within {timeout_s:.1f} s")
         in_flight, in_flight_max = self._in_flight, self._options.in_flight_max
         if in_flight >= in_flight_max:
-            reason = f"too early: {in_flight} snapshots are on their way, in_flight_max={in_flight_max}"
+            reason = f"too early: {in_flight} snapshots are in flight, in_flight_max={in_flight_max}"
             return None, Refusal(policy="skip", reason=reason)
         staging, name, size_bytes = self._tiers.staging, self._tiers.staging_name, save.description.slot_bytes
         try:
@@ -376,7 +376,7 @@ class SavePipeline:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is still on its way."""
+        """Whether a save is still in flight."""
         return not (self._stager.idle and self._writer.idle and self.flusher.idle)
 
     @property

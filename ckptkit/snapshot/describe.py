@@ -1,4 +1,4 @@
-"""What a save will hold, and where each box lies in a slot: a pure function of shapes and shardings."""
+"""The content of a save, and the place of each box in a slot: a pure function of shapes and shardings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL_BYTES = 64 << 10  # below it a piece is bound by the interpreter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafSource:
-    """What will be stored of a leaf, and who else holds it. Keeps no array alive."""
+    """The record of a leaf, and the processes that hold its boxes. Keeps no array alive."""
 
     sharding: jax.sharding.Sharding | None  # the leaf's own: for typed keys, without the dimensions of the key data
     record: LeafRecord
@@ -47,7 +47,7 @@ class SlotExtent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What a save will hold: leaves by item, their trees, every box's place, and the bytes of slot they take."""
+    """The content of a save: leaves by item, their trees, every box's place, and the bytes of slot they take."""
 
     items: Mapping[str, tuple[LeafSource, ...]]
     treedefs: Mapping[str, Any]
@@ -73,8 +73,8 @@ def describe_items(
     """Where each box of each leaf of the array items will lie in a slot. In `own` items each process has other leaves.
     `chunk_bytes` are, by item and leaf, the most bytes that a cell is to have, where that is less than usual.
 
-    Cost: about 20 microseconds per leaf, no device work. Raises `TypeError` for a leaf that is no array or number,
-    `ValueError` for one that lives on this process only in a job of several.
+    Cost: about 20 microseconds per leaf, no device work. Raises `TypeError` for a leaf that is not an array or a
+    number, `ValueError` for one that lives on this process only in a job of several.
     """
     offset = 0
     items: dict[str, tuple[LeafSource, ...]] = {}
@@ -117,7 +117,7 @@ class Describer:
         own: Collection[str] = (),
         chunk_bytes: Mapping[str, Sequence[int | None]] | None = None,
     ) -> Description:
-        """What `finish(describe_items(...))` gives for the same, and raises what that raises."""
+        """The same as `finish(describe_items(...))`, with the same errors."""
         signature = [_signature(trees), chunk_bytes]
         if self._last is None or self._last[0] != signature:
             with collection_paused():  # for thousands of records that all stay: a third of the time
@@ -289,13 +289,13 @@ def _is_local(value: jax.Array) -> bool:
 
 
 def _abstract_key_data(keys: jax.Array) -> Any:
-    """What describes the data of keys that no device here holds: JAX runs no program for them on this process."""
+    """Shape, dtype and sharding of the data of keys that no device here holds: JAX runs no program for them here."""
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(keys.shape, keys.dtype))
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=keys.sharding)
 
 
 def kind_of_number(value: bool | int | float) -> LeafKind:
-    """What a Python number is stored as: it comes back as one."""
+    """The kind of a Python number: a restore returns the same kind."""
     return "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
 
 
@@ -321,7 +321,7 @@ def _extent(number: int, leaf: LeafRecord, box: BoxRecord, device: Any) -> SlotE
 
 
 def _signature(trees: Mapping[str, Any]) -> Any:
-    """What a description depends on."""
+    """Shapes, dtypes and shardings: equal trees by these have equal descriptions."""
 
     def of(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array):

@@ -70,8 +70,8 @@ def twins_of(description: Description) -> tuple[LocalReplica, ...]:
 
 
 def shared_boxes(description: Description, process: int) -> dict[BoxHolders, list[SharedBox]]:
-    """The boxes of the global state that several processes hold, by who holds them; the same on every process but for
-    `number`, because it is made of the global shardings alone."""
+    """The boxes of the global state that several processes hold, by their holders. The same on every process except
+    for `number`, because it is made of the global shardings alone."""
     shared: dict[BoxHolders, list[SharedBox]] = {}
     number = 0
     for item, sources in description.items.items():
@@ -130,7 +130,7 @@ class Rotation:
 def twin_shards(
     description: Description, trees: Mapping[str, Any], local_replicas: Sequence[LocalReplica]
 ) -> list[Held]:
-    """What `Stager.begin` digests for `local_replicas`: box `len(description.extents) + i` is number `i` of them.
+    """The boxes that `Stager.begin` digests for `local_replicas`: number `i` is box `len(description.extents) + i`.
 
     Moves no bytes.
     """

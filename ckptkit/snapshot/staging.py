@@ -44,7 +44,7 @@ _PINNED = "pinned_host"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """A state that is on its way into a slot. `finish` moves what is left, once, lets the arrays go, and returns the
+    """A state that is being copied into a slot. `finish` copies the rest, once, releases the arrays, and returns the
     digests of every box by its number. `computing_s`: seconds until the arrays were computed, which are the step's own.
     """
 

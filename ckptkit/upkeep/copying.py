@@ -374,7 +374,7 @@ def _sync_below(path: str) -> None:
         sync_directory(directory)
 
 
-PART_BYTES = 8 << 20  # held of each object that is on its way
+PART_BYTES = 8 << 20  # held of each object in transfer
 _TRIES = 4  # of an object at least, where the store fails in a way that may pass: a large one takes long
 
 

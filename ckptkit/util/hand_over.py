@@ -1,4 +1,4 @@
-"""What one thread hands to another: bounded, and never waited for."""
+"""Values from one thread to another: bounded, and the sender never waits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _BATCH_S = 0.1  # between two looks, so that a burst does not wake the thread fo
 class HandOver(Generic[T]):
     """Calls `take` with each value that `put` was given, in order, in a thread of its own.
 
-    At most `waiting_max` values wait: later ones are dropped and counted. What `take` raises is logged once a kind.
-    Cost of `put`: below a microsecond; no lock, no wake-up.
+    At most `waiting_max` values wait: later ones are dropped and counted. An exception of `take` is logged, once for
+    each type. Cost of `put`: below a microsecond; no lock, no wake-up.
     """
 
     def __init__(self, take: Callable[[T], None], *, name: str, waiting_max: int = 10_000):

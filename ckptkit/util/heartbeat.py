@@ -17,7 +17,7 @@ _BEAT = struct.Struct(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beats:
-    """What a worker has marked. Times are of this machine's monotonic clock."""
+    """The marks of a worker. Times are of this machine's monotonic clock."""
 
     count: int
     step: int
@@ -64,7 +64,7 @@ class _Marker:
 
 
 def read(shared: mmap.mmap) -> Beats | None:
-    """The newest beat in a file; None before the first. A read that meets a write may mix two beats."""
+    """The newest beat in a file; None before the first. A read during a write may mix two beats."""
     count, step, at_s, longest_s, first_step, first_s = _BEAT.unpack_from(shared, 0)
     if not count:
         return None

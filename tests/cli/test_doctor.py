@@ -156,7 +156,7 @@ CASES: list[Case] = [
         rules.skipped,
         logged(*RUN, *saves(range(9), "ram"), event(Kind.SKIPPED, 9, 9, "ram", policy="skip", reason="still busy")),
         logged(*RUN, *saves(range(10), "ram"), event(Kind.SKIPPED, 10, 10, "ram", policy="skip", reason="busy")),
-        "1 save was left out beside 9 taken; mostly: still busy",
+        "1 save was skipped, 9 were done; mostly: still busy",
     ),
     (
         rules.failing,

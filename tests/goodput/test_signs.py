@@ -277,5 +277,5 @@ def test_log_of_another_process_is_a_warning(tmp_path: Path, caplog: pytest.LogC
     """Breaks when every process of a job writes the log of process 0, and nobody is told."""
     events = EventLog.for_run(tmp_path / "run", process=3)
     ckptkit.CheckpointManager(tmp_path / "root", options=EVERY, events=events).close()
-    (record,) = [record for record in caplog.records if "event log says process 3" in record.getMessage()]
+    (record,) = [record for record in caplog.records if "event log is of process 3" in record.getMessage()]
     assert "this is process 0" in record.getMessage()

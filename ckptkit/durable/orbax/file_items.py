@@ -41,11 +41,11 @@ class FilesSave(ocp.args.CheckpointArgs):
 
 
 def written_by(handler: Any, arg: Any, *, mapped_from: int, home: Path | None = None) -> FilesSave | None:
-    """What a handler of Orbax writes on this process for a save argument.
+    """The files that a handler of Orbax writes on this process for a save argument.
 
     The handler writes into a directory of this process's own below `home` (default: memory), which is then removed. Of
-    `mapped_from` bytes on, the files are mapped, not copied. In a job of several processes each has what it has written
-    itself; None for a handler that puts together what several have written (`needs_one_directory`). None too, on one
+    `mapped_from` bytes on, the files are mapped, not copied. In a job of several processes each returns its own
+    files; None for a handler that puts together what several have written (`needs_one_directory`). None too, on one
     process, for what is not made of files alone: links, and directories without anything in them.
 
     Raises what the handler raises, and `ValueError` for such things on one of several processes: all would have to know
@@ -76,7 +76,7 @@ def needs_one_directory(handler: Any, arg: Any) -> bool:
 
 
 def read_by(handler: Any, arg: Any, files: Mapping[str, Any]) -> Any:
-    """What a handler of Orbax restores from these files. Raises what it raises.
+    """Restores an item from these files by a handler of Orbax. Raises the errors of the handler.
 
     Raises `CorruptCheckpointError`, and writes nothing, where a path does not stay below the item: a manifest may come
     from anybody.

@@ -123,7 +123,7 @@ class LoneTreeHandler(ocp.PyTreeCheckpointHandler):
 
 def write_sidecar_sign(directory: Any) -> None:
     """Marks a tree without jax arrays as one with sidecars, once Orbax has finished it. Orbax's own checks refuse the
-    file with this mark if there are no arrays."""
+    file with this mark in a tree without arrays."""
     if (directory / paths.SIDECAR_DIR).exists() and not (directory / paths.ARRAY_METADATAS).exists():
         sign = orbax_files.array_metadatas_text((), has_sidecar=True)
         _write_text(directory / paths.ARRAY_METADATAS, "process_0", sign)

@@ -361,7 +361,7 @@ class StockManager:
         return [(info.step, info.time, info.metrics) for info in self.orbax._checkpoints]
 
     def settle(self) -> None:
-        """Waits for a save that is on its way, without raising: its failure was reported where it was waited for."""
+        """Waits for a save in flight, without raising: its failure was reported where it was waited for."""
         try:
             self.orbax.wait_until_finished()
         except Exception:  # noqa: BLE001  Orbax raises it once per thread; it was reported already

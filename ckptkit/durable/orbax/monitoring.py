@@ -1,6 +1,6 @@
-"""What Orbax tells `jax.monitoring` of a save and a restore, under its names, for those that it does not do itself.
+"""Reports saves and restores that ckptkit does to `jax.monitoring`, under the names that Orbax uses for its own.
 
-Collectors that listen for Orbax's names go on when a manager of ours takes its place. As in Orbax, process 0 tells,
+Collectors that listen for Orbax's names still work when a manager of ours replaces it. As in Orbax, process 0 reports,
 times are seconds (`*_time`: milliseconds since the epoch), and sizes are GiB of the whole tree.
 """
 

@@ -19,7 +19,7 @@ def sharding_text(sharding: jax.sharding.Sharding) -> str | None:
     """Orbax's JSON of a sharding; None for the kinds that it has no words for.
 
     A mesh of many devices that are all there are, in order, is written without their list: so Orbax reads such a text.
-    A kind of memory that is not the usual one stands before Orbax's words, which Orbax passes over.
+    A kind of memory that is not the usual one is written before Orbax's text. Orbax ignores it there.
     """
     if isinstance(sharding, jax.sharding.NamedSharding):
         text = _named_words(sharding).to_serialized_string()

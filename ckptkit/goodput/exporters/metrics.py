@@ -189,7 +189,7 @@ class RunMetrics:
             self._set("ckptkit_commit_interval_seconds", median(gaps_s), tier)
 
     def _refresh(self) -> None:
-        """What is known only when somebody asks."""
+        """Measures the values that change without an event: used space of each tier, estimated goodput."""
         for tier, place in self._places.items():
             try:
                 found = os.statvfs(place)

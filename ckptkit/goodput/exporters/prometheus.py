@@ -68,7 +68,7 @@ class PrometheusExporter:
             self._server = None
 
     def describe(self) -> Iterable[Any]:
-        """What is served, for the registry."""
+        """The names and types of all metrics, without values, for the registry."""
         return [self._family(metric.name) for metric in METRICS]
 
     def collect(self) -> Iterable[Any]:
