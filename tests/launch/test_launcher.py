@@ -41,7 +41,7 @@ class Spy:
         *,
         processes: int = 2,
         policy: RestartPolicy = QUICK,
-        on_lost: Callable[[int, int], None] | None = None,
+        on_lost: Callable[[int, int], None] = lambda attempt, process: None,
         devices_per_process: int | None = None,
     ) -> Launcher:
         return Launcher(
