@@ -5,8 +5,9 @@ that is killed again and again, compared with stock Orbax), `proof` (the cost of
 protocol alone, judged by an oracle), `gather` (the exchange of a large job's processes before a restore), `broadcast`
 (replicas that read the durable tier for each other), `simulator` (predicted and measured goodput), `policy` (save
 intervals on recorded failures), `simulate` (how long a simulation takes), `convert` (conversions within a memory
-budget), `gpu` (staging strategies on accelerators), `inspect` (100,000 leaves), `zoo` (every command over roots with
-strange things in them). `all` runs everything but `gpu` and renders `bench/REPORT.md`, `report` again.
+budget), `gpu` (staging strategies on accelerators), `herd` (a thousand hosts that restore from a bucket at once),
+`inspect` (100,000 leaves), `zoo` (every command over roots with strange things in them). `all` runs everything but
+`gpu` and `herd` and renders `bench/REPORT.md`, `report` again.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from bench.faults import main as faults
 from bench.figures import available
 from bench.gather import main as gather
 from bench.gpu import main as gpu
+from bench.herd import main as herd
 from bench.inspect import main as inspect
 from bench.kill import main as kill
 from bench.policy import main as policy
@@ -63,6 +65,7 @@ _CAMPAIGNS = {
     "faults": faults,
     "gather": gather,
     "gpu": gpu,
+    "herd": herd,
     "inspect": inspect,
     "kill": kill,
     "policy": policy,

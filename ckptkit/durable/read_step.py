@@ -16,6 +16,7 @@ import tensorstore as ts
 
 from ckptkit.durable.cells.kvstore import base_of
 from ckptkit.durable.cells.local_reader import PlacedCells
+from ckptkit.durable.cells.pacing import spread_start
 from ckptkit.durable.cells.range_reader import PlacedRanges
 from ckptkit.durable.cells.reader import CellReader, Wanted
 from ckptkit.durable.cells.tensorstore_wait import (
@@ -164,6 +165,8 @@ class DurableReader:
         return self._manifests(None, to_read) if ahead is None else ahead.result()
 
     def _manifests(self, names: Sequence[str] | None, to_read: bool) -> list[Manifest]:
+        if to_read:
+            spread_start(self._profile, self._url)
         items = self.item_names() if names is None else _directories(names)
         listed = dict(
             zip(items, all_of(self._url, [partial(self._listed, item, to_read) for item in items]), strict=True)
@@ -173,7 +176,7 @@ class DurableReader:
         if not any(listed.values()):
             self._require_items(items)
         missing = [(item, n) for item, sidecars in listed.items() for n, known in sidecars.items() if known is None]
-        with ThreadPoolExecutor(READ_THREADS) as pool:
+        with ThreadPoolExecutor(min(READ_THREADS, self._profile.read_concurrency)) as pool:
             read = dict(zip(missing, pool.map(lambda key: self._sidecar(*key), missing), strict=True))
         found = {
             item: of_one_save({n: known or read[item, n] for n, known in sidecars.items()}, self._marked)

@@ -23,7 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from ckptkit.durable.cells.pacing import WritePace
+from ckptkit.durable.cells.pacing import WritePace, spread_start
 from ckptkit.durable.cells.tensorstore_wait import large_objects, small_objects
 from ckptkit.durable.cells.writer import CellWriter, merge_processes, process_directory
 from ckptkit.durable.commit import DiskAttempt, MarkAttempt, make_attempt
@@ -153,10 +153,16 @@ class StepWriter:
         left_out: Collection[str],
     ) -> None:
         error = None
-        try:
-            self._write_part(place, items, profile, ready, left_out)
-        except Exception as caught:  # noqa: BLE001  reported to the other processes, which would wait for this part
-            error = caught
+
+        def write_own() -> None:
+            nonlocal error
+            try:
+                spread_start(profile, place)
+                self._write_part(place, items, profile, ready, left_out)
+            except Exception as caught:  # noqa: BLE001  reported to the other processes, which would wait for this part
+                error = caught
+
+        self._in_turn(write_own)
 
         def finish_together(failures: list[str | None]) -> None:
             for process, failure in enumerate(failures):
@@ -172,6 +178,16 @@ class StepWriter:
         finally:
             if error is not None:
                 raise error  # the error; all processes decide together whether to retry
+
+    def _in_turn(self, write: Callable[[], None]) -> None:
+        """Calls `write` once, in this process's turn: the job may have fewer writes in flight than processes."""
+        process, count = self._coordinator.process, self._coordinator.count
+        at_once = self._profile.writers_at_once(count)
+        for first in range(0, count, at_once):
+            if first <= process < first + at_once:
+                write()
+            if first + at_once < count:  # after the last turn all processes meet anyway
+                self._coordinator.agree(f"step-turn-{first}", None, lambda _: None)
 
     def _small(self, place: str) -> Store:
         return small_objects(place, self._profile)
@@ -190,7 +206,7 @@ class StepWriter:
         # On a disk all is synced at the end, side by side: one by one takes a turn of the disk for each file.
         on_disk = properties_of(place).file_system
         store = LocalStore(place, durable=False) if on_disk else self._small(place)
-        with ThreadPoolExecutor(_PUTS, thread_name_prefix="ckptkit-step") as pool:
+        with ThreadPoolExecutor(min(_PUTS, profile.write_concurrency), thread_name_prefix="ckptkit-step") as pool:
             puts: list[Future[None]] = []
 
             def put(key: str, data: bytes) -> None:

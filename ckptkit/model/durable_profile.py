@@ -19,7 +19,11 @@ COMPRESSORS: Final[Mapping[Codec, Mapping[str, Any]]] = {
     "lz4_shuffle": {"id": "blosc", "cname": "lz4", "clevel": 1, "shuffle": 1, "blocksize": 0},
 }
 _UNITS = {"_bytes_per_s": "bytes per second", "_bytes": "bytes", "_s": "seconds"}
-_OPTIONAL = frozenset({"write_bytes_per_s", "job_write_bytes_per_s"})
+_OPTIONAL = frozenset(
+    {"write_bytes_per_s", "job_write_bytes_per_s", "job_write_concurrency", "job_read_concurrency", "start_spread_s"}
+)
+# GCS takes 1,000 writes and 5,000 reads a second of a new bucket before it scales up (its page "request-rate").
+_SPREAD_S_PER_PROCESS = 1e-3
 _SLOWEST_BYTES_PER_S = 10e6  # of a tier that works: a tenth of what one connection to a bucket gives
 
 
@@ -44,6 +48,11 @@ class DurableProfile:
         no limit.
       job_write_bytes_per_s: the same for all processes of the job together; each keeps to an equal part of it. None: no
         limit. With both, the lower rate counts.
+      job_write_concurrency, job_read_concurrency: requests in flight of all processes of the job together; each has an
+        equal part of them, and at least one. With fewer writes than processes, so many processes write at a time, and
+        the others wait for their turn. None: no limit of the job.
+      start_spread_s: before its first request of a save or of a restore, each of several processes waits for a random
+        time up to this. Only in a bucket. None: a millisecond for each process of the job.
       operation_timeout_s: the time limit of an operation that moves few bytes; after it the operation fails as
           transient. The limit grows by a second for every 10 MB that the operation moves (`limit_s`).
     """
@@ -57,6 +66,9 @@ class DurableProfile:
     in_flight_bytes: int = 2 << 30
     write_bytes_per_s: float | None = None
     job_write_bytes_per_s: float | None = None
+    job_write_concurrency: int | None = None
+    job_read_concurrency: int | None = None
+    start_spread_s: float | None = None
     operation_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
@@ -81,12 +93,25 @@ class DurableProfile:
         return max(1, int(min(max(self.data_file_bytes, self.in_flight_bytes // 4), self.in_flight_bytes, second)))
 
     def for_one_of(self, processes: int) -> DurableProfile:
-        """The profile of one process in a job of so many: its part of the job's rate is its own rate."""
-        if self.job_write_bytes_per_s is None:
-            return self
-        part = self.job_write_bytes_per_s / processes
-        own = part if self.write_bytes_per_s is None else min(part, self.write_bytes_per_s)
-        return dataclasses.replace(self, write_bytes_per_s=own, job_write_bytes_per_s=None)
+        """The profile of one process in a job of so many: its part of the job's limits is its own limit."""
+        own: dict[str, Any] = {}
+        if self.job_write_bytes_per_s is not None:
+            part = self.job_write_bytes_per_s / processes
+            rate = part if self.write_bytes_per_s is None else min(part, self.write_bytes_per_s)
+            own |= {"write_bytes_per_s": rate, "job_write_bytes_per_s": None}
+        for field, job in (
+            ("write_concurrency", self.job_write_concurrency),
+            ("read_concurrency", self.job_read_concurrency),
+        ):
+            if job is not None:
+                own[field] = min(getattr(self, field), max(1, job // processes))
+        if self.start_spread_s is None and processes > 1:
+            own["start_spread_s"] = processes * _SPREAD_S_PER_PROCESS
+        return dataclasses.replace(self, **own) if own else self
+
+    def writers_at_once(self, processes: int) -> int:
+        """How many processes of a job write at a time: all, unless the job may have fewer writes in flight."""
+        return processes if self.job_write_concurrency is None else min(processes, self.job_write_concurrency)
 
     def codec_of(self, cell_bytes: int) -> Codec | None:
         """How the cells of a leaf are encoded whose cells have `cell_bytes`."""

@@ -18,18 +18,19 @@ from ckptkit.model.manifest import SaveId
 
 
 class Meeting:
-    """Two coordinators that exchange values in memory, as threads."""
+    """Coordinators that exchange values in memory, as threads."""
 
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=60)
-        self._said: list[Any] = [None, None]
+    def __init__(self, count: int = 2) -> None:
+        self.count = count
+        self._barrier = threading.Barrier(count, timeout=60)
+        self._said: list[Any] = [None] * count
         self._verdict: Any = None
 
     def of(self, process: int) -> Any:
         meeting = self
 
         class Member:
-            count = 2
+            count = meeting.count
 
             def __init__(self) -> None:
                 self.process = process
@@ -98,3 +99,40 @@ def test_failed_part_fails_the_step_on_every_process(
     assert isinstance(other, TransientStoreError)
     assert f"process {broken} has not written its part" in str(other)
     assert not (tmp_path / "7").exists()
+
+
+@pytest.mark.parametrize(("writes", "expected"), [(2, 2), (1, 1), (None, 5)])
+def test_job_of_many_processes_has_few_writers_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int | None, expected: int
+) -> None:
+    """A thousand hosts that write at the same time get 429 from the bucket, and their saves fail."""
+    meeting, lock, at_once, seen = Meeting(5), threading.Lock(), 0, list[int]()
+    items = {"state": HostTreeSave({"w": np.arange(8.0)})}  # pyright: ignore[reportCallIssue]
+    together = threading.Barrier(expected, timeout=60)
+    write_part = StepWriter._write_part
+
+    def part(self: StepWriter, *args: Any) -> None:
+        nonlocal at_once
+        with lock:
+            at_once += 1
+            seen.append(at_once)
+        if self._coordinator.process < 5 - 5 % expected:
+            together.wait()  # as many as may write do write at the same time
+        write_part(self, *args)
+        with lock:
+            at_once -= 1
+
+    monkeypatch.setattr(StepWriter, "_write_part", part)
+    profile = DurableProfile(job_write_concurrency=writes).for_one_of(5)
+
+    def run(process: int) -> None:
+        writer = StepWriter(str(tmp_path), meeting.of(process), profile)
+        writer.write("7", SaveId(1, 7, 0), items, {"state": "h"}, {})
+
+    threads = [threading.Thread(target=run, args=(process,)) for process in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (max(seen), len(seen)) == (expected, 5)
+    assert (tmp_path / "7" / "state" / "manifest.ocdbt").exists()

@@ -21,14 +21,15 @@ def test_invalid_value_is_refused(field: str, value: Any) -> None:
                 DurableProfile(compression=value)
         return
     unit = "seconds" if field.endswith("_s") else "bytes" if field.endswith("_bytes") else "a count"
-    if field.endswith("write_bytes_per_s"):
+    given: dict[str, Any] = {field: value}
+    if field.startswith("job_") or field in ("write_bytes_per_s", "start_spread_s"):
         if value is None:
-            absent: dict[str, Any] = {field: None}
-            assert DurableProfile(**absent) == DurableProfile()
+            assert DurableProfile(**given) == DurableProfile()
             return
+    if field.endswith("write_bytes_per_s"):
         unit = "bytes per second"
     with pytest.raises(ValueError, match=rf"DurableProfile: {field} is .*; give {unit} above 0"):
-        DurableProfile(**{field: value})
+        DurableProfile(**given)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,30 @@ def test_rate_of_a_job_is_divided_over_its_processes(
     part = profile.for_one_of(4)
     assert (part.write_bytes_per_s, part.job_write_bytes_per_s) == (expected, None)
     assert part.for_one_of(4) == part, "divided once"
+
+
+@pytest.mark.parametrize(
+    ("job", "processes", "own", "expected", "writers"),
+    [(None, 4, 32, 32, 4), (64, 4, 32, 16, 4), (6, 4, 32, 1, 4), (100, 1000, 32, 1, 100), (1000, 4, 32, 32, 4)],
+)
+def test_requests_of_a_job_are_divided_over_its_processes(
+    job: int | None, processes: int, own: int, expected: int, writers: int
+) -> None:
+    """A thousand processes would send 32,000 requests at a time, and the bucket answers 429."""
+    profile = DurableProfile(
+        write_concurrency=own, read_concurrency=own, job_write_concurrency=job, job_read_concurrency=job
+    )
+    part = profile.for_one_of(processes)
+    assert (part.write_concurrency, part.read_concurrency) == (expected, expected)
+    assert part.writers_at_once(processes) == writers
+    assert part.for_one_of(processes) == part, "divided once"
+
+
+def test_start_of_a_job_is_spread_by_its_processes() -> None:
+    """All processes of a job that starts again would send their first requests at the same time."""
+    assert DurableProfile().for_one_of(1).start_spread_s is None, "one process has nobody to wait for"
+    assert DurableProfile().for_one_of(1000).start_spread_s == pytest.approx(1.0)
+    assert DurableProfile(start_spread_s=7.0).for_one_of(1000).start_spread_s == pytest.approx(7.0)
 
 
 def test_profile_file_round_trips(tmp_path: Path) -> None:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 from collections.abc import Hashable
 from typing import final
 
+from ckptkit.model.durable_profile import DurableProfile
+from ckptkit.store.backends import properties_of
 from ckptkit.util import clock
 
 YIELD_S_MAX = (
     5.0  # of one wait for a fast tier: a loop that saves without a pause slows the durable tier and does not stop it
 )
+
+_spread = random.Random()  # its own: a job that seeds `random` would have all its processes start at the same time
+
+
+def spread_start(profile: DurableProfile, url: str) -> None:
+    """Waits for a random part of `DurableProfile.start_spread_s` if the URL is in a bucket: the processes of a job that
+    starts again do not all send their first requests at once."""
+    if profile.start_spread_s is not None and properties_of(url).round_trips:
+        time.sleep(_spread.uniform(0, profile.start_spread_s))
 
 
 @final

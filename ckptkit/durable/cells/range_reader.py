@@ -60,7 +60,7 @@ class PlacedRanges:
 
     def __init__(self, step_url: str, profile: DurableProfile):
         self._url, self._profile = step_url, profile
-        self._context = kvstore_context(profile)
+        self._context = kvstore_context(profile, writing=False)
         self._lock = threading.Lock()
         self._bases: dict[str, Any] = {}
         self._items: dict[str, _Item] = {}

@@ -48,7 +48,7 @@ class CellReader:
         self._url = step_url
         self._profile = profile
         self._client = 0  # which one reads: the second, once the first has hung
-        self._context = kvstore_context(profile)
+        self._context = kvstore_context(profile, writing=False)
         self._opened_s = time.time()  # a committed step does not change: what was read since is not asked for again
         self._lock = threading.Lock()
         self._stores: dict[str, Any] = {}
@@ -132,7 +132,7 @@ class CellReader:
         if self._client > 0:
             return
         self._client += 1
-        self._context = kvstore_context(self._profile)
+        self._context = kvstore_context(self._profile, writing=False)
         self._stores.clear()
         for key, read in self._started.items():
             if not read.future.done():

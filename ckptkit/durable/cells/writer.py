@@ -40,24 +40,24 @@ _NODES = "n/"  # the trees of pieces are in memory: only the last one's, which j
 _CACHE_BYTES = 100_000_000
 _COALESCED_BYTES = 1_000_000  # reads that are nearer than this become one request,
 # With TensorStore's jitter. Its own 32 tries take up to 15 minutes; a waiting caller gets the error sooner.
-_RETRIES = {"max_retries": 8, "initial_delay": "200ms", "max_delay": "16s"}
+RETRIES = {"max_retries": 8, "initial_delay": "200ms", "max_delay": "16s"}
 _GIVE_UP_S = 5.0
 _MERGED_BYTES = 16 << 20  # unless it is this large already: several requests at a time are faster than one
 
 
-def kvstore_context(profile: DurableProfile, *, synced: bool = True) -> ts.Context:
+def kvstore_context(profile: DurableProfile, *, writing: bool, synced: bool = True) -> ts.Context:
     """The limits under which a step is read or written, and the memory that holds `_UNPUBLISHED` meanwhile.
 
     Unless `synced`, files are left to the caller to sync.
     """
-    limit = {"limit": max(profile.write_concurrency, profile.read_concurrency)}
+    limit = {"limit": profile.write_concurrency if writing else profile.read_concurrency}
     return ts.Context(
         {
             "file_io_sync": synced,
             "cache_pool": {"total_bytes_limit": _CACHE_BYTES},
             "file_io_concurrency": limit,
             **{f"{driver}_request_concurrency": limit for driver in BUCKET_DRIVERS},
-            **{f"{driver}_request_retries": _RETRIES for driver in BUCKET_DRIVERS},
+            **{f"{driver}_request_retries": RETRIES for driver in BUCKET_DRIVERS},
         }
     )
 
@@ -117,7 +117,7 @@ class CellWriter:
         self._ready = ready
         self._directory, self._profile = directory, profile
         self._pace = pace or WritePace(profile.write_bytes_per_s)
-        self._context = context or kvstore_context(profile)
+        self._context = context or kvstore_context(profile, writing=True)
         self._pieces = Pieces(profile, ((leaf, [box for box, _ in blocks]) for leaf, blocks in expected))
         self._spec = kvstore_spec(directory, profile, writing=True, data_prefix=data_prefix)
         if not self._pieces.is_last:
@@ -261,7 +261,7 @@ class CellStream:
         self._profile = profile
         self._on_commit = on_commit
         self._describes = describes
-        self._context = kvstore_context(profile, synced=synced)
+        self._context = kvstore_context(profile, writing=True, synced=synced)
         if continues:
             _adopt(directory, self._context, profile)
         self._writer = self._new_writer()
@@ -301,7 +301,7 @@ class CellStream:
 
 def merge_processes(directory: str, count: int, profile: DurableProfile, *, data_prefix: str | None = None) -> None:
     """One database of those of all processes, which stay where they are: the result refers to their data files."""
-    context = kvstore_context(profile)
+    context = kvstore_context(profile, writing=True)
     transaction = ts.Transaction(atomic=True)
 
     def opened(url: str, *, writing: bool) -> Any:
