@@ -22,10 +22,9 @@ def test_invalid_value_is_refused(field: str, value: Any) -> None:
         return
     unit = "seconds" if field.endswith("_s") else "bytes" if field.endswith("_bytes") else "a count"
     given: dict[str, Any] = {field: value}
-    if field.startswith("job_") or field in ("write_bytes_per_s", "start_spread_s"):
-        if value is None:
-            assert DurableProfile(**given) == DurableProfile()
-            return
+    if (field.startswith("job_") or field in ("write_bytes_per_s", "start_spread_s")) and value is None:
+        assert DurableProfile(**given) == DurableProfile()
+        return
     if field.endswith("write_bytes_per_s"):
         unit = "bytes per second"
     with pytest.raises(ValueError, match=rf"DurableProfile: {field} is .*; give {unit} above 0"):
